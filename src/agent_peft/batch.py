@@ -1,0 +1,85 @@
+"""Tensors of a batch of trajectories, and the one collate. Everything that is learnt from is a trajectory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+from agent_peft.types import Trajectory
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded trajectories. Index t of a (B, T) tensor speaks of token t given tokens[:t].
+
+    ``weights`` is zero off the action mask; an algorithm sets it once per minibatch, with one global denominator, so that the loss of
+    the minibatch is the *sum* over its microbatches (and ranks) of ``(weights * per-token loss).sum()``.
+
+    >>> from agent_peft.types import Task, Turn
+    >>> batch = collate([Trajectory(Task("t"), (Turn((1, 2), (3,), (-0.5,)),), rewards=(1.0,))], groups=[0])
+    >>> batch.tokens.tolist(), batch.action_mask.tolist(), batch.returns.tolist()
+    ([[1, 2, 3]], [[False, False, True]], [1.0])
+    """
+
+    tokens: Tensor  # (B, T) int64
+    lengths: Tensor  # (B,) int64: how many tokens are real
+    action_mask: Tensor  # (B, T) bool: sampled by the policy
+    logprobs: Tensor  # (B, T) fp32: the sampler's, zero off the mask
+    returns: Tensor  # (B,) fp32: sum of the rewards
+    groups: Tensor  # (B,) int64: trajectories of one task share a number
+    advantages: Tensor  # (B, T) fp32, zero until an algorithm sets them
+    weights: Tensor  # (B, T) fp32, zero until an algorithm sets them
+    reference_logprobs: Tensor | None = None  # (B, T) fp32, only where a penalty asks for them
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    def select(self, rows: Sequence[int]) -> Batch:
+        """The given rows, cut to their longest trajectory."""
+        index = torch.as_tensor(list(rows), dtype=torch.int64, device=self.tokens.device)
+        longest = int(self.lengths[index].max()) if len(index) else 0
+        chosen = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is not None:
+                value = value[index]
+                chosen[f.name] = value[:, :longest] if value.ndim == 2 else value
+        return replace(self, **chosen)
+
+    def to(self, device: torch.device | str) -> Batch:
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        return Batch(**{name: value if value is None else value.to(device) for name, value in moved.items()})
+
+
+def collate(trajectories: Sequence[Trajectory], groups: Sequence[int]) -> Batch:
+    """Trajectories to tensors, right-padded with token 0 (padding is told by ``lengths``, never by a token id).
+
+    Args:
+        trajectories: B of them; empty ones are refused.
+        groups: B group numbers.
+    """
+    if not trajectories:
+        raise ValueError("cannot collate an empty batch")
+    lengths = [len(t.tokens) for t in trajectories]
+    shape = (len(trajectories), max(lengths))
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    action_mask = torch.zeros(shape, dtype=torch.bool)
+    logprobs = torch.zeros(shape, dtype=torch.float32)
+    for row, trajectory in enumerate(trajectories):
+        tokens[row, : lengths[row]] = torch.tensor(trajectory.tokens)
+        action_mask[row, : lengths[row]] = torch.tensor(trajectory.action_mask)
+        logprobs[row, : lengths[row]] = torch.tensor(trajectory.logprobs)
+    action_mask[:, 0] = False  # the first token has no predictor
+    return Batch(
+        tokens=tokens,
+        lengths=torch.tensor(lengths),
+        action_mask=action_mask,
+        logprobs=logprobs,
+        returns=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
+        groups=torch.tensor(list(groups), dtype=torch.int64),
+        advantages=torch.zeros(shape),
+        weights=torch.zeros(shape),
+    )

@@ -1,0 +1,1 @@
+"""Environments: tasks, and episodes that answer actions with facts. Torch is never loaded from here."""

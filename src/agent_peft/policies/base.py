@@ -1,0 +1,51 @@
+"""What a policy is to the floors above, and what it takes to configure one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from agent_peft.policies.adapters import LoraSettings
+
+
+@dataclass(frozen=True)
+class PolicyOutput:
+    """What one forward says of a batch of trajectories. Index t speaks of token t given tokens[:t]."""
+
+    logprobs: Tensor  # (B, T) fp32, under the sampling distribution; zero off the action mask
+    entropy: Tensor | None  # (B, T) fp32 nats, only where asked for
+
+
+class _PolicyConfig(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PretrainedConfig(_PolicyConfig):
+    """A Transformers causal language model with (or without) a LoRA adapter."""
+
+    kind: Literal["pretrained"] = "pretrained"
+    model: str = Field(description="a bundled name (smollm2-135m, gemma3-270m), a folder, a .gguf file, or a hub id")
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1 …")
+    lora: LoraSettings | None = Field(default=LoraSettings(), description="null trains every parameter")
+    adapter: Path | None = Field(default=None, description="a folder in PEFT's layout to start from")
+    packing: bool = Field(default=True, description="train on the token trie; false pads")
+
+
+class ScratchConfig(_PolicyConfig):
+    """A model of random weights, from any Transformers configuration; the same class as a pretrained one."""
+
+    kind: Literal["scratch"] = "scratch"
+    architecture: dict[str, Any] = Field(description="a Transformers configuration, with its model_type; vocab_size comes from the tokenizer")
+    alphabet: str = Field(description="a character tokenizer's alphabet")
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "auto"
+    lora: LoraSettings | None = None
+    packing: bool = True
+
+
+PolicyConfig = Annotated[PretrainedConfig | ScratchConfig, Field(discriminator="kind")]

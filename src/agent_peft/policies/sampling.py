@@ -1,0 +1,77 @@
+"""The sampling distribution: one definition, used by the sampler token by token and by the trainer over whole trajectories."""
+
+from __future__ import annotations
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from agent_peft.seeding import derive
+
+
+class SamplingConfig(BaseModel):
+    """How actions are drawn. Temperature 0 is the argmax (evaluation only: it has no density to train on)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    temperature: float = Field(default=1.0, ge=0.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=0, description="0 keeps every token")
+    max_new_tokens: int = Field(default=128, ge=1, description="per turn")
+    max_tokens: int = Field(default=1024, ge=2, description="per episode, observations included")
+    stop: tuple[str, ...] = Field(default=(), description="an action also ends when one of these appears in its text")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether the support is smaller than the vocabulary."""
+        return self.top_p < 1.0 or self.top_k > 0
+
+
+def log_distribution(logits: Tensor, sampling: SamplingConfig, keep: Tensor | None = None) -> Tensor:
+    """Log-probabilities (..., V) in fp32 nats of the sampling distribution: temperature, then top-k, then top-p (Holtzman et al. 2020).
+
+    Tokens outside the support get -inf. The most likely token is always inside.
+
+    Args:
+        logits: (..., V), any float type.
+        keep: (...) int64 tokens that are inside whatever the filter says. The trainer passes the tokens that were sampled: after an
+            update the policy may have pushed one of them out of its own support, and its gradient must stay finite.
+    """
+    logits = logits.float()
+    if sampling.temperature > 0.0 and sampling.temperature != 1.0:
+        logits = logits / sampling.temperature
+    if sampling.truncates:
+        values, order = logits.sort(dim=-1, descending=True, stable=True)
+        rank = torch.arange(logits.shape[-1], device=logits.device)
+        inside = torch.ones_like(values, dtype=torch.bool)
+        if sampling.top_k > 0:
+            inside &= rank < sampling.top_k
+        if sampling.top_p < 1.0:
+            p = values.masked_fill(~inside, -torch.inf).softmax(-1)
+            inside &= (p.cumsum(-1) - p) < sampling.top_p  # the token that crosses top_p is still inside
+        inside = torch.zeros_like(inside).scatter(-1, order, inside)
+        if keep is not None:
+            inside = inside.scatter(-1, keep.unsqueeze(-1), True)
+        logits = logits.masked_fill(~inside, -torch.inf)
+    return logits.log_softmax(-1)
+
+
+def draw(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
+    """Tokens (B,) and their log-probabilities (B,), by inverting the distribution at ``uniforms`` (B,) in [0, 1).
+
+    A row's token depends on its own logits and its own uniform, never on who shares the batch.
+    """
+    logp = log_distribution(logits, sampling)
+    if sampling.temperature == 0.0:
+        tokens = logp.argmax(-1)
+    else:
+        # fp64: in fp32 the running sum of 50,000 small probabilities is off by more than many of them
+        cumulative = logp.double().exp_().cumsum(-1)
+        target = uniforms.to(cumulative).unsqueeze(-1) * cumulative[..., -1:]
+        tokens = torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp_(max=logp.shape[-1] - 1)
+    return tokens, logp.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def uniform(seed: int, position: int) -> float:
+    """The uniform in [0, 1) with which an episode of ``seed`` draws the token at ``position``."""
+    return (derive(seed, position) >> 10) / (1 << 53)

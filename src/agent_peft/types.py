@@ -1,0 +1,168 @@
+"""The vocabulary: what every floor above may speak of. Standard library only, no torch.
+
+One noun, one meaning. A *task* is one problem, a *skill* its tag; an *environment* holds the dynamics and an *episode* is one
+run of it; a *turn* is one exchange, a *trajectory* the record of an episode, and a *group* the trajectories of one task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+Role = Literal["system", "user", "assistant"]
+
+
+class AgentPeftError(Exception):
+    """A user's mistake or a broken promise, told in one line that says what to do. The command line prints it, without a traceback."""
+
+
+class TrustError(AgentPeftError):
+    """A check that is always on has failed: the run's numbers could not have been trusted, so the run stops."""
+
+
+class InfrastructureError(Exception):
+    """The world under an environment failed (a server died, a disk is full): neither correct nor incorrect. The episode is retried."""
+
+
+class Outcome(StrEnum):
+    """What the grader found. A fact, not a price: rewards are set by the configuration."""
+
+    CORRECT = "correct"
+    INCORRECT = "incorrect"
+    UNKNOWN = "unknown"
+
+
+class StopReason(StrEnum):
+    """Why an episode ended."""
+
+    FINISHED = "finished"  # the agent said it was done
+    TURN_LIMIT = "turn_limit"  # it used all its turns without finishing
+    TOKEN_LIMIT = "token_limit"  # it ran into the context limit: truncated
+    TIMEOUT = "timeout"  # the environment's clock ran out
+    INFRASTRUCTURE = "infrastructure"  # the environment failed, after retries
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a conversation.
+
+    >>> Message("user", "How many rows are there?").role
+    'user'
+    """
+
+    role: Role
+    content: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """One problem. ``content`` is the environment's own description of it, as read from a file, and is never shown to the agent whole.
+
+    >>> Task(id="insert-0007", skills=("insert",), content={"instruction": "Add a row."}).skills
+    ('insert',)
+    """
+
+    id: str
+    skills: tuple[str, ...] = ()
+    content: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What the environment answers to one action.
+
+    ``observation`` is the text the agent reads next, empty when ``done``. ``stop_reason`` is set exactly when ``done``; until then
+    the outcome is UNKNOWN. ``valid`` is False when the action could not be understood (and the observation says why).
+
+    >>> StepResult("[(1,)]").done
+    False
+    """
+
+    observation: str
+    done: bool = False
+    outcome: Outcome = Outcome.UNKNOWN
+    stop_reason: StopReason | None = None
+    valid: bool = True
+
+    def __post_init__(self) -> None:
+        if self.done != (self.stop_reason is not None):
+            raise ValueError("a step result carries a stop reason exactly when the episode is done")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One exchange in tokens: what the policy read, then what it sampled. Nothing here was decoded and encoded again.
+
+    ``logprobs[i]`` is the log-probability (nats) with which ``action[i]`` was sampled, under the sampling temperature, top-p and top-k.
+
+    >>> Turn(observation=(5, 6), action=(7,), logprobs=(-0.1,)).action
+    (7,)
+    """
+
+    observation: tuple[int, ...]
+    action: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    valid: bool = True
+
+    def __post_init__(self) -> None:
+        if len(self.action) != len(self.logprobs):
+            raise ValueError(f"{len(self.action)} action tokens but {len(self.logprobs)} log-probabilities")
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """The record of an episode. Flattens to ``o1 y1 o2 y2 …`` with mask ``0 1 0 1`` (per token).
+
+    ``rewards`` has one price per turn; their sum is the return. ``messages`` is for people; training reads only ``turns``.
+
+    >>> t = Trajectory(Task("t"), turns=(Turn((1, 2), (3,), (-0.5,)), Turn((4,), (5, 6), (-0.1, -0.2))))
+    >>> t.tokens, t.action_mask
+    ((1, 2, 3, 4, 5, 6), (False, False, True, False, True, True))
+    """
+
+    task: Task
+    turns: tuple[Turn, ...]
+    messages: tuple[Message, ...] = ()
+    outcome: Outcome = Outcome.UNKNOWN
+    stop_reason: StopReason = StopReason.FINISHED
+    rewards: tuple[float, ...] = ()
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(t for turn in self.turns for t in (*turn.observation, *turn.action))
+
+    @property
+    def action_mask(self) -> tuple[bool, ...]:
+        return tuple(m for turn in self.turns for m in (*(False,) * len(turn.observation), *(True,) * len(turn.action)))
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """Zero where the token was not sampled."""
+        return tuple(x for turn in self.turns for x in (*(0.0,) * len(turn.observation), *turn.logprobs))
+
+    @property
+    def reward(self) -> float:
+        return sum(self.rewards)
+
+    @property
+    def num_action_tokens(self) -> int:
+        return sum(len(turn.action) for turn in self.turns)
+
+    @property
+    def num_invalid(self) -> int:
+        """Turns whose action the environment could not understand."""
+        return sum(not turn.valid for turn in self.turns)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The trajectories of one task that are compared with each other.
+
+    >>> Group(Task("t"), ()).task.id
+    't'
+    """
+
+    task: Task
+    trajectories: Sequence[Trajectory]
