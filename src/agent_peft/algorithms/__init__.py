@@ -1,0 +1,60 @@
+"""Algorithms: pure tensor mathematics. Each is a row of ``ALGORITHMS``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from agent_peft.algorithms.base import Algorithm, BaseAlgorithmConfig, Metrics, PolicyOutput, averages
+from agent_peft.algorithms.policy_gradient import (
+    DrGrpoConfig,
+    GrpoConfig,
+    PolicyGradient,
+    ReinforceConfig,
+    RlooConfig,
+    dr_grpo,
+    grpo,
+    reinforce,
+    rloo,
+)
+from agent_peft.algorithms.supervised import SftConfig, Supervised, sft
+
+AlgorithmConfig = Annotated[ReinforceConfig | RlooConfig | GrpoConfig | DrGrpoConfig | SftConfig, Field(discriminator="kind")]
+
+ALGORITHMS: dict[str, tuple[type[BaseAlgorithmConfig], Callable[[Any], Algorithm]]] = {
+    "reinforce": (ReinforceConfig, reinforce),
+    "rloo": (RlooConfig, rloo),
+    "grpo": (GrpoConfig, grpo),
+    "dr_grpo": (DrGrpoConfig, dr_grpo),
+    "sft": (SftConfig, sft),
+}
+
+
+def build_algorithm(config: AlgorithmConfig) -> Algorithm:
+    """The algorithm that a configuration names.
+
+    >>> build_algorithm(GrpoConfig(kl_coef=0.01)).needs_reference
+    True
+    """
+    return ALGORITHMS[config.kind][1](config)
+
+
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "AlgorithmConfig",
+    "BaseAlgorithmConfig",
+    "DrGrpoConfig",
+    "GrpoConfig",
+    "Metrics",
+    "PolicyGradient",
+    "PolicyOutput",
+    "ReinforceConfig",
+    "RlooConfig",
+    "SftConfig",
+    "Supervised",
+    "averages",
+    "build_algorithm",
+]

@@ -62,10 +62,16 @@ class SlotCache(Cache):
 
     def copy(self, source: int, targets: Sequence[int], length: int) -> None:
         """Fork: the first ``length`` positions of slot ``source`` into each of ``targets``."""
-        index = torch.tensor(list(targets), device=self.device)
+        index = torch.tensor(list(targets), dtype=torch.int64, device=self.device)
         for tensor in (*self.keys, *self.values):
             if tensor is not None:
                 tensor[index, :, :length] = tensor[source, :, :length]
+
+    def swap(self, a: int, b: int) -> None:
+        """Exchange two slots."""
+        for tensor in (*self.keys, *self.values):
+            if tensor is not None:
+                tensor[[a, b]] = tensor[[b, a]]
 
     def _grow(self, extent: int) -> None:
         capacity = self.capacity

@@ -1,0 +1,38 @@
+# Needs only make and python3 >= 3.11 with venv; everything else is installed into .venv.
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.installed
+PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n 2
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart check test test-slow test-all
+
+help:  ## say what there is
+	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | sort
+
+install: $(STAMP)  ## make .venv, again only if pyproject.toml or constraints.txt changed
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+		{ echo "make: '$(PYTHON)' is not a Python 3.11 or newer with venv; name one (make PYTHON=python3.12) or install it (apt install python3-venv)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt torch==2.13.0
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+quickstart: install  ## train a small agent on this machine's CPU
+	$(VENV)/bin/agent-peft train configs/quickstart.yaml
+
+check: install  ## lint, formatting, types, floors
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy --strict src
+	$(VENV)/bin/pytest -q tests/test_architecture.py
+
+test: install  ## the fast tests and the docstrings' examples
+	$(PYTEST)
+
+test-slow: install  ## only the slow tests
+	$(PYTEST) -m slow
+
+test-all: test test-slow  ## every test

@@ -1,0 +1,95 @@
+"""From returns to advantages: how much better a trajectory was than should be expected. (B,) -> (B,)"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agent_peft.algorithms.base import SumOverRanks, one_rank
+from agent_peft.types import AgentPeftError
+
+Advantage = Callable[[Tensor, Tensor], Tensor]  # (returns, groups) -> advantages
+
+
+def plain_return(returns: Tensor, groups: Tensor) -> Tensor:
+    """Â = R (Williams, 1992)."""
+    return returns
+
+
+def leave_one_out(returns: Tensor, groups: Tensor) -> Tensor:
+    """Â_i = R_i - mean of the others' R in its group (RLOO: Ahmadian et al., 2024, section 3.3).
+
+    Raises:
+        AgentPeftError: a group of one.
+
+    >>> leave_one_out(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0, 0, 0])).tolist()
+    [0.75, -0.75, 0.0]
+    """
+    deviation, _, count = _within_groups(returns, groups)
+    return (deviation * count / (count - 1)).to(returns.dtype)  # R_i - (S - R_i)/(G-1) = (R_i - S/G) G/(G-1)
+
+
+def group_centered(returns: Tensor, groups: Tensor) -> Tensor:
+    """Â_i = R_i - mean of its group (Dr. GRPO: Liu et al., 2025, section 3.2).
+
+    Raises:
+        AgentPeftError: a group of one.
+    """
+    return _within_groups(returns, groups)[0].to(returns.dtype)
+
+
+def group_normalized(returns: Tensor, groups: Tensor, epsilon: float = 1e-6) -> Tensor:
+    """Â_i = (R_i - mean of its group) / (std of its group + epsilon) (GRPO: Shao et al., 2024, section 4.1.2).
+
+    The standard deviation is the unbiased one (G - 1), as in ``torch.std`` and other implementations. A group without variance gets 0.
+
+    Raises:
+        AgentPeftError: a group of one.
+    """
+    deviation, variance, _ = _within_groups(returns, groups)
+    return (deviation / (variance.sqrt() + epsilon)).to(returns.dtype)
+
+
+def _within_groups(returns: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Each return's deviation from its group's mean, its group's variance (G - 1) and its group's size; (B,) fp64 each.
+
+    In fp64 the mean of equal fp32 returns is exact, so that a group without variance deviates by exactly 0 and not by a rounding
+    error, which a division by epsilon would blow up.
+    """
+    numbers, index = torch.unique(groups, return_inverse=True)
+    returns = returns.double()
+
+    def per_group(values: Tensor, divisor: Tensor) -> Tensor:
+        return (returns.new_zeros(len(numbers)).index_add(0, index, values) / divisor)[index]
+
+    count = torch.bincount(index, minlength=len(numbers)).double()
+    if (count < 2).any():
+        raise AgentPeftError(
+            f"group {int(numbers[count < 2][0])} has one trajectory, and this algorithm compares those of a group with each other: "
+            "collect groups of two or more, or train with kind: reinforce"
+        )
+    deviation = returns - per_group(returns, count)
+    return deviation, per_group(deviation.square(), count - 1), count[index]
+
+
+@dataclass
+class MovingAverageBaseline:
+    """Â = R - b, then b ← m b + (1 - m) mean(R). The only thing here that remembers: ``value`` belongs into the checkpoint.
+
+    >>> baseline = MovingAverageBaseline(momentum=0.9)
+    >>> baseline.subtract(torch.tensor([1.0, 0.0])).tolist(), round(baseline.value, 3)
+    ([1.0, 0.0], 0.05)
+    """
+
+    momentum: float
+    value: float = 0.0
+
+    def subtract(self, returns: Tensor, sum_over_ranks: SumOverRanks = one_rank) -> Tensor:
+        """``returns`` less the baseline as it was before them; the mean that moves it is over all ranks, so that all agree on it."""
+        advantages = returns - self.value
+        total = sum_over_ranks(torch.stack([returns.double().sum(), returns.new_tensor(len(returns), dtype=torch.float64)]))
+        self.value = self.momentum * self.value + (1 - self.momentum) * float(total[0] / total[1])
+        return advantages

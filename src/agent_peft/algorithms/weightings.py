@@ -1,0 +1,43 @@
+"""How much each token counts. (B, T) bool mask -> ((B, T) fp32 weights, scalar denominator), still to be divided.
+
+The denominator is additive over ranks: divided by its sum, the weights of a minibatch need nothing but sums from there on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+Weighting = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def token_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean over all tokens: long trajectories count for more (DAPO: Yu et al., 2025, equation 12)."""
+    weights = mask.float()
+    return weights, weights.sum()
+
+
+def sequence_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean over trajectories of each one's mean (GRPO: Shao et al., 2024, equation 3). One without an action does not count."""
+    tokens = mask.sum(dim=1, keepdim=True)
+    return mask / tokens.clamp(min=1), (tokens > 0).sum().float()
+
+
+def sequence_sum(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean over trajectories of each one's sum: log π(trajectory) as REINFORCE defines it."""
+    weights = mask.float()
+    return weights, weights.new_tensor(len(mask))
+
+
+def constant_length(length: int) -> Weighting:
+    """``sequence_sum`` over a fixed ``length`` in tokens: no trajectory's length enters (Dr. GRPO: Liu et al., 2025, section 3.2)."""
+
+    def weighting(mask: Tensor) -> tuple[Tensor, Tensor]:
+        weights, trajectories = sequence_sum(mask)
+        return weights, trajectories * length
+
+    return weighting
+
+
+WEIGHTINGS: dict[str, Weighting] = {"token_mean": token_mean, "sequence_mean": sequence_mean, "sequence_sum": sequence_sum}

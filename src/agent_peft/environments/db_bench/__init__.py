@@ -1,0 +1,20 @@
+"""DB Bench: an agent that works on a real database in SQL."""
+
+from agent_peft.environments.db_bench.environment import DBBench, DBBenchConfig, GenerateConfig
+from agent_peft.environments.db_bench.episode import DBBenchEpisode
+from agent_peft.environments.db_bench.generator import generate
+from agent_peft.environments.db_bench.inspection import Rejection
+from agent_peft.environments.db_bench.syntax import primary_skill, skills_of
+from agent_peft.environments.db_bench.tasks import load_tasks
+
+__all__ = [
+    "DBBench",
+    "DBBenchConfig",
+    "DBBenchEpisode",
+    "GenerateConfig",
+    "Rejection",
+    "generate",
+    "load_tasks",
+    "primary_skill",
+    "skills_of",
+]

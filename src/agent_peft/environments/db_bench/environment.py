@@ -1,0 +1,144 @@
+"""DB Bench: questions about a table, and changes to it, in SQL."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from agent_peft.environments.base import Environment, EnvironmentConfig
+from agent_peft.environments.db_bench.episode import DBBenchEpisode, Rules, demonstrate
+from agent_peft.environments.db_bench.generator import GENERATED_SKILLS, generate
+from agent_peft.environments.db_bench.inspection import Rejection, inspect
+from agent_peft.environments.db_bench.syntax import SKILLS
+from agent_peft.environments.db_bench.tasks import Problem, load_tasks, read_entry, task_of
+from agent_peft.types import AgentPeftError, Task
+
+logger = logging.getLogger(__name__)
+
+
+def _known(skills: Sequence[str] | None, among: Sequence[str]) -> None:
+    for skill in skills or ():
+        if skill not in among:
+            nearest = difflib.get_close_matches(skill, among, 1, cutoff=0.0)[0]
+            raise ValueError(f"{skill!r} is no skill here; did you mean {nearest!r}?")
+
+
+class GenerateConfig(EnvironmentConfig):
+    """Which tasks to make up; ``train`` and ``heldout`` share no table name and no phrasing."""
+
+    num_tasks: int = Field(gt=0)
+    seed: int = 0
+    skills: tuple[str, ...] = Field(GENERATED_SKILLS, min_length=1)
+    split: Literal["train", "heldout"] = "train"
+
+    @field_validator("skills")
+    @classmethod
+    def _skills_are_known(cls, skills: tuple[str, ...]) -> tuple[str, ...]:
+        _known(skills, GENERATED_SKILLS)
+        return skills
+
+
+class DBBenchConfig(EnvironmentConfig):
+    """The tasks (of a file in LifelongAgentBench's format, or generated) and the bounds of an episode.
+
+    ``skills`` keeps the tasks whose primary skill (`syntax.primary_skill`) is named; ``limit`` keeps the first usable ones.
+    """
+
+    kind: Literal["db_bench"] = "db_bench"
+    tasks: Path | None = None
+    generate: GenerateConfig | None = None
+    database: Literal["sqlite"] = "sqlite"
+    skills: list[str] | None = None
+    limit: int | None = Field(None, gt=0)
+    max_turns: int = Field(3, gt=0)
+    max_observation_chars: int = Field(400, ge=40)
+    statement_seconds: float = Field(2.0, gt=0)
+    statement_steps: int = Field(20_000_000, gt=0)
+
+    @field_validator("skills")
+    @classmethod
+    def _skills_are_known(cls, skills: list[str] | None) -> list[str] | None:
+        _known(skills, SKILLS)
+        return skills
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DBBenchConfig:
+        if (self.tasks is None) == (self.generate is None):
+            raise ValueError("set exactly one of tasks (a file) and generate")
+        return self
+
+    @property
+    def rules(self) -> Rules:
+        return Rules(self.database, self.max_turns, self.max_observation_chars, self.statement_seconds, self.statement_steps)
+
+
+class DBBench(Environment):
+    """The environment. Every task is replayed when it is loaded; those that cannot be used are in ``rejected``."""
+
+    def __init__(self, config: DBBenchConfig) -> None:
+        """Load and replay the tasks.
+
+        Raises:
+            AgentPeftError: the file is wrong, or no task can be used.
+        """
+        self.config = config
+        self._rules = config.rules
+        self._problems: dict[str, tuple[Task, Problem]] = {}
+        rejected = []
+        found = _load(config)
+        for task in found:
+            if len(self._problems) == config.limit:
+                break
+            problem = read_entry(task.id, task.content)
+            cause = inspect(problem, self._rules).cause
+            if cause is None:
+                self._problems[task.id] = (task, problem)
+            else:
+                rejected.append(Rejection(task.id, cause))
+        self.rejected: Sequence[Rejection] = tuple(rejected)
+        self._tasks = tuple(task for task, _ in self._problems.values())
+        if rejected:
+            shown = "; ".join(f"{rejection.id}: {rejection.cause}" for rejection in rejected[:3]) + ("; ..." if len(rejected) > 3 else "")
+            logger.warning("db_bench: %d of %d tasks cannot be used on %s (%s)", len(rejected), len(found), config.database, shown)
+        if not self._tasks:
+            raise AgentPeftError(f"{_source(config)}: no task can be used on {config.database} ({rejected[0].id}: {rejected[0].cause})")
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        return self._tasks
+
+    def episode(self, task: Task, seed: int) -> DBBenchEpisode:
+        return DBBenchEpisode(self._problem(task), self._rules, seed)
+
+    def demonstration(self, task: Task) -> Sequence[str] | None:
+        return demonstrate(self._problem(task), self._rules)
+
+    def _problem(self, task: Task) -> Problem:
+        known, problem = self._problems.get(task.id, (None, None))
+        if known is not None and problem is not None and (known is task or known.content == task.content):
+            return problem
+        return read_entry(task.id, task.content)
+
+
+def _source(config: DBBenchConfig) -> str:
+    return str(config.tasks) if config.tasks is not None else "generated tasks"
+
+
+def _load(config: DBBenchConfig) -> Sequence[Task]:
+    if config.tasks is not None:
+        tasks: Sequence[Task] = load_tasks(config.tasks)
+    else:
+        assert config.generate is not None  # the config was validated
+        wanted = config.generate
+        entries: Mapping[str, Any] = generate(wanted.num_tasks, wanted.seed, wanted.skills, wanted.split)
+        tasks = [task_of(name, entry) for name, entry in entries.items()]
+    if config.skills is not None:
+        tasks = [task for task in tasks if task.skills and task.skills[0] in config.skills]
+        if not tasks:
+            raise AgentPeftError(f"{_source(config)}: no task has one of the skills {', '.join(config.skills)}; choose others or leave skills out")
+    return tasks

@@ -1,0 +1,133 @@
+"""One run of a DB Bench task: the database, the agent's replies, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agent_peft.environments.base import Episode
+from agent_peft.environments.db_bench.database import Database, Executed
+from agent_peft.environments.db_bench.grader import answer_is_correct, tables_are_equal
+from agent_peft.environments.db_bench.protocol import Answer, Malformed, answer, operation, parse_reply
+from agent_peft.environments.db_bench.sqlite import SQLiteDatabase
+from agent_peft.environments.db_bench.tasks import Problem, Row, Table
+from agent_peft.types import Message, Outcome, StepResult, StopReason
+
+# Short on purpose: the agent reads both in every episode.
+SYSTEM_PROMPT = """\
+You work on one SQLite table. Reply in one of two ways.
+To run one SQL statement and see its result:
+Action: Operation
+```sql
+SELECT a FROM t;
+```
+To finish:
+Action: Answer
+Final Answer: [(1, 'x'), (2, 'y')]
+The final answer holds the rows asked for, as a list of tuples; after a change write done. You have {max_turns} turns, the answer included."""
+USER_PROMPT = "{instruction}\nThe name of this table is {table}, and the headers of this table are {headers}."
+CUT_MARK = " ... (cut)"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What bounds an episode: turns, how long an observation may be (characters), and a statement's wall clock and machine steps.
+
+    >>> Rules().max_turns
+    3
+    """
+
+    database: str = "sqlite"
+    max_turns: int = 3
+    max_observation_chars: int = 400
+    statement_seconds: float = 2.0
+    statement_steps: int = 20_000_000
+
+    def open(self, table: Table, seed: int) -> Database:
+        """A fresh database that holds ``table``."""
+        return _DATABASES[self.database](table, seconds=self.statement_seconds, steps=self.statement_steps, seed=seed)
+
+
+_DATABASES = {"sqlite": SQLiteDatabase}
+
+
+class DBBenchEpisode(Episode):
+    """An episode: at most ``max_turns`` replies, of which the last should be an ``Action: Answer``."""
+
+    def __init__(self, problem: Problem, rules: Rules, seed: int) -> None:
+        self._problem, self._rules, self._seed = problem, rules, seed
+        self._database: Database | None = None
+        self._turns = 0
+        self._done = False
+
+    def start(self) -> Sequence[Message]:
+        if self._done or self._database is not None:
+            raise RuntimeError("the episode was started before")
+        table = self._problem.table
+        self._database = self._rules.open(table, self._seed)
+        user = USER_PROMPT.format(instruction=self._problem.instruction, table=table.name, headers=", ".join(table.headers))
+        return (Message("system", SYSTEM_PROMPT.format(max_turns=self._rules.max_turns)), Message("user", user))
+
+    def step(self, action: str) -> StepResult:
+        if self._done or self._database is None:
+            raise RuntimeError("the episode is done or closed" if self._done else "the episode was not started")
+        self._turns += 1
+        reply = parse_reply(action)
+        if isinstance(reply, Answer):
+            outcome = Outcome.CORRECT if self._is_correct(reply.text, self._database) else Outcome.INCORRECT
+            return self._end(StopReason.FINISHED, outcome, valid=True)
+        valid = not isinstance(reply, Malformed)
+        last = self._turns >= self._rules.max_turns
+        if last:  # nobody would see what the statement did
+            return self._end(StopReason.TURN_LIMIT, Outcome.INCORRECT, valid)
+        limit = self._rules.max_observation_chars
+        return StepResult(reply.why if isinstance(reply, Malformed) else observation(self._database.execute(reply.sql), limit), valid=valid)
+
+    def close(self) -> None:
+        self._done = True
+        if self._database is not None:
+            self._database.close()
+
+    def _end(self, reason: StopReason, outcome: Outcome, valid: bool) -> StepResult:
+        self.close()
+        return StepResult("", done=True, outcome=outcome, stop_reason=reason, valid=valid)
+
+    def _is_correct(self, text: str, database: Database) -> bool:
+        problem = self._problem
+        if problem.direct is not None:
+            return answer_is_correct(text, problem.direct, problem.order)
+        return tables_are_equal(database.table(), run_gold(problem, self._rules, self._seed)[1])
+
+
+def run_gold(problem: Problem, rules: Rules, seed: int = 0) -> tuple[Executed, tuple[Row, ...] | None]:
+    """What the gold SQL does to a fresh copy of the table: its result, and the whole table after it."""
+    database = rules.open(problem.table, seed)
+    try:
+        return database.execute(problem.sql), database.table()
+    finally:
+        database.close()
+
+
+def demonstrate(problem: Problem, rules: Rules) -> tuple[str, str] | None:
+    """Replies that solve the problem: run the gold SQL, answer with the rows it gives; None where the gold does not run."""
+    executed, _ = run_gold(problem, rules)
+    if executed.error is not None:
+        return None
+    return operation(problem.sql), answer(executed.rows if problem.direct is not None and executed.rows is not None else "done")
+
+
+def observation(executed: Executed, limit: int) -> str:
+    """What the agent reads of a statement's result, in at most ``limit`` characters.
+
+    >>> observation(Executed(rows=((1, "a"),)), 400), observation(Executed(changed=3), 400), observation(Executed(error="no such table: t"), 400)
+    ("[(1, 'a')]", 'Done. 3 rows changed.', 'Error: no such table: t')
+    """
+    if executed.error is not None:
+        text = "Error: " + "".join(c if c.isprintable() else " " for c in executed.error[: limit + 1])
+    elif executed.rows is not None:
+        text = repr(list(executed.rows)) + (CUT_MARK if executed.cut else "")
+    else:
+        text = f"Done. {executed.changed} row{'' if executed.changed == 1 else 's'} changed."
+    if len(text) <= limit:
+        return text
+    return text[: max(limit - len(CUT_MARK), 0)] + CUT_MARK

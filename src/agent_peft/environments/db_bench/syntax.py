@@ -1,0 +1,169 @@
+"""What a statement is, read off its syntax tree (sqlglot): its skills, and which output columns its rows are sorted by."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import sqlglot
+from sqlglot import exp
+from sqlglot.errors import SqlglotError
+
+logging.getLogger("sqlglot").setLevel(logging.ERROR)  # it warns about dialects; what cannot be parsed is told by an exception
+
+# From the most to the least telling. What a statement does to the table comes first, then what is hardest about it, and last what
+# nearly every statement has. `primary_skill` is the first of this list that a task has.
+SKILLS = (
+    "insert",
+    "update",
+    "delete",
+    "subquery_nested",
+    "subquery_multiple",
+    "subquery_single",
+    "having_aggregate_calculation",
+    "having_multiple_conditions_with_aggregate",
+    "having_single_condition_with_aggregate",
+    "limit_and_offset",
+    "limit_only",
+    "order_by_multiple_columns_different_directions",
+    "order_by_multiple_columns_same_direction",
+    "order_by_single_column",
+    "group_by_multiple_columns",
+    "group_by_single_column",
+    "where_nested_conditions",
+    "where_multiple_conditions",
+    "where_single_condition",
+    "table_alias",
+    "column_alias",
+    "select",
+)
+
+
+def primary_skill(skills: Sequence[str]) -> str:
+    """The one skill that stands for a task with many: the first of ``SKILLS`` it has, so that each task counts once.
+
+    >>> primary_skill(("select", "order_by_single_column", "limit_only"))
+    'limit_only'
+    """
+    ranks = {skill: rank for rank, skill in enumerate(SKILLS)}
+    return min(skills, key=lambda skill: ranks.get(skill, len(SKILLS)))
+
+
+def parse(sql: str) -> exp.Expression | None:
+    """The syntax tree, or None where sqlglot cannot read the statement. MySQL's dialect: it is what LifelongAgentBench was written in."""
+    try:
+        return sqlglot.parse_one(sql, dialect="mysql")
+    except (SqlglotError, RecursionError):
+        return None
+
+
+def skills_of(sql: str) -> tuple[str, ...]:
+    """The skills a statement uses, the primary one first; empty where it cannot be parsed.
+
+    As in LifelongAgentBench, clauses (WHERE, GROUP BY, HAVING, ORDER BY, LIMIT, column aliases) count where they belong to the
+    statement itself, not to a query inside it; those count as subqueries.
+
+    >>> skills_of("SELECT a FROM t ORDER BY b LIMIT 3")
+    ('limit_only', 'order_by_single_column', 'select')
+    """
+    tree = parse(sql)
+    if tree is None:
+        return ()
+    found = {name for name, kind in _STATEMENTS.items() if isinstance(tree, kind)}
+    if tree.find(exp.Select):
+        found.add("select")
+    sources: tuple[type[exp.Expression], ...] = (exp.Table,) if isinstance(tree, exp.Select) else (exp.Table, exp.Subquery)
+    if any(source.alias for source in tree.find_all(*sources)):
+        found.add("table_alias")
+    query = tree.expression if isinstance(tree, exp.Insert) else tree
+    if isinstance(tree, exp.Select):
+        found |= _select_skills(tree)
+    elif tree.args.get("limit") is not None:
+        found.add("limit_only")
+    if query is not None and (where := query.args.get("where")) is not None:
+        found.add(_where_skill(where.this))
+    found |= _subquery_skills(tree, query)
+    return tuple(skill for skill in SKILLS if skill in found)
+
+
+def order_keys(sql: str, headers: Sequence[str], width: int) -> tuple[int, ...] | None:
+    """By which output columns the rows of a SELECT are sorted; None where their order is free (no top-level ORDER BY).
+
+    Rows with equal keys may come in any order, so only the sequence of the keys can be graded. Where a key is not among the output
+    columns its ties cannot be seen: then all ``width`` columns are named, and the order counts as it stands.
+
+    >>> order_keys("SELECT name, AVG(x) AS m FROM t GROUP BY name ORDER BY m DESC", ["name", "x"], 2)
+    (1,)
+    """
+    tree = parse(sql)
+    order = tree.args.get("order") if tree is not None else None
+    if tree is None or order is None:
+        return None
+    outputs: list[tuple[str, str]] = []  # (name in the result, expression) of each column
+    for column in getattr(tree, "selects", []):
+        if isinstance(column, exp.Star):
+            outputs += [(header.lower(), header.lower()) for header in headers]
+        else:
+            outputs.append((column.alias_or_name.lower(), column.unalias().sql().lower()))
+    keys = []
+    for term in order.expressions:
+        key = term.this
+        if isinstance(key, exp.Literal) and key.is_int:
+            keys.append(int(key.this) - 1)
+            continue
+        name = key.name.lower() if isinstance(key, exp.Column) and not key.table else None
+        text = key.sql().lower()
+        matches = [i for i, (alias, expression) in enumerate(outputs) if alias == name or expression == text]
+        if not matches:
+            return tuple(range(width))
+        keys.append(matches[0])
+    return tuple(keys) if all(0 <= key < width for key in keys) else tuple(range(width))
+
+
+_STATEMENTS: dict[str, type[exp.Expression]] = {"insert": exp.Insert, "update": exp.Update, "delete": exp.Delete}
+
+
+def _own(condition: exp.Expression) -> list[exp.Expression]:
+    """The nodes of a condition, without those of the queries inside it."""
+    return list(condition.walk(prune=lambda node: isinstance(node, exp.Select)))
+
+
+def _where_skill(condition: exp.Expression) -> str:
+    connectors = [node for node in _own(condition.unnest()) if isinstance(node, exp.Connector)]
+    if not connectors:
+        return "where_single_condition"
+    nested = any(isinstance(side, exp.Paren) for node in connectors for side in (node.left, node.right))
+    return "where_nested_conditions" if nested else "where_multiple_conditions"
+
+
+def _select_skills(select: exp.Select) -> set[str]:
+    """What the clauses of a SELECT show."""
+    found = set()
+    if any(isinstance(column, exp.Alias) for column in select.expressions):
+        found.add("column_alias")
+    if (group := select.args.get("group")) is not None:
+        found.add("group_by_single_column" if len(group.expressions) == 1 else "group_by_multiple_columns")
+    if (having := select.args.get("having")) is not None:
+        nodes = _own(having.this)
+        number = "multiple_conditions" if any(isinstance(node, exp.Connector) for node in nodes) else "single_condition"
+        found.add(f"having_{number}_with_aggregate")
+        if any(isinstance(node, exp.Add | exp.Sub | exp.Mul | exp.Div) for node in nodes):
+            found.add("having_aggregate_calculation")
+    if (order := select.args.get("order")) is not None:
+        directions = {bool(term.args.get("desc")) for term in order.expressions}
+        several = f"multiple_columns_{'same_direction' if len(directions) == 1 else 'different_directions'}"
+        found.add(f"order_by_{'single_column' if len(order.expressions) == 1 else several}")
+    if select.args.get("limit") is not None:
+        found.add("limit_and_offset" if select.args.get("offset") else "limit_only")
+    return found
+
+
+def _subquery_skills(tree: exp.Expression, query: exp.Expression | None) -> set[str]:
+    inner = [select for select in tree.find_all(exp.Select) if select is not query]
+    outermost = [select for select in inner if select.parent_select is None or select.parent_select is query]
+    found = set()
+    if len(outermost) < len(inner):
+        found.add("subquery_nested")
+    if len(outermost) > 1:
+        found.add("subquery_multiple")
+    return found or ({"subquery_single"} if inner else set())

@@ -1,0 +1,207 @@
+"""LifelongAgentBench's entry format: reading files of it, and what an entry says.
+
+An entry is ``{"instruction", "skill_list"?, "table_info": {"name", "column_info_list": [{"name", "type"}], "row_list"}, "answer_info":
+{"sql", "direct", "md5"}}``; ``direct`` holds the rows of a SELECT, and is null for a modification, whose final table ``md5`` tells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agent_peft.environments.db_bench.syntax import SKILLS, order_keys, primary_skill, skills_of
+from agent_peft.types import AgentPeftError, Task
+
+Cell = str | int | float | bytes | None
+Row = tuple[Cell, ...]
+
+_TYPE = re.compile(r"[A-Za-z][A-Za-z0-9_ ]*(\([0-9, ]*\))?")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column's name and declared type.
+
+    >>> Column("unit price", "INT").type
+    'INT'
+    """
+
+    name: str
+    type: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """The one table of a task, as it is before the agent acts.
+
+    >>> Table("orders", (Column("id", "INT"),), ((1,), (2,))).headers
+    ('id',)
+    """
+
+    name: str
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def headers(self) -> tuple[str, ...]:
+        return tuple(column.name for column in self.columns)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What an entry says, checked. ``direct`` is the answer of a SELECT and None for a modification; ``order`` is `order_keys` of its SQL."""
+
+    instruction: str
+    table: Table
+    sql: str
+    direct: tuple[Row, ...] | None
+    md5: str | None
+    order: tuple[int, ...] | None
+
+
+def load_tasks(path: Path) -> tuple[Task, ...]:
+    """The tasks of a file: a JSON object of entries (its keys become the ids), a JSON list, or JSON lines.
+
+    Raises:
+        AgentPeftError: the file cannot be read, or an entry is not as it should be (the entry and the key are named).
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise AgentPeftError(f"{path}: cannot be read ({error.strerror}); give the path of a DB Bench task file") from error
+    except UnicodeDecodeError as error:
+        raise AgentPeftError(f"{path}: is not UTF-8 text; give a JSON file of DB Bench entries") from error
+    entries = list(_entries(path, text))
+    if not entries:
+        raise AgentPeftError(f"{path}: holds no entry; give a JSON file of DB Bench entries")
+    tasks, seen = [], set()
+    for name, entry in entries:
+        if name in seen:
+            raise AgentPeftError(f"{path}: two entries are called {name!r}; every entry needs an id of its own")
+        seen.add(name)
+        try:
+            tasks.append(task_of(name, entry))
+        except AgentPeftError as error:
+            raise AgentPeftError(f"{path}: {error}") from error
+    return tuple(tasks)
+
+
+def task_of(name: str, entry: Any) -> Task:
+    """An entry as a task; its skills are those the entry names (else those of its SQL), the primary one first."""
+    read_entry(name, entry)
+    skills = entry.get("skill_list") or skills_of(entry["answer_info"]["sql"])
+    if not isinstance(skills, list | tuple) or not all(isinstance(skill, str) for skill in skills):
+        raise _wrong(name, "skill_list", "a list of skill names")
+    first = primary_skill(skills) if any(skill in SKILLS for skill in skills) or not skills else skills[0]
+    return Task(id=name, skills=(first, *(skill for skill in skills if skill != first)) if skills else (), content=entry)
+
+
+def read_entry(name: str, entry: Any) -> Problem:
+    """Check an entry and say what it means.
+
+    Raises:
+        AgentPeftError: with the entry's name, the key that is wrong, and what belongs there.
+    """
+    if not isinstance(entry, Mapping):
+        raise AgentPeftError(f"entry {name!r}: must be a JSON object, not {type(entry).__name__}")
+    instruction = _text(name, entry, "instruction")
+    table_info, answer = _object(name, entry, "table_info"), _object(name, entry, "answer_info")
+    columns = []
+    for i, column in enumerate(_list(name, table_info, "table_info.column_info_list")):
+        key = f"table_info.column_info_list[{i}]"
+        if not isinstance(column, Mapping):
+            raise _wrong(name, key, "an object with name and type")
+        columns.append(Column(_text(name, column, f"{key}.name"), _text(name, column, f"{key}.type")))
+        if not _TYPE.fullmatch(columns[-1].type):
+            raise _wrong(name, f"{key}.type", "a column type such as INT or TEXT")
+    if not columns:
+        raise _wrong(name, "table_info.column_info_list", "a list of at least one column")
+    rows = _rows(name, table_info, "table_info.row_list", width=len(columns))
+    table = Table(_text(name, table_info, "table_info.name"), tuple(columns), rows)
+    sql = _text(name, answer, "answer_info.sql")
+    direct = None if answer.get("direct") is None else _rows(name, answer, "answer_info.direct")
+    if direct is None and re.match(r"\s*(select|values|with\b[^;]*\)\s*select)\b", sql, re.IGNORECASE):
+        raise _wrong(name, "answer_info.direct", "the list of rows that the SELECT returns")
+    md5 = answer.get("md5")
+    if md5 is not None and not (isinstance(md5, str) and re.fullmatch("[0-9a-f]{32}", md5)):
+        raise _wrong(name, "answer_info.md5", "null or 32 hexadecimal digits")
+    order = order_keys(sql, table.headers, len(direct[0])) if direct else None
+    return Problem(instruction, table, sql, direct, md5, order)
+
+
+def table_md5(rows: Iterable[Row]) -> str:
+    """LifelongAgentBench's digest of a table, free of order: the MD5 of the sorted first five hexadecimal digits of each row's MD5.
+
+    Its MySQL query keeps 1,024 characters of the joined digits, and so do we. Good for telling that a gold gave another table than
+    it gave its author; too weak to grade with.
+    """
+    digests = sorted(hashlib.md5(",".join(str(cell) for cell in row if cell is not None).encode()).hexdigest()[:5] for row in rows)
+    return hashlib.md5(",".join(digests)[:1024].encode()).hexdigest()
+
+
+def _entries(path: Path, text: str) -> Iterable[tuple[str, Any]]:
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        if path.suffix == ".jsonl" or text.lstrip().startswith("{") and "Extra data" in str(error):
+            content = [_line(path, number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        else:
+            raise AgentPeftError(f"{path}: is not JSON ({error})") from error
+    if isinstance(content, Mapping) and "answer_info" in content:
+        content = [content]  # JSON lines with one line
+    if isinstance(content, Mapping):
+        return content.items()
+    if isinstance(content, list):
+        return [(str(entry.get("sample_index", i)) if isinstance(entry, Mapping) else str(i), entry) for i, entry in enumerate(content)]
+    raise AgentPeftError(f"{path}: must hold a JSON object or list of entries, not {type(content).__name__}")
+
+
+def _line(path: Path, number: int, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise AgentPeftError(f"{path}: line {number} is not JSON ({error})") from error
+
+
+def _wrong(name: str, key: str, wanted: str) -> AgentPeftError:
+    return AgentPeftError(f"entry {name!r}: {key} must be {wanted}")
+
+
+def _object(name: str, entry: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    found = entry.get(key)
+    if not isinstance(found, Mapping):
+        raise _wrong(name, key, "an object")
+    return found
+
+
+def _text(name: str, holder: Mapping[str, Any], key: str) -> str:
+    found = holder.get(key.rsplit(".", 1)[-1])
+    if not isinstance(found, str) or not found.strip():
+        raise _wrong(name, key, "a text")
+    return found
+
+
+def _list(name: str, holder: Mapping[str, Any], key: str) -> Sequence[Any]:
+    found = holder.get(key.rsplit(".", 1)[-1])
+    if not isinstance(found, list | tuple):
+        raise _wrong(name, key, "a list")
+    return found
+
+
+def _rows(name: str, holder: Mapping[str, Any], key: str, width: int | None = None) -> tuple[Row, ...]:
+    rows = []
+    for i, row in enumerate(_list(name, holder, key)):
+        if not isinstance(row, list | tuple) or (width is not None and len(row) != width):
+            raise _wrong(name, f"{key}[{i}]", "a list" if width is None else f"a list of {width} cells, one per column")
+        for j, cell in enumerate(row):
+            if not isinstance(cell, str | int | float | None):
+                raise _wrong(name, f"{key}[{i}][{j}]", "a text, a number or null")
+        rows.append(tuple(row))
+    if len({len(row) for row in rows}) > 1:
+        raise _wrong(name, key, "a list of rows of one length")
+    return tuple(rows)

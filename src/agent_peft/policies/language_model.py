@@ -1,0 +1,248 @@
+"""Any Transformers causal language model, with a LoRA adapter or with all its parameters trained."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from agent_peft.batch import Batch
+from agent_peft.policies import adapters
+from agent_peft.policies.base import PolicyOutput, PretrainedConfig, ScratchConfig
+from agent_peft.policies.bundled import BUNDLED, fetch, from_gguf
+from agent_peft.policies.packing import build_trie, forest_mask
+from agent_peft.policies.sampling import SamplingConfig, log_distribution
+from agent_peft.policies.tokenization import ChatTokenizer, character_tokenizer
+from agent_peft.seeding import derive
+from agent_peft.types import AgentPeftError
+
+logger = logging.getLogger(__name__)
+
+HEAD_CHUNK = 256  # predictors whose logits exist at once: 256 x 49152 fp32 = 48 MiB
+
+
+class Policy:
+    """The model that acts. The reference is the same model with its adapter off.
+
+    Args:
+        model: a causal language model or a PeftModel around one.
+        chat: how conversations become tokens.
+        packing: train on the token trie; False pads.
+    """
+
+    def __init__(self, model: PreTrainedModel | PeftModel, chat: ChatTokenizer, packing: bool = True) -> None:
+        self.model, self.chat, self.packing = model.eval(), chat, packing
+        self.base: PreTrainedModel = model.get_base_model() if isinstance(model, PeftModel) else model
+        self.decoder: nn.Module = self.base.get_decoder()
+        self.head: nn.Module = self.base.get_output_embeddings()
+        self._prove_head()
+        self._packing_proven = False
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.base.parameters()).dtype
+
+    @property
+    def has_adapter(self) -> bool:
+        return isinstance(self.model, PeftModel)
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    # -- scoring ------------------------------------------------------------------------------------------------------------------
+
+    def forward(self, batch: Batch, sampling: SamplingConfig, *, entropy: bool = False) -> PolicyOutput:
+        """Log-probabilities of the sampled tokens, under the very distribution they were drawn from.
+
+        Shared prefixes are computed once per group (the token trie); logits exist for ``HEAD_CHUNK`` predictors at a time.
+
+        Returns:
+            (B, T) log-probabilities in nats with gradient, zero off the action mask; entropies alike, without gradient tricks.
+        """
+        if self.packing and not self._packing_proven:
+            self._prove_packing(batch, sampling)
+        return self._score(batch, sampling, entropy, self.packing)
+
+    def reference_logprobs(self, batch: Batch, sampling: SamplingConfig) -> Tensor:
+        """(B, T) log-probabilities of the policy with its adapter off. No gradient."""
+        if not isinstance(self.model, PeftModel):
+            raise AgentPeftError("a KL penalty needs a reference, which is the policy with its adapter off: set policy.lora, or kl_coef: 0")
+        with torch.no_grad(), self.model.disable_adapter():
+            return self._score(batch, sampling, False, self.packing).logprobs
+
+    def count_nodes(self, sequences: Sequence[Sequence[int]]) -> int:
+        """How many positions a forward over these trajectories of one group computes: the cost that microbatches are budgeted by."""
+        return len(build_trie(sequences)) if self.packing else len(sequences) * max(len(s) for s in sequences)
+
+    def _score(self, batch: Batch, sampling: SamplingConfig, entropy: bool, packed: bool) -> PolicyOutput:
+        batch = batch.to(self.device)
+        hidden, predictors = self._packed_states(batch) if packed else self._padded_states(batch)
+        mask = batch.action_mask
+        # siblings that sampled the same token after the same prefix share its logits
+        pairs, inverse = torch.stack([predictors[mask], batch.tokens[mask]]).unique(dim=1, return_inverse=True)
+        logp, ent = self._score_tokens(hidden.flatten(0, 1), pairs[0], pairs[1], sampling, entropy)
+        zeros = torch.zeros(mask.shape, device=mask.device)
+        return PolicyOutput(
+            logprobs=zeros.masked_scatter(mask, logp[inverse]),
+            entropy=None if ent is None else zeros.masked_scatter(mask, ent[inverse]),
+        )
+
+    def _packed_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Last hidden states (groups, N, H) of the groups' tries, and for each (b, t) the flat index of the node that predicts it."""
+        groups: dict[int, list[int]] = {}
+        for b, group in enumerate(batch.groups.tolist()):
+            groups.setdefault(group, []).append(b)
+        rows = [batch.tokens[b, : int(length)].tolist() for b, length in enumerate(batch.lengths)]
+        tries = [build_trie([rows[b] for b in members]) for members in groups.values()]
+        size = max(len(trie) for trie in tries)
+        tokens = torch.zeros(len(tries), size, dtype=torch.int64)
+        positions = torch.zeros(len(tries), size, dtype=torch.int64)
+        predictors = torch.zeros(batch.tokens.shape, dtype=torch.int64)
+        for row, (trie, members) in enumerate(zip(tries, groups.values(), strict=True)):
+            tokens[row, : len(trie)] = torch.tensor(trie.tokens)
+            positions[row, : len(trie)] = torch.tensor(trie.positions)
+            for path, b in zip(trie.paths, members, strict=True):
+                predictors[b, 1 : len(path)] = torch.tensor(path[:-1], dtype=torch.int64) + row * size
+        hidden = self.hidden_states(tokens.to(self.device), positions.to(self.device), forest_mask(tries, size, self.device))
+        return hidden, predictors.to(self.device)
+
+    def _padded_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The same by the plainest way there is: right-padded rows and the model's own causal mask."""
+        rows, length = batch.tokens.shape
+        attention_mask = torch.arange(length, device=self.device) < batch.lengths[:, None]
+        hidden: Tensor = self.decoder(input_ids=batch.tokens, attention_mask=attention_mask.long(), use_cache=False).last_hidden_state
+        return hidden, (torch.arange(rows * length, device=self.device).view(rows, length) - 1).clamp_(min=0)
+
+    def hidden_states(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any = None) -> Tensor:
+        """Last hidden states (B, Q, H) of tokens (B, Q) at positions (B, Q) under a boolean mask (B, 1, Q, K)."""
+        out = self.decoder(input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=cache is not None)
+        return out.last_hidden_state
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """(..., V) logits of last hidden states (..., H)."""
+        logits = self.head(hidden)
+        cap = getattr(self.base.config.get_text_config(), "final_logit_softcapping", None)
+        return torch.tanh(logits / cap) * cap if cap else logits
+
+    def _score_tokens(
+        self, hidden: Tensor, predictors: Tensor, targets: Tensor, sampling: SamplingConfig, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        def score(states: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+            logp = log_distribution(self.logits(states), sampling, keep=chosen)
+            taken = logp.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+            if not entropy:
+                return taken, taken.detach()
+            return taken, -(logp.exp() * logp.masked_fill(logp.isneginf(), 0.0)).sum(-1)
+
+        pieces = []
+        for start in range(0, len(targets), HEAD_CHUNK):
+            chunk = slice(start, start + HEAD_CHUNK)
+            states = hidden[predictors[chunk]]
+            # checkpointed: the backward computes these logits again instead of keeping them all
+            pieces.append(checkpoint(score, states, targets[chunk], use_reentrant=False) if torch.is_grad_enabled() else score(states, targets[chunk]))
+        if not pieces:
+            empty = hidden.new_zeros(0, dtype=torch.float32)
+            return empty, empty if entropy else None
+        return torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces]) if entropy else None
+
+    # -- sampling -----------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def sampling_mode(self) -> Iterator[None]:
+        """While inside, no gradient is recorded and the adapter is folded into the weights, so that a token costs what it does without one."""
+        with torch.no_grad(), adapters.folded(self.model) if isinstance(self.model, PeftModel) else nullcontext():
+            yield
+
+    # -- checks -------------------------------------------------------------------------------------------------------------------
+
+    def _prove_head(self) -> None:
+        """Hidden states and head apart must give the model's own logits: some models scale them in between."""
+        tokens = torch.arange(4, device=self.device).unsqueeze(0) % self.base.config.get_text_config().vocab_size
+        with torch.no_grad():
+            own = self.base(input_ids=tokens).logits
+            ours = self.logits(self.decoder(input_ids=tokens).last_hidden_state)
+        if not torch.allclose(own.float(), ours.float(), rtol=1e-4, atol=1e-4):
+            raise AgentPeftError(f"{type(self.base).__name__} changes its logits after the output layer in a way Agent-PEFT does not know; please report it")
+
+    def _prove_packing(self, batch: Batch, sampling: SamplingConfig) -> None:
+        """Score the first group packed and padded. A model that keeps a running state cannot attend along a tree: it falls back to padding."""
+        first = batch.select([b for b, g in enumerate(batch.groups.tolist()) if g == int(batch.groups[0])][:4])
+        with torch.no_grad():
+            try:
+                packed = self._score(first, sampling, False, True).logprobs
+            except (ValueError, RuntimeError, TypeError, NotImplementedError) as error:
+                logger.warning("packing is off, trajectories are padded: the model refused a tree mask (%s)", error)
+                self.packing = False
+                return
+            padded = self._score(first, sampling, False, False).logprobs
+        drift = float((packed - padded).abs().max())
+        if drift > (1e-3 if self.dtype == torch.float32 else 0.15):
+            logger.warning("packing is off, trajectories are padded: packed and padded log-probabilities differ by %.2g", drift)
+            self.packing = False
+        self._packing_proven = True
+
+    # -- files --------------------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """The adapter in PEFT's layout, or the whole model where every parameter is trained; the tokenizer beside it."""
+        adapters.save(self.model, folder)
+
+    def load(self, folder: Path) -> None:
+        adapters.load(self.model, folder)
+
+    def save_merged(self, folder: Path) -> None:
+        """A model of its own, adapter folded in (fp32 arithmetic), that Transformers loads without PEFT. This policy is used up."""
+        merged = adapters.merge(self.model) if isinstance(self.model, PeftModel) else self.model
+        merged.save_pretrained(folder)
+        self.chat.tokenizer.save_pretrained(folder)
+
+
+def load_policy(config: PretrainedConfig | ScratchConfig, seed: int, stop: Sequence[str] = ()) -> Policy:
+    """The policy a configuration describes. The adapter starts at zero: the first output equals the base model's, and this is proven."""
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device)
+    dtype = getattr(torch, config.dtype)
+    if isinstance(config, ScratchConfig):
+        tokenizer = character_tokenizer(config.alphabet)
+        shape = AutoConfig.for_model(**{**config.architecture, "vocab_size": len(tokenizer)})
+        with torch.random.fork_rng():
+            torch.manual_seed(derive(seed, "weights"))
+            model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation="sdpa")
+    else:
+        folder = resolve_model(config.model)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+        except OSError as error:
+            raise AgentPeftError(
+                f"policy.model: {config.model!r} is neither a bundled model ({', '.join(BUNDLED)}), nor a folder, nor a model the hub gives: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
+    model.to(device)
+    if config.lora is not None:
+        model = adapters.attach(model, config.lora, derive(seed, "adapter"))
+        adapters.assert_zero_delta(model)
+    policy = Policy(model, ChatTokenizer(tokenizer, stop), packing=config.packing)
+    if isinstance(config, PretrainedConfig) and config.adapter is not None:
+        policy.load(config.adapter)
+    return policy
+
+
+def resolve_model(name: str) -> str:
+    """A bundled name, a GGUF file or a folder to a folder; anything else is taken for a hub id."""
+    if name in BUNDLED:
+        return str(fetch(name))
+    if name.endswith(".gguf"):
+        return str(from_gguf(Path(name)))
+    return name

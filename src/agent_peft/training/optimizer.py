@@ -1,0 +1,77 @@
+"""AdamW and the learning rate's schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch.nn import Parameter
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+class OptimizerConfig(BaseModel):
+    """AdamW (Loshchilov and Hutter, 2019). A LoRA adapter wants about ten times the learning rate of full fine-tuning."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    learning_rate: float = Field(default=2e-4, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0, description="of matrices; vectors (norms, biases) are never decayed")
+    betas: tuple[float, float] = (0.9, 0.99)
+    epsilon: float = Field(default=1e-8, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0, description="the gradient is scaled down to this 2-norm; .inf never does")
+    warmup_steps: int = Field(default=0, ge=0, description="optimizer updates from almost 0 to learning_rate")
+    schedule: Schedule = Field(default="constant", description="what follows the warm-up")
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="where the schedule ends, as a part of learning_rate")
+
+    @model_validator(mode="after")
+    def _checked(self) -> OptimizerConfig:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError("betas must be at least 0 and less than 1")
+        if self.schedule == "constant" and self.min_lr_ratio:
+            raise ValueError("min_lr_ratio has no effect with schedule: constant; use linear or cosine, or leave it out")
+        return self
+
+
+def build_optimizer(parameters: Iterable[Parameter], config: OptimizerConfig, total_steps: int) -> tuple[AdamW, LambdaLR]:
+    """The optimizer and its scheduler; step the scheduler once after each step of the optimizer.
+
+    Args:
+        parameters: those to train, in an order that is the same when a run is resumed.
+        total_steps: optimizer updates (not trips through the main loop) at which the schedule ends.
+
+    Raises:
+        ValueError: nothing to train.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    matrices = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay}
+    vectors = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
+    groups = [group for group in (matrices, vectors) if group["params"]]
+    if not groups:
+        raise ValueError("no parameter requires a gradient")
+    optimizer = AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon)
+    return optimizer, LambdaLR(optimizer, learning_rate_factor(config, total_steps))
+
+
+def learning_rate_factor(config: OptimizerConfig, total_steps: int) -> Callable[[int], float]:
+    """update number (from 0) -> what ``learning_rate`` is multiplied with; the last update of ``total_steps`` still learns.
+
+    >>> factor = learning_rate_factor(OptimizerConfig(warmup_steps=2, schedule="linear"), total_steps=6)
+    >>> [factor(step) for step in range(8)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    """
+    warmup, floor = config.warmup_steps, config.min_lr_ratio
+
+    # A plain function: LambdaLR leaves it out of its state, so a resumed run follows its configuration.
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+        left = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[config.schedule]
+        return floor + (1 - floor) * left
+
+    return factor

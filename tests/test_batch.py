@@ -1,0 +1,45 @@
+import dataclasses
+
+import pytest
+import torch
+
+from agent_peft.batch import collate
+from agent_peft.types import Task, Trajectory, Turn
+
+SHORT = Trajectory(Task("a"), (Turn((1,), (2,), (-0.5,)),), rewards=(1.0,))
+LONG = Trajectory(Task("b"), (Turn((1, 2), (3,), (-0.25,)), Turn((4,), (5, 6), (-0.1, -0.2))), rewards=(0.5, -2.0))
+
+
+def test_collate_pads_on_the_right():
+    batch = collate([SHORT, LONG], groups=[4, 7])
+    assert batch.tokens.tolist() == [[1, 2, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6]]
+    assert batch.lengths.tolist() == [2, 6]
+    assert batch.action_mask.int().tolist() == [[0, 1, 0, 0, 0, 0], [0, 0, 1, 0, 1, 1]]
+    torch.testing.assert_close(batch.logprobs, torch.tensor([[0, -0.5, 0, 0, 0, 0], [0, 0, -0.25, 0, -0.1, -0.2]]))
+    assert batch.returns.tolist() == [1.0, -1.5]
+    assert batch.groups.tolist() == [4, 7]
+    assert not batch.weights.any() and not batch.advantages.any()
+
+
+def test_the_first_token_is_never_learnt_since_nothing_predicts_it():
+    assert collate([Trajectory(Task("t"), (Turn((), (1, 2), (-1.0, -1.0)),))], [0]).action_mask.tolist() == [[False, True]]
+
+
+def test_select_cuts_to_the_longest_row_chosen():
+    batch = dataclasses.replace(collate([SHORT, LONG, SHORT], [0, 1, 2]), reference_logprobs=torch.ones(3, 6))
+    chosen = batch.select([2, 0])
+    assert chosen.tokens.tolist() == [[1, 2], [1, 2]]
+    assert chosen.groups.tolist() == [2, 0]
+    assert chosen.reference_logprobs.shape == (2, 2)
+    assert len(chosen) == 2
+
+
+def test_to_leaves_an_absent_reference_absent():
+    batch = collate([SHORT], [0]).to("cpu")
+    assert batch.reference_logprobs is None
+    assert batch.tokens.tolist() == [[1, 2]]
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(ValueError, match="empty"):
+        collate([], [])

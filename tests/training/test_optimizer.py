@@ -1,0 +1,96 @@
+import math
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from agent_peft.training.optimizer import OptimizerConfig, build_optimizer, learning_rate_factor
+
+CONFIG = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, warmup_steps=3, schedule="cosine", min_lr_ratio=0.1)
+
+
+def network():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+
+def train(model, optimizer, scheduler, steps):
+    rates = []
+    for step in steps:
+        inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        rates.append(scheduler.get_last_lr()[0])
+        scheduler.step()
+    return rates
+
+
+def test_a_run_that_is_cut_and_resumed_is_the_same_to_the_bit(tmp_path):
+    whole = network()
+    optimizer, scheduler = build_optimizer(whole.parameters(), CONFIG, total_steps=10)
+    rates = train(whole, optimizer, scheduler, range(10))
+
+    cut = network()
+    optimizer, scheduler = build_optimizer(cut.parameters(), CONFIG, total_steps=10)
+    first = train(cut, optimizer, scheduler, range(4))
+    torch.save([cut.state_dict(), optimizer.state_dict(), scheduler.state_dict()], tmp_path / "state.pt")
+
+    resumed = network()
+    optimizer, scheduler = build_optimizer(resumed.parameters(), CONFIG, total_steps=10)
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)  # nothing in it needs unpickling
+    for target, state in zip((resumed, optimizer, scheduler), saved, strict=True):
+        target.load_state_dict(state)
+    assert first + train(resumed, optimizer, scheduler, range(4, 10)) == rates
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
+
+
+def test_the_rate_warms_up_and_then_follows_a_cosine():
+    model = network()
+    rates = train(model, *build_optimizer(model.parameters(), CONFIG, total_steps=10), range(12))
+    cosine = [0.1 + 0.9 * (1 + math.cos(math.pi * i / 7)) / 2 for i in range(7)]
+    assert rates == pytest.approx([1e-2 * factor for factor in (1 / 3, 2 / 3, 1.0, *cosine, 0.1, 0.1)])
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize("total", [1, 3, 8])
+def test_the_rate_never_leaves_its_bounds_however_short_the_run(schedule, total):
+    factor = learning_rate_factor(OptimizerConfig(schedule=schedule, warmup_steps=5), total)
+    assert all(0 <= factor(step) <= 1 for step in range(20))
+    assert factor(total - 1) > 0
+
+
+def test_constant_stays():
+    factor = learning_rate_factor(OptimizerConfig(), 5)
+    assert [factor(step) for step in (0, 4, 100)] == [1.0, 1.0, 1.0]
+
+
+def test_vectors_are_not_decayed_and_frozen_parameters_not_trained():
+    model = network()
+    model[0].weight.requires_grad_(False)
+    optimizer, _ = build_optimizer(model.parameters(), CONFIG, total_steps=1)
+    decayed = {tuple(p.shape): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decayed == {(1, 8): 0.1, (8,): 0.0, (1,): 0.0}
+
+
+def test_nothing_to_train_is_an_error():
+    with pytest.raises(ValueError, match="no parameter"):
+        build_optimizer([torch.nn.Parameter(torch.zeros(2), requires_grad=False)], CONFIG, total_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"min_lr_ratio": 0.1}, "no effect with schedule: constant"),
+        ({"betas": (0.9, 1.0)}, "betas"),
+        ({"momentum": 0.9}, "Extra inputs"),
+        ({"learning_rate": 0.0}, "greater than 0"),
+    ],
+)
+def test_a_mistaken_configuration_is_refused(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        OptimizerConfig(**settings)
+
+
+def test_a_resolved_configuration_reads_back():
+    assert OptimizerConfig(**OptimizerConfig().model_dump()) == OptimizerConfig()
