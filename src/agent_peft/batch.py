@@ -50,8 +50,8 @@ class Batch:
         return replace(self, **chosen)
 
     def to(self, device: torch.device | str) -> Batch:
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        return Batch(**{name: value if value is None else value.to(device) for name, value in moved.items()})
+        present = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
+        return replace(self, **{name: value.to(device) for name, value in present.items()})
 
 
 def collate(trajectories: Sequence[Trajectory], groups: Sequence[int]) -> Batch:

@@ -213,6 +213,18 @@ def test_groups_without_variance_teach_nothing():
     assert not gradient[4:].any() and gradient[:4].any() and gradient.isfinite().all()
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
+def test_rows_without_advantage_may_be_left_out_exactly_where_the_algorithm_says_so(config):
+    algorithm = build_algorithm(config)
+    batch = normalized(algorithm, replace(rollout(policy(0)), returns=torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0])))
+    rows = [row for row in range(6) if batch.advantages[row].any()]
+    _, whole, _ = loss_and_gradient(algorithm, [batch], policy(1), [list(range(6))])
+    left = [] if not rows else [batch.select(rows)]
+    _, part, _ = loss_and_gradient(algorithm, left, policy(1), [rows] if rows else [])
+    same = part is not None and torch.allclose(whole, part, atol=1e-7)
+    assert same == (not algorithm.learns_at_zero_advantage)
+
+
 def test_the_moving_average_survives_a_checkpoint():
     first, batch = build_algorithm(ReinforceConfig()), rollout(policy(0))
     first.prepare(batch)

@@ -43,6 +43,10 @@ class Algorithm(Protocol):
     def needs_entropy(self) -> bool: ...
 
     @property
+    def learns_at_zero_advantage(self) -> bool:
+        """Whether a token whose advantage is zero still has a gradient; where none has, its trajectory needs no forward."""
+
+    @property
     def on_policy(self) -> bool:
         """Whether it learns from rollouts of the policy itself (False: from an offline dataset)."""
 

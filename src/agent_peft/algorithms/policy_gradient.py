@@ -56,6 +56,10 @@ class PolicyGradient:
     def needs_entropy(self) -> bool:
         return self.entropy_coef > 0
 
+    @property
+    def learns_at_zero_advantage(self) -> bool:
+        return self.needs_reference or self.needs_entropy
+
     def prepare(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> Batch:
         advantages = self.advantage(batch.returns, batch.groups)
         if self.baseline is not None:

@@ -31,6 +31,7 @@ class Supervised:
     kind: ClassVar[str] = "sft"
     needs_reference: ClassVar[bool] = False
     needs_entropy: ClassVar[bool] = False
+    learns_at_zero_advantage: ClassVar[bool] = True
     on_policy: ClassVar[bool] = False
     update_epochs: ClassVar[int] = 1
     minibatches: ClassVar[int] = 1

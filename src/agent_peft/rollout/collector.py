@@ -21,8 +21,8 @@ class Collection:
     """What one trip collected. ``failures`` counts environments that failed; what still failed after retries is in no group."""
 
     groups: list[Group]
-    failures: int
-    statistics: EngineStatistics
+    failures: int = 0
+    statistics: EngineStatistics = EngineStatistics(0, 0, 0, 0)
 
 
 class Collector:

@@ -1,0 +1,132 @@
+"""Files that are whole or absent, whenever the process is killed: written aside, synced, renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from agent_peft.types import AgentPeftError
+
+KEEP = "keep"  # a file of this name inside a checkpoint pins it
+_NAME = re.compile(r"step_(\d{6,})")
+_ASIDE = ".aside-"  # what begins so is half made or half removed
+
+
+def save_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep_last: int) -> Path:
+    """``root/step_000012``, with what ``write(folder)`` puts into it; then older checkpoints are removed.
+
+    At every moment the newest checkpoint under its own name is whole and on the disk. ``keep_last`` of the newest stay, and every one
+    that holds a file ``keep``.
+
+    Raises:
+        AgentPeftError: there is a checkpoint of this step already.
+        ValueError: ``keep_last`` below 1.
+    """
+    if keep_last < 1:
+        raise ValueError("at least the newest checkpoint is kept")
+    target = root / f"step_{step:06d}"
+    if target.exists():
+        raise AgentPeftError(f"{target} is there already: remove it, or start the run afresh with --fresh")
+    root.mkdir(parents=True, exist_ok=True)
+    for leftover in root.glob(f"{_ASIDE}*"):
+        shutil.rmtree(leftover)
+    aside = root / f"{_ASIDE}{target.name}"
+    aside.mkdir()
+    write(aside)
+    _sync_tree(aside)
+    aside.rename(target)
+    _sync(root)
+    for old in checkpoints(root)[:-keep_last]:
+        if not (old / KEEP).exists():
+            gone = root / f"{_ASIDE}{old.name}"
+            old.rename(gone)  # first out of sight, so that nobody loads half of it
+            shutil.rmtree(gone)
+    return target
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """The whole checkpoints in ``root``, oldest first."""
+    found = [path for path in root.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()] if root.is_dir() else []
+    return sorted(found, key=checkpoint_step)
+
+
+def latest_checkpoint(root: Path) -> Path | None:
+    """The newest whole checkpoint."""
+    return (checkpoints(root) or [None])[-1]
+
+
+def checkpoint_step(path: Path) -> int:
+    """
+    >>> checkpoint_step(Path("runs/a/checkpoints/step_000012"))
+    12
+    """
+    match = _NAME.fullmatch(path.name)
+    if match is None:
+        raise AgentPeftError(f"{path} is not a checkpoint: they are called step_000012 and the like")
+    return int(match[1])
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Write the file, or, if killed, leave what was there. Its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.aside")
+    with aside.open("w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+    _sync(path.parent)
+
+
+def write_json_atomic(path: Path, content: Any) -> None:
+    """``write_text_atomic`` of indented JSON.
+
+    Raises:
+        ValueError: not fit for JSON (an infinite number, say); the file stays as it was.
+    """
+    write_text_atomic(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def truncate_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Keep the lines whose record ``keep`` accepts, byte for byte; a torn last line goes. A missing file stays missing.
+
+    Raises:
+        AgentPeftError: a line before the last is not a JSON object.
+    """
+    if not path.exists():
+        return
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict):
+                raise ValueError("not an object")
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise AgentPeftError(f"{path}:{number}: is not a JSON object; repair or remove the line") from error
+        if line.endswith(b"\n") and keep(record):
+            kept.append(line)
+    if kept != lines:
+        write_text_atomic(path, b"".join(kept).decode("utf-8"))
+
+
+def _sync_tree(folder: Path) -> None:
+    for parent, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            _sync(Path(parent) / name)
+        _sync(Path(parent))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,266 @@
+"""From a YAML file and ``key=value`` overrides to a ``TrainConfig``, and back.
+
+- A stage's keys may stand at the top, as defaults of all stages; an item of ``stages`` overrides them. Mappings are merged key by key,
+  except that another ``kind`` replaces the whole mapping. Without ``stages`` the top is the only stage.
+- ``algorithm: grpo`` is short for ``{kind: grpo}``, so is ``environment: db_bench``; an item ``sft`` is ``{algorithm: {kind: sft}}``.
+- ``evaluation.sampling`` takes the limits (max_new_tokens, max_tokens, stop) of the top's ``sampling``, where it does not set its own.
+- An override of a top-level stage key wins in every stage, ``stages.1.KEY=VALUE`` in one; the value is YAML.
+- A default that no stage uses has no effect and is an error. Relative paths are relative to the current directory.
+- YAML is 1.2 (see ``yaml12``) and types are strict: ``"3"`` is no number, ``yes`` no truth value.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import TypeAdapter, ValidationError
+
+from agent_peft.algorithms import ALGORITHMS, AlgorithmConfig, build_algorithm
+from agent_peft.environments import ENVIRONMENTS
+from agent_peft.training.checkpoint import write_text_atomic
+from agent_peft.training.config import StageConfig, TrainConfig
+from agent_peft.training.mistakes import Written, explain_mistakes
+from agent_peft.training.yaml12 import Leaf, Node, dump, leaves, parse, plain
+from agent_peft.types import AgentPeftError
+
+Tree = dict[str, Node]
+
+COMMAND_LINE = "command line"
+STAGE_KEYS = frozenset(StageConfig.model_fields)
+ROLLOUT_KEYS = ("group_size", "drop_zero_variance")  # of no effect on a stage that learns from demonstrations
+LIMITS = ("max_new_tokens", "max_tokens", "stop")
+_ALGORITHM: TypeAdapter[AlgorithmConfig] = TypeAdapter(AlgorithmConfig)
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where each value that is not a default came from, by its key path in the resolved configuration.
+
+    >>> Provenance("q.yaml", {"stages.0.steps": "q.yaml:3"}).of("stages.0.steps")
+    'q.yaml:3'
+    """
+
+    source: str
+    origins: Mapping[str, str]
+
+    def of(self, path: str) -> str:
+        """``file:line``, ``command line`` or ``default``."""
+        inside = (origin for key, origin in self.origins.items() if key == path or key.startswith(path + "."))
+        return next(inside, "default")
+
+
+def load_config(path: Path, overrides: Sequence[str] = (), *, check_files: bool = True) -> tuple[TrainConfig, Provenance]:
+    """The run that a file and overrides describe.
+
+    Args:
+        overrides: ``optimizer.learning_rate=1e-4`` and the like; of two that set the same key, neither is right.
+        check_files: whether files that the run will read must be there.
+
+    Raises:
+        AgentPeftError: anything wrong, in one line that names the place and the key.
+    """
+    top = _read(path)
+    items = _stage_items(top, str(path))
+    general, specific = _overrides(overrides, len(items or [{}]))
+    stages = _stages(top, items, general, specific, str(path))
+    root = merge(*({key: value for key, value in tree.items() if key not in STAGE_KEYS} for tree in (top, general)))
+    _inherit_limits(root, merge(top, general))
+    root["stages"] = cast(list[Node], stages)
+    written = Written(root, str(path), one_stage=items is None)
+    try:
+        config = TrainConfig.model_validate_json(json.dumps(plain(root)), strict=True)
+    except ValidationError as error:
+        raise AgentPeftError(explain_mistakes(error, written)) from error
+    if check_files:
+        _check_files(config, written)
+    origins = {}
+    for where, leaf in leaves(root):
+        key = ".".join(where)
+        inherited = not leaf.path.startswith("stages.") and key.startswith("stages.") and items is not None
+        origins[key] = leaf.origin + (", for all stages" if inherited else "")
+    return config, Provenance(str(path), origins)
+
+
+def dump_config(config: TrainConfig, path: Path) -> None:
+    """Write the resolved configuration, every value of it. ``load_config`` of the file gives an equal one."""
+    content = config.model_dump(mode="json")
+    for stage, written in zip(config.stages, content["stages"], strict=True):
+        if not stage.build().on_policy:
+            for key in ROLLOUT_KEYS:
+                del written[key]
+    write_text_atomic(path, dump(content))
+
+
+def merge(base: Tree, over: Tree) -> Tree:
+    """``over`` on ``base``, mappings key by key; where both name a kind and not the same, ``over`` alone.
+
+    >>> of = lambda text: parse(text, "x")
+    >>> plain(merge(of("{kind: grpo, clip_low: 0.1}"), of("{kind: rloo}"))), plain(merge(of("{kind: grpo, clip_low: 0.1}"), of("{kl_coef: 1}")))
+    ({'kind': 'rloo'}, {'kind': 'grpo', 'clip_low': 0.1, 'kl_coef': 1})
+    """
+    ours, theirs = base.get("kind"), over.get("kind")
+    same_kind = isinstance(ours, Leaf) and isinstance(theirs, Leaf) and ours.value == theirs.value
+    if ours is not None and theirs is not None and not same_kind:
+        return over
+    merged = {**base, **over}
+    if same_kind:
+        merged["kind"] = base["kind"]  # repeating it overrides nothing
+    for key in base.keys() & over.keys():
+        below, above = base[key], over[key]
+        if isinstance(below, dict) and isinstance(above, dict):
+            merged[key] = merge(below, above)
+    return merged
+
+
+def _read(path: Path) -> Tree:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise AgentPeftError(f"{path}: cannot be read ({error.strerror}); give the path of a YAML file") from error
+    except UnicodeDecodeError as error:
+        raise AgentPeftError(f"{path}: is not UTF-8 text; give the path of a YAML file") from error
+    root = parse(text, str(path))
+    if not isinstance(root, dict):
+        raise AgentPeftError(f"{path}: is not a mapping of keys to values")
+    return _expand(root)
+
+
+def _expand(tree: Tree) -> Tree:
+    """Short forms written out."""
+    expanded = dict(tree)
+    for key in ("algorithm", "environment"):
+        node = expanded.get(key)
+        if isinstance(node, Leaf) and isinstance(node.value, str):
+            expanded[key] = {"kind": node}
+    evaluation = expanded.get("evaluation")
+    if isinstance(evaluation, dict):
+        expanded["evaluation"] = _expand(evaluation)
+    return expanded
+
+
+def _stage_items(top: Tree, source: str) -> list[Tree] | None:
+    """The items of ``stages``, which is taken out of ``top``; None where there is no such key."""
+    if "stages" not in top:
+        return None
+    stages = top.pop("stages")
+    if not isinstance(stages, list) or not stages:
+        raise AgentPeftError(f"{source}: stages: expected a list of stages, got {json.dumps(plain(stages))}")
+    items = []
+    for place, item in enumerate(stages):
+        if isinstance(item, Leaf) and isinstance(item.value, str):
+            item = {"algorithm": {"kind": item}}
+        if not isinstance(item, dict):
+            raise AgentPeftError(f"{source}: stages.{place}: expected a mapping or an algorithm's name, got {json.dumps(plain(item))}")
+        items.append(_expand(item))
+    return items
+
+
+def _overrides(texts: Sequence[str], num_stages: int) -> tuple[Tree, list[Tree]]:
+    """Overrides for the top (and so for all stages), and those for each stage."""
+    general: Tree = {}
+    specific: list[Tree] = [{} for _ in range(num_stages)]
+    seen: dict[tuple[str, ...], str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        keys = tuple(name.strip().split("."))
+        if not equals or not all(keys):
+            raise AgentPeftError(f"{text!r}: an override is written key=value, such as optimizer.learning_rate=1e-4")
+        node = parse(value, f"{COMMAND_LINE}: {name}", keys, lines=False)
+        node = _relabel(node)
+        for other, other_text in seen.items():
+            if keys[: len(other)] == other[: len(keys)]:
+                raise AgentPeftError(f"{COMMAND_LINE}: {other_text!r} and {text!r} set the same key; give one of them")
+        seen[keys] = text
+        if keys[0] == "stages":
+            place = int(keys[1]) if len(keys) > 2 and keys[1].isdecimal() else None
+            if place is None:
+                raise AgentPeftError(f"{COMMAND_LINE}: {text!r}: name one stage and one of its keys, such as stages.0.steps=10")
+            if place >= num_stages:
+                there = "there is one stage, stages.0" if num_stages == 1 else f"the last of the {num_stages} stages is stages.{num_stages - 1}"
+                raise AgentPeftError(f"{COMMAND_LINE}: stages.{place} is out of range: {there}")
+            specific[place] = merge(specific[place], _expand(_nest(keys[2:], node)))
+        else:
+            general = merge(general, _expand(_nest(keys, node)))
+    return general, specific
+
+
+def _relabel(node: Node) -> Node:
+    if isinstance(node, Leaf):
+        return Leaf(node.value, COMMAND_LINE, node.path)
+    if isinstance(node, list):
+        return [_relabel(child) for child in node]
+    return {key: _relabel(child) for key, child in node.items()}
+
+
+def _nest(keys: Sequence[str], node: Node) -> Tree:
+    for key in reversed(keys[1:]):
+        node = {key: node}
+    return {keys[0]: node}
+
+
+def _stages(top: Tree, items: list[Tree] | None, general: Tree, specific: list[Tree], source: str) -> list[Tree]:
+    """Each stage, merged: defaults, its own keys, overrides of all, overrides of it."""
+    defaults, over = ({key: value for key, value in tree.items() if key in STAGE_KEYS} for tree in (top, general))
+    stages, used, rollouts = [], set[int](), False
+    for place, (item, own) in enumerate(zip(items or [{}], specific, strict=True)):
+        supervised = _learns_offline(merge(merge(defaults, item), merge(over, own)))
+        rollouts |= not supervised
+        skipped = ROLLOUT_KEYS if supervised else ()
+        for tree in (item, own):
+            for key in skipped:
+                if key in tree:
+                    raise AgentPeftError(_no_effect(tree[key], f"stages.{place} learns from demonstrations, in groups of one"))
+        inherited, wanted = ({key: value for key, value in tree.items() if key not in skipped} for tree in (defaults, over))
+        from_file = merge(inherited, item)
+        used |= {id(leaf) for _, leaf in leaves(from_file)}
+        stages.append(merge(from_file, merge(wanted, own)))
+    for tree in (defaults, over):
+        for key in ROLLOUT_KEYS:
+            if key in tree and not rollouts:
+                raise AgentPeftError(_no_effect(tree[key], "every stage learns from demonstrations, in groups of one"))
+    for _, leaf in leaves(defaults):
+        if id(leaf) not in used:
+            raise AgentPeftError(_no_effect(leaf, "every stage sets its own"))
+    return stages
+
+
+def _no_effect(node: Node, reason: str) -> str:
+    leaf = next(leaf for _, leaf in leaves(node))
+    return f"{leaf.origin}: {leaf.path} has no effect, because {reason}; remove it"
+
+
+def _learns_offline(stage: Tree) -> bool:
+    try:
+        return not build_algorithm(_ALGORITHM.validate_json(json.dumps(plain(stage.get("algorithm", {}))), strict=True)).on_policy
+    except ValidationError:  # told later, with its place
+        return False
+
+
+def _inherit_limits(root: Tree, top: Tree) -> None:
+    evaluation, sampling = root.get("evaluation"), top.get("sampling")
+    if isinstance(evaluation, dict) and isinstance(sampling, dict):
+        own = evaluation.get("sampling", {})
+        if isinstance(own, dict):
+            limits: Tree = {key: sampling[key] for key in LIMITS if key in sampling}
+            root["evaluation"] = {**evaluation, "sampling": {**limits, **own}}
+
+
+def _check_files(config: TrainConfig, written: Written) -> None:
+    """Files of our own environments' tasks, and the adapter to start from. What a user's environment does with paths is its own affair."""
+    places: list[tuple[str, Any]] = [("policy", config.policy), ("environment", config.environment)]
+    if config.evaluation is not None:
+        places.append(("evaluation.environment", config.evaluation.environment))
+    for prefix, model in places:
+        if prefix != "policy" and model.kind not in ENVIRONMENTS:
+            continue
+        for name, value in model:
+            if isinstance(value, Path) and not value.exists():
+                where = written.place((*prefix.split("."), name))
+                raise AgentPeftError(f"{where}: there is no file or folder {str(value)!r} (seen from {Path.cwd()})")
+
+
+assert "sft" in ALGORITHMS  # the short form of an item is documented with it

@@ -1,0 +1,222 @@
+"""The one loop. It knows no algorithm and no environment by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agent_peft.algorithms import Algorithm, averages, build_algorithm
+from agent_peft.batch import Batch, collate
+from agent_peft.environments.base import Environment
+from agent_peft.policies.engine import Engine
+from agent_peft.policies.language_model import Policy
+from agent_peft.rollout.collector import Collection, Collector, demonstrate
+from agent_peft.seeding import derive, generator
+from agent_peft.training import trust
+from agent_peft.training.config import StageConfig
+from agent_peft.training.optimizer import build_optimizer
+from agent_peft.types import AgentPeftError, Group, Task, Trajectory
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one trip through the loop did."""
+
+    number: int  # of the stage, from 0
+    collection: Collection
+    metrics: dict[str, float]
+
+
+class Trainer:
+    """One stage of training: tasks -> groups -> batch -> loss -> update, ``stage.steps`` times.
+
+    Everything that carries over from step to step is in ``state_dict``; everything random is derived from ``seed`` and the step.
+    """
+
+    def __init__(self, stage: StageConfig, policy: Policy, engine: Engine, environment: Environment, seed: int) -> None:
+        self.stage, self.policy, self.engine, self.environment, self.seed = stage, policy, engine, environment, seed
+        self.algorithm: Algorithm = build_algorithm(stage.algorithm)
+        updates = stage.steps * self.algorithm.update_epochs * self.algorithm.minibatches
+        self.parameters = policy.trainable_parameters()
+        self.optimizer, self.scheduler = build_optimizer(self.parameters, stage.optimizer, updates)
+        self.collector = Collector(environment, engine)
+        # a group that failing environments left with one trajectory has nothing to compare; it is dropped, and the failures are counted
+        self.fewest = min(2, stage.group_size) if self.algorithm.on_policy else 1
+        self.step = 0
+        self.updates = 0
+
+    def __iter__(self) -> Iterator[Step]:
+        """The main loop."""
+        while self.step < self.stage.steps:
+            collection = self.collect(self.step)
+            groups = [group for group in collection.groups if len(group.trajectories) >= self.fewest]
+            batch = self.algorithm.prepare(collate_groups(groups))
+            if self.algorithm.needs_reference:
+                batch = replace(batch, reference_logprobs=self.policy.reference_logprobs(batch, self.stage.sampling).cpu())
+            totals: list[Mapping[str, float]] = []
+            for epoch in range(self.algorithm.update_epochs):
+                for number, minibatch in enumerate(self.minibatches(batch, epoch)):
+                    totals.append(self.update(minibatch, on_policy=self.algorithm.on_policy and epoch == number == 0))
+            self.step += 1
+            yield Step(self.step - 1, collection, describe(groups, collection) | mean_of(totals))
+
+    def collect(self, step: int) -> Collection:
+        """The step's groups: rollouts of the policy, or demonstrations where the algorithm learns from those."""
+        stage, seed = self.stage, derive(self.seed, "rollout", step)
+        tasks = self.tasks(step)
+        if self.algorithm.on_policy:
+            return self.collector.collect(tasks, stage.group_size, stage.sampling, stage.rewards, seed)
+        shown = [demonstrate(self.environment, task, self.policy.chat, stage.rewards, seed) for task in tasks]
+        return Collection([Group(task, [t]) for task, t in zip(tasks, shown, strict=True)])
+
+    def tasks(self, step: int) -> list[Task]:
+        """``tasks_per_step`` tasks: one trip after the other through all of them, each in an order of its own."""
+        everything, chosen = self.environment.tasks, []
+        for position in range(step * self.stage.tasks_per_step, (step + 1) * self.stage.tasks_per_step):
+            trip, index = divmod(position, len(everything))
+            order = list(range(len(everything)))
+            if self.stage.task_order == "shuffle":
+                generator(self.seed, "tasks", trip).shuffle(order)
+            chosen.append(everything[order[index]])
+        return chosen
+
+    def minibatches(self, batch: Batch, epoch: int) -> Iterator[Batch]:
+        """Whole groups, shuffled where there is more than one minibatch."""
+        names = sorted(set(batch.groups.tolist()))
+        if self.algorithm.minibatches > len(names):
+            raise AgentPeftError(f"algorithm.minibatches: {self.algorithm.minibatches} is more than the {len(names)} groups of a step; lower it")
+        if self.algorithm.minibatches > 1:
+            generator(self.seed, "minibatches", self.step, epoch).shuffle(names)
+        for part in range(self.algorithm.minibatches):
+            mine = set(names[part :: self.algorithm.minibatches])
+            yield batch.select([row for row, group in enumerate(batch.groups.tolist()) if group in mine])
+
+    def update(self, minibatch: Batch, on_policy: bool) -> dict[str, float]:
+        """One optimizer update. Weights are divided by the minibatch's denominator first, so that microbatches only sum."""
+        stage, policy = self.stage, self.policy
+        weighed, denominator = self.algorithm.weigh(minibatch)
+        weighed = replace(weighed, weights=weighed.weights / denominator)
+        sums: dict[str, torch.Tensor] = {}
+        self.optimizer.zero_grad(set_to_none=True)
+        for microbatch in self.microbatches(weighed):
+            output = policy.forward(microbatch, stage.sampling, entropy=self.algorithm.needs_entropy)
+            microbatch = microbatch.to(output.logprobs.device)
+            if on_policy:
+                trust.assert_on_policy(policy, microbatch, output.logprobs, stage.sampling)
+            loss, metrics = self.algorithm.loss(output, microbatch)
+            if not torch.isfinite(loss):
+                raise AgentPeftError(f"the loss is {loss.item()} at step {self.step}: lower optimizer.learning_rate, or look at the step's trajectories")
+            loss.backward()  # type: ignore[no-untyped-call]
+            for name, value in {**metrics, "loss": loss.detach()}.items():
+                sums[name] = sums[name] + value if name in sums else value
+        if not sums:  # every group had one outcome only: there is nothing to learn from
+            return {"updates_skipped": 1.0}
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, stage.optimizer.max_grad_norm)
+        rate = self.scheduler.get_last_lr()[0]
+        self.optimizer.step()
+        self.scheduler.step()
+        self.updates += 1
+        self.check_update(minibatch)
+        loss_value = float(sums.pop("loss"))
+        return {**averages(sums), "loss": loss_value, "gradient_norm": float(norm), "learning_rate": rate, "updates_skipped": 0.0}
+
+    def microbatches(self, minibatch: Batch) -> Iterator[Batch]:
+        """Groups side by side until the token budget is full (a group that alone exceeds it is cut). Rows without a gradient are left out."""
+        live = minibatch.weights.abs().sum(1) > 0
+        if not self.algorithm.learns_at_zero_advantage:
+            live &= minibatch.advantages.abs().sum(1) > 0
+        budget, chosen, cost = self.stage.microbatch_tokens, list[int](), 0
+        groups: dict[int, list[int]] = {}
+        for row, group in enumerate(minibatch.groups.tolist()):
+            if live[row]:
+                groups.setdefault(group, []).append(row)
+        for rows in groups.values():
+            for piece in self._pieces(minibatch, rows):
+                size = self._cost(minibatch, piece)
+                if chosen and cost + size > budget:
+                    yield minibatch.select(chosen)
+                    chosen, cost = [], 0
+                chosen, cost = chosen + piece, cost + size
+        if chosen:
+            yield minibatch.select(chosen)
+
+    def _pieces(self, minibatch: Batch, rows: list[int]) -> Iterator[list[int]]:
+        if len(rows) > 1 and self._cost(minibatch, rows) > self.stage.microbatch_tokens:
+            half = len(rows) // 2
+            yield from self._pieces(minibatch, rows[:half])
+            yield from self._pieces(minibatch, rows[half:])
+        else:
+            yield rows
+
+    def _cost(self, minibatch: Batch, rows: list[int]) -> int:
+        return self.policy.count_nodes([minibatch.tokens[row, : int(minibatch.lengths[row])].tolist() for row in rows])
+
+    def check_update(self, minibatch: Batch) -> None:
+        if self.updates == 1:
+            trust.assert_learning(self.policy)
+        tokens = minibatch.tokens[0, : int(minibatch.lengths[0])].tolist()
+        trust.assert_same_policy(self.engine, tokens[-trust.CANARY_TOKENS :])
+
+    # -- what a checkpoint remembers, beside the adapter ----------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        self.policy.save(folder)
+        torch.save(self.state_dict(), folder / "trainer.pt")
+
+    def load(self, folder: Path) -> None:
+        self.policy.load(folder)
+        self.load_state_dict(torch.load(folder / "trainer.pt", weights_only=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "updates": self.updates,
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "algorithm": self.algorithm.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.step, self.updates = state["step"], state["updates"]
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.algorithm.load_state_dict(state["algorithm"])
+
+
+def collate_groups(groups: list[Group]) -> Batch:
+    if not groups:
+        raise AgentPeftError("every episode of this step failed in its environment, not by the agent: see the log for the cause, then run again")
+    return collate(*zip(*((t, number) for number, group in enumerate(groups) for t in group.trajectories), strict=True))
+
+
+def describe(groups: list[Group], collection: Collection) -> dict[str, float]:
+    """A step's trajectories in numbers. Shares are of trajectories, but for ``zero_variance_groups``, of groups."""
+    trajectories: list[Trajectory] = [t for group in groups for t in group.trajectories]
+    turns = sum(len(t.turns) for t in trajectories)
+
+    def share(count: int) -> float:
+        return count / len(trajectories)
+
+    return {
+        "reward": sum(t.reward for t in trajectories) / len(trajectories),
+        "success": share(sum(t.outcome == "correct" for t in trajectories)),
+        "episodes": float(len(trajectories)),
+        "turns": share(turns),
+        "action_tokens": share(sum(t.num_action_tokens for t in trajectories)),
+        "invalid_actions": sum(t.num_invalid for t in trajectories) / max(turns, 1),
+        "truncated": share(sum(t.stop_reason == "token_limit" for t in trajectories)),
+        "out_of_turns": share(sum(t.stop_reason == "turn_limit" for t in trajectories)),
+        "zero_variance_groups": sum(len({t.reward for t in g.trajectories}) == 1 for g in groups if len(g.trajectories) > 1) / len(groups),
+        "infrastructure_failures": float(collection.failures),
+    }
+
+
+def mean_of(records: list[Mapping[str, float]]) -> dict[str, float]:
+    """Means of what the updates of one step reported, each over those that reported it."""
+    names = dict.fromkeys(name for record in records for name in record)
+    values = {name: [record[name] for record in records if name in record] for name in names}
+    return {name: sum(found) / len(found) for name, found in values.items()}
