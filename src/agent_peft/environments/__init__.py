@@ -1,1 +1,60 @@
 """Environments: tasks, and episodes that answer actions with facts. Torch is never loaded from here."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from pydantic import BaseModel, ValidationError
+
+from agent_peft.environments.arithmetic import Arithmetic, ArithmeticConfig
+from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
+from agent_peft.environments.db_bench import DBBench, DBBenchConfig
+from agent_peft.types import AgentPeftError
+
+ENVIRONMENTS: dict[str, tuple[type[EnvironmentConfig], type[Environment]]] = {
+    "arithmetic": (ArithmeticConfig, Arithmetic),
+    "db_bench": (DBBenchConfig, DBBench),
+}
+
+
+def load_environment(config: EnvironmentConfig | Mapping[str, Any]) -> Environment:
+    """The environment that a configuration describes.
+
+    Args:
+        config: one of the configurations of ``ENVIRONMENTS``, or a mapping with ``kind``. A kind ``"package.module:Class"`` names a
+            class of the user's own, which is called with the rest of the mapping.
+
+    Raises:
+        AgentPeftError: there is no such kind, the mapping does not fit it, or the environment cannot be loaded.
+    """
+    settings: Mapping[str, Any] = config.model_dump() if isinstance(config, BaseModel) else config
+    kind = settings.get("kind")
+    if isinstance(kind, str) and ":" in kind:
+        return _own_class(kind)({key: value for key, value in settings.items() if key != "kind"})
+    if kind not in ENVIRONMENTS:
+        nearest = difflib.get_close_matches(str(kind), ENVIRONMENTS, 1, cutoff=0.0)[0]
+        raise AgentPeftError(f"there is no environment of kind {kind!r}; did you mean {nearest!r}? (your own class: package.module:Class)")
+    config_class, environment_class = ENVIRONMENTS[kind]
+    if not isinstance(config, config_class):
+        try:
+            config = config_class.model_validate(dict(settings))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, ("environment", *first["loc"])))
+            raise AgentPeftError(f"{where}: {first['msg']}") from error
+    return environment_class(config)  # type: ignore[call-arg]  # each class takes the configuration beside it
+
+
+def _own_class(kind: str) -> Callable[[Mapping[str, Any]], Environment]:
+    module, _, name = kind.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise AgentPeftError(f"environment kind {kind!r} cannot be imported ({error}); write it as package.module:Class") from error
+    return cast(Callable[[Mapping[str, Any]], Environment], found)
+
+
+__all__ = ["ENVIRONMENTS", "Environment", "EnvironmentConfig", "Episode", "load_environment"]

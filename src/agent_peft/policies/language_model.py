@@ -18,7 +18,7 @@ from agent_peft.batch import Batch
 from agent_peft.policies import adapters
 from agent_peft.policies.base import PolicyOutput, PretrainedConfig, ScratchConfig
 from agent_peft.policies.bundled import BUNDLED, fetch, from_gguf
-from agent_peft.policies.packing import build_trie, forest_mask
+from agent_peft.policies.packing import build_trie, tree_mask
 from agent_peft.policies.sampling import SamplingConfig, log_distribution
 from agent_peft.policies.tokenization import ChatTokenizer, character_tokenizer
 from agent_peft.seeding import derive
@@ -66,7 +66,7 @@ class Policy:
     def forward(self, batch: Batch, sampling: SamplingConfig, *, entropy: bool = False) -> PolicyOutput:
         """Log-probabilities of the sampled tokens, under the very distribution they were drawn from.
 
-        Shared prefixes are computed once per group (the token trie); logits exist for ``HEAD_CHUNK`` predictors at a time.
+        Shared prefixes are computed once (the token trie); logits exist for ``HEAD_CHUNK`` predictors at a time.
 
         Returns:
             (B, T) log-probabilities in nats with gradient, zero off the action mask; entropies alike, without gradient tricks.
@@ -83,7 +83,7 @@ class Policy:
             return self._score(batch, sampling, False, self.packing).logprobs
 
     def count_nodes(self, sequences: Sequence[Sequence[int]]) -> int:
-        """How many positions a forward over these trajectories of one group computes: the cost that microbatches are budgeted by."""
+        """How many positions a forward over these trajectories computes: the cost that microbatches are budgeted by."""
         return len(build_trie(sequences)) if self.packing else len(sequences) * max(len(s) for s in sequences)
 
     def _score(self, batch: Batch, sampling: SamplingConfig, entropy: bool, packed: bool) -> PolicyOutput:
@@ -100,23 +100,14 @@ class Policy:
         )
 
     def _packed_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Last hidden states (groups, N, H) of the groups' tries, and for each (b, t) the flat index of the node that predicts it."""
-        groups: dict[int, list[int]] = {}
-        for b, group in enumerate(batch.groups.tolist()):
-            groups.setdefault(group, []).append(b)
-        rows = [batch.tokens[b, : int(length)].tolist() for b, length in enumerate(batch.lengths)]
-        tries = [build_trie([rows[b] for b in members]) for members in groups.values()]
-        size = max(len(trie) for trie in tries)
-        tokens = torch.zeros(len(tries), size, dtype=torch.int64)
-        positions = torch.zeros(len(tries), size, dtype=torch.int64)
+        """Last hidden states (1, N, H) of the batch's trie, and for each (b, t) the node that predicts it."""
+        trie = build_trie([batch.tokens[b, : int(length)].tolist() for b, length in enumerate(batch.lengths)])
         predictors = torch.zeros(batch.tokens.shape, dtype=torch.int64)
-        for row, (trie, members) in enumerate(zip(tries, groups.values(), strict=True)):
-            tokens[row, : len(trie)] = torch.tensor(trie.tokens)
-            positions[row, : len(trie)] = torch.tensor(trie.positions)
-            for path, b in zip(trie.paths, members, strict=True):
-                predictors[b, 1 : len(path)] = torch.tensor(path[:-1], dtype=torch.int64) + row * size
-        hidden = self.hidden_states(tokens.to(self.device), positions.to(self.device), forest_mask(tries, size, self.device))
-        return hidden, predictors.to(self.device)
+        for b, path in enumerate(trie.paths):
+            predictors[b, 1 : len(path)] = torch.tensor(path[:-1], dtype=torch.int64)
+        tokens = torch.tensor([trie.tokens], device=self.device)
+        positions = torch.tensor([trie.positions], device=self.device)
+        return self.hidden_states(tokens, positions, tree_mask(trie, self.device)), predictors.to(self.device)
 
     def _padded_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The same by the plainest way there is: right-padded rows and the model's own causal mask."""

@@ -1,6 +1,6 @@
 """The token trie: what several trajectories share is computed once.
 
-Trajectories of a group share their prompt, and often whole turns. Merged into a trie whose nodes are laid out depth-first, node i has
+Trajectories of a group share their prompt and often whole turns; those of different groups share at least the system's message. Merged into a trie whose nodes are laid out depth-first, node i has
 a position (its depth) and ``end[i]``, where its subtree ends; node q sees exactly its ancestors: ``k <= q < end[k]``. One forward over
 the nodes gives the exact log-probabilities of all of them.
 """
@@ -61,10 +61,8 @@ def build_trie(sequences: Sequence[Sequence[int]]) -> Trie:
     return Trie(tokens, positions, ends, paths)
 
 
-def forest_mask(tries: Sequence[Trie], size: int, device: torch.device) -> Tensor:
-    """(len(tries), 1, size, size) bool attention mask, one trie a row, padded to ``size`` nodes. Padding sees only itself."""
-    index = torch.arange(size, device=device)
-    ends = index.add(1).repeat(len(tries), 1)
-    for row, trie in enumerate(tries):
-        ends[row, : len(trie)] = torch.tensor(trie.ends, device=device)
-    return ((index[:, None] >= index[None, :]) & (index[:, None] < ends[:, None, :])).unsqueeze(1)
+def tree_mask(trie: Trie, device: torch.device) -> Tensor:
+    """(1, 1, N, N) bool attention mask: a node sees itself and its ancestors."""
+    index = torch.arange(len(trie), device=device)
+    ends = torch.tensor(trie.ends, device=device)
+    return ((index[:, None] >= index[None, :]) & (index[:, None] < ends[None, :]))[None, None]

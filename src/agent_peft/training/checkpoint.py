@@ -13,51 +13,70 @@ from typing import Any
 from agent_peft.types import AgentPeftError
 
 KEEP = "keep"  # a file of this name inside a checkpoint pins it
-_NAME = re.compile(r"step_(\d{6,})")
+_NAME = re.compile(r"(?:\.replaced-)?step_(\d{6,})")
 _ASIDE = ".aside-"  # what begins so is half made or half removed
+_REPLACED = ".replaced-"  # what begins so is whole, as long as there is no other of its step
 
 
-def save_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep_last: int) -> Path:
+def save_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep_last: int, keep: bool = False) -> Path:
     """``root/step_000012``, with what ``write(folder)`` puts into it; then older checkpoints are removed.
 
-    At every moment the newest checkpoint under its own name is whole and on the disk. ``keep_last`` of the newest stay, and every one
-    that holds a file ``keep``.
+    Killed at any moment, ``latest_checkpoint`` is whole and on the disk. One of the same step is replaced. ``keep_last`` of the newest
+    stay, and every one that holds a file ``keep`` (``keep=True`` writes it; it outlives a replacement).
 
     Raises:
-        AgentPeftError: there is a checkpoint of this step already.
         ValueError: ``keep_last`` below 1.
     """
     if keep_last < 1:
         raise ValueError("at least the newest checkpoint is kept")
-    target = root / f"step_{step:06d}"
-    if target.exists():
-        raise AgentPeftError(f"{target} is there already: remove it, or start the run afresh with --fresh")
     root.mkdir(parents=True, exist_ok=True)
-    for leftover in root.glob(f"{_ASIDE}*"):
-        shutil.rmtree(leftover)
+    _sync(root.parent)
+    clean(root)
+    target = root / f"step_{step:06d}"
     aside = root / f"{_ASIDE}{target.name}"
     aside.mkdir()
     write(aside)
+    if keep or (target / KEEP).exists():
+        (aside / KEEP).touch()
     _sync_tree(aside)
+    replaced = root / f"{_REPLACED}{target.name}"
+    if target.exists():
+        target.rename(replaced)
     aside.rename(target)
     _sync(root)
+    if replaced.exists():
+        shutil.rmtree(replaced)
     for old in checkpoints(root)[:-keep_last]:
-        if not (old / KEEP).exists():
+        if not (old / KEEP).exists() and old != target:
             gone = root / f"{_ASIDE}{old.name}"
             old.rename(gone)  # first out of sight, so that nobody loads half of it
             shutil.rmtree(gone)
     return target
 
 
+def clean(root: Path) -> None:
+    """Remove what a killed write left behind, and put a checkpoint back whose replacement never came."""
+    for leftover in root.glob(f"{_ASIDE}*"):
+        shutil.rmtree(leftover)
+    for replaced in root.glob(f"{_REPLACED}*"):
+        name = root / replaced.name.removeprefix(_REPLACED)
+        if name.exists():
+            shutil.rmtree(replaced)
+        else:
+            replaced.rename(name)
+
+
 def checkpoints(root: Path) -> list[Path]:
     """The whole checkpoints in ``root``, oldest first."""
     found = [path for path in root.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()] if root.is_dir() else []
-    return sorted(found, key=checkpoint_step)
+    by_step = {checkpoint_step(path): path for path in sorted(found)}  # ".replaced-…" sorts first, so the one in its place wins
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def latest_checkpoint(root: Path) -> Path | None:
     """The newest whole checkpoint."""
-    return (checkpoints(root) or [None])[-1]
+    found = checkpoints(root)
+    return found[-1] if found else None
 
 
 def checkpoint_step(path: Path) -> int:
@@ -71,7 +90,7 @@ def checkpoint_step(path: Path) -> int:
     return int(match[1])
 
 
-def write_text_atomic(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str) -> None:
     """Write the file, or, if killed, leave what was there. Its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.aside")
@@ -83,13 +102,16 @@ def write_text_atomic(path: Path, text: str) -> None:
     _sync(path.parent)
 
 
+write_atomic = write_atomic  # the name that training/loading.py knows
+
+
 def write_json_atomic(path: Path, content: Any) -> None:
-    """``write_text_atomic`` of indented JSON.
+    """``write_atomic`` of indented JSON.
 
     Raises:
         ValueError: not fit for JSON (an infinite number, say); the file stays as it was.
     """
-    write_text_atomic(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_atomic(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def truncate_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
@@ -114,7 +136,7 @@ def truncate_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
         if line.endswith(b"\n") and keep(record):
             kept.append(line)
     if kept != lines:
-        write_text_atomic(path, b"".join(kept).decode("utf-8"))
+        write_atomic(path, b"".join(kept).decode("utf-8"))
 
 
 def _sync_tree(folder: Path) -> None:

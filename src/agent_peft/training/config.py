@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SerializeAsAny, field_validator, model_validator
 
 from agent_peft.algorithms import Algorithm, AlgorithmConfig, build_algorithm
 from agent_peft.batch import collate
 from agent_peft.environments import ENVIRONMENTS
-from agent_peft.environments.base import Environment, EnvironmentConfig
+from agent_peft.environments.base import EnvironmentConfig
 from agent_peft.policies.base import PolicyConfig
 from agent_peft.policies.engine import EngineConfig
 from agent_peft.policies.sampling import SamplingConfig
@@ -22,56 +23,60 @@ from agent_peft.training.optimizer import OptimizerConfig
 from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
 
 
-def environment_classes(kind: str) -> tuple[type[EnvironmentConfig], type[Environment]]:
-    """The configuration's class and the environment's: those of our table, or of a user's own ``package.module:Class``.
+class OwnEnvironmentConfig(EnvironmentConfig):
+    """Of a user's own environment, ``kind: "package.module:Class"``: the other keys are for the class to judge, when it is built."""
 
-    A user's class takes its configuration as first argument of ``__init__`` and annotates it with an ``EnvironmentConfig`` of its own,
-    which has a field ``kind: str``.
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    kind: str
+
+    @field_validator("kind")
+    @classmethod
+    def _importable(cls, kind: str) -> str:
+        module, _, name = kind.partition(":")
+        try:
+            getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ValueError(f"{kind!r} cannot be imported ({error}); write it as package.module:Class") from error
+        return kind
+
+
+def environment_config_class(kind: object) -> type[EnvironmentConfig]:
+    """The class that configures environments of this kind.
 
     Raises:
-        ValueError: there is no such class, or it is not of that form.
+        ValueError: there is none.
     """
+    if isinstance(kind, str) and ":" in kind:
+        return OwnEnvironmentConfig
     if kind in ENVIRONMENTS:
-        return ENVIRONMENTS[kind]
-    module_name, colon, class_name = kind.partition(":")
-    if not colon:
-        raise ValueError(f"there is no environment {kind!r}; name one of {', '.join(ENVIRONMENTS)}, or your own as package.module:Class")
-    try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"cannot import {kind!r} ({error})") from error
-    if not (isinstance(found, type) and issubclass(found, Environment)):
-        raise ValueError(f"{kind!r} is not a class derived from agent_peft.environments.base.Environment")
-    hints = [hint for name, hint in get_type_hints(found.__init__).items() if name != "return"]
-    config = hints[0] if hints else None
-    if not (isinstance(config, type) and issubclass(config, EnvironmentConfig) and "kind" in config.model_fields):
-        raise ValueError(f"{kind!r}: the first argument of __init__ must be annotated with an EnvironmentConfig that has a field kind: str")
-    return config, found
-
-
-def build_environment(config: EnvironmentConfig) -> Environment:
-    """The environment that a configuration describes, with its tasks loaded."""
-    kind: str = config.kind  # type: ignore[attr-defined]  # proven when it was resolved
-    build: Any = environment_classes(kind)[1]
-    environment: Environment = build(config)
-    return environment
+        return ENVIRONMENTS[kind][0]
+    kinds = f"{', '.join(ENVIRONMENTS)}, or your own as package.module:Class"
+    near = difflib.get_close_matches(str(kind), ENVIRONMENTS, 1)
+    advice = f"did you mean {near[0]!r}?" if near else f"give one of {kinds}"
+    raise ValueError(f"names no kind; give one of {kinds}" if kind is None else f"there is no kind {kind!r}; {advice}")
 
 
 def _resolve_environment(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
-    kind = value.get("kind")
-    if not isinstance(kind, str):
-        raise ValueError(f"names no kind; give one of {', '.join(ENVIRONMENTS)}, or your own as package.module:Class")
-    return environment_classes(kind)[0].model_validate_json(json.dumps(value, default=str), strict=True)
+    found = environment_config_class(value.get("kind"))
+    return found.model_validate_json(json.dumps(value, default=str), strict=True)  # its mistakes keep their places within ours
 
 
 def _greedy(value: Any) -> Any:
-    return {"temperature": 0.0, **value} if isinstance(value, Mapping) else value
+    if not isinstance(value, Mapping):
+        return value
+    return SamplingConfig.model_validate_json(json.dumps({"temperature": 0.0, **value}), strict=True)
 
 
-def _user_folder(value: Any) -> Any:
-    return Path(value).expanduser() if isinstance(value, str | Path) else value
+def _compares_within_groups(algorithm: Algorithm) -> bool:
+    """Asked of the algorithm itself, so that none is known by name here: does it refuse a group of one?"""
+    try:
+        algorithm.prepare(collate([Trajectory(Task("probe"), (Turn((0,), (0,), (0.0,)),), rewards=(0.0,))], groups=[0]))
+    except AgentPeftError:
+        return True
+    return False
 
 
 AnyEnvironment = Annotated[SerializeAsAny[EnvironmentConfig], BeforeValidator(_resolve_environment)]
@@ -85,7 +90,7 @@ class StageConfig(_Config):
     """A stretch of training with one algorithm. Supervised stages learn from demonstrations, in groups of one."""
 
     algorithm: AlgorithmConfig
-    name: str = Field(default_factory=lambda before: before["algorithm"].kind, min_length=1, description="the algorithm's kind, if left out")
+    name: str = Field(default_factory=lambda before: before["algorithm"].kind, min_length=1, description="default: the algorithm's kind")
     steps: int = Field(ge=1, description="trips through the main loop")
     tasks_per_step: int = Field(default=8, ge=1)
     group_size: int = Field(
@@ -97,7 +102,7 @@ class StageConfig(_Config):
     microbatch_tokens: int = Field(default=4096, ge=1, description="tokens of one forward")
     task_order: Literal["shuffle", "sequential"] = "shuffle"
     drop_zero_variance: bool = Field(
-        default_factory=lambda before: not build_algorithm(before["algorithm"]).learns_at_zero_advantage and before["group_size"] > 1,
+        default_factory=lambda before: before["group_size"] > 1 and _compares_within_groups(build_algorithm(before["algorithm"])),
         description="leave out groups whose trajectories all have one return",
     )
 
@@ -125,11 +130,8 @@ class StageConfig(_Config):
             raise ValueError("sampling.temperature: 0 has no density to train on; set it above 0 (evaluation may use 0)")
         if algorithm.minibatches > self.tasks_per_step:
             raise ValueError(f"algorithm.minibatches: {algorithm.minibatches} is more than tasks_per_step: {self.tasks_per_step}")
-        if algorithm.on_policy and self.group_size == 1:
-            try:  # asked of the algorithm itself, so that none is known by name here
-                algorithm.prepare(collate([Trajectory(Task("probe"), (Turn((0,), (0,), (0.0,)),), rewards=(0.0,))], groups=[0]))
-            except AgentPeftError as error:
-                raise ValueError(f"group_size: 1 is too small for {kind}, which compares the episodes of a task with each other") from error
+        if self.group_size == 1 and _compares_within_groups(algorithm):
+            raise ValueError(f"group_size: 1 is too small for {kind}, which compares the episodes of a task with each other")
         return self
 
 
@@ -164,7 +166,7 @@ class CheckpointConfig(_Config):
 class TrainConfig(_Config):
     """A run, resolved: nothing is left to be inherited."""
 
-    run_dir: Annotated[Path, BeforeValidator(_user_folder)]
+    run_dir: Annotated[Path, AfterValidator(Path.expanduser)]
     seed: int = 0
     threads: int | None = Field(default=None, ge=1, description="of torch; null leaves that to torch")
     policy: PolicyConfig
@@ -172,15 +174,26 @@ class TrainConfig(_Config):
     engine: EngineConfig = EngineConfig()
     evaluation: EvaluationConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
-    stages: tuple[StageConfig, ...] = Field(min_length=1)
+    stages: tuple[StageConfig, ...]
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
-        names = [stage.name for stage in self.stages]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"two stages are called {name!r}; give each a name of its own")
+        if not self.stages:
+            raise ValueError("stages: [] trains nothing; give at least one")
         for stage in self.stages:
             if self.policy.lora is None and stage.build().needs_reference:
                 raise ValueError(f"stage {stage.name!r} needs a reference, the policy with its adapter off: set policy.lora, or kl_coef: 0")
         return self
+
+
+ROLLOUT_KEYS = ("group_size", "drop_zero_variance")  # of no effect on a stage that learns from demonstrations
+
+
+def resolved(config: TrainConfig) -> dict[str, Any]:
+    """Every effective value, fit for YAML: ``load_config`` of it gives an equal configuration."""
+    content = config.model_dump(mode="json")
+    for stage, written in zip(config.stages, content["stages"], strict=True):
+        if not stage.build().on_policy:
+            for key in ROLLOUT_KEYS:
+                del written[key]
+    return content

@@ -19,10 +19,10 @@ from typing import Any, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from agent_peft.algorithms import ALGORITHMS, AlgorithmConfig, build_algorithm
+from agent_peft.algorithms import AlgorithmConfig, build_algorithm
 from agent_peft.environments import ENVIRONMENTS
-from agent_peft.training.checkpoint import write_text_atomic
-from agent_peft.training.config import StageConfig, TrainConfig
+from agent_peft.training.checkpoint import write_atomic
+from agent_peft.training.config import ROLLOUT_KEYS, StageConfig, TrainConfig, resolved
 from agent_peft.training.mistakes import Written, explain_mistakes
 from agent_peft.training.yaml12 import Leaf, Node, dump, leaves, parse, plain
 from agent_peft.types import AgentPeftError
@@ -31,7 +31,7 @@ Tree = dict[str, Node]
 
 COMMAND_LINE = "command line"
 STAGE_KEYS = frozenset(StageConfig.model_fields)
-ROLLOUT_KEYS = ("group_size", "drop_zero_variance")  # of no effect on a stage that learns from demonstrations
+SHORT_FORMS = ("algorithm", "environment")  # a text there is a kind
 LIMITS = ("max_new_tokens", "max_tokens", "stop")
 _ALGORITHM: TypeAdapter[AlgorithmConfig] = TypeAdapter(AlgorithmConfig)
 
@@ -66,10 +66,9 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, check_files: bool 
     top = _read(path)
     items = _stage_items(top, str(path))
     general, specific = _overrides(overrides, len(items or [{}]))
-    stages = _stages(top, items, general, specific, str(path))
     root = merge(*({key: value for key, value in tree.items() if key not in STAGE_KEYS} for tree in (top, general)))
     _inherit_limits(root, merge(top, general))
-    root["stages"] = cast(list[Node], stages)
+    root["stages"] = cast(list[Node], _stages(top, items, general, specific, used={id(leaf) for _, leaf in leaves(root)}))
     written = Written(root, str(path), one_stage=items is None)
     try:
         config = TrainConfig.model_validate_json(json.dumps(plain(root)), strict=True)
@@ -87,20 +86,34 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, check_files: bool 
 
 def dump_config(config: TrainConfig, path: Path) -> None:
     """Write the resolved configuration, every value of it. ``load_config`` of the file gives an equal one."""
-    content = config.model_dump(mode="json")
-    for stage, written in zip(config.stages, content["stages"], strict=True):
-        if not stage.build().on_policy:
-            for key in ROLLOUT_KEYS:
-                del written[key]
-    write_text_atomic(path, dump(content))
+    write_atomic(path, dump(resolved(config)))
+
+
+def load_for_evaluation(path: Path, overrides: Sequence[str], tasks: Path | None, attempts: int | None) -> TrainConfig:
+    """A run's configuration whose ``evaluation`` is set: that of the file, or the tasks it trains on, with ``tasks`` in their place."""
+    given = [text.partition("=")[0].strip() for text in overrides]
+    others = [text for text, key in zip(overrides, given, strict=True) if key.split(".")[0] != "evaluation"]
+    content = resolved(load_config(path, others, check_files=False)[0])
+    more: dict[str, Any] = {} if attempts is None else {"evaluation.attempts": attempts}
+    environment = content["environment"] if content["evaluation"] is None else content["evaluation"]["environment"]
+    if content["evaluation"] is None:
+        more |= {f"evaluation.environment.{key}": value for key, value in environment.items()}
+    if tasks is not None:
+        more["evaluation.environment.tasks"] = str(tasks)
+        if "generate" in environment:  # the other source of tasks
+            more["evaluation.environment.generate"] = None
+    added = [f"{key}={json.dumps(value)}" for key, value in more.items() if not any(f"{key}.".startswith(f"{name}.") for name in given)]
+    return load_config(path, [*overrides, *added])[0]
 
 
 def merge(base: Tree, over: Tree) -> Tree:
     """``over`` on ``base``, mappings key by key; where both name a kind and not the same, ``over`` alone.
 
     >>> of = lambda text: parse(text, "x")
-    >>> plain(merge(of("{kind: grpo, clip_low: 0.1}"), of("{kind: rloo}"))), plain(merge(of("{kind: grpo, clip_low: 0.1}"), of("{kl_coef: 1}")))
-    ({'kind': 'rloo'}, {'kind': 'grpo', 'clip_low': 0.1, 'kl_coef': 1})
+    >>> plain(merge(of("{kind: grpo, clip_low: 0.1}"), of("{kind: rloo}")))
+    {'kind': 'rloo'}
+    >>> plain(merge(of("{kind: grpo, clip_low: 0.1}"), of("{kl_coef: 1}")))
+    {'kind': 'grpo', 'clip_low': 0.1, 'kl_coef': 1}
     """
     ours, theirs = base.get("kind"), over.get("kind")
     same_kind = isinstance(ours, Leaf) and isinstance(theirs, Leaf) and ours.value == theirs.value
@@ -132,7 +145,7 @@ def _read(path: Path) -> Tree:
 def _expand(tree: Tree) -> Tree:
     """Short forms written out."""
     expanded = dict(tree)
-    for key in ("algorithm", "environment"):
+    for key in SHORT_FORMS:
         node = expanded.get(key)
         if isinstance(node, Leaf) and isinstance(node.value, str):
             expanded[key] = {"kind": node}
@@ -169,8 +182,9 @@ def _overrides(texts: Sequence[str], num_stages: int) -> tuple[Tree, list[Tree]]
         keys = tuple(name.strip().split("."))
         if not equals or not all(keys):
             raise AgentPeftError(f"{text!r}: an override is written key=value, such as optimizer.learning_rate=1e-4")
-        node = parse(value, f"{COMMAND_LINE}: {name}", keys, lines=False)
-        node = _relabel(node)
+        node = _relabel(parse(value, f"{COMMAND_LINE}: {name}", keys, lines=False))
+        if keys[-1] in SHORT_FORMS and isinstance(node, Leaf) and isinstance(node.value, str):
+            keys = (*keys, "kind")
         for other, other_text in seen.items():
             if keys[: len(other)] == other[: len(keys)]:
                 raise AgentPeftError(f"{COMMAND_LINE}: {other_text!r} and {text!r} set the same key; give one of them")
@@ -180,8 +194,7 @@ def _overrides(texts: Sequence[str], num_stages: int) -> tuple[Tree, list[Tree]]
             if place is None:
                 raise AgentPeftError(f"{COMMAND_LINE}: {text!r}: name one stage and one of its keys, such as stages.0.steps=10")
             if place >= num_stages:
-                there = "there is one stage, stages.0" if num_stages == 1 else f"the last of the {num_stages} stages is stages.{num_stages - 1}"
-                raise AgentPeftError(f"{COMMAND_LINE}: stages.{place} is out of range: {there}")
+                raise AgentPeftError(f"{COMMAND_LINE}: stages.{place} is out of range: the last stage is stages.{num_stages - 1}")
             specific[place] = merge(specific[place], _expand(_nest(keys[2:], node)))
         else:
             general = merge(general, _expand(_nest(keys, node)))
@@ -202,10 +215,13 @@ def _nest(keys: Sequence[str], node: Node) -> Tree:
     return {keys[0]: node}
 
 
-def _stages(top: Tree, items: list[Tree] | None, general: Tree, specific: list[Tree], source: str) -> list[Tree]:
-    """Each stage, merged: defaults, its own keys, overrides of all, overrides of it."""
+def _stages(top: Tree, items: list[Tree] | None, general: Tree, specific: list[Tree], used: set[int]) -> list[Tree]:
+    """Each stage, merged: defaults, its own keys, overrides of all, overrides of it.
+
+    ``used`` are the ids of leaves that have an effect elsewhere; those of defaults that have one here are added.
+    """
     defaults, over = ({key: value for key, value in tree.items() if key in STAGE_KEYS} for tree in (top, general))
-    stages, used, rollouts = [], set[int](), False
+    stages, rollouts = [], False
     for place, (item, own) in enumerate(zip(items or [{}], specific, strict=True)):
         supervised = _learns_offline(merge(merge(defaults, item), merge(over, own)))
         rollouts |= not supervised
@@ -261,6 +277,3 @@ def _check_files(config: TrainConfig, written: Written) -> None:
             if isinstance(value, Path) and not value.exists():
                 where = written.place((*prefix.split("."), name))
                 raise AgentPeftError(f"{where}: there is no file or folder {str(value)!r} (seen from {Path.cwd()})")
-
-
-assert "sft" in ALGORITHMS  # the short form of an item is documented with it

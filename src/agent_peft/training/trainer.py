@@ -129,18 +129,17 @@ class Trainer:
         live = minibatch.weights.abs().sum(1) > 0
         if not self.algorithm.learns_at_zero_advantage:
             live &= minibatch.advantages.abs().sum(1) > 0
-        budget, chosen, cost = self.stage.microbatch_tokens, list[int](), 0
+        chosen: list[int] = []
         groups: dict[int, list[int]] = {}
         for row, group in enumerate(minibatch.groups.tolist()):
             if live[row]:
                 groups.setdefault(group, []).append(row)
         for rows in groups.values():
             for piece in self._pieces(minibatch, rows):
-                size = self._cost(minibatch, piece)
-                if chosen and cost + size > budget:
+                if chosen and self._cost(minibatch, chosen + piece) > self.stage.microbatch_tokens:
                     yield minibatch.select(chosen)
-                    chosen, cost = [], 0
-                chosen, cost = chosen + piece, cost + size
+                    chosen = []
+                chosen = chosen + piece
         if chosen:
             yield minibatch.select(chosen)
 

@@ -76,6 +76,13 @@ class _Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        breaks = any(character in data for character in "\x85\u2028\u2029")  # PyYAML would read them as ends of lines
+        return self.represent_scalar(_TAG + "str", data, style='"' if breaks else None)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
 
 _TAG = "tag:yaml.org,2002:"
 _RESOLVED = (  # https://yaml.org/spec/1.2.2/#1032-tag-resolution, and the merge key
@@ -130,6 +137,8 @@ class _Reading:
             raise self._wrong(node, "is an alias of what it stands in", path)
         if isinstance(node, yaml.ScalarNode):
             return Leaf(self._scalar(node, path), self._origin(node), ".".join(path))
+        if node.tag not in (_TAG + "map", _TAG + "seq"):
+            raise self._wrong(node, f"has the tag {node.tag}; write the value itself", path)
         self._open.append(node)
         try:
             if isinstance(node, yaml.SequenceNode):

@@ -55,7 +55,7 @@ class DBBenchConfig(EnvironmentConfig):
     database: Literal["sqlite"] = "sqlite"
     skills: list[str] | None = None
     limit: int | None = Field(None, gt=0)
-    max_turns: int = Field(3, gt=0)
+    max_turns: int = Field(3, ge=2)  # a statement and an answer
     max_observation_chars: int = Field(400, ge=40)
     statement_seconds: float = Field(2.0, gt=0)
     statement_steps: int = Field(20_000_000, gt=0)
@@ -102,6 +102,13 @@ class DBBench(Environment):
                 rejected.append(Rejection(task.id, cause))
         self.rejected: Sequence[Rejection] = tuple(rejected)
         self._tasks = tuple(task for task, _ in self._problems.values())
+        results = [problem.direct for _, problem in self._problems.values() if problem.direct is not None]
+        if long := sum(len(repr(list(direct))) > config.max_observation_chars for direct in results):
+            logger.warning(
+                "db_bench: the result of %d tasks is longer than max_observation_chars = %d, so the agent cannot read it in one turn",
+                long,
+                config.max_observation_chars,
+            )
         if rejected:
             shown = "; ".join(f"{rejection.id}: {rejection.cause}" for rejection in rejected[:3]) + ("; ..." if len(rejected) > 3 else "")
             logger.warning("db_bench: %d of %d tasks cannot be used on %s (%s)", len(rejected), len(found), config.database, shown)
@@ -140,5 +147,5 @@ def _load(config: DBBenchConfig) -> Sequence[Task]:
     if config.skills is not None:
         tasks = [task for task in tasks if task.skills and task.skills[0] in config.skills]
         if not tasks:
-            raise AgentPeftError(f"{_source(config)}: no task has one of the skills {', '.join(config.skills)}; choose others or leave skills out")
+            raise AgentPeftError(f"{_source(config)}: no task has one of the skills {', '.join(config.skills)}; choose others")
     return tasks

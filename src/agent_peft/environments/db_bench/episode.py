@@ -24,7 +24,8 @@ SELECT a FROM t;
 To finish:
 Action: Answer
 Final Answer: [(1, 'x'), (2, 'y')]
-The final answer holds the rows asked for, as a list of tuples; after a change write done. You have {max_turns} turns, the answer included."""
+The final answer holds the rows asked for, as a list of tuples; after a change write done.
+You have {max_turns} turns, the answer included."""
 USER_PROMPT = "{instruction}\nThe name of this table is {table}, and the headers of this table are {headers}."
 CUT_MARK = " ... (cut)"
 
@@ -96,7 +97,9 @@ class DBBenchEpisode(Episode):
         problem = self._problem
         if problem.direct is not None:
             return answer_is_correct(text, problem.direct, problem.order)
-        return tables_are_equal(database.table(), run_gold(problem, self._rules, self._seed)[1])
+        # only the task's own table counts, with all its rows and columns; other tables that the agent made are ignored
+        gold, expected = run_gold(problem, self._rules, self._seed)
+        return gold.error is None and tables_are_equal(database.table(), expected)
 
 
 def run_gold(problem: Problem, rules: Rules, seed: int = 0) -> tuple[Executed, tuple[Row, ...] | None]:
@@ -119,8 +122,8 @@ def demonstrate(problem: Problem, rules: Rules) -> tuple[str, str] | None:
 def observation(executed: Executed, limit: int) -> str:
     """What the agent reads of a statement's result, in at most ``limit`` characters.
 
-    >>> observation(Executed(rows=((1, "a"),)), 400), observation(Executed(changed=3), 400), observation(Executed(error="no such table: t"), 400)
-    ("[(1, 'a')]", 'Done. 3 rows changed.', 'Error: no such table: t')
+    >>> observation(Executed(rows=((1, "a"),)), 400), observation(Executed(changed=3), 400), observation(Executed(error="no column b"), 400)
+    ("[(1, 'a')]", 'Done. 3 rows changed.', 'Error: no column b')
     """
     if executed.error is not None:
         text = "Error: " + "".join(c if c.isprintable() else " " for c in executed.error[: limit + 1])

@@ -115,4 +115,4 @@ def _equal(gold: Cell, found: Cell) -> bool:
     a, b = _as_float(gold), _as_float(found)
     if math.isclose(a, b, rel_tol=1e-6):
         return True
-    return math.isfinite(a) and math.isfinite(b) and a == round(a, 4) and abs(a - b) <= 5.0001e-5
+    return math.isfinite(a) and math.isfinite(b) and math.isclose(a, round(a, 4), rel_tol=1e-12) and abs(a - b) <= 5.0001e-5

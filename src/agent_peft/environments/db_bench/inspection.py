@@ -1,4 +1,4 @@
-"""Which tasks can be used: its gold must pass, and doing nothing must not, each in a fresh episode."""
+"""Which tasks can be used: the gold must pass, and doing nothing must not, each in a fresh episode."""
 
 from __future__ import annotations
 
@@ -41,24 +41,23 @@ class Inspection:
 def inspect(problem: Problem, rules: Rules) -> Inspection:
     """Replay the gold, then replies that do nothing, through episodes."""
     try:
-        replies = demonstrate(problem, rules)
-        gold = replies is not None and _replay(problem, rules, replies) is Outcome.CORRECT
+        cause = _fault_of_gold(problem, rules)
         nothing = any(_replay(problem, rules, (reply,)) is Outcome.CORRECT for reply in DO_NOTHING)
-        cause = _cause(problem, rules, gold, nothing)
     except AgentPeftError as error:
         return Inspection(False, False, str(error))
-    return Inspection(gold and cause is None or gold and nothing, nothing, cause)
+    return Inspection(cause is None, nothing, cause or ("doing nothing passes" if nothing else None))
 
 
-def _cause(problem: Problem, rules: Rules, gold: bool, nothing: bool) -> str | None:
+def _fault_of_gold(problem: Problem, rules: Rules) -> str | None:
     executed, table = run_gold(problem, rules)
     if executed.error is not None:
         return f"the gold SQL fails: {executed.error}"
-    if not gold:
+    replies = demonstrate(problem, rules)
+    if replies is None or _replay(problem, rules, replies) is not Outcome.CORRECT:
         return "the gold SQL gives other rows than the stored answer" if problem.direct is not None else "the gold SQL drops the table"
     if problem.direct is None and problem.md5 is not None and (table is None or table_md5(table) != problem.md5):
         return "the gold SQL leaves another table than the stored md5 tells"
-    return "doing nothing passes" if nothing else None
+    return None
 
 
 def _replay(problem: Problem, rules: Rules, replies: Iterable[str]) -> Outcome:

@@ -19,7 +19,7 @@ _TOKEN = re.compile(
 )
 _THOUSANDS = re.compile(r"(?:[-+]?\$?|\$[-+])\d{1,3}(?:,\d{3})++(?:\.\d++)?(?![\w.])")
 _AMOUNT = re.compile(r"(?:[-+]?\$?|\$[-+])(?:(?:0|[1-9]\d*+|[1-9]\d{0,2}(?:,\d{3})++)(?:\.\d++)?|\.\d++)")
-_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
+_ESCAPE = re.compile(r"\\(U[0-9a-fA-F]{8}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
 _WORDS: dict[str, Cell] = {"null": None, "none": None, "true": 1, "false": 0}
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
 
@@ -101,7 +101,10 @@ def _skip_blank(text: str, position: int) -> int:
 def _string(token: str) -> str:
     quote, inner = token[0], token[1:-1]
     inner = inner.replace(quote * 2, quote)
-    return _ESCAPE.sub(_unescaped, inner) if "\\" in inner else inner
+    if "\\" not in inner:
+        return inner
+    # JSON may write one character as two surrogates
+    return _ESCAPE.sub(_unescaped, inner).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _unescaped(match: re.Match[str]) -> str:

@@ -32,6 +32,7 @@ _LIMITS = {
     sqlite3.SQLITE_LIMIT_EXPR_DEPTH: 200,
     sqlite3.SQLITE_LIMIT_COMPOUND_SELECT: 200,
     sqlite3.SQLITE_LIMIT_VDBE_OP: 20_000,
+    sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 100,
     sqlite3.SQLITE_LIMIT_ATTACHED: 0,
     sqlite3.SQLITE_LIMIT_WORKER_THREADS: 0,
 }
@@ -81,6 +82,7 @@ class SQLiteDatabase:
         self._select_all = f"SELECT * FROM main.{quoted(table.name)}"
         self._seconds, self._steps = seconds, steps
         self._refusal: str | None = None
+        self._statement = ""
         # autocommit, and threads may take turns: an episode is created in one and stepped in another
         self._connection = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
         connection = self._connection
@@ -108,7 +110,7 @@ class SQLiteDatabase:
         connection.set_authorizer(self._authorize)
 
     def execute(self, sql: str) -> Executed:
-        self._refusal = None
+        self._refusal, self._statement = None, sql.lower()
         if expansions(sql) > _MAX_EXPANSIONS:
             return Executed(error="the common table expressions refer to each other too often")
         before = self._connection.total_changes
@@ -138,8 +140,9 @@ class SQLiteDatabase:
         self._connection.close()
 
     def _authorize(self, action: int, first: str | None, second: str | None, *_: str | None) -> int:
-        if action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in _REFUSED_FUNCTIONS:
-            self._refusal = f"the function {second}"
+        function = (second or "").lower() if action == sqlite3.SQLITE_FUNCTION else ""
+        if function in _REFUSED_FUNCTIONS and function in self._statement:  # SQLite itself calls printf for ALTER TABLE
+            self._refusal = f"the function {function}"
         elif action in _REFUSED and not (action == sqlite3.SQLITE_PRAGMA and (first or "").lower() in _READING_PRAGMAS):
             self._refusal = _REFUSED[action]
         else:
@@ -201,7 +204,8 @@ def expansions(sql: str) -> int:
     """
     if len(sql) > _SQL_BYTES:
         return 0  # refused by its length
-    words = [match["name"].strip("\"`[]'").lower() if match["name"] else match[0] for match in _WORD.finditer(sql) if match[0][:2] not in ("--", "/*")]
+    found = (match for match in _WORD.finditer(sql) if not match[0].startswith(("--", "/*")))
+    words = [match["name"].strip("\"`[]'").lower() if match["name"] else match[0] for match in found]
     if "with" not in words:
         return 0
     counts: dict[str, int] = {}

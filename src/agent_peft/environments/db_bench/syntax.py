@@ -49,7 +49,7 @@ def primary_skill(skills: Sequence[str]) -> str:
     return min(skills, key=lambda skill: ranks.get(skill, len(SKILLS)))
 
 
-def parse(sql: str) -> exp.Expression | None:
+def parse(sql: str) -> exp.Expr | None:
     """The syntax tree, or None where sqlglot cannot read the statement. MySQL's dialect: it is what LifelongAgentBench was written in."""
     try:
         return sqlglot.parse_one(sql, dialect="mysql")
@@ -72,7 +72,7 @@ def skills_of(sql: str) -> tuple[str, ...]:
     found = {name for name, kind in _STATEMENTS.items() if isinstance(tree, kind)}
     if tree.find(exp.Select):
         found.add("select")
-    sources: tuple[type[exp.Expression], ...] = (exp.Table,) if isinstance(tree, exp.Select) else (exp.Table, exp.Subquery)
+    sources: tuple[type[exp.Expr], ...] = (exp.Table,) if isinstance(tree, exp.Select) else (exp.Table, exp.Subquery)
     if any(source.alias for source in tree.find_all(*sources)):
         found.add("table_alias")
     query = tree.expression if isinstance(tree, exp.Insert) else tree
@@ -120,15 +120,15 @@ def order_keys(sql: str, headers: Sequence[str], width: int) -> tuple[int, ...] 
     return tuple(keys) if all(0 <= key < width for key in keys) else tuple(range(width))
 
 
-_STATEMENTS: dict[str, type[exp.Expression]] = {"insert": exp.Insert, "update": exp.Update, "delete": exp.Delete}
+_STATEMENTS: dict[str, type[exp.Expr]] = {"insert": exp.Insert, "update": exp.Update, "delete": exp.Delete}
 
 
-def _own(condition: exp.Expression) -> list[exp.Expression]:
+def _own(condition: exp.Expr) -> list[exp.Expr]:
     """The nodes of a condition, without those of the queries inside it."""
     return list(condition.walk(prune=lambda node: isinstance(node, exp.Select)))
 
 
-def _where_skill(condition: exp.Expression) -> str:
+def _where_skill(condition: exp.Expr) -> str:
     connectors = [node for node in _own(condition.unnest()) if isinstance(node, exp.Connector)]
     if not connectors:
         return "where_single_condition"
@@ -158,7 +158,7 @@ def _select_skills(select: exp.Select) -> set[str]:
     return found
 
 
-def _subquery_skills(tree: exp.Expression, query: exp.Expression | None) -> set[str]:
+def _subquery_skills(tree: exp.Expr, query: exp.Expr | None) -> set[str]:
     inner = [select for select in tree.find_all(exp.Select) if select is not query]
     outermost = [select for select in inner if select.parent_select is None or select.parent_select is query]
     found = set()

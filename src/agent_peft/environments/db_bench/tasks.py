@@ -54,7 +54,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Problem:
-    """What an entry says, checked. ``direct`` is the answer of a SELECT and None for a modification; ``order`` is `order_keys` of its SQL."""
+    """What an entry says, checked. ``direct`` is the answer of a SELECT, None for a modification; ``order`` is `order_keys` of its SQL.
+
+    >>> Problem("Delete all.", Table("t", (Column("a", "INT"),), ((1,),)), "DELETE FROM t", direct=None, md5=None, order=None).table.name
+    't'
+    """
 
     instruction: str
     table: Table
@@ -148,7 +152,7 @@ def _entries(path: Path, text: str) -> Iterable[tuple[str, Any]]:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        if path.suffix == ".jsonl" or text.lstrip().startswith("{") and "Extra data" in str(error):
+        if path.suffix == ".jsonl" or (text.lstrip().startswith("{") and "Extra data" in str(error)):
             content = [_line(path, number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
         else:
             raise AgentPeftError(f"{path}: is not JSON ({error})") from error

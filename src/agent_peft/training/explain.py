@@ -1,0 +1,92 @@
+"""What a configuration will really do: every effective value and where it came from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from agent_peft.environments import load_environment
+from agent_peft.training.config import TrainConfig, resolved
+from agent_peft.training.loading import Provenance
+
+
+def explain(config: TrainConfig, provenance: Provenance) -> RenderableType:
+    """The values, and the facts that follow from them. Loads the tasks, to count them.
+
+    Raises:
+        AgentPeftError: the environment cannot be built.
+    """
+    return Group(values_table(config, provenance), facts_table(facts(config)))
+
+
+def values_table(config: TrainConfig, provenance: Provenance) -> Table:
+    shown = Table(title=provenance.source, title_justify="left")
+    shown.add_column("key", no_wrap=True)
+    shown.add_column("value", overflow="fold")
+    shown.add_column("from", overflow="fold")
+    section = ""
+    for path, value in effective_values(config):
+        stage = ".".join(path.split(".")[:2]) if path.startswith("stages.") else ""
+        if stage != section:
+            section = stage
+            shown.add_section()
+            shown.add_row(Text(stage, style="bold"), "", "")
+        key = path.removeprefix(f"{stage}.") if stage else path
+        origin = provenance.of(path).replace(provenance.source, Path(provenance.source).name)
+        shown.add_row(Text(key), Text(json.dumps(value, ensure_ascii=False)), Text(origin, style="dim" if origin == "default" else ""))
+    return shown
+
+
+def effective_values(config: TrainConfig) -> Iterator[tuple[str, Any]]:
+    """Key path and value of everything in the resolved configuration."""
+    content = resolved(config)
+    stages = content.pop("stages")
+    yield from _flat(content, "")
+    for place, written in enumerate(stages):
+        yield from _flat(written, f"stages.{place}.")
+
+
+def facts(config: TrainConfig) -> dict[str, str]:
+    """What the values amount to."""
+    environment = load_environment(config.environment)
+    try:
+        found = {"tasks": f"{len(environment.tasks)}"}
+        for stage in config.stages:
+            trips = stage.steps * stage.tasks_per_step / len(environment.tasks)
+            episodes = "episodes" if stage.build().on_policy else "demonstrations"
+            found[f"stage {stage.name}"] = (
+                f"{stage.steps} steps of {stage.tasks_per_step} × {stage.group_size} = {stage.episodes_per_step} {episodes}"
+                f" ({trips:.3g} trips through the tasks), {stage.updates} optimizer updates"
+            )
+    finally:
+        environment.close()
+    found["optimizer updates"] = str(sum(stage.updates for stage in config.stages))
+    if config.evaluation is not None:
+        measured = load_environment(config.evaluation.environment)
+        try:
+            tasks = len(measured.tasks[: config.evaluation.num_tasks])
+        finally:
+            measured.close()
+        found["evaluation"] = f"{tasks} tasks × {config.evaluation.attempts} attempts"
+    return found
+
+
+def facts_table(found: dict[str, str]) -> Table:
+    shown = Table("what follows", "", show_header=False)
+    for name, value in found.items():
+        shown.add_row(Text(name), Text(value))
+    return shown
+
+
+def _flat(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items():
+        if isinstance(inner, dict) and inner:
+            yield from _flat(inner, f"{prefix}{key}.")
+        else:
+            yield prefix + key, inner

@@ -1,0 +1,177 @@
+"""The command line: what it prints, its exit codes, and one line per mistake."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from agent_peft import __version__
+from agent_peft.cli import run
+
+CONFIG = """\
+run_dir: {folder}/run
+policy:
+  kind: scratch
+  alphabet: "0123456789+*-= "
+  architecture:
+    {{model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 2}}
+environment: {{kind: arithmetic, num_tasks: 8, digits: 1}}
+sampling: {{max_new_tokens: 3, max_tokens: 16}}
+tasks_per_step: 2
+group_size: 2
+steps: 2
+stages: [sft, rloo]
+"""
+HELDOUT = "evaluation: {environment: {kind: arithmetic, num_tasks: 3, digits: 1, split: heldout}}\n"
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(CONFIG.format(folder=tmp_path) + HELDOUT)
+    return path
+
+
+def test_help_and_version_do_not_wait_for_torch():
+    code = "import sys; from agent_peft.cli import run; assert run(['--help']) == run(['--version']) == 0; sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert __version__ in done.stdout
+    for command in ("train", "evaluate", "merge", "generate", "validate", "explain"):
+        assert command in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["trian"], "No such command 'trian'. (agent-peft --help tells more)"),
+        (["train"], "Missing argument 'CONFIG'. (agent-peft train --help tells more)"),
+        (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+        (["explain", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
+        (["evaluate", "nowhere"], "nowhere: is no run directory"),
+        (["merge", "nowhere", "--output", "x"], "nowhere: not a run directory"),
+        (["generate", "db_bench", "--num-tasks", "few", "--output", "x"], "Invalid value for '--num-tasks'"),
+        (["generate", "db_bench", "--num-tasks", "3"], "Missing option '--output'"),
+        (
+            ["generate", "db_bench", "--num-tasks", "3", "--output", "x", "--split", "test"],
+            "there is no split 'test'; choose train or heldout",
+        ),
+        (["generate", "chess", "--num-tasks", "3", "--output", "x"], "no tasks can be generated for 'chess'; choose db_bench"),
+        (["validate", "db_bench", "--tasks", "nowhere.json"], "nowhere.json: cannot be read"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, told, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(arguments) == 2
+    said = capsys.readouterr().err
+    assert told in said
+    assert said.startswith("agent-peft: ")
+    assert said.count("\n") == 1
+    assert not list(tmp_path.iterdir())  # nothing was written
+
+
+def test_a_mistake_in_an_override_is_one_line(config, capsys):
+    assert run(["train", str(config), "optimizer.learning_rat=1"]) == 2
+    assert capsys.readouterr().err == (
+        "agent-peft: command line: optimizer.learning_rat (for stages.0): unknown key; did you mean optimizer.learning_rate? (and 1 more)\n"
+    )
+
+
+@pytest.mark.parametrize(("error", "code"), [("TrustError", 1), ("InfrastructureError", 1), ("AgentPeftError", 2)])
+def test_what_failed_decides_the_exit_code(error, code, config, capsys, tmp_path, monkeypatch):
+    name = f"failing_{error.lower()}"
+    lines = f"from agent_peft.types import {error}\nclass Env:\n    def __init__(self, settings):\n        raise {error}('two\\nlines')\n"
+    (tmp_path / f"{name}.py").write_text(lines)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run(["explain", str(config), f"environment={name}:Env"]) == code
+    assert capsys.readouterr().err == "agent-peft: two lines\n"
+
+
+def test_explain(config, capsys):
+    assert run(["explain", str(config), "stages.1.steps=5"]) == 0
+    shown = capsys.readouterr().out
+    assert "c.yaml:9, for" in shown
+    assert "command line" in shown
+    assert "5 steps of 2 × 2 = 4 episodes" in shown
+
+
+def test_generate_says_what_it_wrote_and_validate_accepts_it(tmp_path, capsys):
+    output = tmp_path / "deep" / "tasks.json"
+    arguments = ["generate", "db_bench", "--num-tasks", "4", "--seed", "3", "--skills", "insert, limit_only", "--split", "heldout"]
+    assert run([*arguments, "--output", str(output)]) == 0
+    assert capsys.readouterr().out == f"wrote {output}: 4 tasks of the heldout split, seed 3\n"
+    entries = json.loads(output.read_text())
+    assert [entry["skill_list"][0] for entry in entries.values()] == ["insert", "limit_only"] * 2 or len(entries) == 4
+    assert run(["validate", "db_bench", "--tasks", str(output), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["tasks"], found["gold_correct"], found["nothing_correct"], found["rejected"]) == (4, 4, 0, [])
+
+    entries["broken"] = {**next(iter(entries.values()))}
+    entries["broken"]["answer_info"] = {
+        **entries["broken"]["answer_info"],
+        "sql": "DELETE FROM no_such_table",
+        "direct": None,
+        "md5": "0" * 32,
+    }
+    output.write_text(json.dumps(entries))
+    assert run(["validate", "db_bench", "--tasks", str(output)]) == 1
+    assert "cannot be used: broken: " in capsys.readouterr().out
+
+
+def test_unknown_skills_are_told_with_the_valid_ones(tmp_path, capsys):
+    assert run(["generate", "db_bench", "--num-tasks", "4", "--skills", "inserting", "--output", str(tmp_path / "x.json")]) == 2
+    said = capsys.readouterr().err
+    assert "'inserting'" in said
+    assert "limit_only" in said
+    assert said.count("\n") == 1
+
+
+def test_a_folder_is_no_output_file(tmp_path, capsys):
+    assert run(["generate", "db_bench", "--num-tasks", "1", "--output", str(tmp_path)]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_run_from_its_start_to_a_merged_model(config, tmp_path, capsys):
+    assert run(["train", str(config)]) == 0
+    capsys.readouterr()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]
+
+    assert run(["train", str(config)]) == 0  # nothing is left to do
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() == lines
+    assert run(["train", str(config), "--fresh"]) == 0  # and the same again from the start
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().splitlines() == lines
+
+    capsys.readouterr()
+    assert run(["evaluate", str(tmp_path / "run"), "--json"]) == 0
+    stored = json.loads((tmp_path / "run" / "evaluations" / "after_rloo.json").read_text())
+    assert json.loads(capsys.readouterr().out)["outcomes"] == stored["outcomes"]
+
+    assert run(["evaluate", str(tmp_path / "run"), "--attempts", "2", "--base", "evaluation.sampling.temperature=1"]) == 0
+    assert "pass@2" in capsys.readouterr().out
+    assert run(["evaluate", str(tmp_path / "run"), "--attempts", "2"]) == 2  # alike at temperature 0
+    assert "attempts: 2 has no effect" in capsys.readouterr().err
+
+    assert run(["merge", str(tmp_path / "run"), "--output", str(tmp_path / "merged")]) == 0
+    assert (tmp_path / "merged" / "config.json").is_file()
+
+
+def test_interrupted(config, tmp_path):
+    """As a shell would do it: a signal to a process in the middle of training."""
+    command = [sys.executable, "-m", "agent_peft", "train", str(config), "stages.1.steps=100000"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        deadline = time.monotonic() + 60
+        while not (metrics.exists() and metrics.read_text().count("\n") > 2) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130, said
+    assert "agent-peft: interrupted; run the same command (without --fresh) to go on\n" in said
+    assert "Traceback" not in said

@@ -1,0 +1,101 @@
+"""YAML 1.2, with places, and back."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_peft.training.yaml12 import dump, leaves, parse, plain
+from agent_peft.types import AgentPeftError
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-5", 1e-5),
+        ("1.5E3", 1500.0),
+        (".5", 0.5),
+        ("-.inf", -math.inf),
+        ("+1", 1),
+        ("010", 10),
+        ("0o17", 15),
+        ("0x1F", 31),
+        ("1_000", "1_000"),
+        ("yes", "yes"),
+        ("off", "off"),
+        ("y", "y"),
+        ("True", True),
+        ("false", False),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ("2024-01-31", "2024-01-31"),
+        ("1:30", "1:30"),
+        ("'1'", "1"),
+        ("!!str 1", "1"),
+        ("!!float 1", 1.0),
+        ("[1, a, {b: c}]", [1, "a", {"b": "c"}]),
+        ("1.0.0", "1.0.0"),
+    ],
+)
+def test_values(text, value):
+    found = plain(parse(text, "x.yaml"))
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_not_a_number():
+    assert math.isnan(plain(parse(".nan", "x.yaml")))
+
+
+def test_places():
+    node = parse("a:\n  b: 1\n  c:\n    - 2\n    - d: 3\n", "x.yaml")
+    assert {".".join(path): (leaf.value, leaf.origin, leaf.path) for path, leaf in leaves(node)} == {
+        "a.b": (1, "x.yaml:2", "a.b"),
+        "a.c.0": (2, "x.yaml:4", "a.c.0"),
+        "a.c.1.d": (3, "x.yaml:5", "a.c.1.d"),
+    }
+
+
+def test_anchors_and_merge_keys():
+    text = "base: &base {a: 1, b: 2}\nmore: {<<: *base, b: 3}\nboth: {<<: [{a: 5}, *base]}\n"
+    assert plain(parse(text, "x"))["more"] == {"a": 1, "b": 3}
+    assert plain(parse(text, "x"))["both"] == {"a": 5, "b": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("a: 1\nb: 2\na: 3", "x.yaml:3: a stands twice; keep one"),
+        ("a: {b: 1,\n b: 1}", "x.yaml:2: a.b stands twice; keep one"),
+        ("a: [1", "x.yaml:1: is not YAML: "),
+        ("a: b: c", "x.yaml:1: is not YAML: "),
+        ("a: 1\n\tb: 2", "x.yaml:2: is not YAML: "),
+        ("a: *b", "x.yaml:1: is not YAML: "),
+        ("a: &b [*b]", "x.yaml:1: a.0 is an alias of what it stands in"),
+        ("a: !!python/name:os.system x", "x.yaml:1: a has the tag"),
+        ("a: !mine {b: 1}", "x.yaml:1: a has the tag !mine"),
+        ("a: !!int x", "x.yaml:1: a has a tag that 'x' does not fit"),
+        ("? [1]\n: 2", "x.yaml:1: the document has a key that is not a text"),
+        ("a: {<<: 3}", "x.yaml:1: a has a << that is not a mapping"),
+        ("a: 1\n--- \nb: 2", "is not YAML"),
+        ("a: \x01", "x.yaml: is not text"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(text, told):
+    with pytest.raises(AgentPeftError) as raised:
+        parse(text, "x.yaml")
+    assert told in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(exclude_categories=["Cs"]))
+words = st.sampled_from(
+    ["1e5", "1e-5", "0o17", "0x1f", "yes", "off", "~", "null", "1_000", "2024-01-31", "<<", "=", "1:30", ".inf", "- a", "a: b", ""]
+)
+
+
+@given(st.recursive(scalars | words, lambda inner: st.lists(inner) | st.dictionaries(st.text("ab1.~:<", min_size=1), inner), max_leaves=12))
+def test_what_is_dumped_reads_back_equal(content):
+    assert plain(parse(dump(content), "x")) == content
