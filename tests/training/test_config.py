@@ -84,13 +84,8 @@ def test_a_kind_said_again_overrides_nothing(load):
 
 
 def test_supervised_stages_pass_over_what_is_for_rollouts(load):
-    sft, rl = load(TWO.replace("stages:", "group_size: 4\ndrop_zero_variance: false\nstages:"))[0].stages
-    assert (sft.group_size, rl.group_size, rl.drop_zero_variance) == (1, 4, False)
-
-
-@pytest.mark.parametrize(("kind", "drops"), [("grpo", True), ("rloo", True), ("reinforce", False), ("sft", False)])
-def test_zero_variance_groups_are_dropped_where_they_teach_nothing(load, kind, drops):
-    assert load(TOP + f"steps: 1\nalgorithm: {kind}\n")[0].stages[0].drop_zero_variance == drops
+    sft, rl = load(TWO.replace("stages:", "group_size: 4\nstages:"))[0].stages
+    assert (sft.group_size, rl.group_size) == (1, 4)
 
 
 def test_evaluation_is_greedy_and_keeps_the_limits_of_training(load):
@@ -247,9 +242,9 @@ MISTAKES = [
         "x.yaml:6: group_size has no effect, because every stage learns from demonstrations, in groups of one; remove it",
     ),
     (
-        TOP + "steps: 3\nstages: [{algorithm: sft, drop_zero_variance: true}]",
+        TOP + "steps: 3\nstages: [{algorithm: sft, group_size: 2}]",
         (),
-        "x.yaml:5: stages.0.drop_zero_variance has no effect, because stages.0 learns from demonstrations, in groups of one; remove it",
+        "x.yaml:5: stages.0.group_size has no effect, because stages.0 learns from demonstrations, in groups of one; remove it",
     ),
     (TWO, ("stages.0.group_size=2",), "command line: stages.0.group_size has no effect, because stages.0 learns from demonstrations"),
     (TOP + "steps: 3\nalgorithm: sft", ("group_size=2",), "command line: group_size has no effect, because every stage learns from"),
@@ -260,11 +255,6 @@ MISTAKES = [
     # what cannot work
     (ONE + "sampling: {temperature: 0}", (), "x.yaml:6: sampling.temperature: 0 has no density to train on"),
     (ONE + "group_size: 1", (), "x.yaml:6: group_size: 1 is too small for grpo, which compares the episodes of a task with each other"),
-    (
-        TOP + "steps: 1\nalgorithm: reinforce\ngroup_size: 1\ndrop_zero_variance: true",
-        (),
-        "x.yaml:7: drop_zero_variance would leave out every group",
-    ),
     (ONE, ("algorithm.minibatches=9",), "command line: algorithm.minibatches: 9 is more than tasks_per_step: 8"),
     (ONE, ("policy.lora=null", "algorithm.kl_coef=0.1"), "x.yaml: stage 'grpo' needs a reference, the policy with its adapter off"),
     # stages and overrides

@@ -40,7 +40,9 @@ class ScratchConfig(_PolicyConfig):
     """A model of random weights, from any Transformers configuration; the same class as a pretrained one."""
 
     kind: Literal["scratch"] = "scratch"
-    architecture: dict[str, Any] = Field(description="a Transformers configuration, with its model_type; vocab_size comes from the tokenizer")
+    architecture: dict[str, Any] = Field(
+        description="a Transformers configuration, with its model_type; vocab_size comes from the tokenizer"
+    )
     alphabet: str = Field(description="a character tokenizer's alphabet")
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "auto"

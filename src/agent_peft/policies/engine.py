@@ -115,7 +115,9 @@ class Engine:
 class _Run:
     """One call of ``Engine.generate``. Rows that decode hold slots [0, decoding); the others lie behind them."""
 
-    def __init__(self, engine: Engine, conversations: Sequence[Conversation], sampling: SamplingConfig, threads: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, engine: Engine, conversations: Sequence[Conversation], sampling: SamplingConfig, threads: ThreadPoolExecutor
+    ) -> None:
         self.engine, self.policy, self.sampling, self.threads = engine, engine.policy, sampling, threads
         self.queue = deque(conversations)
         self.capacity = min(engine.config.rows, len(conversations))

@@ -118,7 +118,9 @@ class Policy:
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any = None) -> Tensor:
         """Last hidden states (B, Q, H) of tokens (B, Q) at positions (B, Q) under a boolean mask (B, 1, Q, K)."""
-        out = self.decoder(input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=cache is not None)
+        out = self.decoder(
+            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=cache is not None
+        )
         return out.last_hidden_state
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -142,7 +144,9 @@ class Policy:
             chunk = slice(start, start + HEAD_CHUNK)
             states = hidden[predictors[chunk]]
             # checkpointed: the backward computes these logits again instead of keeping them all
-            pieces.append(checkpoint(score, states, targets[chunk], use_reentrant=False) if torch.is_grad_enabled() else score(states, targets[chunk]))
+            pieces.append(
+                checkpoint(score, states, targets[chunk], use_reentrant=False) if torch.is_grad_enabled() else score(states, targets[chunk])
+            )
         if not pieces:
             empty = hidden.new_zeros(0, dtype=torch.float32)
             return empty, empty if entropy else None
@@ -165,7 +169,9 @@ class Policy:
             own = self.base(input_ids=tokens).logits
             ours = self.logits(self.decoder(input_ids=tokens).last_hidden_state)
         if not torch.allclose(own.float(), ours.float(), rtol=1e-4, atol=1e-4):
-            raise AgentPeftError(f"{type(self.base).__name__} changes its logits after the output layer in a way Agent-PEFT does not know; please report it")
+            raise AgentPeftError(
+                f"{type(self.base).__name__} changes its logits after the output layer in a way Agent-PEFT does not know; please report it"
+            )
 
     def _prove_packing(self, batch: Batch, sampling: SamplingConfig) -> None:
         """Score the first group packed and padded. A model that keeps a running state cannot attend along a tree: it falls back to padding."""

@@ -99,12 +99,8 @@ class StageConfig(_Config):
     rewards: RewardConfig = RewardConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     sampling: SamplingConfig = SamplingConfig()
-    microbatch_tokens: int = Field(default=4096, ge=1, description="tokens of one forward")
+    microbatch_tokens: int = Field(default=768, ge=1, description="positions of one forward: time and memory, never the result")
     task_order: Literal["shuffle", "sequential"] = "shuffle"
-    drop_zero_variance: bool = Field(
-        default_factory=lambda before: before["group_size"] > 1 and _compares_within_groups(build_algorithm(before["algorithm"])),
-        description="leave out groups whose trajectories all have one return",
-    )
 
     def build(self) -> Algorithm:
         return build_algorithm(self.algorithm)
@@ -124,8 +120,6 @@ class StageConfig(_Config):
         kind, algorithm = self.algorithm.kind, self.build()
         if not algorithm.on_policy and self.group_size != 1:
             raise ValueError(f"group_size has no effect on {kind}, which learns from demonstrations in groups of one; leave it out")
-        if self.drop_zero_variance and self.group_size == 1:
-            raise ValueError("drop_zero_variance would leave out every group, for a group of one has no variance; leave it out")
         if algorithm.on_policy and self.sampling.temperature == 0:
             raise ValueError("sampling.temperature: 0 has no density to train on; set it above 0 (evaluation may use 0)")
         if algorithm.minibatches > self.tasks_per_step:
@@ -186,7 +180,7 @@ class TrainConfig(_Config):
         return self
 
 
-ROLLOUT_KEYS = ("group_size", "drop_zero_variance")  # of no effect on a stage that learns from demonstrations
+ROLLOUT_KEYS = ("group_size",)  # of no effect on a stage that learns from demonstrations
 
 
 def resolved(config: TrainConfig) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-import yaml
 from filelock import FileLock, Timeout
 from rich.console import Console
 
@@ -24,11 +23,11 @@ from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment
 from agent_peft.policies.engine import Engine
 from agent_peft.policies.language_model import Policy, load_policy
-from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.rollout.collector import Collector
 from agent_peft.rollout.evaluation import EvaluationReport, skill_table, summarize, table
 from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.seeding import derive
+from agent_peft.training import yaml12
 from agent_peft.training.checkpoint import clean, latest_checkpoint, save_checkpoint, write_atomic
 from agent_peft.training.config import EvaluationConfig, TrainConfig, resolved
 from agent_peft.training.trackers import JsonlTracker, Progress, write_trajectories
@@ -131,8 +130,8 @@ class _Run:
         if path.is_file():
             self.reports[name] = EvaluationReport.from_json(json.loads(path.read_text()))
             return
-        self.progress.evaluating(name, len(self.heldout.tasks))
-        report = evaluate(self.engine, self.heldout, self.config.evaluation.attempts, self.config.evaluation.sampling, self.config.seed)
+        self.progress.evaluating(name, len(self.heldout.tasks[: self.config.evaluation.num_tasks]))
+        report = evaluate(self.engine, self.heldout, self.config.evaluation, self.config.seed)
         path.parent.mkdir(exist_ok=True)
         write_atomic(path, json.dumps(report.to_json(), indent=1) + "\n")
         self.reports[name] = report
@@ -141,7 +140,7 @@ class _Run:
 
 def claim(config: TrainConfig, fresh: bool, stack: ExitStack) -> None:
     """Make the run directory ours: one process at a time, and one configuration for its whole life."""
-    folder, text = config.run_dir, yaml.safe_dump(resolved(config), sort_keys=False)
+    folder, text = config.run_dir, yaml12.dump(resolved(config))
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
     try:
@@ -156,18 +155,22 @@ def claim(config: TrainConfig, fresh: bool, stack: ExitStack) -> None:
             elif path.name in ("checkpoints", "trajectories", "evaluations"):
                 shutil.rmtree(path)
     elif written.is_file() and written.read_text() != text:
-        old = yaml.safe_load(written.read_text())
+        old = yaml12.plain(yaml12.parse(written.read_text(), written.name))
         changed = next((key for key in resolved(config) if old.get(key) != resolved(config)[key]), "a key")
-        raise AgentPeftError(f"{folder}: holds a run of another configuration ({changed} differs); set another run_dir, or start over with --fresh")
+        raise AgentPeftError(
+            f"{folder}: holds a run of another configuration ({changed} differs); set another run_dir, or start over with --fresh"
+        )
     write_atomic(written, text)
 
 
-def evaluate(engine: Engine, environment: Environment, attempts: int, sampling: SamplingConfig, seed: int) -> EvaluationReport:
+def evaluate(engine: Engine, environment: Environment, evaluation: EvaluationConfig, seed: int) -> EvaluationReport:
     """``attempts`` episodes of each task; episodes whose environment failed are left out."""
-    collection = Collector(environment, engine).collect(environment.tasks, attempts, sampling, RewardConfig(), derive(seed, "evaluation"))
+    tasks = environment.tasks[: evaluation.num_tasks]
+    seed = derive(seed, "evaluation")
+    collection = Collector(environment, engine).collect(tasks, evaluation.attempts, evaluation.sampling, RewardConfig(), seed)
     if collection.failures:
         logger.warning("%d episodes failed in their environment and were tried again", collection.failures)
-    return summarize([group for group in collection.groups if group.trajectories])
+    return summarize(collection.groups)
 
 
 def load_run(run: Path) -> TrainConfig:
@@ -176,7 +179,7 @@ def load_run(run: Path) -> TrainConfig:
 
     if not (run / "config.yaml").is_file():
         raise AgentPeftError(f"{run}: not a run directory (it holds no config.yaml)")
-    return load_config(run / "config.yaml")[0]
+    return load_config(run / "config.yaml", check_files=False)[0]
 
 
 def open_run(run: Path, checkpoint: str | None, base: bool) -> tuple[TrainConfig, Policy]:
@@ -206,7 +209,9 @@ def evaluate_target(
     else:
         if config is None:
             raise AgentPeftError(f"{target}: is no run directory, so the tasks are not known; name a configuration with --config")
-        changed = {"adapter": target} if (target / "adapter_config.json").is_file() else {"model": str(target), "lora": None, "adapter": None}
+        changed = (
+            {"adapter": target} if (target / "adapter_config.json").is_file() else {"model": str(target), "lora": None, "adapter": None}
+        )
         policy = load_policy(config.policy.model_copy(update=changed), config.seed)
     evaluation = evaluation or config.evaluation
     if evaluation is None:
@@ -215,7 +220,7 @@ def evaluate_target(
         torch.set_num_threads(config.threads)
     environment = load_environment(evaluation.environment)
     try:
-        return evaluate(Engine(policy, config.engine), environment, evaluation.attempts, evaluation.sampling, config.seed)
+        return evaluate(Engine(policy, config.engine), environment, evaluation, config.seed)
     finally:
         environment.close()
 
@@ -226,5 +231,3 @@ def merge_run(run: Path, output: Path, checkpoint: str | None = None) -> None:
         raise AgentPeftError(f"{output}: exists and is not empty; name another folder")
     _, policy = open_run(run, checkpoint, base=False)
     policy.save_merged(output)
-
-

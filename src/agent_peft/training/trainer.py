@@ -88,7 +88,9 @@ class Trainer:
         """Whole groups, shuffled where there is more than one minibatch."""
         names = sorted(set(batch.groups.tolist()))
         if self.algorithm.minibatches > len(names):
-            raise AgentPeftError(f"algorithm.minibatches: {self.algorithm.minibatches} is more than the {len(names)} groups of a step; lower it")
+            raise AgentPeftError(
+                f"algorithm.minibatches: {self.algorithm.minibatches} is more than the {len(names)} groups of a step; lower it"
+            )
         if self.algorithm.minibatches > 1:
             generator(self.seed, "minibatches", self.step, epoch).shuffle(names)
         for part in range(self.algorithm.minibatches):
@@ -109,7 +111,9 @@ class Trainer:
                 trust.assert_on_policy(policy, microbatch, output.logprobs, stage.sampling)
             loss, metrics = self.algorithm.loss(output, microbatch)
             if not torch.isfinite(loss):
-                raise AgentPeftError(f"the loss is {loss.item()} at step {self.step}: lower optimizer.learning_rate, or look at the step's trajectories")
+                raise AgentPeftError(
+                    f"the loss is {loss.item()} at step {self.step}: lower optimizer.learning_rate, or look at the step's trajectories"
+                )
             loss.backward()  # type: ignore[no-untyped-call]
             for name, value in {**metrics, "loss": loss.detach()}.items():
                 sums[name] = sums[name] + value if name in sums else value
@@ -188,7 +192,9 @@ class Trainer:
 
 def collate_groups(groups: list[Group]) -> Batch:
     if not groups:
-        raise AgentPeftError("every episode of this step failed in its environment, not by the agent: see the log for the cause, then run again")
+        raise AgentPeftError(
+            "every episode of this step failed in its environment, not by the agent: see the log for the cause, then run again"
+        )
     return collate(*zip(*((t, number) for number, group in enumerate(groups) for t in group.trajectories), strict=True))
 
 

@@ -66,4 +66,6 @@ def assert_same_policy(engine: Engine, tokens: list[int]) -> None:
 def assert_learning(policy: Policy) -> None:
     """After the first update the adapter's delta is no longer zero."""
     if policy.has_adapter and not adapters.delta_norm(policy.model) > 0.0:
-        raise TrustError("the adapter's delta is still zero after the first update: its parameters get no gradient, or the optimizer does not hold them")
+        raise TrustError(
+            "the adapter's delta is still zero after the first update: its parameters get no gradient, or the optimizer does not hold them"
+        )
