@@ -6,13 +6,13 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from agent_peft.batch import Batch
 from agent_peft.policies import adapters
@@ -40,9 +40,9 @@ class Policy:
 
     def __init__(self, model: PreTrainedModel | PeftModel, chat: ChatTokenizer, packing: bool = True) -> None:
         self.model, self.chat, self.packing = model.eval(), chat, packing
-        self.base: PreTrainedModel = model.get_base_model() if isinstance(model, PeftModel) else model
-        self.decoder: nn.Module = self.base.get_decoder()
-        self.head: nn.Module = self.base.get_output_embeddings()
+        self.base = cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
+        self.decoder: nn.Module = self.base.get_decoder()  # type: ignore[no-untyped-call]
+        self.head: nn.Module = self.base.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._prove_head()
         self._packing_proven = False
 
@@ -91,7 +91,9 @@ class Policy:
         hidden, predictors = self._packed_states(batch) if packed else self._padded_states(batch)
         mask = batch.action_mask
         # siblings that sampled the same token after the same prefix share its logits
-        pairs, inverse = torch.stack([predictors[mask], batch.tokens[mask]]).unique(dim=1, return_inverse=True)
+        pairs, inverse = torch.stack([predictors[mask], batch.tokens[mask]]).unique(  # type: ignore[no-untyped-call]
+            dim=1, return_inverse=True
+        )
         logp, ent = self._score_tokens(hidden.flatten(0, 1), pairs[0], pairs[1], sampling, entropy)
         zeros = torch.zeros(mask.shape, device=mask.device)
         return PolicyOutput(
@@ -121,11 +123,12 @@ class Policy:
         out = self.decoder(
             input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=cache is not None
         )
-        return out.last_hidden_state
+        hidden: Tensor = out.last_hidden_state
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., V) logits of last hidden states (..., H)."""
-        logits = self.head(hidden)
+        logits: Tensor = self.head(hidden)
         cap = getattr(self.base.config.get_text_config(), "final_logit_softcapping", None)
         return torch.tanh(logits / cap) * cap if cap else logits
 
@@ -156,7 +159,7 @@ class Policy:
 
     @contextmanager
     def sampling_mode(self) -> Iterator[None]:
-        """While inside, no gradient is recorded and the adapter is folded into the weights, so that a token costs what it does without one."""
+        """No gradient is recorded inside, and the adapter is folded into the weights: a token costs what it does without one."""
         with torch.no_grad(), adapters.folded(self.model) if isinstance(self.model, PeftModel) else nullcontext():
             yield
 
@@ -174,7 +177,7 @@ class Policy:
             )
 
     def _prove_packing(self, batch: Batch, sampling: SamplingConfig) -> None:
-        """Score the first group packed and padded. A model that keeps a running state cannot attend along a tree: it falls back to padding."""
+        """Score the first group packed and padded. A model that keeps a running state cannot attend along a tree: it is padded."""
         first = batch.select([b for b, g in enumerate(batch.groups.tolist()) if g == int(batch.groups[0])][:4])
         with torch.no_grad():
             try:
@@ -211,11 +214,11 @@ def load_policy(config: PretrainedConfig | ScratchConfig, seed: int, stop: Seque
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device)
     dtype = getattr(torch, config.dtype)
     if isinstance(config, ScratchConfig):
-        tokenizer = character_tokenizer(config.alphabet)
+        tokenizer: PreTrainedTokenizerBase = character_tokenizer(config.alphabet)
         shape = AutoConfig.for_model(**{**config.architecture, "vocab_size": len(tokenizer)})
         with torch.random.fork_rng():
             torch.manual_seed(derive(seed, "weights"))
-            model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
     else:
         folder = resolve_model(config.model)
         try:
@@ -223,7 +226,7 @@ def load_policy(config: PretrainedConfig | ScratchConfig, seed: int, stop: Seque
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
         except OSError as error:
             raise AgentPeftError(
-                f"policy.model: {config.model!r} is neither a bundled model ({', '.join(BUNDLED)}), nor a folder, nor a model the hub gives: "
+                f"policy.model: {config.model!r} is no bundled model ({', '.join(BUNDLED)}), no folder and no model the hub gives: "
                 f"{str(error).splitlines()[0]}"
             ) from error
     model.to(device)

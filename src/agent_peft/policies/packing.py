@@ -1,6 +1,7 @@
 """The token trie: what several trajectories share is computed once.
 
-Trajectories of a group share their prompt and often whole turns; those of different groups share at least the system's message. Merged into a trie whose nodes are laid out depth-first, node i has
+Trajectories of a group share their prompt and often whole turns; those of different groups share at least the system's message.
+Merged into a trie whose nodes are laid out depth-first, node i has
 a position (its depth) and ``end[i]``, where its subtree ends; node q sees exactly its ancestors: ``k <= q < end[k]``. One forward over
 the nodes gives the exact log-probabilities of all of them.
 """

@@ -13,6 +13,7 @@ from agent_peft.rollout.rewards import RewardConfig, price
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, Group, InfrastructureError, Message, Outcome, StopReason, Task, Trajectory, Turn
 
+NOTHING = EngineStatistics(0, 0, 0, 0)
 ATTEMPTS = 3  # how often an episode is tried whose environment fails
 
 
@@ -22,7 +23,7 @@ class Collection:
 
     groups: list[Group]
     failures: int = 0
-    statistics: EngineStatistics = EngineStatistics(0, 0, 0, 0)
+    statistics: EngineStatistics = NOTHING
 
 
 class Collector:

@@ -11,7 +11,6 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 

@@ -126,10 +126,10 @@ class Trainer:
         self.updates += 1
         self.check_update(minibatch)
         loss_value = float(sums.pop("loss"))
-        return {**averages(sums), "loss": loss_value, "gradient_norm": float(norm), "learning_rate": rate, "updates_skipped": 0.0}
+        return {**averages(sums), "loss": loss_value, "gradient_norm": float(norm), "learning_rate": float(rate), "updates_skipped": 0.0}
 
     def microbatches(self, minibatch: Batch) -> Iterator[Batch]:
-        """Groups side by side until the token budget is full (a group that alone exceeds it is cut). Rows without a gradient are left out."""
+        """Groups side by side until the token budget is full; one that alone exceeds it is cut. Rows without a gradient are left out."""
         live = minibatch.weights.abs().sum(1) > 0
         if not self.algorithm.learns_at_zero_advantage:
             live &= minibatch.advantages.abs().sum(1) > 0

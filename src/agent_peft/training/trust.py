@@ -36,8 +36,8 @@ def assert_on_policy(policy: Policy, batch: Batch, logprobs: Tensor, sampling: S
     if not worst <= tolerance(policy):  # NaN is no agreement either
         raise TrustError(
             f"the trainer's log-probabilities of freshly sampled tokens differ from the sampler's by {worst:.3g} nats "
-            f"({'at most' if strict else 'on average'}; {tolerance(policy):g} is rounding): the loss mask, the sampling distribution or the "
-            "sampler's weights are not what the trainer takes them for"
+            f"({'at most' if strict else 'on average'}; {tolerance(policy):g} is rounding): the loss mask, the sampling distribution or "
+            "the sampler's weights are not what the trainer takes them for"
         )
 
 
