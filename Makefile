@@ -20,8 +20,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
-quickstart: install  ## train a small agent on this machine's CPU
-	$(VENV)/bin/agent-peft train configs/quickstart.yaml
+quickstart: install  ## train a small agent on this machine's CPU (ARGS="seed=1 run_dir=runs/one" overrides)
+	$(VENV)/bin/agent-peft train configs/quickstart.yaml $(ARGS)
 
 check: install  ## lint, formatting, types, floors
 	$(VENV)/bin/ruff check
