@@ -22,6 +22,7 @@ from agent_peft.policies.kv_cache import SlotCache
 from agent_peft.policies.language_model import Policy
 from agent_peft.policies.sampling import SamplingConfig, draw, log_distribution, uniform
 from agent_peft.policies.tokenization import StopMatcher
+from agent_peft.types import AgentPeftError
 
 
 class EngineConfig(BaseModel):
@@ -85,11 +86,31 @@ class Engine:
     def __init__(self, policy: Policy, config: EngineConfig) -> None:
         self.policy, self.config = policy, config
         self.ends = policy.chat.end_of_turn
+        self._prove()
+
+    def _prove(self) -> None:
+        """Read a few tokens through slots, and compare with the model's own forward: one that keeps a running state is refused."""
+        policy = self.policy
+        tokens = [i % policy.base.config.get_text_config().vocab_size for i in range(8)]
+        name = type(policy.base).__name__
+        try:
+            scores = torch.tensor(self.score(tokens, SamplingConfig()), device=policy.device)
+        except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            raise AgentPeftError(f"{name} cannot keep its keys and values in slots, so it cannot be sampled here: {error}") from error
+        ids = torch.tensor([tokens], device=policy.device)
+        with torch.no_grad():
+            own = policy.model(input_ids=ids).logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+        if not (drift := policy.drift(scores - own)) <= policy.rounding:
+            raise AgentPeftError(f"{name} says something else token by token ({drift:.2g} nats apart), so it cannot be sampled here")
 
     def generate(self, conversations: Sequence[Conversation], sampling: SamplingConfig) -> EngineStatistics:
         """Drive every conversation to its end."""
         if not conversations:
             return EngineStatistics(0, 0, 0, 0)
+        if "" in sampling.stop:
+            raise AgentPeftError("sampling.stop: a stop string is empty: it would end every action at its first token")
+        if not all(len(conversation.prompt) for conversation in conversations):
+            raise ValueError("a conversation has an empty prompt: there is nothing to predict its first token from")
         with self.policy.sampling_mode(), ThreadPoolExecutor(self.config.environment_threads, "environment") as threads:
             return _Run(self, conversations, sampling, threads).drive()
 
@@ -125,6 +146,7 @@ class _Run:
         self.rows: list[_Row] = []  # rows[i] holds slot i; the first `decoding` of them decode
         self.decoding = 0
         self.step = 0
+        self.stop = [text.encode() for text in sampling.stop]
         self.shared = _common_prefix([c.prompt for c in conversations])
         self.prefilled = self.naive = self.sampled = 0
 
@@ -202,7 +224,7 @@ class _Run:
         for row in ready:
             row.length += len(row.pending)
             row.pending, row.action, row.logprobs = [], [], []
-            row.matcher = self.policy.chat.stop_matcher()
+            row.matcher = StopMatcher(self.stop, self.policy.chat.token_bytes)
         for row in ready:  # rows that can decode move to the front
             self._swap(row.slot, self.decoding)
             self.decoding += 1

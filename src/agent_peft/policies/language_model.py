@@ -13,6 +13,8 @@ from peft import PeftModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig as ModelConfig
+from transformers.utils.logging import disable_progress_bar
 
 from agent_peft.batch import Batch
 from agent_peft.policies import adapters
@@ -43,6 +45,9 @@ class Policy:
         self.base = cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
         self.decoder: nn.Module = self.base.get_decoder()  # type: ignore[no-untyped-call]
         self.head: nn.Module = self.base.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self._layer_types = set(getattr(self._text_config, "layer_types", None) or ())
+        if "chunked_attention" in self._layer_types:
+            raise AgentPeftError(f"{type(self.base).__name__} attends in chunks; Agent-PEFT knows full and sliding-window attention only")
         self._prove_head()
         self._packing_proven = False
 
@@ -58,6 +63,10 @@ class Policy:
     def has_adapter(self) -> bool:
         return isinstance(self.model, PeftModel)
 
+    @property
+    def _text_config(self) -> ModelConfig:
+        return self.base.config.get_text_config()
+
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
 
@@ -71,16 +80,14 @@ class Policy:
         Returns:
             (B, T) log-probabilities in nats with gradient, zero off the action mask; entropies alike, without gradient tricks.
         """
-        if self.packing and not self._packing_proven:
-            self._prove_packing(batch, sampling)
-        return self._score(batch, sampling, entropy, self.packing)
+        return self._score(batch, sampling, entropy, self._packs(batch))
 
     def reference_logprobs(self, batch: Batch, sampling: SamplingConfig) -> Tensor:
         """(B, T) log-probabilities of the policy with its adapter off. No gradient."""
         if not isinstance(self.model, PeftModel):
             raise AgentPeftError("a KL penalty needs a reference, which is the policy with its adapter off: set policy.lora, or kl_coef: 0")
         with torch.no_grad(), self.model.disable_adapter():
-            return self._score(batch, sampling, False, self.packing).logprobs
+            return self._score(batch, sampling, False, self._packs(batch)).logprobs
 
     def count_nodes(self, sequences: Sequence[Sequence[int]]) -> int:
         """How many positions a forward over these trajectories computes: the cost that microbatches are budgeted by."""
@@ -119,17 +126,37 @@ class Policy:
         return hidden, (torch.arange(rows * length, device=self.device).view(rows, length) - 1).clamp_(min=0)
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any = None) -> Tensor:
-        """Last hidden states (B, Q, H) of tokens (B, Q) at positions (B, Q) under a boolean mask (B, 1, Q, K)."""
+        """Last hidden states (B, Q, H) of tokens (B, Q) at positions (B, Q) under a boolean mask (B, 1, Q, K).
+
+        Keys are those of a cache, where index == position, or without one those of ``tokens``.
+        """
+        keys = positions if cache is None else torch.arange(mask.shape[-1], device=mask.device).unsqueeze(0)
         out = self.decoder(
-            input_ids=tokens, position_ids=positions, attention_mask=mask, past_key_values=cache, use_cache=cache is not None
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=self._layer_masks(mask, positions, keys),
+            past_key_values=cache,
+            use_cache=cache is not None,
         )
         hidden: Tensor = out.last_hidden_state
         return hidden
 
+    def _layer_masks(self, mask: Tensor, queries: Tensor, keys: Tensor) -> Tensor | dict[str, Tensor]:
+        """``mask`` in the form the model wants: cut to the sliding window, one for each type of layer, additive where it is added."""
+        window = getattr(self._text_config, "sliding_window", None)
+        near = mask
+        if window is not None and mask.shape[-1] > window:  # Transformers takes a mask of four dimensions as it is, without its window
+            near = mask & (queries[:, None, :, None] - keys[:, None, None, :] < window)
+        if self.base.config._attn_implementation == "eager":
+            mask, near = (torch.zeros_like(m, dtype=self.dtype).masked_fill_(~m, torch.finfo(self.dtype).min) for m in (mask, near))
+        if "sliding_attention" in self._layer_types:
+            return {kind: near if kind == "sliding_attention" else mask for kind in self._layer_types}
+        return mask if self._layer_types else near
+
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., V) logits of last hidden states (..., H)."""
         logits: Tensor = self.head(hidden)
-        cap = getattr(self.base.config.get_text_config(), "final_logit_softcapping", None)
+        cap = getattr(self._text_config, "final_logit_softcapping", None)
         return torch.tanh(logits / cap) * cap if cap else logits
 
     def _score_tokens(
@@ -176,22 +203,41 @@ class Policy:
                 f"{type(self.base).__name__} changes its logits after the output layer in a way Agent-PEFT does not know; please report it"
             )
 
-    def _prove_packing(self, batch: Batch, sampling: SamplingConfig) -> None:
-        """Score the first group packed and padded. A model that keeps a running state cannot attend along a tree: it is padded."""
-        first = batch.select([b for b, g in enumerate(batch.groups.tolist()) if g == int(batch.groups[0])][:4])
+    def _packs(self, batch: Batch) -> bool:
+        """Whether to pack. Scores a few trajectories packed and padded until that has once been proven to be the same: a model that keeps
+        a running state cannot attend along a tree, and falls back to padding."""
+        if not self.packing or self._packing_proven:
+            return self.packing
+        sequences = [batch.tokens[b, : int(length)].tolist() for b, length in enumerate(batch.lengths)]
+        distinct = sorted({tuple(s): b for b, s in enumerate(sequences)}.values())[:4]
+        if len(build_trie([sequences[b] for b in distinct])) == max(len(sequences[b]) for b in distinct):
+            return True  # no branches: there is nothing to go wrong, and nothing proven
+        few, plain = batch.select(distinct), SamplingConfig()  # a token at the border of top-p would say nothing about the mask
+        if not few.action_mask.any():
+            return True
         with torch.no_grad():
             try:
-                packed = self._score(first, sampling, False, True).logprobs
-            except (ValueError, RuntimeError, TypeError, NotImplementedError) as error:
+                packed = self._score(few, plain, False, True).logprobs
+            except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
                 logger.warning("packing is off, trajectories are padded: the model refused a tree mask (%s)", error)
                 self.packing = False
-                return
-            padded = self._score(first, sampling, False, False).logprobs
-        drift = float((packed - padded).abs().max())
-        if drift > (1e-3 if self.dtype == torch.float32 else 0.15):
+                return False
+            padded = self._score(few, plain, False, False).logprobs
+        if not (drift := self.drift((packed - padded)[few.action_mask.to(packed.device)])) <= self.rounding:
             logger.warning("packing is off, trajectories are padded: packed and padded log-probabilities differ by %.2g", drift)
             self.packing = False
         self._packing_proven = True
+        return self.packing
+
+    @property
+    def rounding(self) -> float:
+        """How far apart (nats) rounding may put two ways to compute log-probabilities."""
+        return 1e-3 if self.dtype == torch.float32 else 0.1
+
+    def drift(self, difference: Tensor) -> float:
+        """What ``rounding`` bounds: the largest difference in fp32; the mean one in 16 bits, where one unlikely token may be far off."""
+        difference = difference.abs()
+        return float(difference.max() if self.dtype == torch.float32 else difference.mean()) if len(difference) else 0.0
 
     # -- files --------------------------------------------------------------------------------------------------------------------
 
@@ -213,17 +259,18 @@ def load_policy(config: PretrainedConfig | ScratchConfig, seed: int, stop: Seque
     """The policy a configuration describes. The adapter starts at zero: the first output equals the base model's, and this is proven."""
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device)
     dtype = getattr(torch, config.dtype)
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # Transformers draws one for every file it reads or writes, checkpoints included
     if isinstance(config, ScratchConfig):
         tokenizer: PreTrainedTokenizerBase = character_tokenizer(config.alphabet)
         shape = AutoConfig.for_model(**{**config.architecture, "vocab_size": len(tokenizer)})
         with torch.random.fork_rng():
             torch.manual_seed(derive(seed, "weights"))
-            model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation="sdpa")  # type: ignore[no-untyped-call]
+            model = AutoModelForCausalLM.from_config(shape, dtype=dtype)  # type: ignore[no-untyped-call]
     else:
         folder = resolve_model(config.model)
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder)
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         except OSError as error:
             raise AgentPeftError(
                 f"policy.model: {config.model!r} is no bundled model ({', '.join(BUNDLED)}), no folder and no model the hub gives: "

@@ -38,12 +38,12 @@ class Collector:
         done: dict[tuple[int, int], Trajectory] = {}
         failures, statistics = 0, EngineStatistics(0, 0, 0, 0)
         for attempt in range(ATTEMPTS):
-            conversations = {
-                key: EpisodeConversation(self.environment, tasks[key[0]], self.engine.policy.chat, derive(seed, attempt, *key))
-                for key in keys
-                if key not in done
-            }
+            conversations: dict[tuple[int, int], EpisodeConversation] = {}
             try:
+                for key in keys:
+                    if key not in done:
+                        seed_of_episode = derive(seed, attempt, *key)
+                        conversations[key] = EpisodeConversation(self.environment, tasks[key[0]], self.engine.policy.chat, seed_of_episode)
                 statistics += self.engine.generate([c for c in conversations.values() if not c.failed], sampling)
             finally:
                 for conversation in conversations.values():
@@ -75,6 +75,9 @@ class EpisodeConversation:
             self.prompt = tuple(chat.opening(self.messages))
         except InfrastructureError:
             self.failed = True
+        except BaseException:
+            self.close()  # nobody else will have it
+            raise
         self._observation = tuple(self.prompt)
 
     def act(self, action: Sequence[int], logprobs: Sequence[float], room: int) -> Sequence[int] | None:
@@ -116,7 +119,7 @@ def demonstrate(environment: Environment, task: Task, chat: ChatTokenizer, rewar
         raise AgentPeftError(f"task {task.id}: the environment knows no demonstration, so a supervised stage cannot use it")
     conversation = EpisodeConversation(environment, task, chat, seed)
     try:
-        for action in actions:
+        for action in () if conversation.failed else actions:
             tokens = chat.action_tokens(action)
             if conversation.act(tokens, [0.0] * len(tokens), room=1 << 30) is None:
                 break
@@ -124,4 +127,6 @@ def demonstrate(environment: Environment, task: Task, chat: ChatTokenizer, rewar
         conversation.close()
     if conversation.failed:
         raise AgentPeftError(f"task {task.id}: the environment failed while its demonstration was replayed")
+    if conversation.stop_reason is StopReason.INFRASTRUCTURE:  # still the one it began with
+        raise AgentPeftError(f"task {task.id}: its demonstration does not end the episode")
     return price(conversation.trajectory, rewards)

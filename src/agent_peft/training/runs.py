@@ -11,6 +11,7 @@ import json
 import logging
 import shutil
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from rich.console import Console
 
 from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment
+from agent_peft.policies.base import PretrainedConfig
 from agent_peft.policies.engine import Engine
 from agent_peft.policies.language_model import Policy, load_policy
 from agent_peft.rollout.collector import Collector
@@ -70,14 +72,11 @@ class _Run:
             self.progress.note(f"resuming after step {position['steps']} of {sum(s.steps for s in self.config.stages)}")
         self.metrics.resume(position["steps"])
         self.timing.resume(position["steps"])
-        evaluation = self.config.evaluation
-        if evaluation is not None and "start" in evaluation.at:
-            self.evaluate("base")
+        due = self.moments()
+        self.recall(due, position["steps"])
         before = sum(s.steps for s in self.config.stages[: position["stage"]])
         for index, stage in enumerate(self.config.stages):
             if index < position["stage"]:
-                if evaluation is not None and "stages" in evaluation.at:
-                    self.evaluate(self.name_after(index))  # was written down when the stage ended
                 continue
             trainer = Trainer(stage, self.policy, self.engine, self.environment, derive(self.config.seed, "stage", index))
             if checkpoint is not None and index == position["stage"]:
@@ -86,12 +85,10 @@ class _Run:
             clock = time.perf_counter()
             for step in trainer:
                 clock = self.record(trainer, step, index, before, clock)
-                if evaluation is not None and evaluation.every and trainer.step % evaluation.every == 0 and trainer.step < stage.steps:
-                    self.evaluate(f"step {before + trainer.step}")
+                if (done := before + trainer.step) in due:
+                    self.evaluate(due[done])
                     clock = time.perf_counter()
             before += stage.steps
-            if evaluation is not None and "stages" in evaluation.at:
-                self.evaluate(self.name_after(index))
         if self.reports:
             self.console.print(table(self.reports), skill_table(self.reports))
         self.progress.note(f"done: the adapter is in {latest_checkpoint(self.folder / 'checkpoints')}")
@@ -117,6 +114,38 @@ class _Run:
         self.progress.advance(step.metrics, tokens / (now - clock))
         return now
 
+    def moments(self) -> dict[int, str]:
+        """Steps done -> the name of the evaluation that is due then, in order."""
+        evaluation, due, before = self.config.evaluation, dict[int, str](), 0
+        if evaluation is None:
+            return due
+        if "start" in evaluation.at:
+            due[0] = "base"
+        for index, stage in enumerate(self.config.stages):
+            if evaluation.every:
+                due |= {before + step: f"step {before + step}" for step in range(evaluation.every, stage.steps, evaluation.every)}
+            before += stage.steps
+            if "stages" in evaluation.at:
+                due[before] = self.name_after(index)
+        return due
+
+    def recall(self, due: Mapping[int, str], done: int) -> None:
+        """The evaluations that were due in the first ``done`` steps: one that is not there (a kill came between a checkpoint and its
+        evaluation) is made with the weights of its moment."""
+        for steps, name in due.items():
+            checkpoint = self.folder / "checkpoints" / f"step_{steps:06d}"
+            if steps > done:
+                break
+            if steps and not self.report_of(name).is_file():
+                if not checkpoint.is_dir():
+                    self.progress.note(f"the evaluation {name!r} is gone, and so is its checkpoint: it is left out")
+                    continue
+                self.policy.load(checkpoint)
+            self.evaluate(name)
+
+    def report_of(self, name: str) -> Path:
+        return self.folder / "evaluations" / f"{name.replace(' ', '_')}.json"
+
     def name_after(self, index: int) -> str:
         names = [stage.name for stage in self.config.stages]
         again = names[: index + 1].count(names[index])
@@ -125,7 +154,7 @@ class _Run:
     def evaluate(self, name: str) -> None:
         """Evaluate on the held-out tasks, once: what was written down before is read."""
         assert self.config.evaluation is not None and self.heldout is not None
-        path = self.folder / "evaluations" / f"{name.replace(' ', '_')}.json"
+        path = self.report_of(name)
         if path.is_file():
             self.reports[name] = EvaluationReport.from_json(json.loads(path.read_text()))
             return
@@ -148,11 +177,7 @@ def claim(config: TrainConfig, fresh: bool, stack: ExitStack) -> None:
         raise AgentPeftError(f"{folder}: another process is training there; wait for it, or set another run_dir") from error
     written = folder / "config.yaml"
     if fresh:
-        for path in folder.iterdir():
-            if path.name in ("metrics.jsonl", "timing.jsonl", "config.yaml"):
-                path.unlink()
-            elif path.name in ("checkpoints", "trajectories", "evaluations"):
-                shutil.rmtree(path)
+        clear(folder)
     elif written.is_file() and written.read_text() != text:
         old = yaml12.plain(yaml12.parse(written.read_text(), written.name))
         changed = next((key for key in resolved(config) if old.get(key) != resolved(config)[key]), "a key")
@@ -160,6 +185,18 @@ def claim(config: TrainConfig, fresh: bool, stack: ExitStack) -> None:
             f"{folder}: holds a run of another configuration ({changed} differs); set another run_dir, or start over with --fresh"
         )
     write_atomic(written, text)
+
+
+def clear(folder: Path) -> None:
+    """Remove a run, its configuration last: whenever this is killed, what is left is still that run, whole or at its start."""
+    for name in ("checkpoints", "evaluations", "trajectories"):
+        gone = folder / f".gone-{name}"
+        shutil.rmtree(gone, ignore_errors=True)
+        if (folder / name).is_dir():
+            (folder / name).rename(gone)
+            shutil.rmtree(gone)
+    for name in ("metrics.jsonl", "timing.jsonl", "config.yaml"):
+        (folder / name).unlink(missing_ok=True)
 
 
 def evaluate(engine: Engine, environment: Environment, evaluation: EvaluationConfig, seed: int) -> EvaluationReport:
@@ -208,10 +245,12 @@ def evaluate_target(
     else:
         if config is None:
             raise AgentPeftError(f"{target}: is no run directory, so the tasks are not known; name a configuration with --config")
-        changed = (
-            {"adapter": target} if (target / "adapter_config.json").is_file() else {"model": str(target), "lora": None, "adapter": None}
-        )
-        policy = load_policy(config.policy.model_copy(update=changed), config.seed)
+        if (target / "adapter_config.json").is_file():
+            policy = load_policy(config.policy, config.seed)
+            policy.load(target)
+        else:
+            kept = config.policy.model_dump(include={"dtype", "device", "packing"})
+            policy = load_policy(PretrainedConfig(model=str(target), lora=None, **kept), config.seed)
     evaluation = evaluation or config.evaluation
     if evaluation is None:
         raise AgentPeftError(f"{target}: its configuration has no evaluation; name tasks with --tasks, or set evaluation.environment")

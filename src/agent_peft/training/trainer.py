@@ -19,7 +19,7 @@ from agent_peft.seeding import derive, generator
 from agent_peft.training import trust
 from agent_peft.training.config import StageConfig
 from agent_peft.training.optimizer import build_optimizer
-from agent_peft.types import AgentPeftError, Group, Task, Trajectory
+from agent_peft.types import AgentPeftError, Group, Task, Trajectory, TrustError
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Trainer:
         self.fewest = min(2, stage.group_size) if self.algorithm.on_policy else 1
         self.step = 0
         self.updates = 0
+        self.learning = False  # proven
 
     def __iter__(self) -> Iterator[Step]:
         """The main loop."""
@@ -114,12 +115,18 @@ class Trainer:
                 raise AgentPeftError(
                     f"the loss is {loss.item()} at step {self.step}: lower optimizer.learning_rate, or look at the step's trajectories"
                 )
+            if not loss.requires_grad:
+                raise TrustError("the loss has no gradient: the policy's log-probabilities are detached, so nothing would be learnt")
             loss.backward()  # type: ignore[no-untyped-call]
             for name, value in {**metrics, "loss": loss.detach()}.items():
                 sums[name] = sums[name] + value if name in sums else value
         if not sums:  # every group had one outcome only: there is nothing to learn from
             return {"updates_skipped": 1.0}
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, stage.optimizer.max_grad_norm)
+        if not torch.isfinite(norm):
+            raise AgentPeftError(
+                f"the gradient's norm is {norm.item()} at step {self.step}: lower optimizer.learning_rate, or look at its trajectories"
+            )
         rate = self.scheduler.get_last_lr()[0]
         self.optimizer.step()
         self.scheduler.step()
@@ -159,8 +166,10 @@ class Trainer:
         return self.policy.count_nodes([minibatch.tokens[row, : int(minibatch.lengths[row])].tolist() for row in rows])
 
     def check_update(self, minibatch: Batch) -> None:
-        if self.updates == 1:
+        # a first step of groups without variance has no gradient but a penalty's, which is zero where the policy is its reference
+        if not self.learning and bool(minibatch.advantages.any() or not self.algorithm.on_policy):
             trust.assert_learning(self.policy)
+            self.learning = True
         tokens = minibatch.tokens[0, : int(minibatch.lengths[0])].tolist()
         trust.assert_same_policy(self.engine, tokens[-trust.CANARY_TOKENS :])
 

@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from agent_peft.environments import load_environment
+from agent_peft.environments.base import Environment, Episode
+from agent_peft.policies.engine import Engine, EngineConfig
+from agent_peft.policies.language_model import Policy
+from agent_peft.policies.sampling import SamplingConfig
+from agent_peft.policies.tokenization import ChatTokenizer, character_tokenizer
+from agent_peft.rollout.collector import ATTEMPTS, Collector, demonstrate
+from agent_peft.rollout.rewards import RewardConfig
+from agent_peft.types import (
+    AgentPeftError,
+    InfrastructureError,
+    Message,
+    Outcome,
+    StepResult,
+    StopReason,
+    Task,
+    Trajectory,
+)
+
+SAMPLING = SamplingConfig(max_new_tokens=6, max_tokens=100)
+REWARDS = RewardConfig(correct=1.0, incorrect=-0.1, invalid_action=-0.25)
+
+
+class Counting(Environment):
+    """Answers each action with its number, and is over after as many as the task says; records what is opened and closed.
+
+    ``fails[task][where]`` says how many times the world breaks there: at "episode", "start" or "step".
+    """
+
+    def __init__(self, turns: Sequence[int], fails: dict[str, dict[str, int]] | None = None, error: type[Exception] = InfrastructureError):
+        self._tasks = [Task(f"t{i}", content={"turns": n}) for i, n in enumerate(turns)]
+        self.fails, self.error, self.lock = fails or {}, error, threading.Lock()
+        self.opened, self.closed, self.seeds = Counter[str](), Counter[str](), list[tuple[str, int]]()
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        return self._tasks
+
+    def breaks(self, task: Task, where: str) -> None:
+        with self.lock:
+            left = self.fails.get(task.id, {})
+            if left.get(where, 0) > 0:
+                left[where] -= 1
+                raise self.error(f"{where} of {task.id}")
+
+    def episode(self, task: Task, seed: int) -> Episode:
+        self.breaks(task, "episode")
+        self.opened[task.id] += 1
+        self.seeds.append((task.id, seed))
+        return CountingEpisode(self, task)
+
+    def demonstration(self, task: Task) -> Sequence[str] | None:
+        return [str(i) for i in range(task.content["turns"])] if task.content["turns"] else None
+
+
+class CountingEpisode(Episode):
+    def __init__(self, environment: Counting, task: Task) -> None:
+        self.environment, self.task, self.steps, self.over = environment, task, 0, False
+
+    def start(self) -> Sequence[Message]:
+        self.environment.breaks(self.task, "start")
+        return [Message("system", "1+1\n"), Message("user", f"{self.task.id[1:]}=")]
+
+    def step(self, action: str) -> StepResult:
+        assert not self.over
+        self.environment.breaks(self.task, "step")
+        self.steps += 1
+        done = self.steps == self.task.content["turns"]
+        return StepResult(
+            "" if done else f"{self.steps}\n",
+            done,
+            Outcome.CORRECT if done else Outcome.UNKNOWN,
+            StopReason.FINISHED if done else None,
+            valid=self.steps != 2,
+        )
+
+    def close(self) -> None:
+        if not self.over:
+            self.environment.closed[self.task.id] += 1
+        self.over = True
+
+
+@pytest.fixture
+def engine(tiny_llama: LlamaForCausalLM, char_tokenizer: PreTrainedTokenizerFast) -> Engine:
+    return Engine(Policy(tiny_llama, ChatTokenizer(char_tokenizer)), EngineConfig(rows=5))
+
+
+def collect(engine: Engine, environment: Environment, size: int = 3, sampling: SamplingConfig = SAMPLING, seed: int = 0) -> Any:
+    return Collector(environment, engine).collect(environment.tasks, size, sampling, REWARDS, seed)
+
+
+def check(trajectory: Trajectory, engine: Engine, sampling: SamplingConfig = SAMPLING) -> None:
+    """What every trajectory of whatever environment must hold: tokens that grow append-only, and a mask of what was sampled."""
+    chat = engine.policy.chat
+    messages = list(trajectory.messages)
+    first = next(i for i, message in enumerate(messages) if message.role == "assistant")
+    read = chat.opening(messages[:first])
+    so_far: list[int] = []
+    for i, turn in enumerate(trajectory.turns):
+        assert list(turn.observation) == read
+        so_far += [*turn.observation, *turn.action]
+        assert list(trajectory.tokens[: len(so_far)]) == so_far
+        said = messages[first + 2 * i]
+        assert said == Message("assistant", chat.decode_action(turn.action))
+        assert turn.action[-1] in chat.end_of_turn or len(turn.action) == sampling.max_new_tokens or len(so_far) >= sampling.max_tokens
+        assert not set(turn.action[:-1]) & chat.end_of_turn and len(turn.action) <= sampling.max_new_tokens
+        if i + 1 < len(trajectory.turns):
+            read = chat.following(messages[first + 2 * i + 1].content, turn.action)
+    assert list(trajectory.tokens) == so_far and len(trajectory.action_mask) == len(so_far)
+    sampled = [token for token, mask in zip(trajectory.tokens, trajectory.action_mask, strict=True) if mask]
+    assert sampled == [token for turn in trajectory.turns for token in turn.action]
+    with torch.no_grad():
+        logp = engine.policy.model(input_ids=torch.tensor([so_far])).logits[0, :-1].log_softmax(-1)
+    own = [float(logp[t - 1, so_far[t]]) for t, mask in enumerate(trajectory.action_mask) if mask]
+    assert [x for turn in trajectory.turns for x in turn.logprobs] == pytest.approx(own, abs=1e-4)
+
+
+def test_groups_come_in_the_tasks_order_with_consistent_turns(engine: Engine) -> None:
+    environment = Counting([1, 3, 2, 4])
+    collection = collect(engine, environment)
+    assert [group.task for group in collection.groups] == list(environment.tasks)
+    for group, turns in zip(collection.groups, (1, 3, 2, 4), strict=True):
+        assert len(group.trajectories) == 3
+        for trajectory in group.trajectories:
+            check(trajectory, engine)
+            assert trajectory.task is group.task and len(trajectory.turns) == turns
+            assert (trajectory.outcome, trajectory.stop_reason) == (Outcome.CORRECT, StopReason.FINISHED)
+            expected = [0.0, -0.25, 0.0, 0.0][:turns]  # the second action is invalid there
+            expected[-1] += 1.0
+            assert list(trajectory.rewards) == expected
+        assert len({trajectory.tokens for trajectory in group.trajectories}) > 1, "siblings draw apart"
+    assert collection.failures == 0
+    assert collection.statistics.sampled == sum(t.num_action_tokens for group in collection.groups for t in group.trajectories)
+    assert environment.opened == environment.closed == Counter({task.id: 3 for task in environment.tasks})
+
+
+def test_the_seed_decides_and_what_is_around_does_not(engine: Engine) -> None:
+    environment = Counting([1, 3, 2, 4])
+    tokens = [[t.tokens for t in group.trajectories] for group in collect(engine, environment).groups]
+    assert tokens == [[t.tokens for t in group.trajectories] for group in collect(engine, environment).groups]
+    assert tokens != [[t.tokens for t in group.trajectories] for group in collect(engine, environment, seed=1).groups]
+    fewer = Collector(environment, engine).collect(environment.tasks[:2], 2, SAMPLING, REWARDS, 0)
+    assert [[t.tokens for t in group.trajectories] for group in fewer.groups] == [found[:2] for found in tokens[:2]]
+    assert len(set(environment.seeds)) == 12 + 12, "an episode has a seed of its own, the same whenever its run is repeated"
+
+
+def test_arithmetic(engine: Engine) -> None:
+    environment = load_environment({"kind": "arithmetic", "num_tasks": 5, "digits": 1})
+    collection = collect(engine, environment, 4)
+    assert [group.task.id for group in collection.groups] == [task.id for task in environment.tasks]
+    for trajectory in (t for group in collection.groups for t in group.trajectories):
+        check(trajectory, engine)
+        said = trajectory.messages[-1].content.strip()
+        assert (trajectory.outcome is Outcome.CORRECT) == (said == str(trajectory.task.content["a"] + trajectory.task.content["b"]))
+
+
+@pytest.fixture
+def text_engine() -> Engine:
+    """A tiny random model over all of printable ASCII, for environments that speak in sentences."""
+    tokenizer = character_tokenizer("\n" + "".join(map(chr, range(32, 127))))
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 8192}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), pad_token_id=0, bos_token_id=1, eos_token_id=2, **shape))
+    return Engine(Policy(model, ChatTokenizer(tokenizer)), EngineConfig(rows=4))
+
+
+def test_db_bench(text_engine: Engine) -> None:
+    environment = load_environment({"kind": "db_bench", "generate": {"num_tasks": 3}, "max_turns": 2})
+    sampling = SamplingConfig(max_new_tokens=8, max_tokens=6000)
+    collection = collect(text_engine, environment, 2, sampling)
+    reached = set()
+    for trajectory in (t for group in collection.groups for t in group.trajectories):
+        check(trajectory, text_engine, sampling)
+        assert trajectory.outcome is Outcome.INCORRECT and trajectory.num_invalid == len(trajectory.turns)
+        reached.add((len(trajectory.turns), trajectory.stop_reason))
+    assert reached == {(2, StopReason.TURN_LIMIT)}
+
+
+# -- limits -----------------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_episode_that_runs_out_of_tokens_is_cut_and_told(engine: Engine) -> None:
+    environment = Counting([40, 40, 1])
+    sampling = SamplingConfig(max_new_tokens=6, max_tokens=24)
+    collection = collect(engine, environment, 4, sampling)
+    for trajectory in (t for group in collection.groups[:2] for t in group.trajectories):
+        check(trajectory, engine, sampling)
+        assert (trajectory.outcome, trajectory.stop_reason) == (Outcome.INCORRECT, StopReason.TOKEN_LIMIT)
+        assert 24 - 4 < len(trajectory.tokens) <= 24
+        assert trajectory.messages[-1].role == "user" and trajectory.rewards[-1] == (-0.1 if trajectory.turns[-1].valid else -0.35)
+    assert all(t.stop_reason is StopReason.FINISHED for t in collection.groups[2].trajectories)
+    assert environment.opened == environment.closed
+
+
+# -- when the world fails ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["episode", "start", "step"])
+def test_an_episode_whose_environment_fails_is_tried_again(where: str, engine: Engine) -> None:
+    environment = Counting([2, 2], {"t1": {where: 1}})
+    collection = collect(engine, environment)
+    assert collection.failures == 1 and [len(group.trajectories) for group in collection.groups] == [3, 3]
+    for trajectory in (t for group in collection.groups for t in group.trajectories):
+        check(trajectory, engine)
+        assert trajectory.outcome is Outcome.CORRECT and len(trajectory.turns) == 2
+    assert environment.opened == environment.closed
+    assert environment.opened["t0"] == 3, "what has come to an end is not repeated"
+
+
+def test_what_fails_again_and_again_is_dropped_and_counted(engine: Engine) -> None:
+    environment = Counting([2, 1, 3], {"t1": {"step": 10**6}, "t2": {"start": ATTEMPTS * 3 - 2}})
+    collection = collect(engine, environment)
+    assert [len(group.trajectories) for group in collection.groups] == [3, 0, 2]
+    assert collection.failures == 3 * ATTEMPTS + 3 * ATTEMPTS - 2
+    assert environment.opened == environment.closed
+    assert all(t.stop_reason is StopReason.FINISHED for group in collection.groups for t in group.trajectories)
+
+
+@pytest.mark.parametrize("where", ["episode", "start", "step"])
+def test_a_fault_of_another_kind_surfaces_and_every_episode_is_closed(where: str, engine: Engine) -> None:
+    environment = Counting([2, 2, 2], {"t1": {where: 1}}, error=ZeroDivisionError)
+    with pytest.raises(ZeroDivisionError, match=f"{where} of t1"):
+        collect(engine, environment)
+    assert environment.opened["t0"] == 3 and environment.opened == environment.closed
+
+
+def test_a_prompt_that_cannot_be_encoded_closes_its_episode(engine: Engine) -> None:
+    environment = load_environment({"kind": "db_bench", "generate": {"num_tasks": 1}})
+    with pytest.raises(AgentPeftError, match="not in its alphabet"):
+        collect(engine, environment)
+
+
+# -- demonstrations -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_demonstration_is_replayed_in_the_environment(engine: Engine) -> None:
+    environment, chat = Counting([3]), engine.policy.chat
+    trajectory = demonstrate(environment, environment.tasks[0], chat, REWARDS, seed=0)
+    assert [list(turn.action) for turn in trajectory.turns] == [chat.action_tokens(str(i)) for i in range(3)]
+    assert [m.content for m in trajectory.messages] == ["1+1\n", "0=", "0", "1\n", "1", "2\n", "2"]
+    assert (trajectory.outcome, trajectory.rewards) == (Outcome.CORRECT, (0.0, -0.25, 1.0))
+    assert environment.opened == environment.closed == Counter(t0=1)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"kind": "arithmetic", "num_tasks": 6}, {"kind": "db_bench", "generate": {"num_tasks": 6}}],
+    ids=lambda config: config["kind"],
+)
+def test_golds_of_real_environments_are_correct(config: dict[str, Any], text_engine: Engine) -> None:
+    environment, chat = load_environment(config), text_engine.policy.chat
+    for task in environment.tasks:
+        trajectory = demonstrate(environment, task, chat, REWARDS, seed=0)
+        assert trajectory.outcome is Outcome.CORRECT and trajectory.reward == 1.0 and trajectory.num_invalid == 0
+        said = [m.content for m in trajectory.messages if m.role == "assistant"]
+        assert said == list(environment.demonstration(task) or ())
+        assert [chat.decode_action(turn.action) for turn in trajectory.turns] == said
+
+
+@pytest.mark.parametrize("where", ["episode", "start", "step"])
+@pytest.mark.parametrize(("error", "expected"), [(InfrastructureError, AgentPeftError), (ZeroDivisionError, ZeroDivisionError)])
+def test_a_demonstration_that_breaks_is_closed(where: str, error: type[Exception], expected: type[Exception], engine: Engine) -> None:
+    environment = Counting([3], {"t0": {where: 1}}, error=error)
+    with pytest.raises(expected, match=r"task t0: the environment failed|of t0"):
+        demonstrate(environment, environment.tasks[0], engine.policy.chat, REWARDS, seed=0)
+    assert environment.opened == environment.closed
+
+
+def test_without_a_demonstration_it_says_so(engine: Engine) -> None:
+    environment = Counting([0])
+    with pytest.raises(AgentPeftError, match="task t0: the environment knows no demonstration"):
+        demonstrate(environment, environment.tasks[0], engine.policy.chat, REWARDS, seed=0)
+
+
+class Unfinished(Counting):
+    def demonstration(self, task: Task) -> Sequence[str]:
+        return ["0"]
+
+
+def test_a_demonstration_that_does_not_end_its_episode_is_a_mistake(engine: Engine) -> None:
+    environment = Unfinished([3])
+    with pytest.raises(AgentPeftError, match="task t0: its demonstration does not end the episode"):
+        demonstrate(environment, environment.tasks[0], engine.policy.chat, REWARDS, seed=0)
+    assert environment.opened == environment.closed

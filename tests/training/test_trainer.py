@@ -1,0 +1,294 @@
+"""What the loop promises: the same update however it is cut, nothing computed in vain, and one line where it cannot go on."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from agent_peft.training.trainer import Trainer
+from agent_peft.types import AgentPeftError
+
+SMOOTH = {
+    "learning_rate": 1e-2,
+    "epsilon": 1e-2,
+    "max_grad_norm": float("inf"),
+}  # Adam divides small gradients by themselves, noise and all
+ALGORITHMS = [
+    {"kind": "reinforce"},
+    {"kind": "rloo", "entropy_coef": 0.1},
+    {"kind": "grpo", "kl_coef": 0.1},
+    {"kind": "grpo", "weighting": "token_mean", "update_epochs": 2, "minibatches": 2},
+    {"kind": "dr_grpo", "constant_length": 3},
+    {"kind": "sft"},
+]
+
+
+def run(trainer: Trainer) -> list[dict[str, float]]:
+    return [step.metrics for step in trainer]
+
+
+def gradients(trainer: Trainer) -> list[torch.Tensor]:
+    """Of the last update."""
+    return [p.grad for p in trainer.parameters if p.grad is not None]
+
+
+def assert_close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    assert len(ours) == len(theirs) > 0
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def count_forwards(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each forward that trains; filled as the trainer runs."""
+    rows, forward = [], trainer.policy.forward
+
+    def counting(batch, sampling, *, entropy=False):
+        if torch.is_grad_enabled():
+            rows.append(len(batch))
+        return forward(batch, sampling, entropy=entropy)
+
+    monkeypatch.setattr(trainer.policy, "forward", counting)
+    return rows
+
+
+# -- the same update however it is cut ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: f"{a['kind']}{len(a)}")
+def test_microbatches_never_change_the_result(make_trainer, monkeypatch, algorithm):
+    whole = make_trainer(algorithm, microbatch_tokens=10**6, optimizer=SMOOTH)
+    forwards = count_forwards(whole, monkeypatch)
+    expected = run(whole)
+    assert sum(m["gradient_norm"] for m in expected) > 0.01
+    for tokens in (1, 12, 40):
+        cut = make_trainer(algorithm, microbatch_tokens=tokens, optimizer=SMOOTH)
+        pieces = count_forwards(cut, monkeypatch)
+        found = run(cut)
+        assert sum(pieces) == sum(forwards)
+        if tokens == 1:
+            assert set(pieces) == {1}
+            assert len(pieces) > len(forwards)
+        assert_close(gradients(cut), gradients(whole))
+        assert_close(cut.parameters, whole.parameters)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+def test_padding_never_changes_the_result(make_trainer, algorithm):
+    packed = make_trainer(algorithm, optimizer=SMOOTH)
+    padded = make_trainer(algorithm, optimizer=SMOOTH, policy={"packing": False})
+    expected, found = run(packed), run(padded)
+    assert packed.policy.packing
+    assert_close(gradients(padded), gradients(packed))
+    assert_close(padded.parameters, packed.parameters)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+
+
+def test_the_gradient_is_that_of_a_loss_written_out(make_trainer):
+    """One REINFORCE step by hand: -(1/B) Σ_i (R_i - b) Σ_t log π(y_t), rows one by one, plain forwards."""
+    trainer = make_trainer({"kind": "reinforce", "baseline_start": 0.3}, steps=1, optimizer=SMOOTH)
+    step = next(iter(trainer))
+    by_hand = make_trainer({"kind": "reinforce", "baseline_start": 0.3}, steps=1, optimizer=SMOOTH)
+    trajectories = [t for group in step.collection.groups for t in group.trajectories]
+    total = torch.zeros(())
+    for t in trajectories:
+        tokens = torch.tensor([t.tokens])
+        logp = by_hand.policy.model(input_ids=tokens).logits[0, :-1].log_softmax(-1)
+        chosen = logp.gather(-1, tokens[0, 1:, None])[:, 0]
+        total = total - (t.reward - 0.3) * (chosen * torch.tensor(t.action_mask[1:])).sum() / len(trajectories)
+    total.backward()
+    assert_close(gradients(trainer), gradients(by_hand))
+    assert step.metrics["loss"] == pytest.approx(float(total.detach()), abs=1e-5)
+
+
+# -- groups without variance --------------------------------------------------------------------------------------------------------
+
+
+def test_groups_without_variance_get_no_forward_and_change_nothing(make_trainer, monkeypatch):
+    trainer = make_trainer("grpo", steps=1, optimizer=SMOOTH, tasks_per_step=8)
+    rows = count_forwards(trainer, monkeypatch)
+    (step,) = trainer
+    live = [g for g in step.collection.groups if len({t.reward for t in g.trajectories}) > 1]
+    assert 0 < len(live) < 8, "the task must leave some groups with variance and some without"
+    assert step.metrics["zero_variance_groups"] == 1 - len(live) / 8
+    assert sum(rows) <= 4 * len(live)
+
+    full = make_trainer("grpo", steps=1, optimizer=SMOOTH, tasks_per_step=8)
+    # the algorithm is frozen, so its class is told: every row gets a forward
+    monkeypatch.setattr(type(full.algorithm), "learns_at_zero_advantage", property(lambda self: True))
+    rows = count_forwards(full, monkeypatch)
+    (again,) = full
+    assert sum(rows) == 32
+    assert_close(gradients(full), gradients(trainer))
+    assert_close(full.parameters, trainer.parameters)
+    assert again.metrics["loss"] == pytest.approx(step.metrics["loss"], abs=1e-6)
+
+
+def test_a_penalty_learns_from_groups_without_variance(make_trainer, monkeypatch):
+    trainer = make_trainer({"kind": "grpo", "kl_coef": 0.1}, steps=1, rewards={"incorrect": 0.0})
+    rows = count_forwards(trainer, monkeypatch)
+    (step,) = trainer
+    assert step.metrics["zero_variance_groups"] == 1
+    assert sum(rows) == 16
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo", {"kind": "dr_grpo", "constant_length": 3}], ids=str)
+def test_a_step_without_variance_updates_nothing(make_trainer, algorithm):
+    trainer = make_trainer(algorithm, rewards={"incorrect": 0.0})
+    before = [p.detach().clone() for p in trainer.parameters]
+    found = run(trainer)
+    assert [m["zero_variance_groups"] for m in found] == [1, 1]
+    assert [m["updates_skipped"] for m in found] == [1, 1]
+    assert trainer.step == 2
+    assert trainer.updates == 0
+    assert all(torch.equal(p, q) for p, q in zip(trainer.parameters, before, strict=True))
+    assert trainer.scheduler.last_epoch == 0
+
+
+# -- the order of things ------------------------------------------------------------------------------------------------------------
+
+
+def test_updates_are_epochs_times_minibatches(make_trainer):
+    trainer = make_trainer({"kind": "grpo", "kl_coef": 0.1, "update_epochs": 3, "minibatches": 2})
+    found = run(trainer)
+    assert trainer.updates == trainer.scheduler.last_epoch == trainer.stage.updates == 2 * 3 * 2
+    # later updates of a batch are off policy, and say so; the mean over the step shows it
+    assert all(m["approx_kl"] > 1e-5 for m in found)
+
+
+def test_minibatches_are_whole_groups_and_every_group_once(make_trainer):
+    trainer = make_trainer({"kind": "grpo", "minibatches": 3, "update_epochs": 2}, tasks_per_step=7, steps=1)
+    seen = []
+    update = trainer.update
+
+    def watching(minibatch, on_policy):
+        seen.append((minibatch.groups.tolist(), on_policy))
+        return update(minibatch, on_policy)
+
+    trainer.update = watching
+    run(trainer)
+    assert [flag for _, flag in seen] == [True, *[False] * 5]
+    for epoch in (seen[:3], seen[3:]):
+        assert Counter(group for groups, _ in epoch for group in groups) == {group: 4 for group in range(7)}
+        assert sorted(len(groups) for groups, _ in epoch) == [8, 8, 12]
+    assert [sorted(set(groups)) for groups, _ in seen[:3]] != [sorted(set(groups)) for groups, _ in seen[3:]], "shuffled anew"
+
+
+@pytest.mark.parametrize("order", ["shuffle", "sequential"])
+def test_tasks_come_in_trips(make_trainer, order):
+    trainer = make_trainer("sft", task_order=order, tasks_per_step=4, steps=5)
+    every = [task.id for task in trainer.environment.tasks]
+    drawn = [task.id for step in range(5) for task in trainer.tasks(step)]
+    trips = [drawn[:10], drawn[10:]]
+    assert all(sorted(trip) == sorted(every) for trip in trips)
+    if order == "sequential":
+        assert trips == [every, every]
+    else:
+        assert every not in trips
+        assert trips[0] != trips[1]
+        other = make_trainer("sft", task_order=order, tasks_per_step=4, steps=5, seed=1)
+        assert [task.id for step in range(5) for task in other.tasks(step)] != drawn
+
+
+def test_a_batch_larger_than_the_tasks_repeats_them(make_trainer):
+    trainer = make_trainer("sft", tasks_per_step=25)
+    assert set(Counter(task.id for task in trainer.tasks(0)).values()) == {2, 3}
+
+
+def test_the_seed_alone_decides(make_trainer):
+    first, again, other = run(make_trainer()), run(make_trainer()), run(make_trainer(seed=1))
+    assert first == again
+    assert first != other
+
+
+# -- stages, references, checkpoints ------------------------------------------------------------------------------------------------
+
+
+def test_a_stage_goes_on_with_the_policy_of_the_one_before(make_trainer):
+    sft = make_trainer("sft", steps=5)
+    run(sft)
+    taught = [p.detach().clone() for p in sft.parameters]
+    rl = make_trainer("grpo", rewards={"invalid_action": -0.5})
+    rl = Trainer(rl.stage, sft.policy, sft.engine, sft.environment, seed=1)
+    assert all(torch.equal(p, q) for p, q in zip(rl.parameters, taught, strict=True))
+    found = run(rl)
+    assert found[0]["ratio"] == pytest.approx(1, abs=1e-5)
+    assert not all(torch.equal(p, q) for p, q in zip(rl.parameters, taught, strict=True))
+    assert rl.updates == 2
+
+
+def test_a_penalty_holds_the_policy_at_its_reference(make_trainer):
+    def distance(kl_coef: float) -> list[float]:
+        trainer = make_trainer({"kind": "rloo", "kl_coef": kl_coef}, steps=6)
+        return [m["kl"] for m in run(trainer)]
+
+    free, held = distance(1e-9), distance(5.0)
+    assert free[0] == held[0] == pytest.approx(0, abs=1e-6), "the adapter starts at zero"
+    assert free[-1] > 0.02
+    assert held[-1] < free[-1] / 2
+
+
+def test_a_penalty_without_an_adapter_is_refused(make_trainer):
+    with pytest.raises(AgentPeftError, match=r"set policy\.lora"):
+        run(make_trainer({"kind": "rloo", "kl_coef": 0.1}, policy={"lora": None}))
+
+
+def test_every_parameter_trains_without_an_adapter(make_trainer):
+    trainer = make_trainer("sft", policy={"lora": None}, tasks_per_step=10)
+    before = {name: p.detach().clone() for name, p in trainer.policy.model.named_parameters()}
+    run(trainer)
+    assert all(not torch.equal(p, before[name]) for name, p in trainer.policy.model.named_parameters())
+
+
+@pytest.mark.parametrize("algorithm", ["reinforce", {"kind": "grpo", "update_epochs": 2, "minibatches": 2}, "sft"], ids=str)
+def test_a_loaded_trainer_goes_on_as_if_it_had_never_stopped(make_trainer, tmp_path, algorithm):
+    more = {"steps": 4, "optimizer": {"learning_rate": 1e-2, "schedule": "linear", "warmup_steps": 2}}
+    straight = make_trainer(algorithm, **more)
+    expected = run(straight)
+    stopped = make_trainer(algorithm, **more)
+    steps = iter(stopped)
+    begun = [next(steps).metrics, next(steps).metrics]
+    stopped.save(tmp_path / "checkpoint")
+    resumed = make_trainer(algorithm, **more)
+    resumed.load(tmp_path / "checkpoint")
+    assert begun + run(resumed) == expected
+    assert all(torch.equal(p, q) for p, q in zip(resumed.parameters, straight.parameters, strict=True))
+
+
+# -- where it cannot go on ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_finite_stops_in_one_line(make_trainer):
+    trainer = make_trainer("sft")
+    with torch.no_grad():
+        trainer.policy.head.weight[:, 0] = float("nan")
+    with pytest.raises(AgentPeftError, match=r"the loss is nan at step 0: lower optimizer\.learning_rate") as raised:
+        run(trainer)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_gradient_that_is_not_finite_stops_before_it_spoils_the_weights(make_trainer):
+    trainer = make_trainer("sft")
+    before = [p.detach().clone() for p in trainer.parameters]
+    trainer.parameters[-1].register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(AgentPeftError, match="gradient"):
+        run(trainer)
+    assert all(torch.equal(p, q) for p, q in zip(trainer.parameters, before, strict=True))
+
+
+def test_more_minibatches_than_groups_is_one_line(make_trainer):
+    trainer = make_trainer({"kind": "rloo", "minibatches": 4})
+    collect = trainer.collect
+
+    def losing(step):
+        found = collect(step)
+        del found.groups[1:]  # as if the environment had failed in them
+        return found
+
+    trainer.collect = losing
+    with pytest.raises(AgentPeftError, match="minibatches: 4 is more than the 1 groups"):
+        run(trainer)
