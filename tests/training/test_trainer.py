@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
+from agent_peft.policies.adapters import LoraSettings
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import AgentPeftError
 
@@ -44,10 +45,10 @@ def count_forwards(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[in
     """The rows of each forward that trains; filled as the trainer runs."""
     rows, forward = [], trainer.policy.forward
 
-    def counting(batch, sampling, *, entropy=False):
+    def counting(batch, sampling, **options):
         if torch.is_grad_enabled():
             rows.append(len(batch))
-        return forward(batch, sampling, entropy=entropy)
+        return forward(batch, sampling, **options)
 
     monkeypatch.setattr(trainer.policy, "forward", counting)
     return rows
@@ -292,3 +293,16 @@ def test_more_minibatches_than_groups_is_one_line(make_trainer):
     trainer.collect = losing
     with pytest.raises(AgentPeftError, match="minibatches: 4 is more than the 1 groups"):
         run(trainer)
+
+
+def test_dropout_acts_in_training_and_never_in_scoring(make_trainer):
+    def trained(dropout: float, seed: int = 0) -> list[torch.Tensor]:
+        trainer = make_trainer(policy={"lora": LoraSettings(rank=2, dropout=dropout)}, seed=seed)
+        assert bool(trainer.policy.dropouts) == (dropout > 0)
+        list(trainer)  # the on-policy check compares with a sampler that drops nothing
+        assert not any(module.training for module in trainer.policy.model.modules())
+        return [p.detach().clone() for p in trainer.parameters]
+
+    none, half, again = trained(0.0), trained(0.5), trained(0.5)
+    assert any(not torch.equal(a, b) for a, b in zip(none, half, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(half, again, strict=True))

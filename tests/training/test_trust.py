@@ -167,7 +167,7 @@ def test_another_distribution_in_the_trainer(make_trainer, monkeypatch, drawn, s
     monkeypatch.setattr(
         trainer.policy,
         "forward",
-        lambda batch, sampling, *, entropy=False: forward(batch, sampling.model_copy(update=scored), entropy=entropy),
+        lambda batch, sampling, **options: forward(batch, sampling.model_copy(update=scored), **options),
     )
     stops(trainer, "the sampling distribution")
     assert trainer.updates == 0
@@ -249,8 +249,8 @@ def test_log_probabilities_that_are_detached(make_trainer, monkeypatch, algorith
     trainer = make_trainer(algorithm)
     forward = trainer.policy.forward
 
-    def detached(batch, sampling, *, entropy=False):
-        output = forward(batch, sampling, entropy=entropy)
+    def detached(batch, sampling, **options):
+        output = forward(batch, sampling, **options)
         return replace(output, logprobs=output.logprobs.detach())
 
     monkeypatch.setattr(trainer.policy, "forward", detached)

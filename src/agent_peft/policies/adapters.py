@@ -112,8 +112,10 @@ def save(model: PreTrainedModel | PeftModel, folder: Path) -> None:
         return
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in _adapter_state(model).items()}
     save_file(weights, folder / _WEIGHTS, metadata={"format": "pt"})
-    config = copy.deepcopy(model.peft_config[_ADAPTER])
+    config = cast(LoraConfig, copy.deepcopy(model.peft_config[_ADAPTER]))
     config.inference_mode = True  # as PEFT stores it
+    if isinstance(config.target_modules, set):
+        config.target_modules = sorted(config.target_modules)  # the order of a set differs from process to process
     config.save_pretrained(str(folder))
 
 

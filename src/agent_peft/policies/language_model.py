@@ -67,20 +67,44 @@ class Policy:
     def _text_config(self) -> ModelConfig:
         return self.base.config.get_text_config()
 
+    @property
+    def dropouts(self) -> list[nn.Module]:
+        """The adapter's dropout layers that drop anything."""
+        return [m for name, m in self.model.named_modules() if "lora_dropout" in name and isinstance(m, nn.Dropout) and m.p > 0]
+
+    @contextmanager
+    def _dropping(self, seed: int) -> Iterator[None]:
+        """The adapter's dropout acts inside, with masks that ``seed`` decides. The base model's own never does: it is not trained."""
+        layers = self.dropouts
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            for layer in layers:
+                layer.train()
+            try:
+                yield
+            finally:
+                for layer in layers:
+                    layer.eval()
+
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
 
     # -- scoring ------------------------------------------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch, sampling: SamplingConfig, *, entropy: bool = False) -> PolicyOutput:
+    def forward(self, batch: Batch, sampling: SamplingConfig, *, entropy: bool = False, dropout_seed: int | None = None) -> PolicyOutput:
         """Log-probabilities of the sampled tokens, under the very distribution they were drawn from.
 
         Shared prefixes are computed once (the token trie); logits exist for ``HEAD_CHUNK`` predictors at a time.
 
+        Args:
+            dropout_seed: decides the masks of the adapter's dropout; None, as in all scoring, drops nothing.
+
         Returns:
             (B, T) log-probabilities in nats with gradient, zero off the action mask; entropies alike, without gradient tricks.
         """
-        return self._score(batch, sampling, entropy, self._packs(batch))
+        packed = self._packs(batch)
+        with nullcontext() if dropout_seed is None else self._dropping(dropout_seed):
+            return self._score(batch, sampling, entropy, packed)
 
     def reference_logprobs(self, batch: Batch, sampling: SamplingConfig) -> Tensor:
         """(B, T) log-probabilities of the policy with its adapter off. No gradient."""
@@ -242,7 +266,7 @@ class Policy:
     # -- files --------------------------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """The adapter in PEFT's layout, or the whole model where every parameter is trained; the tokenizer beside it."""
+        """The adapter in PEFT's layout, or the whole model where every parameter is trained."""
         adapters.save(self.model, folder)
 
     def load(self, folder: Path) -> None:

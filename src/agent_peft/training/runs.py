@@ -265,7 +265,7 @@ def evaluate_target(
 
 def merge_run(run: Path, output: Path, checkpoint: str | None = None) -> None:
     """Write the run's policy as a model of its own, which Transformers loads without PEFT."""
-    if output.exists() and any(output.iterdir()):
-        raise AgentPeftError(f"{output}: exists and is not empty; name another folder")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise AgentPeftError(f"{output}: exists and is no empty folder; name another folder")
     _, policy = open_run(run, checkpoint, base=False)
     policy.save_merged(output)

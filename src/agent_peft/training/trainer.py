@@ -105,11 +105,13 @@ class Trainer:
         weighed = replace(weighed, weights=weighed.weights / denominator)
         sums: dict[str, torch.Tensor] = {}
         self.optimizer.zero_grad(set_to_none=True)
-        for microbatch in self.microbatches(weighed):
-            output = policy.forward(microbatch, stage.sampling, entropy=self.algorithm.needs_entropy)
+        for number, microbatch in enumerate(self.microbatches(weighed)):
+            masks = derive(self.seed, "dropout", self.updates, number) if policy.dropouts else None
+            output = policy.forward(microbatch, stage.sampling, entropy=self.algorithm.needs_entropy, dropout_seed=masks)
             microbatch = microbatch.to(output.logprobs.device)
-            if on_policy:
-                trust.assert_on_policy(policy, microbatch, output.logprobs, stage.sampling)
+            if on_policy:  # the sampler drops nothing, so with dropout the check scores once more
+                scored = output.logprobs if masks is None else self.logprobs(microbatch)
+                trust.assert_on_policy(policy, microbatch, scored, stage.sampling)
             loss, metrics = self.algorithm.loss(output, microbatch)
             if not torch.isfinite(loss):
                 raise AgentPeftError(
@@ -134,6 +136,11 @@ class Trainer:
         self.check_update(minibatch)
         loss_value = float(sums.pop("loss"))
         return {**averages(sums), "loss": loss_value, "gradient_norm": float(norm), "learning_rate": float(rate), "updates_skipped": 0.0}
+
+    def logprobs(self, microbatch: Batch) -> torch.Tensor:
+        """(B, T) log-probabilities under the policy as it acts, without dropout and without gradient."""
+        with torch.no_grad():
+            return self.policy.forward(microbatch, self.stage.sampling).logprobs
 
     def microbatches(self, minibatch: Batch) -> Iterator[Batch]:
         """Groups side by side until the token budget is full; one that alone exceeds it is cut. Rows without a gradient are left out."""
