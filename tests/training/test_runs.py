@@ -275,7 +275,7 @@ def test_an_adapter_and_a_merged_model_evaluate_as_the_run(pretrained, tmp_path)
     assert not (tmp_path / "merged" / "adapter_config.json").exists()
     AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert evaluate_target(tmp_path / "merged", None, config=pretrained) == expected
-    with pytest.raises(AgentPeftError, match="exists and is not empty"):
+    with pytest.raises(AgentPeftError, match="exists and is no empty folder"):
         merge_run(pretrained.run_dir, tmp_path / "merged")
 
 
