@@ -162,7 +162,10 @@ def test_a_run_from_its_start_to_a_merged_model(config, tmp_path, capsys):
 def test_interrupted(config, tmp_path):
     """As a shell would do it: a signal to a process in the middle of training."""
     # a job in a shell's background inherits an ignored SIGINT, and so may this whole test run
-    listening = "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); runpy.run_module('agent_peft', run_name='__main__')"
+    listening = (
+        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "runpy.run_module('agent_peft', run_name='__main__')"
+    )
     command = [sys.executable, "-c", listening, "train", str(config), "stages.1.steps=100000"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
