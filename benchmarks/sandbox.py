@@ -1,0 +1,123 @@
+"""How fast a sandbox is, and whether it leaves anything behind. Prints JSON.
+
+python benchmarks/sandbox.py [--machines 1000] [--at-once 16]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from agent_peft.environments.os_interaction import nursery
+from agent_peft.environments.os_interaction.sandbox import SandboxLimits
+from agent_peft.environments.os_interaction.sandboxes import build_sandbox, missing
+
+LIMITS = SandboxLimits()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--machines", type=int, default=1000, help="one after another")
+    parser.add_argument("--at-once", type=int, default=16)
+    arguments = parser.parse_args()
+    before_all = time.perf_counter()
+    nursery.nursery()
+    first = time.perf_counter() - before_all
+    before = left_behind()
+    starts, closes = [], []
+    for i in range(arguments.machines):
+        began = time.perf_counter()
+        with build_sandbox("bubblewrap", LIMITS) as sandbox:
+            assert sandbox.run(f"sleep 600 & echo {i} >/srv/i; cat /srv/i", 60).output.endswith(f"{i}\n")
+            starts.append(time.perf_counter() - began)
+            leaving = time.perf_counter()
+        closes.append(time.perf_counter() - leaving)
+    with build_sandbox("bubblewrap", LIMITS) as sandbox:
+        trips = [timed(lambda: sandbox.run("cd /tmp", 60)) for _ in range(500)]
+        programs = [timed(lambda: sandbox.run("ls /", 60)) for _ in range(200)]
+        scripts = [timed(lambda: sandbox.run_fresh("true", 60)) for _ in range(50)]
+        snapshots = [timed(sandbox.snapshot) for _ in range(50)]
+    gradings = []
+    for _ in range(50):
+        with build_sandbox("bubblewrap", LIMITS) as sandbox:
+            sandbox.run("touch /srv/x", 60)
+            gradings.append(timed(lambda: sandbox.run_fresh("test -e /srv/x", 60, kill_others=True)))
+    began = time.perf_counter()
+    with ThreadPoolExecutor(arguments.at_once) as pool:
+        list(pool.map(lambda _: episode(), range(arguments.at_once * 8)))
+    at_once = time.perf_counter() - began
+    deadline = time.monotonic() + 20
+    while left_behind() != before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    report = {
+        "machine": {"cores": os.cpu_count(), "load": os.getloadavg(), "kernel": platform.release(), "root": os.geteuid() == 0},
+        "missing": missing("bubblewrap"),
+        "first_of_the_process_ms": round(1000 * first, 1),
+        "start_and_first_command": summary(starts),
+        "close": summary(closes),
+        "builtin": summary(trips),
+        "program": summary(programs),
+        "script_beside_the_shell": summary(scripts),
+        "grading_script": summary(gradings),
+        "snapshot_of_little": summary(snapshots),
+        f"episodes_per_second_{arguments.at_once}_at_once": round(arguments.at_once * 8 / at_once, 1),
+        "machines_in_a_row": arguments.machines,
+        "left_behind": {name: after - was for (name, was), after in zip(before.items(), left_behind().values(), strict=True)},
+    }
+    print(json.dumps(report, indent=2))
+
+
+def episode() -> None:
+    """Start, five commands, a grading, close."""
+    with build_sandbox("bubblewrap", LIMITS) as sandbox:
+        for i in range(5):
+            assert sandbox.run(f"echo {i} >>/srv/log; ls /srv", 120).ok
+        assert sandbox.run_fresh("test $(wc -l </srv/log) = 5", 120, kill_others=True).ok
+
+
+def timed(work) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def summary(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    return {
+        name: round(1000 * value, 2)
+        for name, value in {
+            "median_ms": statistics.median(ordered),
+            "p95_ms": ordered[int(len(ordered) * 0.95)],
+            "least_ms": ordered[0],
+        }.items()
+    }
+
+
+def left_behind() -> dict[str, int]:
+    """Everything of ours that could have stayed: processes anywhere below us, mounts, descriptors, temporary files, control groups."""
+    below, todo = 0, [os.getpid()]
+    while todo:
+        try:
+            found = Path(f"/proc/{(pid := todo.pop())}/task/{pid}/children").read_text().split()
+        except OSError:
+            continue
+        below += len(found)
+        todo += [int(child) for child in found]
+    groups = Path("/proc/self/cgroup").read_text().splitlines()
+    return {
+        "processes": below,
+        "mounts": len(Path("/proc/self/mountinfo").read_text().splitlines()),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "temporary_files": sum("agent-peft" in name for name in os.listdir("/tmp")),
+        "control_groups": sum(row.partition("agent-peft")[1] != "" for row in groups),
+    }
+
+
+if __name__ == "__main__":
+    main()

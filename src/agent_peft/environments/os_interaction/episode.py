@@ -1,0 +1,177 @@
+"""One run of an OS interaction task: the machine, the agent's replies, and the verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from agent_peft.environments.base import Episode
+from agent_peft.environments.os_interaction.grader import grade
+from agent_peft.environments.os_interaction.problems import Matches, Problem, Script
+from agent_peft.environments.os_interaction.protocol import PROTOCOLS, Command, Finish, Malformed, ProtocolName
+from agent_peft.environments.os_interaction.sandbox import CommandResult, Sandbox, SandboxLimits
+from agent_peft.environments.os_interaction.sandboxes import build_sandbox
+from agent_peft.seeding import derive
+from agent_peft.types import InfrastructureError, Message, Outcome, StepResult, StopReason
+
+SandboxKind = Literal["bubblewrap", "docker", "podman", "none"]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What bounds an episode: turns, seconds of a command and of a task's own scripts, characters of an observation, the sandbox.
+
+    >>> Rules().max_turns
+    5
+    """
+
+    sandbox: SandboxKind = "bubblewrap"
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
+    protocol: ProtocolName = "act"
+    max_turns: int = 5
+    max_observation_chars: int = 800
+    command_timeout: float = 20.0
+    script_timeout: float = 30.0
+
+    def prepare(self, problem: Problem) -> Sandbox:
+        """A machine on which the task's initialization has run; bash's RANDOM is fixed there, so that all episodes of a task get the same.
+
+        Raises:
+            InfrastructureError: the machine did not start, or the initialization did not end.
+        """
+        sandbox = build_sandbox(self.sandbox, self.limits)
+        try:
+            sandbox.start()
+            for i, script in enumerate(problem.initialization):
+                result = sandbox.run_fresh(f"RANDOM={i + 1}\n{script.bash}", self.script_timeout)
+                if result.exit_code is None:
+                    raise InfrastructureError(f"the initialization of the task was stopped after {self.script_timeout:g} seconds")
+            return sandbox
+        except BaseException:
+            sandbox.close()
+            raise
+
+    def begin(self, problem: Problem, sandbox: Sandbox, seed: int) -> None:
+        """Type what the task wants to be running into the shell."""
+        sandbox.run(f"RANDOM={derive(seed, 'shell') % 32768}", self.script_timeout)
+        if problem.start is not None:
+            sandbox.run(problem.start, self.script_timeout)
+
+
+class OSEpisode(Episode):
+    """An episode: at most ``max_turns`` replies, of which the last should be a finish (or an answer)."""
+
+    def __init__(self, problem: Problem, rules: Rules, seed: int) -> None:
+        self._problem, self._rules, self._seed = problem, rules, seed
+        self._protocol = PROTOCOLS[rules.protocol]
+        self._sandbox: Sandbox | None = None
+        self._before: bytes | None = None  # the machine before the agent acted, for examples to run on
+        self._turns = 0
+        self._done = False
+
+    def start(self) -> Sequence[Message]:
+        if self._done or self._sandbox is not None:
+            raise RuntimeError("the episode was started before")
+        problem, rules = self._problem, self._rules
+        self._sandbox = rules.prepare(problem)
+        try:
+            if problem.needs_answer and not isinstance(problem.evaluation, Matches):
+                self._before = self._sandbox.snapshot()
+            rules.begin(problem, self._sandbox, self._seed)
+        except BaseException:
+            self.close()
+            raise
+        prompt = self._protocol.prompt(rules.max_turns, problem.answers)
+        return (Message("system", prompt), Message("user", problem.instruction))
+
+    def step(self, action: str) -> StepResult:
+        if self._done or self._sandbox is None:
+            raise RuntimeError("the episode is done or closed" if self._done else "the episode was not started")
+        self._turns += 1
+        reply = self._protocol.parse(action)
+        if isinstance(reply, Finish) and reply.answer is not None and not self._problem.answers:
+            reply = Malformed(f"This task asks for no answer. When it is done, write\n{self._protocol.write(Finish())}")
+        if isinstance(reply, Finish):
+            done = grade(self._problem, reply.answer, self._sandbox, self._run_example, self._rules.script_timeout)
+            return self._end(StopReason.FINISHED, Outcome.CORRECT if done else Outcome.INCORRECT, valid=True)
+        valid = isinstance(reply, Command)
+        if self._turns >= self._rules.max_turns:  # nobody would see what the command did
+            return self._end(StopReason.TURN_LIMIT, Outcome.INCORRECT, valid)
+        if isinstance(reply, Malformed):
+            return StepResult(reply.why, valid=False)
+        result = self._sandbox.run(reply.text, self._rules.command_timeout)
+        return StepResult(observation(result, self._rules.max_observation_chars, self._rules.command_timeout))
+
+    def close(self) -> None:
+        self._done = True
+        if self._sandbox is not None:
+            self._sandbox.close()
+
+    def _end(self, reason: StopReason, outcome: Outcome, valid: bool) -> StepResult:
+        self.close()
+        return StepResult("", done=True, outcome=outcome, stop_reason=reason, valid=valid)
+
+    def _run_example(self, example: Script) -> CommandResult:
+        sandbox = build_sandbox(self._rules.sandbox, self._rules.limits)
+        try:
+            sandbox.start()
+            if self._before is not None:
+                sandbox.restore(self._before)
+            self._rules.begin(self._problem, sandbox, self._seed)
+            return sandbox.run_fresh(example.bash, self._rules.script_timeout)
+        finally:
+            sandbox.close()
+
+
+def demonstrate(problem: Problem, rules: Rules) -> tuple[str, ...] | None:
+    """Replies that solve the problem, None where nobody knows them: run the gold, then finish, or answer with what it printed."""
+    write = PROTOCOLS[rules.protocol].write
+    if isinstance(problem.evaluation, Matches) and problem.evaluation.answer is not None:
+        return (write(Finish(problem.evaluation.answer)),)
+    if problem.gold is None or isinstance(problem.evaluation, Matches):
+        return None
+    act = write(Command(problem.gold.strip()))
+    if not problem.needs_answer:
+        return (act, write(Finish()))
+    sandbox = rules.prepare(problem)
+    try:
+        rules.begin(problem, sandbox, seed=0)
+        return (act, write(Finish(sandbox.run_fresh(problem.gold, rules.script_timeout).output.strip())))
+    finally:
+        sandbox.close()
+
+
+def observation(result: CommandResult, limit: int, seconds: float) -> str:
+    """What the agent reads of a command, in at most ``limit`` characters.
+
+    >>> [observation(result, 100, 20) for result in (CommandResult("a\\n", 0), CommandResult("", 1), CommandResult("", 0))]
+    ['a', '[exit code 1]', '(no output)']
+    """
+    text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in result.output.replace("\r\n", "\n")).strip("\n")
+    note = ""
+    if result.timed_out:
+        note = f"[stopped after {seconds:g} seconds]"
+    elif result.exit_code is None:
+        note = "[killed]"
+    elif result.exit_code != 0:
+        note = f"[exit code {result.exit_code}]"
+    elif not text:
+        note = "(no output)"
+    text = cut(text, limit - len(note) - 1) if note else cut(text, limit)
+    return f"{text}\n{note}" if text and note else text or note
+
+
+def cut(text: str, limit: int) -> str:
+    """The text in at most ``limit`` characters, its middle left out.
+
+    >>> cut("a" * 50 + "b" * 50, 60)
+    'aaaaaaaaaaaaaaaaaaaaa\\n... 68 characters cut ...\\nbbbbbbbbbbb'
+    """
+    if len(text) <= limit:
+        return text
+    mark = f"\n... {len(text)} characters cut ...\n"
+    head = (limit - len(mark)) * 2 // 3
+    tail = limit - len(mark) - head
+    mark = f"\n... {len(text) - head - tail} characters cut ...\n"
+    return text[:head] + mark + text[len(text) - tail :]

@@ -1,0 +1,111 @@
+"""Tasks with one focus skill each, or with several, made up in LifelongAgentBench's format.
+
+Each is one of `kinds`, its slots filled from the names of its split. The evaluation looks at what is there afterwards, not at how it
+came about, so another right way passes too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from agent_peft.environments.os_interaction.kinds import CHAINS, KINDS, Kind, Slots, names
+from agent_peft.environments.os_interaction.problems import SKILLS
+from agent_peft.environments.os_interaction.tasks import by_rarity
+from agent_peft.seeding import derive, generator
+from agent_peft.types import AgentPeftError
+
+SPLITS = {"train": names.TRAIN, "heldout": names.HELDOUT}
+_ATTEMPTS = 1_000
+
+
+def generate(
+    num_tasks: int,
+    seed: int,
+    skills: Sequence[str] | None = None,
+    split: str = "train",
+    combined: float = 0.25,
+) -> dict[str, dict[str, Any]]:
+    """Entries by id, the skills taking turns. The same arguments give the same entries, and fewer tasks are the first of more.
+
+    Args:
+        num_tasks: how many.
+        seed: another seed gives other tasks.
+        skills: some of `SKILLS` (default: all).
+        split: ``train`` or ``heldout``, which share no name of a file, user or group, and no phrasing.
+        combined: the share of tasks that ask for two or three things at once, between 0 and 1.
+
+    Raises:
+        AgentPeftError: an argument is wrong.
+    """
+    skills = tuple(skills or SKILLS)
+    for skill in skills:
+        if skill not in KINDS:
+            nearest = difflib.get_close_matches(skill, SKILLS, 1, cutoff=0.0)[0]
+            raise AgentPeftError(
+                f"no tasks can be generated for skill {skill!r}; did you mean {nearest!r}? (all: {', '.join(sorted(SKILLS))})"
+            )
+    if split not in SPLITS:
+        raise AgentPeftError(f"there is no split {split!r}; choose train or heldout")
+    if num_tasks < 1:
+        raise AgentPeftError(f"num_tasks must be at least 1, not {num_tasks}")
+    if not 0 <= combined <= 1:
+        raise AgentPeftError(f"combined must be between 0 and 1, not {combined}")
+    entries: dict[str, dict[str, Any]] = {}
+    seen: set[str] = set()
+    for i in range(num_tasks):
+        skill = skills[i % len(skills)]
+        rng = generator(seed, "os_interaction", split, skill, i)
+        for _ in range(_ATTEMPTS):
+            chosen = _combination(skill, skills, rng) if rng.random() < combined else [rng.choice(KINDS[skill])]
+            entry = _entry(i, chosen, split, rng)
+            if (whole := f"{entry['instruction']}\n{entry['initialization_command_item']['script']}") not in seen:
+                break
+        else:
+            raise AgentPeftError(f"no further distinct {skill} task was found in {_ATTEMPTS} draws; ask for fewer tasks")
+        seen.add(whole)
+        entries[f"{split}-{i:04d}-{'+'.join(kind.skills[0] for kind in chosen)}"] = entry
+    return entries
+
+
+def _combination(skill: str, skills: Sequence[str], rng: random.Random) -> list[Kind]:
+    """A chain that uses the skill, or two or three kinds one after another; of the wanted skills only."""
+    chains = [chain for chain in CHAINS if skill in chain.skills and set(chain.skills) <= set(skills)]
+    if chains and rng.random() < 0.5:
+        return [rng.choice(chains)]
+    others = rng.sample([other for other in skills if other != skill] or [skill], 1)
+    if len(set(skills)) > 2 and rng.random() < 0.3:
+        others.append(rng.choice([other for other in skills if other not in (skill, others[0])]))
+    chosen = [rng.choice(KINDS[each]) for each in (skill, *others)]
+    rng.shuffle(chosen)
+    return chosen
+
+
+def _entry(index: int, chosen: Sequence[Kind], split: str, rng: random.Random) -> dict[str, Any]:
+    used: set[str] = set()  # so that requests of one task do not get into each other's way
+    requests, init, gold, check = [], [], [], []
+    for kind in chosen:
+        slots = Slots(SPLITS[split], rng, used)
+        if kind.draw is not None:
+            kind.draw(slots)
+        requests.append(slots.fill(rng.choice(kind.train if split == "train" else kind.heldout)))
+        init.append(slots.fill(kind.init))
+        gold.append(slots.fill(kind.gold))
+        check.append(slots.fill(kind.check))
+    if len(requests) > 1:
+        joints = rng.choice(SPLITS[split].joints)
+        requests = [joint + request for joint, request in zip(joints, requests, strict=False)]
+    instruction, solution = "".join(requests), " && ".join(gold)
+    return {
+        "sample_index": index,
+        "instruction": instruction,
+        "initialization_command_item": {"command_name": "bash", "script": "\n".join(filter(None, init))},
+        "evaluation_info": {
+            "evaluation_command_item": {"command_name": "bash", "script": " && ".join(check)},
+            "ground_truth_command_item": {"command_name": "bash", "script": solution},
+        },
+        "skill_list": list(by_rarity(skill for kind in chosen for skill in kind.skills)),
+        "raw_entry_hash": derive(0, instruction, solution),
+    }

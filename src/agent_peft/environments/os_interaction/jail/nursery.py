@@ -1,0 +1,86 @@
+"""Started once per process: prepares the clean system in a file system of its own, then forks a keeper for each machine asked for.
+
+It dies when its caller's end of the socket closes, and every machine with it.
+
+It speaks lines of JSON: ``{"map": pid}`` asks to be given ids, ``{"ready": …}`` or ``{"error": …}`` follow; each request
+``{"memory_mb": …}`` carries the keeper's socket and the pipe whose end tells that all is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+
+from agent_peft.environments.os_interaction.jail import keeper, kernel, layers
+
+# A file system of our own must be mounted on a folder that every computer has and that nothing here needs.
+PLACE = "/sys"
+
+
+def main(descriptor: int, bwrap: str, privileged: str) -> None:
+    caller = socket.socket(fileno=descriptor)
+    kernel.hide_arguments()
+    try:
+        _prepare(caller, bool(privileged))
+    except OSError as error:
+        caller.send(json.dumps({"error": str(error), "errno": error.errno}).encode())
+        return
+    caller.send(json.dumps({"ready": True}).encode())
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a machine ended
+    ids = {name: _own_ids(name) for name in ("uid_map", "gid_map")}
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(caller, 65536, 2)
+        if not message:
+            return
+        for each in descriptors:
+            os.set_inheritable(each, False)
+        if os.fork() == 0:
+            try:
+                caller.close()
+                keeper.main(json.loads(message), descriptors[0], descriptors[1], ids, PLACE, bwrap)
+            except OSError as error:
+                os.write(descriptors[0], json.dumps({"error": str(error)}).encode())
+            finally:
+                os._exit(1)
+        for each in descriptors:
+            os.close(each)
+
+
+def _prepare(caller: socket.socket, privileged: bool) -> None:
+    if privileged:  # before we are nobody: only here can the host's /usr be had without what else is mounted in it
+        kernel.unshare(kernel.NEWNS)
+        _place()
+        kernel.unshare(kernel.NEWUSER | kernel.NEWNS)
+    else:
+        kernel.unshare(kernel.NEWUSER | kernel.NEWNS)
+    caller.send(json.dumps({"map": os.getpid()}).encode())
+    if not caller.recv(1):
+        raise SystemExit(0)
+    with contextlib.suppress(PermissionError):  # a user of one id has no say in it
+        os.setgroups([])
+    os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
+    kernel.set_dumpable(True)  # we write our children's maps, which changing users forbids otherwise
+    if not privileged:
+        _place()
+    kernel.mount("tmpfs", f"{PLACE}/base", kernel.NOSUID | kernel.NODEV, "mode=755,size=64m")
+    layers.build(f"{PLACE}/base")
+    kernel.mount("", f"{PLACE}/base", kernel.REMOUNT | kernel.RDONLY | kernel.NOSUID | kernel.NODEV, "mode=755,size=64m")
+
+
+def _place() -> None:
+    kernel.mount("", "/", kernel.REC | kernel.PRIVATE)
+    kernel.mount("tmpfs", PLACE, kernel.NOSUID | kernel.NODEV, "mode=755,size=1m")
+    for name in ("base", "usr", "box"):
+        os.mkdir(f"{PLACE}/{name}")
+    kernel.mount("", f"{PLACE}/usr", kernel.BIND, source="/usr")
+
+
+def _own_ids(name: str) -> str:
+    """The map that gives a namespace inside ours all of our ids, under the same numbers."""
+    with open(f"/proc/self/{name}", encoding="utf-8") as file:
+        rows = [line.split() for line in file]
+    return "".join(f"{first} {first} {count}\n" for first, _, count in rows)

@@ -1,0 +1,207 @@
+"""What a kind of generated task is: the request in several wordings, the script before it, a solution, and a check of what it leaves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from agent_peft.environments.os_interaction.kinds.names import Names
+
+
+class Place(str):
+    """A path, whose ``parent`` and ``name`` a template may ask for.
+
+    >>> "{0.parent} {0.name}".format(Place("/srv/atlas/notes.txt"))
+    '/srv/atlas notes.txt'
+    """
+
+    @property
+    def parent(self) -> str:
+        return self.rsplit("/", 1)[0]
+
+    @property
+    def name(self) -> str:
+        return self.rsplit("/", 1)[1]
+
+
+class Slots(dict[str, str]):
+    """What fills a template's slots. A slot that nobody has filled is drawn when it is first asked for: its name, without a number at the
+    end, says what it is, and no two slots of a task are the same.
+    """
+
+    def __init__(self, names: Names, rng: random.Random, used: set[str]) -> None:
+        super().__init__()
+        self.names, self.rng, self.used = names, rng, used
+
+    def __missing__(self, slot: str) -> str:
+        draw = _DRAWS[slot.rstrip("0123456789")]
+        while not self.used.isdisjoint(claims := _claims(value := draw(self))):
+            pass
+        self.used |= claims
+        self[slot] = value
+        return value
+
+    def fill(self, template: str) -> str:
+        return template.format_map(self)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of task. ``skills`` are the commands its solution uses, the one that it is about first; ``draw`` fills slots that hang
+    together, such as the lines of a file and what is found in them.
+    """
+
+    skills: tuple[str, ...]
+    train: tuple[str, ...]
+    heldout: tuple[str, ...]
+    gold: str
+    check: str
+    init: str = ""
+    draw: Callable[[Slots], None] | None = None
+
+
+def _claims(value: str) -> set[str]:
+    """What no other slot may be: a file claims its folder too, lest that be listed, made or deleted by another request."""
+    return {value, value.parent} if isinstance(value, Place) and value.count("/") == 3 else {value}
+
+
+def _dir(slots: Slots) -> str:
+    return Place(f"{slots.rng.choice(slots.names.tops)}/{slots.rng.choice(slots.names.folders)}")
+
+
+def _name(slots: Slots) -> str:
+    return f"{slots.rng.choice(slots.names.stems)}.{slots.rng.choice(slots.names.extensions)}"
+
+
+def _file(slots: Slots) -> str:
+    return Place(f"{_dir(slots)}/{_name(slots)}")
+
+
+def _script(slots: Slots) -> str:
+    return Place(f"{_dir(slots)}/{slots.rng.choice(slots.names.stems)}.sh")
+
+
+def _text(slots: Slots) -> str:
+    return " ".join(slots.rng.sample(slots.names.words, slots.rng.choice((2, 2, 3))))
+
+
+def _number(low: int, high: int) -> Callable[[Slots], str]:
+    return lambda slots: str(slots.rng.randint(low, high))
+
+
+MODES = ("600", "640", "644", "660", "664", "700", "750", "755", "770", "775", "444", "400")
+SHELLS = ("/bin/sh", "/bin/bash")
+
+_DRAWS: dict[str, Callable[[Slots], str]] = {
+    "dir": _dir,
+    "file": _file,
+    "script": _script,
+    "name": _name,
+    "folder": lambda slots: slots.rng.choice(slots.names.folders),
+    "stem": lambda slots: slots.rng.choice(slots.names.stems),
+    "user": lambda slots: slots.rng.choice(slots.names.users),
+    "group": lambda slots: slots.rng.choice(slots.names.groups),
+    "word": lambda slots: slots.rng.choice(slots.names.words),
+    "text": _text,
+    "mode": lambda slots: slots.rng.choice(MODES),
+    "shell": lambda slots: slots.rng.choice(SHELLS),
+    "id": _number(2001, 9999),
+    "days": _number(2, 120),
+    "code": _number(2, 99),
+}
+
+
+def quoted(lines: Sequence[str]) -> str:
+    """Words of bash, one a line; the lines hold no quotes."""
+    return " ".join(f"'{line}'" for line in lines)
+
+
+def some_lines(slots: Slots) -> None:
+    """``lines`` of a file, of which ``matching`` hold ``word`` and the ``others`` do not; ``replaced`` has ``word2`` instead."""
+    word, word2 = slots["word"], slots["word2"]
+    rng = slots.rng
+    pool = [other for other in slots.names.words if other not in (word, word2)]
+    count = rng.randint(4, 6)
+    chosen = set(rng.sample(range(count), rng.randint(1, count - 2)))
+    lines = []
+    for i in range(count):
+        words = rng.sample(pool, 2)
+        words.insert(rng.randint(0, 2), word if i in chosen else rng.choice(pool))
+        lines.append(" ".join(words))
+    matching = [line for i, line in enumerate(lines) if i in chosen]
+    number = rng.randint(2, count)
+    slots.update(
+        lines=quoted(lines),
+        matching=quoted(matching),
+        others=quoted([line for i, line in enumerate(lines) if i not in chosen]),
+        replaced=quoted([line.replace(word, word2) for line in lines]),
+        hits=str(len(matching)),
+        line_count=str(count),
+        word_count=str(3 * count),
+        byte_count=str(sum(len(line) + 1 for line in lines)),
+        line_number=str(number),
+        chosen_line=quoted([lines[number - 1]]),
+    )
+
+
+def some_columns(slots: Slots) -> None:
+    """``lines`` with three columns (a word, and two numbers), in ``commas`` too; ``column`` is the chosen one, ``total`` of the last."""
+    rng = slots.rng
+    rows = [(word, str(rng.randint(1, 99)), str(rng.randint(1, 99))) for word in rng.sample(slots.names.words, rng.randint(3, 5))]
+    column = rng.randint(1, 3)
+    slots.update(
+        lines=quoted([" ".join(row) for row in rows]),
+        commas=quoted([",".join(row) for row in rows]),
+        column=str(column),
+        ordinal=("first", "second", "third")[column - 1],
+        cells=quoted([row[column - 1] for row in rows]),
+        total=str(sum(int(row[2]) for row in rows)),
+    )
+
+
+def a_folder_of_files(slots: Slots) -> None:
+    """``found`` and ``rest``: files of two extensions in ``dir`` and below, as words of bash; ``entries``: the names right in it."""
+    rng = slots.rng
+    folder = slots["dir"]
+    sub = slots["folder"]
+    extension, other = rng.sample(slots.names.extensions, 2)
+    stems = rng.sample(slots.names.stems, 5)
+    found = [f"{folder}/{stems[0]}.{extension}", f"{folder}/{sub}/{stems[1]}.{extension}"]
+    found += [f"{folder}/{sub}/{stems[4]}.{extension}"] if rng.random() < 0.5 else []
+    rest = [f"{folder}/{stems[2]}.{other}", f"{folder}/{sub}/{stems[3]}.{other}"]
+    top = [path for path in (*found, *rest) if path.count("/") == folder.count("/") + 1]
+    slots.update(
+        sub=f"{folder}/{sub}",
+        ext=extension,
+        found=" ".join(found),
+        rest=" ".join(rest),
+        remain=" && ".join(f"[ -e {path} ]" for path in rest),
+        gone=" && ".join(f"[ ! -e {path} ]" for path in found),
+        entries=" ".join([*(path.rsplit("/", 1)[1] for path in top), sub]),
+        entry_count=str(len(top) + 1),
+        found_count=str(len(found)),
+    )
+
+
+# Checks that several kinds share. Newlines at the end of a file do not count.
+
+
+def holds(file: str, lines: str) -> str:
+    """The check that the file of one slot holds the lines of another."""
+    return f'[ -f {{{file}}} ] && [ "$(cat {{{file}}})" = "$(printf \'%s\\n\' {{{lines}}})" ]'
+
+
+def holds_any_order(file: str, words: str) -> str:
+    """The same, in any order."""
+    return f'[ -f {{{file}}} ] && [ "$(sort {{{file}}})" = "$(printf \'%s\\n\' {{{words}}} | sort)" ]'
+
+
+def holds_text(file: str, text: str) -> str:
+    """The check that the file of one slot holds the text of another."""
+    return f"[ -f {{{file}}} ] && [ \"$(cat {{{file}}})\" = '{{{text}}}' ]"
+
+
+def holds_number(file: str, number: str) -> str:
+    """The check that a file begins with a number and has one line."""
+    return f"[ -f {{{file}}} ] && [ \"$(awk 'NF {{{{print $1}}}}' {{{file}}})\" = {{{number}}} ]"

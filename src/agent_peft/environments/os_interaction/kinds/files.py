@@ -1,0 +1,361 @@
+"""Kinds of tasks about files and folders."""
+
+from __future__ import annotations
+
+from agent_peft.environments.os_interaction.kinds.base import Kind, a_folder_of_files, holds_any_order, holds_text
+
+_CAN_RUN = "[ $(( 0$(stat -c %a {file}) & 0111 )) -eq $(( 0111 )) ]"
+
+KINDS = (
+    Kind(
+        ("mkdir",),
+        train=(
+            "Create the directory {dir}.",
+            "Make a new directory called {dir}.",
+            "Create an empty folder at {dir}.",
+            "A directory {dir} is needed. Create it.",
+        ),
+        heldout=(
+            "Please set up a folder named {dir}.",
+            "There should be a directory at {dir}; add it.",
+            "I want {dir} to exist as a directory.",
+        ),
+        init="mkdir -p {dir.parent}",
+        gold="mkdir {dir}",
+        check="[ -d {dir} ]",
+    ),
+    Kind(
+        ("mkdir",),
+        train=(
+            "Create the directories {dir} and {dir2}.",
+            "Make two new directories: {dir} and {dir2}.",
+            "Create two folders, {dir} and {dir2}.",
+        ),
+        heldout=("Please set up both {dir} and {dir2} as folders.", "Neither {dir} nor {dir2} exists; add both directories."),
+        init="mkdir -p {dir.parent} {dir2.parent}",
+        gold="mkdir {dir} {dir2}",
+        check="[ -d {dir} ] && [ -d {dir2} ]",
+    ),
+    Kind(
+        ("mkdir",),
+        train=(
+            "Create the directory {dir}/{folder}/{folder2} and its parents.",
+            "Make the nested directory {dir}/{folder}/{folder2}.",
+            "Create the folder {dir}/{folder}/{folder2}; its parents do not exist yet.",
+        ),
+        heldout=("Please set up the whole path {dir}/{folder}/{folder2}.", "I want {dir}/{folder}/{folder2} to exist, parents included."),
+        gold="mkdir -p {dir}/{folder}/{folder2}",
+        check="[ -d {dir}/{folder}/{folder2} ]",
+    ),
+    Kind(
+        ("touch",),
+        train=(
+            "Create an empty file {file}.",
+            "Create the file {file} with nothing in it.",
+            "Make a new empty file at {file}.",
+            "Create {file}, empty.",
+        ),
+        heldout=(
+            "Please add a blank file named {file}.",
+            "There should be a file {file} of size zero.",
+            "I want {file} to exist as an empty file.",
+        ),
+        init="mkdir -p {file.parent}",
+        gold="touch {file}",
+        check="[ -f {file} ] && [ ! -s {file} ]",
+    ),
+    Kind(
+        ("touch",),
+        train=(
+            "Create two empty files in {dir}: {name} and {name2}.",
+            "In the directory {dir}, make the empty files {name} and {name2}.",
+            "Create the empty files {dir}/{name} and {dir}/{name2}.",
+        ),
+        heldout=("Please add the blank files {name} and {name2} to {dir}.", "{dir} lacks two empty files, {name} and {name2}; add them."),
+        init="mkdir -p {dir}",
+        gold="touch {dir}/{name} {dir}/{name2}",
+        check="[ -f {dir}/{name} ] && [ -f {dir}/{name2} ]",
+    ),
+    Kind(
+        ("rm",),
+        train=(
+            "Delete the file {dir}/{name}.",
+            "Remove {dir}/{name}.",
+            "Delete the file {name} in the directory {dir}.",
+            "Remove the file {dir}/{name}.",
+        ),
+        heldout=("Please get rid of {dir}/{name}.", "The file {dir}/{name} should be gone.", "I no longer want {dir}/{name}; erase it."),
+        init="mkdir -p {dir} && touch {dir}/{name} {dir}/{name2}",
+        gold="rm {dir}/{name}",
+        check="[ ! -e {dir}/{name} ] && [ -f {dir}/{name2} ]",
+    ),
+    Kind(
+        ("rm",),
+        train=(
+            "Delete the directory {dir}/{folder} and everything in it.",
+            "Remove the folder {dir}/{folder} with all its files.",
+            "Remove {dir}/{folder} recursively.",
+        ),
+        heldout=("Please get rid of the folder {dir}/{folder}, contents included.", "The whole directory {dir}/{folder} should be gone."),
+        init="mkdir -p {dir}/{folder} && touch {dir}/{folder}/{name} {dir}/{name2}",
+        gold="rm -r {dir}/{folder}",
+        check="[ ! -e {dir}/{folder} ] && [ -f {dir}/{name2} ]",
+    ),
+    Kind(
+        ("rm",),
+        train=(
+            "Delete all .tmp files in {dir}.",
+            "Remove every file in {dir} whose name ends in .tmp.",
+            "In {dir}, delete the files that end in .tmp.",
+        ),
+        heldout=("Please clear {dir} of its .tmp files.", "No .tmp file should be left in {dir}; the others stay."),
+        init="mkdir -p {dir} && touch {dir}/{stem}.tmp {dir}/{stem2}.tmp {dir}/{name}",
+        gold="rm {dir}/*.tmp",
+        check="[ ! -e {dir}/{stem}.tmp ] && [ ! -e {dir}/{stem2}.tmp ] && [ -f {dir}/{name} ]",
+    ),
+    Kind(
+        ("mv",),
+        train=(
+            "Rename {dir}/{name} to {dir}/{name2}.",
+            "Rename the file {name} in {dir} to {name2}.",
+            "In {dir}, rename {name} to {name2}.",
+            "Change the name of {dir}/{name} to {name2}.",
+        ),
+        heldout=(
+            "Please give {dir}/{name} the new name {name2}.",
+            "From now on {dir}/{name} should be called {name2}.",
+            "{name} in {dir} ought to be {name2}.",
+        ),
+        init="mkdir -p {dir} && echo '{text}' > {dir}/{name}",
+        gold="mv {dir}/{name} {dir}/{name2}",
+        check="[ ! -e {dir}/{name} ] && [ \"$(cat {dir}/{name2})\" = '{text}' ]",
+    ),
+    Kind(
+        ("mv",),
+        train=("Move {file} into {dir}.", "Move the file {file} to the directory {dir}.", "Put {file} into {dir}, moving it."),
+        heldout=("Please relocate {file} to the folder {dir}.", "{file} belongs in {dir}; take it there."),
+        init="mkdir -p {file.parent} {dir} && echo '{text}' > {file}",
+        gold="mv {file} {dir}",
+        check="[ ! -e {file} ] && [ \"$(cat {dir}/{file.name})\" = '{text}' ]",
+    ),
+    Kind(
+        ("cp",),
+        train=(
+            "Copy {file} to {file2}.",
+            "Make a copy of {file} at {file2}.",
+            "Copy the file {file} and call the copy {file2}.",
+            "Save a copy of {file} as {file2}.",
+        ),
+        heldout=(
+            "Please duplicate {file} as {file2}.",
+            "{file2} should be an exact duplicate of {file}.",
+            "I want {file} twice: also as {file2}.",
+        ),
+        init="mkdir -p {file.parent} {file2.parent} && echo '{text}' > {file}",
+        gold="cp {file} {file2}",
+        check="[ \"$(cat {file})\" = '{text}' ] && [ \"$(cat {file2})\" = '{text}' ]",
+    ),
+    Kind(
+        ("cp",),
+        train=(
+            "Copy the directory {dir} to {dir2}.",
+            "Make a copy of the folder {dir}, with all its files, at {dir2}.",
+            "Copy {dir} recursively to {dir2}.",
+        ),
+        heldout=(
+            "Please duplicate the whole folder {dir} as {dir2}.",
+            "{dir2} should hold the same files as {dir}; it does not exist yet.",
+        ),
+        init="mkdir -p {dir} {dir2.parent} && echo '{text}' > {dir}/{name} && touch {dir}/{name2}",
+        gold="cp -r {dir} {dir2}",
+        check="[ -f {dir}/{name} ] && [ \"$(cat {dir2}/{name})\" = '{text}' ] && [ -f {dir2}/{name2} ]",
+    ),
+    Kind(
+        ("ln",),
+        train=(
+            "Create a symbolic link {dir}/{stem} to {file}.",
+            "Make {dir}/{stem} a symbolic link that points to {file}.",
+            "Create a symlink at {dir}/{stem} pointing to {file}.",
+        ),
+        heldout=("Please let {dir}/{stem} be a soft link for {file}.", "{dir}/{stem} should lead to {file} as a symlink."),
+        init="mkdir -p {file.parent} {dir} && touch {file}",
+        gold="ln -s {file} {dir}/{stem}",
+        check='[ -L {dir}/{stem} ] && [ "$(readlink -f {dir}/{stem})" = {file} ]',
+    ),
+    Kind(
+        ("ln",),
+        train=(
+            "Create a hard link {dir}/{name2} to {dir}/{name}.",
+            "Make {dir}/{name2} a hard link to {dir}/{name}.",
+            "In {dir}, hard-link {name} as {name2}.",
+        ),
+        heldout=(
+            "Please let {dir}/{name2} and {dir}/{name} be one file, through a hard link.",
+            "{dir}/{name} should get a second hard link, {name2}.",
+        ),
+        init="mkdir -p {dir} && echo '{text}' > {dir}/{name}",
+        gold="ln {dir}/{name} {dir}/{name2}",
+        check="[ {dir}/{name} -ef {dir}/{name2} ] && [ ! -L {dir}/{name} ] && [ ! -L {dir}/{name2} ]",
+    ),
+    Kind(
+        ("cd", "touch"),
+        train=(
+            "Go to the directory {dir} and create an empty file {name} there.",
+            "Change into {dir} and create the empty file {name}.",
+            "cd to {dir}, then create an empty file called {name}.",
+        ),
+        heldout=("Please enter {dir} and add a blank file named {name}.", "Step into {dir}; there, add an empty {name}."),
+        init="mkdir -p {dir}",
+        gold="cd {dir} && touch {name}",
+        check="[ -f {dir}/{name} ]",
+    ),
+    Kind(
+        ("cd", "mkdir"),
+        train=(
+            "Go to {dir} and create the directory {folder} there.",
+            "Change into {dir} and make a folder {folder}.",
+            "cd to {dir}, then create a directory called {folder}.",
+        ),
+        heldout=("Please enter {dir} and set up a folder named {folder}.", "Step into {dir}; there, add the directory {folder}."),
+        init="mkdir -p {dir}",
+        gold="cd {dir} && mkdir {folder}",
+        check="[ -d {dir}/{folder} ]",
+    ),
+    Kind(
+        ("ls",),
+        train=(
+            "List the names in {dir} and save the list to {file}.",
+            "Write the names of everything in {dir} to {file}, one per line.",
+            "Save the output of ls for {dir} in {file}.",
+        ),
+        heldout=("Please note down in {file} what {dir} contains, a name per line.", "{file} should list the entries of {dir}."),
+        init="mkdir -p {file.parent} {sub} && touch {found} {rest}",
+        gold="ls {dir} > {file}",
+        check=holds_any_order("file", "entries"),
+        draw=a_folder_of_files,
+    ),
+    Kind(
+        ("ls",),
+        train=(
+            "List all names in {dir}, the hidden ones too, and save the list to {file}.",
+            "Write the names of everything in {dir}, including hidden files, to {file}, one per line.",
+            "Save the names in {dir}, with those that begin with a dot, in {file}.",
+        ),
+        heldout=(
+            "Please note down in {file} what {dir} contains, dot files as well.",
+            "{file} should list the entries of {dir}, none hidden from it.",
+        ),
+        init="mkdir -p {file.parent} {dir} && touch {dir}/.{stem} {dir}/{name} {dir}/{name2}",
+        gold="ls -A {dir} > {file}",
+        check='[ -f {file} ] && [ "$(grep -vxe . -e .. {file} | sort)" = "$(printf \'%s\\n\' .{stem} {name} {name2} | sort)" ]',
+    ),
+    Kind(
+        ("find",),
+        train=(
+            "Find all .{ext} files under {dir} and write their full paths to {file}.",
+            "Search {dir} and its subdirectories for files that end in .{ext}, and save their full paths in {file}, one per line.",
+            "Save the full path of every .{ext} file below {dir} to {file}.",
+        ),
+        heldout=(
+            "Please collect in {file} the absolute paths of whatever .{ext} files lie anywhere in {dir}.",
+            "{file} should name each .{ext} file in {dir}'s tree by its full path.",
+        ),
+        init="mkdir -p {file.parent} {sub} && touch {found} {rest}",
+        gold="find {dir} -name '*.{ext}' > {file}",
+        check=holds_any_order("file", "found"),
+        draw=a_folder_of_files,
+    ),
+    Kind(
+        ("find",),
+        train=(
+            "Find and delete all .{ext} files under {dir}.",
+            "Delete every file that ends in .{ext} in {dir} and its subdirectories.",
+            "Remove all .{ext} files anywhere below {dir}.",
+        ),
+        heldout=("Please clear the whole tree of {dir} of .{ext} files.", "No .{ext} file should be left in {dir}, at any depth."),
+        init="mkdir -p {sub} && touch {found} {rest}",
+        gold="find {dir} -name '*.{ext}' -delete",
+        check="{gone} && {remain}",
+        draw=a_folder_of_files,
+    ),
+    Kind(
+        ("chmod",),
+        train=(
+            "Set the permissions of {file} to {mode}.",
+            "Change the mode of {file} to {mode}.",
+            "Give {file} the permissions {mode}.",
+            "The permissions of {file} should be {mode}. Set them.",
+        ),
+        heldout=(
+            "Please make {mode} the mode of {file}.",
+            "{file} ought to have mode {mode}.",
+            "I want {file} to carry the permission bits {mode}.",
+        ),
+        init="mkdir -p {file.parent} && touch {file} && chmod 604 {file}",
+        gold="chmod {mode} {file}",
+        check='[ "$(stat -c %a {file})" = {mode} ]',
+    ),
+    Kind(
+        ("chmod",),
+        train=(
+            "Make {file} executable for everyone.",
+            "Let all users execute {file}.",
+            "Add the execute permission for everyone to {file}.",
+        ),
+        heldout=("Please allow anybody to run {file}.", "{file} should be runnable by all."),
+        init="mkdir -p {file.parent} && echo 'echo {word}' > {file} && chmod 644 {file}",
+        gold="chmod +x {file}",
+        check=_CAN_RUN,
+    ),
+    Kind(
+        ("chmod",),
+        train=(
+            "Set the permissions of {dir} and everything in it to {mode}.",
+            "Recursively change the mode of {dir} to {mode}.",
+            "Give {dir} and all files in it the permissions {mode}.",
+        ),
+        heldout=("Please make {mode} the mode of {dir} with all it holds.", "{dir} and its contents ought to have mode {mode}."),
+        init="mkdir -p {dir} && touch {dir}/{name} {dir}/{name2} && chmod -R 604 {dir}",
+        gold="chmod -R {mode} {dir}",
+        check='[ "$(stat -c %a {dir} {dir}/{name} {dir}/{name2} | uniq)" = {mode} ]',
+    ),
+    Kind(
+        ("sleep", "touch"),
+        train=(
+            "Wait one second, then create an empty file {file}.",
+            "Sleep for 1 second and then create {file}.",
+            "Pause for a second; after that create the empty file {file}.",
+        ),
+        heldout=("Please let one second pass before you add {file}, blank.", "Hold on for a second, and only then add the empty {file}."),
+        init="mkdir -p {file.parent}",
+        gold="sleep 1 && touch {file}",
+        check="[ -f {file} ]",
+    ),
+    Kind(
+        ("exit", "echo"),
+        train=(
+            "Create a shell script {script} that exits with code {code}.",
+            "Write a bash script at {script} whose exit code is {code}.",
+            "Create a script {script} that ends with exit status {code}.",
+        ),
+        heldout=(
+            "Please provide a shell script, {script}, that returns {code} when it is run.",
+            "Running bash on {script} should give the exit status {code}; write that script.",
+        ),
+        init="mkdir -p {script.parent}",
+        gold="echo 'exit {code}' > {script}",
+        check="[ -f {script} ] && (timeout 5 bash {script} < /dev/null > /dev/null 2>&1; [ $? -eq {code} ])",
+    ),
+    Kind(
+        ("sleep", "echo"),
+        train=(
+            'Wait one second, then write "{text}" to {file}.',
+            'Sleep for 1 second and then save the text "{text}" in {file}.',
+            'After a pause of 1 second, put "{text}" into {file}.',
+        ),
+        heldout=("Please let a second go by, and then fill {file} with: {text}", "One second from now, {file} should read: {text}"),
+        init="mkdir -p {file.parent}",
+        gold="sleep 1 && echo '{text}' > {file}",
+        check=holds_text("file", "text"),
+    ),
+)

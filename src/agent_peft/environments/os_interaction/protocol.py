@@ -1,0 +1,235 @@
+"""How the agent writes: ``Act: bash`` and one block of commands, ``Act: finish``, ``Act: answer(...)``; or the same as JSON tool calls."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+MAX_COMMAND = 32_768  # characters
+
+_ACT = re.compile(r"\bact(?:ion)?\s*+:[\s*`]*+(bash|finish|answer)\b", re.IGNORECASE)
+_LANGUAGE = re.compile(r"(?:bash|shell|sh|console)(?=\s|$)", re.IGNORECASE)
+_UNTYPABLE = re.compile("[\0\ud800-\udfff]")
+
+BASH_FORMAT = "Act: bash\n\n```bash\n{command}\n```"
+FINISH_FORMAT = "Act: finish"
+ANSWER_FORMAT = "Act: answer({text})"
+TWO_ACTIONS = "Two actions found. Write one action, wait for its result, then write the other."
+
+
+@dataclass(frozen=True)
+class Command:
+    """The agent wants to run ``text`` in its shell.
+
+    >>> Command("ls /").text
+    'ls /'
+    """
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The agent is done; ``answer`` is what it says, None where it says nothing.
+
+    >>> Finish().answer is None
+    True
+    """
+
+    answer: str | None = None
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """The reply could not be understood; ``why`` tells the agent what to write.
+
+    >>> Malformed("Write one action.").why
+    'Write one action.'
+    """
+
+    why: str
+
+
+Reply = Command | Finish | Malformed
+
+
+def parse_act(reply: str) -> Reply:
+    """Understand a reply of the ``act`` protocol. Case, white space and text around the action do not matter.
+
+    Takes time linear in the reply, and never raises.
+
+    >>> parse_act("Act: bash\\n\\n```bash\\nls /tmp\\n```")
+    Command(text='ls /tmp')
+    >>> parse_act("Think: it is done.\\nact: finish")
+    Finish(answer=None)
+    >>> parse_act("Act: answer(42)")
+    Finish(answer='42')
+    """
+    parts = reply.split("```")
+    acts = [act.lower() for act in _ACT.findall("\0".join(parts[::2]))]  # those outside the blocks
+    if not acts:
+        return Malformed(f"No action found. Write either\n{BASH_FORMAT.format(command='<commands>')}\nor\n{FINISH_FORMAT}")
+    act = acts[0]
+    if len(acts) > 1 and set(acts) != {"finish"}:
+        return Malformed(TWO_ACTIONS)
+    if act == "answer":  # whatever stands in its parentheses is the answer
+        i, found = next((i, match) for i in range(0, len(parts), 2) if (match := _ACT.search(parts[i])))
+        rest = "```".join([parts[i][found.end() :], *parts[i + 1 :]])
+        opening, closing = rest.find("("), rest.rfind(")")
+        if opening < 0 or closing < opening or rest[:opening].strip():
+            return Malformed(f"No answer found. Write\n{ANSWER_FORMAT.format(text='<your answer>')}")
+        return _finish(rest[opening + 1 : closing])
+    if act == "finish":
+        return Finish() if len(parts) == 1 else Malformed(TWO_ACTIONS)
+    if len(parts) < 3:
+        why = "The ```bash block is not closed." if len(parts) == 2 else "No bash block found."
+        return Malformed(f"{why} Write\n{BASH_FORMAT.format(command='<commands>')}")
+    if len(parts) > 3:
+        return Malformed("More than one block found. Write all commands in one ```bash block.")
+    block = parts[1]
+    if language := _LANGUAGE.match(block):
+        block = block[language.end() :]
+    return _command(block, "The bash block is empty.")
+
+
+def parse_tool_call(reply: str) -> Reply:
+    """Understand a reply of the ``json_tool_calls`` protocol: one call, in ``<tool_call>`` tags, in a ```json block, or plain.
+
+    >>> parse_tool_call('<tool_call>{"name": "bash", "arguments": {"command": "ls /tmp"}}</tool_call>')
+    Command(text='ls /tmp')
+    >>> parse_tool_call('{"name": "finish", "arguments": {}}')
+    Finish(answer=None)
+    """
+    calls = reply.count("<tool_call>")
+    if calls > 1:
+        return Malformed(TWO_ACTIONS)
+    text = reply.split("<tool_call>")[1].split("</tool_call>")[0] if calls else reply
+    text = re.sub(r"\A\s*+```(?:json)?|```\s*\Z", "", text).strip()
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        return Malformed(f"No tool call found. Write\n{write_tool_call('bash', command='<commands>')}")
+    if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+        return Malformed(f"A tool call is an object with name and arguments. Write\n{write_tool_call('bash', command='<commands>')}")
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if isinstance(arguments, str):  # some models write them as a text of JSON
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, Mapping):
+        return Malformed("The arguments of a tool call are an object.")
+    return _call(call["name"], arguments)
+
+
+def write_act(action: Command | Finish) -> str:
+    """The reply of the ``act`` protocol that does this.
+
+    >>> write_act(Finish("42"))
+    'Act: answer(42)'
+    """
+    if isinstance(action, Command):
+        return BASH_FORMAT.format(command=action.text)
+    return FINISH_FORMAT if action.answer is None else ANSWER_FORMAT.format(text=action.answer)
+
+
+def write_json(action: Command | Finish) -> str:
+    """The reply of the ``json_tool_calls`` protocol that does this."""
+    if isinstance(action, Command):
+        return write_tool_call("bash", command=action.text)
+    return write_tool_call("finish") if action.answer is None else write_tool_call("answer", text=action.answer)
+
+
+def write_tool_call(name: str, **arguments: str) -> str:
+    """
+    >>> print(write_tool_call("bash", command="ls"))
+    <tool_call>
+    {"name": "bash", "arguments": {"command": "ls"}}
+    </tool_call>
+    """
+    return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) + "\n</tool_call>"
+
+
+def _call(name: str, arguments: Mapping[str, Any]) -> Reply:
+    if name == "bash":
+        command = arguments.get("command")
+        if not isinstance(command, str):
+            return Malformed(f"The command is missing. Write\n{write_tool_call('bash', command='<commands>')}")
+        return _command(command, "The command is empty.")
+    if name == "finish":
+        return Finish()
+    if name == "answer":
+        text = arguments.get("text", arguments.get("answer"))
+        if isinstance(text, int | float) and not isinstance(text, bool):
+            text = str(text)
+        if not isinstance(text, str):
+            return Malformed(f"The answer's text is missing. Write\n{write_tool_call('answer', text='<your answer>')}")
+        return _finish(text)
+    return Malformed(f"There is no tool {name[:40]!r}; call bash, finish or answer.")
+
+
+def _command(text: str, empty: str) -> Reply:
+    text = text.strip()
+    if not text:
+        return Malformed(empty)
+    if len(text) > MAX_COMMAND:
+        return Malformed(f"The command is longer than {MAX_COMMAND} characters.")
+    return Malformed("The command holds a character that cannot be typed.") if _UNTYPABLE.search(text) else Command(text)
+
+
+def _finish(answer: str) -> Reply:
+    return Malformed("The answer holds a character that cannot be typed.") if _UNTYPABLE.search(answer) else Finish(answer.strip())
+
+
+# Short on purpose: the agent reads it in every episode.
+_ACT_PROMPT = """\
+You work in a bash shell on Linux, as root. Reply in one of {ways} ways.
+To run commands and see their output:
+Act: bash
+
+```bash
+ls /tmp
+```
+To end, when the task is done:
+Act: finish
+{answer}You have {max_turns} turns, the last one included."""
+_ACT_ANSWER = "To end with the answer to a question:\nAct: answer(42)\n"
+
+_JSON_PROMPT = """\
+You work in a bash shell on Linux, as root. Each reply is one tool call.
+To run commands and see their output:
+{bash}
+To end, when the task is done:
+{finish}
+{answer}You have {max_turns} turns, the last one included."""
+
+
+def act_prompt(max_turns: int, answers: bool) -> str:
+    """The system message of the ``act`` protocol."""
+    return _ACT_PROMPT.format(max_turns=max_turns, ways="three" if answers else "two", answer=_ACT_ANSWER if answers else "")
+
+
+def json_prompt(max_turns: int, answers: bool) -> str:
+    """The system message of the ``json_tool_calls`` protocol."""
+    answer = f"To end with the answer to a question:\n{write_tool_call('answer', text='42')}\n" if answers else ""
+    bash, finish = write_tool_call("bash", command="ls /tmp"), write_tool_call("finish")
+    return _JSON_PROMPT.format(max_turns=max_turns, bash=bash, finish=finish, answer=answer)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A way to write actions: how they are read, written and explained."""
+
+    parse: Callable[[str], Reply]
+    write: Callable[[Command | Finish], str]
+    prompt: Callable[[int, bool], str]
+
+
+ProtocolName = Literal["act", "json_tool_calls"]
+PROTOCOLS: dict[ProtocolName, Protocol] = {
+    "act": Protocol(parse_act, write_act, act_prompt),
+    "json_tool_calls": Protocol(parse_tool_call, write_json, json_prompt),
+}

@@ -1,0 +1,47 @@
+"""The table of sandboxes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from agent_peft.environments.os_interaction.bubblewrap import BubblewrapSandbox
+from agent_peft.environments.os_interaction.docker import DockerSandbox
+from agent_peft.environments.os_interaction.nursery import nursery
+from agent_peft.environments.os_interaction.sandbox import Sandbox, SandboxLimits
+from agent_peft.environments.os_interaction.unsandboxed import NoSandbox
+from agent_peft.types import AgentPeftError
+
+SANDBOXES: Mapping[str, Callable[[SandboxLimits], Sandbox]] = {
+    "bubblewrap": BubblewrapSandbox,
+    "docker": partial(DockerSandbox, engine="docker"),
+    "podman": partial(DockerSandbox, engine="podman"),
+    "none": NoSandbox,
+}
+
+
+def build_sandbox(kind: str, limits: SandboxLimits) -> Sandbox:
+    """A sandbox that is not yet started.
+
+    Raises:
+        AgentPeftError: there is no such kind, or this machine cannot have it; one line says what to install.
+    """
+    if kind not in SANDBOXES:
+        raise AgentPeftError(f"sandbox: {kind!r} is none of {', '.join(SANDBOXES)}")
+    return SANDBOXES[kind](limits)
+
+
+def missing(kind: str) -> tuple[str, ...]:
+    """What this machine's sandboxes of a kind cannot do, each in a line that says what to do: what tasks may need.
+
+    Raises:
+        AgentPeftError: it cannot have them at all.
+    """
+    if kind == "none":
+        return ("a sandbox of any sort: the agent acts on this machine, as this user",)
+    if kind == "bubblewrap" and nursery().single_id:
+        return (
+            "users other than root (useradd works; chown to others, chgrp and su do not): "
+            "apt-get install uidmap, then usermod --add-subuids 100000-165535 --add-subgids 100000-165535 $USER",
+        )
+    return ()

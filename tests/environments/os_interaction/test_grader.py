@@ -1,0 +1,156 @@
+"""What counts as done, and what the agent cannot do about it."""
+
+import pytest
+
+from agent_peft.environments.os_interaction.episode import OSEpisode, Rules
+from agent_peft.environments.os_interaction.grader import compare, matches
+from agent_peft.environments.os_interaction.problems import Checks, Comparison, Exits, Matches, Problem, Script
+from agent_peft.environments.os_interaction.protocol import Command, Finish, write_act
+from agent_peft.types import Outcome
+
+
+@pytest.mark.parametrize(
+    ("how", "answer", "truth", "same"),
+    [
+        (Comparison.INTEGER, "12", "12\n", True),
+        (Comparison.INTEGER, " 12. ", "12", True),
+        (Comparison.INTEGER, "`12`", "12", True),
+        (Comparison.INTEGER, "1,234", "1234", True),
+        (Comparison.INTEGER, "012", "12", True),
+        (Comparison.INTEGER, "-1", "1", False),
+        (Comparison.INTEGER, "12.5", "12", False),
+        (Comparison.INTEGER, "1,2", "12", False),
+        (Comparison.INTEGER, "12 files", "12", False),
+        (Comparison.INTEGER, "", "", False),
+        (Comparison.INTEGER, "no such file", "no such file", False),
+        (Comparison.INTEGER, "²", "2", False),
+        (Comparison.INTEGER, "9" * 3_000, "9" * 3_000, False),
+        (Comparison.STRING, "a\r\nb ", " a\nb", True),
+        (Comparison.STRING, "A", "a", False),
+        (Comparison.STRING, "", "\n", True),
+        (Comparison.SIZE, "4096", "4.0K\n", True),
+        (Comparison.SIZE, "4 KB", "4096", True),
+        (Comparison.SIZE, "1.5M", "1536K", True),
+        (Comparison.SIZE, "12 bytes", "12B", True),
+        (Comparison.SIZE, "1GiB", "1g", True),
+        (Comparison.SIZE, "4K", "4M", False),
+        (Comparison.SIZE, "4.1K", "4K", False),
+        (Comparison.SIZE, "four", "four", False),
+        (Comparison.SIZE, "", "", False),
+        (Comparison.ANSWER_IN_TRUTH, "b", "a b c", True),
+        (Comparison.ANSWER_IN_TRUTH, "d", "a b c", False),
+        (Comparison.ANSWER_IN_TRUTH, "", "a b c", False),
+        (Comparison.TRUTH_IN_ANSWER, "it is b, then", "b\n", True),
+        (Comparison.TRUTH_IN_ANSWER, "it is b", "", False),
+    ],
+)
+def test_comparisons(how, answer, truth, same):
+    assert compare(how, answer, truth) is same
+
+
+@pytest.mark.parametrize(
+    ("wanted", "answer", "same"),
+    [
+        (Matches("log"), " log\n", True),
+        (Matches("log"), "logs", False),
+        (Matches(" log", strip=False), " log", True),
+        (Matches(" log", strip=False), "log", False),
+        (Matches(regex="^[0-9]+$"), " 12 ", True),
+        (Matches(regex="^[0-9]+$", strip=False), " 12 ", False),
+        (Matches(regex="b"), "abc", True),
+        (Matches(""), "x", False),
+    ],
+)
+def test_matches(wanted, answer, same):
+    assert matches(wanted, answer) is same
+
+
+def outcome(problem, *commands, answer=None):
+    episode = OSEpisode(problem, Rules(max_turns=9, script_timeout=3), seed=0)
+    try:
+        episode.start()
+        for command in commands:
+            assert not episode.step(write_act(Command(command))).done
+        return episode.step(write_act(Finish(answer))).outcome
+    finally:
+        episode.close()
+
+
+DONE = Problem("Make /srv/a.", Exits(Script("[ -d /srv/a ] && exit 0 || exit 1")), gold="mkdir /srv/a")
+COUNT = Problem(
+    "How many files are in ~/box?",
+    Checks((None, Comparison.INTEGER), Script("ls ~/box | wc -l")),
+    initialization=(Script("mkdir ~/box && touch ~/box/a ~/box/b ~/box/c"),),
+    gold="ls ~/box | wc -l",
+    answers=True,
+)
+OWN = Problem(
+    "Say yes, and touch /srv/said.",
+    Checks((Script('[ -e /srv/said ] && echo "$1!"'), Script("import sys; sys.exit(sys.argv[1:3] != ['yes', 'yes!\\n'])", "python"))),
+    answers=True,
+)
+
+
+def test_the_exit_code_decides(sandboxed):
+    assert outcome(DONE, "mkdir /srv/a") is Outcome.CORRECT
+    assert outcome(DONE, "touch /srv/a") is Outcome.INCORRECT
+    assert outcome(DONE) is Outcome.INCORRECT
+
+
+def test_an_example_tells_the_truth(sandboxed):
+    assert outcome(COUNT, "ls ~/box", answer="3") is Outcome.CORRECT
+    assert outcome(COUNT, answer="4") is Outcome.INCORRECT
+    assert outcome(COUNT, answer=None) is Outcome.INCORRECT
+    assert outcome(COUNT, answer="") is Outcome.INCORRECT
+
+
+def test_the_truth_is_that_of_before_the_agent_acted(sandboxed):
+    assert outcome(COUNT, "rm ~/box/*", answer="0") is Outcome.INCORRECT
+    assert outcome(COUNT, "rm ~/box/*", answer="3") is Outcome.CORRECT
+
+
+def test_an_example_that_fails_makes_no_truth(sandboxed):
+    broken = Problem("?", Checks((None, Comparison.INTEGER), Script("echo 3; exit 1")), gold="echo 3; exit 1", answers=True)
+    assert outcome(broken, answer="3") is Outcome.INCORRECT
+
+
+def test_an_example_sees_what_was_started(sandboxed):
+    started = Problem(
+        "What does /srv/now say?",
+        Checks((None, Comparison.STRING), Script("until [ -e /srv/now ]; do sleep 0.1; done; cat /srv/now")),
+        start="(while sleep 0.05; do echo ready > /srv/next; mv /srv/next /srv/now; done) &",
+        gold="cat /srv/now",
+        answers=True,
+    )
+    assert outcome(started, answer="ready") is Outcome.CORRECT
+
+
+def test_check_scripts_are_given_the_answer_and_what_was_said_before(sandboxed):
+    assert outcome(OWN, "touch /srv/said", answer="yes") is Outcome.CORRECT
+    assert outcome(OWN, "touch /srv/said", answer="no") is Outcome.INCORRECT
+    assert outcome(OWN, answer="yes") is Outcome.INCORRECT
+
+
+def test_an_answer_is_no_command(sandboxed):
+    assert outcome(OWN, answer="$(touch /srv/said)yes'; touch /srv/said; '") is Outcome.INCORRECT
+
+
+@pytest.mark.parametrize(
+    "mischief",
+    [
+        "mkfifo /srv/a",  # a check that reads it would wait for ever
+        "alias test=true; test() { true; }; exit() { builtin exit 0; }; export -f test exit",
+        "echo 'exit 0' > ~/.bashrc; echo 'exit 0' > /tmp/env; export BASH_ENV=/tmp/env",
+        "kill -9 -1",
+        "while :; do mkdir -p /srv/a; rmdir /srv/a; done & disown; rmdir /srv/a 2>/dev/null; exec sleep 0",
+    ],
+)
+def test_mischief_is_no_success_and_no_failure_of_ours(sandboxed, mischief):
+    reads = Problem("Fill /srv/a.", Exits(Script('[ "$(cat /srv/a)" = full ]')))
+    assert outcome(reads, mischief) is Outcome.INCORRECT
+
+
+def test_match_needs_no_more_than_the_answer(sandboxed):
+    problem = Problem("?", Matches("log"), answers=True)
+    assert outcome(problem, answer="log") is Outcome.CORRECT
+    assert outcome(problem) is Outcome.INCORRECT
