@@ -1,0 +1,211 @@
+"""An environment that runs in another process, or on another machine: the other end of ``agent-peft serve``."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Annotated, Literal, overload
+from urllib.parse import urlsplit
+
+from pydantic import AfterValidator, Field, model_validator
+
+from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
+from agent_peft.environments.http import wire
+from agent_peft.environments.http.connection import Connection, checked_url
+from agent_peft.types import AgentPeftError, InfrastructureError, Message, StepResult, Task
+
+logger = logging.getLogger(__name__)
+
+LOOK = 16  # tasks in a page of very many, of which a step looks at a few
+
+
+class RemoteConfig(EnvironmentConfig):
+    """Where the environment is, and how long to wait for it."""
+
+    kind: Literal["remote"] = "remote"
+    url: Annotated[str, AfterValidator(checked_url)] = Field(description="such as http://127.0.0.1:8000")
+    environment: str = Field(default=wire.TRAIN, description="train or evaluation, as the server calls it")
+    token: str | None = Field(default=None, description="the name of the environment variable that holds the server's token")
+    timeout: float = Field(default=120.0, gt=0, description="seconds for one answer")
+    patience: float = Field(default=30.0, ge=0, description="seconds within which an unanswered request is tried again")
+    examples: int = Field(default=0, ge=0, le=63, description="solved tasks shown before each task")
+    examples_url: Annotated[str, AfterValidator(checked_url)] | None = Field(default=None, description="default: the server's next port")
+
+    @model_validator(mode="after")
+    def _effective(self) -> RemoteConfig:
+        if self.examples_url is not None and not self.examples:
+            raise ValueError("examples_url has no effect without examples; set how many are shown, or leave it out")
+        return self
+
+
+class RemoteEnvironment(Environment):
+    """Nobody above can tell it from the environment that is served: tasks, seeds, demonstrations, results and errors are the same.
+
+    A request that is not answered is sent again, and executed once. An episode that the server has lost (it was killed, or started
+    anew) raises ``InfrastructureError``: it counts for nothing, and the collector begins it again.
+    """
+
+    def __init__(self, config: RemoteConfig) -> None:
+        """Ask for the tasks.
+
+        Raises:
+            AgentPeftError: no server answers, or it refuses.
+        """
+        self.config = config
+        self.connection = Connection(config.url, config.token, config.timeout, config.patience)
+        try:
+            self._tasks = self._fetch_tasks()
+            self._examples = self._fetch_examples() if config.examples else ()
+        except InfrastructureError as error:
+            self.connection.close()
+            raise AgentPeftError(f"no server answers ({error}); start it with: agent-peft serve CONFIG") from error
+        except BaseException:
+            self.connection.close()
+            raise
+        self._by_id = {task.id: task for task in self._tasks} if isinstance(self._tasks, tuple) else {}
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        return self._tasks
+
+    def episode(self, task: Task, seed: int) -> RemoteEpisode:
+        request = wire.ResetRequest(
+            episode_id=uuid.uuid4().hex,  # an address, not a draw: two runs of one seed must not meet in one episode
+            environment=self.config.environment,
+            task=self._name(task),
+            seed=seed,
+        )
+        shown = [example for example in self._examples if example.task != task.id][: self.config.examples]
+        return RemoteEpisode(self.connection, request, [message.message() for example in shown for message in example.messages])
+
+    def demonstration(self, task: Task) -> Sequence[str] | None:
+        request = wire.DemonstrationRequest(environment=self.config.environment, task=self._name(task))
+        return self.connection.post("/demonstration", wire.Demonstration, request).actions
+
+    def close(self) -> None:
+        self.connection.close()
+
+    def _name(self, task: Task) -> str | wire.TaskMessage:
+        """A served task by its id, another whole."""
+        return task.id if self._by_id.get(task.id) == task else wire.TaskMessage.of(task)
+
+    def _fetch_tasks(self) -> Sequence[Task]:
+        """All of them at once, or, where they are very many, as they are looked at."""
+        where = {"environment": self.config.environment}
+        tasks: list[Task] = []
+        while True:
+            page = self.connection.get("/tasks", wire.TaskPage, {**where, "offset": len(tasks)})
+            if page.total > wire.MANY:
+                return RemoteTasks(self.connection, self.config.environment, range(page.total))
+            tasks += [message.task() for message in page.tasks]
+            if len(tasks) >= page.total or not page.tasks:
+                return tuple(tasks)
+
+    def _fetch_examples(self) -> tuple[wire.Example, ...]:
+        """One more than are shown: a task is never shown its own solution."""
+        config = self.config
+        url = config.examples_url or next_port(config.url)
+        connection = Connection(url, config.token, config.timeout, config.patience)
+        try:
+            found = connection.get("/examples", wire.Examples, {"count": config.examples + 1}).examples
+        finally:
+            connection.close()
+        if len(found) <= config.examples:
+            raise AgentPeftError(f"{url}: has {len(found)} solved tasks, and examples + 1 are needed; set examples to {len(found) - 1}")
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class RemoteTasks(Sequence[Task]):
+    """More tasks than one wants to hold: each page is fetched when it is looked at.
+
+    Raises:
+        InfrastructureError: of every look, where the server does not answer.
+    """
+
+    connection: Connection
+    environment: str
+    indices: range
+    pages: Callable[[int], tuple[Task, ...]] | None = field(default=None, repr=False)  # shared with slices
+
+    def __post_init__(self) -> None:
+        if self.pages is None:
+            object.__setattr__(self, "pages", lru_cache(maxsize=1024)(self._fetch))
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> RemoteTasks: ...
+    def __getitem__(self, index: int | slice) -> Task | RemoteTasks:
+        if isinstance(index, slice):
+            return replace(self, indices=self.indices[index])
+        assert self.pages is not None
+        page, place = divmod(self.indices[index], LOOK)
+        return self.pages(page)[place]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def _fetch(self, page: int) -> tuple[Task, ...]:
+        where = {"environment": self.environment, "offset": page * LOOK, "limit": LOOK}
+        return tuple(message.task() for message in self.connection.get("/tasks", wire.TaskPage, where).tasks)
+
+
+class RemoteEpisode(Episode):
+    """One episode elsewhere. Its requests are told apart by their index."""
+
+    def __init__(self, connection: Connection, request: wire.ResetRequest, examples: Sequence[Message]) -> None:
+        self._connection, self._request, self._examples = connection, request, examples
+        self._name = request.episode_id or ""
+        self._server: str | None = None
+        self._started = self._over = False
+        self._steps = 0
+
+    def start(self) -> Sequence[Message]:
+        if self._started or self._over:
+            raise RuntimeError("the episode was started before")
+        self._started = True
+        response = self._connection.post("/reset", wire.ResetResponse, self._request)
+        if response.metadata.episode_id != self._name:
+            raise InfrastructureError(f"{self._connection.url}: answered for another episode")
+        self._server = response.metadata.server_id
+        opening = response.messages()
+        leading = next((place for place, message in enumerate(opening) if message.role != "system"), len(opening))
+        # the examples' own system messages say what the opening's does
+        return [*opening[:leading], *(m for m in self._examples if m.role != "system"), *opening[leading:]]
+
+    def step(self, action: str) -> StepResult:
+        if self._over or self._server is None:
+            raise RuntimeError("the episode is done or closed" if self._over else "the episode was not started")
+        request = wire.StepRequest(episode_id=self._name, index=self._steps, action=wire.Action(text=action), server_id=self._server)
+        response = self._connection.post("/step", wire.StepResponse, request)
+        if (response.metadata.episode_id, response.metadata.index) != (self._name, self._steps):
+            raise InfrastructureError(f"{self._connection.url}: answered for another step")
+        self._steps += 1
+        result = response.result()
+        self._over = result.done  # the server has freed it then
+        return result
+
+    def close(self) -> None:
+        """Tell the server, if it answers; it closes idle episodes by itself."""
+        if self._started and not self._over:
+            try:
+                self._connection.post("/close", wire.Pong, wire.CloseRequest(episode_id=self._name), patient=False)
+            except (AgentPeftError, InfrastructureError) as error:
+                logger.debug("episode %s is left to the server to close: %s", self._name, error)
+        self._over = True
+
+
+def next_port(url: str) -> str:
+    """Where the example conversations are, unless it is said.
+
+    >>> next_port("http://127.0.0.1:8000")
+    'http://127.0.0.1:8001'
+    """
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
+    return f"{parts.scheme}://{host}:{port + 1}"

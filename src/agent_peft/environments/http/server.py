@@ -1,0 +1,240 @@
+"""``agent-peft serve``: environments for anyone who speaks HTTP, many episodes at once. Needs the extra ``server``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Annotated, Any
+
+from pydantic import BaseModel
+
+from agent_peft import __version__
+from agent_peft.environments.base import Environment
+from agent_peft.environments.http import wire
+from agent_peft.environments.http.chat_history import ChatHistory, chat_history_app
+from agent_peft.environments.http.guard import Guard, is_loopback
+from agent_peft.environments.http.hosting import PAGE, Episodes, Limits
+from agent_peft.environments.http.openenv_session import converse
+from agent_peft.environments.http.web import JSON, FastAPI, Header, Query, Response, WebSocket, new_app, uvicorn
+from agent_peft.types import AgentPeftError
+
+Client = Annotated[str | None, Header(alias=wire.CLIENT_ID, max_length=64)]
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": wire.Problem} for status in (400, 401, 403, 404, 408, 409, 410, 413, 415, 422, 429)
+}
+
+
+def environment_app(episodes: Episodes) -> FastAPI:
+    """The environments' API, without what guards it: see ``Guard``."""
+    app = new_app("Agent-PEFT environments", "Reset, step and state as in OpenEnv (HTTP and the WebSocket /ws), and tasks.")
+
+    def route(method: str, path: str, model: type[Any], **more: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        return app.api_route(path, methods=[method], response_model=model, responses=REFUSALS, **more)
+
+    @route("POST", "/reset", wire.ResetResponse)
+    async def reset(request: wire.ResetRequest | None = None, client: Client = None) -> Response:
+        """Start an episode, once: a request that comes again is answered as before."""
+        return JSON(await episodes.reset(request or wire.ResetRequest(), client))
+
+    @route("POST", "/step", wire.StepResponse)
+    async def step(request: wire.StepRequest, client: Client = None) -> Response:
+        """Act, once: a request that comes again, with the same index, is answered as before."""
+        return JSON(await episodes.step(request, client))
+
+    @route("POST", "/close", wire.Pong)
+    async def close(request: wire.CloseRequest, client: Client = None) -> Response:
+        """Free an episode. May be repeated."""
+        await episodes.close(request.episode_id, client)
+        return JSON(wire.Pong())
+
+    @route("GET", "/state", wire.State)
+    async def state(episode_id: Annotated[str, Query(max_length=255)]) -> Response:
+        """How far an episode has come."""
+        return JSON(episodes.state(episode_id))
+
+    @route("GET", "/tasks", wire.TaskPage)
+    async def tasks(
+        environment: Annotated[str, Query(max_length=255)] = wire.TRAIN,
+        offset: Annotated[int, Query(ge=0, lt=2**62)] = 0,
+        limit: Annotated[int, Query(ge=1, le=PAGE)] = PAGE,
+    ) -> Response:
+        """The tasks in their order, ``limit`` from ``offset`` on. Their contents may hold solutions: they are for trainers, not agents."""
+        everything = episodes.environment(environment).tasks
+        page = tuple(wire.TaskMessage.of(task) for task in everything[offset : offset + limit])
+        return JSON(wire.TaskPage(total=len(everything), tasks=page))
+
+    @route("POST", "/demonstration", wire.Demonstration)
+    async def demonstration(request: wire.DemonstrationRequest) -> Response:
+        """Actions that solve a task, or null where none are known."""
+        return JSON(wire.Demonstration(actions=await episodes.demonstration(request)))
+
+    @route("GET", "/metadata", wire.Metadata)
+    async def metadata() -> Response:
+        """Which environments are served."""
+        counts = {name: len(environment.tasks) for name, environment in episodes.environments.items()}
+        about = "Environments of Agent-PEFT; an action is {text}, an observation {text, messages}."
+        return JSON(
+            wire.Metadata(name="agent-peft", description=about, version=__version__, server_id=episodes.server_id, environments=counts)
+        )
+
+    @route("GET", "/schema", wire.Schemas)
+    async def schema() -> Response:
+        """JSON schemas of actions, observations and states."""
+        models: dict[str, type[BaseModel]] = {"action": wire.Action, "observation": wire.Observation, "state": wire.State}
+        return JSON({name: model.model_json_schema() for name, model in models.items()})
+
+    @route("GET", "/health", wire.Health)
+    async def health() -> Response:
+        """Whether the server runs."""
+        return JSON(wire.Health())
+
+    @app.websocket("/ws")
+    async def openenv(socket: WebSocket) -> None:
+        await converse(socket, episodes)
+
+    return app
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where to listen: ``port`` for the environments, ``examples_port`` for their example conversations; 0 takes a free one.
+
+    >>> Address("127.0.0.1", 8000).ports
+    (8000, 8001)
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    examples_port: int | None = None  # null: the one after ``port``
+
+    @property
+    def ports(self) -> tuple[int, int]:
+        after = self.port + 1 if self.port else 0
+        return self.port, after if self.examples_port is None else self.examples_port
+
+
+class Host:
+    """A server that listens, and one of its example conversations beside it.
+
+    Raises:
+        AgentPeftError: an address is taken, or a token is needed.
+    """
+
+    def __init__(self, environments: Mapping[str, Environment], address: Address, limits: Limits, token: str | None = None) -> None:
+        if token is None and not is_loopback(address.host):
+            raise AgentPeftError(
+                f"{address.host} can be reached from other machines, so a token is needed: put one into an environment variable "
+                "and name it with --token"
+            )
+        check_tasks(environments)
+        self.episodes = Episodes(environments, limits)
+        history = ChatHistory(next(iter(environments.values())), self.episodes.in_thread)
+        self._sockets = _listen(address)
+        apps = (environment_app(self.episodes), chat_history_app(history))
+        self._servers = [_Server(Guard(app, limits, token), limits) for app in apps]
+        shown = f"[{address.host}]" if ":" in address.host else address.host
+        self.url, self.examples_url = (f"http://{shown}:{socket.getsockname()[1]}" for socket in self._sockets)
+
+    async def run(self, ready: Callable[[], None] | None = None) -> None:
+        """Serve until ``stop``, then close every episode."""
+        reaper = asyncio.create_task(self._reap())
+        try:
+            if ready is not None:
+                ready()
+            await asyncio.gather(*(server.serve([sock]) for server, sock in zip(self._servers, self._sockets, strict=True)))
+        finally:
+            reaper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reaper
+            await self.episodes.shutdown()
+
+    def stop(self) -> None:
+        """May be called from a signal handler, or another thread."""
+        for server in self._servers:
+            server.should_exit = True
+
+    async def _reap(self) -> None:
+        while True:
+            await asyncio.sleep(min(self.episodes.limits.idle_seconds / 4, 15.0))
+            await self.episodes.reap()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, but for the signals: two of them share a process."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]], limits: Limits) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                ws_max_size=limits.body_bytes,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=int(limits.shutdown_seconds) + 1,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(environments: Mapping[str, Environment], address: Address, limits: Limits, token: str | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, then close everything. Prints one line when it listens.
+
+    Raises:
+        AgentPeftError: an address is taken, or a token is needed.
+    """
+    host = Host(environments, address, limits, token)
+
+    def ready() -> None:
+        names = " and ".join(f"{name} ({len(environment.tasks)} tasks)" for name, environment in environments.items())
+        print(f"serving {names} on {host.url} (its API: {host.url}/docs), example conversations on {host.examples_url}", flush=True)
+
+    async def until_signalled() -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, host.stop)
+        await host.run(ready)
+
+    try:
+        asyncio.run(until_signalled())
+    finally:
+        for environment in environments.values():
+            environment.close()
+
+
+def check_tasks(environments: Mapping[str, Environment]) -> None:
+    """Raises:
+    AgentPeftError: a task cannot be written as JSON.
+    """
+    for name, environment in environments.items():
+        for task in islice(environment.tasks, wire.MANY):
+            try:
+                wire.encode(wire.TaskMessage.of(task))
+            except (TypeError, ValueError) as error:
+                raise AgentPeftError(f"{name}: task {task.id} cannot be sent: {error}") from error
+
+
+def _listen(address: Address) -> list[socket.socket]:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    sockets: list[socket.socket] = []
+    for option, port in zip(("--port", "--examples-port"), address.ports, strict=True):
+        try:
+            if not 0 <= port < 1 << 16:
+                raise OSError(0, "a port is a number from 0 to 65535")
+            sockets.append(socket.create_server((address.host, port), family=family, backlog=1024))
+            # inherited by what is accepted: without it each answer, a head and a body, waits 40 ms for an acknowledgement
+            sockets[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except OSError as error:
+            for earlier in sockets:
+                earlier.close()
+            raise AgentPeftError(f"cannot listen on {address.host}, port {port} ({error.strerror}); set --host or {option}") from error
+    return sockets
