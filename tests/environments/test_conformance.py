@@ -3,12 +3,17 @@
 import json
 import subprocess
 import sys
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
 
 import pytest
 
 from agent_peft.environments import ENVIRONMENTS, load_environment
 from agent_peft.environments.base import EnvironmentConfig
 from agent_peft.types import AgentPeftError, Outcome
+
+PROBLEMS = str(Path(__file__).parent / "own_problems.jsonl")
 
 # for each kind: a configuration with a few tasks, one with another seed, and a reply that answers wrongly and finishes
 CASES = {
@@ -18,11 +23,41 @@ CASES = {
         {"generate": {"num_tasks": 16, "seed": 4}},
         "Action: Answer\nFinal Answer: [('nothing of the kind', -1)]",
     ),
+    "os_interaction": (
+        {"generate": {"num_tasks": 3, "seed": 3, "skills": ["mkdir", "gpasswd", "echo"]}},
+        {"generate": {"num_tasks": 3, "seed": 4, "skills": ["mkdir", "gpasswd", "echo"]}},
+        "Act: finish",
+    ),
+    "gsm8k": ({"tasks": PROBLEMS, "num_tasks": 5}, {"tasks": PROBLEMS, "offset": 1}, "#### -1"),  # problems of a file: another part of it
 }
+# each of them over HTTP too; the environment of an OpenEnv server has no golds to replay
+CASES |= {f"remote {kind}": case for kind, case in CASES.items()}
 
 
-def load(kind, which=0):
-    return load_environment({"kind": kind, **CASES[kind][which]})
+@pytest.fixture(scope="module")
+def settings(serving_all_along):
+    """settings(kind, which): a whole configuration; where it is remote, of an environment that is served."""
+
+    @cache
+    def written(kind, which=0):
+        local = {"kind": kind.removeprefix("remote "), **CASES[kind][which]}
+        if not kind.startswith("remote "):
+            return local
+        return {"kind": "remote", "url": serving_all_along({"train": load_environment(local)}).url}
+
+    return written
+
+
+@pytest.fixture
+def load(settings):
+    with ExitStack() as stack:
+
+        def loaded(kind, which=0):
+            environment = load_environment(settings(kind, which))
+            stack.callback(environment.close)
+            return environment
+
+        yield loaded
 
 
 def play(environment, task, replies):
@@ -34,15 +69,17 @@ def play(environment, task, replies):
 
 
 def test_every_environment_is_covered():
-    assert set(CASES) == set(ENVIRONMENTS)
+    assert {kind.split()[0] for kind in CASES} == set(ENVIRONMENTS) - {"openenv"}
 
 
 @pytest.fixture(params=CASES)
 def kind(request):
+    if "os_interaction" in request.param:
+        request.getfixturevalue("sandboxed")
     return request.param
 
 
-def test_demonstrations_are_correct(kind):
+def test_demonstrations_are_correct(load, kind):
     environment = load(kind)
     for task in environment.tasks:
         results = play(environment, task, environment.demonstration(task))
@@ -51,31 +88,31 @@ def test_demonstrations_are_correct(kind):
         assert all(result.valid for result in results)
 
 
-def test_wrong_replies_are_incorrect(kind):
+def test_wrong_replies_are_incorrect(load, kind):
     environment = load(kind)
     for task in environment.tasks:
         assert play(environment, task, [CASES[kind][2]])[-1].outcome is Outcome.INCORRECT, task.id
 
 
-def test_the_same_seed_gives_the_same_tasks_and_another_others(kind):
+def test_the_same_seed_gives_the_same_tasks_and_another_others(load, kind):
     assert load(kind).tasks == load(kind).tasks
     assert load(kind).tasks != load(kind, 1).tasks
 
 
-def test_task_ids_are_distinct_and_tasks_can_be_written_as_json(kind):
+def test_task_ids_are_distinct_and_tasks_can_be_written_as_json(load, kind):
     tasks = load(kind).tasks
     assert len({task.id for task in tasks}) == len(tasks)
     assert all(json.loads(json.dumps(task.content)) == task.content for task in tasks)
 
 
-def test_the_same_replies_give_the_same_results(kind):
+def test_the_same_replies_give_the_same_results(load, kind):
     environment = load(kind)
     for task in environment.tasks[:4]:
         replies = environment.demonstration(task)
         assert play(environment, task, replies) == play(environment, task, replies)
 
 
-def test_openings_end_with_the_user(kind):
+def test_openings_end_with_the_user(load, kind):
     environment = load(kind)
     episode = environment.episode(environment.tasks[0], seed=0)
     opening = episode.start()
@@ -84,7 +121,7 @@ def test_openings_end_with_the_user(kind):
     assert opening[-1].content.strip()
 
 
-def test_a_step_after_the_end_raises(kind):
+def test_a_step_after_the_end_raises(load, kind):
     environment = load(kind)
     task = environment.tasks[0]
     episode = environment.episode(task, seed=0)
@@ -95,7 +132,7 @@ def test_a_step_after_the_end_raises(kind):
         episode.step(CASES[kind][2])
 
 
-def test_a_step_after_close_raises_and_close_is_idempotent(kind):
+def test_a_step_after_close_raises_and_close_is_idempotent(load, kind):
     environment = load(kind)
     episode = environment.episode(environment.tasks[0], seed=0)
     episode.start()
@@ -108,22 +145,24 @@ def test_a_step_after_close_raises_and_close_is_idempotent(kind):
 
 
 @pytest.mark.parametrize("reply", ["", "\0", "\ud800", "Action: Operation\n```sql\nDROP TABLE t\n```", "9" * 5000, "x" * 100_000])
-def test_whatever_is_written_ends_in_a_result(kind, reply):
+def test_whatever_is_written_ends_in_a_result(load, kind, reply):
     environment = load(kind)
     result = play(environment, environment.tasks[0], [reply])[0]
     assert result.outcome is not Outcome.CORRECT
 
 
-def test_a_configuration_object_loads_too(kind):
-    config_class, environment_class = ENVIRONMENTS[kind]
-    config = config_class.model_validate(CASES[kind][0])
+def test_a_configuration_object_loads_too(settings, kind):
+    config_class, environment_class = ENVIRONMENTS[kind.split()[0]]
+    config = config_class.model_validate(settings(kind))
     assert isinstance(config, EnvironmentConfig)
-    assert isinstance(load_environment(config), environment_class)
+    environment = load_environment(config)
+    assert isinstance(environment, environment_class)
+    environment.close()
 
 
-def test_an_unknown_key_is_an_error(kind):
+def test_an_unknown_key_is_an_error(settings, kind):
     with pytest.raises(AgentPeftError, match="nonsense"):
-        load_environment({"kind": kind, **CASES[kind][0], "nonsense": 1})
+        load_environment({**settings(kind), "nonsense": 1})
 
 
 def test_an_unknown_kind_names_the_nearest():

@@ -12,11 +12,19 @@ from pydantic import BaseModel, ValidationError
 from agent_peft.environments.arithmetic import Arithmetic, ArithmeticConfig
 from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
 from agent_peft.environments.db_bench import DBBench, DBBenchConfig
+from agent_peft.environments.gsm8k import GSM8K, GSM8KConfig
+from agent_peft.environments.http.client import RemoteConfig, RemoteEnvironment
+from agent_peft.environments.http.openenv import OpenEnv, OpenEnvConfig
+from agent_peft.environments.os_interaction import OSInteraction, OSInteractionConfig
 from agent_peft.types import AgentPeftError
 
 ENVIRONMENTS: dict[str, tuple[type[EnvironmentConfig], type[Environment]]] = {
     "arithmetic": (ArithmeticConfig, Arithmetic),
     "db_bench": (DBBenchConfig, DBBench),
+    "gsm8k": (GSM8KConfig, GSM8K),
+    "os_interaction": (OSInteractionConfig, OSInteraction),
+    "openenv": (OpenEnvConfig, OpenEnv),
+    "remote": (RemoteConfig, RemoteEnvironment),
 }
 
 

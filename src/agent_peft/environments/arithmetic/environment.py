@@ -1,0 +1,119 @@
+"""The environment: what is asked, what is answered, and how answers are graded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from agent_peft.environments.arithmetic.operations import backwards, find_operation
+from agent_peft.environments.arithmetic.problems import Problems, Split, count_problems
+from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
+from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason, Task
+
+ALPHABET = "0123456789+*-= ^$"  # every character of a prompt or an answer, for a character tokenizer
+
+Form = Literal["plain", "reversed", "worked"]
+
+# the number that is graded; work is free, but it has no "$", which closes the answer
+GRADED: dict[Form, str] = {"plain": r"(-?[0-9]+)", "reversed": r"([0-9]+-?)", "worked": r"(?:[^$]*=)?([0-9]+-?)"}
+
+
+class ArithmeticConfig(EnvironmentConfig):
+    """Two numbers of exactly as many digits as asked for (0 has one digit), to be added, multiplied, or what a user says."""
+
+    kind: Literal["arithmetic"] = "arithmetic"
+    operation: str = Field(default="addition", description="addition, multiplication, or your own Operation as package.module:NAME")
+    digits: int | tuple[int, int] = Field(default=3, description="of both operands; [low, high] mixes, with a skill for each")
+    answer: Form = Field(default="plain", description="reversed: last digit first, as carries go; worked: the same, after the work")
+    symbols: bool = Field(default=False, description="^ opens the question, $ closes the answer")
+    split: Split = "train"
+    num_tasks: int | None = Field(default=None, ge=1, description="distinct problems; null is all of the split")
+    seed: int = Field(default=0, description="chooses the problems and their order; never which are held out")
+
+    @field_validator("operation")
+    @classmethod
+    def _exists(cls, operation: str) -> str:
+        find_operation(operation)
+        return operation
+
+    @field_validator("digits", mode="before")
+    @classmethod
+    def _ascending(cls, digits: Any) -> Any:
+        numbers = digits if isinstance(digits, list | tuple) and len(digits) == 2 else [digits]
+        if not all(type(number) is int and 1 <= number <= 9 for number in numbers) or sorted(set(numbers)) != list(numbers):
+            raise ValueError(f"{digits!r} is neither a number from 1 to 9 nor two of them, [low, high]")
+        return digits
+
+
+class Arithmetic(Environment):
+    """Which problems are held out depends on their operands alone, so no training run of any seed or operation has seen one.
+
+    ``a+b`` and ``b+a`` are on the same side, since one gives the other away.
+    """
+
+    def __init__(self, config: ArithmeticConfig) -> None:
+        """
+        Raises:
+            AgentPeftError: the split has fewer than ``num_tasks`` problems, or nobody has said how the operation is worked out.
+        """
+        self.config = config
+        self.operation = find_operation(config.operation)
+        digits = config.digits if isinstance(config.digits, tuple) else (config.digits, config.digits)
+        skill = config.operation.rpartition(":")[2]
+        count = sum(count_problems(length, config.split) for length in range(digits[0], digits[1] + 1))
+        if config.num_tasks is not None and config.num_tasks > count:
+            length = "- to ".join(map(str, sorted(set(digits))))
+            raise AgentPeftError(
+                f"{length}-digit {skill} has only {count} problems in its {config.split} split: "
+                f"set num_tasks to at most {count}, or raise digits"
+            )
+        if config.answer == "worked" and self.operation.worked is None:
+            raise AgentPeftError(f"answer: worked: {config.operation} has no worked form; give its Operation one, or set answer: reversed")
+        self._tasks = Problems(skill, self.operation.symbol, digits, config.split, config.seed, range(config.num_tasks or count))
+        self._grammar = re.compile(GRADED[config.answer] + (r"\$" if config.symbols else ""))
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        return self._tasks
+
+    def episode(self, task: Task, seed: int) -> ArithmeticEpisode:
+        question = f"{'^' if self.config.symbols else ''}{task.content['a']}{self.operation.symbol}{task.content['b']}="
+        return ArithmeticEpisode(question, self._grammar, self._answer(task))
+
+    def demonstration(self, task: Task) -> Sequence[str]:
+        a, b = task.content["a"], task.content["b"]
+        work = ""
+        if self.config.answer == "worked" and self.operation.worked is not None:
+            work = self.operation.worked(a, b, max(len(str(a)), len(str(b)))) + "="
+        return [work + self._answer(task) + ("$" if self.config.symbols else "")]
+
+    def _answer(self, task: Task) -> str:
+        result = self.operation.compute(task.content["a"], task.content["b"])
+        if not isinstance(result, int):
+            raise AgentPeftError(f"{self.config.operation} of {task.id} is {result!r}, no whole number; change the operation's compute")
+        return str(result) if self.config.answer == "plain" else backwards(result)
+
+
+class ArithmeticEpisode(Episode):
+    """One turn. An action of another form than the one asked for is invalid, and as wrong as a wrong number."""
+
+    def __init__(self, question: str, grammar: re.Pattern[str], answer: str) -> None:
+        self._question, self._grammar, self._answer = question, grammar, answer
+        self._over = False
+
+    def start(self) -> Sequence[Message]:
+        return [Message("user", self._question)]
+
+    def step(self, action: str) -> StepResult:
+        if self._over:
+            raise RuntimeError("the episode is over")
+        self._over = True
+        found = self._grammar.fullmatch(action.strip())
+        outcome = Outcome.CORRECT if found and found[1] == self._answer else Outcome.INCORRECT
+        return StepResult("", done=True, outcome=outcome, stop_reason=StopReason.FINISHED, valid=found is not None)
+
+    def close(self) -> None:
+        self._over = True
