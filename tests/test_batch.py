@@ -43,3 +43,25 @@ def test_to_leaves_an_absent_reference_absent():
 def test_an_empty_batch_is_refused():
     with pytest.raises(ValueError, match="empty"):
         collate([], [])
+
+
+def test_each_turns_reward_is_on_its_last_sampled_token():
+    assert collate([SHORT, LONG], [0, 1]).rewards.tolist() == [[0, 1.0, 0, 0, 0, 0], [0, 0, 0.5, 0, 0, -2.0]]
+
+
+def test_no_reward_is_lost_where_a_turn_sampled_nothing():
+    empty = Turn((7, 8), (), ())
+    for turns in ((empty, LONG.turns[0], LONG.turns[1]), (LONG.turns[0], empty, LONG.turns[1]), (*LONG.turns, empty)):
+        batch = collate([Trajectory(Task("t"), turns, rewards=(1.0, 2.0, 4.0))], [0])
+        assert batch.rewards.sum(1).tolist() == batch.returns.tolist() == [7.0]
+        assert not batch.rewards[~batch.action_mask].any()
+    # a turn that sampled nothing pays with the token before it; the first with the first token to come
+    assert batch.rewards[0].tolist() == [0, 0, 1.0, 0, 0, 6.0, 0, 0]
+    assert collate([Trajectory(Task("t"), (Turn((), (1,), (-1.0,)), LONG.turns[0]), rewards=(1.0, 2.0))], [0]).rewards.tolist() == [
+        [0, 0, 0, 3.0]
+    ]
+
+
+def test_rewards_are_one_for_each_turn():
+    with pytest.raises(ValueError, match="zip"):
+        collate([Trajectory(Task("t"), LONG.turns, rewards=(1.0,))], [0])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -28,11 +29,14 @@ class Batch:
     lengths: Tensor  # (B,) int64: how many tokens are real
     action_mask: Tensor  # (B, T) bool: sampled by the policy
     logprobs: Tensor  # (B, T) fp32: the sampler's, zero off the mask
+    rewards: Tensor  # (B, T) fp32: each turn's on its last sampled token
     returns: Tensor  # (B,) fp32: sum of the rewards
     groups: Tensor  # (B,) int64: trajectories of one task share a number
     advantages: Tensor  # (B, T) fp32, zero until an algorithm sets them
     weights: Tensor  # (B, T) fp32, zero until an algorithm sets them
     reference_logprobs: Tensor | None = None  # (B, T) fp32, only where a penalty asks for them
+    values: Tensor | None = None  # (B, T) fp32: the critic's before the update, zero off the mask; only where an algorithm has a critic
+    value_targets: Tensor | None = None  # (B, T) fp32: what the critic is to learn, set with the advantages
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -68,18 +72,32 @@ def collate(trajectories: Sequence[Trajectory], groups: Sequence[int]) -> Batch:
     tokens = torch.zeros(shape, dtype=torch.int64)
     action_mask = torch.zeros(shape, dtype=torch.bool)
     logprobs = torch.zeros(shape, dtype=torch.float32)
+    rewards = torch.zeros(shape, dtype=torch.float32)
     for row, trajectory in enumerate(trajectories):
         tokens[row, : lengths[row]] = torch.tensor(trajectory.tokens)
         action_mask[row, : lengths[row]] = torch.tensor(trajectory.action_mask)
         logprobs[row, : lengths[row]] = torch.tensor(trajectory.logprobs)
+        for place, reward in _places(trajectory):
+            rewards[row, place] += reward
     action_mask[:, 0] = False  # the first token has no predictor
     return Batch(
         tokens=tokens,
         lengths=torch.tensor(lengths),
         action_mask=action_mask,
         logprobs=logprobs,
+        rewards=rewards,
         returns=torch.tensor([t.reward for t in trajectories], dtype=torch.float32),
         groups=torch.tensor(list(groups), dtype=torch.int64),
         advantages=torch.zeros(shape),
         weights=torch.zeros(shape),
     )
+
+
+def _places(trajectory: Trajectory) -> Iterator[tuple[int, float]]:
+    """Where each turn's reward goes: to the last token sampled by its end; before any was, to the first that will be."""
+    sampled = [t for t, mine in enumerate(trajectory.action_mask) if mine and t > 0]
+    end = 0
+    for turn, reward in zip(trajectory.turns, trajectory.rewards, strict=bool(trajectory.rewards)):
+        end += len(turn.observation) + len(turn.action)
+        if sampled:
+            yield sampled[max(bisect_left(sampled, end) - 1, 0)], reward

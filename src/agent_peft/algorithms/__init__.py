@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from agent_peft.algorithms.base import Algorithm, BaseAlgorithmConfig, Metrics, PolicyOutput, averages
+from agent_peft.algorithms.base import Algorithm, BaseAlgorithmConfig, Critic, Metrics, PolicyOutput, averages
 from agent_peft.algorithms.policy_gradient import (
     DrGrpoConfig,
     GrpoConfig,
@@ -19,15 +19,17 @@ from agent_peft.algorithms.policy_gradient import (
     reinforce,
     rloo,
 )
+from agent_peft.algorithms.ppo import Ppo, PpoConfig, build_ppo
 from agent_peft.algorithms.supervised import SftConfig, Supervised, sft
 
-AlgorithmConfig = Annotated[ReinforceConfig | RlooConfig | GrpoConfig | DrGrpoConfig | SftConfig, Field(discriminator="kind")]
+AlgorithmConfig = Annotated[ReinforceConfig | RlooConfig | GrpoConfig | DrGrpoConfig | PpoConfig | SftConfig, Field(discriminator="kind")]
 
 ALGORITHMS: dict[str, tuple[type[BaseAlgorithmConfig], Callable[[Any], Algorithm]]] = {
     "reinforce": (ReinforceConfig, reinforce),
     "rloo": (RlooConfig, rloo),
     "grpo": (GrpoConfig, grpo),
     "dr_grpo": (DrGrpoConfig, dr_grpo),
+    "ppo": (PpoConfig, build_ppo),
     "sft": (SftConfig, sft),
 }
 
@@ -46,11 +48,14 @@ __all__ = [
     "Algorithm",
     "AlgorithmConfig",
     "BaseAlgorithmConfig",
+    "Critic",
     "DrGrpoConfig",
     "GrpoConfig",
     "Metrics",
     "PolicyGradient",
     "PolicyOutput",
+    "Ppo",
+    "PpoConfig",
     "ReinforceConfig",
     "RlooConfig",
     "SftConfig",

@@ -1,4 +1,4 @@
-"""From returns to advantages: how much better a trajectory was than should be expected. (B,) -> (B,)"""
+"""From rewards to advantages: how much better it went than should be expected. Of trajectories (B,), or of tokens (B, T) with a critic."""
 
 from __future__ import annotations
 
@@ -73,6 +73,51 @@ def _within_groups(returns: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Ten
         )
     deviation = returns - per_group(returns, count)
     return deviation, per_group(deviation.square(), count - 1), count[index]
+
+
+def generalized(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: float) -> Tensor:
+    """Â_t = Σ_l (γ λ)^l δ_{t+l} with δ_t = r_t + γ V(s_{t+1}) - V(s_t) (GAE: Schulman et al., 2016, equation 16).
+
+    A trajectory's *sampled* tokens are the steps of the process: what the environment wrote in between is skipped, so that γ and λ count
+    sampled tokens, and V(s_{t+1}) after a turn's last token is the value at the next turn's first. After the last token it is 0, also
+    where the episode was cut off: its price says what that is worth. λ = 1 gives the discounted rewards to come, less the value.
+
+    Args:
+        rewards, values: (B, T); values[t] is V of tokens[:t]. Only what is under the mask is read.
+        mask: (B, T) bool, the sampled tokens.
+
+    Returns:
+        (B, T), zero off the mask.
+
+    >>> rewards, values = torch.tensor([[0.0, 0.0, 9.0, 1.0]]), torch.tensor([[0.0, 0.5, 9.0, 0.25]])
+    >>> generalized(rewards, values, torch.tensor([[False, True, False, True]]), gamma=1.0, gae_lambda=0.5).tolist()
+    [[0.0, 0.125, 0.0, 0.75]]
+    """
+    advantages = torch.zeros_like(values, dtype=torch.float64)
+    following = advantages.new_zeros(len(values))  # V(s_{t+1})
+    advantage = advantages.new_zeros(len(values))  # Â_{t+1}
+    for t in reversed(mask.any(0).nonzero().flatten().tolist()):
+        here, value = mask[:, t], values[:, t].double()
+        delta = rewards[:, t].double() + gamma * following - value
+        advantage = torch.where(here, delta + gamma * gae_lambda * advantage, advantage)
+        following = torch.where(here, value, following)
+        advantages[:, t] = advantage * here
+    return advantages.to(values.dtype)
+
+
+def standardized(advantages: Tensor, mask: Tensor, sum_over_ranks: SumOverRanks = one_rank, epsilon: float = 1e-8) -> Tensor:
+    """(Â - mean) / (std + epsilon) (B, T) over the step's sampled tokens, all ranks together; 0 where they are all alike."""
+    mean, variance = moments(advantages, mask, sum_over_ranks)
+    return ((advantages.double() - mean) / (variance.sqrt() + epsilon) * mask).to(advantages.dtype)
+
+
+def moments(values: Tensor, mask: Tensor, sum_over_ranks: SumOverRanks = one_rank) -> tuple[Tensor, Tensor]:
+    """Mean and variance (biased; fp64 scalars) of ``values`` (B, T) under ``mask``, all ranks together. Equals vary by exactly 0."""
+    chosen = values[mask].double()
+    count, total = sum_over_ranks(torch.stack([chosen.new_tensor(len(chosen)), chosen.sum()]))
+    mean = total / count.clamp(min=1)
+    deviation = chosen - mean
+    return mean, sum_over_ranks(deviation.square().sum()) / count.clamp(min=1)
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pydantic import BaseModel, ConfigDict
@@ -20,14 +21,29 @@ def one_rank(tensor: Tensor) -> Tensor:
     return tensor
 
 
+@dataclass(frozen=True)
+class Critic:
+    """What an algorithm asks of the value head it learns with.
+
+    >>> Critic(learning_rate=1e-2, trunk_gradient=True).trunk_gradient
+    True
+    """
+
+    learning_rate: float  # the head's own
+    trunk_gradient: bool  # whether the value loss also trains the model under the head
+
+
 class PolicyOutput(Protocol):
-    """What one forward says of a batch. Index t speaks of token t given tokens[:t]; both are zero off the action mask."""
+    """What one forward says of a batch. Index t speaks of token t given tokens[:t]; all are zero off the action mask."""
 
     @property
     def logprobs(self) -> Tensor: ...  # (B, T) fp32, with gradient
 
     @property
     def entropy(self) -> Tensor | None: ...  # (B, T) fp32 nats, with gradient, where ``needs_entropy``
+
+    @property
+    def values(self) -> Tensor | None: ...  # (B, T) fp32, with gradient, where there is a ``critic``
 
 
 class Algorithm(Protocol):
@@ -41,6 +57,10 @@ class Algorithm(Protocol):
 
     @property
     def needs_entropy(self) -> bool: ...
+
+    @property
+    def critic(self) -> Critic | None:
+        """The value head it needs. Where it does, ``prepare`` finds the batch's ``values`` set, and ``loss`` the output's."""
 
     @property
     def learns_at_zero_advantage(self) -> bool:
@@ -59,6 +79,9 @@ class Algorithm(Protocol):
     def prepare(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> Batch:
         """Set ``advantages`` (B, T). Sees this rank's share of a whole step; groups are never split over ranks."""
 
+    def observe(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> dict[str, float]:
+        """What the prepared step says in numbers that are no means over updates; the same on every rank."""
+
     def weigh(self, minibatch: Batch) -> tuple[Batch, Tensor]:
         """Set ``weights`` (B, T), not normalised, and return what normalises them: this rank's share of the denominator, a scalar.
 
@@ -70,6 +93,9 @@ class Algorithm(Protocol):
 
         Every metric is ``(weights * x).sum()`` and so is ``"weight"``, with x = 1: sum all over microbatches and ranks, then ``averages``.
         """
+
+    def is_done(self, metrics: Mapping[str, float]) -> bool:
+        """Asked after each epoch with the metrics of its last update, all ranks together: are the step's further epochs left out?"""
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must remember; fit for JSON."""

@@ -47,6 +47,7 @@ class PolicyGradient:
     minibatches: int = 1
 
     on_policy: ClassVar[bool] = True
+    critic: ClassVar[None] = None
 
     @property
     def needs_reference(self) -> bool:
@@ -66,36 +67,21 @@ class PolicyGradient:
             advantages = self.baseline.subtract(advantages, sum_over_ranks)
         return replace(batch, advantages=advantages[:, None] * batch.action_mask)
 
+    def observe(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> dict[str, float]:
+        return {}
+
     def weigh(self, minibatch: Batch) -> tuple[Batch, Tensor]:
         weights, denominator = self.weighting(minibatch.action_mask)
         return replace(minibatch, weights=weights), denominator
 
     def loss(self, output: PolicyOutput, microbatch: Batch) -> tuple[Tensor, Metrics]:
-        """Metrics: ratio, clip_fraction, approx_kl (k3, sampler ‖ policy), surprisal (an estimate of the entropy), entropy, kl (k3, to the
-        reference); where there is nothing to make one of, it is left out."""
-        logprobs, sampled = output.logprobs, microbatch.logprobs
-        per_token, cut = self.surrogate(logprobs, sampled, microbatch.advantages)
-        with torch.no_grad():
-            shown = {
-                "weight": torch.ones_like(logprobs),
-                "ratio": (logprobs - sampled).exp(),
-                "clip_fraction": cut.float(),
-                "approx_kl": penalties.k3(sampled, logprobs),
-                "surprisal": -logprobs,
-            }
-        if self.kl_coef:
-            if microbatch.reference_logprobs is None:
-                raise ValueError(f"{self.kind} with kl_coef needs the reference's log-probabilities in the batch")
-            kl = penalties.reverse_kl(logprobs, sampled, microbatch.reference_logprobs)
-            per_token = per_token + self.kl_coef * kl
-            shown["kl"] = kl.detach()
-        if self.entropy_coef and output.entropy is None:
-            raise ValueError(f"{self.kind} with entropy_coef needs the policy's entropy")
-        if output.entropy is not None:
-            per_token = per_token - self.entropy_coef * output.entropy
-            shown["entropy"] = output.entropy.detach()
+        """Metrics: those of ``surrogate_and_penalties``."""
+        per_token, shown = surrogate_and_penalties(output, microbatch, self.surrogate, self.kl_coef, self.entropy_coef)
         weights = microbatch.weights
         return (weights * per_token).sum(), {name: (weights * x).sum() for name, x in shown.items()}
+
+    def is_done(self, metrics: Mapping[str, float]) -> bool:
+        return False
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.baseline is None else {"baseline": self.baseline.value}
@@ -108,6 +94,38 @@ class PolicyGradient:
             )
         if self.baseline is not None:
             self.baseline.value = float(state["baseline"])
+
+
+def surrogate_and_penalties(
+    output: PolicyOutput, microbatch: Batch, surrogate: Surrogate, kl_coef: float, entropy_coef: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """surrogate(Â) + β KL(π ‖ reference) - c2 entropy, per token (B, T) with gradient, and what there is to show of it.
+
+    Shown: weight (1), ratio, clip_fraction, approx_kl (k3, sampler ‖ policy), surprisal (an estimate of the entropy), entropy, kl (k3, to
+    the reference); where there is nothing to make one of, it is left out.
+    """
+    logprobs, sampled = output.logprobs, microbatch.logprobs
+    per_token, cut = surrogate(logprobs, sampled, microbatch.advantages)
+    with torch.no_grad():
+        shown = {
+            "weight": torch.ones_like(logprobs),
+            "ratio": (logprobs - sampled).exp(),
+            "clip_fraction": cut.float(),
+            "approx_kl": penalties.k3(sampled, logprobs),
+            "surprisal": -logprobs,
+        }
+    if kl_coef:
+        if microbatch.reference_logprobs is None:
+            raise ValueError("kl_coef needs the reference's log-probabilities in the batch")
+        kl = penalties.reverse_kl(logprobs, sampled, microbatch.reference_logprobs)
+        per_token = per_token + kl_coef * kl
+        shown["kl"] = kl.detach()
+    if entropy_coef and output.entropy is None:
+        raise ValueError("entropy_coef needs the policy's entropy")
+    if output.entropy is not None:
+        per_token = per_token - entropy_coef * output.entropy
+        shown["entropy"] = output.entropy.detach()
+    return per_token, shown
 
 
 class _Penalized(BaseAlgorithmConfig):

@@ -31,6 +31,7 @@ class Supervised:
     kind: ClassVar[str] = "sft"
     needs_reference: ClassVar[bool] = False
     needs_entropy: ClassVar[bool] = False
+    critic: ClassVar[None] = None
     learns_at_zero_advantage: ClassVar[bool] = True
     on_policy: ClassVar[bool] = False
     update_epochs: ClassVar[int] = 1
@@ -38,6 +39,9 @@ class Supervised:
 
     def prepare(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> Batch:
         return batch
+
+    def observe(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> dict[str, float]:
+        return {}
 
     def weigh(self, minibatch: Batch) -> tuple[Batch, Tensor]:
         weights, denominator = token_mean(minibatch.action_mask)
@@ -47,6 +51,9 @@ class Supervised:
         """Metrics: surprisal (nats per token), which is the loss itself."""
         loss = -(microbatch.weights * output.logprobs).sum()
         return loss, {"weight": microbatch.weights.sum(), "surprisal": loss.detach()}
+
+    def is_done(self, metrics: Mapping[str, float]) -> bool:
+        return False
 
     def state_dict(self) -> dict[str, Any]:
         return {}
