@@ -4,9 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_peft.policies.packing import Trie, build_trie, tree_mask
+from agent_peft.policies.packing import Trie, build_trie, fill_rows, lay_out
 
-CPU = torch.device("cpu")
 sequences = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=7)
 
 
@@ -46,7 +45,7 @@ def test_one_node_for_each_distinct_prefix(given_sequences: list[list[int]]) -> 
 @given(sequences)
 def test_a_node_sees_itself_and_its_ancestors_and_nothing_else(given_sequences: list[list[int]]) -> None:
     trie = build_trie(given_sequences)
-    mask = tree_mask(trie, CPU)
+    mask = fill_rows([trie], [range(len(given_sequences))]).mask()
     assert mask.shape == (1, 1, len(trie), len(trie)) and mask.dtype == torch.bool
     assert [set(row.nonzero().flatten().tolist()) for row in mask[0, 0]] == ancestors(trie)
 
@@ -84,7 +83,33 @@ def test_a_prefix_of_another_has_no_node_of_its_own() -> None:
 
 def test_several_roots_do_not_see_each_other() -> None:
     trie = build_trie([[1, 2], [3, 4]])
-    assert tree_mask(trie, CPU)[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+    assert fill_rows([trie], [range(2)]).mask()[0, 0].int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+
+
+families = st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 2), min_size=1, max_size=6)), min_size=1, max_size=9)
+
+
+@settings(deadline=None)
+@given(families, st.sampled_from([0.0, 0.01, 10.0]))
+def test_rows_hold_the_same_tries(given_families: list[tuple[int, list[int]]], attention_cost: float) -> None:
+    numbers, given_sequences = [f for f, _ in given_families], [s for _, s in given_families]
+    rows = lay_out(given_sequences, numbers, attention_cost)
+    tokens, positions, mask = rows.tokens.flatten().tolist(), rows.positions.flatten().tolist(), rows.mask()[:, 0]
+    width = rows.tokens.shape[1]
+    assert [[tokens[node] for node in path] for path in rows.paths] == given_sequences
+    for path in rows.paths:
+        assert [positions[node] for node in path] == list(range(len(path)))
+        for depth, node in enumerate(path):  # exactly itself and its ancestors, all in one row
+            row, place = divmod(node, width)
+            assert (row * width + mask[row, place].nonzero().flatten()).tolist() == path[: depth + 1]
+    assert mask.any(-1).all(), "a place that sees nothing would be NaN"
+
+
+def test_the_layout_is_the_cheaper_one() -> None:
+    shared, apart = [[1, 1, 1, 1, 2], [1, 1, 1, 1, 3]], [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert lay_out(shared, [0, 1], 0.0).tokens.shape == (1, 6)
+    assert lay_out(apart, [0, 1], 0.01).tokens.shape == (2, 4)
+    assert lay_out(apart, [0, 0], 0.01).tokens.shape == (1, 8), "a family is never cut"
 
 
 def test_paths_are_lists_of_their_own() -> None:

@@ -18,6 +18,7 @@ class PolicyOutput:
 
     logprobs: Tensor  # (B, T) fp32, under the sampling distribution; zero off the action mask
     entropy: Tensor | None  # (B, T) fp32 nats, only where asked for
+    values: Tensor | None = None  # (B, T) fp32, the critic's V(tokens[:t]), zero off the action mask; only where asked for
 
 
 class _PolicyConfig(BaseModel):

@@ -118,7 +118,7 @@ class Engine:
         """Log-probabilities (T - 1) of tokens[1:], read the way the sampler reads: folded adapter, a prefill, then one by one."""
         policy, half = self.policy, max(1, len(tokens) // 2)
         with policy.sampling_mode():
-            cache = self._cache(1)
+            cache = self._cache(1, len(tokens))
             scores = []
             for start, stop in [(0, half), *((i, i + 1) for i in range(half, len(tokens) - 1))]:
                 piece = torch.tensor([tokens[start:stop]], device=policy.device)
@@ -129,8 +129,8 @@ class Engine:
                 scores += logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1).tolist()
         return scores
 
-    def _cache(self, rows: int) -> SlotCache:
-        return SlotCache(rows, self.policy.base.config, self.policy.dtype, self.policy.device)
+    def _cache(self, rows: int, capacity: int) -> SlotCache:
+        return SlotCache(rows, self.policy.base.config, self.policy.dtype, self.policy.device, capacity)
 
 
 class _Run:
@@ -142,7 +142,9 @@ class _Run:
         self.engine, self.policy, self.sampling, self.threads = engine, engine.policy, sampling, threads
         self.queue = deque(conversations)
         self.capacity = min(engine.config.rows, len(conversations))
-        self.cache = engine._cache(self.capacity + 1)  # the last slot keeps what all prompts share
+        first_turn = max(len(c.prompt) for c in conversations) + sampling.max_new_tokens
+        # room for the first turn: it is zeroed, so it costs time, and grows where there are more turns. The last slot keeps what all share
+        self.cache = engine._cache(self.capacity + 1, min(first_turn, sampling.max_tokens))
         self.rows: list[_Row] = []  # rows[i] holds slot i; the first `decoding` of them decode
         self.decoding = 0
         self.step = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,12 +18,14 @@ from transformers import PretrainedConfig as ModelConfig
 from transformers.utils.logging import disable_progress_bar
 
 from agent_peft.batch import Batch
-from agent_peft.policies import adapters
+from agent_peft.policies import adapters, value_head
 from agent_peft.policies.base import PolicyOutput, PretrainedConfig, ScratchConfig
 from agent_peft.policies.bundled import BUNDLED, fetch, from_gguf
-from agent_peft.policies.packing import build_trie, tree_mask
+from agent_peft.policies.own_module import OwnModel, own_model
+from agent_peft.policies.packing import Rows, build_trie, lay_out
 from agent_peft.policies.sampling import SamplingConfig, log_distribution
 from agent_peft.policies.tokenization import ChatTokenizer, character_tokenizer
+from agent_peft.policies.value_head import ValueHead
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError
 
@@ -41,15 +44,18 @@ class Policy:
     """
 
     def __init__(self, model: PreTrainedModel | PeftModel, chat: ChatTokenizer, packing: bool = True) -> None:
-        self.model, self.chat, self.packing = model.eval(), chat, packing
+        self.model, self.chat = model.eval(), chat
         self.base = cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
+        self.packing = packing and not isinstance(self.base, OwnModel)  # which is given no mask, so it cannot read a tree
         self.decoder: nn.Module = self.base.get_decoder()  # type: ignore[no-untyped-call]
         self.head: nn.Module = self.base.get_output_embeddings()  # type: ignore[no-untyped-call]
         self._layer_types = set(getattr(self._text_config, "layer_types", None) or ())
         if "chunked_attention" in self._layer_types:
             raise AgentPeftError(f"{type(self.base).__name__} attends in chunks; Agent-PEFT knows full and sliding-window attention only")
         self._prove_head()
+        self.value_head: ValueHead | None = None
         self._packing_proven = False
+        self._attention_cost = self._measure_attention_cost()
 
     @property
     def device(self) -> torch.device:
@@ -89,9 +95,20 @@ class Policy:
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.model.parameters() if p.requires_grad]
 
+    def attach_value_head(self, trunk_gradient: bool) -> ValueHead:
+        """A critic that says 0 everywhere; one that is there already stays as it is. Its parameters are not among the policy's own."""
+        if self.value_head is None:
+            with torch.no_grad():
+                state = self.decoder(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=self.device)).last_hidden_state
+            self.value_head = ValueHead(state.shape[-1]).to(self.device)
+        self.value_head.trunk_gradient = trunk_gradient
+        return self.value_head
+
     # -- scoring ------------------------------------------------------------------------------------------------------------------
 
-    def forward(self, batch: Batch, sampling: SamplingConfig, *, entropy: bool = False, dropout_seed: int | None = None) -> PolicyOutput:
+    def forward(
+        self, batch: Batch, sampling: SamplingConfig, *, entropy: bool = False, values: bool = False, dropout_seed: int | None = None
+    ) -> PolicyOutput:
         """Log-probabilities of the sampled tokens, under the very distribution they were drawn from.
 
         Shared prefixes are computed once (the token trie); logits exist for ``HEAD_CHUNK`` predictors at a time.
@@ -100,11 +117,12 @@ class Policy:
             dropout_seed: decides the masks of the adapter's dropout; None, as in all scoring, drops nothing.
 
         Returns:
-            (B, T) log-probabilities in nats with gradient, zero off the action mask; entropies alike, without gradient tricks.
+            (B, T) log-probabilities in nats with gradient, zero off the action mask; entropies alike, without gradient tricks;
+            and the critic's values, from the very states that predict the tokens.
         """
         packed = self._packs(batch)
         with nullcontext() if dropout_seed is None else self._dropping(dropout_seed):
-            return self._score(batch, sampling, entropy, packed)
+            return self._score(batch, sampling, entropy, packed, values)
 
     def reference_logprobs(self, batch: Batch, sampling: SamplingConfig) -> Tensor:
         """(B, T) log-probabilities of the policy with its adapter off. No gradient."""
@@ -113,11 +131,24 @@ class Policy:
         with torch.no_grad(), self.model.disable_adapter():
             return self._score(batch, sampling, False, self._packs(batch)).logprobs
 
+    def values(self, batch: Batch) -> Tensor:
+        """(B, T) values of the critic as it stands, zero off the action mask. No logits are computed. No gradient."""
+        with torch.no_grad():
+            packed, batch = self._packs(batch), batch.to(self.device)
+            hidden, predictors = self._packed_states(batch) if packed else self._padded_states(batch)
+            mask = batch.action_mask
+            return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, self._evaluate(hidden.flatten(0, 1), predictors[mask]))
+
+    def _evaluate(self, hidden: Tensor, predictors: Tensor) -> Tensor:
+        if self.value_head is None:
+            raise ValueError("the policy has no critic: attach_value_head first")
+        return self.value_head(hidden[predictors])  # type: ignore[no-any-return]
+
     def count_nodes(self, sequences: Sequence[Sequence[int]]) -> int:
         """How many positions a forward over these trajectories computes: the cost that microbatches are budgeted by."""
         return len(build_trie(sequences)) if self.packing else len(sequences) * max(len(s) for s in sequences)
 
-    def _score(self, batch: Batch, sampling: SamplingConfig, entropy: bool, packed: bool) -> PolicyOutput:
+    def _score(self, batch: Batch, sampling: SamplingConfig, entropy: bool, packed: bool, values: bool = False) -> PolicyOutput:
         batch = batch.to(self.device)
         hidden, predictors = self._packed_states(batch) if packed else self._padded_states(batch)
         mask = batch.action_mask
@@ -130,17 +161,28 @@ class Policy:
         return PolicyOutput(
             logprobs=zeros.masked_scatter(mask, logp[inverse]),
             entropy=None if ent is None else zeros.masked_scatter(mask, ent[inverse]),
+            values=zeros.masked_scatter(mask, self._evaluate(hidden.flatten(0, 1), pairs[0])[inverse]) if values else None,
         )
 
     def _packed_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Last hidden states (1, N, H) of the batch's trie, and for each (b, t) the node that predicts it."""
-        trie = build_trie([batch.tokens[b, : int(length)].tolist() for b, length in enumerate(batch.lengths)])
+        """Last hidden states (R, N, H) of the batch's tries, and for each (b, t) the node (of R * N) that predicts it."""
+        rows = self._lay_out(batch)
         predictors = torch.zeros(batch.tokens.shape, dtype=torch.int64)
-        for b, path in enumerate(trie.paths):
+        for b, path in enumerate(rows.paths):
             predictors[b, 1 : len(path)] = torch.tensor(path[:-1], dtype=torch.int64)
-        tokens = torch.tensor([trie.tokens], device=self.device)
-        positions = torch.tensor([trie.positions], device=self.device)
-        return self.hidden_states(tokens, positions, tree_mask(trie, self.device)), predictors.to(self.device)
+        tokens, positions = rows.tokens.to(self.device), rows.positions.to(self.device)
+        return self.hidden_states(tokens, positions, rows.mask().to(self.device)), predictors.to(self.device)
+
+    def _lay_out(self, batch: Batch) -> Rows:
+        tokens = batch.tokens.tolist()
+        sequences = [tokens[b][:length] for b, length in enumerate(batch.lengths.tolist())]
+        return lay_out(sequences, batch.groups.tolist(), self._attention_cost)
+
+    def _measure_attention_cost(self) -> float:
+        """What one pair of positions costs in attention, as a part of what one position costs in everything else (multiplications)."""
+        shape = self._text_config
+        weights = sum(p.numel() for m in self.decoder.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False))
+        return float(2 * shape.num_hidden_layers * shape.hidden_size / max(weights, 1))
 
     def _padded_states(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """The same by the plainest way there is: right-padded rows and the model's own causal mask."""
@@ -237,6 +279,7 @@ class Policy:
         if len(build_trie([sequences[b] for b in distinct])) == max(len(sequences[b]) for b in distinct):
             return True  # no branches: there is nothing to go wrong, and nothing proven
         few, plain = batch.select(distinct), SamplingConfig()  # a token at the border of top-p would say nothing about the mask
+        few = replace(few, groups=torch.zeros_like(few.groups))  # one family: one trie, with branches
         if not few.action_mask.any():
             return True
         with torch.no_grad():
@@ -266,11 +309,16 @@ class Policy:
     # -- files --------------------------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """The adapter in PEFT's layout, or the whole model where every parameter is trained."""
+        """The adapter in PEFT's layout, or the whole model where every parameter is trained; beside it the critic, where there is one."""
         adapters.save(self.model, folder)
+        if self.value_head is not None:
+            value_head.save(self.value_head, folder)
 
     def load(self, folder: Path) -> None:
+        """What ``save`` wrote. A critic in the folder is attached; one that is attached must be there."""
         adapters.load(self.model, folder)
+        if self.value_head is not None or (folder / value_head.WEIGHTS).exists():
+            value_head.load(self.value_head or self.attach_value_head(trunk_gradient=True), folder)
 
     def save_merged(self, folder: Path) -> None:
         """A model of its own, adapter folded in (fp32 arithmetic), that Transformers loads without PEFT. This policy is used up."""
@@ -286,10 +334,15 @@ def load_policy(config: PretrainedConfig | ScratchConfig, seed: int, stop: Seque
     disable_progress_bar()  # type: ignore[no-untyped-call]  # Transformers draws one for every file it reads or writes, checkpoints included
     if isinstance(config, ScratchConfig):
         tokenizer: PreTrainedTokenizerBase = character_tokenizer(config.alphabet)
-        shape = AutoConfig.for_model(**{**config.architecture, "vocab_size": len(tokenizer)})
+        own = ":" in str(config.architecture.get("model_type"))
         with torch.random.fork_rng():
             torch.manual_seed(derive(seed, "weights"))
-            model = AutoModelForCausalLM.from_config(shape, dtype=dtype)  # type: ignore[no-untyped-call]
+            if own:
+                model = own_model(config.architecture, len(tokenizer)).to(dtype)
+            else:
+                ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+                shape = AutoConfig.for_model(**{**ids, **config.architecture, "vocab_size": len(tokenizer)})
+                model = AutoModelForCausalLM.from_config(shape, dtype=dtype)  # type: ignore[no-untyped-call]
     else:
         folder = resolve_model(config.model)
         try:
