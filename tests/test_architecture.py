@@ -18,7 +18,16 @@ FLOORS = (  # each floor: its wings, each wing: its modules or packages
     (("reports",), ("agents",)),
     (("cli", "__main__"),),
 )
-TORCH_FREE = ("types", "seeding", "environments", "environments.base", "environments.arithmetic")
+TORCH_FREE = (
+    "types",
+    "seeding",
+    "environments",
+    "environments.base",
+    "environments.arithmetic",
+    "environments.gsm8k",
+    "environments.os_interaction",
+    "environments.download",
+)
 FORBIDDEN_NAMES = {"utils", "util", "common", "helper", "helpers", "manager", "factory", "instance", "sample", "data", "info"}
 LONGEST_FILE = 400
 

@@ -67,6 +67,20 @@ def test_rl_raises_the_reward(warm, algorithm):
     assert after > before + 0.15, curve
 
 
+def test_ppo_raises_the_reward_and_its_critic_explains_it(warm):
+    """Four epochs of each batch, so half the batches do; and no group is compared, so there are none."""
+    policy = load_policy(PretrainedConfig(model=str(warm), lora=LoraSettings(rank=16), device="cpu"), seed=0)
+    on_policy = {"tasks_per_step": 96, "group_size": 1, "sampling": {"max_new_tokens": 3}, "rewards": {"incorrect": 0.0}}
+    steps = rewards(policy, {"kind": "ppo"}, steps=20, learning_rate=3e-3, **on_policy)
+    curve = [m["reward"] for m in steps]
+    explained = [m["explained_variance"] for m in steps]
+    before, after = sum(curve[:2]) / 2, sum(curve[-2:]) / 2
+    assert before < 0.5, "the warm start leaves nothing to learn"
+    assert after > before + 0.15, curve
+    assert explained[0] == 0.0, "a fresh critic knows nothing"
+    assert sum(explained[-5:]) / 5 > 0.05, explained
+
+
 def test_sft_raises_the_reward():
     policy = scratch()
 

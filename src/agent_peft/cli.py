@@ -93,46 +93,81 @@ def merge(
 
 @app.command()
 def generate(
-    environment: Annotated[str, typer.Argument(help="db_bench", metavar="ENVIRONMENT")],
+    environment: Annotated[str, typer.Argument(help="db_bench or os_interaction", metavar="ENVIRONMENT")],
     output: Annotated[Path, typer.Option(help="the JSON file to write")],
     num_tasks: Annotated[int, typer.Option(help="how many")],
     seed: Annotated[int, typer.Option(help="another seed gives other tasks")] = 0,
-    skills: Annotated[str | None, typer.Option(help="such as insert,limit_only (default: all)")] = None,
-    split: Annotated[str, typer.Option(help="train or heldout, which share no table and no phrasing")] = "train",
+    skills: Annotated[str | None, typer.Option(help="such as insert,limit_only or mkdir,chmod (default: all)")] = None,
+    split: Annotated[str, typer.Option(help="train or heldout, which share no name and no phrasing")] = "train",
+    combined: Annotated[float | None, typer.Option(help="os_interaction: the share of tasks that ask for several things (0.25)")] = None,
+    replay: Annotated[bool, typer.Option("--validate", help="replay them too, as agent-peft validate does")] = False,
 ) -> None:
     """Make up tasks with known answers."""
-    from agent_peft.environments.db_bench.generator import generate
+    from agent_peft.environments.generation import generate_entries
     from agent_peft.training.checkpoint import write_json_atomic
 
-    if environment != "db_bench":
-        raise AgentPeftError(f"no tasks can be generated for {environment!r}; choose db_bench")
-    entries = generate(num_tasks, seed, [name.strip() for name in skills.split(",")] if skills is not None else None, split)
+    wanted = [name.strip() for name in skills.split(",")] if skills is not None else None
+    entries = generate_entries(environment, num_tasks, seed, wanted, split, {"combined": combined})
     try:
         write_json_atomic(output, entries)
     except OSError as error:
         raise AgentPeftError(f"{output}: cannot be written ({error.strerror}); give another --output") from error
     print(f"wrote {output}: {len(entries)} tasks of the {split} split, seed {seed}")
+    if replay:
+        _replay(environment, output, {}, as_json=False)
 
 
 @app.command()
 def validate(
-    environment: Annotated[str, typer.Argument(help="db_bench", metavar="ENVIRONMENT")],
+    environment: Annotated[str, typer.Argument(help="db_bench or os_interaction", metavar="ENVIRONMENT")],
     tasks: Annotated[Path, typer.Option(help="a task file")],
-    database: Annotated[str, typer.Option(help="what the tasks are replayed on")] = "sqlite",
+    database: Annotated[str | None, typer.Option(help="db_bench: what the tasks are replayed on (sqlite)")] = None,
+    sandbox: Annotated[str | None, typer.Option(help="os_interaction: where the tasks are replayed (bubblewrap)")] = None,
+    threads: Annotated[int | None, typer.Option(help="os_interaction: how many at a time (4)")] = None,
+    command_timeout: Annotated[float | None, typer.Option(help="os_interaction: seconds a ground truth may take (60)")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Replay the golds of a task file, and doing nothing. Exit code 1 if some tasks cannot be used."""
-    from agent_peft.environments.validation import validate
+    options = {"database": database, "sandbox": sandbox, "threads": threads, "command_timeout": command_timeout}
+    _replay(environment, tasks, options, as_json)
 
-    found = validate(environment, tasks, database)
-    if as_json:
-        _show(found)
-    else:
-        print(f"{found['tasks']} tasks: {found['gold_correct']} golds are correct, doing nothing is correct in {found['nothing_correct']}")
-        for rejection in found["rejected"]:
-            print(f"cannot be used: {rejection['id']}: {rejection['cause']}")
-    if found["rejected"]:
-        raise typer.Exit(1)
+
+@app.command()
+def download(
+    name: Annotated[str, typer.Argument(help="gsm8k or lifelong_agent_bench", metavar="NAME")],
+    output: Annotated[Path | None, typer.Option(help="the folder to write (default: data/NAME)")] = None,
+) -> None:
+    """Fetch a set of tasks from the Hugging Face hub."""
+    from agent_peft.environments.download import download
+
+    for file in download(name, output or Path("data") / name):
+        print(f"wrote {file}")
+
+
+@app.command()
+def serve(
+    config: Config,
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="another than this machine's own needs a token")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one")] = 8000,
+    examples_port: Annotated[int | None, typer.Option(help="of the example conversations (default: the next one)")] = None,
+    token: Annotated[str | None, typer.Option(help="the name of the environment variable that holds it", metavar="VARIABLE")] = None,
+    max_episodes: Annotated[int, typer.Option(min=1, help="at once")] = 1024,
+    idle_seconds: Annotated[float, typer.Option(min=1, help="until an episode whose client is silent is closed")] = 600.0,
+) -> None:
+    """Serve CONFIG's environments over HTTP, until SIGTERM or SIGINT."""
+    from agent_peft.environments import load_environment
+    from agent_peft.environments.http.connection import read_token
+    from agent_peft.environments.http.hosting import Limits
+    from agent_peft.environments.http.server import Address, serve
+    from agent_peft.training.loading import load_config
+
+    settings = load_config(config, overrides or ())[0]
+    served = {"train": load_environment(settings.environment)}
+    if settings.evaluation is not None:
+        served["evaluation"] = load_environment(settings.evaluation.environment)
+    limits = Limits(episodes=max_episodes, idle_seconds=idle_seconds)
+    serve(served, Address(host, port, examples_port), limits, read_token(token) if token else None)
 
 
 @app.command()
@@ -142,6 +177,20 @@ def explain(config: Config, overrides: Overrides = None) -> None:
     from agent_peft.training.loading import load_config
 
     _show(explain(*load_config(config, overrides or ())))
+
+
+def _replay(environment: str, tasks: Path, options: dict[str, Any], as_json: bool) -> None:
+    from agent_peft.environments.validation import validate
+
+    found = validate(environment, tasks, options)
+    if as_json:
+        _show(found)
+    else:
+        print(f"{found['tasks']} tasks: {found['gold_correct']} golds are correct, doing nothing is correct in {found['nothing_correct']}")
+        for rejection in found["rejected"]:
+            print(f"cannot be used: {rejection['id']}: {rejection['cause']}")
+    if found["rejected"]:
+        raise typer.Exit(1)
 
 
 def _show(content: Any) -> None:

@@ -201,7 +201,7 @@ MISTAKES = [
     (ONE, ("policy.dtype=float16",), "command line: policy.dtype: must be 'float32' or 'bfloat16', got \"float16\""),
     (ONE, ("policy.lora.target_modules=3",), "command line: policy.lora.target_modules: must be 'all-linear' or a list, got 3"),
     (ONE, ("policy=null",), "command line: policy: must be a mapping, got null"),
-    (ONE, ("environment.digits=12",), "command line: environment.digits: must be less than or equal to 9, got 12"),
+    (ONE, ("environment.digits=12",), "command line: environment.digits: 12 is neither a number from 1 to 9 nor two"),
     (ONE, ("optimizer.betas.0=0.8",), 'command line: optimizer.betas: must be a list, got {"0": 0.8}'),
     (ONE, ("task_order=shufle",), "command line: task_order: must be 'shuffle' or 'sequential', got \"shufle\""),
     # kinds
@@ -314,7 +314,7 @@ def test_a_dumped_configuration_loads_equal(load, text, tmp_path):
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rate=st.floats(1e-12, 10),
-    name=st.text(st.characters(exclude_categories=["Cs"]), min_size=1),
+    name=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="/\\\0"), min_size=1),
     stop=st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=3),
 )
 @example(rate=1.0, name="\x85", stop=["\u2028", "1e5", "yes", " "])

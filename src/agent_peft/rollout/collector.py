@@ -32,9 +32,23 @@ class Collector:
     def __init__(self, environment: Environment, engine: Engine) -> None:
         self.environment, self.engine = environment, engine
 
-    def collect(self, tasks: Sequence[Task], group_size: int, sampling: SamplingConfig, rewards: RewardConfig, seed: int) -> Collection:
-        """``group_size`` episodes of each task, in the tasks' order. What an episode draws depends on its seed and on nothing around it."""
-        keys = [(position, member) for position in range(len(tasks)) for member in range(group_size)]
+    def collect(
+        self,
+        tasks: Sequence[Task],
+        group_size: int,
+        sampling: SamplingConfig,
+        rewards: RewardConfig,
+        seed: int,
+        positions: Sequence[int] | None = None,
+    ) -> Collection:
+        """``group_size`` episodes of each task, in the tasks' order. What an episode draws depends on its seed, which is that of the task's
+        position, and on nothing around it.
+
+        Args:
+            positions: of the tasks to collect, where other processes collect the rest; None takes all.
+        """
+        positions = range(len(tasks)) if positions is None else positions
+        keys = [(position, member) for position in positions for member in range(group_size)]
         done: dict[tuple[int, int], Trajectory] = {}
         failures, statistics = 0, EngineStatistics(0, 0, 0, 0)
         for attempt in range(ATTEMPTS):
@@ -53,8 +67,8 @@ class Collector:
             if len(done) == len(keys):
                 break
         groups = [
-            Group(task, [done[position, member] for member in range(group_size) if (position, member) in done])
-            for position, task in enumerate(tasks)
+            Group(tasks[position], [done[position, member] for member in range(group_size) if (position, member) in done])
+            for position in positions
         ]
         return Collection(groups, failures, statistics)
 

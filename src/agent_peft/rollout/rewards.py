@@ -1,12 +1,157 @@
-"""From facts to rewards: what an outcome is worth is the configuration's word, never the environment's."""
+"""From facts to rewards: what an outcome is worth is the configuration's word, never the environment's.
+
+An episode's reward is its prices (for most, its accuracy) and the ``terms``: Σ weight · term(trajectory), added at the last turn.
+"""
 
 from __future__ import annotations
 
+import difflib
+import importlib
+import math
+import numbers
+import traceback
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
 
-from agent_peft.types import Outcome, StopReason, Trajectory
+from agent_peft.types import AgentPeftError, Outcome, StopReason, Trajectory
+
+
+class TermConfig(BaseModel):
+    """Base of the terms: how much one is worth, and for which episodes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    kind: str
+    weight: float
+    when: Literal["correct", "always"]
+
+
+class LengthPenaltyConfig(TermConfig):
+    """0 up to ``target_tokens``, then falling, -1 from twice as many on: with a weight below the price of being correct, a correct
+    answer is never worth less than none."""
+
+    kind: Literal["length_penalty"] = "length_penalty"
+    target_tokens: int = Field(ge=1, description="action tokens of an episode that cost nothing")
+    weight: float = Field(default=0.1, ge=0)
+    when: Literal["correct", "always"] = "correct"
+
+
+class ReasoningStepsConfig(TermConfig):
+    """One for each reasoning step: a line of what the agent said, but for its last line, the answer. Blank and repeated lines are none."""
+
+    kind: Literal["reasoning_steps"] = "reasoning_steps"
+    max_steps: int = Field(default=5, ge=1, description="more are worth no more")
+    weight: float = Field(default=0.1, ge=0)
+    when: Literal["correct", "always"] = "correct"
+
+
+class FormatConfig(TermConfig):
+    """The share of turns whose action the environment could understand."""
+
+    kind: Literal["format"] = "format"
+    weight: float = Field(default=0.1, ge=0)
+    when: Literal["correct", "always"] = "always"
+
+
+class OwnTermConfig(TermConfig):
+    """A function of the user's own, from a ``Trajectory`` (with its prices in ``rewards``) to a number."""
+
+    kind: str = Field(description="length_penalty, reasoning_steps, format, or a function of your own as package.module:function")
+    weight: float = 1.0
+    when: Literal["correct", "always"] = "always"
+
+    @field_validator("kind")
+    @classmethod
+    def _importable(cls, kind: str) -> str:
+        if ":" not in kind:
+            near = difflib.get_close_matches(kind, TERMS, 1)
+            advice = f"did you mean {near[0]!r}?" if near else f"give one of {', '.join(TERMS)}, or your own as package.module:function"
+            raise ValueError(f"there is no kind {kind!r}; {advice}")
+        own_function(kind)
+        return kind
+
+
+def length_penalty(config: LengthPenaltyConfig, trajectory: Trajectory) -> float:
+    """-min(1, max(0, n - target) / target) for n action tokens."""
+    return -min(1.0, max(0, trajectory.num_action_tokens - config.target_tokens) / config.target_tokens)
+
+
+def reasoning_steps(config: ReasoningStepsConfig, trajectory: Trajectory) -> float:
+    """min(max_steps, number of different lines before the last).
+
+    >>> from agent_peft.types import Message, Task
+    >>> said = Message("assistant", "48 / 2 = 24\\n48 + 24 = 72\\n\\n#### 72")
+    >>> reasoning_steps(ReasoningStepsConfig(), Trajectory(Task("t"), (), messages=(said,)))
+    2.0
+    """
+    said = "\n".join(message.content for message in trajectory.messages if message.role == "assistant")
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return float(min(config.max_steps, len(set(lines[:-1]))))
+
+
+def valid_share(config: FormatConfig, trajectory: Trajectory) -> float:
+    """1 where every action was valid, 0 where none was."""
+    return 1.0 - trajectory.num_invalid / len(trajectory.turns)
+
+
+def own_term(config: OwnTermConfig, trajectory: Trajectory) -> float:
+    """What the user's function returns.
+
+    Raises:
+        AgentPeftError: it fails, or returns no finite number.
+    """
+    place = f"reward term {config.kind!r}, task {trajectory.task.id!r}"
+    try:
+        found = own_function(config.kind)(trajectory)
+    except Exception as error:  # anything may go wrong in there
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        cause = f"{type(error).__name__}: {error}"
+        raise AgentPeftError(f"{place}: fails at {Path(last.filename).name}:{last.lineno} ({cause}); correct it") from error
+    if not isinstance(found, numbers.Real) or not math.isfinite(found):
+        raise AgentPeftError(f"{place}: returned {found!r:.60}, which is no finite number; return a float")
+    return float(found)
+
+
+def own_function(kind: str) -> Callable[[Trajectory], Any]:
+    """The function that ``package.module:function`` names.
+
+    Raises:
+        ValueError: there is none.
+    """
+    module, _, name = kind.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:  # a module of the user's may fail in any way
+        cause = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{kind!r} cannot be imported ({cause}); write it as package.module:function") from error
+    if not callable(found):
+        raise ValueError(f"{kind!r} is no function but {found!r:.60}; name a function of a trajectory")
+    return found  # type: ignore[no-any-return]
+
+
+TERMS: dict[str, tuple[type[TermConfig], Callable[[Any, Trajectory], float]]] = {
+    "length_penalty": (LengthPenaltyConfig, length_penalty),
+    "reasoning_steps": (ReasoningStepsConfig, reasoning_steps),
+    "format": (FormatConfig, valid_share),
+}
+
+
+def _tag(value: Any) -> str:
+    kind = value.get("kind") if isinstance(value, Mapping) else getattr(value, "kind", None)
+    return str(kind) if kind in TERMS else "own"
+
+
+AnyTerm = Annotated[
+    Annotated[OwnTermConfig, Tag("own")]  # first, so that the mistakes of a kind that is in no row are told as its
+    | Annotated[LengthPenaltyConfig, Tag("length_penalty")]
+    | Annotated[ReasoningStepsConfig, Tag("reasoning_steps")]
+    | Annotated[FormatConfig, Tag("format")],
+    Discriminator(_tag),
+]
 
 
 class RewardConfig(BaseModel):
@@ -25,6 +170,7 @@ class RewardConfig(BaseModel):
     turn_limit: float | None = None
     token_limit: float | None = None
     invalid_action: float = Field(default=0.0, description="for each turn whose action could not be understood")
+    terms: tuple[AnyTerm, ...] = Field(default=(), description="what else is worth something, at the last turn")
 
     def end(self, outcome: Outcome, stop_reason: StopReason) -> float:
         """What the end of an episode is worth.
@@ -42,10 +188,11 @@ class RewardConfig(BaseModel):
 
 
 def price(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
-    """The trajectory with one reward per turn: an invalid action's at its turn, the end's at the last (the two add up there).
+    """The trajectory with one reward per turn: an invalid action's at its turn, the end's and the terms' at the last (they add up there).
 
     Raises:
         ValueError: an infrastructure failure, or no turn to bear the price.
+        AgentPeftError: a term of the user's own fails.
 
     >>> from agent_peft.types import Task, Turn
     >>> turns = (Turn((1,), (2,), (-0.5,), valid=False), Turn((3,), (4,), (-0.5,)))
@@ -57,4 +204,16 @@ def price(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
         raise ValueError(f"the trajectory of task {trajectory.task.id!r} has no turn to bear a reward")
     rewards = [0.0 if turn.valid else config.invalid_action for turn in trajectory.turns]
     rewards[-1] += end
-    return replace(trajectory, rewards=tuple(rewards))
+    priced = replace(trajectory, rewards=tuple(rewards))
+    if not config.terms:
+        return priced
+    rewards[-1] += sum(term.weight * worth(term, priced) for term in config.terms)
+    return replace(priced, rewards=tuple(rewards))
+
+
+def worth(term: TermConfig, trajectory: Trajectory) -> float:
+    """A term's value before its weight; 0 for an episode that it does not speak of."""
+    if term.when == "correct" and trajectory.outcome is not Outcome.CORRECT:
+        return 0.0
+    measure: Callable[[Any, Trajectory], float] = TERMS[term.kind][1] if term.kind in TERMS else own_term
+    return measure(term, trajectory)

@@ -6,6 +6,7 @@ import difflib
 import importlib
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,7 @@ from agent_peft.policies.base import PolicyConfig
 from agent_peft.policies.engine import EngineConfig
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.rollout.rewards import RewardConfig
+from agent_peft.training.distributed import RanksConfig
 from agent_peft.training.optimizer import OptimizerConfig
 from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
 
@@ -72,8 +74,9 @@ def _greedy(value: Any) -> Any:
 
 def _compares_within_groups(algorithm: Algorithm) -> bool:
     """Asked of the algorithm itself, so that none is known by name here: does it refuse a group of one?"""
+    probe = collate([Trajectory(Task("probe"), (Turn((0,), (0,), (0.0,)),), rewards=(0.0,))], groups=[0])
     try:
-        algorithm.prepare(collate([Trajectory(Task("probe"), (Turn((0,), (0,), (0.0,)),), rewards=(0.0,))], groups=[0]))
+        algorithm.prepare(replace(probe, values=probe.rewards))
     except AgentPeftError:
         return True
     return False
@@ -86,12 +89,31 @@ class _Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
+class UntilConfig(_Config):
+    """What ends a stage before its last step: the mean of a metric over the last steps. Its step numbers then jump to the stage's end."""
+
+    metric: str = Field(description="such as success, reward or surprisal; of demonstrations only surprisal tells anything")
+    above: float | None = None
+    below: float | None = None
+    over: int = Field(default=4, ge=1, description="steps")
+
+    @model_validator(mode="after")
+    def _one_side(self) -> UntilConfig:
+        if (self.above is None) == (self.below is None):
+            raise ValueError("needs above or below, and not both")
+        return self
+
+    def is_reached(self, value: float) -> bool:
+        return value > self.above if self.above is not None else value < (self.below or 0.0)
+
+
 class StageConfig(_Config):
     """A stretch of training with one algorithm. Supervised stages learn from demonstrations, in groups of one."""
 
     algorithm: AlgorithmConfig
     name: str = Field(default_factory=lambda before: before["algorithm"].kind, min_length=1, description="default: the algorithm's kind")
     steps: int = Field(ge=1, description="trips through the main loop")
+    until: UntilConfig | None = Field(default=None, description="ends the stage earlier")
     tasks_per_step: int = Field(default=8, ge=1)
     group_size: int = Field(
         default_factory=lambda before: 8 if build_algorithm(before["algorithm"]).on_policy else 1, ge=1, description="episodes of one task"
@@ -101,6 +123,14 @@ class StageConfig(_Config):
     sampling: SamplingConfig = SamplingConfig()
     microbatch_tokens: int = Field(default=768, ge=1, description="positions of one forward: time and memory, never the result")
     task_order: Literal["shuffle", "sequential"] = "shuffle"
+    nonfinite: Literal["stop", "skip"] = Field(default="stop", description="an update whose loss or gradient is NaN or infinite")
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_file(cls, name: str) -> str:
+        if set(name) & set("/\\\0"):
+            raise ValueError(f"{name!r} cannot be part of a file's name, and an evaluation's file is named by it; leave out / and \\")
+        return name
 
     def build(self) -> Algorithm:
         return build_algorithm(self.algorithm)
@@ -168,6 +198,7 @@ class TrainConfig(_Config):
     engine: EngineConfig = EngineConfig()
     evaluation: EvaluationConfig | None = None
     checkpoint: CheckpointConfig = CheckpointConfig()
+    ranks: RanksConfig = RanksConfig()
     stages: tuple[StageConfig, ...]
 
     @model_validator(mode="after")

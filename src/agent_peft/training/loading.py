@@ -4,7 +4,7 @@
   except that another ``kind`` replaces the whole mapping. Without ``stages`` the top is the only stage.
 - ``algorithm: grpo`` is short for ``{kind: grpo}``, so is ``environment: db_bench``; an item ``sft`` is ``{algorithm: {kind: sft}}``.
 - ``evaluation.sampling`` takes the limits (max_new_tokens, max_tokens, stop) of the top's ``sampling``, where it does not set its own.
-- An override of a top-level stage key wins in every stage, ``stages.1.KEY=VALUE`` in one; the value is YAML.
+- An override of a top-level stage key wins in every stage (``steps=3`` is a short run), ``stages.1.KEY=VALUE`` in one; the value is YAML.
 - A default that no stage uses has no effect and is an error. Relative paths are relative to the current directory.
 - YAML is 1.2 (see ``yaml12``) and types are strict: ``"3"`` is no number, ``yes`` no truth value.
 """

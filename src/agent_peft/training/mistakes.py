@@ -40,7 +40,9 @@ class Written:
         for number, part in enumerate(location):
             child = _child(node, str(part))
             absent = number == len(location) - 1 and (isinstance(node, list) or (isinstance(node, dict) and str(part).isidentifier()))
-            if child is not None or absent:
+            kind = _child(node, "kind")
+            tag = isinstance(kind, Leaf) and kind.value == part  # of a mapping that is wrong as a whole
+            if child is not None or (absent and not tag):
                 keys, node = (*keys, str(part)), child
         return keys
 

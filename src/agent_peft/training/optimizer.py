@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch.nn import Parameter
@@ -37,22 +37,26 @@ class OptimizerConfig(BaseModel):
         return self
 
 
-def build_optimizer(parameters: Iterable[Parameter], config: OptimizerConfig, total_steps: int) -> tuple[AdamW, LambdaLR]:
+def build_optimizer(
+    parameters: Iterable[Parameter], config: OptimizerConfig, total_steps: int, own_rates: Sequence[tuple[Sequence[Parameter], float]] = ()
+) -> tuple[AdamW, LambdaLR]:
     """The optimizer and its scheduler; step the scheduler once after each step of the optimizer.
 
     Args:
         parameters: those to train, in an order that is the same when a run is resumed.
         total_steps: optimizer updates (not trips through the main loop) at which the schedule ends.
+        own_rates: more of them, with a learning rate each; they follow the schedule, and are never decayed.
 
     Raises:
         ValueError: nothing to train.
     """
     trained = [p for p in parameters if p.requires_grad]
-    matrices = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay}
-    vectors = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
+    matrices: dict[str, Any] = {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay}
+    vectors: dict[str, Any] = {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0}
     groups = [group for group in (matrices, vectors) if group["params"]]
     if not groups:
         raise ValueError("no parameter requires a gradient")
+    groups += [{"params": list(more), "lr": rate, "weight_decay": 0.0} for more, rate in own_rates]
     optimizer = AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon)
     return optimizer, LambdaLR(optimizer, learning_rate_factor(config, total_steps))
 

@@ -3,6 +3,7 @@
     config.yaml  metrics.jsonl  timing.jsonl  trajectories/step_*.jsonl  checkpoints/step_*/  evaluations/*.json
 
 All but timing.jsonl depends on the configuration alone: a run that is killed and started again writes the same bytes (on a CPU).
+Several ranks go through it together; the first of them alone reads and writes the files, and tells the others what stands there.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
@@ -31,11 +33,14 @@ from agent_peft.seeding import derive
 from agent_peft.training import yaml12
 from agent_peft.training.checkpoint import clean, latest_checkpoint, save_checkpoint, write_atomic
 from agent_peft.training.config import EvaluationConfig, TrainConfig, resolved
+from agent_peft.training.distributed import ALONE, Ranks, gather_collection, join
 from agent_peft.training.trackers import JsonlTracker, Progress, write_trajectories
-from agent_peft.training.trainer import Step, Trainer
-from agent_peft.types import AgentPeftError
+from agent_peft.training.trainer import NonFiniteError, Step, Trainer
+from agent_peft.types import AgentPeftError, TrustError
 
 logger = logging.getLogger(__name__)
+
+STOPPED = "stopped.json"  # there once an update that is not finite has ended the run
 
 
 def train(config: TrainConfig, *, fresh: bool = False) -> dict[str, EvaluationReport]:
@@ -47,12 +52,15 @@ def train(config: TrainConfig, *, fresh: bool = False) -> dict[str, EvaluationRe
 class _Run:
     def __init__(self, config: TrainConfig, fresh: bool, stack: ExitStack) -> None:
         self.config, self.folder = config, config.run_dir
-        claim(config, fresh, stack)
+        self.ranks = stack.enter_context(join(config.ranks, config.policy.device))
+        self.ranks.broadcast(lambda: claim(config, fresh, stack))
         if config.threads:
             torch.set_num_threads(config.threads)
-        self.console = Console()
+        # the others are silent, and have no bar, which would swallow their warnings
+        self.console = Console() if self.ranks.leads else Console(quiet=True, force_terminal=False)
         self.progress = stack.enter_context(Progress(self.console))
         self.policy = load_policy(config.policy, config.seed)
+        self.ranks.assert_equal(self.policy.model.parameters(), "the weights of policy.model")
         self.engine = Engine(self.policy, config.engine)
         self.environment = load_environment(config.environment)
         stack.callback(self.environment.close)
@@ -60,30 +68,27 @@ class _Run:
         if config.evaluation is not None:
             self.heldout = load_environment(config.evaluation.environment)
             stack.callback(self.heldout.close)
-        self.metrics = JsonlTracker(self.folder / "metrics.jsonl")
-        self.timing = JsonlTracker(self.folder / "timing.jsonl")
         self.reports: dict[str, EvaluationReport] = {}
 
     def go(self) -> dict[str, EvaluationReport]:
-        clean(self.folder / "checkpoints")
-        checkpoint = latest_checkpoint(self.folder / "checkpoints")
-        position = json.loads((checkpoint / "position.json").read_text()) if checkpoint else {"stage": 0, "steps": 0}
+        position = self.ranks.broadcast(self.find_position)
+        checkpoint = self.folder / "checkpoints" / position["checkpoint"] if position["checkpoint"] else None
+        if checkpoint is not None and not checkpoint.is_dir():
+            raise AgentPeftError(f"{checkpoint}: the first rank sees this checkpoint and rank {self.ranks.rank} does not; share run_dir")
         if checkpoint:
             self.progress.note(f"resuming after step {position['steps']} of {sum(s.steps for s in self.config.stages)}")
-        self.metrics.resume(position["steps"])
-        self.timing.resume(position["steps"])
         due = self.moments()
         self.recall(due, position["steps"])
         before = sum(s.steps for s in self.config.stages[: position["stage"]])
         for index, stage in enumerate(self.config.stages):
             if index < position["stage"]:
                 continue
-            trainer = Trainer(stage, self.policy, self.engine, self.environment, derive(self.config.seed, "stage", index))
+            trainer = Trainer(stage, self.policy, self.engine, self.environment, derive(self.config.seed, "stage", index), self.ranks)
             if checkpoint is not None and index == position["stage"]:
                 trainer.load(checkpoint)
             self.progress.start_stage(stage.name, stage.steps, trainer.step)
             clock = time.perf_counter()
-            for step in trainer:
+            for step in self.steps(trainer, index, before):
                 clock = self.record(trainer, step, index, before, clock)
                 if (done := before + trainer.step) in due:
                     self.evaluate(due[done])
@@ -94,19 +99,53 @@ class _Run:
         self.progress.note(f"done: the adapter is in {latest_checkpoint(self.folder / 'checkpoints')}")
         return self.reports
 
+    def find_position(self) -> dict[str, Any]:
+        """How far the run directory is: its newest checkpoint, the stage and the steps done. What is newer is forgotten."""
+        clean(self.folder / "checkpoints")
+        checkpoint = latest_checkpoint(self.folder / "checkpoints")
+        position = json.loads((checkpoint / "position.json").read_text()) if checkpoint else {"stage": 0, "steps": 0}
+        wrote, here = position.get("ranks", 1), self.ranks.world
+        if checkpoint and wrote != here and not self.config.ranks.allow_other_number:
+            raise AgentPeftError(
+                f"{self.folder}: {_ranks(wrote)} got this far, and now there {'is' if here == 1 else 'are'} {here}; start {_ranks(wrote)} "
+                "(torchrun --nproc_per_node), or add ranks.allow_other_number=true: results are then equal but for rounding"
+            )
+        self.metrics, self.timing = JsonlTracker(self.folder / "metrics.jsonl"), JsonlTracker(self.folder / "timing.jsonl")
+        self.metrics.resume(position["steps"])
+        self.timing.resume(position["steps"])
+        return {**position, "checkpoint": checkpoint.name if checkpoint else None}
+
+    def steps(self, trainer: Trainer, stage: int, before: int) -> Iterator[Step]:
+        """The trainer's steps. One whose update is not finite ends the run, its trajectories and the reason written down."""
+
+        def write() -> str:
+            path = write_trajectories(self.folder / "trajectories", before + trainer.step, error.collection.groups)
+            write_atomic(self.folder / STOPPED, json.dumps({"stage": stage, "step": before + trainer.step}) + "\n")
+            return str(path)
+
+        try:
+            yield from trainer
+        except NonFiniteError as failed:
+            error = failed
+            raise TrustError(f"stage {trainer.stage.name!r}: {error}, which are in {self.ranks.broadcast(write)}") from error
+
     def record(self, trainer: Trainer, step: Step, stage: int, before: int, clock: float) -> float:
-        """Write a step down: what it did, then the checkpoint that says it was done."""
+        """Write a step down: what it did, then the checkpoint that says it was done. The other ranks go on meanwhile."""
         number, config = before + step.number, self.config
-        self.metrics.log(number, {"stage": trainer.stage.name, **step.metrics})
+        done = before + trainer.step  # more than number + 1 where ``until`` ended the stage
+        if not self.ranks.leads:
+            return clock
+        record = self.metrics.log(number, {"stage": trainer.stage.name, **step.metrics})
         write_trajectories(self.folder / "trajectories", number, step.collection.groups)
         last = trainer.step == trainer.stage.steps
         if last or trainer.step % config.checkpoint.every == 0:
 
             def write(folder: Path) -> None:
                 trainer.save(folder)
-                (folder / "position.json").write_text(json.dumps({"stage": stage, "steps": number + 1}))
+                (folder / "position.json").write_text(json.dumps({"stage": stage, "steps": done, "ranks": self.ranks.world}))
+                (folder / "training_stats.json").write_text(json.dumps(record, indent=1) + "\n")
 
-            save_checkpoint(self.folder / "checkpoints", number + 1, write, config.checkpoint.keep_last, keep=last)
+            save_checkpoint(self.folder / "checkpoints", done, write, config.checkpoint.keep_last, keep=last)
         now = time.perf_counter()
         statistics = step.collection.statistics
         tokens = statistics.prefilled_naive + statistics.sampled
@@ -136,7 +175,7 @@ class _Run:
             checkpoint = self.folder / "checkpoints" / f"step_{steps:06d}"
             if steps > done:
                 break
-            if steps and not self.report_of(name).is_file():
+            if steps and not self.ranks.broadcast(self.report_of(name).is_file):
                 if not checkpoint.is_dir():
                     self.progress.note(f"the evaluation {name!r} is gone, and so is its checkpoint: it is left out")
                     continue
@@ -147,21 +186,21 @@ class _Run:
         return self.folder / "evaluations" / f"{name.replace(' ', '_')}.json"
 
     def name_after(self, index: int) -> str:
-        names = [stage.name for stage in self.config.stages]
+        names = [stage.name.replace(" ", "_") for stage in self.config.stages]  # as they stand in the names of files
         again = names[: index + 1].count(names[index])
-        return f"after {names[index]}" + (f" ({again})" if again > 1 else "")
+        return f"after {self.config.stages[index].name}" + (f" ({again})" if again > 1 else "")
 
     def evaluate(self, name: str) -> None:
         """Evaluate on the held-out tasks, once: what was written down before is read."""
         assert self.config.evaluation is not None and self.heldout is not None
         path = self.report_of(name)
-        if path.is_file():
-            self.reports[name] = EvaluationReport.from_json(json.loads(path.read_text()))
+        if (written := self.ranks.broadcast(lambda: path.read_text() if path.is_file() else None)) is not None:
+            self.reports[name] = EvaluationReport.from_json(json.loads(written))
             return
         self.progress.evaluating(name, len(self.heldout.tasks[: self.config.evaluation.num_tasks]))
-        report = evaluate(self.engine, self.heldout, self.config.evaluation, self.config.seed)
-        path.parent.mkdir(exist_ok=True)
-        write_atomic(path, json.dumps(report.to_json(), indent=1) + "\n")
+        report = evaluate(self.engine, self.heldout, self.config.evaluation, self.config.seed, self.ranks)
+        if self.ranks.leads:
+            write_atomic(path, json.dumps(report.to_json(), indent=1) + "\n")
         self.reports[name] = report
         self.progress.note(f"{name}: {report.summary}")
 
@@ -180,11 +219,47 @@ def claim(config: TrainConfig, fresh: bool, stack: ExitStack) -> None:
         clear(folder)
     elif written.is_file() and written.read_text() != text:
         old = yaml12.plain(yaml12.parse(written.read_text(), written.name))
-        changed = next((key for key in resolved(config) if old.get(key) != resolved(config)[key]), "a key")
-        raise AgentPeftError(
-            f"{folder}: holds a run of another configuration ({changed} differs); set another run_dir, or start over with --fresh"
-        )
+        changed = sorted(_differences(_binding(old), _binding(yaml12.plain(yaml12.parse(text, "")))))
+        if changed:
+            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+            differ = f"{', '.join(changed[:3])}{more} {'differs' if len(changed) == 1 else 'differ'}"
+            raise AgentPeftError(
+                f"{folder}: holds a run of another configuration ({differ}); set another run_dir, or start over with --fresh"
+            )
     write_atomic(written, text)
+    if (stopped := folder / STOPPED).is_file():
+        was = json.loads(stopped.read_text())
+        if config.stages[was["stage"]].nonfinite == "stop":
+            raise AgentPeftError(
+                f"{folder}: step {was['step']} stopped this run with a loss or a gradient that is not finite, and would again; "
+                f"add stages.{was['stage']}.nonfinite=skip, or start over (--fresh) with a lower optimizer.learning_rate"
+            )
+        stopped.unlink()
+
+
+def _binding(content: Any) -> dict[str, Any]:
+    """A configuration without what may change while it runs: it decides nothing that was already done."""
+    stages = [{key: value for key, value in stage.items() if key != "nonfinite"} for stage in content.get("stages") or []]
+    return {**{key: value for key, value in content.items() if key != "ranks"}, "stages": stages}
+
+
+def _differences(old: Any, new: Any, key: str = "") -> Iterator[str]:
+    """Dotted keys whose values differ.
+
+    >>> list(_differences({"seed": 0, "stages": [{"steps": 1}]}, {"seed": 0, "stages": [{"steps": 2}]}))
+    ['stages.0.steps']
+    """
+    if isinstance(old, list) and isinstance(new, list) and all(isinstance(item, dict) for item in (*old, *new)):
+        old, new = ({str(place): item for place, item in enumerate(items)} for items in (old, new))
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in dict.fromkeys([*old, *new]):
+            yield from _differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif old != new:
+        yield key
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
 
 
 def clear(folder: Path) -> None:
@@ -195,16 +270,17 @@ def clear(folder: Path) -> None:
         if (folder / name).is_dir():
             (folder / name).rename(gone)
             shutil.rmtree(gone)
-    for name in ("metrics.jsonl", "timing.jsonl", "config.yaml"):
+    for name in ("metrics.jsonl", "timing.jsonl", STOPPED, "config.yaml"):
         (folder / name).unlink(missing_ok=True)
 
 
-def evaluate(engine: Engine, environment: Environment, evaluation: EvaluationConfig, seed: int) -> EvaluationReport:
+def evaluate(engine: Engine, environment: Environment, evaluation: EvaluationConfig, seed: int, ranks: Ranks = ALONE) -> EvaluationReport:
     """``attempts`` episodes of each task; episodes whose environment failed are left out."""
     tasks = environment.tasks[: evaluation.num_tasks]
-    seed = derive(seed, "evaluation")
-    collection = Collector(environment, engine).collect(tasks, evaluation.attempts, evaluation.sampling, RewardConfig(), seed)
-    if collection.failures:
+    seed, positions = derive(seed, "evaluation"), ranks.share(range(len(tasks)))
+    mine = Collector(environment, engine).collect(tasks, evaluation.attempts, evaluation.sampling, RewardConfig(), seed, positions)
+    collection = gather_collection(ranks, mine, tasks)
+    if collection.failures and ranks.leads:
         logger.warning("%d episodes failed in their environment and were tried again", collection.failures)
     return summarize(collection.groups)
 

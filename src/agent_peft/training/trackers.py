@@ -31,20 +31,21 @@ class JsonlTracker:
         path.parent.mkdir(parents=True, exist_ok=True)
         truncate_jsonl(path, lambda _: True)  # a line torn by a kill must not run into the next one
 
-    def log(self, step: int, metrics: Mapping[str, float | str]) -> None:
-        """Append one line, on the disk when this returns. Numbers are written so that they read back to the bit; JSON has no ``nan``
-        and ``inf``, so these become strings.
+    def log(self, step: int, metrics: Mapping[str, float | str]) -> dict[str, float | str]:
+        """Append one line, on the disk when this returns; give its record. Numbers are written so that they read back to the bit; JSON has
+        no ``nan`` and ``inf``, so these become strings.
 
         Raises:
             ValueError: a metric is called ``step``.
         """
         if "step" in metrics:
             raise ValueError("a metric cannot be called step: the line's own number is")
-        record = {"step": step} | {name: _jsonable(value) for name, value in metrics.items()}
+        record: dict[str, float | str] = {"step": step} | {name: _jsonable(value) for name, value in metrics.items()}
         with self.path.open("a", encoding="utf-8", newline="\n") as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
+        return record
 
     def resume(self, step: int) -> None:
         """Forget ``step`` and what came after it: those steps are about to be made again."""

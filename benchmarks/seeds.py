@@ -1,0 +1,112 @@
+"""A configuration over several seeds: held-out success at the start and after each stage, with intervals, curves and paired tests.
+
+    python benchmarks/seeds.py configs/quickstart.yaml [--seeds 0 1 2] [--runs runs] [key=value …]
+
+Runs that are finished already are read, not repeated. Prints a table and writes benchmarks/results/NAME.json, the curves included.
+CPU seconds are of the whole process: start, training and evaluations. They are kept beside the run, for when it is read again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from agent_peft.rollout.evaluation import EvaluationReport, paired_test
+from agent_peft.training.runs import load_run
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Cost:
+    cpu_seconds: float
+    seconds: float
+    training_seconds: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    seed: int
+    reports: dict[str, EvaluationReport]  # base, after the first stage, after the second …
+    curve: dict[int, float]  # steps done -> held-out success
+    cost: Cost
+
+
+def measure(config: Path, seed: int, run: Path, overrides: list[str]) -> Measured:
+    before, clock = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    command = [sys.executable, "-m", "agent_peft", "train", str(config), f"seed={seed}", f"run_dir={run}"]
+    was_there = (run / "cost.json").is_file()
+    subprocess.run([*command, *overrides], check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if not was_there:
+        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        steps = [json.loads(line) for line in (run / "timing.jsonl").read_text().splitlines()]
+        cost = {"cpu_seconds": cpu, "seconds": time.perf_counter() - clock, "training_seconds": sum(s["seconds"] for s in steps)}
+        (run / "cost.json").write_text(json.dumps(cost) + "\n")
+    names = ["base", *(f"after_{stage.name}" for stage in load_run(run).stages)]
+    found = {path.stem: EvaluationReport.from_json(json.loads(path.read_text())) for path in (run / "evaluations").glob("*.json")}
+    curve = {int(name.removeprefix("step_")): report.success.value for name, report in found.items() if name.startswith("step_")}
+    reports = {name: found[name] for name in names if name in found}
+    return Measured(seed, reports, dict(sorted(curve.items())), Cost(**json.loads((run / "cost.json").read_text())))
+
+
+def show(title: str, rows: list[Measured]) -> Table:
+    names = list(rows[0].reports)
+    table = Table("seed", *(n.replace("_", " ") for n in names), "last stage's gain", "p", "CPU s", "training s", title=title)
+    for row in rows:
+        rates = [row.reports[n].success for n in names]
+        shown = [f"{100 * r.value:.1f} ({100 * r.low:.1f} to {100 * r.high:.1f}) of {r.tasks}" for r in rates]
+        gain = paired_test(row.reports[names[-2]], row.reports[names[-1]])
+        table.add_row(
+            str(row.seed),
+            *shown,
+            f"{100 * gain.difference:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})",
+            f"{gain.p:.2g}",
+            f"{row.cost.cpu_seconds:.0f}",
+            f"{row.cost.training_seconds:.0f}",
+        )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--runs", type=Path, default=Path("runs"))
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_intermixed_args()
+    name = arguments.config.stem
+    rows = [measure(arguments.config, seed, arguments.runs / f"{name}-{seed}", arguments.overrides) for seed in arguments.seeds]
+    Console(width=180).print(show(f"{name}: held-out success in percent (95 %)", rows))
+    content = {
+        "config": name,
+        "overrides": arguments.overrides,
+        "cores": os.cpu_count(),
+        "rows": [
+            {
+                "seed": row.seed,
+                "success": {n: [r.success.value, r.success.low, r.success.high, r.success.tasks] for n, r in row.reports.items()},
+                "by_skill": {n: {skill: rate.value for skill, rate in r.by_skill.items()} for n, r in row.reports.items()},
+                "curve": row.curve,
+                "cost": vars(row.cost),
+            }
+            for row in rows
+        ],
+    }
+    output = HERE / "results" / f"{name}.json"
+    output.parent.mkdir(exist_ok=True)
+    output.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

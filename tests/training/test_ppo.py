@@ -1,0 +1,266 @@
+"""PPO in the loop: the same update however it is cut, epochs that end, and a critic that a resumed run finds again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from agent_peft.algorithms import PpoConfig, build_algorithm
+from agent_peft.batch import collate
+from agent_peft.policies.value_head import WEIGHTS
+from agent_peft.training import runs
+from agent_peft.training.config import StageConfig
+from agent_peft.training.loading import load_config
+from agent_peft.training.runs import evaluate_target, train
+from agent_peft.training.trainer import Trainer
+from agent_peft.training.yaml12 import dump
+from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
+
+SMOOTH = {
+    "learning_rate": 1e-2,
+    "epsilon": 1e-2,
+    "max_grad_norm": float("inf"),
+}  # Adam divides small gradients by themselves, noise and all
+PPO = {"kind": "ppo", "minibatches": 2, "update_epochs": 3, "value_learning_rate": 0.1}
+
+
+def run(trainer: Trainer) -> list[dict[str, float]]:
+    return [step.metrics for step in trainer]
+
+
+def assert_close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    assert len(ours) == len(theirs) > 0
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+# -- the same update however it is cut ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", [PPO, {**PPO, "kl_coef": 0.1, "entropy_coef": 0.01, "value_trunk_gradient": False}], ids=len)
+def test_microbatches_and_padding_never_change_the_result(make_trainer, algorithm):
+    whole = make_trainer(algorithm, microbatch_tokens=10**6, optimizer=SMOOTH)
+    expected = run(whole)
+    assert whole.parameters[-1] is whole.policy.value_head.weight
+    assert whole.policy.value_head.weight.grad.abs().sum() > 1e-3
+    for tokens, packing in ((1, True), (40, True), (40, False)):
+        cut = make_trainer(algorithm, microbatch_tokens=tokens, optimizer=SMOOTH, policy={"packing": packing})
+        found = run(cut)
+        assert cut.policy.packing == packing
+        assert_close([p.grad for p in cut.parameters], [p.grad for p in whole.parameters])
+        assert_close(cut.parameters, whole.parameters)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-5)
+
+
+def test_old_values_are_those_before_the_update(make_trainer):
+    """A step of two updates: in the first nothing has moved, and the second measures against the same old values."""
+    trainer = make_trainer({**PPO, "minibatches": 1, "update_epochs": 2, "value_clip": 1e-6}, steps=2)
+    seen, update = [], trainer.update
+
+    def watching(minibatch, on_policy):
+        before = trainer.values(minibatch)
+        seen.append((update(minibatch, on_policy), minibatch.values, before))
+        return seen[-1][0]
+
+    trainer.update = watching
+    run(trainer)
+    first, second, third, _ = seen
+    assert (first[0]["value_clip_fraction"], first[0]["clip_fraction"]) == (0.0, 0.0)
+    assert first[0]["ratio"] == pytest.approx(1, abs=1e-5)
+    assert second[0]["value_clip_fraction"] > 0.1
+    assert torch.equal(first[1], second[1])
+    assert not second[2].allclose(second[1], atol=1e-3)
+    assert third[1].any(), "the next step starts from what the critic has learnt"
+    torch.testing.assert_close(third[1], third[2], atol=1e-5, rtol=0)
+
+
+def test_the_head_learns_at_its_own_rate(make_trainer):
+    trainer = make_trainer(
+        {**PPO, "value_learning_rate": 0.25}, optimizer={"learning_rate": 1e-3, "weight_decay": 0.1, "schedule": "linear"}
+    )
+    groups = trainer.optimizer.param_groups
+    assert [(group["initial_lr"], group["weight_decay"]) for group in groups] == [(1e-3, 0.1), (0.25, 0.0)]
+    assert groups[-1]["params"] == [trainer.policy.value_head.weight]
+    found = run(trainer)
+    assert 0 < found[-1]["learning_rate"] < 1e-3, "the policy's is shown, and follows its schedule"
+    assert groups[-1]["lr"] == pytest.approx(250 * groups[0]["lr"])
+
+
+# -- epochs -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_target_kl_ends_the_epochs_of_a_step(make_trainer):
+    free = make_trainer({"kind": "ppo", "update_epochs": 5})
+    assert [m["epochs_done"] for m in run(free)] == [5, 5]
+    assert free.updates == 10
+    held = make_trainer({"kind": "ppo", "update_epochs": 5, "target_kl": 1e-6})
+    # the first epoch's only update is measured before it is made, on policy; the second sees that the policy has moved
+    assert [m["epochs_done"] for m in run(held)] == [2, 2]
+    assert held.updates == 4
+    minibatches = make_trainer({"kind": "ppo", "update_epochs": 5, "minibatches": 2, "target_kl": 1e-6})
+    assert [m["epochs_done"] for m in run(minibatches)] == [1, 1]
+    assert minibatches.updates == 4, "an epoch is finished before it is the last"
+
+
+def test_epochs_done_is_told_of_all(make_trainer):
+    assert [m["epochs_done"] for m in run(make_trainer({"kind": "grpo", "kl_coef": 0.1, "update_epochs": 3}))] == [3, 3]
+
+
+def test_episodes_need_no_siblings(make_trainer):
+    found = run(make_trainer(PPO, group_size=1, tasks_per_step=8))
+    assert all(m["episodes"] == 8 and m["updates_skipped"] == 0 for m in found)
+    assert StageConfig.model_validate({"algorithm": {"kind": "ppo"}, "steps": 1, "group_size": 1}).group_size == 1
+
+
+def test_a_step_of_one_reward_still_teaches_the_critic(make_trainer):
+    trainer = make_trainer(PPO, rewards={"incorrect": -1.0}, steps=4)
+    found = run(trainer)
+    assert all(m["zero_variance_groups"] == 1 for m in found)
+    assert found[-1]["value_loss"] < found[0]["value_loss"] / 2
+    assert all("explained_variance" not in m for m in found), "there is nothing to explain"
+
+
+def test_a_key_without_effect_is_told_at_its_place(tmp_path):
+    path = tmp_path / "c.yaml"
+    algorithm = "algorithm: {kind: ppo, update_epochs: 1,\n target_kl: 1}\n"
+    path.write_text(f"run_dir: r\npolicy: {{kind: pretrained, model: m}}\nenvironment: arithmetic\nsteps: 1\n{algorithm}")
+    with pytest.raises(AgentPeftError, match=r"c\.yaml:6: algorithm: target_kl has no effect with update_epochs: 1"):
+        load_config(path)
+
+
+# -- what the critic learns ---------------------------------------------------------------------------------------------------------
+
+
+def test_explained_variance_rises(make_trainer):
+    """The reward is told by the prompt: a critic can know all of it, and a constant nothing."""
+    trainer = make_trainer({"kind": "ppo", "value_learning_rate": 0.1})
+    algorithm, policy = build_algorithm(PpoConfig(normalize_advantages=False)), trainer.policy
+    turns = [Turn((3, 5, 6, 4 + i % 2), (7 + i % 3, 8), (-1.0, -1.0)) for i in range(12)]
+    batch = collate([Trajectory(Task("t"), (turn,), rewards=(float(i % 2),)) for i, turn in enumerate(turns)], [0] * 12)
+    batch = replace(batch, logprobs=policy.forward(batch, trainer.stage.sampling).logprobs.detach())
+    curve = []
+    for _ in range(45):
+        prepared = algorithm.prepare(replace(batch, values=policy.values(batch)))
+        curve.append(algorithm.observe(prepared)["explained_variance"])
+        weighed, denominator = algorithm.weigh(prepared)
+        loss, _ = algorithm.loss(
+            policy.forward(weighed, trainer.stage.sampling, values=True), replace(weighed, weights=weighed.weights / denominator)
+        )
+        trainer.optimizer.zero_grad()
+        loss.backward()
+        trainer.optimizer.step()
+    assert curve[0] == 0.0
+    assert curve[-1] > 0.9
+    assert curve[0] < curve[5] < curve[-1]
+
+
+# -- checkpoints, stages, runs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", [PPO, {**PPO, "target_kl": 1e-3, "value_trunk_gradient": False}], ids=len)
+def test_a_loaded_trainer_goes_on_as_if_it_had_never_stopped(make_trainer, tmp_path, algorithm):
+    more = {"steps": 4, "optimizer": {"learning_rate": 1e-2, "schedule": "linear", "warmup_steps": 2}}
+    straight = make_trainer(algorithm, **more)
+    expected = run(straight)
+    stopped = make_trainer(algorithm, **more)
+    steps = iter(stopped)
+    begun = [next(steps).metrics, next(steps).metrics]
+    stopped.save(tmp_path / "checkpoint")
+    resumed = make_trainer(algorithm, **more)
+    resumed.load(tmp_path / "checkpoint")
+    assert begun + run(resumed) == expected
+    assert all(torch.equal(p, q) for p, q in zip(resumed.parameters, straight.parameters, strict=True))
+
+
+def test_a_checkpoint_without_its_critic_is_refused(make_trainer, tmp_path):
+    trainer = make_trainer(PPO)
+    trainer.save(tmp_path / "checkpoint")
+    (tmp_path / "checkpoint" / WEIGHTS).unlink()
+    with pytest.raises(AgentPeftError, match="critic"):
+        make_trainer(PPO).load(tmp_path / "checkpoint")
+
+
+def test_a_critic_goes_on_from_stage_to_stage(make_trainer):
+    first = make_trainer(PPO)
+    run(first)
+    learnt = first.policy.value_head.weight.detach().clone()
+    between = Trainer(make_trainer("sft").stage, first.policy, first.engine, first.environment, seed=1)
+    assert all(p is not first.policy.value_head.weight for p in between.parameters)
+    run(between)
+    again = Trainer(first.stage, first.policy, first.engine, first.environment, seed=2)
+    assert learnt.any()
+    assert torch.equal(again.policy.value_head.weight, learnt)
+
+
+@pytest.fixture
+def config(tmp_path, policy_config):
+    stages = [
+        {"algorithm": {"kind": "sft"}, "steps": 1, "tasks_per_step": 4, "optimizer": {"learning_rate": 0.1}},
+        {
+            "algorithm": PPO,
+            "steps": 3,
+            "tasks_per_step": 4,
+            "group_size": 2,
+            "rewards": {"invalid_action": -0.5},
+            "sampling": {"max_new_tokens": 3},
+            "optimizer": {"learning_rate": 0.02},
+        },
+        {"algorithm": {"kind": "rloo"}, "steps": 1, "tasks_per_step": 2, "group_size": 4, "sampling": {"max_new_tokens": 3}},
+    ]
+    content = {
+        "run_dir": str(tmp_path / "run"),
+        "policy": policy_config.model_dump(mode="json"),
+        "environment": {"kind": "arithmetic", "digits": 1, "num_tasks": 10},
+        "evaluation": {
+            "environment": {"kind": "arithmetic", "digits": 1, "num_tasks": 4, "split": "heldout"},
+            "sampling": {"max_new_tokens": 3},
+        },
+        "checkpoint": {"keep_last": 10},
+        "stages": stages,
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(dump(content))
+    return load_config(path)[0]
+
+
+def test_every_epoch_leaves_an_adapter_and_its_statistics(config):
+    train(config)
+    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    folders = sorted((config.run_dir / "checkpoints").iterdir())
+    assert [folder.name for folder in folders] == [f"step_{step:06d}" for step in range(1, 6)]
+    for folder, line in zip(folders, lines, strict=True):
+        assert {"adapter_config.json", "adapter_model.safetensors"} <= {path.name for path in folder.iterdir()}
+        assert json.loads((folder / "training_stats.json").read_text()) == line
+        assert {"reward", "success", "epochs_done"} <= line.keys()
+    ppo = {"value_loss", "value_clip_fraction", "approx_kl", "clip_fraction", "surprisal", "explained_variance"}
+    assert [ppo <= line.keys() for line in lines] == [False, True, True, True, False]
+    assert [(folder / WEIGHTS).exists() for folder in folders] == [False, True, True, True, True]
+    assert evaluate_target(config.run_dir, None, checkpoint="step_000003").summary
+
+
+@pytest.mark.parametrize("done", [1, 2, 4])  # before the first step with a critic, between two, and after the last
+def test_a_run_that_is_killed_resumes_to_the_same_bytes(config, monkeypatch, run_contents, tmp_path, done):
+    train(config)
+    expected = run_contents(config.run_dir)
+    shutil.rmtree(config.run_dir)
+    saved = runs.save_checkpoint
+
+    def killed(root, step, *more, **options):
+        path = saved(root, step, *more, **options)
+        if step == done:
+            raise KeyboardInterrupt
+        return path
+
+    monkeypatch.setattr(runs, "save_checkpoint", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    monkeypatch.setattr(runs, "save_checkpoint", saved)
+    train(config)
+    found = run_contents(config.run_dir)
+    assert found.keys() == expected.keys()
+    assert [name for name in found if found[name] != expected[name]] == []

@@ -1,0 +1,98 @@
+"""A stage that ends when a metric has arrived."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from agent_peft.policies.base import ScratchConfig
+from agent_peft.training.config import TrainConfig, UntilConfig
+from agent_peft.training.runs import train
+from agent_peft.types import AgentPeftError
+
+
+@pytest.mark.parametrize(
+    ("until", "value", "reached"),
+    [
+        ({"above": 0.5}, 0.6, True),
+        ({"above": 0.5}, 0.5, False),
+        ({"below": 0.5}, 0.4, True),
+        ({"below": 0.5}, math.nan, False),
+        ({"below": 0.0}, -0.1, True),
+    ],
+)
+def test_a_side_is_reached(until, value, reached):
+    assert UntilConfig(metric="reward", **until).is_reached(value) is reached
+
+
+@pytest.mark.parametrize("sides", [{}, {"above": 1.0, "below": 0.0}])
+def test_one_side_is_needed(sides):
+    with pytest.raises(ValidationError, match="above or below"):
+        UntilConfig(metric="reward", **sides)
+
+
+def test_the_mean_over_the_last_steps_ends_a_stage(make_trainer):
+    trainer = make_trainer("sft", steps=9, until={"metric": "surprisal", "below": 100.0, "over": 3})
+    steps = [step.number for step in trainer]
+    assert steps == [0, 1, 2]
+    assert trainer.step == 9, "the numbers of its steps jump to the stage's end"
+
+
+def test_one_that_is_never_reached_changes_nothing(make_trainer):
+    plain = [step.metrics for step in make_trainer("sft", steps=3)]
+    assert [step.metrics for step in make_trainer("sft", steps=3, until={"metric": "surprisal", "below": -1.0})] == plain
+
+
+def test_an_unknown_metric_is_told_with_those_there_are(make_trainer):
+    with pytest.raises(AgentPeftError, match=r"until\.metric: 'accuracy' is no metric.*success"):
+        list(make_trainer("sft", until={"metric": "accuracy", "above": 0.5}))
+
+
+@pytest.fixture
+def config(policy_config: ScratchConfig, tmp_path: Path) -> TrainConfig:
+    """Two stages, of which the first ends after two steps of five."""
+    arithmetic = {"kind": "arithmetic", "digits": 1, "num_tasks": 12}
+    stages = [
+        {"algorithm": {"kind": "sft"}, "steps": 5, "tasks_per_step": 2, "until": {"metric": "surprisal", "below": 100.0, "over": 2}},
+        {"algorithm": {"kind": "rloo"}, "steps": 2, "tasks_per_step": 2, "group_size": 2, "sampling": {"max_new_tokens": 3}},
+    ]
+    evaluation = {"environment": {**arithmetic, "split": "heldout", "num_tasks": 3}, "sampling": {"max_new_tokens": 3}}
+    return TrainConfig.model_validate(
+        {"run_dir": tmp_path / "whole", "policy": policy_config, "environment": arithmetic, "evaluation": evaluation, "stages": stages}
+    )
+
+
+def test_the_next_stage_and_the_evaluations_follow(config):
+    reports = train(config)
+    assert list(reports) == ["base", "after sft", "after rloo"]
+    lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["stage"]) for line in lines] == [(0, "sft"), (1, "sft"), (5, "rloo"), (6, "rloo")]
+    assert {path.name for path in (config.run_dir / "checkpoints").iterdir()} == {"step_000005", "step_000006", "step_000007"}
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_run_that_stopped_on_the_way_goes_on_to_the_same_end(config, tmp_path, monkeypatch, run_contents, steps):
+    train(config)
+    stopped = config.model_copy(update={"run_dir": tmp_path / "stopped"})
+    from agent_peft.training import runs
+
+    record, calls = runs._Run.record, []
+
+    def dies(self, *arguments):
+        calls.append(None)
+        if len(calls) > steps:
+            raise KeyboardInterrupt
+        return record(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runs._Run, "record", dies)
+        with pytest.raises(KeyboardInterrupt):
+            train(stopped)
+    train(stopped)
+    whole, again = run_contents(config.run_dir), run_contents(stopped.run_dir)
+    assert whole.keys() == again.keys()
+    assert [name for name in whole if whole[name] != again[name]] == ["config.yaml"]
