@@ -89,7 +89,21 @@ def own_logprobs(policy: Policy, talk: Talk, sampling: SamplingConfig = SAMPLING
 @pytest.fixture
 def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that must grow several times."""
-    monkeypatch.setattr(SlotCache.__init__, "__defaults__", (4,))
+    cache = Engine._cache
+    monkeypatch.setattr(Engine, "_cache", lambda engine, rows, capacity: cache(engine, rows, 4))
+
+
+def test_a_cache_begins_with_room_for_the_first_turn(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its zeroes cost more than short episodes do."""
+    made: list[int] = []
+    monkeypatch.setattr(SlotCache, "_grow", lambda *_: pytest.fail("it grew in the first turn"))
+    make = SlotCache.__init__
+    monkeypatch.setattr(SlotCache, "__init__", lambda cache, *given: made.append(given[-1]) or make(cache, *given))
+    engine = Engine(make_policy(), EngineConfig())
+    made.clear()
+    engine.generate([Talk([1, 5, 6], seed=0), Talk([1, 5, 6, 7, 8], seed=1)], SAMPLING)
+    engine.generate([Talk([1, 5, 6], seed=0)], SamplingConfig(max_new_tokens=6, max_tokens=7))
+    assert made == [5 + 6, 7]
 
 
 # -- what is sampled is what the model says -----------------------------------------------------------------------------------------

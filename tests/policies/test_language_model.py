@@ -298,7 +298,7 @@ def test_attention_in_chunks_is_refused(make_policy: MakePolicy) -> None:
 
 # -- from a configuration -------------------------------------------------------------------------------------------------------------
 
-SCRATCH = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SCRATCH = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2}  # whose own end token is no token here
 
 
 def test_a_policy_from_scratch_depends_on_its_seed_alone() -> None:
@@ -309,7 +309,13 @@ def test_a_policy_from_scratch_depends_on_its_seed_alone() -> None:
     assert torch.equal(torch.random.get_rng_state(), state), "the global generator is left alone"
     torch.manual_seed(6)
     again, other = load_policy(config, seed=0), load_policy(config, seed=1)
-    assert first.base.config.vocab_size == 3 + 4 and not first.has_adapter
+    shape, tokenizer = first.base.config, first.chat.tokenizer
+    assert shape.vocab_size == 3 + 4 and not first.has_adapter
+    assert (shape.bos_token_id, shape.eos_token_id, shape.pad_token_id) == (
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+    )
     for name, tensor in first.model.state_dict().items():
         assert torch.equal(tensor, again.model.state_dict()[name])
     assert any(not torch.equal(tensor, other.model.state_dict()[name]) for name, tensor in first.model.state_dict().items())

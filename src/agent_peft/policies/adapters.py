@@ -65,6 +65,7 @@ def attach(model: PreTrainedModel, settings: LoraSettings, seed: int) -> PeftMod
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)  # PEFT's business
             warnings.filterwarnings("ignore", message=".*ensure_weight_tying", category=UserWarning)  # refused below
+            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to", category=UserWarning)  # GPT-2's layers; it sees to them
             adapted = cast(PeftModel, get_peft_model(model, config))
     except ValueError as error:
         raise AgentPeftError(f"cannot attach a LoRA adapter: {str(error).splitlines()[0]}") from error

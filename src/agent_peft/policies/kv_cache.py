@@ -17,7 +17,7 @@ class SlotCache(Cache):
     costs nothing and a fork is one copy.
     """
 
-    def __init__(self, slots: int, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, capacity: int = 256) -> None:
+    def __init__(self, slots: int, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, capacity: int) -> None:
         text = config.get_text_config()
         self.slots, self.capacity, self.dtype, self.device = slots, capacity, dtype, device
         self.num_layers = text.num_hidden_layers
