@@ -377,19 +377,17 @@ def test_the_bytes_of_a_token_are_what_it_decodes_to() -> None:
 
 
 def test_stop_matchers_are_independent_and_none_never_stops() -> None:
-    c = ChatTokenizer(byte_level(SMOLLM2), stop=("```\n", "</sql>"))
+    c = ChatTokenizer(byte_level(SMOLLM2))
     tokens = c.action_tokens("SELECT 1\n```\nmore")
-    first, second = c.stop_matcher(), c.stop_matcher()
+    first, second, none = (StopMatcher(stop, c.token_bytes) for stop in ([b"```\n", b"</sql>"], [b"```\n"], []))
     pushed = [first.push(t) for t in tokens]
     assert pushed.index(True) < len(tokens) - 1 and all(pushed[pushed.index(True) :])
     assert not second.matched and not second.push(tokens[0])
-    assert not any(chat("smollm2").stop_matcher().push(t) for t in tokens)
-    with pytest.raises(AgentPeftError, match="stop string is empty"):
-        ChatTokenizer(byte_level(SMOLLM2), stop=[""])
+    assert not any(none.push(t) for t in tokens)
 
 
 def test_the_real_smollm2(smollm2: Path) -> None:
-    c = ChatTokenizer(AutoTokenizer.from_pretrained(smollm2), stop=["```\n"])
+    c = ChatTokenizer(AutoTokenizer.from_pretrained(smollm2))
     messages = [Message("user", "How many rows?\n\n  3  <|im_end|>"), Message("assistant", "It is 3."), Message("user", "Thanks.")]
     assert c.append_only and c.end_of_turn == {2} and c.tokenizer.chat_template == SMOLLM2
     action = c.action_tokens("It is 3.")

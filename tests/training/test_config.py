@@ -195,6 +195,7 @@ MISTAKES = [
     (ONE + "optimizer: {learning_rate: fast}", (), 'x.yaml:6: optimizer.learning_rate: must be a number, got "fast"'),
     (ONE + "optimizer: {betas: [0.9]}", (), "x.yaml: optimizer.betas.1 is missing"),
     (ONE + "sampling:\n  stop: x", (), 'x.yaml:7: sampling.stop: must be a list, got "x"'),
+    (ONE + "sampling:\n  stop: [a, '']", (), "x.yaml:7: sampling.stop.1: must be a text that is not empty"),
     (ONE + "sampling:\n  stop:\n    - a\n    - 1", (), "x.yaml:9: sampling.stop.1: must be a text, got 1"),
     (ONE + "rewards: {correct: .inf}", (), "x.yaml:6: rewards.correct: must be a finite number, got Infinity"),
     (ONE, ("policy.packing=yes",), 'command line: policy.packing: must be true or false, got "yes"'),
@@ -315,7 +316,7 @@ def test_a_dumped_configuration_loads_equal(load, text, tmp_path):
 @given(
     rate=st.floats(1e-12, 10),
     name=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="/\\\0"), min_size=1),
-    stop=st.lists(st.text(st.characters(exclude_categories=["Cs"])), max_size=3),
+    stop=st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), max_size=3),
 )
 @example(rate=1.0, name="\x85", stop=["\u2028", "1e5", "yes", " "])
 def test_any_number_and_any_text_survives(load, tmp_path, rate, name, stop):

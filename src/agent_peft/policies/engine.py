@@ -107,8 +107,6 @@ class Engine:
         """Drive every conversation to its end."""
         if not conversations:
             return EngineStatistics(0, 0, 0, 0)
-        if "" in sampling.stop:
-            raise AgentPeftError("sampling.stop: a stop string is empty: it would end every action at its first token")
         if not all(len(conversation.prompt) for conversation in conversations):
             raise ValueError("a conversation has an empty prompt: there is nothing to predict its first token from")
         with self.policy.sampling_mode(), ThreadPoolExecutor(self.config.environment_threads, "environment") as threads:

@@ -327,7 +327,7 @@ class Policy:
         self.chat.tokenizer.save_pretrained(folder)
 
 
-def load_policy(config: PretrainedConfig | ScratchConfig, seed: int, stop: Sequence[str] = ()) -> Policy:
+def load_policy(config: PretrainedConfig | ScratchConfig, seed: int) -> Policy:
     """The policy a configuration describes. The adapter starts at zero: the first output equals the base model's, and this is proven."""
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device)
     dtype = getattr(torch, config.dtype)
@@ -357,7 +357,7 @@ def load_policy(config: PretrainedConfig | ScratchConfig, seed: int, stop: Seque
     if config.lora is not None:
         model = adapters.attach(model, config.lora, derive(seed, "adapter"))
         adapters.assert_zero_delta(model)
-    policy = Policy(model, ChatTokenizer(tokenizer, stop), packing=config.packing)
+    policy = Policy(model, ChatTokenizer(tokenizer), packing=config.packing)
     if isinstance(config, PretrainedConfig) and config.adapter is not None:
         policy.load(config.adapter)
     return policy

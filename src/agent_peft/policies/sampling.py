@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
@@ -19,7 +21,9 @@ class SamplingConfig(BaseModel):
     top_k: int = Field(default=0, ge=0, description="0 keeps every token")
     max_new_tokens: int = Field(default=128, ge=1, description="per turn")
     max_tokens: int = Field(default=1024, ge=2, description="per episode, observations included")
-    stop: tuple[str, ...] = Field(default=(), description="an action also ends when one of these appears in its text")
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(), description="an action also ends when one of these appears in its text"
+    )
 
     @property
     def truncates(self) -> bool:

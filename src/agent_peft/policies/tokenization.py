@@ -54,11 +54,8 @@ class ChatTokenizer:
         AgentPeftError: the template fails, drops messages, or frames each turn differently (numbered rounds).
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str] = ()) -> None:
-        if "" in stop:
-            raise AgentPeftError("a stop string is empty: it would end every turn at once")
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.stop = tuple(stop)
         self._template = None if tokenizer.chat_template else self._plain_template()
         added = {token_id: token for token_id, token in tokenizer.added_tokens_decoder.items() if str(token).strip()}
         self._marks = {str(token): token_id for token_id, token in added.items()}  # <|im_end|>, <think>, …
@@ -132,10 +129,6 @@ class ChatTokenizer:
         text = self.tokenizer.decode(list(tokens[:end]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
-
-    def stop_matcher(self) -> StopMatcher:
-        """A fresh matcher of the stop strings, for one action."""
-        return StopMatcher([text.encode() for text in self.stop], self.token_bytes)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that ``token`` adds to a text."""

@@ -112,6 +112,7 @@ def _wanted(message: str) -> str:
         "a valid boolean": "true or false",
         "a valid integer": "a whole number",
         "a valid number": "a number",
+        "String should have at least 1 character": "a text that is not empty",
     }
     return ours.get(wanted, wanted)
 

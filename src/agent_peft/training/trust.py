@@ -15,11 +15,6 @@ from agent_peft.types import Task, Trajectory, TrustError, Turn
 CANARY_TOKENS = 16
 
 
-def tolerance(policy: Policy) -> float:
-    """How far two ways to compute one log-probability may lie apart (nats): rounding, and nothing else."""
-    return 2e-3 if policy.dtype == torch.float32 else 0.1
-
-
 def assert_on_policy(policy: Policy, batch: Batch, logprobs: Tensor, sampling: SamplingConfig) -> None:
     """The first minibatch after a rollout is on policy: ratio 1, KL 0, clip fraction 0. Anything else means that the trainer and the
     sampler disagree about the tokens, the mask, the distribution or the weights.
@@ -33,10 +28,10 @@ def assert_on_policy(policy: Policy, batch: Batch, logprobs: Tensor, sampling: S
     drift = (logprobs.detach().to(batch.logprobs.device) - batch.logprobs)[mask].abs()
     strict = policy.dtype == torch.float32 and not sampling.truncates
     worst = float(drift.max() if strict else drift.mean())
-    if not worst <= tolerance(policy):  # NaN is no agreement either
+    if not worst <= policy.rounding:  # NaN is no agreement either
         raise TrustError(
             f"the trainer's log-probabilities of freshly sampled tokens differ from the sampler's by {worst:.3g} nats "
-            f"({'at most' if strict else 'on average'}; {tolerance(policy):g} is rounding): the loss mask, the sampling distribution or "
+            f"({'at most' if strict else 'on average'}; {policy.rounding:g} is rounding): the loss mask, the sampling distribution or "
             "the sampler's weights are not what the trainer takes them for"
         )
 
@@ -56,9 +51,9 @@ def assert_same_policy(engine: Engine, tokens: list[int]) -> None:
     with torch.no_grad():
         trained = engine.policy.forward(whole, plain).logprobs[0, 1:].cpu()
     drift = float((sampled - trained).abs().max())
-    if not drift <= tolerance(engine.policy):
+    if not drift <= engine.policy.rounding:
         raise TrustError(
-            f"sampler and trainer score the same tokens {drift:.3g} nats apart ({tolerance(engine.policy):g} is rounding): "
+            f"sampler and trainer score the same tokens {drift:.3g} nats apart ({engine.policy.rounding:g} is rounding): "
             "the sampler does not act with the weights that were just updated"
         )
 
