@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -56,7 +55,6 @@ def main() -> None:
     while left_behind() != before and time.monotonic() < deadline:
         time.sleep(0.05)
     report = {
-        "machine": {"cores": os.cpu_count(), "load": os.getloadavg(), "kernel": platform.release(), "root": os.geteuid() == 0},
         "missing": missing("bubblewrap"),
         "first_of_the_process_ms": round(1000 * first, 1),
         "start_and_first_command": summary(starts),
