@@ -4,28 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 from agent_peft.environments import db_bench, os_interaction
 from agent_peft.environments.db_bench.episode import Rules as DBBenchRules
 from agent_peft.environments.db_bench.inspection import inspect as inspect_db_bench
 from agent_peft.environments.db_bench.tasks import read_entry
+from agent_peft.environments.inspection import Inspection
 from agent_peft.environments.os_interaction.episode import Rules as OSRules
 from agent_peft.environments.os_interaction.episode import SandboxKind
 from agent_peft.environments.os_interaction.inspection import inspect_all
 from agent_peft.types import AgentPeftError
-
-
-class Inspection(Protocol):
-    """What the replay of one task showed."""
-
-    @property
-    def gold_is_correct(self) -> bool: ...
-    @property
-    def nothing_is_correct(self) -> bool: ...
-    @property
-    def cause(self) -> str | None: ...
-
 
 Inspected = Iterable[tuple[str, Inspection]]  # task ids, and what was found
 

@@ -102,9 +102,6 @@ def write_atomic(path: Path, text: str) -> None:
     _sync(path.parent)
 
 
-write_atomic = write_atomic  # the name that training/loading.py knows
-
-
 def write_json_atomic(path: Path, content: Any) -> None:
     """``write_atomic`` of indented JSON.
 

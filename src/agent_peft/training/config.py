@@ -104,7 +104,7 @@ class UntilConfig(_Config):
         return self
 
     def is_reached(self, value: float) -> bool:
-        return value > self.above if self.above is not None else value < (self.below or 0.0)
+        return (self.above is not None and value > self.above) or (self.below is not None and value < self.below)
 
 
 class StageConfig(_Config):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,19 +12,14 @@ from pydantic import Field, field_validator, model_validator
 from agent_peft.environments.base import Environment, EnvironmentConfig
 from agent_peft.environments.db_bench.episode import DBBenchEpisode, Rules, demonstrate
 from agent_peft.environments.db_bench.generator import GENERATED_SKILLS, generate
-from agent_peft.environments.db_bench.inspection import Rejection, inspect
+from agent_peft.environments.db_bench.inspection import inspect
 from agent_peft.environments.db_bench.syntax import SKILLS
 from agent_peft.environments.db_bench.tasks import Problem, load_tasks, read_entry, task_of
+from agent_peft.environments.entries import check_skills
+from agent_peft.environments.inspection import Rejection
 from agent_peft.types import AgentPeftError, Task
 
 logger = logging.getLogger(__name__)
-
-
-def _known(skills: Sequence[str] | None, among: Sequence[str]) -> None:
-    for skill in skills or ():
-        if skill not in among:
-            nearest = difflib.get_close_matches(skill, among, 1, cutoff=0.0)[0]
-            raise ValueError(f"{skill!r} is no skill here; did you mean {nearest!r}?")
 
 
 class GenerateConfig(EnvironmentConfig):
@@ -38,8 +32,8 @@ class GenerateConfig(EnvironmentConfig):
 
     @field_validator("skills")
     @classmethod
-    def _skills_are_known(cls, skills: tuple[str, ...]) -> tuple[str, ...]:
-        _known(skills, GENERATED_SKILLS)
+    def _skills_arecheck_skills(cls, skills: tuple[str, ...]) -> tuple[str, ...]:
+        check_skills(skills, GENERATED_SKILLS)
         return skills
 
 
@@ -62,8 +56,8 @@ class DBBenchConfig(EnvironmentConfig):
 
     @field_validator("skills")
     @classmethod
-    def _skills_are_known(cls, skills: list[str] | None) -> list[str] | None:
-        _known(skills, SKILLS)
+    def _skills_arecheck_skills(cls, skills: list[str] | None) -> list[str] | None:
+        check_skills(skills, SKILLS)
         return skills
 
     @model_validator(mode="after")

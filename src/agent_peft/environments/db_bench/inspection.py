@@ -3,39 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from agent_peft.environments.db_bench.episode import DBBenchEpisode, Rules, demonstrate, run_gold
 from agent_peft.environments.db_bench.protocol import answer
 from agent_peft.environments.db_bench.tasks import Problem, table_md5
+from agent_peft.environments.inspection import Inspection
 from agent_peft.types import AgentPeftError, Outcome
 
 DO_NOTHING = (answer("done"), answer(""))
-
-
-@dataclass(frozen=True)
-class Rejection:
-    """A task that cannot be used, and why.
-
-    >>> Rejection("7", "the gold SQL fails: no such function: STDDEV").id
-    '7'
-    """
-
-    id: str
-    cause: str
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """What replaying a task showed; ``cause`` is None where the task can be used.
-
-    >>> Inspection(gold_is_correct=True, nothing_is_correct=False, cause=None).cause is None
-    True
-    """
-
-    gold_is_correct: bool
-    nothing_is_correct: bool
-    cause: str | None
 
 
 def inspect(problem: Problem, rules: Rules) -> Inspection:

@@ -7,14 +7,14 @@ An entry is ``{"instruction", "skill_list"?, "table_info": {"name", "column_info
 from __future__ import annotations
 
 import hashlib
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agent_peft.environments.db_bench.syntax import SKILLS, order_keys, primary_skill, skills_of
+from agent_peft.environments.entries import list_of, object_of, read_tasks, text_of, wrong
 from agent_peft.types import AgentPeftError, Task
 
 Cell = str | int | float | bytes | None
@@ -74,25 +74,7 @@ def load_tasks(path: Path) -> tuple[Task, ...]:
     Raises:
         AgentPeftError: the file cannot be read, or an entry is not as it should be (the entry and the key are named).
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise AgentPeftError(f"{path}: cannot be read ({error.strerror}); give the path of a DB Bench task file") from error
-    except UnicodeDecodeError as error:
-        raise AgentPeftError(f"{path}: is not UTF-8 text; give a JSON file of DB Bench entries") from error
-    entries = list(_entries(path, text))
-    if not entries:
-        raise AgentPeftError(f"{path}: holds no entry; give a JSON file of DB Bench entries")
-    tasks, seen = [], set()
-    for name, entry in entries:
-        if name in seen:
-            raise AgentPeftError(f"{path}: two entries are called {name!r}; every entry needs an id of its own")
-        seen.add(name)
-        try:
-            tasks.append(task_of(name, entry))
-        except AgentPeftError as error:
-            raise AgentPeftError(f"{path}: {error}") from error
-    return tuple(tasks)
+    return read_tasks(path, "DB Bench", lambda content: "answer_info" in content, task_of)
 
 
 def task_of(name: str, entry: Any) -> Task:
@@ -100,7 +82,7 @@ def task_of(name: str, entry: Any) -> Task:
     read_entry(name, entry)
     skills = entry.get("skill_list") or skills_of(entry["answer_info"]["sql"])
     if not isinstance(skills, list | tuple) or not all(isinstance(skill, str) for skill in skills):
-        raise _wrong(name, "skill_list", "a list of skill names")
+        raise wrong(name, "skill_list", "a list of skill names")
     first = primary_skill(skills) if any(skill in SKILLS for skill in skills) or not skills else skills[0]
     return Task(id=name, skills=(first, *(skill for skill in skills if skill != first)) if skills else (), content=entry)
 
@@ -113,27 +95,27 @@ def read_entry(name: str, entry: Any) -> Problem:
     """
     if not isinstance(entry, Mapping):
         raise AgentPeftError(f"entry {name!r}: must be a JSON object, not {type(entry).__name__}")
-    instruction = _text(name, entry, "instruction")
-    table_info, answer = _object(name, entry, "table_info"), _object(name, entry, "answer_info")
+    instruction = text_of(name, entry, "instruction")
+    table_info, answer = object_of(name, entry, "table_info"), object_of(name, entry, "answer_info")
     columns = []
-    for i, column in enumerate(_list(name, table_info, "table_info.column_info_list")):
+    for i, column in enumerate(list_of(name, table_info, "table_info.column_info_list")):
         key = f"table_info.column_info_list[{i}]"
         if not isinstance(column, Mapping):
-            raise _wrong(name, key, "an object with name and type")
-        columns.append(Column(_text(name, column, f"{key}.name"), _text(name, column, f"{key}.type")))
+            raise wrong(name, key, "an object with name and type")
+        columns.append(Column(text_of(name, column, f"{key}.name"), text_of(name, column, f"{key}.type")))
         if not _TYPE.fullmatch(columns[-1].type):
-            raise _wrong(name, f"{key}.type", "a column type such as INT or TEXT")
+            raise wrong(name, f"{key}.type", "a column type such as INT or TEXT")
     if not columns:
-        raise _wrong(name, "table_info.column_info_list", "a list of at least one column")
+        raise wrong(name, "table_info.column_info_list", "a list of at least one column")
     rows = _rows(name, table_info, "table_info.row_list", width=len(columns))
-    table = Table(_text(name, table_info, "table_info.name"), tuple(columns), rows)
-    sql = _text(name, answer, "answer_info.sql")
+    table = Table(text_of(name, table_info, "table_info.name"), tuple(columns), rows)
+    sql = text_of(name, answer, "answer_info.sql")
     direct = None if answer.get("direct") is None else _rows(name, answer, "answer_info.direct")
     if direct is None and re.match(r"\s*(select|values|with\b[^;]*\)\s*select)\b", sql, re.IGNORECASE):
-        raise _wrong(name, "answer_info.direct", "the list of rows that the SELECT returns")
+        raise wrong(name, "answer_info.direct", "the list of rows that the SELECT returns")
     md5 = answer.get("md5")
     if md5 is not None and not (isinstance(md5, str) and re.fullmatch("[0-9a-f]{32}", md5)):
-        raise _wrong(name, "answer_info.md5", "null or 32 hexadecimal digits")
+        raise wrong(name, "answer_info.md5", "null or 32 hexadecimal digits")
     order = order_keys(sql, table.headers, len(direct[0])) if direct else None
     return Problem(instruction, table, sql, direct, md5, order)
 
@@ -148,64 +130,15 @@ def table_md5(rows: Iterable[Row]) -> str:
     return hashlib.md5(",".join(digests)[:1024].encode()).hexdigest()
 
 
-def _entries(path: Path, text: str) -> Iterable[tuple[str, Any]]:
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        if path.suffix == ".jsonl" or (text.lstrip().startswith("{") and "Extra data" in str(error)):
-            content = [_line(path, number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-        else:
-            raise AgentPeftError(f"{path}: is not JSON ({error})") from error
-    if isinstance(content, Mapping) and "answer_info" in content:
-        content = [content]  # JSON lines with one line
-    if isinstance(content, Mapping):
-        return content.items()
-    if isinstance(content, list):
-        return [(str(entry.get("sample_index", i)) if isinstance(entry, Mapping) else str(i), entry) for i, entry in enumerate(content)]
-    raise AgentPeftError(f"{path}: must hold a JSON object or list of entries, not {type(content).__name__}")
-
-
-def _line(path: Path, number: int, line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise AgentPeftError(f"{path}: line {number} is not JSON ({error})") from error
-
-
-def _wrong(name: str, key: str, wanted: str) -> AgentPeftError:
-    return AgentPeftError(f"entry {name!r}: {key} must be {wanted}")
-
-
-def _object(name: str, entry: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = entry.get(key)
-    if not isinstance(found, Mapping):
-        raise _wrong(name, key, "an object")
-    return found
-
-
-def _text(name: str, holder: Mapping[str, Any], key: str) -> str:
-    found = holder.get(key.rsplit(".", 1)[-1])
-    if not isinstance(found, str) or not found.strip():
-        raise _wrong(name, key, "a text")
-    return found
-
-
-def _list(name: str, holder: Mapping[str, Any], key: str) -> Sequence[Any]:
-    found = holder.get(key.rsplit(".", 1)[-1])
-    if not isinstance(found, list | tuple):
-        raise _wrong(name, key, "a list")
-    return found
-
-
 def _rows(name: str, holder: Mapping[str, Any], key: str, width: int | None = None) -> tuple[Row, ...]:
     rows = []
-    for i, row in enumerate(_list(name, holder, key)):
+    for i, row in enumerate(list_of(name, holder, key)):
         if not isinstance(row, list | tuple) or (width is not None and len(row) != width):
-            raise _wrong(name, f"{key}[{i}]", "a list" if width is None else f"a list of {width} cells, one per column")
+            raise wrong(name, f"{key}[{i}]", "a list" if width is None else f"a list of {width} cells, one per column")
         for j, cell in enumerate(row):
             if not isinstance(cell, str | int | float | None):
-                raise _wrong(name, f"{key}[{i}][{j}]", "a text, a number or null")
+                raise wrong(name, f"{key}[{i}][{j}]", "a text, a number or null")
         rows.append(tuple(row))
     if len({len(row) for row in rows}) > 1:
-        raise _wrong(name, key, "a list of rows of one length")
+        raise wrong(name, key, "a list of rows of one length")
     return tuple(rows)

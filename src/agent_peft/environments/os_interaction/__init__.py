@@ -1,9 +1,9 @@
 """OS interaction: an agent that types commands into a real shell."""
 
+from agent_peft.environments.inspection import Rejection
 from agent_peft.environments.os_interaction.environment import GenerateConfig, OSInteraction, OSInteractionConfig
 from agent_peft.environments.os_interaction.episode import OSEpisode
 from agent_peft.environments.os_interaction.generator import generate
-from agent_peft.environments.os_interaction.inspection import Rejection
 from agent_peft.environments.os_interaction.problems import SKILLS
 from agent_peft.environments.os_interaction.tasks import load_tasks
 

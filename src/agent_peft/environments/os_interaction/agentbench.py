@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from agent_peft.environments.os_interaction.entries import object_of, text_of, wrong
+from agent_peft.environments.entries import object_of, text_of, wrong
 from agent_peft.environments.os_interaction.problems import Checks, Comparison, Matches, Problem, Script, Unusable
 
 _COMPARISONS = {f"check/{comparison}.py": comparison for comparison in Comparison}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +10,11 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from agent_peft.environments.base import Environment, EnvironmentConfig
+from agent_peft.environments.entries import check_skills
+from agent_peft.environments.inspection import Rejection
 from agent_peft.environments.os_interaction.episode import OSEpisode, Rules, SandboxKind, demonstrate
 from agent_peft.environments.os_interaction.generator import generate
-from agent_peft.environments.os_interaction.inspection import Rejection, inspect_all
+from agent_peft.environments.os_interaction.inspection import inspect_all
 from agent_peft.environments.os_interaction.problems import SKILLS, Problem
 from agent_peft.environments.os_interaction.protocol import ProtocolName
 from agent_peft.environments.os_interaction.sandbox import SandboxLimits
@@ -24,13 +25,6 @@ from agent_peft.types import AgentPeftError, Task
 logger = logging.getLogger(__name__)
 
 NEED_IDS = frozenset({"chown", "chgrp"})  # skills that need more users and groups than root's in the sandbox
-
-
-def _known(skills: Sequence[str] | None) -> None:
-    for skill in skills or ():
-        if skill not in SKILLS:
-            nearest = difflib.get_close_matches(skill, SKILLS, 1, cutoff=0.0)[0]
-            raise ValueError(f"{skill!r} is no skill here; did you mean {nearest!r}?")
 
 
 class GenerateConfig(EnvironmentConfig):
@@ -45,7 +39,7 @@ class GenerateConfig(EnvironmentConfig):
     @field_validator("skills")
     @classmethod
     def _skills_are_known(cls, skills: tuple[str, ...]) -> tuple[str, ...]:
-        _known(skills)
+        check_skills(skills, SKILLS)
         return skills
 
 
@@ -74,7 +68,7 @@ class OSInteractionConfig(EnvironmentConfig):
     @field_validator("skills")
     @classmethod
     def _skills_are_known(cls, skills: list[str] | None) -> list[str] | None:
-        _known(skills)
+        check_skills(skills, SKILLS)
         return skills
 
     @model_validator(mode="after")

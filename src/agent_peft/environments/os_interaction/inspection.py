@@ -6,8 +6,8 @@ import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
+from agent_peft.environments.inspection import Inspection
 from agent_peft.environments.os_interaction.episode import OSEpisode, Rules, demonstrate
 from agent_peft.environments.os_interaction.problems import Problem
 from agent_peft.environments.os_interaction.protocol import PROTOCOLS, Finish
@@ -16,31 +16,6 @@ from agent_peft.types import AgentPeftError, InfrastructureError, Outcome, StepR
 
 ATTEMPTS = 3  # at a replay whose sandbox failed
 PAUSES = (0.0, 2.0)  # seconds between gold and finish: what a gold left running in the background may need them, an agent takes them anyway
-
-
-@dataclass(frozen=True)
-class Rejection:
-    """A task that cannot be used, and why.
-
-    >>> Rejection("7", "doing nothing passes").id
-    '7'
-    """
-
-    id: str
-    cause: str
-
-
-@dataclass(frozen=True)
-class Inspection:
-    """What replaying a task showed; ``cause`` is None where the task can be used.
-
-    >>> Inspection(gold_is_correct=True, nothing_is_correct=False, cause=None).cause is None
-    True
-    """
-
-    gold_is_correct: bool
-    nothing_is_correct: bool
-    cause: str | None
 
 
 def inspect_all(tasks: Sequence[Task], rules: Rules, threads: int) -> list[Inspection]:

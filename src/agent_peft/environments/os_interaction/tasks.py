@@ -6,14 +6,13 @@ An entry of LifelongAgentBench is ``{"instruction", "skill_list"?, "initializati
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from agent_peft.environments.entries import object_of, read_tasks, text_of, wrong
 from agent_peft.environments.os_interaction import agentbench
 from agent_peft.environments.os_interaction.agentbench import bring_files
-from agent_peft.environments.os_interaction.entries import object_of, text_of, wrong
 from agent_peft.environments.os_interaction.problems import SKILLS, Exits, Problem, Script
 from agent_peft.types import AgentPeftError, Task
 
@@ -26,23 +25,12 @@ def load_tasks(path: Path) -> tuple[Task, ...]:
     Raises:
         AgentPeftError: the file cannot be read, or an entry is not as it should be (the entry and the key are named).
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise AgentPeftError(f"{path}: cannot be read ({error.strerror}); give the path of an OS interaction task file") from error
-    except UnicodeDecodeError as error:
-        raise AgentPeftError(f"{path}: is not UTF-8 text; give a JSON file of OS interaction entries") from error
-    tasks: dict[str, Task] = {}
-    for name, entry in _entries(path, text):
-        if name in tasks:
-            raise AgentPeftError(f"{path}: two entries are called {name!r}; every entry needs an id of its own")
-        try:
-            tasks[name] = task_of(name, bring_files(entry, path.parent))
-        except AgentPeftError as error:
-            raise AgentPeftError(f"{path}: {error}") from error
-    if not tasks:
-        raise AgentPeftError(f"{path}: holds no entry; give a JSON file of OS interaction entries")
-    return tuple(tasks.values())
+    return read_tasks(
+        path,
+        "OS interaction",
+        lambda content: "evaluation_info" in content or agentbench.is_entry(content),
+        lambda name, entry: task_of(name, bring_files(entry, path.parent)),
+    )
 
 
 def task_of(name: str, entry: Any) -> Task:
@@ -105,27 +93,3 @@ def _script(name: str, holder: Mapping[str, Any], key: str, may_be_empty: bool =
     if not isinstance(script, str) or not (may_be_empty or script.strip()) or "\0" in script:
         raise wrong(name, f"{key}.script", "a bash script")
     return script
-
-
-def _entries(path: Path, text: str) -> Iterable[tuple[str, Any]]:
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        if path.suffix == ".jsonl" or (text.lstrip().startswith("{") and "Extra data" in str(error)):
-            content = [_line(path, number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
-        else:
-            raise AgentPeftError(f"{path}: is not JSON ({error})") from error
-    if isinstance(content, Mapping) and ("evaluation_info" in content or agentbench.is_entry(content)):
-        content = [content]  # one entry alone
-    if isinstance(content, Mapping):
-        return content.items()
-    if isinstance(content, Sequence) and not isinstance(content, str):
-        return [(str(entry.get("sample_index", i)) if isinstance(entry, Mapping) else str(i), entry) for i, entry in enumerate(content)]
-    raise AgentPeftError(f"{path}: must hold a JSON object or list of entries, not {type(content).__name__}")
-
-
-def _line(path: Path, number: int, line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise AgentPeftError(f"{path}: line {number} is not JSON ({error})") from error
