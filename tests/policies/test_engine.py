@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from agent_peft.policies.engine import Engine, EngineConfig, EngineStatistics
-from agent_peft.policies.kv_cache import SlotCache
+from agent_peft.policies.kv_cache import TierCache, _Tier
 from agent_peft.policies.language_model import Policy
 from agent_peft.policies.sampling import SamplingConfig, log_distribution
 from agent_peft.types import AgentPeftError
@@ -91,20 +91,20 @@ def own_logprobs(policy: Policy, talk: Talk, sampling: SamplingConfig = SAMPLING
 def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that must grow several times."""
     cache = Engine._cache
-    monkeypatch.setattr(Engine, "_cache", lambda engine, rows, capacity: cache(engine, rows, 4))
+    monkeypatch.setattr(Engine, "_cache", lambda engine, slots, _: cache(engine, slots, (4, 4, 4)))
 
 
 def test_a_cache_begins_with_room_for_the_first_turn(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its zeroes cost more than short episodes do."""
-    made: list[int] = []
-    monkeypatch.setattr(SlotCache, "_grow", lambda *_: pytest.fail("it grew in the first turn"))
-    make = SlotCache.__init__
-    monkeypatch.setattr(SlotCache, "__init__", lambda cache, *given: made.append(given[-1]) or make(cache, *given))
+    made: list[tuple[int, int, int]] = []
+    grow, make = _Tier.grow, TierCache.__init__
+    monkeypatch.setattr(_Tier, "grow", lambda tier, extent: grow(tier, extent) if extent <= tier.capacity else pytest.fail("it grew"))
+    monkeypatch.setattr(TierCache, "__init__", lambda cache, slots, sizes, *more: made.append(sizes) or make(cache, slots, sizes, *more))
     engine = Engine(make_policy(), EngineConfig())
     made.clear()
     engine.generate([Talk([1, 5, 6], seed=0), Talk([1, 5, 6, 7, 8], seed=1)], SAMPLING)
     engine.generate([Talk([1, 5, 6], seed=0)], SamplingConfig(max_new_tokens=6, max_tokens=7))
-    assert made == [5 + 6, 7]
+    assert made == [(2, 3, 6), (0, 3, 6)]
 
 
 # -- what is sampled is what the model says -----------------------------------------------------------------------------------------

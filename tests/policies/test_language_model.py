@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 
 from agent_peft.batch import Batch, collate
-from agent_peft.policies import adapters, language_model
+from agent_peft.policies import adapters, head, language_model, tree_attention
 from agent_peft.policies.base import PretrainedConfig, ScratchConfig
 from agent_peft.policies.engine import Engine, EngineConfig
 from agent_peft.policies.language_model import Policy, load_policy
@@ -201,7 +201,7 @@ def test_the_entropys_gradient_is_the_direct_one(make_policy: MakePolicy) -> Non
 def test_the_heads_chunks_do_not_matter(chunk: int, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     policy, batch = make_policy(lora=False), make_batch()
     before, out = gradient(policy, [batch]), policy.forward(batch, TRUNCATED, entropy=True)
-    monkeypatch.setattr(language_model, "HEAD_CHUNK", chunk)
+    monkeypatch.setattr(head, "CHUNK", chunk * policy.base.config.vocab_size)
     again = policy.forward(batch, TRUNCATED, entropy=True)
     assert torch.allclose(out.logprobs, again.logprobs, atol=1e-6)
     assert out.entropy is not None and again.entropy is not None and torch.allclose(out.entropy, again.entropy, atol=1e-6)
@@ -209,13 +209,47 @@ def test_the_heads_chunks_do_not_matter(chunk: int, make_policy: MakePolicy, mon
 
 
 def test_only_a_chunk_of_logits_exists_at_once(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy, batch, heights = make_policy(lora=False), make_batch(), []
+    policy, batch, heights, scored = make_policy(lora=False), make_batch(), [], head.log_distribution
     policy.forward(batch, PLAIN)
-    monkeypatch.setattr(language_model, "HEAD_CHUNK", 3)
-    logits = policy.logits
-    monkeypatch.setattr(policy, "logits", lambda hidden: heights.append(len(hidden)) or logits(hidden))
+    monkeypatch.setattr(head, "CHUNK", 3 * policy.base.config.vocab_size)
+    monkeypatch.setattr(
+        head, "log_distribution", lambda logits, *rest, **more: heights.append(len(logits)) or scored(logits, *rest, **more)
+    )
     policy.forward(batch, PLAIN)
     assert max(heights) == 3 and sum(heights) <= int(batch.action_mask.sum())
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, TRUNCATED])
+def test_a_head_that_is_not_trained_gets_the_same_gradient(sampling: SamplingConfig, make_policy: MakePolicy) -> None:
+    """Found in the forward, where p is; or by autograd, as where entropies are asked for."""
+    policy, batch, found = make_policy(), make_batch(), []
+    torch.nn.init.normal_(next(p for n, p in policy.model.named_parameters() if "lora_B" in n))
+    for entropy in (False, True):
+        policy.model.zero_grad()
+        (policy.forward(batch, sampling, entropy=entropy).logprobs * torch.arange(batch.tokens.shape[1])).sum().backward()
+        found.append(torch.cat([p.grad.flatten() for p in policy.trainable_parameters() if p.grad is not None]))
+    assert found[0].abs().max() > 0
+    assert_same_gradient(*found)
+
+
+@pytest.mark.parametrize("tile", [1, 3])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "gpt_neox"])
+def test_tiles_do_not_matter(kind: str, tile: int, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, batch = make_policy(kind, lora=False), make_batch()
+    assert policy.tiled
+    monkeypatch.setattr(tree_attention, "TILE", tile)
+    ours = gradient(policy, [batch])
+    policy.tiled = False
+    dense = gradient(policy, [batch])
+    policy.packing = False
+    assert_same_gradient(ours, dense, 5e-6)
+    assert_same_gradient(ours, gradient(policy, [batch]), 5e-6)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text", "gemma2"])
+def test_attention_of_another_kind_is_left_to_the_model(kind: str, make_policy: MakePolicy) -> None:
+    policy = make_policy(kind)
+    assert not policy.tiled and policy.packing
 
 
 def test_siblings_cost_what_they_do_not_share(make_policy: MakePolicy) -> None:

@@ -113,14 +113,14 @@ def test_a_stale_adapter_in_the_sampler(make_trainer, monkeypatch):
     folded, kept = adapters.folded, {}
 
     @contextmanager
-    def stale(model, buffers=None):
+    def stale(model, linear=None):
         modules = {name: layer for name, layer in model.named_modules() if name.endswith("lora_B.default")}
         current = {name: layer.weight.detach().clone() for name, layer in modules.items()}
         kept.update({name: weight for name, weight in current.items() if name not in kept})
         for name, layer in modules.items():
             layer.weight.data.copy_(kept[name])
         try:
-            with folded(model, buffers):
+            with folded(model, linear):
                 yield
         finally:
             for name, layer in modules.items():

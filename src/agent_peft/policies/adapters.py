@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -180,7 +180,7 @@ def merge(model: PeftModel) -> PreTrainedModel:
 
 
 @contextmanager
-def folded(model: nn.Module, buffers: dict[str, Tensor] | None = None) -> Iterator[None]:
+def folded(model: nn.Module, linear: Callable[[Tensor, Tensor | None], nn.Module] | None = None) -> Iterator[None]:
     """While inside, each LoRA layer is a plain linear layer with weight ``W + s B A``: sampling pays nothing for the adapter.
 
     LoRA dropout does not act inside, as in evaluation mode. The original modules and parameters are put aside and put back, also after an
@@ -188,7 +188,7 @@ def folded(model: nn.Module, buffers: dict[str, Tensor] | None = None) -> Iterat
 
     Args:
         model: one with LoRA layers, on any device; W + s B A is computed in fp32 and rounded once to W's dtype.
-        buffers: pass the same dict each time to have the folded weights at the same addresses (CUDA graphs), at the price of their memory.
+        linear: makes the layers from weight and bias, in place of plain linear ones; not asked for layers of other kinds.
     """
     replaced: list[tuple[nn.Module, str, LoraLayer, nn.Module, nn.Parameter]] = []
     try:
@@ -198,11 +198,12 @@ def folded(model: nn.Module, buffers: dict[str, Tensor] | None = None) -> Iterat
                 parent, base = model.get_submodule(parent_name), layer.get_base_layer()
                 original = cast(nn.Parameter, base.weight)
                 weight = (original.float() + _delta(layer)).to(original.dtype)
-                if buffers is not None:
-                    weight = buffers[name].copy_(weight) if name in buffers else buffers.setdefault(name, weight)
                 replaced.append((parent, child, layer, base, original))
-                base.weight = nn.Parameter(weight, requires_grad=False)
-                setattr(parent, child, base)
+                if linear is not None and type(base) is nn.Linear:
+                    setattr(parent, child, linear(weight, base.bias))
+                else:
+                    base.weight = nn.Parameter(weight, requires_grad=False)
+                    setattr(parent, child, base)
         yield
     finally:
         for parent, child, layer, base, original in replaced:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from agent_peft.policies.adapters import LoraSettings
 
+Dtype = Literal["auto", "float32", "bfloat16"]
+
 
 @dataclass(frozen=True)
 class PolicyOutput:
@@ -30,11 +32,12 @@ class PretrainedConfig(_PolicyConfig):
 
     kind: Literal["pretrained"] = "pretrained"
     model: str = Field(description="a bundled name (smollm2-135m, gemma3-270m), a folder, a .gguf file, or a hub id")
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Dtype = Field(default="float32", description="auto is bfloat16 on a GPU that has it, else float32")
     device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1 …")
     lora: LoraSettings | None = Field(default=LoraSettings(), description="null trains every parameter")
     adapter: Path | None = Field(default=None, description="a folder in PEFT's layout to start from")
     packing: bool = Field(default=True, description="train on the token trie; false pads")
+    activation_checkpointing: bool = Field(default=False, description="less memory in training: layers are computed again in the backward")
 
 
 class ScratchConfig(_PolicyConfig):
@@ -45,10 +48,11 @@ class ScratchConfig(_PolicyConfig):
         description="a Transformers configuration, with its model_type; vocab_size comes from the tokenizer"
     )
     alphabet: str = Field(description="a character tokenizer's alphabet")
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: Dtype = "float32"
     device: str = "auto"
     lora: LoraSettings | None = None
     packing: bool = True
+    activation_checkpointing: bool = False
 
 
 PolicyConfig = Annotated[PretrainedConfig | ScratchConfig, Field(discriminator="kind")]

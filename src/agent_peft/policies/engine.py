@@ -1,4 +1,5 @@
-"""Sampling that never re-reads: prompts are prefilled once and forked, keys and values stay across turns, finished rows leave at once.
+"""Sampling that never re-reads: a prompt is prefilled once for all siblings and stays in one place, keys and values stay across turns,
+finished rows leave at once.
 
 The engine knows tokens only. A conversation hands it a prompt, is handed an action, and answers with the tokens to read next (on a
 thread, while the other rows decode) or with None when it is over.
@@ -9,6 +10,8 @@ asked for at step t, joins at step t + ``overlap``, and the engine waits for it 
 
 from __future__ import annotations
 
+import heapq
+import logging
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,11 +21,13 @@ from typing import Protocol
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from agent_peft.policies.kv_cache import SlotCache
+from agent_peft.policies.kv_cache import COMMON, PROMPTS, ROWS, TierCache
 from agent_peft.policies.language_model import Policy
 from agent_peft.policies.sampling import SamplingConfig, draw, log_distribution, uniform
 from agent_peft.policies.tokenization import StopMatcher
 from agent_peft.types import AgentPeftError
+
+logger = logging.getLogger(__name__)
 
 
 class EngineConfig(BaseModel):
@@ -50,6 +55,15 @@ class Conversation(Protocol):
         ``room`` is how many tokens the episode may still read and sample; observations that do not fit leave one more action no place.
         """
         ...
+
+
+@dataclass(eq=False)
+class _Prompt:
+    """A prompt that was read, for the rows that continue it."""
+
+    slot: int
+    logits: torch.Tensor  # (V,) after its last token
+    rows: int = 0
 
 
 @dataclass(eq=False)
@@ -89,19 +103,36 @@ class Engine:
         self._prove()
 
     def _prove(self) -> None:
-        """Read a few tokens through slots, and compare with the model's own forward: one that keeps a running state is refused."""
+        """Read a few tokens through slots, and compare with the model's own forward: one that keeps a running state is refused.
+
+        Siblings share what they read if the model's attention can be replaced by ours; otherwise each keeps a copy.
+        """
         policy = self.policy
         tokens = [i % policy.base.config.get_text_config().vocab_size for i in range(8)]
-        name = type(policy.base).__name__
-        try:
-            scores = torch.tensor(self.score(tokens, SamplingConfig()), device=policy.device)
-        except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-            raise AgentPeftError(f"{name} cannot keep its keys and values in slots, so it cannot be sampled here: {error}") from error
         ids = torch.tensor([tokens], device=policy.device)
         with torch.no_grad():
             own = policy.model(input_ids=ids).logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
-        if not (drift := policy.drift(scores - own)) <= policy.rounding:
-            raise AgentPeftError(f"{name} says something else token by token ({drift:.2g} nats apart), so it cannot be sampled here")
+        ways = [(policy.blocks, True), (policy.blocks, False), *([(False, False)] if policy.blocks else [])]
+        for policy.blocks, self.shares in ways:
+            try:
+                drift = policy.drift(torch.tensor(self.score(tokens, SamplingConfig()), device=policy.device) - own)
+            except (
+                AssertionError,
+                AttributeError,
+                IndexError,
+                LookupError,
+                NotImplementedError,
+                RuntimeError,
+                TypeError,
+                ValueError,
+            ) as error:
+                problem = f"cannot keep its keys and values in slots, so it cannot be sampled here: {error}"
+            else:
+                if drift <= policy.rounding:
+                    return
+                problem = f"says something else token by token ({drift:.2g} nats apart), so it cannot be sampled here"
+            logger.debug("blocked weights %s, shared attention %s: %s", policy.blocks, self.shares, problem)
+        raise AgentPeftError(f"{type(policy.base).__name__} {problem}")
 
     def generate(self, conversations: Sequence[Conversation], sampling: SamplingConfig) -> EngineStatistics:
         """Drive every conversation to its end."""
@@ -115,20 +146,27 @@ class Engine:
     def score(self, tokens: Sequence[int], sampling: SamplingConfig) -> list[float]:
         """Log-probabilities (T - 1) of tokens[1:], read the way the sampler reads: folded adapter, a prefill, then one by one."""
         policy, half = self.policy, max(1, len(tokens) // 2)
+        begin = half // 2
+        pieces = [(COMMON, 0, begin), (PROMPTS, begin, half), *((ROWS, i, i + 1) for i in range(half, len(tokens) - 1))]
         with policy.sampling_mode():
-            cache = self._cache(1, len(tokens))
+            cache = self._cache((1, 1, 1), (begin, half, len(tokens)))
             scores = []
-            for start, stop in [(0, half), *((i, i + 1) for i in range(half, len(tokens) - 1))]:
+            for tier, start, stop in pieces:
+                if start == stop:
+                    continue
+                if tier != ROWS or start == half:
+                    cache.fork(tier, [0], 0 if start else None, start)
                 piece = torch.tensor([tokens[start:stop]], device=policy.device)
                 positions = torch.arange(start, stop, device=policy.device).unsqueeze(0)
-                hidden = policy.hidden_states(piece, positions, cache.place([0], positions), cache)
+                hidden = policy.hidden_states(piece, positions, cache.place(tier, [0], positions), cache)
                 targets = torch.tensor(tokens[start + 1 : stop + 1], device=policy.device)
                 logp = log_distribution(policy.logits(hidden[0, : len(targets)]), sampling, keep=targets)
                 scores += logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1).tolist()
         return scores
 
-    def _cache(self, rows: int, capacity: int) -> SlotCache:
-        return SlotCache(rows, self.policy.base.config, self.policy.dtype, self.policy.device, capacity)
+    def _cache(self, slots: tuple[int, int, int], capacities: tuple[int, int, int]) -> TierCache:
+        policy = self.policy
+        return TierCache(slots, capacities, policy.base.config, policy.dtype, policy.device, self.shares)
 
 
 class _Run:
@@ -140,19 +178,25 @@ class _Run:
         self.engine, self.policy, self.sampling, self.threads = engine, engine.policy, sampling, threads
         self.queue = deque(conversations)
         self.capacity = min(engine.config.rows, len(conversations))
-        first_turn = max(len(c.prompt) for c in conversations) + sampling.max_new_tokens
-        # room for the first turn: it is zeroed, so it costs time, and grows where there are more turns. The last slot keeps what all share
-        self.cache = engine._cache(self.capacity + 1, min(first_turn, sampling.max_tokens))
+        self.shared = _common_prefix([c.prompt for c in conversations])
+        longest, distinct = max(len(c.prompt) for c in conversations), len({tuple(c.prompt) for c in conversations})
+        self.free = list(range(min(self.capacity, distinct)))  # slots for prompts; a heap
+        self.prompts: dict[tuple[int, ...], _Prompt] = {}
+        # room for the first turn: it is zeroed, so it costs time, and grows where there are more turns
+        if engine.shares:
+            prompt, own = longest - len(self.shared), min(sampling.max_new_tokens, max(1, sampling.max_tokens - 1))
+        else:
+            prompt, own = longest, min(longest + sampling.max_new_tokens, sampling.max_tokens)
+        self.cache = engine._cache((1, len(self.free), self.capacity), (len(self.shared), prompt, own))
         self.rows: list[_Row] = []  # rows[i] holds slot i; the first `decoding` of them decode
         self.decoding = 0
         self.step = 0
         self.stop = [text.encode() for text in sampling.stop]
-        self.shared = _common_prefix([c.prompt for c in conversations])
         self.prefilled = self.naive = self.sampled = 0
 
     def drive(self) -> EngineStatistics:
         if self.shared:
-            self._prefill([(self.capacity, self.shared, 0)])
+            self._prefill(COMMON, [(0, self.shared, 0)])
         while self.queue or self.rows:
             self._collect_answers()
             self._admit()
@@ -176,6 +220,7 @@ class _Run:
             if observation is None:
                 self._swap(row.slot, len(self.rows) - 1)
                 self.rows.pop()
+                self._release(tuple(row.conversation.prompt))
             else:
                 row.pending += observation
                 self.naive += row.length + len(row.pending)
@@ -186,6 +231,12 @@ class _Run:
             row = _Row(conversation, slot=len(self.rows), pending=list(conversation.prompt))
             self.naive += len(row.pending)
             self.rows.append(row)
+
+    def _release(self, tokens: tuple[int, ...]) -> None:
+        prompt = self.prompts[tokens]
+        prompt.rows -= 1
+        if not prompt.rows:
+            heapq.heappush(self.free, self.prompts.pop(tokens).slot)
 
     def _swap(self, a: int, b: int) -> None:
         if a != b:
@@ -200,27 +251,20 @@ class _Run:
         ready = [row for row in self.rows[self.decoding :] if row.pending and row.answer is None]
         if not ready:
             return
-        leaders: dict[tuple[int, ...], list[_Row]] = {}
-        jobs: list[tuple[int, list[int], int]] = []
-        first_rows: list[_Row] = []
+        families: dict[tuple[int, ...], list[_Row]] = {}
         for row in ready:
             if row.length == 0:
-                leaders.setdefault(tuple(row.pending), []).append(row)
-        for siblings in leaders.values():
-            first = siblings[0]
-            if self.shared:
-                self.cache.copy(self.capacity, [first.slot], len(self.shared))
-            jobs.append((first.slot, first.pending[len(self.shared) :], len(self.shared)))
-            first_rows.append(first)
-        for row in ready:
-            if row.length > 0:
-                jobs.append((row.slot, row.pending, row.length))
-                first_rows.append(row)
-        logits = dict(zip((id(row) for row in first_rows), self._prefill(jobs), strict=True))
-        for prompt, siblings in leaders.items():
-            self.cache.copy(siblings[0].slot, [s.slot for s in siblings[1:]], len(prompt))
-            for sibling in siblings[1:]:
-                logits[id(sibling)] = logits[id(siblings[0])]
+                families.setdefault(tuple(row.pending), []).append(row)
+        self._read_prompts([tokens for tokens in families if tokens not in self.prompts])
+        logits: dict[int, torch.Tensor] = {}
+        for tokens, siblings in families.items():
+            prompt = self.prompts[tokens]
+            prompt.rows += len(siblings)
+            self.cache.fork(ROWS, [row.slot for row in siblings], prompt.slot, len(tokens))
+            logits |= {row.slot: prompt.logits for row in siblings}
+        jobs = [(row.slot, row.pending, row.length) for row in ready if row.length > 0]
+        logits |= {slot: out for (slot, _, _), out in zip(jobs, self._prefill(ROWS, jobs), strict=True)}
+        drawn_from = torch.stack([logits[row.slot] for row in ready])
         for row in ready:
             row.length += len(row.pending)
             row.pending, row.action, row.logprobs = [], [], []
@@ -228,9 +272,18 @@ class _Run:
         for row in ready:  # rows that can decode move to the front
             self._swap(row.slot, self.decoding)
             self.decoding += 1
-        self._sample(ready, torch.stack([logits[id(row)] for row in ready]))
+        self._sample(ready, drawn_from)
 
-    def _prefill(self, jobs: Sequence[tuple[int, Sequence[int], int]]) -> list[torch.Tensor]:
+    def _read_prompts(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        jobs = []
+        for tokens in prompts:
+            slot = heapq.heappop(self.free)
+            self.cache.fork(PROMPTS, [slot], 0 if self.shared else None, len(self.shared))
+            jobs.append((slot, tokens[len(self.shared) :], len(self.shared)))
+        for tokens, (slot, _, _), logits in zip(prompts, jobs, self._prefill(PROMPTS, jobs), strict=True):
+            self.prompts[tokens] = _Prompt(slot, logits)
+
+    def _prefill(self, tier: int, jobs: Sequence[tuple[int, Sequence[int], int]]) -> list[torch.Tensor]:
         """Read (slot, tokens, start position) jobs, in pieces of about the configured size; the logits (V,) after each one's last token."""
         logits: list[torch.Tensor | None] = [None] * len(jobs)
         order = sorted(range(len(jobs)), key=lambda j: (len(jobs[j][1]), j))
@@ -251,7 +304,7 @@ class _Run:
                 last.append(len(piece) - 1)
                 self.prefilled += len(piece)
             tokens, positions = tokens.to(device), positions.to(device)
-            mask = self.cache.place([jobs[j][0] for j in chosen], positions)
+            mask = self.cache.place(tier, [jobs[j][0] for j in chosen], positions)
             hidden = self.policy.hidden_states(tokens, positions, mask, self.cache)
             out = self.policy.logits(hidden[torch.arange(take, device=device), torch.tensor(last, device=device)])
             for i, j in enumerate(chosen):
@@ -267,7 +320,7 @@ class _Run:
         device = self.policy.device
         tokens = torch.tensor([[row.action[-1]] for row in rows], device=device)
         positions = torch.tensor([[row.length] for row in rows], device=device)
-        mask = self.cache.place(range(len(rows)), positions)
+        mask = self.cache.place(ROWS, range(len(rows)), positions)
         hidden = self.policy.hidden_states(tokens, positions, mask, self.cache)
         for row in rows:
             row.length += 1

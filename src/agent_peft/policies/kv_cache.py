@@ -1,93 +1,183 @@
-"""Keys and values of many conversations, each in a slot of its own, where index == position."""
+"""Keys and values of many conversations, in three tiers: what all prompts begin with, each prompt once, and each row's own tokens.
+
+A slot of one tier continues a slot of the tier above, which it refers to: forking a prompt to its siblings costs nothing, and
+attention reads a prompt once for all of them (``shared_attention``). A model that must see its keys in one piece gets copies.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers import Cache, PretrainedConfig
 
+from agent_peft.policies.shared_attention import Ancestor, Relatives, relatives
 
-class SlotCache(Cache):
-    """A pre-allocated cache of (slots, heads, capacity, head size) a layer, grown by doubling.
+COMMON, PROMPTS, ROWS = 0, 1, 2  # the tiers
 
-    A forward over B rows names, with ``place``, the slot of each row and the position of each of its Q tokens; token at position p is
-    written at index p of its slot. What lies behind a row's last position is stale and never attended to (``mask``), so forgetting
-    costs nothing and a fork is one copy.
+
+@dataclass
+class _Tier:
+    """(slots, heads, capacity, head size) a layer. Index i of a slot holds the token at position ``starts[slot] + i``."""
+
+    slots: int
+    capacity: int
+    keys: list[Tensor | None]
+    values: list[Tensor | None]
+    parents: list[int]  # the slot of the tier above that comes before; -1: none
+    starts: list[int]
+
+    def allocate(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's storage, made when its first keys (B, H, Q, D) come. Zeroed: what is masked must be finite."""
+        keys, values = self.keys[layer], self.values[layer]
+        if keys is None or values is None:
+            shape = (self.slots, key.shape[1], self.capacity)
+            keys = torch.zeros(*shape, key.shape[-1], dtype=key.dtype, device=key.device)
+            values = torch.zeros(*shape, value.shape[-1], dtype=value.dtype, device=value.device)
+            self.keys[layer], self.values[layer] = keys, values
+        return keys, values
+
+    def grow(self, extent: int) -> None:
+        """By doubling, until ``extent`` tokens have room."""
+        old_capacity = self.capacity
+        while self.capacity < extent:
+            self.capacity *= 2
+        for tensors in (self.keys, self.values):
+            for layer, old in enumerate(tensors):
+                if old is not None and self.capacity > old_capacity:
+                    new = torch.zeros(*old.shape[:2], self.capacity, old.shape[3], dtype=old.dtype, device=old.device)
+                    new[:, :, :old_capacity] = old
+                    tensors[layer] = new
+
+
+class TierCache(Cache):
+    """Slots that are grown by doubling. A slot's own tokens begin where those of its parent end.
+
+    A forward over B rows names, with ``place``, the tier and slot of each row and the positions of its Q tokens. What lies behind a
+    row's last token is stale and never attended to, so forgetting costs nothing.
+
+    Args:
+        slots: of each tier.
+        capacities: tokens a slot of each tier has room for at first.
+        shared: slots refer to their parents, and attention must be ``shared_attention``; otherwise ``fork`` copies.
     """
 
-    def __init__(self, slots: int, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, capacity: int) -> None:
-        text = config.get_text_config()
-        self.slots, self.capacity, self.dtype, self.device = slots, capacity, dtype, device
-        self.num_layers = text.num_hidden_layers
-        self.keys: list[Tensor | None] = [None] * self.num_layers
-        self.values: list[Tensor | None] = [None] * self.num_layers
+    def __init__(
+        self,
+        slots: tuple[int, int, int],
+        capacities: tuple[int, int, int],
+        config: PretrainedConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        shared: bool,
+    ) -> None:
+        self.num_layers = layers = config.get_text_config().num_hidden_layers
+        self.dtype, self.device, self.shared = dtype, device, shared
+        self.tiers = [
+            _Tier(count, max(1, capacity), [None] * layers, [None] * layers, [-1] * count, [0] * count)
+            for count, capacity in zip(slots, capacities, strict=True)
+        ]
         super().__init__(layers=[])
+        self._tier = self.tiers[ROWS]
         self._rows: Tensor | slice = slice(0)
-        self._positions = torch.zeros(0, 0, dtype=torch.int64)
+        self._row_index = self._index = torch.zeros(0, 0, dtype=torch.int64)
         self._extent = 0
+        self._relatives: list[tuple[_Tier, Relatives]] = []
+        self._sources: dict[int, int] = {}  # slots of rows whose tokens still lie in another one
+        self._known: dict[int, tuple[object, Relatives]] = {}
 
-    def place(self, rows: Sequence[int], positions: Tensor) -> Tensor:
+    def place(self, tier: int, slots: Sequence[int], positions: Tensor) -> Tensor:
         """Say where the next forward writes, and return its attention mask.
 
         Args:
-            rows: B slots.
+            slots: B slots of the tier; all of them have a parent, or none.
             positions: (B, Q) of the tokens. Positions that repeat a row's last one mark padding: it is overwritten later.
 
         Returns:
-            (B, 1, Q, extent) bool: a query sees index k of its own slot iff k <= its position.
+            (B, 1, Q, extent): which keys of its own slot a query sees, as bool, or with ``shared`` as what is added to its scores.
         """
-        self._extent = int(positions.max()) + 1
-        if self._extent > self.capacity:
-            self._grow(self._extent)
-        contiguous = list(rows) == list(range(rows[0], rows[0] + len(rows)))
+        self._settle()
+        store = self._tier = self.tiers[tier]
+        starts = torch.tensor([store.starts[slot] for slot in slots], device=self.device)
+        self._index = positions - starts.unsqueeze(1)
+        self._extent = int(self._index.max()) + 1
+        store.grow(self._extent)
+        self._row_index = torch.tensor(list(slots), device=self.device).unsqueeze(1)
+        contiguous = list(slots) == list(range(slots[0], slots[0] + len(slots)))
         # a slice keeps reads free of copies; decoding compacts its rows so that it always is one
-        self._rows = slice(rows[0], rows[0] + len(rows)) if contiguous else torch.tensor(list(rows), device=self.device)
-        self._row_index = torch.tensor(list(rows), device=self.device).unsqueeze(1)
-        self._positions = positions
-        return torch.arange(self._extent, device=self.device) <= positions[:, None, :, None]
+        self._rows = slice(slots[0], slots[0] + len(slots)) if contiguous else self._row_index[:, 0]
+        seen = torch.arange(self._extent, device=self.device) <= self._index[:, None, :, None]
+        if not self.shared:
+            return seen
+        self._relatives = []
+        while store.parents[slots[0]] >= 0:
+            parents, lengths = [store.parents[slot] for slot in slots], [store.starts[slot] for slot in slots]
+            tier, store = tier - 1, self.tiers[tier - 1]
+            lengths = [length - store.starts[parent] for length, parent in zip(lengths, parents, strict=True)]
+            key = (parents, lengths)
+            if tier not in self._known or self._known[tier][0] != key:  # the rows that decode stay the same for many steps
+                self._known[tier] = (key, relatives(parents, lengths, self.dtype, self.device))
+            self._relatives.append((store, self._known[tier][1]))
+            slots = parents
+        return torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, -torch.inf)
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        """Write (B, H, Q, D) keys and values at the placed positions; give back (B, H, extent, D) of the rows."""
-        keys, values = self.keys[layer_idx], self.values[layer_idx]
-        if keys is None or values is None:
-            _, heads, _, size = key_states.shape
-            keys = torch.zeros(self.slots, heads, self.capacity, size, dtype=key_states.dtype, device=key_states.device)
-            values = torch.zeros(self.slots, heads, self.capacity, value_states.shape[-1], dtype=value_states.dtype, device=keys.device)
-            self.keys[layer_idx], self.values[layer_idx] = keys, values
-        keys[self._row_index, :, self._positions] = key_states.transpose(1, 2)
-        values[self._row_index, :, self._positions] = value_states.transpose(1, 2)
+        """Write (B, H, Q, D) keys and values at the placed positions; give back (B, H, extent, D) of the rows' own slots."""
+        keys, values = self._tier.allocate(layer_idx, key_states, value_states)
+        keys[self._row_index, :, self._index] = key_states.transpose(1, 2)
+        values[self._row_index, :, self._index] = value_states.transpose(1, 2)
         return keys[self._rows, :, : self._extent], values[self._rows, :, : self._extent]
 
-    def copy(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Fork: the first ``length`` positions of slot ``source`` into each of ``targets``."""
-        index = torch.tensor(list(targets), dtype=torch.int64, device=self.device)
-        for tensor in (*self.keys, *self.values):
-            if tensor is not None:
-                tensor[index, :, :length] = tensor[source, :, :length]
+    def ancestors(self, layer: int) -> list[Ancestor]:
+        """What the placed rows see of the tiers above, nearest first."""
+        found = []
+        for store, kin in self._relatives:
+            keys, values = store.keys[layer], store.values[layer]
+            assert keys is not None and values is not None
+            found.append(Ancestor(keys[: kin.slots, :, : kin.extent], values[: kin.slots, :, : kin.extent], kin))
+        return found
+
+    def fork(self, tier: int, slots: Sequence[int], parent: int | None, length: int = 0) -> None:
+        """Slots begin anew: after the first ``length`` positions of slot ``parent`` of the tier above, or with no parent at position 0."""
+        store = self.tiers[tier]
+        refers = parent is not None and self.shared
+        for slot in slots:
+            store.parents[slot] = parent if parent is not None and refers else -1
+            store.starts[slot] = length if refers else 0
+        if parent is None or self.shared:
+            return
+        self._settle()
+        above, index = self.tiers[tier - 1], torch.tensor(list(slots), device=self.device)
+        store.grow(length)
+        for layer, (keys, values) in enumerate(zip(above.keys, above.values, strict=True)):
+            if keys is not None and values is not None:
+                own_keys, own_values = store.allocate(layer, keys, values)
+                own_keys[index, :, :length] = keys[parent, :, :length]
+                own_values[index, :, :length] = values[parent, :, :length]
 
     def swap(self, a: int, b: int) -> None:
-        """Exchange two slots."""
-        for tensor in (*self.keys, *self.values):
-            if tensor is not None:
-                tensor[[a, b]] = tensor[[b, a]]
+        """Exchange two rows' slots. The tensors follow before they are next read or written, for all exchanges at once."""
+        rows = self.tiers[ROWS]
+        for facts in (rows.parents, rows.starts):
+            facts[a], facts[b] = facts[b], facts[a]
+        self._sources[a], self._sources[b] = self._sources.get(b, b), self._sources.get(a, a)
 
-    def _grow(self, extent: int) -> None:
-        capacity = self.capacity
-        while capacity < extent:
-            capacity *= 2
-        for tensors in (self.keys, self.values):
-            for layer, old in enumerate(tensors):
-                if old is not None:
-                    new = torch.zeros(*old.shape[:2], capacity, old.shape[3], dtype=old.dtype, device=old.device)
-                    new[:, :, : self.capacity] = old
-                    tensors[layer] = new
-        self.capacity = capacity
+    def _settle(self) -> None:
+        moves = [(slot, source) for slot, source in self._sources.items() if slot != source]
+        self._sources.clear()
+        if not moves:
+            return
+        targets, sources = torch.tensor(moves, device=self.device).T
+        rows = self.tiers[ROWS]
+        for tensor in (*rows.keys, *rows.values):
+            if tensor is not None:
+                tensor[targets] = tensor[sources]
 
     # What Transformers asks of a cache. Positions are always given, so these only keep its defaults from guessing.
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        return max(self._extent - self._positions.shape[-1], 0)
+        return max(self._extent - self._index.shape[-1], 0)
 
     def get_mask_sizes(self, *args: object, **kwargs: object) -> tuple[int, int]:
         return self._extent, 0
@@ -98,4 +188,4 @@ class SlotCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values) if t is not None)
+        return sum(t.numel() * t.element_size() for tier in self.tiers for t in (*tier.keys, *tier.values) if t is not None)

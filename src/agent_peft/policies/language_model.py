@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -12,26 +12,28 @@ from typing import Any, cast
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers import PretrainedConfig as ModelConfig
 from transformers.utils.logging import disable_progress_bar
 
 from agent_peft.batch import Batch
-from agent_peft.policies import adapters, value_head
+from agent_peft.policies import adapters, shared_attention, tree_attention, value_head
 from agent_peft.policies.base import PolicyOutput, PretrainedConfig, ScratchConfig
+from agent_peft.policies.blocked import BlockedLinear, blocked, worth_it
 from agent_peft.policies.bundled import BUNDLED, fetch, from_gguf
+from agent_peft.policies.hardware import choose_dtype
+from agent_peft.policies.head import chosen_logprobs
 from agent_peft.policies.own_module import OwnModel, own_model
-from agent_peft.policies.packing import Rows, build_trie, lay_out
-from agent_peft.policies.sampling import SamplingConfig, log_distribution
+from agent_peft.policies.packing import Rows, build_trie, fill_rows, lay_out
+from agent_peft.policies.recomputation import layers_of, recomputing
+from agent_peft.policies.replacement import Replacement, replacing
+from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer, character_tokenizer
 from agent_peft.policies.value_head import ValueHead
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)
-
-HEAD_CHUNK = 256  # predictors whose logits exist at once: 256 x 49152 fp32 = 48 MiB
 
 
 class Policy:
@@ -41,19 +43,24 @@ class Policy:
         model: a causal language model or a PeftModel around one.
         chat: how conversations become tokens.
         packing: train on the token trie; False pads.
+        activation_checkpointing: train with less memory, and compute each layer twice.
     """
 
-    def __init__(self, model: PreTrainedModel | PeftModel, chat: ChatTokenizer, packing: bool = True) -> None:
+    def __init__(
+        self, model: PreTrainedModel | PeftModel, chat: ChatTokenizer, packing: bool = True, activation_checkpointing: bool = False
+    ) -> None:
         self.model, self.chat = model.eval(), chat
         self.base = cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
         self.packing = packing and not isinstance(self.base, OwnModel)  # which is given no mask, so it cannot read a tree
         self.decoder: nn.Module = self.base.get_decoder()  # type: ignore[no-untyped-call]
-        self.head: nn.Module = self.base.get_output_embeddings()  # type: ignore[no-untyped-call]
+        self.recomputed = layers_of(self.decoder) if activation_checkpointing else []
         self._layer_types = set(getattr(self._text_config, "layer_types", None) or ())
         if "chunked_attention" in self._layer_types:
             raise AgentPeftError(f"{type(self.base).__name__} attends in chunks; Agent-PEFT knows full and sliding-window attention only")
         self._prove_head()
         self.value_head: ValueHead | None = None
+        self.blocks = worth_it(self.base)
+        self.tiled = self.packing and self._prove_tiles()
         self._packing_proven = False
         self._attention_cost = self._measure_attention_cost()
 
@@ -64,6 +71,11 @@ class Policy:
     @property
     def dtype(self) -> torch.dtype:
         return next(self.base.parameters()).dtype
+
+    @property
+    def head(self) -> nn.Module:
+        """The output layer, which is another one while sampling."""
+        return self.base.get_output_embeddings()  # type: ignore[no-untyped-call,no-any-return]
 
     @property
     def has_adapter(self) -> bool:
@@ -111,7 +123,7 @@ class Policy:
     ) -> PolicyOutput:
         """Log-probabilities of the sampled tokens, under the very distribution they were drawn from.
 
-        Shared prefixes are computed once (the token trie); logits exist for ``HEAD_CHUNK`` predictors at a time.
+        Shared prefixes are computed once (the token trie); logits exist for a chunk of predictors at a time.
 
         Args:
             dropout_seed: decides the masks of the adapter's dropout; None, as in all scoring, drops nothing.
@@ -121,7 +133,9 @@ class Policy:
             and the critic's values, from the very states that predict the tokens.
         """
         packed = self._packs(batch)
-        with nullcontext() if dropout_seed is None else self._dropping(dropout_seed):
+        again = self.recomputed if torch.is_grad_enabled() else []
+        dropouts = self.dropouts if again and dropout_seed is not None else []
+        with nullcontext() if dropout_seed is None else self._dropping(dropout_seed), recomputing(again, dropouts):
             return self._score(batch, sampling, entropy, packed, values)
 
     def reference_logprobs(self, batch: Batch, sampling: SamplingConfig) -> Tensor:
@@ -156,7 +170,8 @@ class Policy:
         pairs, inverse = torch.stack([predictors[mask], batch.tokens[mask]]).unique(  # type: ignore[no-untyped-call]
             dim=1, return_inverse=True
         )
-        logp, ent = self._score_tokens(hidden.flatten(0, 1), pairs[0], pairs[1], sampling, entropy)
+        states, plain = hidden.flatten(0, 1)[pairs[0]], not getattr(self._text_config, "final_logit_softcapping", None)
+        logp, ent = chosen_logprobs(self.head, self.head if plain else self.logits, states, pairs[1], sampling, entropy)
         zeros = torch.zeros(mask.shape, device=mask.device)
         return PolicyOutput(
             logprobs=zeros.masked_scatter(mask, logp[inverse]),
@@ -171,11 +186,26 @@ class Policy:
         for b, path in enumerate(rows.paths):
             predictors[b, 1 : len(path)] = torch.tensor(path[:-1], dtype=torch.int64)
         tokens, positions = rows.tokens.to(self.device), rows.positions.to(self.device)
+        if self.tiled:
+            return self._along_tree(tokens, positions, rows.ends[0].to(self.device)), predictors.to(self.device)
         return self.hidden_states(tokens, positions, rows.mask().to(self.device)), predictors.to(self.device)
+
+    def _along_tree(self, tokens: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
+        """Last hidden states (1, N, H) of a trie's nodes, whose attention compares a tile of them only with what it sees."""
+        shape = self._text_config
+        groups = shape.num_attention_heads // (getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads)
+        found = tree_attention.tiles(ends, self.dtype, groups)
+        given = torch.zeros(1, 1, 1, 1, device=self.device)  # in place of the mask that the model would make
+        with replacing(Replacement(shape, tree_attention.NAME, found)):
+            out = self.decoder(input_ids=tokens, position_ids=positions, attention_mask=given, use_cache=False)
+        hidden: Tensor = out.last_hidden_state
+        return hidden
 
     def _lay_out(self, batch: Batch) -> Rows:
         tokens = batch.tokens.tolist()
         sequences = [tokens[b][:length] for b, length in enumerate(batch.lengths.tolist())]
+        if self.tiled:  # more nodes in a row cost what they see, and no more
+            return fill_rows([build_trie(sequences)], [range(len(sequences))])
         return lay_out(sequences, batch.groups.tolist(), self._attention_cost)
 
     def _measure_attention_cost(self) -> float:
@@ -194,16 +224,18 @@ class Policy:
     def hidden_states(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any = None) -> Tensor:
         """Last hidden states (B, Q, H) of tokens (B, Q) at positions (B, Q) under a boolean mask (B, 1, Q, K).
 
-        Keys are those of a cache, where index == position, or without one those of ``tokens``.
+        Keys are those of a cache, where index == position unless it shares, or without one those of ``tokens``.
         """
+        shared = cache is not None and cache.shared
         keys = positions if cache is None else torch.arange(mask.shape[-1], device=mask.device).unsqueeze(0)
-        out = self.decoder(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=self._layer_masks(mask, positions, keys),
-            past_key_values=cache,
-            use_cache=cache is not None,
-        )
+        with replacing(Replacement(self._text_config, shared_attention.NAME, cache)) if shared else nullcontext():
+            out = self.decoder(
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=mask if shared else self._layer_masks(mask, positions, keys),
+                past_key_values=cache,
+                use_cache=cache is not None,
+            )
         hidden: Tensor = out.last_hidden_state
         return hidden
 
@@ -213,11 +245,16 @@ class Policy:
         near = mask
         if window is not None and mask.shape[-1] > window:  # Transformers takes a mask of four dimensions as it is, without its window
             near = mask & (queries[:, None, :, None] - keys[:, None, None, :] < window)
-        if self.base.config._attn_implementation == "eager":
-            mask, near = (torch.zeros_like(m, dtype=self.dtype).masked_fill_(~m, torch.finfo(self.dtype).min) for m in (mask, near))
+        # a boolean mask becomes an additive one anyway, in every layer anew, and each layer keeps its own for the backward
+        if self.base.config._attn_implementation == "eager" or torch.is_grad_enabled():
+            added = self._additive(mask)
+            mask, near = added, added if near is mask else self._additive(near)
         if "sliding_attention" in self._layer_types:
             return {kind: near if kind == "sliding_attention" else mask for kind in self._layer_types}
         return mask if self._layer_types else near
+
+    def _additive(self, mask: Tensor) -> Tensor:
+        return torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, torch.finfo(self.dtype).min)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., V) logits of last hidden states (..., H)."""
@@ -225,35 +262,16 @@ class Policy:
         cap = getattr(self._text_config, "final_logit_softcapping", None)
         return torch.tanh(logits / cap) * cap if cap else logits
 
-    def _score_tokens(
-        self, hidden: Tensor, predictors: Tensor, targets: Tensor, sampling: SamplingConfig, entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        def score(states: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-            logp = log_distribution(self.logits(states), sampling, keep=chosen)
-            taken = logp.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
-            if not entropy:
-                return taken, taken.detach()
-            return taken, -(logp.exp() * logp.masked_fill(logp.isneginf(), 0.0)).sum(-1)
-
-        pieces = []
-        for start in range(0, len(targets), HEAD_CHUNK):
-            chunk = slice(start, start + HEAD_CHUNK)
-            states = hidden[predictors[chunk]]
-            # checkpointed: the backward computes these logits again instead of keeping them all
-            pieces.append(
-                checkpoint(score, states, targets[chunk], use_reentrant=False) if torch.is_grad_enabled() else score(states, targets[chunk])
-            )
-        if not pieces:
-            empty = hidden.new_zeros(0, dtype=torch.float32)
-            return empty, empty if entropy else None
-        return torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces]) if entropy else None
-
     # -- sampling -----------------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def sampling_mode(self) -> Iterator[None]:
         """No gradient is recorded inside, and the adapter is folded into the weights: a token costs what it does without one."""
-        with torch.no_grad(), adapters.folded(self.model) if isinstance(self.model, PeftModel) else nullcontext():
+        with torch.no_grad(), ExitStack() as stack:
+            if isinstance(self.model, PeftModel):
+                stack.enter_context(adapters.folded(self.model, BlockedLinear if self.blocks else None))
+            if self.blocks:
+                stack.enter_context(blocked(self.base))
             yield
 
     # -- checks -------------------------------------------------------------------------------------------------------------------
@@ -268,6 +286,19 @@ class Policy:
             raise AgentPeftError(
                 f"{type(self.base).__name__} changes its logits after the output layer in a way Agent-PEFT does not know; please report it"
             )
+
+    def _prove_tiles(self) -> bool:
+        """Whether the model's attention can be replaced by ours, tile by tile. On a GPU, where tiles are too small, it is not."""
+        if self.device.type != "cpu" or self.base.config._attn_implementation != "sdpa":
+            return False
+        tokens = torch.arange(4).unsqueeze(0) % self._text_config.vocab_size
+        with torch.no_grad():
+            own = self.decoder(input_ids=tokens).last_hidden_state
+            try:
+                ours = self._along_tree(tokens, torch.arange(4).unsqueeze(0), torch.full((4,), 4))
+            except (AssertionError, AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
+                return False
+        return torch.allclose(own.float(), ours.float(), rtol=1e-3, atol=1e-3)
 
     def _packs(self, batch: Batch) -> bool:
         """Whether to pack. Scores a few trajectories packed and padded until that has once been proven to be the same: a model that keeps
@@ -330,7 +361,7 @@ class Policy:
 def load_policy(config: PretrainedConfig | ScratchConfig, seed: int) -> Policy:
     """The policy a configuration describes. The adapter starts at zero: the first output equals the base model's, and this is proven."""
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device)
-    dtype = getattr(torch, config.dtype)
+    dtype = choose_dtype(config.dtype, device)
     disable_progress_bar()  # type: ignore[no-untyped-call]  # Transformers draws one for every file it reads or writes, checkpoints included
     if isinstance(config, ScratchConfig):
         tokenizer: PreTrainedTokenizerBase = character_tokenizer(config.alphabet)
@@ -338,7 +369,7 @@ def load_policy(config: PretrainedConfig | ScratchConfig, seed: int) -> Policy:
         with torch.random.fork_rng():
             torch.manual_seed(derive(seed, "weights"))
             if own:
-                model = own_model(config.architecture, len(tokenizer)).to(dtype)
+                model = own_model(config.architecture, len(tokenizer)).to(dtype)  # type: ignore[arg-type]  # its decorator hides self
             else:
                 ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
                 shape = AutoConfig.for_model(**{**ids, **config.architecture, "vocab_size": len(tokenizer)})
@@ -357,7 +388,7 @@ def load_policy(config: PretrainedConfig | ScratchConfig, seed: int) -> Policy:
     if config.lora is not None:
         model = adapters.attach(model, config.lora, derive(seed, "adapter"))
         adapters.assert_zero_delta(model)
-    policy = Policy(model, ChatTokenizer(tokenizer), packing=config.packing)
+    policy = Policy(model, ChatTokenizer(tokenizer), packing=config.packing, activation_checkpointing=config.activation_checkpointing)
     if isinstance(config, PretrainedConfig) and config.adapter is not None:
         policy.load(config.adapter)
     return policy

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from agent_peft.seeding import derive
 
@@ -66,14 +66,31 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> tuple[Te
     A row's token depends on its own logits and its own uniform, never on who shares the batch.
     """
     logp = log_distribution(logits, sampling)
-    if sampling.temperature == 0.0:
-        tokens = logp.argmax(-1)
-    else:
-        # fp64: in fp32 the running sum of 50,000 small probabilities is off by more than many of them
-        cumulative = logp.double().exp_().cumsum(-1)
-        target = uniforms.to(cumulative).unsqueeze(-1) * cumulative[..., -1:]
-        tokens = torch.searchsorted(cumulative, target, right=True).squeeze(-1).clamp_(max=logp.shape[-1] - 1)
+    tokens = logp.argmax(-1) if sampling.temperature == 0.0 else invert(logp.exp(), uniforms)
     return tokens, logp.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def invert(p: Tensor, uniforms: Tensor) -> Tensor:
+    """Tokens (B,) at which the running sums of ``p`` (B, V) pass ``uniforms`` (B,) of their totals. A token of probability 0 never is.
+
+    In fp64: in fp32 the running sum of 50,000 small probabilities is off by more than many of them. First the block, then the token
+    in it, so that only the sums of blocks are summed up.
+    """
+    size = max(1, round(p.shape[-1] ** 0.5))
+    blocks = nn.functional.pad(p, (0, -p.shape[-1] % size)).view(p.shape[0], -1, size)
+    ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = uniforms.to(ends).unsqueeze(-1) * ends[:, -1:]
+    block = _passed(ends, target)
+    before = ends.gather(-1, (block - 1).clamp_(min=0)).masked_fill_(block == 0, 0.0)
+    inside = blocks.gather(1, block.unsqueeze(-1).expand(-1, 1, size)).squeeze(1).double().cumsum(-1)
+    tokens: Tensor = block * size + _passed(inside, target - before)
+    return tokens.squeeze(-1)
+
+
+def _passed(ends: Tensor, target: Tensor) -> Tensor:
+    """(B, 1) index of the first of the running sums (B, N) above ``target``; of the last that still grew, where rounding left none."""
+    last = (ends < ends[:, -1:]).sum(-1, keepdim=True)
+    return torch.minimum(torch.searchsorted(ends, target, right=True), last)
 
 
 def uniform(seed: int, position: int) -> float:

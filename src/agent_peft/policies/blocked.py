@@ -1,0 +1,61 @@
+"""Weights in oneDNN's blocked layout while sampling on a CPU.
+
+A decode step multiplies a few rows by weights that are too many for the caches. A plain matrix product first copies the weights into the
+order in which it reads them, at every call; here that is done once for all steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+ROWS = 32  # the number of rows that the layout is chosen for; it works for any
+LEAST = 1 << 24  # parameters: fewer stay in the caches
+
+
+class BlockedLinear(nn.Module):
+    """A linear layer that can only be computed, not trained, on a CPU in fp32.
+
+    >>> layer = nn.Linear(3, 2)
+    >>> torch.allclose(BlockedLinear(layer.weight, layer.bias)(torch.ones(1, 3)), layer(torch.ones(1, 3)), atol=1e-6)
+    True
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.blocked: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS)
+        self.bias = None if bias is None else bias.detach()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.blocked, self.bias, "none", [], "")
+        return found
+
+
+def worth_it(model: nn.Module) -> bool:
+    """Whether the layout exists here (torch's own compiler uses it, but it is no public name) and may pay."""
+    weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
+    return (
+        hasattr(torch.ops.mkldnn, "_linear_pointwise")
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and all(w.device.type == "cpu" and w.dtype == torch.float32 for w in weights)
+        and sum(w.numel() for w in weights) >= LEAST
+    )
+
+
+@contextmanager
+def blocked(model: nn.Module) -> Iterator[None]:
+    """Inside, each linear layer of ``model`` is a blocked one. No gradient, no training."""
+    replaced: list[tuple[nn.Module, str, nn.Linear]] = []
+    try:
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) is nn.Linear:
+                    replaced.append((parent, name, child))
+                    setattr(parent, name, BlockedLinear(child.weight, child.bias))
+        yield
+    finally:
+        for parent, name, child in replaced:
+            setattr(parent, name, child)

@@ -1,0 +1,140 @@
+"""Cores and 16-bit arithmetic: what the machine has, and what is said where it has not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from agent_peft.policies import hardware
+from agent_peft.policies.base import ScratchConfig
+from agent_peft.policies.hardware import choose_dtype, choose_threads, cpu_quota, has_bf16
+from agent_peft.policies.language_model import load_policy
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight of them, all seen by torch, no quota, and nothing said by the user."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(hardware, "cpu_quota", lambda: None)
+
+
+# -- cores ----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("quota", "neighbours", "number", "reason"),
+    [
+        (None, 1, 8, "8 cores"),
+        (2.0, 1, 2, "8 cores, of which the container may use 2"),
+        (1.5, 1, 2, "8 cores, of which the container may use 1.5"),
+        (0.1, 1, 1, "8 cores, of which the container may use 0.1"),
+        (32.0, 1, 8, "8 cores, of which the container may use 32"),
+        (None, 3, 2, "8 cores, for 3 ranks"),
+        (2.0, 4, 1, "8 cores, of which the container may use 2, for 4 ranks"),
+    ],
+)
+def test_a_thread_for_each_core_that_may_be_used(cores, monkeypatch, quota, neighbours, number, reason):
+    monkeypatch.setattr(hardware, "cpu_quota", lambda: quota)
+    chosen = choose_threads(None, neighbours)
+    assert (chosen.number, chosen.reason) == (number, reason)
+
+
+def test_never_more_than_torch_would_take(cores, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)  # it leaves out hyper-threads
+    assert choose_threads(None).number == 4
+
+
+def test_the_users_word_is_the_last(cores, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert choose_threads(None).reason == "OMP_NUM_THREADS"
+    assert choose_threads(None).number == choose_threads(None, neighbours=2).number == 5
+    assert choose_threads(3, neighbours=2).number == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as torchrun sets it
+    assert choose_threads(None, neighbours=2).number == 4
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs an operating system with affinities")
+def test_a_process_of_one_core_runs_one_thread():
+    code = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "from agent_peft.policies.hardware import set_threads; import torch\n"
+        "set_threads(None); print(torch.get_num_threads())"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "1"
+
+
+def make_tree(folder: Path, files: dict[str, str], own: str) -> tuple[Path, Path]:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "own").write_text(own)
+    return folder, folder / "own"
+
+
+@pytest.mark.parametrize(
+    ("files", "own", "quota"),
+    [
+        ({"cpu.max": "150000 100000\n"}, "0::/\n", 1.5),  # a container's own root, version 2
+        ({"a/cpu.max": "200000 100000\n", "a/b/cpu.max": "max 100000\n"}, "0::/a/b\n", 2.0),  # a limit binds all below it
+        ({"a/cpu.max": "200000 100000\n", "a/b/cpu.max": "50000 100000\n"}, "0::/a/b\n", 0.5),
+        ({"cpu.max": "max 100000\n"}, "0::/\n", None),
+        (
+            {"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"},
+            "4:cpu,cpuacct:/docker/x\n1:pids:/\n",
+            3.0,
+        ),  # version 1
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, "1:cpu:/\n", None),
+        ({}, "0::/gone\n", None),
+        ({}, "", None),
+    ],
+)
+def test_quotas_of_control_groups(tmp_path, files, own, quota):
+    assert cpu_quota(*make_tree(tmp_path, files, own)) == quota
+
+
+# -- bfloat16 -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("features", "native"), [({"avx512_f"}, False), ({"avx512_bf16"}, True), ({"amx_bf16"}, True), ({"bf16"}, True)])
+def test_bfloat16_is_told_where_it_is_emulated(monkeypatch, caplog, features, native):
+    monkeypatch.setattr(hardware, "_cpu_features", lambda: features)
+    policy = ScratchConfig(
+        architecture={"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32},
+        alphabet="0123456789",
+        device="cpu",
+        dtype="bfloat16",
+    )
+    assert load_policy(policy, 0).dtype == torch.bfloat16, "the user's word is the last"
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("agent_peft")]
+    expected = "policy.dtype: bfloat16 is emulated on this CPU, several times slower than float32: set policy.dtype=float32"
+    assert told == ([] if native else [expected])
+
+
+def test_auto_is_float32_on_a_cpu(caplog):
+    assert choose_dtype("auto", CPU) == choose_dtype("float32", CPU) == torch.float32
+    assert not caplog.records
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").is_file(), reason="needs Linux")
+def test_the_features_are_the_kernels():
+    flags = Path("/proc/cpuinfo").read_text().split()
+    assert has_bf16(CPU) == any(flag in flags for flag in ("avx512_bf16", "amx_bf16", "bf16"))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_auto_on_a_gpu():
+    device = torch.device("cuda")
+    assert choose_dtype("auto", device) == (torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float32)
