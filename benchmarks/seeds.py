@@ -2,7 +2,8 @@
 
     python benchmarks/seeds.py configs/quickstart.yaml [--seeds 0 1 2] [--runs runs] [key=value …]
 
-Runs that are finished already are read, not repeated. Prints a table and writes benchmarks/results/NAME.json, the curves included.
+Runs that are finished already are read, not repeated. Prints a table and writes benchmarks/results/NAME.json, the curves included, and of
+each step what `TRAINING` names.
 CPU seconds are of the whole process: start, training and evaluations. They are kept beside the run, for when it is read again.
 """
 
@@ -25,6 +26,7 @@ from agent_peft.rollout.evaluation import EvaluationReport, paired_test
 from agent_peft.training.runs import load_run
 
 HERE = Path(__file__).resolve().parent
+TRAINING = ("stage", "success", "reward", "explained_variance", "value_loss", "approx_kl", "clip_fraction", "surprisal", "epochs_done")
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Measured:
     reports: dict[str, EvaluationReport]  # base, after the first stage, after the second …
     curve: dict[int, float]  # steps done -> held-out success
     cost: Cost
+    steps: list[dict[str, float | str]]  # of each: what `TRAINING` names and its stage has
 
 
 def measure(config: Path, seed: int, run: Path, overrides: list[str]) -> Measured:
@@ -57,7 +60,9 @@ def measure(config: Path, seed: int, run: Path, overrides: list[str]) -> Measure
     found = {path.stem: EvaluationReport.from_json(json.loads(path.read_text())) for path in (run / "evaluations").glob("*.json")}
     curve = {int(name.removeprefix("step_")): report.success.value for name, report in found.items() if name.startswith("step_")}
     reports = {name: found[name] for name in names if name in found}
-    return Measured(seed, reports, dict(sorted(curve.items())), Cost(**json.loads((run / "cost.json").read_text())))
+    written = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [{name: record[name] for name in TRAINING if name in record} for record in written]
+    return Measured(seed, reports, dict(sorted(curve.items())), Cost(**json.loads((run / "cost.json").read_text())), steps)
 
 
 def show(title: str, rows: list[Measured]) -> Table:
@@ -99,6 +104,7 @@ def main() -> None:
                 "by_skill": {n: {skill: rate.value for skill, rate in r.by_skill.items()} for n, r in row.reports.items()},
                 "curve": row.curve,
                 "cost": vars(row.cost),
+                "steps": row.steps,
             }
             for row in rows
         ],

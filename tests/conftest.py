@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from agent_peft.policies import bundled
@@ -13,6 +18,45 @@ from agent_peft.policies.tokenization import character_tokenizer
 from agent_peft.types import AgentPeftError
 
 torch.set_num_threads(1)
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that operators have made and that are still there: exact, and the same each time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in self.known and key not in given:  # made here, and no view of what was there before
+                    self.known.add(key)
+                    self.now += size
+                    weakref.finalize(storage, self.forget, key, size)
+        self.peak = max(self.peak, self.now)
+        return out
+
+    def forget(self, key: int, size: int) -> None:
+        self.known.remove(key)
+        self.now -= size
+
+
+@pytest.fixture
+def peak_bytes() -> Callable[[Callable[[], object]], int]:
+    """``peak_bytes(work)``: the most bytes of tensors that ``work`` has made and holds at once, its backward included."""
+
+    def measure(work: Callable[[], object]) -> int:
+        with _LiveBytes() as live:
+            work()
+        return live.peak
+
+    return measure
 
 
 @pytest.fixture

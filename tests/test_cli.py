@@ -157,6 +157,39 @@ def test_a_run_from_its_start_to_a_merged_model(config, tmp_path, capsys):
 
     assert run(["merge", str(tmp_path / "run"), "--output", str(tmp_path / "merged")]) == 0
     assert (tmp_path / "merged" / "config.json").is_file()
+    assert run(["evaluate", str(tmp_path / "merged"), "--config", str(config), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.removeprefix(f"wrote {tmp_path / 'merged'}\n"))["outcomes"] == stored["outcomes"]
+
+
+def test_merging_and_evaluating_in_one_go(tmp_path, capsys):
+    """Each checkpoint's adapter and the model merged from it answer alike, and not all checkpoints do."""
+    path, folder = tmp_path / "c.yaml", tmp_path / "run"
+    path.write_text(CONFIG.format(folder=tmp_path))
+    assert run(["train", str(path), "stages.0.steps=40", "tasks_per_step=8", "optimizer.learning_rate=0.01"]) == 0
+    both = ["merge", str(folder), "--evaluate", "--json", "--output"]
+    asked = ["evaluation.sampling.temperature=1", "evaluation.attempts=8"]
+    different = []
+    for checkpoint in ("step_000040", "step_000042"):
+        capsys.readouterr()
+        assert run([*both, str(tmp_path / checkpoint), "--checkpoint", checkpoint, *asked]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["adapter"] == found["merged"]
+        assert found["adapter"]["attempts"] == 64
+        assert (tmp_path / checkpoint / "config.json").is_file()
+        different.append(found["adapter"]["success"]["value"])
+    assert different[0] != different[1]
+
+    assert run(["merge", str(folder), "--evaluate", "--output", str(tmp_path / "tabled"), *asked]) == 0
+    said = capsys.readouterr().out
+    assert "adapter" in said
+    assert "merged" in said
+
+    assert run([*both, str(tmp_path / "tabled"), *asked]) == 2
+    assert "exists and is no empty folder" in capsys.readouterr().err
+    assert run(["merge", str(folder), "--output", str(tmp_path / "x"), *asked]) == 2
+    assert "have an effect with --evaluate only" in capsys.readouterr().err
+    assert run(["merge", str(tmp_path), "--evaluate", "--output", str(tmp_path / "x")]) == 2
+    assert not (tmp_path / "x").exists()
 
 
 def test_interrupted(config, tmp_path):

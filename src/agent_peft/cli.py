@@ -83,12 +83,31 @@ def evaluate(
 def merge(
     run: Annotated[Path, typer.Argument(help="a run directory", metavar="RUN")],
     output: Annotated[Path, typer.Option(help="the folder to write")],
+    overrides: Overrides = None,
+    checkpoint: Annotated[str | None, typer.Option(help="such as step_000012 (default: the newest)")] = None,
+    both: Annotated[bool, typer.Option("--evaluate", help="measure the adapter and the merged model, too")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Write a run's newest policy as a model of its own, its adapter folded in."""
-    from agent_peft.training.runs import merge_run
+    """Write a run's policy as a model of its own, its adapter folded in."""
+    from agent_peft.rollout.evaluation import skill_table, table
+    from agent_peft.training.loading import load_for_evaluation
+    from agent_peft.training.runs import evaluate_target, merge_run
 
-    merge_run(run, output)
-    print(f"wrote {output}")
+    if not both and (overrides or as_json):
+        raise AgentPeftError("KEY=VALUE and --json have an effect with --evaluate only; add it, or leave them out")
+    settings = load_for_evaluation(run / "config.yaml", overrides or (), None, None) if both else None
+    merge_run(run, output, checkpoint)
+    if settings is None:
+        print(f"wrote {output}")
+        return
+    adapter = evaluate_target(run, settings.evaluation, checkpoint=checkpoint)
+    reports = {"adapter": adapter, "merged": evaluate_target(output, settings.evaluation, config=settings)}
+    if as_json:
+        _show({name: report.to_json() for name, report in reports.items()})
+    else:
+        print(f"wrote {output}")
+        _show(table(reports))
+        _show(skill_table(reports))
 
 
 @app.command()

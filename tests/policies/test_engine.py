@@ -326,3 +326,25 @@ def test_a_model_without_keys_and_values_is_refused(make_policy: MakePolicy) -> 
     policy = make_policy("mamba", lora=False, hidden_size=16, num_hidden_layers=1, state_size=4)
     with pytest.raises(AgentPeftError, match=r"MambaForCausalLM .* cannot be sampled here"):
         Engine(policy, EngineConfig())
+
+
+def test_a_budget_of_positions_bounds_the_rows(make_policy: MakePolicy) -> None:
+    def told(**settings: int) -> tuple[EngineStatistics, list[list[tuple[int, ...]]]]:
+        conversations = [Talk([1, 5, 6 + i % 3], i, [[4, 5], [7]]) for i in range(9)]
+        return drive(make_policy(), conversations, SamplingConfig(max_new_tokens=6, max_tokens=50), **settings), [
+            c.actions for c in conversations
+        ]
+
+    assert told(kv_tokens=149) == told(rows=2) != told(rows=3)
+    assert told(kv_tokens=20) == told(rows=1), "one at least"
+
+
+def test_slots_grow_to_what_an_episode_may_need_and_no_further(make_policy: MakePolicy) -> None:
+    tier = _Tier(2, 12, [torch.zeros(2, 1, 12, 4)], [torch.zeros(2, 1, 12, 4)], [-1, -1], [0, 0])
+    sizes = []
+    for extent in (13, 25, 48):
+        tier.grow(extent, 50)
+        sizes.append((tier.capacity, tier.keys[0].shape[2]))
+    assert sizes == [(24, 24), (48, 48), (48, 48)]
+    tier.grow(49, 50)
+    assert tier.capacity == tier.values[0].shape[2] == 50

@@ -199,7 +199,7 @@ MISTAKES = [
     (ONE + "sampling:\n  stop:\n    - a\n    - 1", (), "x.yaml:9: sampling.stop.1: must be a text, got 1"),
     (ONE + "rewards: {correct: .inf}", (), "x.yaml:6: rewards.correct: must be a finite number, got Infinity"),
     (ONE, ("policy.packing=yes",), 'command line: policy.packing: must be true or false, got "yes"'),
-    (ONE, ("policy.dtype=float16",), "command line: policy.dtype: must be 'float32' or 'bfloat16', got \"float16\""),
+    (ONE, ("policy.dtype=float16",), "command line: policy.dtype: must be 'auto', 'float32' or 'bfloat16', got \"float16\""),
     (ONE, ("policy.lora.target_modules=3",), "command line: policy.lora.target_modules: must be 'all-linear' or a list, got 3"),
     (ONE, ("policy=null",), "command line: policy: must be a mapping, got null"),
     (ONE, ("environment.digits=12",), "command line: environment.digits: 12 is neither a number from 1 to 9 nor two"),

@@ -259,6 +259,41 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_so_on_all(tmp_path, policy
     assert json.loads((launch.run_dir / "stopped.json").read_text()) == {"stage": 1, "step": 2}
 
 
+SMALL_MEMORY = """
+import os, torch
+from agent_peft.cli import main
+from agent_peft.training import runs
+
+class Small(runs.Trainer):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        if self.ranks.rank == 1:
+            layer = next(m for m in self.policy.model.modules() if type(m).__name__ == "LlamaDecoderLayer")
+            layer.register_forward_hook(check)
+
+def check(module, arguments, output):
+    if torch.is_grad_enabled() and arguments[0].shape[0] * arguments[0].shape[1] > 12:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+runs.Trainer = Small
+main()
+"""
+
+
+@pytest.mark.slow
+def test_one_rank_may_run_out_of_memory_alone(tmp_path, policy):
+    """It halves its microbatches, the other does not wait for anything but the sum, and the update is the same."""
+    roomy, small = (Launch(tmp_path / name, policy, [STAGES[1], STAGES[3]], evaluation=None) for name in ("roomy", "small"))
+    (tmp_path / "small" / "small.py").write_text(SMALL_MEMORY)
+    roomy.finish()
+    small.finish(program=("small.py",))
+    expected, found = (launch.json_lines("metrics.jsonl") for launch in (roomy, small))
+    assert all(line.pop("microbatch_halvings") == 0 for line in expected)
+    assert sum(line.pop("microbatch_halvings") for line in found) == small.said.count("going on with microbatch_tokens=") > 0
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+
+
 def end(process: subprocess.Popen[bytes]) -> int:
     """Its exit code. Half an hour is what ranks wait for each other, so a hang is told apart."""
     try:

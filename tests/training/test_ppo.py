@@ -63,7 +63,7 @@ def test_old_values_are_those_before_the_update(make_trainer):
     seen, update = [], trainer.update
 
     def watching(minibatch, on_policy):
-        before = trainer.values(minibatch)
+        before = trainer.score(minibatch, trainer.policy.values)
         seen.append((update(minibatch, on_policy), minibatch.values, before))
         return seen[-1][0]
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import sys
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,9 +37,20 @@ class EngineConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     rows: int = Field(default=64, ge=1, description="conversations that hold keys and values at once")
+    kv_tokens: int | None = Field(
+        default=None, ge=1, description="memory's budget: no more rows than may each be max_tokens long within it"
+    )
     prefill_tokens: int = Field(default=2048, ge=1, description="tokens of one prefill, padding included")
     environment_threads: int = Field(default=8, ge=1)
     overlap: int = Field(default=2, ge=1, description="decode steps that hide an environment's answer")
+
+    def rows_of(self, max_tokens: int) -> int:
+        """How many conversations at once, if each may be so long.
+
+        >>> EngineConfig(rows=64, kv_tokens=8192).rows_of(max_tokens=1024)
+        8
+        """
+        return self.rows if self.kv_tokens is None else max(1, min(self.rows, self.kv_tokens // max_tokens))
 
 
 class Conversation(Protocol):
@@ -164,9 +176,9 @@ class Engine:
                 scores += logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1).tolist()
         return scores
 
-    def _cache(self, slots: tuple[int, int, int], capacities: tuple[int, int, int]) -> TierCache:
+    def _cache(self, slots: tuple[int, int, int], capacities: tuple[int, int, int], most: int = sys.maxsize) -> TierCache:
         policy = self.policy
-        return TierCache(slots, capacities, policy.base.config, policy.dtype, policy.device, self.shares)
+        return TierCache(slots, capacities, policy.base.config, policy.dtype, policy.device, self.shares, most)
 
 
 class _Run:
@@ -177,7 +189,7 @@ class _Run:
     ) -> None:
         self.engine, self.policy, self.sampling, self.threads = engine, engine.policy, sampling, threads
         self.queue = deque(conversations)
-        self.capacity = min(engine.config.rows, len(conversations))
+        self.capacity = min(engine.config.rows_of(sampling.max_tokens), len(conversations))
         self.shared = _common_prefix([c.prompt for c in conversations])
         longest, distinct = max(len(c.prompt) for c in conversations), len({tuple(c.prompt) for c in conversations})
         self.free = list(range(min(self.capacity, distinct)))  # slots for prompts; a heap
@@ -187,7 +199,7 @@ class _Run:
             prompt, own = longest - len(self.shared), min(sampling.max_new_tokens, max(1, sampling.max_tokens - 1))
         else:
             prompt, own = longest, min(longest + sampling.max_new_tokens, sampling.max_tokens)
-        self.cache = engine._cache((1, len(self.free), self.capacity), (len(self.shared), prompt, own))
+        self.cache = engine._cache((1, len(self.free), self.capacity), (len(self.shared), prompt, own), sampling.max_tokens)
         self.rows: list[_Row] = []  # rows[i] holds slot i; the first `decoding` of them decode
         self.decoding = 0
         self.step = 0

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,16 +97,14 @@ def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
 
 
 def take_peak(device: torch.device) -> int | None:
-    """The most bytes that tensors on the GPU (on a CPU: this process, all in all) have taken since this was asked last; None where unknown."""
+    """The most bytes that tensors on the GPU (on a CPU: the whole process) have taken since this was asked last; None where unknown."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         return peak
     found = re.search(r"^VmHWM:\s+(\d+) kB$", _read(Path("/proc/self/status")), re.MULTILINE)
-    try:
+    with suppress(OSError):  # then it stays that of the process's whole life
         Path("/proc/self/clear_refs").write_text("5")  # from now on
-    except OSError:  # then it stays that of the process's whole life
-        pass
     return int(found[1]) * 1024 if found else None
 
 

@@ -6,6 +6,7 @@ attention reads a prompt once for all of them (``shared_attention``). A model th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,11 +40,11 @@ class _Tier:
             self.keys[layer], self.values[layer] = keys, values
         return keys, values
 
-    def grow(self, extent: int) -> None:
-        """By doubling, until ``extent`` tokens have room."""
+    def grow(self, extent: int, most: int) -> None:
+        """By doubling, until ``extent`` tokens have room, but to no more than ``most`` without need."""
         old_capacity = self.capacity
         while self.capacity < extent:
-            self.capacity *= 2
+            self.capacity = max(extent, min(2 * self.capacity, most))
         for tensors in (self.keys, self.values):
             for layer, old in enumerate(tensors):
                 if old is not None and self.capacity > old_capacity:
@@ -62,6 +63,7 @@ class TierCache(Cache):
         slots: of each tier.
         capacities: tokens a slot of each tier has room for at first.
         shared: slots refer to their parents, and attention must be ``shared_attention``; otherwise ``fork`` copies.
+        most: tokens that no slot will ever hold more of.
     """
 
     def __init__(
@@ -72,7 +74,9 @@ class TierCache(Cache):
         dtype: torch.dtype,
         device: torch.device,
         shared: bool,
+        most: int = sys.maxsize,
     ) -> None:
+        self.most = most
         self.num_layers = layers = config.get_text_config().num_hidden_layers
         self.dtype, self.device, self.shared = dtype, device, shared
         self.tiers = [
@@ -84,6 +88,7 @@ class TierCache(Cache):
         self._rows: Tensor | slice = slice(0)
         self._row_index = self._index = torch.zeros(0, 0, dtype=torch.int64)
         self._extent = 0
+        self._written = (0, 0, self._index)  # heads, capacity, and where (B * H * Q) tokens go in tensors of that many
         self._relatives: list[tuple[_Tier, Relatives]] = []
         self._sources: dict[int, int] = {}  # slots of rows whose tokens still lie in another one
         self._known: dict[int, tuple[object, Relatives]] = {}
@@ -103,7 +108,8 @@ class TierCache(Cache):
         starts = torch.tensor([store.starts[slot] for slot in slots], device=self.device)
         self._index = positions - starts.unsqueeze(1)
         self._extent = int(self._index.max()) + 1
-        store.grow(self._extent)
+        self._written = (0, 0, self._index)
+        store.grow(self._extent, self.most)
         self._row_index = torch.tensor(list(slots), device=self.device).unsqueeze(1)
         contiguous = list(slots) == list(range(slots[0], slots[0] + len(slots)))
         # a slice keeps reads free of copies; decoding compacts its rows so that it always is one
@@ -126,8 +132,13 @@ class TierCache(Cache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Write (B, H, Q, D) keys and values at the placed positions; give back (B, H, extent, D) of the rows' own slots."""
         keys, values = self._tier.allocate(layer_idx, key_states, value_states)
-        keys[self._row_index, :, self._index] = key_states.transpose(1, 2)
-        values[self._row_index, :, self._index] = value_states.transpose(1, 2)
+        heads, capacity = keys.shape[1:3]
+        if (heads, capacity) != self._written[:2]:  # the same in all layers, but for few models
+            head = torch.arange(heads, device=self.device)[None, :, None]
+            places = (self._row_index.unsqueeze(1) * heads + head) * capacity + self._index.unsqueeze(1)
+            self._written = (heads, capacity, places.flatten())
+        for tensor, states in ((keys, key_states), (values, value_states)):
+            tensor.view(-1, states.shape[-1]).index_copy_(0, self._written[2], states.reshape(-1, states.shape[-1]))
         return keys[self._rows, :, : self._extent], values[self._rows, :, : self._extent]
 
     def ancestors(self, layer: int) -> list[Ancestor]:
@@ -150,7 +161,7 @@ class TierCache(Cache):
             return
         self._settle()
         above, index = self.tiers[tier - 1], torch.tensor(list(slots), device=self.device)
-        store.grow(length)
+        store.grow(length, self.most)
         for layer, (keys, values) in enumerate(zip(above.keys, above.values, strict=True)):
             if keys is not None and values is not None:
                 own_keys, own_values = store.allocate(layer, keys, values)

@@ -197,9 +197,10 @@ class Policy:
         found = tree_attention.tiles(ends, self.dtype, groups)
         given = torch.zeros(1, 1, 1, 1, device=self.device)  # in place of the mask that the model would make
         with replacing(Replacement(shape, tree_attention.NAME, found)):
-            out = self.decoder(input_ids=tokens, position_ids=positions, attention_mask=given, use_cache=False)
-        hidden: Tensor = out.last_hidden_state
-        return hidden
+            return self._read(tokens, position_ids=positions, attention_mask=given, use_cache=False)
+
+    def _read(self, tokens: Tensor, **how: Any) -> Tensor:
+        return cast(Tensor, self.decoder(input_ids=tokens, **how).last_hidden_state)
 
     def _lay_out(self, batch: Batch) -> Rows:
         tokens = batch.tokens.tolist()
@@ -218,7 +219,7 @@ class Policy:
         """The same by the plainest way there is: right-padded rows and the model's own causal mask."""
         rows, length = batch.tokens.shape
         attention_mask = torch.arange(length, device=self.device) < batch.lengths[:, None]
-        hidden: Tensor = self.decoder(input_ids=batch.tokens, attention_mask=attention_mask.long(), use_cache=False).last_hidden_state
+        hidden = self._read(batch.tokens, attention_mask=attention_mask.long(), use_cache=False)
         return hidden, (torch.arange(rows * length, device=self.device).view(rows, length) - 1).clamp_(min=0)
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any = None) -> Tensor:
@@ -229,15 +230,8 @@ class Policy:
         shared = cache is not None and cache.shared
         keys = positions if cache is None else torch.arange(mask.shape[-1], device=mask.device).unsqueeze(0)
         with replacing(Replacement(self._text_config, shared_attention.NAME, cache)) if shared else nullcontext():
-            out = self.decoder(
-                input_ids=tokens,
-                position_ids=positions,
-                attention_mask=mask if shared else self._layer_masks(mask, positions, keys),
-                past_key_values=cache,
-                use_cache=cache is not None,
-            )
-        hidden: Tensor = out.last_hidden_state
-        return hidden
+            given = mask if shared else self._layer_masks(mask, positions, keys)
+            return self._read(tokens, position_ids=positions, attention_mask=given, past_key_values=cache, use_cache=cache is not None)
 
     def _layer_masks(self, mask: Tensor, queries: Tensor, keys: Tensor) -> Tensor | dict[str, Tensor]:
         """``mask`` in the form the model wants: cut to the sliding window, one for each type of layer, additive where it is added."""

@@ -41,6 +41,11 @@ def log_distribution(logits: Tensor, sampling: SamplingConfig, keep: Tensor | No
         keep: (...) int64 tokens that are inside whatever the filter says. The trainer passes the tokens that were sampled: after an
             update the policy may have pushed one of them out of its own support, and its gradient must stay finite.
     """
+    return _filtered(logits, sampling, keep).log_softmax(-1)
+
+
+def _filtered(logits: Tensor, sampling: SamplingConfig, keep: Tensor | None = None) -> Tensor:
+    """Logits (..., V) in fp32 of the sampling distribution, -inf outside its support."""
     logits = logits.float()
     if sampling.temperature > 0.0 and sampling.temperature != 1.0:
         logits = logits / sampling.temperature
@@ -57,7 +62,7 @@ def log_distribution(logits: Tensor, sampling: SamplingConfig, keep: Tensor | No
         if keep is not None:
             inside = inside.scatter(-1, keep.unsqueeze(-1), True)
         logits = logits.masked_fill(~inside, -torch.inf)
-    return logits.log_softmax(-1)
+    return logits
 
 
 def draw(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
@@ -65,20 +70,22 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> tuple[Te
 
     A row's token depends on its own logits and its own uniform, never on who shares the batch.
     """
-    logp = log_distribution(logits, sampling)
-    tokens = logp.argmax(-1) if sampling.temperature == 0.0 else invert(logp.exp(), uniforms)
-    return tokens, logp.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    p = _filtered(logits, sampling).softmax(-1)
+    tokens = p.argmax(-1) if sampling.temperature == 0.0 else invert(p, uniforms)
+    return tokens, p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).log()
 
 
 def invert(p: Tensor, uniforms: Tensor) -> Tensor:
     """Tokens (B,) at which the running sums of ``p`` (B, V) pass ``uniforms`` (B,) of their totals. A token of probability 0 never is.
 
-    In fp64: in fp32 the running sum of 50,000 small probabilities is off by more than many of them. First the block, then the token
-    in it, so that only the sums of blocks are summed up.
+    First the block, then the token in it, so that only the sums of blocks are summed up. That in fp64: in fp32 the running sum of 50,000
+    small probabilities is off by more than many of them.
     """
-    size = max(1, round(p.shape[-1] ** 0.5))
-    blocks = nn.functional.pad(p, (0, -p.shape[-1] % size)).view(p.shape[0], -1, size)
-    ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    size = 1 << (p.shape[-1].bit_length() // 2)  # about the root; a power of two cuts most vocabularies without a rest
+    if rest := -p.shape[-1] % size:
+        p = nn.functional.pad(p, (0, rest))
+    blocks = p.view(p.shape[0], -1, size)
+    ends = blocks.sum(-1).double().cumsum(-1)
     target = uniforms.to(ends).unsqueeze(-1) * ends[:, -1:]
     block = _passed(ends, target)
     before = ends.gather(-1, (block - 1).clamp_(min=0)).masked_fill_(block == 0, 0.0)

@@ -120,9 +120,13 @@ def shared_attention(
     # heads that share their keys become queries of one head
     query = query.reshape(rows, key.shape[1], groups * length, size)
     bias = attention_mask if length == 1 else attention_mask.repeat(1, 1, groups, 1)
-    out, total = attend(query, key, value, bias, scale)
     layer: int = module.layer_idx  # type: ignore[assignment]
-    for ancestor in cache.ancestors(layer):
+    ancestors = cache.ancestors(layer)
+    if not ancestors:  # a prompt that is read: there is nothing to join
+        out = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
+    else:
+        out, total = attend(query, key, value, bias, scale)
+    for ancestor in ancestors:
         above, sums = attend_relatives(query, ancestor, scale)
         out = torch.lerp(out, above, torch.sigmoid(sums - total).unsqueeze(-1).to(out.dtype))
         total = torch.logaddexp(total, sums)

@@ -192,7 +192,7 @@ class TrainConfig(_Config):
 
     run_dir: Annotated[Path, AfterValidator(Path.expanduser)]
     seed: int = 0
-    threads: int | None = Field(default=None, ge=1, description="of torch; null leaves that to torch")
+    threads: int | None = Field(default=None, ge=1, description="of torch; null is one for each core this process may use")
     policy: PolicyConfig
     environment: AnyEnvironment
     engine: EngineConfig = EngineConfig()

@@ -173,8 +173,6 @@ def join(config: RanksConfig, device: str) -> Iterator[Ranks]:
             have = f"this machine has {torch.cuda.device_count()} GPUs"
             raise AgentPeftError(f"{have}, and torchrun started {neighbours} ranks on it; lower --nproc_per_node, or set policy.device=cpu")
         torch.cuda.set_device(torch.device(device) if device.startswith("cuda:") else local)
-    else:
-        torch.set_num_threads(max(1, _cores() // neighbours))
     with _together():
         distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=config.timeout))
     # after an error nothing is cleared away: the others may be waiting in a collective, and a process that ends ends them, too
@@ -182,10 +180,6 @@ def join(config: RanksConfig, device: str) -> Iterator[Ranks]:
     yield ranks
     ranks.barrier()
     distributed.destroy_process_group()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

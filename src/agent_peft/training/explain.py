@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from agent_peft.environments import load_environment
+from agent_peft.policies.hardware import choose_dtype, choose_threads
+from agent_peft.policies.shape import shape_of
 from agent_peft.training.config import TrainConfig, resolved
 from agent_peft.training.loading import Provenance
+from agent_peft.training.memory import Learner, StageMemory, in_words, stage_memory
 
 
 def explain(config: TrainConfig, provenance: Provenance) -> RenderableType:
@@ -22,7 +26,7 @@ def explain(config: TrainConfig, provenance: Provenance) -> RenderableType:
     Raises:
         AgentPeftError: the environment cannot be built.
     """
-    return Group(values_table(config, provenance), facts_table(facts(config)))
+    return Group(values_table(config, provenance), facts_table(facts(config)), memory_table(config))
 
 
 def values_table(config: TrainConfig, provenance: Provenance) -> Table:
@@ -74,7 +78,48 @@ def facts(config: TrainConfig) -> dict[str, str]:
         finally:
             measured.close()
         found["evaluation"] = f"{tasks} tasks × {config.evaluation.attempts} attempts"
+    threads = choose_threads(config.threads)
+    found["threads"] = f"{threads.number} ({threads.reason})"
     return found
+
+
+def memory(config: TrainConfig) -> dict[str, StageMemory]:
+    """What each stage needs at most, by name; empty where the model's shape cannot be known without loading it."""
+    policy = config.policy
+    shape = shape_of(policy)
+    if shape is None:
+        return {}
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if policy.device == "auto" else policy.device)
+    lora = policy.lora
+    learner = Learner(
+        shape,
+        width=choose_dtype(policy.dtype, device).itemsize,
+        rank=None if lora is None else lora.rank,
+        dropout=lora is not None and lora.dropout > 0,
+        recomputes=policy.activation_checkpointing,
+        tiled=policy.packing and device.type == "cpu" and shape.plain,
+    )
+    return {f"{place}: {stage.name}": stage_memory(learner, stage, config.engine) for place, stage in enumerate(config.stages)}
+
+
+def memory_table(config: TrainConfig) -> Table:
+    """Of the stage that needs most: each part, and what it comes from."""
+    shown = Table(title="memory, at most", title_justify="left", show_header=False)
+    stages = memory(config)
+    if not stages:
+        shown.add_row("unknown", "", "a module of your own, or a model that is not here yet")
+        return shown
+    most = max(stages.values(), key=lambda found: found.peak)
+    phases = {"always": most.held, "sampling": most.sampling, "training": most.training}
+    for phase, parts in phases.items():
+        for part in parts:
+            shown.add_row(phase, part.name, in_words(part.size), Text(part.source))
+        shown.add_section()
+    peaks = ", ".join(f"{in_words(found.peak)} in stage {stage}" for stage, found in stages.items())
+    shown.add_row(
+        "peak", "", in_words(most.peak), Text(f"always + the larger phase: {peaks}" if len(stages) > 1 else "always + the larger phase")
+    )
+    return shown
 
 
 def facts_table(found: dict[str, str]) -> Table:

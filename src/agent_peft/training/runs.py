@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from filelock import FileLock, Timeout
 from rich.console import Console
 
@@ -25,6 +25,7 @@ from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment
 from agent_peft.policies.base import PretrainedConfig
 from agent_peft.policies.engine import Engine
+from agent_peft.policies.hardware import set_threads, take_peak
 from agent_peft.policies.language_model import Policy, load_policy
 from agent_peft.rollout.collector import Collector
 from agent_peft.rollout.evaluation import EvaluationReport, skill_table, summarize, table
@@ -54,8 +55,7 @@ class _Run:
         self.config, self.folder = config, config.run_dir
         self.ranks = stack.enter_context(join(config.ranks, config.policy.device))
         self.ranks.broadcast(lambda: claim(config, fresh, stack))
-        if config.threads:
-            torch.set_num_threads(config.threads)
+        set_threads(config.threads, neighbours=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         # the others are silent, and have no bar, which would swallow their warnings
         self.console = Console() if self.ranks.leads else Console(quiet=True, force_terminal=False)
         self.progress = stack.enter_context(Progress(self.console))
@@ -149,7 +149,9 @@ class _Run:
         now = time.perf_counter()
         statistics = step.collection.statistics
         tokens = statistics.prefilled_naive + statistics.sampled
-        self.timing.log(number, {"seconds": now - clock, "sampled": statistics.sampled, "prefilled": statistics.prefilled})
+        peak = take_peak(self.policy.device)
+        cost = {"seconds": now - clock, "sampled": statistics.sampled, "prefilled": statistics.prefilled}
+        self.timing.log(number, cost if peak is None else {**cost, "peak_bytes": peak})
         self.progress.advance(step.metrics, tokens / (now - clock))
         return now
 
@@ -330,8 +332,7 @@ def evaluate_target(
     evaluation = evaluation or config.evaluation
     if evaluation is None:
         raise AgentPeftError(f"{target}: its configuration has no evaluation; name tasks with --tasks, or set evaluation.environment")
-    if config.threads:
-        torch.set_num_threads(config.threads)
+    set_threads(config.threads)
     environment = load_environment(evaluation.environment)
     try:
         return evaluate(Engine(policy, config.engine), environment, evaluation, config.seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from agent_peft.seeding import derive, generator
 from agent_peft.training import trust
 from agent_peft.training.config import StageConfig
 from agent_peft.training.distributed import ALONE, Ranks, gather_collection
+from agent_peft.training.microbatching import Microbatching
 from agent_peft.training.optimizer import build_optimizer
 from agent_peft.types import AgentPeftError, Group, Task, Trajectory, TrustError
 
@@ -66,6 +67,7 @@ class Trainer:
         self.parameters += [p for parameters, _ in own for p in parameters]
         ranks.assert_equal(self.parameters, "the weights at the start of a stage")
         self.collector = Collector(environment, engine)
+        self.microbatching = Microbatching(stage.microbatch_tokens, policy.count_nodes)
         # a group that failing environments left with one trajectory has nothing to compare; it is dropped, and the failures are counted
         self.fewest = min(2, stage.group_size) if self.algorithm.on_policy else 1
         self.step = 0
@@ -87,9 +89,14 @@ class Trainer:
                 if self.algorithm.is_done(totals[-1]):
                     break
             observed = self.algorithm.observe(batch, self.ranks.sum) | {"epochs_done": float(epoch + 1)}
-            metrics = describe(groups, collection) | mean_of(totals) | observed
+            metrics = describe(groups, collection) | mean_of(totals) | observed | self.halvings()
             done, self.step = self.step, self.stage.steps if self.has_arrived(metrics) else self.step + 1
             yield Step(done, collection, metrics)
+
+    def halvings(self) -> dict[str, float]:
+        """How often, since it was asked last, microbatches were halved on any rank because the memory was too small."""
+        taken, self.microbatching.halvings = self.microbatching.halvings, 0
+        return {"microbatch_halvings": float(self.ranks.sum(torch.tensor(float(taken))))}
 
     def has_arrived(self, metrics: Mapping[str, float]) -> bool:
         """Whether the stage may end here, before its last step: ``until`` says what for."""
@@ -118,12 +125,13 @@ class Trainer:
         batch = collate_groups(groups)
         mine = set(self.ranks.share(range(len(groups))))
         batch = batch.select([row for row, group in enumerate(batch.groups.tolist()) if group in mine])
+        policy, sampling = self.policy, self.stage.sampling
         if self.algorithm.critic:
-            batch = replace(batch, values=self.values(batch))
+            batch = replace(batch, values=self.score(batch, policy.values))
         self.before = self.algorithm.state_dict()
         batch = self.algorithm.prepare(batch, self.ranks.sum)
         if self.algorithm.needs_reference and len(batch):
-            batch = replace(batch, reference_logprobs=self.policy.reference_logprobs(batch, self.stage.sampling).cpu())
+            batch = replace(batch, reference_logprobs=self.score(batch, lambda part: policy.reference_logprobs(part, sampling)))
         return batch
 
     def tasks(self, step: int) -> list[Task]:
@@ -158,9 +166,28 @@ class Trainer:
 
     def update(self, minibatch: Batch, on_policy: bool) -> dict[str, float]:
         """One optimizer update. Weights are divided by the minibatch's denominator first, so that microbatches only sum."""
-        stage, policy = self.stage, self.policy
         weighed, denominator = self.algorithm.weigh(minibatch)
         weighed = replace(weighed, weights=weighed.weights / self.ranks.sum(denominator))
+        sums = self.microbatching.within_memory(lambda: self.backward(weighed, on_policy))
+        sums = self.ranks.sum_named(sums)
+        if not sums:  # every group had one outcome only: there is nothing to learn from
+            return {**LEARNT, "updates_skipped": 1.0}
+        self.ranks.sum_gradients(self.parameters)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.stage.optimizer.max_grad_norm)
+        for what, found in {"loss": float(sums["loss"]), "gradient's norm": float(norm)}.items():
+            if not math.isfinite(found):
+                return self.refuse(f"the {what} is {found} at step {self.step}")
+        rate = self.scheduler.get_last_lr()[0]
+        self.optimizer.step()
+        self.scheduler.step()
+        self.updates += 1
+        self.check_update(minibatch)
+        loss_value = float(sums.pop("loss"))
+        return {**averages(sums), "loss": loss_value, "gradient_norm": float(norm), "learning_rate": float(rate), **LEARNT}
+
+    def backward(self, weighed: Batch, on_policy: bool) -> dict[str, torch.Tensor]:
+        """The minibatch's gradient, from nothing and one microbatch at a time; the sums of what the loss reports. No rank waits here."""
+        stage, policy = self.stage, self.policy
         sums: dict[str, torch.Tensor] = {}
         self.optimizer.zero_grad(set_to_none=True)
         for number, microbatch in enumerate(self.microbatches(weighed)):
@@ -177,21 +204,7 @@ class Trainer:
             loss.backward()  # type: ignore[no-untyped-call]
             for name, value in {**metrics, "loss": loss.detach()}.items():
                 sums[name] = sums[name] + value if name in sums else value
-        sums = self.ranks.sum_named(sums)
-        if not sums:  # every group had one outcome only: there is nothing to learn from
-            return {**LEARNT, "updates_skipped": 1.0}
-        self.ranks.sum_gradients(self.parameters)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, stage.optimizer.max_grad_norm)
-        for what, found in {"loss": float(sums["loss"]), "gradient's norm": float(norm)}.items():
-            if not math.isfinite(found):
-                return self.refuse(f"the {what} is {found} at step {self.step}")
-        rate = self.scheduler.get_last_lr()[0]
-        self.optimizer.step()
-        self.scheduler.step()
-        self.updates += 1
-        self.check_update(minibatch)
-        loss_value = float(sums.pop("loss"))
-        return {**averages(sums), "loss": loss_value, "gradient_norm": float(norm), "learning_rate": float(rate), **LEARNT}
+        return sums
 
     def refuse(self, fault: str) -> dict[str, float]:
         """An update that would spoil the weights: the end, or left out, as ``nonfinite`` says. The weights, the optimizer and what the
@@ -209,50 +222,25 @@ class Trainer:
         with torch.no_grad():
             return self.policy.forward(microbatch, self.stage.sampling).logprobs
 
-    def values(self, batch: Batch) -> torch.Tensor:
-        """(B, T) values of the critic as it stands, a microbatch at a time."""
-        values = torch.zeros_like(batch.logprobs)
-        for rows in self.cuts(batch, torch.ones(len(batch), dtype=torch.bool)):
-            part = self.policy.values(batch.select(rows)).cpu()
-            values[rows, : part.shape[1]] = part
-        return values
+    def score(self, batch: Batch, scores: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
+        """(B, T) of what ``scores`` says of each microbatch, without gradient."""
+
+        def work() -> torch.Tensor:
+            found = torch.zeros_like(batch.logprobs)
+            for rows in self.microbatching.cut(batch, torch.ones(len(batch), dtype=torch.bool)):
+                part = scores(batch.select(rows)).cpu()
+                found[rows, : part.shape[1]] = part
+            return found
+
+        return self.microbatching.within_memory(work)
 
     def microbatches(self, minibatch: Batch) -> Iterator[Batch]:
         """The minibatch, cut. Rows without a gradient are left out."""
         live = minibatch.weights.abs().sum(1) > 0
         if not self.algorithm.learns_at_zero_advantage:
             live &= (minibatch.advantages != 0).any(1)  # one that is NaN has its forward, and is found out
-        for rows in self.cuts(minibatch, live):
+        for rows in self.microbatching.cut(minibatch, live):
             yield minibatch.select(rows)
-
-    def cuts(self, minibatch: Batch, live: torch.Tensor) -> Iterator[list[int]]:
-        """Live rows: groups side by side until the token budget is full; one that alone exceeds it is cut."""
-        chosen: list[int] = []
-        cost = 0
-        groups: dict[int, list[int]] = {}
-        for row, group in enumerate(minibatch.groups.tolist()):
-            if live[row]:
-                groups.setdefault(group, []).append(row)
-        for rows in groups.values():
-            for piece in self._pieces(minibatch, rows):
-                more = self._cost(minibatch, piece)
-                if chosen and cost + more > self.stage.microbatch_tokens:
-                    yield chosen
-                    chosen, cost = [], 0
-                chosen, cost = chosen + piece, cost + more
-        if chosen:
-            yield chosen
-
-    def _pieces(self, minibatch: Batch, rows: list[int]) -> Iterator[list[int]]:
-        if len(rows) > 1 and self._cost(minibatch, rows) > self.stage.microbatch_tokens:
-            half = len(rows) // 2
-            yield from self._pieces(minibatch, rows[:half])
-            yield from self._pieces(minibatch, rows[half:])
-        else:
-            yield rows
-
-    def _cost(self, minibatch: Batch, rows: list[int]) -> int:
-        return self.policy.count_nodes([minibatch.tokens[row, : int(minibatch.lengths[row])].tolist() for row in rows])
 
     def check_update(self, minibatch: Batch) -> None:
         # a first step of groups without variance has no gradient but a penalty's, which is zero where the policy is its reference

@@ -1,0 +1,383 @@
+"""A GRPO step of Agent-PEFT beside one of TRL 1.16's GRPOTrainer, on this machine's CPU: time, memory, and the floor under both.
+
+    python benchmarks/against_trl.py PART [--pairs 3] [--peer-python PATH] [--peer generate|continuous] [--peer-microbatch N] [--prompt N] …
+
+PART: `step`: SmolLM2-135M with LoRA, one reply to a prompt of --prompt tokens; `episodes`: the same on generated DB Bench tasks, five
+turns; `arithmetic`: the adder's model of configs/adder_reinforce.yaml from random weights. Prints a table and puts the part into
+benchmarks/results/against_trl.json. Without --peer-python, TRL gets a virtual environment of its own in .venv-trl.
+
+Each side is a process of its own and holds still while the other makes a step, so every pair of steps is made side by side; the first step
+of each is left out. Ours is what `agent-peft train` does: a configuration file, read by `load_config`, and the Trainer stepped through.
+
+Equal: the weights and the tokenizer's folder; the prompts, token for token (this is checked); how many tokens are sampled (counted, and
+shown); temperature 1 without top-p or top-k; GRPO with no KL, one AdamW update over all episodes of a step, their gradients clipped at 1,
+constant learning rate; LoRA of rank 16, alpha 32 on all linear layers; fp32 (TRL's default is bf16, here `bf16=False`); no gradient
+checkpointing (TRL's default is on), no dropout; the threads; every second episode is worth 1, the others 0, so all of them are learnt from.
+The end token is one that SmolLM2 does not write (`<issue_closed>`), so every reply is as long as it may be.
+Microbatches are not equal. Ours holds a group in `step` (prompt + 8 × 64 positions), 1,792 positions in `episodes`, 8,192 in `arithmetic`.
+TRL's holds --peer-microbatch rows: 8 (a group, too) in `step` up to a prompt of 256, 4 beyond it and in `episodes`, so that both sides
+together fit into 24 GB, all 512 in `arithmetic`. TRL does not compute the old log-probabilities a second time in this setting (its own
+default), nor do we: ours are recorded as they are sampled. Our checks of each step (on-policy ratio, canary after the update) stay on.
+
+`episodes`: both sides act in the same DBBench environment, with the same observations. TRL gets it through `environment_factory`; a
+`response_template` makes every reply a call of the one tool, since SmolLM2 makes no valid calls, and `max_tool_calling_iterations` ends the
+episode after the fifth reply, which neither side carries out. TRL's max_completion_length is the whole episode's, so `generation_kwargs`
+bounds a turn. Not equal: the tool's observation is a message of role `tool` there and `user` here; the chat template writes both the same.
+
+`arithmetic`: an episode may end early, at the end token. Both sides start from the same weights and draw their own tokens.
+
+A pair begins when the cores have been idle for a second, or after two minutes of waiting for that.
+Pairs whose sides sampled numbers of tokens more than a twentieth apart end the program: the work was not equal. What others made the cores
+do meanwhile is kept as `others_cpu` (seconds, from /proc/stat), and told where it is more than a twentieth of the cores' time.
+
+The floor: multiply-adds of matrix products and attention, with every distinct token of the trie computed once by the sampler, once forward
+and once backward by the trainer, the head only where a token is sampled; bytes: the weights once for each sequential pass. Its seconds are
+what these would take at the speed of this machine's matrix product and of its memory, whichever is longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoTokenizer
+from transformers.utils.logging import set_verbosity_error
+
+from agent_peft.environments import load_environment
+from agent_peft.environments.arithmetic import ALPHABET
+from agent_peft.policies.base import ScratchConfig
+from agent_peft.policies.bundled import fetch
+from agent_peft.policies.language_model import load_policy
+
+HERE = Path(__file__).resolve().parent
+TRL = ["trl==1.16.*", "sqlglot"]  # sqlglot: our environments run on TRL's side, too
+END = "<issue_closed>"
+# one chat template for both: SmolLM2's own frames, but a reply is closed by plain text, so that only END ends one; tools write as users
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|im_start|>assistant\n' + (m['content'] or '') }}"
+    "{% for call in m['tool_calls'] or [] %}{{ call['function']['name'] + (call['function']['arguments'] | tojson) }}{% endfor %}"
+    "{% else %}{{ '\n(end)\n' if not loop.first and loop.previtem['role'] == 'assistant' else '' }}"
+    "{{ '<|im_start|>' + ('user' if m['role'] == 'tool' else m['role']) + '\n' + m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+ADDER = {
+    "kind": "scratch",
+    "alphabet": ALPHABET,
+    "device": "cpu",
+    "architecture": {
+        "model_type": "gpt2",
+        "n_layer": 4,
+        "n_head": 8,
+        "n_embd": 256,
+        "n_positions": 64,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.1,
+    },
+}
+# tasks, group, new tokens a turn, turns, most tokens of an episode, our microbatch (positions), our prefill, TRL's microbatch (rows)
+SHAPES = {
+    "step": (4, 8, 64, 1, None, None, 2048, 8),
+    "episodes": (2, 8, 32, 5, 1536, 1792, 2048, 4),
+    "arithmetic": (64, 8, 6, 1, 64, 8192, 8192, 512),
+}
+
+
+# -- what both sides are given ------------------------------------------------------------------------------------------------------------
+
+
+def prepare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Everything either side needs to know; the model's folder and the prompts lie in ``folder``."""
+    tasks, group, new, turns, most, positions, prefill, rows = SHAPES[arguments.part]
+    tasks, group, new = arguments.tasks or tasks, arguments.group or group, arguments.new_tokens or new
+    steps = arguments.pairs + 1
+    if arguments.part == "arithmetic":
+        model = folder / "model"
+        policy, scratch = ADDER, load_policy(ScratchConfig(**ADDER), seed=0)
+        scratch.save(model)
+        scratch.chat.tokenizer.save_pretrained(model)
+        inner: dict[str, Any] = {"kind": "arithmetic", "operation": "addition", "digits": 3, "answer": "reversed", "symbols": True}
+    else:
+        model = never_ending(fetch("smollm2-135m"), folder / "model")
+        policy = {"kind": "pretrained", "model": str(model), "device": "cpu", "lora": {"rank": 16, "alpha": 32}}
+        inner = {"kind": "db_bench", "generate": {"num_tasks": tasks * steps}, "max_turns": turns}
+    if arguments.part == "step":
+        written = [one_prompt(model, arguments.prompt, seed) for seed in range(tasks * steps)]
+        (folder / "prompts.json").write_text(json.dumps(written))
+        inner = {"kind": "paired_episodes:Prompts", "tasks": str(folder / "prompts.json")}
+        most, positions = arguments.prompt + new + 1, arguments.prompt + group * new
+        rows = rows if arguments.prompt <= 256 else rows // 2
+    environment = load_environment(inner)
+    starts = [environment.episode(task, seed=0).start() for task in environment.tasks[: tasks * steps]]
+    return {
+        "part": arguments.part,
+        "folder": str(folder),
+        "model": str(model),
+        "environment": {"inner": inner},
+        "openings": [[{"role": m.role, "content": m.content} for m in start] for start in starts],
+        "policy": policy,
+        "lora": "lora" in policy,
+        "tasks_per_step": tasks,
+        "group_size": group,
+        "new_tokens": new,
+        "turns": turns,
+        "max_tokens": most,
+        "steps": steps,
+        "threads": arguments.threads,
+        "seed": 0,
+        "learning_rate": 1e-6,  # TRL's default: the policies stay where they are, and so does the work
+        "microbatch_tokens": arguments.microbatch_tokens or positions,
+        "prefill_tokens": prefill,
+        "microbatch": min(arguments.peer_microbatch or rows, tasks * group),
+        # by default it takes half of the memory; this much holds every episode
+        "continuous": {"num_blocks": 4 * tasks * group, "max_batch_tokens": 2048} if arguments.peer == "continuous" else None,
+    }
+
+
+def never_ending(model: Path, folder: Path) -> Path:
+    """The model's folder again, with our chat template, and with an end token that it does not write."""
+    folder.mkdir()
+    for file in ("model.safetensors", "tokenizer.json"):
+        (folder / file).symlink_to(model / file)
+    end = AutoTokenizer.from_pretrained(model).convert_tokens_to_ids(END)
+    for file in ("config.json", "generation_config.json"):
+        changed = {"eos_token_id": end, "pad_token_id": end}
+        (folder / file).write_text(json.dumps({**json.loads((model / file).read_text()), **changed}))
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": END, "pad_token": END}))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def one_prompt(model: Path, length: int, seed: int) -> list[dict[str, str]]:
+    """A conversation of one message that is exactly ``length`` tokens."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    words = [" time", " water", " house", " small", " green", " book", " run", " light", " old", " paper", " river", " music"]
+    chosen = [" " + random.Random(seed).choice(words).strip() for _ in range(length)]
+    random.Random(seed).shuffle(chosen)
+    for size in range(length, 0, -1):
+        messages = [{"role": "user", "content": "Go on:" + "".join(chosen[:size])}]
+        if len(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]) == length:
+            return messages
+    sys.exit(f"--prompt {length}: no prompt of this length can be made; raise it")
+
+
+# -- the driver ---------------------------------------------------------------------------------------------------------------------------
+
+
+class Side:
+    """One side's process."""
+
+    def __init__(self, name: str, command: list[str], folder: Path, threads: int) -> None:
+        self.name, self.steps = name, []
+        self._log: IO[str] = (folder / f"{name}.log").open("w+")
+        source = str(HERE.parent / "src")
+        own = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": source, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
+        self._process = subprocess.Popen(command, text=True, env={**os.environ, **own, "TOKENIZERS_PARALLELISM": "false"}, **pipes)
+        self.trained = self._hear()["trained"]
+
+    def step(self) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        before = busy_seconds()
+        self._process.stdin.write("go\n")
+        self._process.stdin.flush()
+        found = self._hear()
+        others = max(0.0, busy_seconds() - before - found["cpu"])
+        told = f"; others took {others:.1f} CPU-seconds" if others > 0.05 * (os.cpu_count() or 1) * found["wall"] else ""
+        print(f"{self.name}: {found['wall']:.2f} s, {found['cpu']:.2f} CPU-seconds, {found['peak_bytes'] / 1e9:.2f} GB{told}", flush=True)
+        return {**found, "others_cpu": others}
+
+    def _hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            sys.exit(f"{self.name} ended early, exit code {self._process.wait()} (-9: out of memory?):\n{self._log.read()[-4000:]}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+        self._log.close()
+
+
+def busy_seconds() -> float:
+    """CPU seconds that all cores have worked since the machine started; 0 where nobody says."""
+    status = Path("/proc/stat")
+    if not status.exists():
+        return 0.0
+    user, nice, system, _, _, irq, softirq, *_ = map(int, status.read_text().splitlines()[0].split()[1:])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def wait_for_quiet(longest: float = 120.0) -> None:
+    """Until the cores do next to nothing for a second."""
+    end = time.monotonic() + longest
+    while time.monotonic() < end:
+        before = busy_seconds()
+        time.sleep(1)
+        if busy_seconds() - before < 0.1:
+            return
+    print(f"the machine has not been quiet for {longest:.0f} s; measured all the same", flush=True)
+
+
+def make_peer() -> str:
+    """TRL's own environment: PyTorch first, as `make install` does, and all else as in constraints.txt."""
+    root = HERE.parent
+    folder = root / ".venv-trl"
+    python = folder / "bin" / "python"
+    if not (folder / "made").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        (folder / ".gitignore").write_text("*\n")
+        install = [str(python), "-m", "pip", "install", "--quiet", "-c", str(root / "constraints.txt")]
+        for wanted in (["torch==2.13.0"], [*TRL, "transformers", "peft", "pydantic", "PyYAML"]):
+            subprocess.run([*install, *wanted], check=True)
+        (folder / "made").touch()
+    return str(python)
+
+
+def machine_speed(threads: int) -> tuple[float, float]:
+    """Multiply-adds a second of an fp32 matrix product, bytes a second read from memory: the best of several tries."""
+    torch.set_num_threads(threads)
+    a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
+    large = torch.randn(1 << 27)  # 512 MiB: no cache holds it
+
+    def best(work: Any, amount: float) -> float:
+        seconds = []
+        for _ in range(6):
+            clock = time.perf_counter()
+            work()
+            seconds.append(time.perf_counter() - clock)
+        return amount / min(seconds)
+
+    return best(lambda: a @ b, 2048**3), best(large.sum, large.numel() * 4)
+
+
+def median(steps: list[dict[str, Any]], key: str) -> float:
+    return statistics.median(float(step[key]) for step in steps)
+
+
+def summarize(settings: dict[str, Any], sides: list[Side], speed: tuple[float, float], arguments: argparse.Namespace) -> dict[str, Any]:
+    ours, peer = (side.steps for side in sides)
+    rows = {
+        side.name: {
+            **{key: median(side.steps, key) for key in ("wall", "cpu", "sampling_wall", "sampling_cpu")},
+            "training_wall": statistics.median(s["wall"] - s["sampling_wall"] for s in side.steps),
+            "training_cpu": statistics.median(s["cpu"] - s["sampling_cpu"] for s in side.steps),
+            "episodes_per_second": statistics.median(s["episodes"] / s["wall"] for s in side.steps),
+            "peak_bytes": max(s["peak_bytes"] for s in side.steps),
+            "sampled_per_episode": sum(s["sampled"] for s in side.steps) / sum(s["episodes"] for s in side.steps),
+            "others_cpu": median(side.steps, "others_cpu"),
+            "tokens_per_episode": sum(s["tokens"] for s in side.steps) / sum(s["episodes"] for s in side.steps),
+            "turns_per_episode": sum(s["turns"] for s in side.steps) / sum(s["episodes"] for s in side.steps),
+        }
+        for side in sides
+    }
+    least = {key: statistics.median(s["floor"][key] for s in ours) for key in ours[0]["floor"]}
+    least["seconds"] = max(least["multiply_adds"] / speed[0], least["bytes"] / speed[1])
+    paired = [b["wall"] / a["wall"] for a, b in zip(ours, peer, strict=True)]
+    return {
+        "part": settings["part"],
+        "prompt_tokens": len(ours[0]["prompts"][0]),
+        **{key: settings[key] for key in ("tasks_per_step", "group_size", "new_tokens", "turns", "threads", "microbatch_tokens")},
+        "peer": arguments.peer,
+        "peer_microbatch_rows": settings["microbatch"],
+        "pairs": len(paired),
+        "ratio": statistics.median(paired),
+        "ratios": paired,
+        "cpu_ratio": statistics.median(b["cpu"] / a["cpu"] for a, b in zip(ours, peer, strict=True)),
+        "memory_ratio": rows["trl"]["peak_bytes"] / rows["ours"]["peak_bytes"],
+        "updates_skipped": sum(s["skipped"] for s in ours),
+        "sides": rows,
+        "floor": least,
+        "multiply_adds_per_second": speed[0],
+        "bytes_per_second": speed[1],
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "steps": {side.name: [{k: v for k, v in s.items() if k not in ("prompts", "floor")} for s in side.steps] for side in sides},
+    }
+
+
+def show(found: dict[str, Any]) -> Table:
+    least, title = found["floor"], f"{found['part']}: {found['tasks_per_step']} tasks × {found['group_size']} episodes, prompt"
+    title += (
+        f" {found['prompt_tokens']}, {found['turns']} × {found['new_tokens']} tokens, {found['threads']} threads, {found['pairs']} pairs"
+    )
+    table = Table("median of a step", "s", "CPU s", "sampling s", "training s", "episodes/s", "peak GB", "sampled", "turns", title=title)
+    for name, row in found["sides"].items():
+        cells = [f"{row[key]:.2f}" for key in ("wall", "cpu", "sampling_wall", "training_wall")]
+        cells += [f"{row['episodes_per_second']:.3f}", f"{row['peak_bytes'] / 1e9:.2f}"]
+        table.add_row(name, *cells, f"{row['sampled_per_episode']:.1f}", f"{row['turns_per_episode']:.2f}")
+    ratio, split = found["ratio"], [found["sides"]["trl"][k] / found["sides"]["ours"][k] for k in ("sampling_wall", "training_wall")]
+    times = [f"{x:.2f} ×" for x in (ratio, found["cpu_ratio"], *split, ratio, found["memory_ratio"])]
+    table.add_row("TRL / ours", *times, "", "")
+    work = f"{least['multiply_adds'] / 1e9:.0f} G multiply-adds"
+    table.add_row("floor", f"{least['seconds']:.2f}", "", work, f"{least['bytes'] / 1e9:.1f} GB read", "", "", "", "")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=SHAPES)
+    parser.add_argument("--pairs", type=int, default=3, help="measured steps of each side, after one that is not")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens, of part step")
+    parser.add_argument("--tasks", type=int)
+    parser.add_argument("--group", type=int)
+    parser.add_argument("--new-tokens", type=int)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--microbatch-tokens", type=int)
+    parser.add_argument("--peer-python")
+    parser.add_argument("--peer", choices=["generate", "continuous"], default="generate", help="how TRL samples")
+    parser.add_argument("--peer-microbatch", type=int, help="rows")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "against_trl.json")
+    arguments = parser.parse_args()
+    set_verbosity_error()
+    peer_python = arguments.peer_python or make_peer()
+    speed = machine_speed(arguments.threads)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        settings = prepare(arguments, folder)
+        (folder / "settings.json").write_text(json.dumps(settings))
+        commands = {
+            "ours": [sys.executable, str(HERE / "our_side.py")],
+            "trl": [peer_python, str(HERE / "trl_peer.py")],
+        }
+        sides = [Side(name, [*command, str(folder / "settings.json")], folder, arguments.threads) for name, command in commands.items()]
+        ours, peer = sides
+        if ours.trained != peer.trained:
+            sys.exit(f"ours trains {ours.trained} parameters, TRL {peer.trained}")
+        for number in range(settings["steps"]):
+            wait_for_quiet()
+            pair = [side.step() for side in sides]
+            if pair[0]["prompts"] != pair[1]["prompts"]:
+                sys.exit(f"step {number}: the two sides read different prompts")
+            if abs(pair[0]["sampled"] / pair[1]["sampled"] - 1) > 0.05:
+                sys.exit(f"step {number}: ours sampled {pair[0]['sampled']} tokens, TRL {pair[1]['sampled']}: the work was not equal")
+            if number:
+                for side, step in zip(sides, pair, strict=True):
+                    side.steps.append(step)
+        for side in sides:
+            side.close()
+        found = summarize(settings, sides, speed, arguments)
+    Console(width=150).print(show(found))
+    name = " ".join([arguments.part, *([f"{arguments.prompt}"] if arguments.part == "step" else []), arguments.peer])
+    before = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
+    arguments.output.parent.mkdir(exist_ok=True)
+    arguments.output.write_text(json.dumps({**before, name: found}, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

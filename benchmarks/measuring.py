@@ -1,0 +1,129 @@
+"""What the benchmarks of the engines share: fair timing of several ways, and what this machine could do at best."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What this machine reaches with the current number of threads: the floor under every time here."""
+
+    flops: float  # fp32 operations a second, a large matrix product
+    bytes: float  # bytes a second, a matrix read once by a product with a vector
+
+    @property
+    def text(self) -> str:
+        return f"{torch.get_num_threads()} threads reach {self.flops / 1e9:.0f} GFLOP/s in fp32 and read {self.bytes / 1e9:.1f} GB/s"
+
+
+def measure_limits() -> Limits:
+    """Medians of matrix products 2048 x 2048 x 2048 and of a matrix of 512 MiB with a vector."""
+    a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
+    product = statistics.median(seconds(lambda: a @ b) for _ in range(7))
+    wide, vector = torch.randn(1 << 15, 1 << 12), torch.randn(1 << 12)
+    reading = statistics.median(seconds(lambda: wide @ vector) for _ in range(7))
+    return Limits(2 * 2048**3 / product, wide.numel() * wide.element_size() / reading)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
+
+
+def alternate(ways: Mapping[str, Callable[[], object]], rounds: int, warm_up: bool = True) -> dict[str, list[float]]:
+    """Seconds of each way, ``rounds`` times, after one that does not count. Ways take turns, in opposite orders: a noise hits all."""
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(-1 if warm_up else 0, rounds):
+        for name in list(ways)[:: -1 if turn % 2 else 1]:
+            gc.collect()
+            took = seconds(ways[name])
+            if turn >= 0:
+                found[name].append(took)
+    return found
+
+
+def ratio(of: Sequence[float], to: Sequence[float]) -> float:
+    """The median of ``of[i] / to[i]``: each pair was timed side by side."""
+    return statistics.median(x / y for x, y in zip(of, to, strict=True))
+
+
+@dataclass
+class Split:
+    """Where the time of some calls goes. A call inside another counts for the inner one only.
+
+    >>> split = Split()
+    >>> with split.part("outer"), split.part("inner"):
+    ...     pass
+    >>> sorted(split.seconds)
+    ['inner', 'outer']
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _open: list[float] = field(default_factory=list)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        begun = time.perf_counter()
+        self._open.append(0.0)
+        try:
+            yield
+        finally:
+            took = time.perf_counter() - begun
+            self.seconds[name] = self.seconds.get(name, 0.0) + took - self._open.pop()
+            if self._open:
+                self._open[-1] += took
+
+    @contextmanager
+    def watch(self, parts: Mapping[str, tuple[object, str]]) -> Iterator[None]:
+        """Inside, a call of ``(object, method)`` counts as the part's. An object may be a module or a class; what is not there is not timed."""
+        parts = {name: (owner, method) for name, (owner, method) in parts.items() if hasattr(owner, method)}
+        before = [(owner, method, vars(owner).get(method)) for owner, method in parts.values()]
+        for name, (owner, method) in parts.items():
+            setattr(owner, method, self._timed(name, getattr(owner, method)))
+        try:
+            yield
+        finally:
+            for owner, method, was in before:
+                if was is None:
+                    delattr(owner, method)
+                else:
+                    setattr(owner, method, was)
+
+    def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **named: Any) -> Any:
+            with self.part(name):
+                return call(*arguments, **named)
+
+        return timed
+
+
+def hot_spots(work: Callable[[], object], most: int = 12) -> list[dict[str, Any]]:
+    """The operators that take the most CPU time of their own, in percent of all operators' time."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        work()
+    rows = profile.key_averages()
+    total = sum(row.self_cpu_time_total for row in rows)
+    rows = sorted(rows, key=lambda row: -row.self_cpu_time_total)[:most]
+    return [{"operator": row.key, "percent": round(100 * row.self_cpu_time_total / total, 1), "calls": row.count} for row in rows]
+
+
+def write(name: str, content: Mapping[str, Any]) -> None:
+    """benchmarks/results/NAME.json."""
+    machine = {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__}
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine, **content}, indent=1) + "\n")

@@ -1,0 +1,107 @@
+"""Our side of ``against_trl.py``: one Trainer that makes a step each time the driver says so, built from a configuration file.
+
+python benchmarks/our_side.py SETTINGS.json     (the driver writes the file, and talks over standard input and output)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from paired_episodes import Turnstile
+
+from agent_peft.environments import load_environment
+from agent_peft.policies.engine import Engine
+from agent_peft.policies.language_model import Policy, load_policy
+from agent_peft.policies.packing import build_trie
+from agent_peft.rollout.collector import Collection
+from agent_peft.training.loading import load_config
+from agent_peft.training.trainer import Trainer
+from agent_peft.training.yaml12 import dump
+from agent_peft.types import Trajectory
+
+
+class Timed(Trainer):
+    turnstile: Turnstile
+
+    def collect(self, step: int) -> Collection:
+        with self.turnstile.spending("sampling"):
+            return super().collect(step)
+
+
+def main() -> None:
+    turnstile, settings = Turnstile(), json.loads(Path(sys.argv[1]).read_text())
+    folder = Path(settings["folder"])
+    same = {key: settings[key] for key in ("tasks_per_step", "group_size", "steps", "threads", "seed", "microbatch_tokens")}
+    content = {
+        **same,
+        "run_dir": str(folder / "run"),
+        "policy": settings["policy"],
+        "environment": {"kind": "paired_episodes:EverySecond", **settings["environment"]},
+        "engine": {"rows": settings["tasks_per_step"] * settings["group_size"], "prefill_tokens": settings["prefill_tokens"]},
+        "sampling": {"max_new_tokens": settings["new_tokens"], "max_tokens": settings["max_tokens"]},
+        "algorithm": "grpo",
+        "task_order": "sequential",
+        "optimizer": {"learning_rate": settings["learning_rate"]},
+    }
+    (folder / "config.yaml").write_text(dump(content))
+    config, _ = load_config(folder / "config.yaml")
+    torch.set_num_threads(settings["threads"])
+    policy = load_policy(config.policy, config.seed)
+    trainer = Timed(config.stages[0], policy, Engine(policy, config.engine), load_environment(config.environment), config.seed)
+    trainer.turnstile = turnstile
+    turnstile.tell(trained=sum(p.numel() for p in policy.trainable_parameters()))
+    turnstile.wait()
+    for step in trainer:
+        spent = turnstile.stop()
+        found = [t for group in step.collection.groups for t in group.trajectories]
+        counts = {
+            "prompts": sorted({t.turns[0].observation for t in found}),
+            "episodes": len(found),
+            "tokens": sum(len(t.tokens) for t in found),
+            "sampled": sum(t.num_action_tokens for t in found),
+            "turns": sum(len(t.turns) for t in found),
+            "skipped": step.metrics["updates_skipped"],
+        }
+        turnstile.tell(**spent, **counts, floor=floor(policy, found))
+        turnstile.wait()
+
+
+def floor(policy: Policy, trajectories: list[Trajectory]) -> dict[str, int]:
+    """What a step cannot do without, as the driver's docstring says."""
+    text, head = policy.base.config.get_text_config(), policy.head.weight
+    layers = {name: p for m, name, p in matrices(policy) if m is not policy.head}
+    adapter = sum(p.numel() for name, p in layers.items() if "lora_" in name)
+    weights = sum(p.numel() for p in layers.values()) - adapter
+    trained_weights = sum(p.numel() for name, p in layers.items() if "lora_" not in name and p.requires_grad)
+    trie = build_trie([t.tokens for t in trajectories])
+    read = {node for path in trie.paths for node in path[:-1]}  # an episode's last token is never read
+    predict = {path[t - 1] for path, x in zip(trie.paths, trajectories, strict=True) for t, acted in enumerate(x.action_mask) if acted}
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    attended = sum(trie.positions[node] + 1 for node in read) * 2 * text.num_hidden_layers * text.num_attention_heads * width
+    heads = len(predict) * head.numel()
+    passes = max(t.num_action_tokens for t in trajectories)
+    sampling = len(read) * weights + heads + attended
+    forward = len(read) * (weights + adapter) + heads + attended
+    backward = len(read) * (weights + 2 * adapter + trained_weights) + heads * (1 + head.requires_grad) + 2 * attended
+    size = head.element_size()
+    return {
+        "distinct_tokens": len(trie),
+        "multiply_adds": sampling + forward + backward,
+        "sampling_multiply_adds": sampling,
+        "bytes": size * ((weights + head.numel()) * passes + 2 * (weights + adapter + head.numel())),
+        "passes": passes,
+    }
+
+
+def matrices(policy: Policy) -> list[tuple[Any, str, Any]]:
+    """Every weight that tokens are multiplied with: (module, name, parameter)."""
+    found = [(m, f"{name}.{n}", p) for name, m in policy.model.named_modules() for n, p in m.named_parameters(recurse=False) if p.ndim == 2]
+    return [(m, name, p) for m, name, p in found if not isinstance(m, torch.nn.Embedding)]
+
+
+if __name__ == "__main__":
+    main()

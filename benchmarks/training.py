@@ -1,0 +1,242 @@
+"""Training on the token trie against padding: forward, loss and backward over the adapter, of one group, as groups, prompts and turns grow.
+
+    python benchmarks/training.py [--quick] [--rounds 3] [--threads 2] [--microbatch-tokens 4096] [--model smollm2-135m] [--profile]
+
+The model has SmolLM2-135M's shapes and random weights, but 3 of its 30 layers and a tenth of its vocabulary: every part keeps its share of
+the time, and the table takes minutes. One point is repeated with the whole of --model. Padding is the same Policy with packing off:
+right-padded rows of one length (nothing is wasted on it), the model's own causal attention, the same logits chunks, and the same budget of
+positions of a microbatch; a group that exceeds it is halved, as the trainer does. Ways take turns; medians of paired ratios.
+Bounds: within 15 % of the ratio of tokens where that is 2 or more; never slower than padded by more than 3 %.
+"Floor" is the operations that either way needs at the least (attention to what is seen only) at this machine's matrix products' rate.
+Prints tables and writes benchmarks/results/training.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from measuring import Limits, Split, alternate, hot_spots, measure_limits, ratio, write
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from agent_peft.batch import Batch, collate
+from agent_peft.policies import adapters, language_model
+from agent_peft.policies.adapters import LoraSettings
+from agent_peft.policies.base import PretrainedConfig
+from agent_peft.policies.language_model import Policy, load_policy, resolve_model
+from agent_peft.policies.packing import build_trie
+from agent_peft.policies.sampling import SamplingConfig
+from agent_peft.seeding import generator
+from agent_peft.types import Task, Trajectory, Turn
+
+TENTH = 10
+BOUND, REACH, SLOWER = 0.85, 2.0, 1.03
+
+
+@dataclass(frozen=True)
+class Point:
+    """A group of ``size`` trajectories of ``turns`` turns; they have the first ``shared`` tokens in common.
+
+    >>> Point("group", 8, size=8, turns=1, observed=256, sampled=64, shared=256).nodes
+    768
+    """
+
+    sweep: str
+    value: int
+    size: int
+    turns: int
+    observed: int  # tokens read in a turn
+    sampled: int  # and written
+    shared: int
+
+    @property
+    def length(self) -> int:
+        return self.turns * (self.observed + self.sampled)
+
+    @property
+    def padded(self) -> int:
+        return self.size * self.length
+
+    @property
+    def nodes(self) -> int:
+        return self.shared + self.size * (self.length - self.shared)
+
+    @property
+    def ideal(self) -> float:
+        return self.padded / self.nodes
+
+    def batch(self, vocabulary: int) -> Batch:
+        draw = generator(0, self.sweep, self.value)
+        beginning = [draw.randrange(vocabulary) for _ in range(self.shared)]
+        group = []
+        for member in range(self.size):
+            # the first token of its own differs from everybody's, so the trie has exactly ``nodes`` nodes
+            own = [draw.randrange(vocabulary) for _ in range(self.length - self.shared)]
+            tokens = [*beginning, (own[0] // self.size * self.size + member) % vocabulary, *own[1:]]
+            turns = []
+            for start in range(0, self.length, self.observed + self.sampled):
+                middle, end = start + self.observed, start + self.observed + self.sampled
+                turns.append(Turn(tuple(tokens[start:middle]), tuple(tokens[middle:end]), (0.0,) * self.sampled))
+            group.append(Trajectory(Task("t"), tuple(turns), rewards=(0.0,) * self.turns))
+        return collate(group, [0] * self.size)
+
+
+def points(quick: bool) -> Iterator[Point]:
+    for size in (1, 8, 32) if quick else (1, 2, 4, 8, 16, 32):
+        yield Point("group", size, size=size, turns=1, observed=256, sampled=64, shared=256)
+    for prompt in (64, 512) if quick else (64, 128, 256, 512, 1024, 2048):
+        yield Point("prompt", prompt, size=8, turns=1, observed=prompt, sampled=64, shared=prompt)
+    for turns in (2, 10) if quick else (1, 2, 5, 10, 20):
+        # half of the turns are the same for all, and so is what is read after them
+        yield Point("turns", turns, size=8, turns=turns, observed=32, sampled=32, shared=turns // 2 * 64 + 32)
+
+
+def tenth(model: str) -> Policy:
+    """The model's shapes with random weights, a tenth of its layers and of its vocabulary, and an adapter."""
+    config = AutoConfig.from_pretrained(resolve_model(model))
+    config.num_hidden_layers //= TENTH
+    config.layer_types = None
+    config.vocab_size //= TENTH
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    chat = load_policy(PretrainedConfig(model=model, lora=None), 0).chat
+    return Policy(adapters.attach(plain, LoraSettings(), 0), chat)
+
+
+def pieces(policy: Policy, batch: Batch, rows: list[int], budget: int) -> Iterator[Batch]:
+    """Halved until each piece fits: the trainer's rule."""
+    if len(rows) > 1 and policy.count_nodes([batch.tokens[row, : int(batch.lengths[row])].tolist() for row in rows]) > budget:
+        yield from pieces(policy, batch, rows[: len(rows) // 2], budget)
+        yield from pieces(policy, batch, rows[len(rows) // 2 :], budget)
+    else:
+        yield batch.select(rows)
+
+
+def train(policy: Policy, batch: Batch, budget: int) -> torch.Tensor:
+    """Forward, loss, backward; the gradient."""
+    for parameter in policy.trainable_parameters():
+        parameter.grad = None
+    for piece in pieces(policy, batch, list(range(len(batch))), budget):
+        (-policy.forward(piece, SamplingConfig()).logprobs).sum().backward()
+    return torch.cat([p.grad.flatten() for p in policy.trainable_parameters() if p.grad is not None])
+
+
+def operations(policy: Policy, batch: Batch, packed: bool) -> float:
+    """At the least: 2 a weight forward and 2 backward (frozen), 6 an adapter's weight; the head's alike, for sampled tokens only;
+    attention's two products forward and five backward, over the pairs that are seen."""
+    lora = sum(p.numel() for p in policy.trainable_parameters())
+    frozen = sum(p.numel() for m in policy.decoder.modules() if isinstance(m, torch.nn.Linear) for p in m.parameters()) - lora
+    shape = policy.base.config
+    sequences = [batch.tokens[row, : int(batch.lengths[row])].tolist() for row in range(len(batch))]
+    depths = build_trie(sequences).positions if packed else [depth for sequence in sequences for depth in range(len(sequence))]
+    attention = 14 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim * sum(depth + 1 for depth in depths)
+    head = 4 * shape.hidden_size * shape.vocab_size * int(batch.action_mask.sum())
+    return float(len(depths) * (4 * frozen + 6 * lora) + attention + head)
+
+
+def measure(policy: Policy, point: Point, rounds: int, budget: int, limits: Limits) -> dict[str, object]:
+    batch = point.batch(policy.base.config.vocab_size)
+    padding = Policy(policy.model, policy.chat, packing=False)
+    ours, plain = (train(way, batch, budget) for way in (policy, padding))
+    times = alternate(
+        {"packed": lambda: train(policy, batch, budget), "padded": lambda: train(padding, batch, budget)}, rounds, warm_up=False
+    )
+    found = ratio(times["padded"], times["packed"])
+    needed = {name: operations(policy, batch, name == "packed") for name in times}
+    return {
+        **vars(point),
+        "padded_tokens": point.padded,
+        "nodes": point.nodes,
+        "ideal": point.ideal,
+        "ideal_operations": needed["padded"] / needed["packed"],
+        "measured": found,
+        "of_ideal": found / point.ideal,
+        "seconds": times,
+        "floor": {name: work / limits.flops for name, work in needed.items()},
+        "operations": needed,
+        "gradients_apart": float((ours - plain).norm() / plain.norm()),
+        "holds": found >= 1 / SLOWER and (point.ideal < REACH or found >= BOUND * point.ideal),
+    }
+
+
+def show(title: str, rows: list[dict[str, object]]) -> Table:
+    table = Table(rows[0]["sweep"], "padded tokens", "nodes", "ideal", "by operations", "measured", "of ideal", "bound", title=title)
+    for name in ("packed, s", "floor", "padded, s", "floor", "gradients apart"):
+        table.add_column(name)
+    for row in rows:
+        cells = [str(row[name]) for name in ("value", "padded_tokens", "nodes")]
+        cells += [f"{row[name]:.2f}" for name in ("ideal", "ideal_operations", "measured", "of_ideal")]
+        cells.append("held" if row["holds"] else "MISSED")
+        for way in ("packed", "padded"):
+            cells += [f"{statistics.median(row['seconds'][way]):.2f}", f"{row['floor'][way]:.2f}"]
+        table.add_row(*cells, f"{row['gradients_apart']:.0e}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="7 points of 17, without the whole model")
+    parser.add_argument("--rounds", type=int, default=3, help="one fewer where a group has more than 8,000 padded tokens")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--microbatch-tokens", type=int, default=4096)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--profile", action="store_true", help="also say where the time of the group of 8 goes, packed and padded")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    console, limits = Console(width=170), measure_limits()
+    policy = tenth(arguments.model)
+    train(policy, Point("warm-up", 0, 2, 1, 32, 32, 32).batch(policy.base.config.vocab_size), arguments.microbatch_tokens)
+    sweeps: dict[str, list[dict[str, object]]] = {}
+    for point in points(arguments.quick):
+        rounds = max(1, arguments.rounds - (point.padded > 8000))
+        sweeps.setdefault(point.sweep, []).append(measure(policy, point, rounds, arguments.microbatch_tokens, limits))
+    common = Point("group", 8, size=8, turns=1, observed=256, sampled=64, shared=256)
+    content: dict[str, object] = {"limits": vars(limits), "microbatch_tokens": arguments.microbatch_tokens}
+    for name, rows in sweeps.items():
+        console.print(show(f"{name} (a tenth of {arguments.model})", rows))
+    if not arguments.quick:
+        whole = measure(
+            load_policy(PretrainedConfig(model=arguments.model), 0), common, arguments.rounds, arguments.microbatch_tokens, limits
+        )
+        console.print(show(f"the whole of {arguments.model}", [whole]))
+        content["whole"] = whole
+    console.print(limits.text)
+    missed = [f"{row['sweep']} {row['value']}" for rows in sweeps.values() for row in rows if not row["holds"]]
+    console.print(f"bounds: {'held everywhere' if not missed else 'MISSED at ' + ', '.join(missed)}")
+    content["rows"] = [row for rows in sweeps.values() for row in rows]
+    write("training", content)
+    if arguments.profile:
+        content["profile"] = profile(policy, common, arguments.microbatch_tokens, console)
+        write("training", content)
+
+
+def profile(policy: Policy, point: Point, budget: int, console: Console) -> dict[str, object]:
+    """Where the time goes: parts, then operators."""
+    batch = point.batch(policy.base.config.vocab_size)
+    found: dict[str, object] = {}
+    for name, way in {"packed": policy, "padded": Policy(policy.model, policy.chat, packing=False)}.items():
+        split = Split()
+        parts = {
+            "layout": (language_model, "lay_out"),
+            "decoder": (way.decoder, "forward"),
+            "head": (language_model, "chosen_logprobs"),
+            "forward, the rest": (way, "forward"),
+            "backward": (torch.Tensor, "backward"),
+        }
+        with split.watch(parts), split.part("the rest"):
+            train(way, batch, budget)
+        total = sum(split.seconds.values())
+        console.print(f"{name}: " + ", ".join(f"{part} {100 * took / total:.1f} %" for part, took in split.seconds.items()))
+        spots = hot_spots(lambda way=way: train(way, batch, budget))
+        console.print(*(f"{spot['percent']:5.1f} %  {spot['calls']:6d} x  {spot['operator']}" for spot in spots), sep="\n")
+        found[name] = {"seconds": split.seconds, "operators": spots}
+    return found
+
+
+if __name__ == "__main__":
+    main()
