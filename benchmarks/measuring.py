@@ -90,7 +90,7 @@ class Split:
 
     @contextmanager
     def watch(self, parts: Mapping[str, tuple[object, str]]) -> Iterator[None]:
-        """Inside, a call of ``(object, method)`` counts as the part's. An object may be a module or a class; what is not there is not timed."""
+        """Inside, a call of ``(object, method)`` is the part's. An object may be a module or a class; what is not there is not timed."""
         parts = {name: (owner, method) for name, (owner, method) in parts.items() if hasattr(owner, method)}
         before = [(owner, method, vars(owner).get(method)) for owner, method in parts.values()]
         for name, (owner, method) in parts.items():

@@ -383,6 +383,15 @@ def test_a_run_without_evaluation_is_evaluated_on_its_own_tasks(load, tmp_path):
     assert config.evaluation.attempts == 4
 
 
+def test_a_run_without_evaluation_is_evaluated_within_its_own_limits(load, tmp_path):
+    """Also from the file that a run leaves, which keeps them in its stages."""
+    config = load(ONE + "sampling: {max_new_tokens: 3, max_tokens: 50, stop: ['=']}\n")[0]
+    dump_config(config, tmp_path / "run.yaml")
+    for name in ("x.yaml", "run.yaml"):
+        found = load_for_evaluation(tmp_path / name, ["evaluation.sampling.max_tokens=40"], None, None).evaluation.sampling
+        assert (found.max_new_tokens, found.max_tokens, found.stop, found.temperature) == (3, 40, ("=",), 0.0), name
+
+
 def test_tasks_of_ones_own_take_the_place_of_generated_ones(load, tmp_path):
     load(ONE + "evaluation: {environment: {kind: db_bench, generate: {num_tasks: 3}, max_turns: 5}}\n")
     (tmp_path / "mine.json").write_text("{}")

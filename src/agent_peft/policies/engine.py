@@ -127,7 +127,7 @@ class Engine:
         ways = [(policy.blocks, True), (policy.blocks, False), *([(False, False)] if policy.blocks else [])]
         for policy.blocks, self.shares in ways:
             try:
-                drift = policy.drift(torch.tensor(self.score(tokens, SamplingConfig()), device=policy.device) - own)
+                drift = policy.drift(torch.tensor(self.score(tokens, SamplingConfig(), policy.blocks), device=policy.device) - own)
             except (
                 AssertionError,
                 AttributeError,
@@ -152,15 +152,19 @@ class Engine:
             return EngineStatistics(0, 0, 0, 0)
         if not all(len(conversation.prompt) for conversation in conversations):
             raise ValueError("a conversation has an empty prompt: there is nothing to predict its first token from")
-        with self.policy.sampling_mode(), ThreadPoolExecutor(self.config.environment_threads, "environment") as threads:
+        with self.policy.sampling_mode(self.policy.blocks), ThreadPoolExecutor(self.config.environment_threads, "environment") as threads:
             return _Run(self, conversations, sampling, threads).drive()
 
-    def score(self, tokens: Sequence[int], sampling: SamplingConfig) -> list[float]:
-        """Log-probabilities (T - 1) of tokens[1:], read the way the sampler reads: folded adapter, a prefill, then one by one."""
+    def score(self, tokens: Sequence[int], sampling: SamplingConfig, blocks: bool = False) -> list[float]:
+        """Log-probabilities (T - 1) of tokens[1:], read the way the sampler reads: folded adapter, a prefill, then one by one.
+
+        Args:
+            blocks: in the sampler's layout of the weights, which takes longer to make than a few tokens to read.
+        """
         policy, half = self.policy, max(1, len(tokens) // 2)
         begin = half // 2
         pieces = [(COMMON, 0, begin), (PROMPTS, begin, half), *((ROWS, i, i + 1) for i in range(half, len(tokens) - 1))]
-        with policy.sampling_mode():
+        with policy.sampling_mode(blocks):
             cache = self._cache((1, 1, 1), (begin, half, len(tokens)))
             scores = []
             for tier, start, stop in pieces:

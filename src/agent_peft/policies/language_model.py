@@ -259,12 +259,16 @@ class Policy:
     # -- sampling -----------------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def sampling_mode(self) -> Iterator[None]:
-        """No gradient is recorded inside, and the adapter is folded into the weights: a token costs what it does without one."""
+    def sampling_mode(self, blocks: bool) -> Iterator[None]:
+        """No gradient is recorded inside, and the adapter is folded into the weights: a token costs what it does without one.
+
+        Args:
+            blocks: lay the weights out for many forwards.
+        """
         with torch.no_grad(), ExitStack() as stack:
             if isinstance(self.model, PeftModel):
-                stack.enter_context(adapters.folded(self.model, BlockedLinear if self.blocks else None))
-            if self.blocks:
+                stack.enter_context(adapters.folded(self.model, BlockedLinear if blocks else None))
+            if blocks:
                 stack.enter_context(blocked(self.base))
             yield
 

@@ -98,6 +98,8 @@ def load_for_evaluation(path: Path, overrides: Sequence[str], tasks: Path | None
     environment = content["environment"] if content["evaluation"] is None else content["evaluation"]["environment"]
     if content["evaluation"] is None:
         more |= {f"evaluation.environment.{key}": value for key, value in environment.items()}
+        limits = content["stages"][-1]["sampling"]  # a run's own file keeps them in its stages
+        more |= {f"evaluation.sampling.{key}": limits[key] for key in LIMITS}
     if tasks is not None:
         more["evaluation.environment.tasks"] = str(tasks)
         if "generate" in environment:  # the other source of tasks
