@@ -140,8 +140,7 @@ def vllm(python: Path, model: str, rows: int, threads: int) -> Iterator[Callable
         os.killpg(process.pid, signal.SIGSTOP)
         yield work
     finally:
-        os.killpg(process.pid, signal.SIGCONT)
-        os.killpg(process.pid, signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGKILL)  # it may be stopped
         process.wait()
 
 
@@ -187,6 +186,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="also say where our time goes")
     arguments = parser.parse_args()
     logging.set_verbosity_error()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that vLLM is not left behind
     torch.set_num_threads(arguments.threads)
     console, limits = Console(width=150), measure_limits()
     policy = load_policy(PretrainedConfig(model=arguments.model), 0)

@@ -5,8 +5,8 @@
 Three ways: ours, one call whose conversations go on; ours without memory, a fresh conversation for every turn with the whole history as its
 prompt; Transformers' generate in the same manner, 8 rows at once. Random tokens are read; no token ends a turn. CPU seconds of the process.
 What must be seen: kept, a turn reads its new tokens only, so tokens read and seconds grow with the tokens that are new, not with turns x
-length. "Floor" of a turn: 2 operations a weight and token that is read or written, at this machine's rate of matrix products, or each
-weight read once a decode step, whatever takes longer. Prints tables and writes benchmarks/results/turns.json.
+length. "Floor" of a turn, on all cores: 2 operations a weight and token that is read or written, at this machine's rate of matrix products,
+or each weight read once a decode step, whatever takes longer. Prints tables and writes benchmarks/results/turns.json.
 """
 
 from __future__ import annotations
@@ -174,7 +174,8 @@ def main() -> None:
 
     trunk = sum(p.numel() for m in plain.decoder.modules() if isinstance(m, torch.nn.Linear) for p in m.parameters())
     weights = trunk + plain.head.weight.numel()
-    step = max(2 * weights * 8 / (limits.flops / torch.get_num_threads()), 4 * weights / limits.bytes)
+    cores = torch.get_num_threads()
+    step = cores * max(2 * weights * 8 / limits.flops, 4 * weights / limits.bytes)
     table = Table("turn", title="cumulative tokens read, and CPU seconds of the turn")
     for name in ways:
         for what in ("read", "CPU s"):
@@ -182,7 +183,7 @@ def main() -> None:
     table.add_column("floor of kept, CPU s")
     cpu = {name: [statistics.median(run[0][turn] for run in runs) for turn in range(arguments.turns)] for name, runs in found.items()}
     read = {name: runs[0][1] for name, runs in found.items()}
-    floors = [2 * trunk * tokens / (limits.flops / torch.get_num_threads()) + SAMPLED * step for tokens in read["kept"]]
+    floors = [cores * 2 * trunk * tokens / limits.flops + SAMPLED * step for tokens in read["kept"]]
     for turn in range(arguments.turns):
         cells = [cell for name in ways for cell in (str(sum(read[name][: turn + 1])), f"{cpu[name][turn]:.2f}")]
         table.add_row(str(turn + 1), *cells, f"{floors[turn]:.2f}")

@@ -44,7 +44,8 @@ class _Tier:
         """By doubling, until ``extent`` tokens have room, but to no more than ``most`` without need."""
         old_capacity = self.capacity
         while self.capacity < extent:
-            self.capacity = max(extent, min(2 * self.capacity, most))
+            self.capacity *= 2
+        self.capacity = max(old_capacity, extent, min(self.capacity, most))
         for tensors in (self.keys, self.values):
             for layer, old in enumerate(tensors):
                 if old is not None and self.capacity > old_capacity:

@@ -134,7 +134,7 @@ class Policy:
         """
         packed = self._packs(batch)
         again = self.recomputed if torch.is_grad_enabled() else []
-        dropouts = self.dropouts if again and dropout_seed is not None else []
+        dropouts = [] if dropout_seed is None else self.dropouts
         with nullcontext() if dropout_seed is None else self._dropping(dropout_seed), recomputing(again, dropouts):
             return self._score(batch, sampling, entropy, packed, values)
 
@@ -260,11 +260,7 @@ class Policy:
 
     @contextmanager
     def sampling_mode(self, blocks: bool) -> Iterator[None]:
-        """No gradient is recorded inside, and the adapter is folded into the weights: a token costs what it does without one.
-
-        Args:
-            blocks: lay the weights out for many forwards.
-        """
+        """No gradient is recorded inside, and the adapter is folded into the weights, which ``blocks`` lays out for many forwards."""
         with torch.no_grad(), ExitStack() as stack:
             if isinstance(self.model, PeftModel):
                 stack.enter_context(adapters.folded(self.model, BlockedLinear if blocks else None))
