@@ -91,14 +91,16 @@ def own_logprobs(policy: Policy, talk: Talk, sampling: SamplingConfig = SAMPLING
 def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that must grow several times."""
     cache = Engine._cache
-    monkeypatch.setattr(Engine, "_cache", lambda engine, slots, _: cache(engine, slots, (4, 4, 4)))
+    monkeypatch.setattr(Engine, "_cache", lambda engine, slots, *_: cache(engine, slots, (4, 4, 4)))
 
 
 def test_a_cache_begins_with_room_for_the_first_turn(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its zeroes cost more than short episodes do."""
     made: list[tuple[int, int, int]] = []
     grow, make = _Tier.grow, TierCache.__init__
-    monkeypatch.setattr(_Tier, "grow", lambda tier, extent: grow(tier, extent) if extent <= tier.capacity else pytest.fail("it grew"))
+    monkeypatch.setattr(
+        _Tier, "grow", lambda tier, extent, *most: grow(tier, extent, *most) if extent <= tier.capacity else pytest.fail("grew")
+    )
     monkeypatch.setattr(TierCache, "__init__", lambda cache, slots, sizes, *more: made.append(sizes) or make(cache, slots, sizes, *more))
     engine = Engine(make_policy(), EngineConfig())
     made.clear()
