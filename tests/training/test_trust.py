@@ -30,7 +30,7 @@ def stops(trainer: Trainer, match: str) -> None:
 
 
 @contextmanager
-def without_adapter(policy: Policy):
+def without_adapter(policy: Policy, blocks: bool):
     """What ``sampling_mode`` would be if the adapter never reached the sampler."""
     with torch.no_grad(), policy.model.disable_adapter():
         yield
