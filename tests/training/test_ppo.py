@@ -162,21 +162,6 @@ def test_explained_variance_rises(make_trainer):
 # -- checkpoints, stages, runs --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", [PPO, {**PPO, "target_kl": 1e-3, "value_trunk_gradient": False}], ids=len)
-def test_a_loaded_trainer_goes_on_as_if_it_had_never_stopped(make_trainer, tmp_path, algorithm):
-    more = {"steps": 4, "optimizer": {"learning_rate": 1e-2, "schedule": "linear", "warmup_steps": 2}}
-    straight = make_trainer(algorithm, **more)
-    expected = run(straight)
-    stopped = make_trainer(algorithm, **more)
-    steps = iter(stopped)
-    begun = [next(steps).metrics, next(steps).metrics]
-    stopped.save(tmp_path / "checkpoint")
-    resumed = make_trainer(algorithm, **more)
-    resumed.load(tmp_path / "checkpoint")
-    assert begun + run(resumed) == expected
-    assert all(torch.equal(p, q) for p, q in zip(resumed.parameters, straight.parameters, strict=True))
-
-
 def test_a_checkpoint_without_its_critic_is_refused(make_trainer, tmp_path):
     trainer = make_trainer(PPO)
     trainer.save(tmp_path / "checkpoint")

@@ -245,7 +245,20 @@ def test_every_parameter_trains_without_an_adapter(make_trainer):
     assert all(not torch.equal(p, before[name]) for name, p in trainer.policy.model.named_parameters())
 
 
-@pytest.mark.parametrize("algorithm", ["reinforce", {"kind": "grpo", "update_epochs": 2, "minibatches": 2}, "sft"], ids=str)
+PPO = {"kind": "ppo", "minibatches": 2, "update_epochs": 3, "value_learning_rate": 0.1}
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        "reinforce",
+        {"kind": "grpo", "update_epochs": 2, "minibatches": 2},
+        "sft",
+        PPO,
+        {**PPO, "target_kl": 1e-3, "value_trunk_gradient": False},
+    ],
+    ids=str,
+)
 def test_a_loaded_trainer_goes_on_as_if_it_had_never_stopped(make_trainer, tmp_path, algorithm):
     more = {"steps": 4, "optimizer": {"learning_rate": 1e-2, "schedule": "linear", "warmup_steps": 2}}
     straight = make_trainer(algorithm, **more)

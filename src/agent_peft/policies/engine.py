@@ -24,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from agent_peft.policies.kv_cache import COMMON, PROMPTS, ROWS, TierCache
 from agent_peft.policies.language_model import Policy
+from agent_peft.policies.replacement import MISFITS
 from agent_peft.policies.sampling import SamplingConfig, draw, log_distribution, uniform
 from agent_peft.policies.tokenization import StopMatcher
 from agent_peft.types import AgentPeftError
@@ -128,16 +129,7 @@ class Engine:
         for policy.blocks, self.shares in ways:
             try:
                 drift = policy.drift(torch.tensor(self.score(tokens, SamplingConfig(), policy.blocks), device=policy.device) - own)
-            except (
-                AssertionError,
-                AttributeError,
-                IndexError,
-                LookupError,
-                NotImplementedError,
-                RuntimeError,
-                TypeError,
-                ValueError,
-            ) as error:
+            except MISFITS as error:
                 problem = f"cannot keep its keys and values in slots, so it cannot be sampled here: {error}"
             else:
                 if drift <= policy.rounding:

@@ -26,7 +26,7 @@ from agent_peft.policies.head import chosen_logprobs
 from agent_peft.policies.own_module import OwnModel, own_model
 from agent_peft.policies.packing import Rows, build_trie, fill_rows, lay_out
 from agent_peft.policies.recomputation import layers_of, recomputing
-from agent_peft.policies.replacement import Replacement, replacing
+from agent_peft.policies.replacement import MISFITS, Replacement, replacing
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer, character_tokenizer
 from agent_peft.policies.value_head import ValueHead
@@ -290,7 +290,7 @@ class Policy:
             own = self.decoder(input_ids=tokens).last_hidden_state
             try:
                 ours = self._along_tree(tokens, torch.arange(4).unsqueeze(0), torch.full((4,), 4))
-            except (AssertionError, AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError):
+            except MISFITS:
                 return False
         return torch.allclose(own.float(), ours.float(), rtol=1e-3, atol=1e-3)
 
@@ -310,7 +310,7 @@ class Policy:
         with torch.no_grad():
             try:
                 packed = self._score(few, plain, False, True).logprobs
-            except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            except MISFITS as error:
                 logger.warning("packing is off, trajectories are padded: the model refused a tree mask (%s)", error)
                 self.packing = False
                 return False

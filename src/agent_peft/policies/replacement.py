@@ -12,6 +12,8 @@ from transformers import PretrainedConfig
 
 # what a model may add to its scores, and our attention does not know
 _UNKNOWN = ("softcap", "s_aux", "position_bias", "sliding_window")
+# what a model may raise that cannot work in another way than its own; whoever tries it falls back, or says so
+MISFITS = (AssertionError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
