@@ -236,6 +236,16 @@ def test_a_prompt_as_long_as_the_limit_still_gets_one_token(make_policy: MakePol
     assert [len(action) for action in talk.actions] == [1] and talk.rooms[0] < 0
 
 
+def test_a_prompt_that_its_conversation_goes_on_writing_to(make_policy: MakePolicy) -> None:
+    """It is read once, when the conversation begins."""
+    kept, policy = [1, 5, 6], make_policy()
+    growing, fixed = Talk(kept, 0, [[7, 8]]), Talk([1, 5, 6], 0, [[7, 8]])
+    growing.delay = lambda: kept.append(9) or 0.0
+    drive(policy, [growing])
+    drive(policy, [fixed])
+    assert growing.actions == fixed.actions and len(kept) > 3
+
+
 def test_nothing_to_do(make_policy: MakePolicy) -> None:
     assert drive(make_policy(), []) == EngineStatistics(0, 0, 0, 0)
 

@@ -84,6 +84,7 @@ class _Row:
     """A conversation in the engine. ``length`` tokens are in its slot; ``pending`` are to be read next."""
 
     conversation: Conversation
+    prompt: tuple[int, ...]
     slot: int
     length: int = 0
     pending: list[int] = field(default_factory=list)
@@ -228,7 +229,7 @@ class _Run:
             if observation is None:
                 self._swap(row.slot, len(self.rows) - 1)
                 self.rows.pop()
-                self._release(tuple(row.conversation.prompt))
+                self._release(row.prompt)
             else:
                 row.pending += observation
                 self.naive += row.length + len(row.pending)
@@ -236,7 +237,8 @@ class _Run:
     def _admit(self) -> None:
         while self.queue and len(self.rows) < self.capacity:
             conversation = self.queue.popleft()
-            row = _Row(conversation, slot=len(self.rows), pending=list(conversation.prompt))
+            prompt = tuple(conversation.prompt)
+            row = _Row(conversation, prompt, slot=len(self.rows), pending=list(prompt))
             self.naive += len(row.pending)
             self.rows.append(row)
 
@@ -262,7 +264,7 @@ class _Run:
         families: dict[tuple[int, ...], list[_Row]] = {}
         for row in ready:
             if row.length == 0:
-                families.setdefault(tuple(row.pending), []).append(row)
+                families.setdefault(row.prompt, []).append(row)
         self._read_prompts([tokens for tokens in families if tokens not in self.prompts])
         logits: dict[int, torch.Tensor] = {}
         for tokens, siblings in families.items():
