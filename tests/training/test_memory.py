@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -201,6 +202,17 @@ def test_a_shape_needs_no_weights(peak_bytes: Callable[[Callable[[], object]], i
     assert (shapes[0].layers, shapes[0].hidden, shapes[0].heads, shapes[0].kv_heads, shapes[0].head_size) == (32, 4096, 32, 8, 128)
     assert shapes[0].gated and shapes[0].rms and len(shapes[0].linears) == 7
     assert Learner(shapes[0], 2, 16).trained == 41_943_040, "PEFT's own count of rank 16 on all linear layers of Llama 3 8B"
+
+
+def test_a_scratch_model_has_the_special_tokens_of_its_tokenizer(caplog) -> None:
+    """GPT-2's own are beyond a small vocabulary; Transformers warned of that at every `explain`."""
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        shape_of(ScratchConfig(architecture={"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 4}, alphabet="01"))
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not caplog.messages
 
 
 def test_what_cannot_be_known_is_not_made_up(tmp_path) -> None:

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers import PretrainedConfig as ModelConfig
 from transformers.utils.logging import disable_progress_bar
 
@@ -28,6 +28,7 @@ from agent_peft.policies.packing import Rows, build_trie, fill_rows, lay_out
 from agent_peft.policies.recomputation import layers_of, recomputing
 from agent_peft.policies.replacement import MISFITS, Replacement, replacing
 from agent_peft.policies.sampling import SamplingConfig
+from agent_peft.policies.shape import scratch_architecture
 from agent_peft.policies.tokenization import ChatTokenizer, character_tokenizer
 from agent_peft.policies.value_head import ValueHead
 from agent_peft.seeding import derive
@@ -365,9 +366,7 @@ def load_policy(config: PretrainedConfig | ScratchConfig, seed: int) -> Policy:
             if own:
                 model = own_model(config.architecture, len(tokenizer)).to(dtype)  # type: ignore[arg-type]  # its decorator hides self
             else:
-                ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-                shape = AutoConfig.for_model(**{**ids, **config.architecture, "vocab_size": len(tokenizer)})
-                model = AutoModelForCausalLM.from_config(shape, dtype=dtype)  # type: ignore[no-untyped-call]
+                model = AutoModelForCausalLM.from_config(scratch_architecture(config, tokenizer), dtype=dtype)  # type: ignore[no-untyped-call]
     else:
         folder = resolve_model(config.model)
         try:

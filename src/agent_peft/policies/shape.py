@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from agent_peft.policies.adapters import LoraSettings
@@ -71,11 +71,17 @@ def shape_of(config: PretrainedConfig | ScratchConfig) -> ModelShape | None:
     return measure(built, config.lora)
 
 
+def scratch_architecture(config: ScratchConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """The Transformers configuration of a model from scratch; its special tokens are the tokenizer's."""
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return AutoConfig.for_model(**{**ids, **config.architecture, "vocab_size": len(tokenizer)})
+
+
 def _model_config(config: PretrainedConfig | ScratchConfig) -> Any:
     if isinstance(config, ScratchConfig):
         if ":" in str(config.architecture.get("model_type")):
             return None
-        return AutoConfig.for_model(**{**config.architecture, "vocab_size": len(character_tokenizer(config.alphabet))})
+        return scratch_architecture(config, character_tokenizer(config.alphabet))
     folder = cached(config.model) if config.model in BUNDLED else config.model
     try:
         return None if folder is None or str(folder).endswith(".gguf") else AutoConfig.from_pretrained(folder)
