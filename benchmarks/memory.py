@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -145,7 +146,8 @@ def main() -> None:
         for phase in ("sampling", "training"):
             if phase == "sampling" and "checkpointing" in name:
                 continue  # it does nothing there
-            done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--point", name, phase], capture_output=True, text=True)
+            command = [sys.executable, __file__, *sys.argv[1:], "--point", name, phase]
+            done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "THP_MEM_ALLOC_ENABLE": "1"})  # as agent-peft
             if done.returncode:
                 sys.exit(done.stderr)
             found = json.loads(done.stdout.splitlines()[-1])
