@@ -117,7 +117,9 @@ def measure(name: str, phase: str, settings: argparse.Namespace) -> dict[str, in
     before = take_peak(torch.device("cpu")) or 0
     policy = load_policy(config, 0)
     rank = None if config.lora is None else config.lora.rank
-    learner = Learner(shape, policy.dtype.itemsize, rank, recomputes=config.activation_checkpointing, tiled=policy.tiled)
+    learner = Learner(
+        shape, policy.dtype.itemsize, rank, recomputes=config.activation_checkpointing, tiled=policy.tiled, blocks=policy.blocks
+    )
     expected = stage_memory(learner, stage, engine)
     if phase == "sampling":
         # there is no optimizer yet: of what is always there, only the weights and the adapter

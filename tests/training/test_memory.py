@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agent_peft.batch import Batch, collate
-from agent_peft.policies import adapters
+from agent_peft.policies import adapters, blocked
 from agent_peft.policies.adapters import LoraSettings
 from agent_peft.policies.base import PretrainedConfig, ScratchConfig
 from agent_peft.policies.engine import EngineConfig
@@ -166,6 +167,20 @@ def test_the_parts_of_a_stage() -> None:
     assert sizes(found.training)["activations of a microbatch"] == learner.kept_bytes(1000, 500)
     whole = [sum(sizes(parts).values()) for parts in (found.held, found.sampling, found.training)]
     assert found.peak == whole[0] + max(whole[1:])
+
+
+@pytest.mark.parametrize("lora", [LORA, None])
+def test_the_samplers_layout_is_a_copy_of_all_weights(lora: LoraSettings | None, char_tokenizer, monkeypatch) -> None:
+    """It was left out where all parameters are trained, and the output layer everywhere."""
+    monkeypatch.setattr(blocked, "LEAST", 1)
+    model = build("smollm2")
+    learner = replace(learner_of(model, lora), blocks=True)
+    (predicted,) = [part.size for part in stage_memory(learner, make_stage(), EngineConfig()).sampling if "layout" in part.name]
+    policy = Policy(adapters.attach(model, lora, 0) if lora else model, ChatTokenizer(char_tokenizer))
+    assert policy.blocks
+    with policy.sampling_mode(blocks=True):
+        copies = [m.blocked for m in policy.model.modules() if isinstance(m, blocked.BlockedLinear)]
+    assert predicted == 4 * sum(copy.numel() for copy in copies)
 
 
 def test_budgets_bound_it() -> None:

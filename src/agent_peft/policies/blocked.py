@@ -35,14 +35,16 @@ class BlockedLinear(nn.Module):
 
 
 def worth_it(model: nn.Module) -> bool:
-    """Whether the layout exists here (torch's own compiler uses it, but it is no public name) and may pay."""
+    """Whether ``model``'s linear layers may be faster so."""
     weights = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
-    return (
-        hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and all(w.device.type == "cpu" and w.dtype == torch.float32 for w in weights)
-        and sum(w.numel() for w in weights) >= LEAST
-    )
+    alike = {(w.device, w.dtype) for w in weights}
+    return len(alike) == 1 and pays(*alike.pop(), sum(w.numel() for w in weights))
+
+
+def pays(device: torch.device, dtype: torch.dtype, weights: int) -> bool:
+    """Whether the layout exists here (torch's own compiler uses it, but it is no public name) and may pay for so many weights."""
+    exists = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return exists and device.type == "cpu" and dtype == torch.float32 and weights >= LEAST
 
 
 @contextmanager

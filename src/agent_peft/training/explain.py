@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agent_peft.environments import load_environment
+from agent_peft.policies.blocked import pays
 from agent_peft.policies.hardware import choose_dtype, choose_threads
 from agent_peft.policies.shape import shape_of
 from agent_peft.training.config import TrainConfig, resolved
@@ -90,14 +91,15 @@ def memory(config: TrainConfig) -> dict[str, StageMemory]:
     if shape is None:
         return {}
     device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if policy.device == "auto" else policy.device)
-    lora = policy.lora
+    lora, dtype = policy.lora, choose_dtype(policy.dtype, device)
     learner = Learner(
         shape,
-        width=choose_dtype(policy.dtype, device).itemsize,
+        width=dtype.itemsize,
         rank=None if lora is None else lora.rank,
         dropout=lora is not None and lora.dropout > 0,
         recomputes=policy.activation_checkpointing,
         tiled=policy.packing and device.type == "cpu" and shape.plain,
+        blocks=pays(device, dtype, shape.layers * sum(x.inputs * x.outputs for x in shape.linears) + shape.vocabulary * shape.hidden),
     )
     return {f"{place}: {stage.name}": stage_memory(learner, stage, config.engine) for place, stage in enumerate(config.stages)}
 
