@@ -93,25 +93,22 @@ def main() -> None:
     name = arguments.config.stem
     rows = [measure(arguments.config, seed, arguments.runs / f"{name}-{seed}", arguments.overrides) for seed in arguments.seeds]
     Console(width=180).print(show(f"{name}: held-out success in percent (95 %)", rows))
-    content = {
-        "config": name,
-        "overrides": arguments.overrides,
-        "cores": os.cpu_count(),
-        "rows": [
-            {
-                "seed": row.seed,
-                "success": {n: [r.success.value, r.success.low, r.success.high, r.success.tasks] for n, r in row.reports.items()},
-                "by_skill": {n: {skill: rate.value for skill, rate in r.by_skill.items()} for n, r in row.reports.items()},
-                "curve": row.curve,
-                "cost": vars(row.cost),
-                "steps": row.steps,
-            }
-            for row in rows
-        ],
-    }
+    described = [
+        {
+            "seed": row.seed,
+            "success": {n: [r.success.value, r.success.low, r.success.high, r.success.tasks] for n, r in row.reports.items()},
+            "by_skill": {n: {skill: rate.value for skill, rate in r.by_skill.items()} for n, r in row.reports.items()},
+            "curve": row.curve,
+            "cost": vars(row.cost),
+            "steps": row.steps,
+        }
+        for row in rows
+    ]
+    head = json.dumps({"config": name, "overrides": arguments.overrides, "cores": os.cpu_count()})
+    lines = ",\n".join(json.dumps(row) for row in described)  # a seed a line
     output = HERE / "results" / f"{name}.json"
     output.parent.mkdir(exist_ok=True)
-    output.write_text(json.dumps(content, indent=1) + "\n")
+    output.write_text(f'{head[:-1]}, "rows": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":
