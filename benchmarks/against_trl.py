@@ -8,7 +8,6 @@ benchmarks/results/against_trl.json. Without --peer-python, TRL gets a virtual e
 
 Each side is a process of its own and holds still while the other makes a step, so every pair of steps is made side by side; the first step
 of each is left out. Ours is what `agent-peft train` does: a configuration file, read by `load_config`, and the Trainer stepped through.
-Like that command, our side's process has THP_MEM_ALLOC_ENABLE=1.
 
 Equal: the weights and the tokenizer's folder; the prompts, token for token (this is checked); how many tokens are sampled (counted, and
 shown); temperature 1 without top-p or top-k; GRPO with no KL, one AdamW update over all episodes of a step, their gradients clipped at 1,
@@ -185,8 +184,6 @@ class Side:
         self._log: IO[str] = (folder / f"{name}.log").open("w+")
         source = str(HERE.parent / "src")
         own = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": source, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
-        if name == "ours":
-            own["THP_MEM_ALLOC_ENABLE"] = "1"  # agent-peft's own command sets it
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
         self._process = subprocess.Popen(command, text=True, env={**os.environ, **own, "TOKENIZERS_PARALLELISM": "false"}, **pipes)
         self.trained = self._hear()["trained"]

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as agent-peft's command does: before Transformers makes torch allocate anything
 RESULTS = Path(__file__).resolve().parent / "results"
 
 

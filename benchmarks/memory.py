@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -149,7 +148,7 @@ def main() -> None:
             if phase == "sampling" and "checkpointing" in name:
                 continue  # it does nothing there
             command = [sys.executable, __file__, *sys.argv[1:], "--point", name, phase]
-            done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "THP_MEM_ALLOC_ENABLE": "1"})  # as agent-peft
+            done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 sys.exit(done.stderr)
             found = json.loads(done.stdout.splitlines()[-1])

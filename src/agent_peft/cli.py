@@ -6,7 +6,6 @@ What a command needs is imported inside it, so that ``agent-peft --help`` does n
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -247,6 +246,4 @@ def _fail(message: str, code: int) -> int:
 def main() -> None:
     """The console script."""
     sys.path.insert(0, "")  # a user's own environment is found from the current directory, as with python -m
-    # tensors of 2 MB and more begin at a page (a huge one, where Linux gives one), so what one microbatch frees fits the next one better
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch looks at its first allocation, which importing Transformers makes
     sys.exit(run(sys.argv[1:]))
