@@ -54,6 +54,11 @@ class ModelShape:
     plain: bool  # attention that adds nothing to its scores, so that ours may take its place
     linears: tuple[LinearShape, ...]  # of the first layer
 
+    @property
+    def multiplied(self) -> int:
+        """Weights of all linear layers, the output layer's included."""
+        return self.layers * sum(linear.inputs * linear.outputs for linear in self.linears) + self.vocabulary * self.hidden
+
 
 def shape_of(config: PretrainedConfig | ScratchConfig) -> ModelShape | None:
     """None where it cannot be known: a module of one's own, or a model that is not here yet."""

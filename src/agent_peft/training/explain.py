@@ -99,7 +99,7 @@ def memory(config: TrainConfig) -> dict[str, StageMemory]:
         dropout=lora is not None and lora.dropout > 0,
         recomputes=policy.activation_checkpointing,
         tiled=policy.packing and device.type == "cpu" and shape.plain,
-        blocks=pays(device, dtype, shape.layers * sum(x.inputs * x.outputs for x in shape.linears) + shape.vocabulary * shape.hidden),
+        blocks=pays(device, dtype, shape.multiplied),
     )
     return {f"{place}: {stage.name}": stage_memory(learner, stage, config.engine) for place, stage in enumerate(config.stages)}
 

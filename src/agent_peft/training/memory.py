@@ -165,12 +165,11 @@ def _held(learner: Learner) -> Iterator[Part]:
 
 def _sampling(learner: Learner, sampling: SamplingConfig, engine: EngineConfig, episodes: int) -> Iterator[Part]:
     shape = learner.shape
-    copied = shape.layers * sum(linear.inputs * linear.outputs for linear in (shape.linears if learner.blocks else learner.adapted))
     if learner.blocks:
-        copied += shape.vocabulary * shape.hidden
-        yield Part("weights in the sampler's layout", copied * learner.width, f"{copied:,} × {learner.width} bytes")
-    elif copied:
-        yield Part("weights with the adapter folded in", copied * learner.width, f"{copied:,} × {learner.width} bytes")
+        yield Part("weights in the sampler's layout", shape.multiplied * learner.width, f"{shape.multiplied:,} × {learner.width} bytes")
+    elif learner.adapted:
+        folded = shape.layers * sum(linear.inputs * linear.outputs for linear in learner.adapted)
+        yield Part("weights with the adapter folded in", folded * learner.width, f"{folded:,} × {learner.width} bytes")
     rows = min(engine.rows_of(sampling.max_tokens), episodes)
     kept = rows * sampling.max_tokens * learner.kv_bytes
     yield Part("keys and values", kept, f"{rows} rows × {sampling.max_tokens:,} positions × {learner.kv_bytes:,} bytes")
