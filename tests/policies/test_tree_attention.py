@@ -34,3 +34,11 @@ def test_what_is_compared_grows_with_depth_not_with_the_square() -> None:
     found = tree_attention.tiles(torch.tensor(trie.ends), torch.float32)
     compared = sum((t.stop - t.start) * len(torch.arange(len(trie))[t.keys]) for t in found)
     assert len(trie) ** 2 > 6 * compared
+
+
+def test_the_gradient_of_pieces_that_overlap() -> None:
+    x = torch.randn(1, 2, 6, 3, dtype=torch.float64, requires_grad=True)
+    pieces = (slice(0, 4), torch.tensor([0, 3, 5]), slice(2, 6))
+    torch.autograd.gradcheck(lambda x: tree_attention._Cut.apply(x, *pieces), x)
+    for piece, found in zip(pieces, tree_attention._Cut.apply(x, *pieces), strict=True):
+        assert torch.equal(found, x[:, :, piece])

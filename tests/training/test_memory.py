@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agent_peft.batch import Batch, collate
 from agent_peft.policies import adapters, blocked
+from agent_peft.policies.activations import fuse_activations
 from agent_peft.policies.adapters import LoraSettings
 from agent_peft.policies.base import PretrainedConfig, ScratchConfig
 from agent_peft.policies.engine import EngineConfig
@@ -95,6 +96,7 @@ def test_what_the_layers_keep_for_the_backward(name: str, adapter: str, dtype: t
     lora, positions = ADAPTERS[adapter], 192
     model: Any = build(name, dtype)
     learner = learner_of(model, lora)
+    fuse_activations(model)  # as a policy does
     if lora is not None:
         model = adapters.attach(model, lora, 0)
         for path, module in model.named_modules():

@@ -18,6 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from agent_peft.batch import Batch
 from agent_peft.policies import adapters, shared_attention, tree_attention, value_head
+from agent_peft.policies.activations import fuse_activations
 from agent_peft.policies.base import PolicyOutput, PretrainedConfig, ScratchConfig
 from agent_peft.policies.blocked import BlockedLinear, blocked, worth_it
 from agent_peft.policies.bundled import BUNDLED, fetch, from_gguf
@@ -54,6 +55,7 @@ class Policy:
         self.base = cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
         self.packing = packing and not isinstance(self.base, OwnModel)  # which is given no mask, so it cannot read a tree
         self.decoder: nn.Module = self.base.get_decoder()  # type: ignore[no-untyped-call]
+        fuse_activations(self.base)
         self.recomputed = layers_of(self.decoder) if activation_checkpointing else []
         self._layer_types = set(getattr(self._text_config, "layer_types", None) or ())
         if "chunked_attention" in self._layer_types:

@@ -19,7 +19,7 @@ from agent_peft.policies.recomputation import layers_of
 from agent_peft.policies.tokenization import character_tokenizer
 
 # tensors as wide as the MLP that an activation function keeps for its backward, beside what it gives; 1, its input, where it is one kernel
-_ACTIVATIONS = {"gelu_new": 4, "gelu_fast": 7, "quick_gelu": 2, "relu": 0}
+_ACTIVATIONS = {"quick_gelu": 2, "relu": 0}
 
 
 @dataclass(frozen=True)

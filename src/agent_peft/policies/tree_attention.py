@@ -51,6 +51,25 @@ def tiles(ends: Tensor, dtype: torch.dtype, groups: int = 1) -> list[Tile]:
     return found
 
 
+class _Cut(torch.autograd.Function):
+    """x (1, h, N, D) cut into pieces, which may overlap. Autograd itself would make a gradient as large as x for each, and add them up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *pieces: slice | Tensor) -> tuple[Tensor, ...]:
+        ctx.shape, ctx.pieces = x.shape, pieces
+        return tuple(x[:, :, piece] if isinstance(piece, slice) else x.index_select(2, piece) for piece in pieces)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        total = gradients[0].new_zeros(ctx.shape)
+        for piece, gradient in zip(ctx.pieces, gradients, strict=True):
+            if isinstance(piece, slice):
+                total[:, :, piece] += gradient
+            else:
+                total.index_add_(2, piece, gradient)
+        return total, *(None for _ in ctx.pieces)
+
+
 def tree_attention(
     module: nn.Module,
     query: Tensor,
@@ -67,15 +86,15 @@ def tree_attention(
         ValueError: the model adds something to its scores that this does not know.
     """
     found: list[Tile] = now_read(others)
-    _, heads, _, size = query.shape
-    kv_heads, pieces = key.shape[1], []
-    for tile in found:
+    heads, kv_heads, size = query.shape[1], key.shape[1], query.shape[3]
+    queries, keys = [slice(tile.start, tile.stop) for tile in found], [tile.keys for tile in found]
+    pieces = zip(*(_Cut.apply(x, *of) for x, of in ((query, queries), (key, keys), (value, keys))), strict=True)  # type: ignore[no-untyped-call]
+    out = [
         # heads that share their keys become queries of one head
-        queries = query[:, :, tile.start : tile.stop].reshape(1, kv_heads, -1, size)
-        keys, values = (x[:, :, tile.keys] if isinstance(tile.keys, slice) else x.index_select(2, tile.keys) for x in (key, value))
-        out = nn.functional.scaled_dot_product_attention(queries, keys, values, attn_mask=tile.bias, scale=scaling)
-        pieces.append(out.view(1, heads, tile.stop - tile.start, -1))
-    return torch.cat(pieces, 2).transpose(1, 2).contiguous(), None
+        nn.functional.scaled_dot_product_attention(q.reshape(1, kv_heads, -1, size), k, v, attn_mask=tile.bias, scale=scaling)
+        for tile, (q, k, v) in zip(found, pieces, strict=True)
+    ]
+    return torch.cat([x.view(1, heads, -1, size) for x in out], 2).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, tree_attention)
