@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from agent_peft.policies.lora_linear import FusedLoraLinear
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, TrustError
 
@@ -60,6 +61,7 @@ def attach(model: PreTrainedModel, settings: LoraSettings, seed: int) -> PeftMod
         bias="none",
         task_type="CAUSAL_LM",
     )
+    config._register_custom_module({nn.Linear: FusedLoraLinear})
     tied = model.get_input_embeddings().weight
     try:
         with warnings.catch_warnings():
