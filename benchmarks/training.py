@@ -1,6 +1,6 @@
 """Training on the token trie against padding: forward, loss and backward over the adapter, of one group, as groups, prompts and turns grow.
 
-    python benchmarks/training.py [--quick] [--rounds 3] [--threads 2] [--microbatch-tokens 4096] [--model smollm2-135m] [--profile]
+    python benchmarks/training.py [--quick] [--rounds 3] [--threads 2] [--microbatch-tokens 8192] [--model smollm2-135m] [--profile]
 
 The model has SmolLM2-135M's shapes and random weights, but 3 of its 30 layers and a tenth of its vocabulary: every part keeps its share of
 the time, and the table takes minutes. One point is repeated with the whole of --model. Padding is the same Policy with packing off:
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="7 points of 17, without the whole model")
     parser.add_argument("--rounds", type=int, default=3, help="one fewer where a group has more than 8,000 padded tokens")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--microbatch-tokens", type=int, default=4096)
+    parser.add_argument("--microbatch-tokens", type=int, default=8192)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--profile", action="store_true", help="also say where the time of the group of 8 goes, packed and padded")
     arguments = parser.parse_args()

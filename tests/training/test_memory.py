@@ -238,15 +238,26 @@ def test_what_cannot_be_known_is_not_made_up(tmp_path) -> None:
     assert shape_of(PretrainedConfig(model=str(tmp_path / "nowhere"))) is None
 
 
-def test_explain_tells_of_every_stage(tmp_path) -> None:
+def test_explain_tells_of_every_stage_and_of_the_evaluation(tmp_path) -> None:
+    """An evaluation was left out, which has more rows than a small step, and may need the most."""
     (tmp_path / "x.yaml").write_text(
         f"""run_dir: {tmp_path}/run
 policy:
   {{kind: scratch, alphabet: "01234", dtype: auto, device: cpu, architecture: {{model_type: gpt2, n_layer: 2, n_embd: 32, n_head: 4}}}}
 environment: {{kind: arithmetic, num_tasks: 10}}
+evaluation: {{environment: {{kind: arithmetic, split: heldout, num_tasks: 100}}}}
+tasks_per_step: 1
+group_size: 2
 stages: [{{algorithm: sft, steps: 1}}, {{algorithm: grpo, steps: 1}}]
 """
     )
-    found = memory(load_config(tmp_path / "x.yaml")[0])
-    assert list(found) == ["0: sft", "1: grpo"]
-    assert found["1: grpo"].peak >= found["0: sft"].peak > 0
+    config = load_config(tmp_path / "x.yaml")[0]
+    found = memory(config)
+    assert list(found) == ["stage 0: sft", "stage 1: grpo", "evaluation"]
+    assert found["stage 1: grpo"].peak >= found["stage 0: sft"].peak > 0
+    kept = {name: sizes(needed.sampling).get("keys and values") for name, needed in found.items()}
+    assert kept["evaluation"] == config.engine.rows / 2 * kept["stage 1: grpo"] and not found["evaluation"].training
+    few = memory(
+        load_config(tmp_path / "x.yaml", ["evaluation.num_tasks=3", "evaluation.attempts=2", "evaluation.sampling.temperature=1"])[0]
+    )
+    assert sizes(few["evaluation"].sampling)["keys and values"] == 3 * kept["stage 1: grpo"], "no more rows than episodes"

@@ -18,7 +18,7 @@ from agent_peft.policies.hardware import choose_dtype, choose_threads
 from agent_peft.policies.shape import shape_of
 from agent_peft.training.config import TrainConfig, resolved
 from agent_peft.training.loading import Provenance
-from agent_peft.training.memory import Learner, StageMemory, in_words, stage_memory
+from agent_peft.training.memory import Learner, StageMemory, evaluation_memory, in_words, stage_memory
 
 
 def explain(config: TrainConfig, provenance: Provenance) -> RenderableType:
@@ -85,7 +85,7 @@ def facts(config: TrainConfig) -> dict[str, str]:
 
 
 def memory(config: TrainConfig) -> dict[str, StageMemory]:
-    """What each stage needs at most, by name; empty where the model's shape cannot be known without loading it."""
+    """What each stage and an evaluation need at most, by name; empty where the model's shape cannot be known without loading it."""
     policy = config.policy
     shape = shape_of(policy)
     if shape is None:
@@ -101,25 +101,26 @@ def memory(config: TrainConfig) -> dict[str, StageMemory]:
         tiled=policy.packing and device.type == "cpu" and shape.plain,
         blocks=pays(device, dtype, shape.multiplied),
     )
-    return {f"{place}: {stage.name}": stage_memory(learner, stage, config.engine) for place, stage in enumerate(config.stages)}
+    found = {f"stage {place}: {stage.name}": stage_memory(learner, stage, config.engine) for place, stage in enumerate(config.stages)}
+    return found if config.evaluation is None else found | {"evaluation": evaluation_memory(learner, config.evaluation, config.engine)}
 
 
 def memory_table(config: TrainConfig) -> Table:
-    """Of the stage that needs most: each part, and what it comes from."""
+    """Of what needs most: each part, and what it comes from."""
     shown = Table(title="memory, at most", title_justify="left", show_header=False)
-    stages = memory(config)
-    if not stages:
+    found = memory(config)
+    if not found:
         shown.add_row("unknown", "", "a module of your own, or a model that is not here yet")
         return shown
-    most = max(stages.values(), key=lambda found: found.peak)
+    most = max(found.values(), key=lambda needed: needed.peak)
     phases = {"always": most.held, "sampling": most.sampling, "training": most.training}
     for phase, parts in phases.items():
         for part in parts:
             shown.add_row(phase, part.name, in_words(part.size), Text(part.source))
         shown.add_section()
-    peaks = ", ".join(f"{in_words(found.peak)} in stage {stage}" for stage, found in stages.items())
+    peaks = ", ".join(f"{in_words(needed.peak)} in {name}" for name, needed in found.items())
     shown.add_row(
-        "peak", "", in_words(most.peak), Text(f"always + the larger phase: {peaks}" if len(stages) > 1 else "always + the larger phase")
+        "peak", "", in_words(most.peak), Text(f"always + the larger phase: {peaks}" if len(found) > 1 else "always + the larger phase")
     )
     return shown
 

@@ -15,7 +15,7 @@ from agent_peft.policies.head import CHUNK
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.shape import LinearShape, ModelShape
 from agent_peft.policies.tree_attention import TILE
-from agent_peft.training.config import StageConfig
+from agent_peft.training.config import EvaluationConfig, StageConfig
 
 FP32 = 4  # bytes: of the adapter, its gradient and moments, and of logits
 
@@ -132,11 +132,11 @@ class Part:
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of each part, at most: as if every episode were as long as it may be."""
+    """Bytes of each part of a stage or an evaluation, at most: as if every episode were as long as it may be."""
 
     held: tuple[Part, ...]  # always there
     sampling: tuple[Part, ...]  # on top while it samples; empty where a stage learns from demonstrations
-    training: tuple[Part, ...]  # on top while it trains
+    training: tuple[Part, ...]  # on top while it trains; empty in an evaluation
 
     @property
     def peak(self) -> int:
@@ -152,6 +152,12 @@ def stage_memory(learner: Learner, stage: StageConfig, engine: EngineConfig) -> 
         sampling=tuple(_sampling(learner, stage.sampling, engine, stage.episodes_per_step)) if on_policy else (),
         training=tuple(_training(learner, stage)),
     )
+
+
+def evaluation_memory(learner: Learner, evaluation: EvaluationConfig, engine: EngineConfig) -> StageMemory:
+    """What an evaluation needs. It may have more rows than a step, which has no more of them than episodes."""
+    episodes = engine.rows if evaluation.num_tasks is None else evaluation.num_tasks * evaluation.attempts
+    return StageMemory(tuple(_held(learner)), tuple(_sampling(learner, evaluation.sampling, engine, episodes)), ())
 
 
 def _held(learner: Learner) -> Iterator[Part]:
