@@ -11,6 +11,7 @@ import torch
 from agent_peft.batch import Batch
 from agent_peft.environments import load_environment
 from agent_peft.policies import adapters, language_model
+from agent_peft.policies.engine import Engine
 from agent_peft.policies.language_model import Policy, load_policy
 from agent_peft.training import trainer as trainer_module
 from agent_peft.training import trust
@@ -80,6 +81,25 @@ def test_nothing_fires_over_many_turns(make_trainer):
     trainer = Trainer(base.stage, base.policy, base.engine, environment, seed=0)
     steps = list(trainer)
     assert max(len(t.turns) for step in steps for g in step.collection.groups for t in g.trajectories) > 1
+
+
+def test_the_canary_is_the_beginning_of_a_trajectory(make_trainer, monkeypatch):
+    """It was the end, cut out of its context: the quickstart stopped at its 17th update with nothing wrong. After an `<|im_end|>` in second
+    place SmolLM2's hidden states are 24,000 large, and what fp32 rounds off them is more than the tolerance."""
+    scored: list[list[int]] = []
+    own = Engine.score
+
+    def score(self, tokens, *rest):
+        scored.append(tokens)
+        return own(self, tokens, *rest)
+
+    trainer = make_trainer("grpo", steps=1, sampling={"max_new_tokens": 12})
+    monkeypatch.setattr(Engine, "score", score)
+    monkeypatch.setattr(trust, "CANARY_TOKENS", 4)
+    (step,) = trainer
+    trajectories = [t for group in step.collection.groups for t in group.trajectories]
+    assert len(trajectories[0].tokens) > 4
+    assert scored == [list(trajectories[0].tokens[:4])]
 
 
 def test_a_first_step_without_variance_is_no_fault(make_trainer):

@@ -249,8 +249,7 @@ class Trainer:
             self.learning = True
         self.ranks.assert_equal(self.parameters, "the weights after an update")
         if len(minibatch):
-            tokens = minibatch.tokens[0, : int(minibatch.lengths[0])].tolist()
-            trust.assert_same_policy(self.engine, tokens[-trust.CANARY_TOKENS :])
+            trust.assert_same_policy(self.engine, minibatch.tokens[0, : int(minibatch.lengths[0])].tolist())
 
     # -- what a checkpoint remembers, beside the adapter ----------------------------------------------------------------------------
 

@@ -36,13 +36,14 @@ def assert_on_policy(policy: Policy, batch: Batch, logprobs: Tensor, sampling: S
         )
 
 
-def canary(trajectory: Trajectory) -> list[int]:
-    """A few real tokens to score twice: the last ones of a trajectory."""
-    return list(trajectory.tokens[-CANARY_TOKENS:])
-
-
 def assert_same_policy(engine: Engine, tokens: list[int]) -> None:
-    """Sampler and trainer give the same tokens the same log-probabilities: the update has reached the sampler."""
+    """Sampler and trainer give a few tokens the same log-probabilities: the update has reached the sampler.
+
+    Args:
+        tokens: of a trajectory, whose beginning is scored. A piece out of its middle would be text as the model never sees it: an end
+            token in second place makes hidden states of SmolLM2 24,000 large, and what fp32 rounds off there is 0.002 nats.
+    """
+    tokens = tokens[:CANARY_TOKENS]
     if len(tokens) < 2:
         return
     plain = SamplingConfig()
