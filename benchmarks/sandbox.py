@@ -13,7 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from agent_peft.environments.os_interaction import nursery
+from agent_peft.environments.os_interaction import fork_server
 from agent_peft.environments.os_interaction.sandbox import SandboxLimits
 from agent_peft.environments.os_interaction.sandboxes import build_sandbox, missing
 
@@ -26,25 +26,25 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=16)
     arguments = parser.parse_args()
     before_all = time.perf_counter()
-    nursery.nursery()
+    fork_server.fork_server()
     first = time.perf_counter() - before_all
     before = left_behind()
     starts, closes = [], []
     for i in range(arguments.machines):
         began = time.perf_counter()
-        with build_sandbox("bubblewrap", LIMITS) as sandbox:
+        with build_sandbox("namespaces", LIMITS) as sandbox:
             assert sandbox.run(f"sleep 600 & echo {i} >/srv/i; cat /srv/i", 60).output.endswith(f"{i}\n")
             starts.append(time.perf_counter() - began)
             leaving = time.perf_counter()
         closes.append(time.perf_counter() - leaving)
-    with build_sandbox("bubblewrap", LIMITS) as sandbox:
+    with build_sandbox("namespaces", LIMITS) as sandbox:
         trips = [timed(lambda: sandbox.run("cd /tmp", 60)) for _ in range(500)]
         programs = [timed(lambda: sandbox.run("ls /", 60)) for _ in range(200)]
         scripts = [timed(lambda: sandbox.run_fresh("true", 60)) for _ in range(50)]
         snapshots = [timed(sandbox.snapshot) for _ in range(50)]
     gradings = []
     for _ in range(50):
-        with build_sandbox("bubblewrap", LIMITS) as sandbox:
+        with build_sandbox("namespaces", LIMITS) as sandbox:
             sandbox.run("touch /srv/x", 60)
             gradings.append(timed(lambda: sandbox.run_fresh("test -e /srv/x", 60, kill_others=True)))
     began = time.perf_counter()
@@ -55,7 +55,7 @@ def main() -> None:
     while left_behind() != before and time.monotonic() < deadline:
         time.sleep(0.05)
     report = {
-        "missing": missing("bubblewrap"),
+        "missing": missing("namespaces"),
         "first_of_the_process_ms": round(1000 * first, 1),
         "start_and_first_command": summary(starts),
         "close": summary(closes),
@@ -73,7 +73,7 @@ def main() -> None:
 
 def episode() -> None:
     """Start, five commands, a grading, close."""
-    with build_sandbox("bubblewrap", LIMITS) as sandbox:
+    with build_sandbox("namespaces", LIMITS) as sandbox:
         for i in range(5):
             assert sandbox.run(f"echo {i} >>/srv/log; ls /srv", 120).ok
         assert sandbox.run_fresh("test $(wc -l </srv/log) = 5", 120, kill_others=True).ok

@@ -63,7 +63,7 @@ def _db_bench(path: Path, database: str = "sqlite") -> Inspected:
     return [(task.id, inspect_db_bench(read_entry(task.id, task.content), rules)) for task in db_bench.load_tasks(path)]
 
 
-def _os_interaction(path: Path, sandbox: str = "bubblewrap", threads: int = 4, command_timeout: float = 60.0) -> Inspected:
+def _os_interaction(path: Path, sandbox: str = "namespaces", threads: int = 4, command_timeout: float = 60.0) -> Inspected:
     """Golds may take longer than an agent's commands, so that a slow one is told from a wrong one."""
     if sandbox not in get_args(SandboxKind):
         raise AgentPeftError(f"there is no sandbox {sandbox!r}; choose among {', '.join(get_args(SandboxKind))}")

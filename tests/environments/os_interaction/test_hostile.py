@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_peft.environments.os_interaction.nursery import nursery
+from agent_peft.environments.os_interaction.fork_server import fork_server
 from agent_peft.environments.os_interaction.sandbox import CommandResult, Sandbox, SandboxLimits
 from agent_peft.environments.os_interaction.sandboxes import build_sandbox, missing
 from agent_peft.types import AgentPeftError
@@ -115,7 +115,7 @@ HOSTILE = (
         "for u in $(seq 2000 2020); do setpriv --reuid $u --clear-groups sh -c 'for i in 1 2 3 4 5 6; do sleep 600 & done; wait' & done; "
         "for ((t = most = 0; t < (most > 30 ? 10 : 300); t++)); do "
         "set -- /proc/[0-9]*; ((most = $# > most ? $# : most)); read -t 0.05 -u 9; done; echo processes=$most",
-        lambda s, r, h: missing("bubblewrap") or bounded(r),
+        lambda s, r, h: missing("namespaces") or bounded(r),
         30,
     ),
     Hostile("disk filler, one file", "the file ends at its limit", "dd if=/dev/zero of=/tmp/big bs=1M; stat -c %s /tmp/big",
@@ -232,10 +232,10 @@ def host(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def bubblewrap():
+def namespaces():
     try:
-        build_sandbox("bubblewrap", LIMITS)
-        nursery()
+        build_sandbox("namespaces", LIMITS)
+        fork_server()
     except AgentPeftError as error:
         pytest.skip(str(error))
 
@@ -255,7 +255,7 @@ def test_it_is_contained(hostile, host):
         command = command.replace(f"{{{word}}}", str(value))
     command = command.replace("{{", "{").replace("}}", "}")
     threads = threading.active_count()
-    with build_sandbox("bubblewrap", LIMITS) as sandbox:
+    with build_sandbox("namespaces", LIMITS) as sandbox:
         before = sandbox.run("mark=here; echo $mark", 30)
         assert before.output == "here\n"
         result = sandbox.run(command, hostile.timeout)
@@ -283,7 +283,7 @@ def test_without_a_clean_view_the_grader_would_be_fooled(host):
     """The rows above would show nothing if their tricks did nothing."""
     for what in ("replacing stat, ls, test and awk", "programs earlier in PATH", "an alternative for awk", "a preloaded library"):
         (hostile,) = (row for row in HOSTILE if row.what == what)
-        with build_sandbox("bubblewrap", LIMITS) as sandbox:
+        with build_sandbox("namespaces", LIMITS) as sandbox:
             sandbox.run(hostile.command.replace("{{", "{").replace("}}", "}"), 10)
             sandbox.write_file("/srv/made", b"made\n")
             assert sandbox.run(f"bash -c {shlex.quote(GRADER)}", 10).exit_code != 1, what

@@ -1,5 +1,5 @@
 import os
-import shutil
+import platform
 import signal
 import struct
 import subprocess
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_peft.environments.os_interaction import nursery
+from agent_peft.environments.os_interaction import fork_server
 from agent_peft.environments.os_interaction.jail import kernel
 from agent_peft.environments.os_interaction.sandbox import CommandResult, SandboxLimits
 from agent_peft.environments.os_interaction.sandboxes import SANDBOXES, build_sandbox, missing
@@ -30,19 +30,19 @@ def available(kind):
 
 
 KINDS = [pytest.param(kind, marks=available(kind)) for kind in SANDBOXES]
-bubblewrap = pytest.mark.usefixtures("_bubblewrap")
+namespaces = pytest.mark.usefixtures("_namespaces")
 
 
 @pytest.fixture
-def _bubblewrap():
-    mark = available("bubblewrap")
+def _namespaces():
+    mark = available("namespaces")
     if mark:
         pytest.skip(mark.kwargs["reason"])
 
 
 @pytest.fixture
-def machine(_bubblewrap):
-    with build_sandbox("bubblewrap", LIMITS) as sandbox:
+def machine(_namespaces):
+    with build_sandbox("namespaces", LIMITS) as sandbox:
         yield sandbox
 
 
@@ -160,12 +160,12 @@ def test_closing_twice_or_before_the_start_is_fine(any_machine):
         any_machine.run("true", 1)
 
 
-# bubblewrap
+# namespaces
 
 
 def test_users_and_owners(machine):
-    if missing("bubblewrap"):
-        pytest.skip(missing("bubblewrap")[0])
+    if missing("namespaces"):
+        pytest.skip(missing("namespaces")[0])
     said(machine.run("groupadd staff2 && useradd -m -G staff2 ann && chage -M 30 ann && touch f && chown ann:staff2 f", 10))
     assert said(machine.run("stat -c %U:%G f; id -nG ann; su ann -c 'id -un; cd; pwd'", 10)) == "ann:staff2\nann staff2\nann\n/home/ann\n"
     assert machine.run_fresh("grep -q ann /etc/shadow && [ $(stat -c %U /root/f) = ann ]", 10, kill_others=True).ok
@@ -176,7 +176,7 @@ def test_a_snapshot_holds_deletions_owners_links_and_goes_to_another_machine(mac
         "rm /etc/issue /usr/bin/stat; rm -rf /var/log; mkdir /var/log; ln /etc/passwd /srv/hard; mkfifo /srv/pipe; chmod 1700 /opt", 10
     )
     machine.run("touch -d 2001-02-03 /srv/old; echo x >>/usr/share/new", 10)
-    with build_sandbox("bubblewrap", LIMITS) as other:
+    with build_sandbox("namespaces", LIMITS) as other:
         other.run("touch /srv/other", 10)
         other.restore(machine.snapshot())
         found = said(
@@ -214,9 +214,9 @@ def test_what_is_run_before_the_agent_may_write_everywhere(machine):
     assert machine.run_fresh("touch /usr/bin/x", 10).exit_code == 1  # not in place of the clean ones
 
 
-def test_sixteen_at_once(_bubblewrap):
+def test_sixteen_at_once(_namespaces):
     def work(i):
-        with build_sandbox("bubblewrap", LIMITS) as sandbox:
+        with build_sandbox("namespaces", LIMITS) as sandbox:
             return [said(sandbox.run(f"echo {i} >>/srv/n; cat /srv/n; hostname", 30)) for _ in range(3)][-1]
 
     with ThreadPoolExecutor(16) as pool:
@@ -231,15 +231,15 @@ def left_behind():
     return below, mounts, len(os.listdir("/proc/self/fd")), sorted(os.listdir("/tmp"))
 
 
-def test_many_in_a_row_leave_nothing(_bubblewrap):
-    build_sandbox("bubblewrap", LIMITS).close()
-    nursery.nursery()
+def test_many_in_a_row_leave_nothing(_namespaces):
+    build_sandbox("namespaces", LIMITS).close()
+    fork_server.fork_server()
     deadline = time.monotonic() + 20
-    while any(left_behind()[0]) and time.monotonic() < deadline:  # the keeper of the test before may still be ending
+    while any(left_behind()[0]) and time.monotonic() < deadline:  # the machine of the test before may still be ending
         time.sleep(0.05)
     before = left_behind()[:3]
     for i in range(40):
-        with build_sandbox("bubblewrap", LIMITS) as sandbox:
+        with build_sandbox("namespaces", LIMITS) as sandbox:
             assert said(sandbox.run(f"sleep 600 & echo {i} >/srv/x; echo ok", 30)).endswith("ok\n")
     deadline = time.monotonic() + 20
     while left_behind()[:3] != before and time.monotonic() < deadline:
@@ -247,12 +247,12 @@ def test_many_in_a_row_leave_nothing(_bubblewrap):
     assert left_behind()[:3] == before
 
 
-def test_all_dies_with_us(_bubblewrap):
+def test_all_dies_with_us(_namespaces):
     program = """
 import time
 from agent_peft.environments.os_interaction.sandbox import SandboxLimits
 from agent_peft.environments.os_interaction.sandboxes import build_sandbox
-machines = [build_sandbox("bubblewrap", SandboxLimits()) for _ in range(3)]
+machines = [build_sandbox("namespaces", SandboxLimits()) for _ in range(3)]
 for machine in machines:
     machine.start()
     machine.run("setsid sleep 600 & disown", 30)
@@ -275,7 +275,7 @@ time.sleep(600)
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         todo += children
         below += [(child, Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2].split()[19]) for child in children]
-    assert len(below) >= 1 + 3 * 5  # the nursery; of each machine the keeper and its parent, bubblewrap, the shell, what it started
+    assert len(below) >= 1 + 3 * 4  # the fork server; of each machine init and its parent, the shell, what it started
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
@@ -285,8 +285,8 @@ time.sleep(600)
     assert not [each for each in below if lives(*each)]
 
 
-def test_a_machine_outlives_the_thread_that_started_it(_bubblewrap):
-    sandbox = build_sandbox("bubblewrap", LIMITS)
+def test_a_machine_outlives_the_thread_that_started_it(_namespaces):
+    sandbox = build_sandbox("namespaces", LIMITS)
     thread = threading.Thread(target=sandbox.start)
     thread.start()
     thread.join()
@@ -294,10 +294,10 @@ def test_a_machine_outlives_the_thread_that_started_it(_bubblewrap):
     sandbox.close()
 
 
-def test_a_nursery_that_died_is_replaced(_bubblewrap):
-    nursery.nursery()._process.kill()
-    nursery.nursery()._process.wait()
-    with build_sandbox("bubblewrap", LIMITS) as sandbox:
+def test_a_fork_server_that_died_is_replaced(_namespaces):
+    fork_server.fork_server()._process.kill()
+    fork_server.fork_server()._process.wait()
+    with build_sandbox("namespaces", LIMITS) as sandbox:
         assert said(sandbox.run("echo alive", 10)) == "alive\n"
 
 
@@ -318,16 +318,16 @@ def test_nothing_of_ours_is_inside(machine):
 
 
 def test_what_is_missing_is_said_in_a_line(monkeypatch):
-    with pytest.raises(AgentPeftError, match="none of bubblewrap, docker, podman, none"):
+    with pytest.raises(AgentPeftError, match="none of namespaces, bubblewrap, docker, podman, none"):
         build_sandbox("chroot", LIMITS)
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "which", lambda name: None)
-        with pytest.raises(AgentPeftError, match="apt-get install bubblewrap"):
-            build_sandbox("bubblewrap", LIMITS)
+        patch.setattr(platform, "machine", lambda: "riscv64")
+        with pytest.raises(AgentPeftError, match="no filter of system calls for riscv64"):
+            build_sandbox("namespaces", LIMITS)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "platform", "darwin")
         with pytest.raises(AgentPeftError, match="needs Linux"):
-            build_sandbox("bubblewrap", LIMITS)
+            build_sandbox("namespaces", LIMITS)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "docker", None)
         with pytest.raises(AgentPeftError, match=r"pip install 'agent-peft\[docker\]'"):
@@ -368,7 +368,7 @@ def test_the_filter_refuses_and_allows():
     assert kernel.seccomp_filter("aarch64") is not None and kernel.seccomp_filter("riscv64") is None
 
 
-@pytest.mark.parametrize("kind", [p for p in KINDS if p.values[0] in ("bubblewrap", "none")])
+@pytest.mark.parametrize("kind", [p for p in KINDS if p.values[0] in ("namespaces", "none")])
 def test_commands_can_be_stopped_where_interrupts_are_ignored(kind, tmp_path):
     """As in a job that a shell has put in the background: what ignores SIGINT passes that on."""
     script = tmp_path / "job.py"

@@ -8,6 +8,8 @@ from types import TracebackType
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from agent_peft.types import InfrastructureError
+
 
 class SandboxLimits(BaseModel):
     """What everything inside one sandbox may use together."""
@@ -19,6 +21,10 @@ class SandboxLimits(BaseModel):
     file_size_mb: int = Field(default=64, ge=1, description="of one file")
     cpu_seconds: float = Field(default=60.0, gt=0, description="of one command, its children included")
     output_chars: int = Field(default=16_384, ge=256, description="of one command; the middle of what is longer is cut out")
+
+
+class MachineLost(InfrastructureError):
+    """One episode's machine is of no more use, and what makes machines is well: the agent may have brought it about."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,8 @@ class CommandResult:
 class Sandbox(ABC):
     """A private machine: files, processes and users of its own, no network. Owned by one thread at a time.
 
-    Everything in it dies with ``close``, and also when our own process is killed.
+    Everything in it dies with ``close``, and also when our own process is killed. Any method may raise MachineLost: the machine died, does
+    not answer, or cannot be killed.
     """
 
     @abstractmethod
@@ -69,7 +76,8 @@ class Sandbox(ABC):
 
         Args:
             kill_others: first kill every process of the episode, its shell included: for grading, after which only other scripts, reading
-                files and ``close`` follow, and ``run`` raises RuntimeError until ``restore``.
+                files and ``close`` follow, and ``run`` raises RuntimeError until ``restore``. The script then sees the episode's files
+                as data: programs, libraries and settings are the untouched system's.
         """
 
     @abstractmethod

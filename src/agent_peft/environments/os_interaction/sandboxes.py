@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from agent_peft.environments.os_interaction.bubblewrap import BubblewrapSandbox
 from agent_peft.environments.os_interaction.docker import DockerSandbox
-from agent_peft.environments.os_interaction.nursery import nursery
+from agent_peft.environments.os_interaction.fork_server import fork_server
+from agent_peft.environments.os_interaction.namespaces import NamespaceSandbox
 from agent_peft.environments.os_interaction.sandbox import Sandbox, SandboxLimits
 from agent_peft.environments.os_interaction.unsandboxed import NoSandbox
 from agent_peft.types import AgentPeftError
 
 SANDBOXES: Mapping[str, Callable[[SandboxLimits], Sandbox]] = {
-    "bubblewrap": BubblewrapSandbox,
+    "namespaces": NamespaceSandbox,
+    "bubblewrap": NamespaceSandbox,  # its name in older configurations
     "docker": partial(DockerSandbox, engine="docker"),
     "podman": partial(DockerSandbox, engine="podman"),
     "none": NoSandbox,
@@ -39,7 +40,7 @@ def missing(kind: str) -> tuple[str, ...]:
     """
     if kind == "none":
         return ("a sandbox of any sort: the agent acts on this machine, as this user",)
-    if kind == "bubblewrap" and nursery().single_id:
+    if SANDBOXES.get(kind) is NamespaceSandbox and fork_server().single_id:
         return (
             "users other than root (useradd works; chown to others, chgrp and su do not): "
             "apt-get install uidmap, then usermod --add-subuids 100000-165535 --add-subgids 100000-165535 $USER",

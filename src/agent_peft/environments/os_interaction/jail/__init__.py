@@ -1,4 +1,4 @@
-"""The program that makes machines: it runs outside our process, from the standard library alone, and imports nothing of the package.
+"""The programs that make machines: they run outside our process, from the standard library alone, and import nothing of the package.
 
-``nursery`` is started once per process; it forks a ``keeper`` for each machine, which is process 1 there.
+``fork_server`` is started once per process; it forks an ``init`` for each machine, which is process 1 there.
 """

@@ -30,7 +30,8 @@ _OF_ETC = (
     "redhat-release", "rmt", "rpc", "security", "services", "shells", "skel", "sysctl.conf", "sysctl.d", "terminfo", "timezone", "vim",
     "xattr.conf",
 )  # fmt: skip
-# What decides which program a name means, or what is loaded into it. The grader finds these as they were (see Layers.guard).
+PROGRAMS, LIBRARIES = ("bin", "sbin", "games"), ("lib", "lib32", "lib64", "libx32", "libexec", "share")  # of /usr
+# What decides which program a name means, or what is loaded into it. The grader finds these as they were.
 _GUARDED = (
     "alternatives",
     "ld.so.cache",
@@ -49,7 +50,10 @@ OPAQUE = "user.overlay.opaque"
 
 
 def build(folder: str) -> None:
-    """Make in ``folder`` root (the lowest layer of ``/``), usr (over the host's), guard and guard_local (over all else, when grading)."""
+    """Make in ``folder`` root (the lowest layer of ``/``), usr (over the host's), guard and guard_local (over all else, when grading).
+
+    guard has the folders on which others are mounted, so that they are folders whatever the agent made of them.
+    """
     os.umask(0o022)
     for name in ("root", "usr", "guard", "guard_local"):
         os.mkdir(f"{folder}/{name}")
@@ -57,7 +61,8 @@ def build(folder: str) -> None:
     _usr(f"{folder}/usr")
     guard = f"{folder}/guard"
     _links(guard)
-    os.mkdir(f"{guard}/etc")
+    for name in ("dev", "proc", "sys", "usr", "etc"):
+        os.mkdir(f"{guard}/{name}")
     _copy(_GUARDED, f"{guard}/etc")
     for name in _GUARDED:
         if os.path.isdir(f"{guard}/etc/{name}"):

@@ -1,7 +1,8 @@
-"""Process 1 of a machine: makes its root, starts what it is told to, keeps it within its memory, and takes all with it when it ends.
+"""Process 1 of a machine: makes its files, starts what it is told to, keeps it within its memory, and takes all with it when it ends.
 
-It sees the host's files, and nothing it starts does. It has every capability in the machine's user namespace; what it starts, through
-bubblewrap, has fewer, so that nothing in the machine can trace it, and process 1 cannot be killed from inside.
+Its root holds the machine's files and nothing else of the host but ``/usr``. What it starts lives in mount namespaces that hold less, and
+in a user namespace below its own: nothing in the machine can trace it, read its memory or follow its descriptors, and process 1 cannot
+be killed from inside.
 
 Requests and replies are one JSON object a packet; descriptors travel along. ``{}`` only says that something is about to happen.
 """
@@ -18,16 +19,20 @@ import signal
 import socket
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from agent_peft.environments.os_interaction.jail import archive, kernel, processes, views
+from agent_peft.environments.os_interaction.jail import archive, kernel, mounts, processes
 
-_OWN_PROCESSES = 6  # the keeper, its parent, bubblewrap beside each shell
+FIRST_EXTRA = 9  # descriptors that a process keeps besides its streams begin here
+_OWN_PROCESSES = 6  # process 1, its parent, and those that either forks for a moment
+_KILL_SECONDS = 5.0
+_MOST_WATCHES = 4096  # of inotify, in a machine
+_MOST_INSTANCES = 16
 
 
-def main(limits: dict[str, Any], control: int, alive: int, ids: dict[str, str], place: str, bwrap: str) -> None:
-    """What the nursery forks: leaves its namespaces, forks process 1, and ends when that has ended. ``alive`` is closed with it.
+def main(limits: dict[str, Any], control: int, alive: int, ids: dict[str, str]) -> None:
+    """What the fork server forks: leaves its namespaces, forks process 1, and ends when that has ended. ``alive`` is closed with it.
 
     The kernel bounds the processes of a user namespace, whatever users they run as, by the limit of the process that made it; but it
     counts them with all others of that one's user in its namespace. Hence one namespace in between, for this machine alone.
@@ -43,9 +48,9 @@ def main(limits: dict[str, Any], control: int, alive: int, ids: dict[str, str], 
         os.close(alive)
         kernel.die_with_parent()
         channel = socket.socket(fileno=control)
-        keeper = Keeper(channel, limits, place, bwrap)
+        init = Init(channel, limits, ids)
         channel.send(b"{}")
-        keeper.serve()
+        init.serve()
         os._exit(0)
     os.close(control)
     os.waitpid(pid, 0)  # returns when every process of the machine is gone
@@ -59,9 +64,7 @@ def _unshare(flags: int, ids: dict[str, str]) -> None:
     if pid == 0:
         try:
             os.read(left[0], 1)
-            for name, text in ids.items():
-                with open(f"/proc/{os.getppid()}/{name}", "w", encoding="utf-8") as file:
-                    file.write(text)
+            _map_ids(os.getppid(), ids)
             os.write(mapped[1], b"x")
         finally:
             os._exit(0)
@@ -76,19 +79,55 @@ def _unshare(flags: int, ids: dict[str, str]) -> None:
     os.waitpid(pid, 0)
 
 
-class Keeper:
+def _map_ids(pid: int, ids: dict[str, str]) -> None:
+    for name, text in ids.items():
+        with open(f"/proc/{pid}/{name}", "w", encoding="utf-8") as file:
+            file.write(text)
+
+
+def _user_namespace_below(ids: dict[str, str]) -> int:
+    """A descriptor of a user namespace below ours with the same ids."""
+    left, go = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            kernel.unshare(kernel.NEWUSER)
+            os.write(left[1], b"x")
+            os.read(go[0], 1)
+        finally:
+            os._exit(0)
+    os.close(left[1])
+    try:
+        if not os.read(left[0], 1):
+            raise OSError("there is no user namespace for what runs in the machine")
+        _map_ids(pid, ids)
+        return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.write(go[1], b"x")
+        for descriptor in (left[0], *go):
+            os.close(descriptor)
+        os.waitpid(pid, 0)
+
+
+class Init:
     """Answers one caller until it hangs up."""
 
-    def __init__(self, channel: socket.socket, limits: dict[str, Any], place: str, bwrap: str) -> None:
+    def __init__(self, channel: socket.socket, limits: dict[str, Any], ids: dict[str, str]) -> None:
         self._channel, self._limits = channel, limits
-        self._views = views.Views(place, bwrap, limits)
+        filter_ = kernel.seccomp_filter()
+        if filter_ is None:
+            raise OSError("no filter of system calls is known for this computer's processor")
+        self._filter = filter_
+        self._mounts = mounts.Mounts(limits, lambda: _user_namespace_below(ids))
         self._ends: dict[int, int] = {}  # a process we started -> where to write how it ended
-        self._shells: set[int] = set()  # those whose child is the agent's shell
-        self._watch = processes.Watch(limits["memory_mb"] << 20, limits["processes"], self._shells)
+        self._shells: set[int] = set()
+        self._watch = processes.Watch(limits["memory_mb"] << 20, limits["processes"], limits["cpu_seconds"], self._shells)
         kernel.loopback_up()
         socket.sethostname("sandbox")
-        with open("/proc/sys/user/max_user_namespaces", "w", encoding="utf-8") as file:
-            file.write("0")  # none inside ours: a new one would give back the capabilities that bubblewrap drops
+        _setting("user/max_user_namespaces", 0)  # none inside ours: a new one would give back the capabilities that were dropped
+        _setting("user/max_inotify_watches", _MOST_WATCHES)
+        _setting("user/max_inotify_instances", _MOST_INSTANCES)
+        _setting("net/ipv4/ip_unprivileged_port_start", 0)  # the network belongs to our user namespace, not to the agent's
 
     def serve(self) -> None:
         poll = select.poll()
@@ -120,6 +159,8 @@ class Keeper:
                 reply = getattr(self, f"_do_{request.pop('do')}")(descriptors, **request)
             except OSError as error:
                 reply = {"error": str(error), "errno": error.errno}
+            except Exception as error:  # a fault of ours must not take the machine with it
+                reply = {"error": repr(error), "errno": 5}
             self._channel.send(json.dumps(reply).encode())
         for descriptor in descriptors:
             os.close(descriptor)
@@ -140,26 +181,33 @@ class Keeper:
                     os.write(end, str(os.waitstatus_to_exitcode(status)).encode())
                 os.close(end)
 
-    def _do_spawn(self, descriptors: Sequence[int], view: str, argv: Sequence[str]) -> dict[str, Any]:
-        """Start ``argv`` in a view; descriptors: its input, output, errors, where to write how it ended, and others to be kept open."""
-        if view == "graded":
-            self._kill_all()
-        command = self._views.command(view, argv)
-        pid = self._fork(lambda: self._execute(command, descriptors))
+    def _do_spawn(self, descriptors: Sequence[int], view: str, argv: Sequence[str], script: str = "") -> dict[str, Any]:
+        """Start ``argv`` in a view; descriptors: its input, output, errors, where to write how it ended, and others to be kept open.
+
+        ``script`` is what a graded view is for.
+        """
+        if view == "graded" and not self._kill_all():
+            return {"undead": True}
+        namespace = self._mounts.prepare(view, script)
+        environment = dict(self._mounts.environment(view))
+        pid = self._fork(lambda: self._execute(namespace, environment, argv, descriptors))
         self._ends[pid] = fcntl.fcntl(descriptors[3], fcntl.F_DUPFD_CLOEXEC)
         if view == "agent":
             self._shells.add(pid)
         return {}
 
-    def _execute(self, command: Sequence[str], descriptors: Sequence[int]) -> None:
+    def _execute(self, namespace: str, environment: dict[str, str], argv: Sequence[str], descriptors: Sequence[int]) -> None:
+        os.setsid()
         megabyte = 1 << 20
         for kind, bound in (
             (resource.RLIMIT_FSIZE, self._limits["file_size_mb"] * megabyte),
             (resource.RLIMIT_DATA, self._limits["memory_mb"] * megabyte),
             (resource.RLIMIT_NPROC, self._limits["processes"] + 2),  # below ours, so that we can fork when the machine cannot
             (resource.RLIMIT_CORE, 0),
-            (resource.RLIMIT_NOFILE, 1024),
+            (resource.RLIMIT_NOFILE, self._limits.get("descriptors", 1024)),
             (resource.RLIMIT_MEMLOCK, megabyte),
+            (resource.RLIMIT_MSGQUEUE, 0),
+            (resource.RLIMIT_SIGPENDING, 1024),
         ):
             resource.setrlimit(kind, (min(bound, resource.getrlimit(kind)[1]) if resource.getrlimit(kind)[1] >= 0 else bound,) * 2)
         # Python ignores the first two, a job in the background the others; a shell could never again be interrupted
@@ -167,16 +215,20 @@ class Keeper:
             signal.signal(number, signal.SIG_DFL)
         with open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
             file.write("800")  # should the host run out of memory, let it be this
-        places = dict(zip((0, 1, 2, *range(views.FIRST_EXTRA, 64)), [*descriptors[:3], *descriptors[4:]], strict=False))
-        if self._views.filter is not None:
-            places[views.FILTER], write = os.pipe()
-            os.write(write, self._views.filter)
+        places = dict(zip((0, 1, 2, *range(FIRST_EXTRA, 64)), [*descriptors[:3], *descriptors[4:]], strict=False))
         moved = {place: fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 64) for place, descriptor in places.items()}
         for place, descriptor in moved.items():
             os.dup2(descriptor, place)
-        os.execv(command[0], list(command))
+        self._mounts.enter(namespace)
+        self._become_a_process_of_the_machine()
+        os.execve(argv[0], list(argv), environment)
 
-    def _fork(self, work: Any) -> int:
+    def _become_a_process_of_the_machine(self) -> None:
+        kernel.keep_capabilities(kernel.CAPABILITIES)
+        kernel.no_new_privileges()
+        kernel.install_filter(self._filter)
+
+    def _fork(self, work: Callable[[], None]) -> int:
         pid = os.fork()
         if pid == 0:
             status = 126
@@ -196,31 +248,32 @@ class Keeper:
         return {"count": processes.signal_all(number, since, self._shells)}
 
     def _do_signal_shell(self, descriptors: Sequence[int], number: int) -> dict[str, Any]:
-        processes.signal_children(number, self._shells)
+        processes.signal_each(number, self._shells)
         return {}
 
     def _do_cpu(self, descriptors: Sequence[int]) -> dict[str, Any]:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return {"seconds": processes.cpu_seconds() + used.ru_utime + used.ru_stime}
+        self._watch.reaped(used.ru_utime + used.ru_stime)
+        return {"seconds": self._watch.cpu_seconds()}
 
     def _do_kill(self, descriptors: Sequence[int]) -> dict[str, Any]:
-        self._kill_all()
-        return {}
+        return {} if self._kill_all() else {"undead": True}
 
-    def _kill_all(self) -> None:
-        deadline = time.monotonic() + 5
-        while processes.signal_all(signal.SIGKILL, 0, set()):
+    def _kill_all(self) -> bool:
+        """Kill until nothing is left, not even a zombie. Returns whether that came about."""
+        deadline = time.monotonic() + _KILL_SECONDS
+        while processes.kill_all():
             self._reap()
             if time.monotonic() > deadline:
-                raise OSError("processes of the machine do not die")
-            time.sleep(0.001)
+                return False
+            time.sleep(0.0005)
         self._reap()
+        return True
 
     def _do_read(self, descriptors: Sequence[int], path: str, limit: int) -> dict[str, Any]:
         """Write the file into the memory that came along."""
 
         def work() -> None:
-            os.chroot(self._views.root)
             source = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
             if not stat.S_ISREG(os.fstat(source).st_mode):
                 raise FileNotFoundError(2, "not a regular file")
@@ -236,8 +289,6 @@ class Keeper:
         """Write what is in the memory that came along to a file."""
 
         def work() -> None:
-            os.chroot(self._views.root)
-            os.chdir("/")
             os.umask(0o022)
             os.makedirs(os.path.dirname(path), exist_ok=True)
             target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK, mode)
@@ -247,20 +298,35 @@ class Keeper:
 
         return self._inside(work)
 
-    def _inside(self, work: Any) -> dict[str, Any]:
-        _, status = os.waitpid(self._fork(work), 0)
+    def _inside(self, work: Callable[[], None]) -> dict[str, Any]:
+        """Work as a process of the machine would: what the agent made of its folders leads nowhere else."""
+        namespace = self._mounts.current
+
+        def work_there() -> None:
+            self._mounts.enter(namespace)
+            os.chdir("/")
+            self._become_a_process_of_the_machine()
+            work()
+
+        _, status = os.waitpid(self._fork(work_there), 0)
         code = os.waitstatus_to_exitcode(status)
         return {} if code == 0 else {"error": os.strerror(abs(code)), "errno": abs(code)}
 
     def _do_snapshot(self, descriptors: Sequence[int]) -> dict[str, Any]:
         with os.fdopen(os.dup(descriptors[0]), "wb") as file:
-            archive.write(self._views.place, views.WRITTEN, file)
+            archive.write("", mounts.WRITTEN, file)
         return {}
 
     def _do_restore(self, descriptors: Sequence[int]) -> dict[str, Any]:
-        self._kill_all()
-        self._views.clear()
+        if not self._kill_all():
+            return {"undead": True}
+        self._mounts.clear()
         with os.fdopen(os.dup(descriptors[0]), "rb") as file:
-            archive.read(self._views.place, file)
-        self._views.assemble()
+            archive.read("", file)
+        self._mounts.assemble()
         return {}
+
+
+def _setting(name: str, value: int) -> None:
+    with open(f"/proc/sys/{name}", "w", encoding="utf-8") as file:
+        file.write(str(value))

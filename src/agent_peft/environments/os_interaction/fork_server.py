@@ -1,13 +1,16 @@
-"""Our side of the jail: one nursery process per process of ours, and one keeper per machine."""
+"""Our side of the jail: one fork server per process of ours, and one init per machine."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import json
+import logging
 import os
 import platform
 import pwd
+import resource
+import select
 import shutil
 import socket
 import subprocess
@@ -17,12 +20,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agent_peft.environments.os_interaction.jail import kernel
+from agent_peft.environments.os_interaction.sandbox import MachineLost
 from agent_peft.types import AgentPeftError, InfrastructureError
+
+logger = logging.getLogger(__name__)
 
 _IDS = 65536
 _FIRST_OUTER_ID = 0x70000000  # where root's machines take their ids from: nobody's, as systemd-nspawn's are above 0x80000
 _TICKS = os.sysconf("SC_CLK_TCK")
-_SECONDS = 60.0  # for a keeper to answer: a snapshot of a full machine is the longest
+_SECONDS = 60.0  # for an init to answer: a snapshot of a full machine is the longest
+_MOST_SCRIPT = 1 << 18  # characters of it that are searched for names
 _ADVICE = "or say sandbox: docker (or podman)"
 # The packages above the jail are only names in that process: theirs import much, and it has the standard library alone.
 _START = """
@@ -31,13 +39,13 @@ folder = sys.argv.pop(1)
 for name in ("agent_peft", "agent_peft.environments", "agent_peft.environments.os_interaction"):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [folder]
-from agent_peft.environments.os_interaction.jail import nursery
-nursery.main(int(sys.argv[1]), *sys.argv[2:])
+from agent_peft.environments.os_interaction.jail import fork_server
+fork_server.main(int(sys.argv[1]), sys.argv[2])
 """
 
 
-class Nursery:
-    """The process that forks keepers. It ends with us, and everything it forked with it."""
+class ForkServer:
+    """The process that forks an init for each machine. It ends with us, and everything it forked with it."""
 
     def __init__(self) -> None:
         """Start it.
@@ -45,14 +53,14 @@ class Nursery:
         Raises:
             AgentPeftError: this machine cannot sandbox; one line says what to install.
         """
-        bwrap = find_bubblewrap()
+        check_host()
         self.single_id = False
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         folder = str(Path(__file__).parent)
         privileged = "privileged" if os.geteuid() == 0 else ""
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _START, folder, str(theirs.fileno()), bwrap, privileged],
+                [sys.executable, "-I", "-S", "-c", _START, folder, str(theirs.fileno()), privileged],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -62,14 +70,14 @@ class Nursery:
         self._channel = ours
         self._channel.settimeout(_SECONDS)
         try:
-            self._be_born()
+            self._wait_until_ready()
         except BaseException:
             self.close()
             raise
 
     def request(self, limits: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-        """Have a keeper forked, which gets the descriptors."""
-        socket.send_fds(self._channel, [json.dumps(dict(limits)).encode()], descriptors)
+        """Have an init forked, which gets the descriptors."""
+        socket.send_fds(self._channel, [json.dumps({**limits, "descriptors": _descriptors()}).encode()], descriptors)
 
     def running(self) -> bool:
         return self._process.poll() is None
@@ -83,7 +91,7 @@ class Nursery:
         self._channel.close()
         self._process.returncode = self._process.returncode or 0  # which is not ours to wait for
 
-    def _be_born(self) -> None:
+    def _wait_until_ready(self) -> None:
         while True:
             message = json.loads(self._channel.recv(65536) or "{}")
             if "map" in message:
@@ -97,7 +105,7 @@ class Nursery:
                 )
 
 
-class Keeper:
+class Machine:
     """One machine's process 1, from outside."""
 
     def __init__(self, limits: Mapping[str, Any]) -> None:
@@ -108,12 +116,18 @@ class Keeper:
         self._alive, gone = os.pipe2(os.O_CLOEXEC)
         self._channel.settimeout(_SECONDS)
         try:
+            self._server = fork_server()
             try:
-                nursery().request(limits, [theirs.fileno(), gone])
+                self._server.request(limits, [theirs.fileno(), gone])
             finally:
                 theirs.close()
                 os.close(gone)
-            self._receive()
+            reply = self._receive()
+            if "error" in reply:
+                raise InfrastructureError(f"a sandbox could not be made: {reply['error']}")
+        except OSError as error:
+            self.close()
+            raise InfrastructureError(f"a sandbox could not be made: {error}") from error
         except BaseException:
             self.close()
             raise
@@ -122,18 +136,33 @@ class Keeper:
         """Have something done.
 
         Raises:
-            OSError: it could not be.
-            InfrastructureError: the keeper is gone.
+            MachineLost: it was not, and the machine is of no more use.
         """
-        try:
-            socket.send_fds(self._channel, [json.dumps({"do": what} | arguments).encode()], descriptors)
-        except OSError as error:
-            raise InfrastructureError(f"a sandbox is gone: {error}") from error
-        return self._receive()
+        reply = self._ask(what, descriptors, arguments)
+        if "error" in reply:
+            raise MachineLost(f"a sandbox failed to {what}: {reply['error']}")
+        if reply.get("undead"):
+            raise MachineLost("processes of a sandbox do not die")
+        return reply
 
-    def spawn(self, view: str, argv: Sequence[str], descriptors: Sequence[int]) -> None:
-        """Start a process in a view of the machine, with its input, output, errors, where to write how it ended, and others."""
-        self.ask("spawn", descriptors, view=view, argv=list(argv))
+    def ask_for_file(self, what: str, descriptor: int, **arguments: Any) -> None:
+        """Have a file read or written.
+
+        Raises:
+            OSError: it cannot be.
+            MachineLost: the machine is of no more use.
+        """
+        reply = self._ask(what, [descriptor], arguments)
+        if "error" in reply:
+            raise OSError(reply["errno"], reply["error"])
+
+    def spawn(self, view: str, argv: Sequence[str], descriptors: Sequence[int], script: str = "") -> None:
+        """Start a process in a view of the machine, with its input, output, errors, where to write how it ended, and others.
+
+        Args:
+            script: what a graded view is for: it shows those settings that the script names.
+        """
+        self.ask("spawn", descriptors, view=view, argv=list(argv), script=script[:_MOST_SCRIPT])
 
     def wake(self) -> None:
         """Look after the memory more often: a command is about to run."""
@@ -152,55 +181,70 @@ class Keeper:
     def close(self) -> None:
         """Hang up, upon which it ends, and wait until all of the machine is gone."""
         self._channel.close()
-        os.read(self._alive, 1)  # its parent held the other end, and outlived every process of the machine
+        if select.select([self._alive], [], [], _SECONDS)[0]:  # its parent held the other end, and outlived every process of the machine
+            os.read(self._alive, 1)
+        else:
+            logger.warning("a sandbox was told to end and did not within %g seconds", _SECONDS)
         os.close(self._alive)
+
+    def _ask(self, what: str, descriptors: Sequence[int], arguments: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            socket.send_fds(self._channel, [json.dumps({"do": what, **arguments}).encode()], descriptors)
+        except OSError as error:
+            raise self._lost(f"a sandbox is gone: {error}") from error
+        return self._receive()
 
     def _receive(self) -> dict[str, Any]:
         try:
             message = self._channel.recv(1 << 16)
         except OSError as error:
-            raise InfrastructureError(f"a sandbox does not answer: {error}") from error
+            raise self._lost(f"a sandbox does not answer: {error}") from error
         if not message:
-            raise InfrastructureError("a sandbox died")
+            raise self._lost("a sandbox died")
         reply: dict[str, Any] = json.loads(message)
-        if "error" in reply:
-            if reply.get("errno") is None:
-                raise InfrastructureError(f"a sandbox failed: {reply['error']}")
-            raise OSError(reply["errno"], reply["error"])
         return reply
+
+    def _lost(self, text: str) -> InfrastructureError:
+        """Nothing in a machine reaches the fork server: where that has ended, it was not the agent."""
+        return MachineLost(text) if self._server.running() else InfrastructureError(f"{text}; the process that makes sandboxes has ended")
 
 
 _lock = threading.Lock()
-_nurseries: dict[int, Nursery] = {}  # by process id: a fork must not speak on its parent's socket
+_servers: dict[int, ForkServer] = {}  # by process id: a fork must not speak on its parent's socket
 
 
-def nursery() -> Nursery:
-    """This process's nursery, started at the first call, and again should it have died."""
+def fork_server() -> ForkServer:
+    """This process's fork server, started at the first call, and again should it have died."""
     with _lock:
-        mine = _nurseries.get(os.getpid())
+        mine = _servers.get(os.getpid())
         if mine is None or not mine.running():
-            for each in _nurseries.values():  # dead, or our parent's
+            for each in _servers.values():  # dead, or our parent's
                 each.abandon()
-            _nurseries.clear()
-            mine = _nurseries[os.getpid()] = Nursery()
+            _servers.clear()
+            mine = _servers[os.getpid()] = ForkServer()
         return mine
 
 
-def find_bubblewrap() -> str:
+def check_host() -> None:
     """
     Raises:
-        AgentPeftError: there is none, or this is not Linux.
+        AgentPeftError: this computer cannot have such machines; one line says why.
     """
     if not sys.platform.startswith("linux"):
-        raise AgentPeftError(f"a bubblewrap sandbox needs Linux, and this is {platform.system()}: install Docker and say sandbox: docker")
-    found = shutil.which("bwrap")
-    if found is None:
-        raise AgentPeftError(f"bubblewrap is not installed: apt-get install bubblewrap (dnf, pacman and apk call it the same), {_ADVICE}")
+        raise AgentPeftError(f"sandbox: namespaces needs Linux, and this is {platform.system()}: install Docker and say sandbox: docker")
+    if kernel.seccomp_filter() is None:
+        raise AgentPeftError(f"sandbox: namespaces knows no filter of system calls for {platform.machine()} processors, {_ADVICE}")
     if not os.path.islink("/bin"):
         raise AgentPeftError(
-            f"the bubblewrap sandbox needs a system whose /bin is a link to usr/bin; upgrade it (Debian: usrmerge), {_ADVICE}"
+            f"sandbox: namespaces needs a system whose /bin is a link to usr/bin; upgrade it (Debian: usrmerge), {_ADVICE}"
         )
-    return os.path.realpath(found)
+
+
+def _descriptors() -> int:
+    """How many descriptors a process of a machine may have. The kernel counts those in flight by user, and we may be the same user: with
+    a fourth of our own, those of the machines never use up what we need to speak to them."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1024 if soft < 0 else min(max(soft // 4, 64), 1024)
 
 
 def _give_ids(pid: int) -> bool:
@@ -272,8 +316,8 @@ def _cause() -> str:
 
 @atexit.register
 def stop() -> None:
-    """End this process's nursery, and with it every machine. The next sandbox starts another."""
+    """End this process's fork server, and with it every machine. The next sandbox starts another."""
     with _lock:
-        mine = _nurseries.pop(os.getpid(), None)
+        mine = _servers.pop(os.getpid(), None)
     if mine is not None:
         mine.close()

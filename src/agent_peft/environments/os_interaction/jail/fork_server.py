@@ -1,9 +1,9 @@
-"""Started once per process: prepares the clean system in a file system of its own, then forks a keeper for each machine asked for.
+"""Started once per process: prepares the clean system in a file system of its own, then forks an init for each machine asked for.
 
 It dies when its caller's end of the socket closes, and every machine with it.
 
 It speaks lines of JSON: ``{"map": pid}`` asks to be given ids, ``{"ready": …}`` or ``{"error": …}`` follow; each request
-``{"memory_mb": …}`` carries the keeper's socket and the pipe whose end tells that all is gone.
+``{"memory_mb": …}`` carries the init's socket and the pipe whose end tells that all is gone.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import os
 import signal
 import socket
 
-from agent_peft.environments.os_interaction.jail import keeper, kernel, layers
+from agent_peft.environments.os_interaction.jail import init, kernel, layers, mounts
 
 # A file system of our own must be mounted on a folder that every computer has and that nothing here needs.
-PLACE = "/sys"
+_PLACE = "/sys"
 
 
-def main(descriptor: int, bwrap: str, privileged: str) -> None:
+def main(descriptor: int, privileged: str) -> None:
     caller = socket.socket(fileno=descriptor)
     kernel.hide_arguments()
     try:
@@ -40,7 +40,7 @@ def main(descriptor: int, bwrap: str, privileged: str) -> None:
         if os.fork() == 0:
             try:
                 caller.close()
-                keeper.main(json.loads(message), descriptors[0], descriptors[1], ids, PLACE, bwrap)
+                init.main(json.loads(message), descriptors[0], descriptors[1], ids)
             except OSError as error:
                 os.write(descriptors[0], json.dumps({"error": str(error)}).encode())
             finally:
@@ -50,6 +50,7 @@ def main(descriptor: int, bwrap: str, privileged: str) -> None:
 
 
 def _prepare(caller: socket.socket, privileged: bool) -> None:
+    """Become root of a user namespace whose root folder holds nothing of the host but its ``/usr``, to be read only."""
     if privileged:  # before we are nobody: only here can the host's /usr be had without what else is mounted in it
         kernel.unshare(kernel.NEWNS)
         _place()
@@ -66,17 +67,37 @@ def _prepare(caller: socket.socket, privileged: bool) -> None:
     kernel.set_dumpable(True)  # we write our children's maps, which changing users forbids otherwise
     if not privileged:
         _place()
-    kernel.mount("tmpfs", f"{PLACE}/base", kernel.NOSUID | kernel.NODEV, "mode=755,size=64m")
-    layers.build(f"{PLACE}/base")
-    kernel.mount("", f"{PLACE}/base", kernel.REMOUNT | kernel.RDONLY | kernel.NOSUID | kernel.NODEV, "mode=755,size=64m")
+    kernel.mount("tmpfs", f"{_PLACE}/base", kernel.NOSUID | kernel.NODEV, "mode=755,size=64m")
+    layers.build(f"{_PLACE}/base")
+    kernel.mount("", f"{_PLACE}/base", kernel.REMOUNT | kernel.RDONLY | kernel.NOSUID | kernel.NODEV, "mode=755,size=64m")
+    kernel.mount("", _PLACE, kernel.BIND | kernel.REC, source=_PLACE)  # what an outer namespace mounted cannot be our root
+    kernel.change_root(_PLACE)
+    nothing = os.open("/dev/null", os.O_RDWR)  # the host's own devices went with its root
+    for descriptor in (0, 1, 2):
+        os.dup2(nothing, descriptor)
+    os.close(nothing)
+    _bound_inotify()
 
 
 def _place() -> None:
     kernel.mount("", "/", kernel.REC | kernel.PRIVATE)
-    kernel.mount("tmpfs", PLACE, kernel.NOSUID | kernel.NODEV, "mode=755,size=1m")
-    for name in ("base", "usr", "box"):
-        os.mkdir(f"{PLACE}/{name}")
-    kernel.mount("", f"{PLACE}/usr", kernel.BIND, source="/usr")
+    kernel.mount("tmpfs", _PLACE, kernel.NOSUID | kernel.NODEV, "mode=755,size=1m")
+    for name in ("base", "usr", "box", "dev", "proc"):
+        os.mkdir(f"{_PLACE}/{name}")
+    kernel.bind("/usr", f"{_PLACE}/usr", read_only=True)
+    for name in mounts.DEVICES:
+        os.close(os.open(f"{_PLACE}/dev/{name}", os.O_CREAT | os.O_WRONLY, 0o666))
+        kernel.bind(f"/dev/{name}", f"{_PLACE}/dev/{name}")
+    kernel.mount("", f"{_PLACE}/proc", kernel.BIND | kernel.REC, source="/proc")  # a new one may only be mounted where there is one
+
+
+def _bound_inotify() -> None:
+    """Let all machines together take half of the instances that the kernel gives our user, and leave him the rest."""
+    with contextlib.suppress(OSError, ValueError):
+        with open("/proc/sys/fs/inotify/max_user_instances", encoding="utf-8") as file:
+            most = int(file.read())
+        with open("/proc/sys/user/max_inotify_instances", "w", encoding="utf-8") as file:
+            file.write(str(max(most // 2, 1)))
 
 
 def _own_ids(name: str) -> str:
