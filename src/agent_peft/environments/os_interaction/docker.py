@@ -1,6 +1,6 @@
 """The sandbox of an engine: a container per episode, by Docker's SDK, which Podman's engine answers too.
 
-Slower than bubblewrap and with an image of its own. Grading happens in a new container of the same image, which gets the files that
+Slower than namespaces and with an image of its own. Grading happens in a new container of the same image, which gets the files that
 the episode changed, but no library and no program in place of one that the image has.
 """
 
@@ -11,18 +11,22 @@ import json
 import secrets
 import tarfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from agent_peft.environments.os_interaction import docker_api
 from agent_peft.environments.os_interaction.docker_api import FrameStreams
-from agent_peft.environments.os_interaction.sandbox import CommandResult, Sandbox, SandboxLimits
+from agent_peft.environments.os_interaction.jail.grading import SETTINGS
+from agent_peft.environments.os_interaction.sandbox import CommandResult, MachineLost, Sandbox, SandboxLimits
 from agent_peft.environments.os_interaction.shell import SHELL, Shell, run_alone
 from agent_peft.types import InfrastructureError
 
 IMAGE = "debian:bookworm-slim"
 _ENVIRONMENT = {"HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", "PAGER": "cat"}
 _CLEAN = "/usr/sbin:/usr/bin:/sbin:/bin"
+# The script comes through the input, up to a null character, so that nothing it starts finds it.
+_SCRIPT = ("/bin/bash", "--noprofile", "--norc", "-c", 'IFS= read -r -d ""; exec </dev/null; eval "unset REPLY; $REPLY"', "bash")
 # Process 1: it cannot be killed from inside, waits for orphans, and ends when our end of its input closes, as it does when we die.
 _WAIT = ["/bin/bash", "-c", "while read -r; do :; done"]
 # Signals what began at or after a tick, but not the shell (named by a mark), process 1 and itself; prints how many there were.
@@ -39,6 +43,15 @@ for folder in /proc/[0-9]*; do
 done
 echo "$n"
 """
+
+
+@contextmanager
+def _container() -> Iterator[None]:
+    """What an engine says of a container that does not do what it should any more."""
+    try:
+        yield
+    except (docker_api.errors().DockerException, OSError) as error:  # the SDK's requests raise OSErrors
+        raise MachineLost(f"a container failed: {error}") from error
 
 
 class DockerSandbox(Sandbox):
@@ -65,19 +78,22 @@ class DockerSandbox(Sandbox):
     def run(self, command: str, timeout: float) -> CommandResult:
         if self._graded:
             raise RuntimeError("the sandbox was graded: nothing runs in it any more")
-        result = self._shell.run(command, timeout) if self._shell is not None and self._shell.alive() else None
-        return result if result is not None else self._new_shell().run(command, timeout) or CommandResult("", None)
+        with _container():
+            result = self._shell.run(command, timeout) if self._shell is not None and self._shell.alive() else None
+            return result if result is not None else self._new_shell().run(command, timeout) or CommandResult("", None)
 
     def run_fresh(self, script: str, timeout: float, kill_others: bool = False) -> CommandResult:
-        if kill_others and not self._graded:
-            self._replace(docker_api.graded_changes(self._changes()))
-            self._graded = True
-        began = time.clock_gettime(time.CLOCK_BOOTTIME)
-        streams = self._execute(["/bin/bash", "--noprofile", "--norc", "-c", script], stdin=False, path=_CLEAN)
-        try:
-            return run_alone(streams, self, self._limits, began, timeout)
-        finally:
-            streams.close()
+        with _container():
+            if kill_others and not self._graded:
+                self._replace(docker_api.graded_changes(self._changes(), script))
+                self._graded = True
+            began = time.clock_gettime(time.CLOCK_BOOTTIME)
+            streams = self._execute(_SCRIPT, stdin=True, path=_CLEAN, settings=SETTINGS if self._graded else {})
+            try:
+                streams.write(script.replace("\0", "").encode("utf-8", "surrogateescape") + b"\0")
+                return run_alone(streams, self, self._limits, began, timeout)
+            finally:
+                streams.close()
 
     def read_file(self, path: str, limit: int = 1 << 20) -> bytes:
         try:
@@ -167,7 +183,7 @@ class DockerSandbox(Sandbox):
     def _replace(self, changes: Sequence[Mapping[str, Any]]) -> None:
         """A new container with these changes instead of this one."""
         self._client.pause(self._id)  # so that nothing changes under the copy
-        content, deleted = docker_api.gather(changes, self._fetch)
+        content, deleted = docker_api.gather(changes, self._fetch, ways_out=False)
         self._client.unpause(self._id)
         self._remove()
         self._create()
@@ -197,8 +213,8 @@ class DockerSandbox(Sandbox):
         pieces.close()
         return True
 
-    def _execute(self, argv: Sequence[str], stdin: bool, path: str) -> FrameStreams:
-        environment = _ENVIRONMENT | {"PATH": path}
+    def _execute(self, argv: Sequence[str], stdin: bool, path: str, settings: Mapping[str, str] | None = None) -> FrameStreams:
+        environment = {**_ENVIRONMENT, **(settings or {}), "PATH": path}
         made = self._client.exec_create(self._id, list(argv), stdin=stdin, environment=environment, workdir="/root", user="0")
         channel = self._client.exec_start(made["Id"], socket=True)
         return FrameStreams(getattr(channel, "_sock", channel), lambda: self._client.exec_inspect(made["Id"])["ExitCode"])

@@ -12,14 +12,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+from agent_peft.environments.os_interaction.jail.grading import is_hidden, leads_out
 from agent_peft.environments.os_interaction.sandbox import SandboxLimits
 from agent_peft.environments.os_interaction.streams import Source
 from agent_peft.types import AgentPeftError
 
 _SOURCES = {1: Source.OUTPUT, 2: Source.CONTROL}
-_GUARDED = ("usr/lib", "usr/lib32", "usr/lib64", "usr/libexec", "usr/share", "usr/local/lib", "etc/alternatives", "etc/ld.so.preload",
-            "etc/ld.so.cache", "etc/ld.so.conf", "etc/ld.so.conf.d", "etc/nsswitch.conf", "etc/pam.conf", "etc/pam.d", "etc/perl",
-            "etc/python3", "etc/security", "bin", "sbin", "lib", "lib64")  # fmt: skip
 
 
 def connect(engine: str) -> Any:
@@ -89,32 +87,29 @@ def host_config(limits: SandboxLimits) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def guarded(path: str) -> bool:
-    """Whether a changed file is one the grader must not get: a library, or what decides which program a name means.
-
-    >>> guarded("/usr/lib/x86_64-linux-gnu/libc.so.6"), guarded("/etc/passwd"), guarded("/usr/local/bin/tool")
-    (True, False, False)
-    """
-    path = path.strip("/")
-    return any(path == prefix or path.startswith(f"{prefix}/") for prefix in _GUARDED)
-
-
-def graded_changes(changes: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Of what a container changed, what its grader sees: all but guarded files, and programs that were there before.
+def graded_changes(changes: Iterable[Mapping[str, Any]], script: str) -> list[Mapping[str, Any]]:
+    """Of what a container changed, what ``script`` sees when it grades: data, and of settings and programs those that it names, but no
+    program in place of one that was there before.
 
     >>> changes = [{"Path": "/usr/bin/stat", "Kind": 0}, {"Path": "/usr/bin/new", "Kind": 1}, {"Path": "/etc/passwd", "Kind": 0}]
-    >>> [change["Path"] for change in graded_changes(changes)]
+    >>> [change["Path"] for change in graded_changes(changes, "stat /etc/passwd && new")]
     ['/usr/bin/new', '/etc/passwd']
     """
-    return [c for c in changes if not guarded(c["Path"]) and not (c["Path"].startswith("/usr/") and c["Kind"] != 1)]
+    return [c for c in changes if not is_hidden(c["Path"], script) and not _replaces(c)]
 
 
-def gather(changes: Iterable[Mapping[str, Any]], fetch: Callable[[str], Iterable[bytes]]) -> tuple[bytes, list[str]]:
+def _replaces(change: Mapping[str, Any]) -> bool:
+    path = change["Path"]
+    return (path.startswith("/usr/") and change["Kind"] != 1) or path.strip("/") in ("bin", "sbin", "lib", "lib64")
+
+
+def gather(changes: Iterable[Mapping[str, Any]], fetch: Callable[[str], Iterable[bytes]], ways_out: bool = True) -> tuple[bytes, list[str]]:
     """Changed files as one tar, and the paths that were deleted.
 
     Args:
         changes: of an engine's diff: ``Path`` and ``Kind`` (0 modified, 1 added, 2 deleted); parents come before children.
         fetch: the engine's tar of a path, folders with all that is in them.
+        ways_out: keep links into /proc and /dev.
     """
     content, deleted, seen = io.BytesIO(), [], set[str]()
     with tarfile.open(fileobj=content, mode="w", format=tarfile.PAX_FORMAT) as target:
@@ -126,6 +121,8 @@ def gather(changes: Iterable[Mapping[str, Any]], fetch: Callable[[str], Iterable
             with tarfile.open(fileobj=_Reader(fetch(path)), mode="r|") as source:
                 for member in source:  # the first is the path itself; in folders, what changed comes with a change of its own
                     member.name = path.strip("/")
+                    if member.issym() and not ways_out and leads_out(path, member.linkname):
+                        break
                     if member.name not in seen:
                         seen.add(member.name)
                         target.addfile(member, source.extractfile(member) if member.isreg() else None)

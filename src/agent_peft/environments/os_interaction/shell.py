@@ -24,7 +24,7 @@ _NO_TERMINAL = re.compile(r"^bash: \[[0-9]+: [0-9]+ \([0-9]+\)\] tcsetattr: .*\n
 _OUTPUT, _CONTROL = 250, 251  # high numbers, which commands that redirect do not use
 _LOOK = 0.25  # seconds between looks at the CPU time
 _STATE_LIMIT = 1 << 18  # bytes of variables and functions that we remember
-_FREELY = 8 << 20  # bytes of output read as fast as they come; the rest more slowly, so that endless output costs little
+_FREELY = 8 << 20  # bytes read as fast as they come; the rest more slowly, so that endless output costs little
 
 
 class Processes(Protocol):
@@ -54,6 +54,7 @@ class Bounded:
         self._room = 4 * limit  # bytes: a character has four at most
         self._head, self._tail = bytearray(), bytearray()
         self.size = 0
+        self.received = 0  # bytes that came beside it, too
 
     def add(self, content: bytes) -> None:
         self.size += len(content)
@@ -152,14 +153,14 @@ class Shell:
         """The exit code, once the command has ended; -1 where a signal killed the shell."""
         self._note(source, content)
         if source is Source.END:
-            code = int(content or b"-1")
+            code = int(content or b"-1")  # of our own process, not of the agent's
             return -1 if code < 0 or 128 < code <= 128 + 64 else code
         mark = re.search(rb"%s ([0-9]+)\n" % self._secret.encode(), self._control)
         if mark is None:
             return None
         self._remember()
         self._control = self._control[self._control.index(mark[0]) + len(mark[0]) :]
-        self._status = int(mark[1])
+        self._status = min(int(mark[1][-3:]), 255)  # a trap of the agent's may print what it likes there
         return self._status
 
     def _note(self, source: Source, content: bytes) -> None:
@@ -227,7 +228,7 @@ def _wait(streams: Streams, processes: Processes, limits: SandboxLimits, deadlin
         if code is not None:
             _gather(streams.rest(), output, take)  # what was printed before the end, and not more, though a daemon print on
             return code
-        if output.size > _FREELY:
+        if output.received > _FREELY:
             time.sleep(0.002)
     return None
 
@@ -235,6 +236,7 @@ def _wait(streams: Streams, processes: Processes, limits: SandboxLimits, deadlin
 def _gather(pieces: Iterable[tuple[Source, bytes]], output: Bounded, take: _Take) -> int | None:
     code: int | None = None
     for source, content in pieces:
+        output.received += len(content)
         if source is Source.OUTPUT:
             output.add(content)
         elif (found := take(source, content)) is not None:

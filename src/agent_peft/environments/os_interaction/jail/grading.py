@@ -7,6 +7,7 @@ that the evaluation asks for by name; elsewhere, all is as the agent left it. Li
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from agent_peft.environments.os_interaction.jail import kernel
 from agent_peft.environments.os_interaction.jail.layers import LIBRARIES, PROGRAMS, make_opaque
 
-LAYERS = ("guard", "guard_usr", "view_written", "view_work")  # folders of process 1, made when grading
+PLACE = "/grading"  # a file system of process 1's, since the agent may have filled its own
 _NOWHERE = "/dev/null/none"  # settings are looked for here, where nothing can be
 SETTINGS = {
     "PYTHONSAFEPATH": "1",
@@ -58,6 +59,13 @@ NEVER = frozenset(
 _PYTHON = re.compile(r"python[0-9.]*")
 _ETC = re.compile(r"/etc/+([\w.+@-]+)")
 _ALL_OF_ETC = re.compile(r"/etc(?![\w./+@-])|/etc/+(?![\w.+@/-])")
+# An evaluation that looks through a whole home sees all of it but these
+_HOME_SETTINGS = re.compile(
+    r"\.(git.*|config|curlrc|wgetrc|vim.*|viminfo|exrc|netrc|ssh|gnupg|npmrc|node.*|python.*|perl.*|inputrc|nanorc|my\.cnf|mylogin.*|psqlrc"
+    r"|less.*|terminfo.*|local|cache|gdbinit|editrc|pam_environment|lynxrc|screenrc|tmux.*|mailrc|toprc|digrc|bcrc|zshenv|zprofile|cpan.*"
+    r"|gem.*|irbrc|cargo|rustup|m2|java|gradle|ansible.*|docker|kube|aws|sqliterc|Rprofile|octaverc|hushlogin|rpmmacros|fonts.*|selected_editor)"
+)
+_LOOKS_THROUGH = re.compile(r"\b(find|du|tar|tree|rsync|dotglob)\b|\bgrep -\w*[rR]|\bls -\w*[aA]|(?<![\w.])\.[*?\[]")
 _DOT_NAME = re.compile(r"(?<![\w.])\.[A-Za-z0-9_][\w.+@-]*")
 _WORD = re.compile(r"[\w.+@-]+")
 _MOST_LINKS = 40  # that the kernel follows for one path
@@ -67,25 +75,57 @@ _HARMLESS = re.compile(
 )
 
 
+def is_hidden(path: str, script: str) -> bool:
+    """Whether ``script`` must not see what the agent wrote at an absolute path: a setting that it does not name, a program, a library.
+
+    >>> is_hidden("/etc/app.conf", "grep -q x /etc/app.conf"), is_hidden("/root/.gitconfig", "git log"), is_hidden("/srv/a", "cat /srv/a")
+    (False, True, False)
+    """
+    parts = path.strip("/").split("/")
+    match parts:
+        case ["etc", name, *_]:
+            return _is_setting(name, script)
+        case ["root", name, *_]:
+            return _is_home_setting(name, script)
+        case ["usr", "local", "lib", *_]:
+            return True
+        case ["usr", folder, *rest] if folder in LIBRARIES or (folder in PROGRAMS and rest):
+            return folder in LIBRARIES or rest[0] not in _WORD.findall(script)
+    return False
+
+
+def leads_out(path: str, target: str) -> bool:
+    """Whether a link at ``path`` names what is not the same for all processes, if no other link is on the way.
+
+    >>> leads_out("/srv/a", "../proc/self/cmdline"), leads_out("/srv/a", "/dev/null")
+    (True, False)
+    """
+    place = os.path.normpath(os.path.join(os.path.dirname(path), target))
+    return re.match(r"/+(proc|dev)(/|$)", place) is not None and _HARMLESS.fullmatch(place) is None
+
+
 def make_layers(script: str) -> None:
     """Make the folders that lie above what the agent wrote when ``script`` looks at it. Process 1's root is the current one."""
-    for name in LAYERS:
-        shutil.rmtree(f"/{name}", ignore_errors=True)
-        os.mkdir(f"/{name}")
+    for name in ("guard", "guard_usr"):
+        os.mkdir(f"{PLACE}/{name}")
     _guard_etc(script)
-    for home in ("root", *(f"home/{name}" for name in _names("/root_written/home"))):
-        _guard_home(home, script)
+    _guard_home(script)
     _guard_usr(script)
 
 
 def mount_layers(view: str) -> None:
+    """Mount what the evaluation sees at ``view``. What is done there goes to a layer of its own."""
     written = "/usr_written/local"
     local = [written] if stat.S_ISDIR(_mode(written)) else []
-    lower = ["/base/guard", "/guard", "/root_written", "/base/root"]
-    kernel.mount("overlay", view, 0, f"userxattr,lowerdir={':'.join(lower)},upperdir=/view_written,workdir=/view_work")
-    kernel.mount("overlay", f"{view}/usr", kernel.RDONLY, "userxattr,lowerdir=/usr:/guard_usr:/usr_written:/base/usr")
-    lower = ["/base/guard_local", *local, "/base/usr/local"]
-    kernel.mount("overlay", f"{view}/usr/local", kernel.RDONLY, f"userxattr,lowerdir={':'.join(lower)}")
+    for target, name, lower in (
+        (view, "root", ["/base/guard", f"{PLACE}/guard", "/root_written", "/base/root"]),
+        (f"{view}/usr", "usr", ["/usr", f"{PLACE}/guard_usr", "/usr_written", "/base/usr"]),
+        (f"{view}/usr/local", "local", ["/base/guard_local", *local, "/base/usr/local"]),
+    ):
+        upper, work = f"{PLACE}/{name}", f"{PLACE}/{name}_work"
+        os.mkdir(upper)
+        os.mkdir(work)
+        kernel.mount("overlay", target, 0, f"userxattr,lowerdir={':'.join(lower)},upperdir={upper},workdir={work}")
 
 
 def links(*trees: tuple[str, str]) -> list[bytes]:
@@ -97,22 +137,28 @@ def links(*trees: tuple[str, str]) -> list[bytes]:
 
 
 def remove_ways_out(paths: Iterable[bytes]) -> None:
-    """Take away those links that lead to what is not the same for all processes. Our root is the evaluation's."""
+    """Take away those links that lead to what is not the same for all processes, and let nothing else be changed in /usr. Our root is the
+    evaluation's.
+    """
     for path in [path for path in paths if _leads_out(path)]:
-        try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # another link on the way to it is gone already
             os.unlink(path)
-        except OSError:
-            continue  # another link on the way to it is gone already
+    for folder in ("/usr", "/usr/local"):
+        kernel.mount("", folder, kernel.REMOUNT | kernel.BIND | kernel.RDONLY)
+
+
+def _is_setting(name: str, script: str) -> bool:
+    if name in _ABOUT:
+        return False
+    return name in NEVER or _PYTHON.fullmatch(name) is not None or not (name in _ETC.findall(script) or _ALL_OF_ETC.search(script))
 
 
 def _guard_etc(script: str) -> None:
-    everything = _ALL_OF_ETC.search(script) is not None
-    named = set(_ETC.findall(script))
     for name in _names("/root_written/etc"):
-        if name in _ABOUT or ((name in named or everything) and name not in NEVER and not _PYTHON.fullmatch(name)):
+        if not _is_setting(name, script):
             continue
-        os.makedirs("/guard/etc", exist_ok=True)
-        clean, target = f"/base/root/etc/{name}", f"/guard/etc/{name}"
+        os.makedirs(f"{PLACE}/guard/etc", exist_ok=True)
+        clean, target = f"/base/root/etc/{name}", f"{PLACE}/guard/etc/{name}"
         if not os.path.lexists(clean):
             os.mknod(target, stat.S_IFCHR, 0)  # a whiteout: there is none, whatever the machine says
         elif os.path.isdir(clean) and not os.path.islink(clean):
@@ -123,43 +169,47 @@ def _guard_etc(script: str) -> None:
             shutil.copy2(clean, target, follow_symlinks=False)
 
 
-def _guard_home(home: str, script: str) -> None:
-    """Hide a home's settings but those that the evaluation names."""
-    written = f"/root_written/{home}"
-    named = set(_DOT_NAME.findall(script))
-    hidden = [name for name in _names(written) if name.startswith(".") and name not in named]
+def _is_home_setting(name: str, script: str) -> bool:
+    if not name.startswith(".") or name in _DOT_NAME.findall(script):
+        return False
+    return _LOOKS_THROUGH.search(script) is None or _HOME_SETTINGS.fullmatch(name) is not None
+
+
+def _guard_home(script: str) -> None:
+    """Hide the settings in root's home, whose programs the evaluation runs, but those that it names. Other users' are theirs."""
+    hidden = [name for name in _names("/root_written/root") if _is_home_setting(name, script)]
     if not hidden:
         return
-    place = ""
-    for part in home.split("/"):  # a folder of this layer has the say over the owner and mode of those below
-        place = f"{place}/{part}"
-        if not os.path.isdir(f"/guard{place}"):
-            os.mkdir(f"/guard{place}")
-        found = os.lstat(f"/root_written{place}")
-        os.chown(f"/guard{place}", found.st_uid, found.st_gid)
-        os.chmod(f"/guard{place}", stat.S_IMODE(found.st_mode))
+    guard = f"{PLACE}/guard/root"
+    os.mkdir(guard)
     for name in hidden:
-        clean = f"/base/root/{home}/{name}"
-        if os.path.isfile(clean):
-            shutil.copy2(clean, f"/guard/{home}/{name}")
+        if os.path.isfile(f"/base/root/root/{name}"):
+            shutil.copy2(f"/base/root/root/{name}", f"{guard}/{name}")
         else:
-            os.mknod(f"/guard/{home}/{name}", stat.S_IFCHR, 0)
-    for part in (f"/{home}", *([f"/{os.path.dirname(home)}"] if "/" in home else [])):
-        found = os.lstat(f"/root_written{part}")
-        os.utime(f"/guard{part}", ns=(found.st_atime_ns, found.st_mtime_ns))
+            os.mknod(f"{guard}/{name}", stat.S_IFCHR, 0)
+    shutil.copystat("/root_written/root", guard)  # this folder has the say over the one below
+    found = os.lstat("/root_written/root")
+    os.chown(guard, found.st_uid, found.st_gid)
 
 
 def _guard_usr(script: str) -> None:
     """Of the programs that the agent added, those that the evaluation names, and whose names the host does not have."""
     theirs = {name for folder in PROGRAMS for name in _names(f"/usr/{folder}")}
     for folder in (*PROGRAMS, *LIBRARIES):
-        os.mkdir(f"/guard_usr/{folder}")
-        make_opaque(f"/guard_usr/{folder}")
+        os.mkdir(f"{PLACE}/guard_usr/{folder}")
+        make_opaque(f"{PLACE}/guard_usr/{folder}")
     named = set(_WORD.findall(script)) - theirs
     for folder in PROGRAMS:
         for name in named.intersection(_names(f"/usr_written/{folder}")):
-            if not stat.S_ISDIR(_mode(f"/usr_written/{folder}/{name}")):
-                os.link(f"/usr_written/{folder}/{name}", f"/guard_usr/{folder}/{name}", follow_symlinks=False)
+            _copy(f"/usr_written/{folder}/{name}", f"{PLACE}/guard_usr/{folder}/{name}")
+
+
+def _copy(source: str, target: str) -> None:
+    """Copy a file or a link, with its owner and times; of anything else there is no copy."""
+    found = os.lstat(source)
+    if stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode):
+        shutil.copy2(source, target, follow_symlinks=False)
+        os.chown(target, found.st_uid, found.st_gid, follow_symlinks=False)
 
 
 def _names(folder: str) -> list[str]:
@@ -203,6 +253,9 @@ def _leads_out(path: bytes) -> bool:
             done = done.rpartition(b"/")[0]
             continue
         here = done + b"/" + part
+        if here == b"/dev" and waiting and waiting[-1] == b"shm":  # the agent's files, as elsewhere
+            done = here
+            continue
         if here in (b"/proc", b"/dev"):
             rest = b"/".join([here, *(each for each in reversed(waiting) if each not in (b"", b"."))])
             return _HARMLESS.fullmatch(os.fsdecode(rest)) is None

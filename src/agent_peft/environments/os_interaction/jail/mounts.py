@@ -37,7 +37,7 @@ class Mounts:
         megabytes = limits["memory_mb"]
         kernel.mount("", "/", kernel.REC | kernel.PRIVATE)
         kernel.mount("tmpfs", _BOX, kernel.NOSUID | kernel.NODEV, f"mode=755,size={megabytes}m,nr_inodes={max(megabytes * 64, 4096)}")
-        for name in (*WRITTEN, "shm", "root_work", "usr_work", "base", "usr", "dev", "proc", "view"):
+        for name in (*WRITTEN, "shm", "root_work", "usr_work", "base", "usr", "dev", "proc", "view", "grading"):
             os.mkdir(f"{_BOX}/{name}")
         os.chmod(f"{_BOX}/shm", 0o1777)
         os.chmod(f"{_BOX}/{WRITTEN[0]}", 0o755)
@@ -53,6 +53,7 @@ class Mounts:
             os.dup2(nothing, descriptor)
         os.close(nothing)
         self._user = new_user_namespace()
+        self._megabytes = megabytes
         self._namespaces: dict[str, int] = {}
         self._touched = False
         self._open("agent", self._build_agent)
@@ -66,6 +67,7 @@ class Mounts:
         if view == "graded" or "graded" in self._namespaces:
             if "graded" not in self._namespaces:
                 self._close("agent", "clean")
+                kernel.mount("tmpfs", grading.PLACE, kernel.NOSUID | kernel.NODEV, f"mode=755,size={self._megabytes}m")
                 grading.make_layers(script)
                 self._open("graded", self._build_graded)
             return "graded"
@@ -97,10 +99,11 @@ class Mounts:
 
     def clear(self) -> None:
         """Forget what was written. Nothing runs any more."""
+        if "graded" in self._namespaces:
+            kernel.unmount(grading.PLACE)
         self._close(*tuple(self._namespaces))
-        for name in (*WRITTEN, "root_work", "usr_work", *grading.LAYERS):
-            shutil.rmtree(f"/{name}", ignore_errors=name in grading.LAYERS)
         for name in (*WRITTEN, "root_work", "usr_work"):
+            shutil.rmtree(f"/{name}")
             os.mkdir(f"/{name}")
         os.chmod(f"/{WRITTEN[0]}", 0o755)
         for name in os.listdir("/shm"):
@@ -176,7 +179,7 @@ class Mounts:
                 os.close(descriptor)
 
     def _build_graded(self) -> None:
-        links = grading.links(("/root_written", ""), ("/usr_written/local", "/usr/local"), ("/shm", "/dev/shm"))
+        links = grading.links(("/root_written", ""), ("/usr_written", "/usr"), (f"{grading.PLACE}/guard_usr", "/usr"), ("/shm", "/dev/shm"))
         grading.mount_layers(_VIEW)
         _dev(f"{_VIEW}/dev")
         _proc(f"{_VIEW}/proc", read_only=True)
