@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from agent_peft.environments.os_interaction.jail import archive, kernel, mounts, processes
+from agent_peft.environments.os_interaction.jail import archive, exec_guard, grading, kernel, mounts, processes
 
 FIRST_EXTRA = 9  # descriptors that a process keeps besides its streams begin here
 _OWN_PROCESSES = 6  # process 1, its parent, and those that either forks for a moment
@@ -121,6 +121,7 @@ class Init:
         self._mounts = mounts.Mounts(limits, lambda: _user_namespace_below(ids))
         self._ends: dict[int, int] = {}  # a process we started -> where to write how it ended
         self._shells: set[int] = set()
+        self._guards: dict[int, exec_guard.ExecGuard] = {}
         self._watch = processes.Watch(limits["memory_mb"] << 20, limits["processes"], limits["cpu_seconds"], self._shells)
         kernel.loopback_up()
         socket.sethostname("sandbox")
@@ -137,8 +138,14 @@ class Init:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         poll.register(wake_read, select.POLLIN)
         self._reap()
+        self._poll = poll
         while True:
             ready = {descriptor for descriptor, _ in poll.poll(self._watch.interval * 1000)}
+            for descriptor in ready & self._guards.keys():
+                if not self._guards[descriptor].answer():
+                    self._stop_guard(descriptor)
+            if ready and ready <= self._guards.keys():
+                continue
             if wake_read in ready:
                 os.read(wake_read, 4096)
                 self._reap()
@@ -190,13 +197,41 @@ class Init:
             return {"undead": True}
         namespace = self._mounts.prepare(view, script)
         environment = dict(self._mounts.environment(view))
-        pid = self._fork(lambda: self._execute(namespace, environment, argv, descriptors))
+        if view == "graded":
+            pid = self._spawn_guarded(lambda tell: self._execute(namespace, environment, argv, descriptors, tell))
+        else:
+            pid = self._fork(lambda: self._execute(namespace, environment, argv, descriptors))
         self._ends[pid] = fcntl.fcntl(descriptors[3], fcntl.F_DUPFD_CLOEXEC)
         if view == "agent":
             self._shells.add(pid)
         return {}
 
-    def _execute(self, namespace: str, environment: dict[str, str], argv: Sequence[str], descriptors: Sequence[int]) -> None:
+    def _spawn_guarded(self, work: Callable[[socket.socket], None]) -> int:
+        """Fork, and answer the kernel's questions about what the child executes."""
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            pid = self._fork(lambda: work(theirs))
+            theirs.close()
+            _, listeners, _, _ = socket.recv_fds(ours, 1, 1)
+        for listener in listeners:
+            os.set_inheritable(listener, False)
+            self._guards[listener] = exec_guard.ExecGuard(listener, f"{grading.PLACE}/launching")
+            self._poll.register(listener, select.POLLIN)
+        return pid
+
+    def _stop_guard(self, listener: int) -> None:
+        self._poll.unregister(listener)
+        os.close(listener)
+        del self._guards[listener]
+
+    def _execute(
+        self,
+        namespace: str,
+        environment: dict[str, str],
+        argv: Sequence[str],
+        descriptors: Sequence[int],
+        guard: socket.socket | None = None,
+    ) -> None:
         os.setsid()
         megabyte = 1 << 20
         for kind, bound in (
@@ -221,6 +256,8 @@ class Init:
             os.dup2(descriptor, place)
         self._mounts.enter(namespace)
         self._become_a_process_of_the_machine()
+        if guard is not None:
+            socket.send_fds(guard, [b"x"], [kernel.ask_before_exec()])
         os.execve(argv[0], list(argv), environment)
 
     def _become_a_process_of_the_machine(self) -> None:

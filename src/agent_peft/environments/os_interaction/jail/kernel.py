@@ -119,14 +119,17 @@ CAPABILITIES = {
 }  # fmt: skip
 
 
+def mask_of(names: Collection[str]) -> int:
+    return sum(1 << CAPABILITIES[name] for name in names)
+
+
 def keep_capabilities(names: Collection[str]) -> None:
     """Give up all capabilities but these, for us and for whatever we execute, for ever."""
-    kept = {CAPABILITIES[name] for name in names}
+    mask = mask_of(names)
     _prctl(_AMBIENT, 4)  # clear all
     for number in range(64):
-        if number not in kept and _prctl(_CAPBSET_DROP, number) < 0:
+        if not mask >> number & 1 and _prctl(_CAPBSET_DROP, number) < 0:
             break  # the kernel knows no more
-    mask = sum(1 << number for number in kept)
     header = struct.pack("=Ii", 0x20080522, 0)
     low, high = mask & 0xFFFFFFFF, mask >> 32
     _check(_libc.syscall(_numbers()["capset"], header, struct.pack("=6I", low, low, 0, high, high, 0)), "capset")
@@ -168,9 +171,14 @@ _BOTH = {
 _NEWEST = 462  # a system call that is newer than this is not there: nobody has looked at what it can do
 _OPEN_TREE, _MOVE_MOUNT = 428, 429
 _TABLES = {"x86_64": (0xC000003E, _X86_64), "aarch64": (0xC00000B7, _AARCH64)}
-_OWN = {"x86_64": {"pivot_root": 155, "capset": 126}, "aarch64": {"pivot_root": 41, "capset": 91}}
+_OWN = {
+    "x86_64": {"pivot_root": 155, "capset": 126, "execve": 59, "execveat": 322, "seccomp": 317},
+    "aarch64": {"pivot_root": 41, "capset": 91, "execve": 221, "execveat": 281, "seccomp": 277},
+}
 _FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, 16)  # 16: netlink
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
+_OPENAT2, _RESOLVE_IN_ROOT = 437, 0x10
+_USER_NOTIF = 0x7FC00000
 _EPERM, _ENOSYS, _ALLOW = 0x00050000 | 1, 0x00050000 | 38, 0x7FFF0000
 
 
@@ -240,6 +248,32 @@ def install_filter(program: bytes) -> None:
     content = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("@HP", len(program) // 8, ctypes.addressof(content))
     _check(int(_libc.prctl(_SECCOMP, ctypes.c_ulong(2), header, ctypes.c_ulong(0), ctypes.c_ulong(0))), "seccomp")
+
+
+def exec_numbers() -> tuple[int, int]:
+    """The numbers of execve and execveat."""
+    return _numbers()["execve"], _numbers()["execveat"]
+
+
+def ask_before_exec() -> int:
+    """Have the kernel ask before each execve of ours and of what we execute; the descriptor returned is where it asks."""
+    program = Program()
+    program.put(_LOAD, 0)
+    for number in exec_numbers():
+        program.put(_EQUAL, number, "ask")
+    program.put(_RETURN, _ALLOW)
+    program.place("ask")
+    program.put(_RETURN, _USER_NOTIF)
+    text = program.assemble()
+    content = ctypes.create_string_buffer(text, len(text))
+    header = struct.pack("@HP", len(text) // 8, ctypes.addressof(content))
+    return _check(int(_libc.syscall(_numbers()["seccomp"], 1, ctypes.c_uint(8), header)), "seccomp with a listener")
+
+
+def open_in(root: int, path: str, flags: int) -> int:
+    """Open as a process would whose root is the folder behind the descriptor ``root``."""
+    how = struct.pack("=QQQ", flags | os.O_CLOEXEC, 0, _RESOLVE_IN_ROOT)
+    return _check(int(_libc.syscall(_OPENAT2, ctypes.c_int(root), os.fsencode(path), how, ctypes.c_size_t(len(how)))), "openat2")
 
 
 def forbidden_calls(machine: str) -> Sequence[str]:

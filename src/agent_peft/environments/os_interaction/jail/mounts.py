@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from agent_peft.environments.os_interaction.jail import grading, kernel
+from agent_peft.environments.os_interaction.jail import exec_guard, grading, kernel
 
 WRITTEN = ("root_written", "usr_written")  # all that a snapshot holds
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
@@ -54,6 +54,8 @@ class Mounts:
         os.close(nothing)
         self._user = new_user_namespace()
         self._megabytes = megabytes
+        with open("/proc/self/uid_map", encoding="utf-8") as file:
+            self._single_id = [line.split()[2] for line in file] == ["1"]
         self._namespaces: dict[str, int] = {}
         self._touched = False
         self._open("agent", self._build_agent)
@@ -69,6 +71,7 @@ class Mounts:
                 self._close("agent", "clean")
                 kernel.mount("tmpfs", grading.PLACE, kernel.NOSUID | kernel.NODEV, f"mode=755,size={self._megabytes}m")
                 grading.make_layers(script)
+                self._make_launcher()
                 self._open("graded", self._build_graded)
             return "graded"
         if view == "agent":
@@ -87,6 +90,14 @@ class Mounts:
             os.chdir("/root")
         except OSError:  # the agent has removed or locked it
             os.chdir("/")
+
+    def _make_launcher(self) -> None:
+        guard = f"{grading.PLACE}/guard"
+        for folder in (f"{grading.PLACE}/launching", f"{guard}{exec_guard.PLACE}"):
+            os.mkdir(folder)
+        with open(f"{guard}{exec_guard.LAUNCHER}", "w", encoding="utf-8") as file:
+            file.write(exec_guard.launcher(self._single_id))
+        os.chmod(f"{guard}{exec_guard.LAUNCHER}", 0o755)
 
     @staticmethod
     def environment(view: str) -> Mapping[str, str]:
@@ -182,7 +193,8 @@ class Mounts:
         links = grading.links(("/root_written", ""), ("/usr_written", "/usr"), (f"{grading.PLACE}/guard_usr", "/usr"), ("/shm", "/dev/shm"))
         grading.mount_layers(_VIEW)
         _dev(f"{_VIEW}/dev")
-        _proc(f"{_VIEW}/proc", read_only=True)
+        _proc(f"{_VIEW}/proc", graded=True)
+        kernel.bind(f"{grading.PLACE}/launching", f"{_VIEW}{exec_guard.PLACE}", read_only=True)
         kernel.change_root(_VIEW)
         grading.remove_ways_out(links)
 
@@ -206,18 +218,18 @@ def _dev(target: str) -> None:
     kernel.mount("", target, kernel.REMOUNT | kernel.BIND | kernel.RDONLY | kernel.NOSUID)
 
 
-def _proc(target: str, read_only: bool = False) -> None:
-    """A view of the machine's processes. Read only, nobody can write into another's memory there."""
+def _proc(target: str, graded: bool = False) -> None:
+    """A view of the machine's processes. When grading nobody can write into another's memory there, or see another user's processes."""
     _real_folder(target)
     flags = kernel.NOSUID | kernel.NODEV | kernel.NOEXEC
-    kernel.mount("proc", target, flags)
+    kernel.mount("proc", target, flags, "hidepid=2" if graded else "")
     for name in _READ_ONLY:
         with contextlib.suppress(FileNotFoundError):
             kernel.bind(f"{target}/{name}", f"{target}/{name}", read_only=True)
     for name in _MASKED:
         with contextlib.suppress(FileNotFoundError):
             kernel.bind("/dev/null", f"{target}/{name}")
-    if read_only:
+    if graded:
         kernel.mount("", target, kernel.REMOUNT | kernel.BIND | kernel.RDONLY | flags)
 
 
