@@ -53,7 +53,21 @@ _ABOUT = frozenset(
 NEVER = frozenset(
     (
         *("alternatives", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "ld.so.preload", "nsswitch.conf", "pam.conf", "pam.d", "perl"),
-        *("security", "ssl", "gitconfig", "curlrc", "host.conf", "selinux", "gss", "krb5.conf", "libnl-3", "terminfo", "vim", "zsh"),
+        *(
+            "security",
+            "ssl",
+            "gitconfig",
+            "curlrc",
+            "host.conf",
+            "selinux",
+            "gss",
+            "krb5.conf",
+            "libnl-3",
+            "terminfo",
+            "vim",
+            "zsh",
+            "pyvenv.cfg",
+        ),
     )
 )
 _PYTHON = re.compile(r"python[0-9.]*")
@@ -89,6 +103,8 @@ def is_hidden(path: str, script: str) -> bool:
             return _is_home_setting(name, script)
         case ["usr", "local", "lib", *_]:
             return True
+        case ["usr", name]:
+            return name in NEVER or (name not in (*PROGRAMS, *LIBRARIES, "local") and name not in _WORD.findall(script))
         case ["usr", folder, *rest] if folder in LIBRARIES or (folder in PROGRAMS and rest):
             return folder in LIBRARIES or rest[0] not in _WORD.findall(script)
     return False
@@ -202,12 +218,16 @@ def _guard_usr(script: str) -> None:
     for folder in PROGRAMS:
         for name in named.intersection(_names(f"/usr_written/{folder}")):
             _copy(f"/usr_written/{folder}/{name}", f"{PLACE}/guard_usr/{folder}/{name}")
+    for name in _names("/usr_written"):  # Python, for one, looks for settings there
+        if not os.path.lexists(f"/usr/{name}") and name not in (*PROGRAMS, *LIBRARIES, "local") and (name in NEVER or name not in named):
+            os.mknod(f"{PLACE}/guard_usr/{name}", stat.S_IFCHR, 0)
 
 
 def _copy(source: str, target: str) -> None:
-    """Copy a file or a link, with its owner and times; of anything else there is no copy."""
+    """Copy a file or a link, with its owner and times; of anything else, and of a link that may lead out, there is no copy."""
     found = os.lstat(source)
-    if stat.S_ISREG(found.st_mode) or stat.S_ISLNK(found.st_mode):
+    plain = stat.S_ISLNK(found.st_mode) and ".." not in (to := os.readlink(source)) and not leads_out("/usr/bin/link", to)
+    if stat.S_ISREG(found.st_mode) or plain:
         shutil.copy2(source, target, follow_symlinks=False)
         os.chown(target, found.st_uid, found.st_gid, follow_symlinks=False)
 

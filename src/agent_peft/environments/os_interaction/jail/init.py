@@ -129,6 +129,7 @@ class Init:
         _setting("user/max_inotify_watches", _MOST_WATCHES)
         _setting("user/max_inotify_instances", _MOST_INSTANCES)
         _setting("net/ipv4/ip_unprivileged_port_start", 0)  # the network belongs to our user namespace, not to the agent's
+        kernel.set_dumpable(False)  # our files in /proc are nobody's, then
 
     def serve(self) -> None:
         poll = select.poll()
@@ -270,6 +271,7 @@ class Init:
         if pid == 0:
             status = 126
             try:
+                kernel.set_dumpable(True)
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 work()

@@ -133,6 +133,7 @@ class Mounts:
         if pid == 0:
             message = b""
             try:
+                kernel.set_dumpable(True)  # process 1 looks at our namespace
                 kernel.unshare(kernel.NEWNS)
                 build()
             except OSError as error:
@@ -190,7 +191,7 @@ class Mounts:
                 os.close(descriptor)
 
     def _build_graded(self) -> None:
-        links = grading.links(("/root_written", ""), ("/usr_written", "/usr"), (f"{grading.PLACE}/guard_usr", "/usr"), ("/shm", "/dev/shm"))
+        links = grading.links(("/root_written", ""), ("/usr_written", "/usr"), ("/shm", "/dev/shm"))
         grading.mount_layers(_VIEW)
         _dev(f"{_VIEW}/dev")
         _proc(f"{_VIEW}/proc", graded=True)

@@ -1,0 +1,246 @@
+"""What an agent may try: commands that must reach nothing, and worlds that must not be graded as correct.
+
+``python attacks.py`` runs all of them and prints, as JSON, the names of those that got through: for a test that runs them as another user.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+
+from agent_peft.environments.os_interaction.episode import OSEpisode, Rules
+from agent_peft.environments.os_interaction.problems import Exits, Problem, Script
+from agent_peft.environments.os_interaction.sandbox import SandboxLimits
+from agent_peft.environments.os_interaction.sandboxes import build_sandbox
+from agent_peft.types import Outcome
+
+LIMITS = SandboxLimits(memory_mb=128, processes=40, file_size_mb=16, cpu_seconds=10)
+SECRET = "xylophone-4711"
+
+_CALL = r"""
+import ctypes, os, sys
+libc = ctypes.CDLL(None, use_errno=True)
+def call(number, *arguments):
+    ctypes.set_errno(0)
+    result = libc.syscall(number, *arguments)
+    print("REACHED" if result >= 0 else os.strerror(ctypes.get_errno()), result)
+"""
+
+
+def python(code: str) -> str:
+    return f"python3 - <<'PYTHON'\n{_CALL}{code}\nPYTHON"
+
+
+@dataclass(frozen=True)
+class Reach:
+    """A command that prints REACHED if it gets out of its machine, or at what it must not have."""
+
+    what: str
+    command: str
+    seconds: float = 20
+
+
+REACHES = (
+    Reach(
+        "another process's root, of any but our own",
+        'for p in /proc/[0-9]*; do [ -e "$p/root/base" ] && echo REACHED; [ -e "$p/root/work" ] && echo REACHED; done',
+    ),
+    Reach("process 1's root", "ls /proc/1/root/ && echo REACHED; cat /proc/1/environ && echo REACHED; ls /proc/1/fd/ && echo REACHED"),
+    Reach("process 1's folder and program", "cd /proc/1/cwd && echo REACHED; head -c 4 /proc/1/exe && echo REACHED"),
+    Reach("process 1's memory", "head -c 1 /proc/1/mem && echo REACHED; cat /proc/1/auxv && echo REACHED"),
+    Reach("process 1's settings", "echo 1000 >/proc/1/oom_score_adj && echo REACHED; echo 19 >/proc/1/autogroup && echo REACHED"),
+    Reach("a helper of the sandbox", "for p in /proc/[0-9]*; do grep -l bwrap $p/comm 2>/dev/null && echo REACHED; done; true"),
+    Reach(
+        "a mount of the host's", "grep -vE ' (overlay|proc|devpts|tmpfs|devtmpfs) | /(dev|proc)/' /proc/self/mountinfo | grep . && echo REACHED"
+    ),
+    Reach("the host's processes", "[ $(ls -d /proc/[0-9]* | wc -l) -gt 12 ] && echo REACHED; true"),
+    Reach("process 1's memory by a call", python("call(310, 1, 0, 0, 0, 0, 0)")),
+    Reach("tracing", python("call(101, 16, 1, 0, 0); call(101, 0, 0, 0, 0); call(101, 0x4206, os.getppid(), 0, 0)")),
+    Reach("descriptors of process 1", python("p = libc.syscall(434, 1, 0)\ncall(438, p, 0, 0)")),
+    Reach("descriptors of the shell", python("p = libc.syscall(434, os.getppid(), 0)\ncall(438, p, 250, 0); call(438, p, 2, 0)")),
+    Reach("namespaces by a descriptor", python("p = libc.syscall(434, 1, 0)\ncall(308, p, 0x20000); call(308, p, 0x10000000)")),
+    Reach("namespaces by a file", python("[call(308, os.open(f'/proc/self/ns/{n}', 0), 0) for n in os.listdir('/proc/self/ns')]")),
+    Reach("a user namespace", python("call(272, 0x10000000); call(56, 0x10000011, 0, 0, 0, 0)")),
+    Reach("any namespace", python("[call(272, flag) for flag in (0x20000, 0x80, 0x2000000, 0x4000000, 0x8000000, 0x20000000, 0x40000000)]")),
+    Reach("shared memory of System V", python("call(29, 0, 1 << 20, 0o1600); call(64, 0, 10, 0o1600); call(68, 0, 0o1600)")),
+    Reach("queues of messages", python("call(240, b'/q', 0o102, 0o600, 0)")),
+    Reach("keys", python("call(250, 0, -3, 0); call(248, b'user', b'a', b'b', 1, -3); call(249, b'user', b'a', 0, -3)")),
+    Reach("memory without a place", python("call(319, b'm', 0); call(447, 0)")),
+    Reach("faults of its own", python("call(323, 1)")),
+    Reach("rings", python("call(425, 1, bytes(200))")),
+    Reach("programs in the kernel", python("call(321, 0, 0, 0); call(298, bytes(128), 0, -1, -1, 0)")),
+    Reach("mounts", python("call(165, b'none', b'/mnt', b'tmpfs', 0, 0); call(430, b'tmpfs', 0); call(428, -100, b'/', 1); call(433, -100, b'/', 0)")),
+    Reach("another root", python("call(155, b'/', b'/'); call(166, b'/', 2); call(166, b'/proc', 2)")),
+    Reach("files by handle", python("call(303, -100, b'/', bytes(160), bytes(8), 0); call(304, -100, bytes(160), 0)")),
+    Reach("the host's clock and name", python("call(227, 0, bytes(16)); call(164, bytes(16), 0); call(170, b'x', 1)")),
+    Reach("modules, swap, accounting, the log", python("call(175, 0, 0, b''); call(167, b'/x', 0); call(163, 0); call(103, 3, bytes(10), 10)")),
+    Reach("comparing processes", python("call(312, 1, os.getpid(), 0, 0, 0)")),
+    Reach("calls newer than the filter", python("[call(number, 0, 0, 0, 0, 0, 0) for number in (463, 464, 467, 470, 500, 1000)]")),
+    Reach("another calling convention", python("call(0x40000000 + 39)")),
+    Reach("the virtual machine's socket", python("call(41, 40, 1, 0); call(41, 38, 5, 0); call(41, 17, 3, 0); call(41, 44, 2, 0)")),
+    Reach("raw sockets", python("call(41, 2, 3, 1); call(41, 10, 3, 58)")),
+    Reach("devices", "mknod /tmp/d b 8 0 && echo REACHED; mknod /tmp/c c 1 1 && echo REACHED; ls /dev/sd* /dev/vd* /dev/mem /dev/kmsg /dev/fuse && echo REACHED"),
+    Reach("settings of the network", "echo 1 >/proc/sys/net/ipv4/ip_forward && echo REACHED; echo 0 >/proc/sys/user/max_user_namespaces && echo REACHED"),
+    Reach("the kernel's memory and log", "head -c 1 /proc/kcore | grep -q . && echo REACHED; head -c 1 /proc/kmsg | grep -q . && echo REACHED; cat /proc/keys | grep -q . && echo REACHED"),
+    Reach("watches of the host", python("n = 0\nwhile libc.inotify_init() >= 0: n += 1\nprint('REACHED' if n > 20 else n)")),
+    Reach("another session's terminal", "echo x >/dev/tty && echo REACHED; ls /dev/pts/0 && echo REACHED"),
+    Reach(
+        "memory that is in no process's account",
+        python(
+            "import mmap, time\nheld = []\nfor i in range(20):\n  m = mmap.mmap(-1, 32 << 20)\n  [m.__setitem__(k, 1) for k in range(0, 32 << 20, 4096)]\n"
+            "  m.madvise(mmap.MADV_DONTNEED)\n  held.append(m)\n  time.sleep(0.1)\nprint('REACHED')"
+        ),
+    ),
+    Reach(
+        "memory of a process whose first thread has ended",
+        python(
+            "import threading, time\ndef hold():\n  held = [bytearray(b'x' * (40 << 20)) for _ in range(2)]\n  time.sleep(60)\n"
+            "for _ in range(4):\n  if os.fork() == 0:\n    threading.Thread(target=hold).start(); libc.syscall(60, 0)\n"
+            "time.sleep(2)\n"
+        )
+        + "\nfree=$(for t in /proc/[0-9]*/task/*/statm; do cut -d' ' -f2 $t; done 2>/dev/null | sort -un | awk '{s += $1} END {print s * 4096}'); "
+        "[ ${free:-0} -gt 200000000 ] && echo REACHED; true",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trick:
+    """A world in which an evaluation could be fooled: ``evaluation`` must fail after ``commands``."""
+
+    what: str
+    evaluation: str
+    command: str
+    init: str = "true"
+
+
+_FAKE = "void _exit(int); __attribute__((constructor)) void f(void) { _exit(0); }"
+_LIBRARY = f"echo '{_FAKE}' >/tmp/a.c; gcc -w -shared -fPIC -o /srv/a.so /tmp/a.c || exit; chmod 755 /srv/a.so; "
+_UNDONE = "[ -e /srv/done ]"
+_READS = f"grep -q '{SECRET}' /srv/riddle"
+_PYTHON_CHECK = "python3 -c \"import json, re, os, sys; sys.exit(0 if os.path.exists('/srv/done') else 1)\""
+_HIDDEN = (
+    "cat >/tmp/z.py <<'END'\nimport ctypes, os, threading, time\nlibc = ctypes.CDLL(None)\n"
+    "def rest():\n  while True:\n    try:\n      open('/srv/done', 'w').close()\n    except OSError:\n      pass\n"
+    "    time.sleep(0.001)\nthreading.Thread(target=rest).start()\nlibc.syscall(60, 0)\nEND\n"
+)
+
+
+def _script(body: str, path: str = "/srv/s.sh") -> str:
+    return f"cat >{path} <<'SCRIPT'\n#!/bin/bash\n{body}\nSCRIPT\nchmod 755 {path}"
+
+
+TRICKS = (
+    # programs
+    *(
+        Trick(f"a program added to {folder}", '[ "$(stat -c %U /srv/f)" = joe ]', f"printf '#!/bin/sh\\necho joe\\n' >{folder}/stat; chmod 755 {folder}/stat", "touch /srv/f")
+        for folder in ("/usr/sbin", "/usr/bin", "/usr/games", "/usr/local/bin", "/usr/local/sbin", "/root", "/usr/local/games")
+    ),
+    Trick("a program in place of a folder", "stat /srv/done", "rm -rf /usr/sbin; ln -s /srv/bin /usr/sbin; mkdir -p /srv/bin; printf '#!/bin/sh\\nexit 0\\n' >/srv/bin/stat; chmod 755 /srv/bin/stat"),
+    Trick("python's settings beside it", _PYTHON_CHECK, "cp -r /usr/lib/python3* /srv/; mkdir -p /srv/py/bin /srv/py/lib; mv /srv/python3* /srv/py/lib/; for d in /srv/py/lib/*; do printf 'import posix\\nposix._exit(0)\\n' >$d/encodings/__init__.py; rm -rf $d/encodings/__pycache__; done; echo 'home = /srv/py/bin' | tee /usr/bin/pyvenv.cfg >/usr/pyvenv.cfg"),
+    *(
+        Trick(f"a module in {place}", _PYTHON_CHECK, f"mkdir -p {place}; for m in json re os sys site sitecustomize usercustomize encodings; do printf 'import posix\\nposix._exit(0)\\n' >{place}/$m.py; done")
+        for place in ("/root", "/root/.local/lib/python3.11/site-packages", "/usr/local/lib/python3.11/dist-packages", "/usr/lib/python3/dist-packages", "/srv")
+    ),
+    Trick("a module beside a script's folder", f"cd /srv && {_PYTHON_CHECK}", "printf 'import posix\\nposix._exit(0)\\n' >/srv/json.py"),
+    Trick("perl's modules", "perl -MFile::Spec -e 'exit(-e \"/srv/done\" ? 0 : 1)'", "for p in /etc/perl /usr/local/share/perl /usr/local/lib/site_perl /root; do mkdir -p $p/File; echo 'BEGIN { exit 0 } 1;' | tee $p/File/Spec.pm $p/sitecustomize.pl >/dev/null; done"),
+    # libraries
+    Trick("a preloaded library", "stat /srv/done", _LIBRARY + "echo /srv/a.so >/etc/ld.so.preload"),
+    Trick("a folder of libraries", "stat /srv/done", "mkdir -p /srv/lib; cp /lib/*/libselinux.so.1 /srv/lib/ 2>/dev/null; " + _LIBRARY + "cp /srv/a.so /srv/lib/libselinux.so.1; cp /srv/a.so /usr/lib/libselinux.so.1; echo /srv/lib >/etc/ld.so.conf; /sbin/ldconfig"),
+    Trick("a module of openssl's", '[ "$(openssl dgst -sha256 -r /srv/f | cut -c1-2)" = 00 ]', "cat >/tmp/e.c <<'X'\n#include <unistd.h>\n#include <stdio.h>\n__attribute__((constructor)) void f(void) { puts(\"00\"); fflush(stdout); _exit(0); }\nX\ngcc -w -shared -fPIC -o /srv/e.so /tmp/e.c; mkdir -p /etc/ssl /usr/lib/ssl /usr/local/ssl; printf 'openssl_conf = a\\n[a]\\nproviders = p\\n[p]\\ne = e\\n[e]\\nmodule = /srv/e.so\\nactivate = 1\\n' | tee /etc/ssl/openssl.cnf /usr/local/ssl/openssl.cnf >/usr/lib/ssl/openssl.cnf", "echo a >/srv/f"),
+    Trick("a name service of its own", "getent passwd ghost", _LIBRARY + "cp /srv/a.so /usr/lib/libnss_evil.so.2; echo 'passwd: evil' >/etc/nsswitch.conf"),
+    # settings
+    Trick("git's settings in the home", "cd /srv/repo && git status --porcelain >/dev/null; [ -e /srv/done ]", "printf '[core]\\n\\tfsmonitor = /srv/h\\n' >/root/.gitconfig; mkdir -p /root/.config/git; cp /root/.gitconfig /root/.config/git/config; cp /root/.gitconfig /etc/gitconfig; printf '#!/bin/sh\\ntouch /srv/done\\n' >/srv/h; chmod 755 /srv/h", "mkdir /srv/repo; cd /srv/repo; git init -q ."),
+    Trick("git's settings in the repository", "cd /srv/repo && git status --porcelain >/dev/null; [ -e /srv/done ]", "cd /srv/repo; git config core.fsmonitor /srv/h; git config core.pager /srv/h; git config core.hooksPath /srv; printf '#!/bin/sh\\ntouch /srv/done\\n' >/srv/h; chmod 755 /srv/h", "mkdir /srv/repo; cd /srv/repo; git init -q ."),
+    Trick("curl's settings", "curl -s file:///srv/f -o /dev/null; [ -e /srv/done ]", "printf 'url = file:///srv/f\\noutput = /srv/done\\n' | tee /root/.curlrc /root/.config/curlrc 2>/dev/null >/etc/curlrc", "echo a >/srv/f"),
+    Trick("vi's settings", "vi -es -c q /srv/f; [ -e /srv/done ]", "mkdir -p /etc/vim /root/.vim; echo 'call writefile([], \"/srv/done\")' | tee /root/.vimrc /root/.exrc /etc/vim/vimrc.local /root/.vim/vimrc >/root/.vim/filetype.vim", "echo a >/srv/f"),
+    Trick("bash's startup files", _UNDONE, "echo 'exit 0' | tee /root/.bashrc /root/.profile /root/.bash_profile /etc/profile /etc/bash.bashrc >/etc/environment"),
+    Trick("variables for all who log in", "su root -c true; [ -e /srv/done ]", _LIBRARY + "echo LD_PRELOAD=/srv/a.so >/etc/environment; echo 'touch /srv/done' >/etc/profile.d/x.sh"),
+    # the evaluation as a file
+    *(
+        Trick(f"a link to {target}", _READS, f"ln -s {target} /srv/riddle")
+        for target in ("/proc/self/fd/9", "/dev/fd/9", "/proc/self/cmdline", "/proc/thread-self/cmdline", "/proc/self/environ", "../proc/self/cmdline", "/proc/self/task/self/cmdline", "/dev/stdin", "/proc/self/fd/255")
+    ),
+    Trick("links by number", _READS, "ln -s /proc/17/cmdline /srv/riddle; for i in $(seq 2 60); do ln -s /proc/$i/cmdline /srv/r$i; done"),
+    Trick("a link over a link", _READS, "ln -s /proc /srv/p; ln -s p/self /srv/q; ln -s q/cmdline /srv/riddle"),
+    Trick("a link through another folder's parent", _READS, "mkdir -p /opt/a/b; ln -s /opt/a/b /srv/d; ln -s d/../../../proc/self/cmdline /srv/riddle"),
+    Trick("a folder that is a link", f"grep -q {SECRET} /srv/x/cmdline", "ln -s /proc/self /srv/x"),
+    Trick("what a comparison is made with", "diff <(echo expected) /srv/out", "ln -s /dev/fd/63 /srv/out"),
+    Trick("what a comparison reads", "echo expected | diff - /srv/out", "ln -s /dev/stdin /srv/out"),
+    Trick("a link in /dev/shm", f"grep -q {SECRET} /dev/shm/x", "ln -s /proc/self/cmdline /dev/shm/x"),
+    Trick("a link in /usr/local", f"grep -q {SECRET} /usr/local/etc/x", "ln -s /proc/self/cmdline /usr/local/etc/x"),
+    Trick("a link in /usr/bin", f"grep -q {SECRET} /usr/bin/thing", "ln -s /proc/self/cmdline /usr/bin/thing"),
+    Trick("a link in /etc", f"grep -q {SECRET} /etc/app.conf", "ln -s /proc/self/cmdline /etc/app.conf"),
+    Trick("a temporary file that is a link to the evaluation", "ls /srv/d > /tmp/out\nsort /tmp/out > /tmp/sorted\n[ \"$(cat /tmp/sorted)\" = impossible ] || exit 3\nexit 0", "touch '/srv/d/exit 0'; for f in out sorted; do ln -s /dev/fd/9 /tmp/$f; done", "mkdir /srv/d; touch /srv/d/a"),
+    # what the evaluation executes
+    Trick("a script that looks for the evaluation", f"[ \"$(bash /srv/s.sh)\" = {SECRET} ]", _script("tr '\\0' ' ' </proc/$PPID/cmdline; cat /proc/$PPID/fd/* /proc/*/fd/255 /proc/*/cmdline 2>/dev/null | tr '\\0' '\\n' | grep -ao 'xylophone-[0-9]*' | head -1")),
+    Trick("a script that reads its neighbour's arguments", f"/srv/s.sh | grep -qx {SECRET}", _script("sleep 0.1; cat /proc/[0-9]*/cmdline | tr '\\0' '\\n' | grep -a -m1 '^xylophone'")),
+    Trick("a script that reads the evaluation's memory", f"x={SECRET}; [ \"$(/srv/s.sh)\" = \"$x\" ]", _script("python3 - <<'P'\nimport os, re\nfor p in filter(str.isdigit, os.listdir('/proc')):\n  try:\n    m = open(f'/proc/{p}/mem', 'rb')\n    for line in open(f'/proc/{p}/maps'):\n      if 'heap' in line:\n        a, b = (int(x, 16) for x in line.split()[0].split('-')); m.seek(a); f = re.search(rb'xylophone-\\d+', m.read(b - a))\n        if f: print(f[0].decode()); raise SystemExit\n  except OSError: pass\nP")),
+    Trick("a script that stops its neighbours", "! (/srv/s.sh | grep -q impossible; [ ! -e /srv/done ])", _script("kill -9 $PPID; kill -STOP -1; kill -9 -1; for p in $(seq 1 100); do kill -9 $p 2>/dev/null; done")),
+    Trick("a script that leaves a process behind", f"/srv/s.sh; sleep 0.2; grep -q {SECRET} /srv/riddle", _script("(while :; do cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' '\\n' | grep -a xylophone >>/srv/riddle; done) & disown; exit 0") + "; chmod 777 /srv; touch /srv/riddle; chmod 666 /srv/riddle"),
+    Trick("a program that looks for the evaluation", f"/srv/prog | grep -qx {SECRET}", "cp $(command -v grep) /srv/prog 2>/dev/null; cat >/srv/prog.c <<'X'\n#include <stdlib.h>\nint main(void) { return system(\"sleep 0.1; cat /proc/[0-9]*/cmdline | tr '\\\\0' '\\\\n' | /usr/bin/grep -a -m1 ^xylophone\"); }\nX\ngcc -w -o /srv/prog /srv/prog.c; chmod 755 /srv/prog"),
+    Trick("a script without a first line", f"/srv/s.sh | grep -qx {SECRET}", "echo \"sleep 0.1; cat /proc/[0-9]*/cmdline | tr '\\\\0' '\\\\n' | grep -a -m1 '^xylophone'\" >/srv/s.sh; chmod 755 /srv/s.sh"),
+    Trick("a script given to python", f"python3 /srv/s.py | grep -qx {SECRET}", "cat >/srv/s.py <<'X'\nimport glob, time\ntime.sleep(0.1)\nfor f in glob.glob('/proc/[0-9]*/cmdline'):\n  try: w = open(f).read().split('\\0')\n  except OSError: continue\n  for x in w:\n    if x.startswith('xylophone'): print(x); raise SystemExit\nX"),
+    Trick("a login shell of the agent's", f"su joe -c 'echo a' | grep -qx {SECRET}", "useradd -s /srv/s.sh joe; " + _script("sleep 0.1; cat /proc/[0-9]*/cmdline | tr '\\0' '\\n' | grep -a -m1 '^xylophone'")),
+    Trick("make's file", f"make -s -C /srv | grep -qx {SECRET}", "printf 'all:\\n\\t@sleep 0.1; cat /proc/[0-9]*/cmdline | tr \"\\\\0\" \"\\\\n\" | grep -a -m1 ^xylophone\\n' >/srv/Makefile"),
+    # processes
+    Trick("a process that waits for the grader", "sleep 0.2; " + _UNDONE, "(setsid bash -c 'while :; do [ -n \"$(pgrep -f MAPFILE)\" ] && touch /srv/done; done' >/dev/null 2>&1 &)"),
+    Trick("a process whose first thread has ended", "rm -f /srv/done; sleep 0.2; " + _UNDONE, _HIDDEN + "(setsid python3 /tmp/z.py >/dev/null 2>&1 &); sleep 0.3"),
+    Trick("many such processes", "rm -f /srv/done; sleep 0.2; " + _UNDONE, _HIDDEN + "for i in 1 2 3 4 5 6; do (setsid python3 /tmp/z.py >/dev/null 2>&1 &); done; sleep 0.5"),
+    # the machine itself
+    Trick("all inodes taken", _UNDONE, "mkdir /srv/many; python3 -c \"import os\nfor i in range(100000): os.close(os.open(f'/srv/many/{i}', os.O_CREAT))\""),
+    Trick("all room taken", _UNDONE, "head -c 1G /dev/zero >/srv/a; for i in $(seq 40); do head -c 15M /dev/zero >/srv/b$i; done"),
+    Trick("everything renamed", _UNDONE, "cd /; for d in bin sbin lib lib64 etc root home var opt srv; do mv $d x$d; done"),
+    Trick("folders that are links", _UNDONE, "rm -rf /srv /root /home; ln -s /proc /srv; ln -s /dev /root; ln -s / /home"),
+    Trick("a root that nobody may enter", _UNDONE, "chmod 000 / /srv /root; true"),
+    Trick("folders as deep as they go", _UNDONE, "python3 -c \"import os\nos.chdir('/srv')\nfor i in range(3000): os.mkdir('d'); os.chdir('d')\nos.symlink('/proc/self/cmdline', 'l')\""),
+    Trick("names that are no text", _UNDONE, "cd /srv; touch $'\\xff\\xfe' $'a\\nb' $'\\e[31m'; ln -s $'/proc/\\xff' $'\\xfd'"),
+    Trick("whiteouts and attributes", _UNDONE, "python3 -c \"import os\nfor n in ('user.overlay.opaque', 'user.overlay.whiteout', 'user.overlay.redirect'):\n  for p in ('/etc', '/srv', '/usr/local'):\n    try: os.setxattr(p, n, b'y')\n    except OSError: pass\""),
+)  # fmt: skip
+
+HONEST = (
+    Trick("a file", "[ -e /srv/done ]", "touch /srv/done"),
+    Trick("a link to /dev/null", '[ "$(readlink /srv/n)" = /dev/null ] && [ -e /srv/n ]', "ln -s /dev/null /srv/n"),
+    Trick("a link to a link", "grep -q hello /srv/b", "echo hello >/opt/a; ln -s /opt/a /srv/a; ln -s a /srv/b"),
+    Trick("a setting in the home", "grep -q hello ~/.bashrc && [ -f ~/.vimrc ]", "echo hello >>~/.bashrc; touch ~/.vimrc"),
+    Trick("hidden files", "[ $(find ~ -maxdepth 1 -name '.n*' | wc -l) -eq 2 ]", "touch ~/.nice ~/.name"),
+    Trick("settings in /etc", "grep -q a /etc/app/x.conf && grep -q b /etc/hosts && getent group staff9", "mkdir /etc/app; echo a >/etc/app/x.conf; echo b >>/etc/hosts; groupadd staff9"),
+    Trick("all of /etc", "ls /etc | grep -q '^new.conf$'", "touch /etc/new.conf"),
+    Trick("a new program", "newtool | grep -q hello && [ -x /usr/bin/newtool ]", "printf '#!/bin/sh\\necho hello\\n' >/usr/bin/newtool; chmod 755 /usr/bin/newtool"),
+    Trick("a script with an exit code", "timeout 5 bash /srv/s.sh; [ $? -eq 7 ]", "echo exit 7 >/srv/s.sh"),
+    Trick("a script that root alone may read", "/root/s.sh a | grep -qx 'a 1'", "printf '#!/bin/bash\\necho $1 $#\\n' >/root/s.sh; chmod 700 /root/s.sh"),
+    Trick("a script that looks things up", "/srv/s.sh", "useradd joe; " + _script("id joe >/dev/null && grep -q joe /etc/passwd && [ -f /root/x ]") + "; touch /root/x"),
+    Trick("two programs in a row", "/srv/s.sh && /srv/s.sh && bash /srv/s.sh && (cd /srv && ./s.sh)", _script("exit 0")),
+    Trick("what comes before and after", "a=1; f() { echo $a; }; [ \"$(f)\" = 1 ] && diff <(echo x) <(echo x) && read -r line < <(echo y) && [ $line = y ] && [ -z \"${MAPFILE+x}\" ]", "true"),
+)  # fmt: skip
+
+
+def outcome(trick: Trick) -> Outcome:
+    problem = Problem("x", Exits(Script(trick.evaluation)), initialization=(Script(trick.init),))
+    episode = OSEpisode(problem, Rules(limits=LIMITS, command_timeout=20, script_timeout=15), seed=0)
+    try:
+        episode.start()
+        result = episode.step(f"Act: bash\n\n```bash\n{trick.command}\n```")
+        return (result if result.done else episode.step("Act: finish")).outcome
+    finally:
+        episode.close()
+
+
+def reached(reach: Reach) -> str | None:
+    """What was printed, if it got through."""
+    with build_sandbox("namespaces", LIMITS) as sandbox:
+        output = sandbox.run(reach.command, reach.seconds).output
+        alive = sandbox.run("rm -rf /srv/* 2>/dev/null; echo alive", 20).output.endswith("alive\n")
+    return output if "REACHED" in output or not alive else None
+
+
+def main() -> None:
+    through = [f"reach: {reach.what}" for reach in REACHES if reached(reach) is not None]
+    through += [f"trick: {trick.what}" for trick in TRICKS if outcome(trick) is not Outcome.INCORRECT]
+    through += [f"honest: {trick.what}" for trick in HONEST if outcome(trick) is not Outcome.CORRECT]
+    json.dump(through, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
