@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,12 +11,14 @@ from agent_peft.environments.base import Episode
 from agent_peft.environments.os_interaction.grader import grade
 from agent_peft.environments.os_interaction.problems import Matches, Problem, Script
 from agent_peft.environments.os_interaction.protocol import PROTOCOLS, Command, Finish, Malformed, ProtocolName
-from agent_peft.environments.os_interaction.sandbox import CommandResult, Sandbox, SandboxLimits
+from agent_peft.environments.os_interaction.sandbox import CommandResult, MachineLost, Sandbox, SandboxLimits
 from agent_peft.environments.os_interaction.sandboxes import build_sandbox
 from agent_peft.seeding import derive
 from agent_peft.types import InfrastructureError, Message, Outcome, StepResult, StopReason
 
-SandboxKind = Literal["bubblewrap", "docker", "podman", "none"]
+logger = logging.getLogger(__name__)
+
+SandboxKind = Literal["namespaces", "bubblewrap", "docker", "podman", "none"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Rules:
     5
     """
 
-    sandbox: SandboxKind = "bubblewrap"
+    sandbox: SandboxKind = "namespaces"
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     protocol: ProtocolName = "act"
     max_turns: int = 5
@@ -88,25 +91,46 @@ class OSEpisode(Episode):
     def step(self, action: str) -> StepResult:
         if self._done or self._sandbox is None:
             raise RuntimeError("the episode is done or closed" if self._done else "the episode was not started")
+        try:
+            return self._act(self._sandbox, action)
+        except MachineLost as error:
+            return self._judge(error)
+        except OSError as error:
+            raise InfrastructureError(f"a sandbox failed: {error}") from error
+
+    def _act(self, sandbox: Sandbox, action: str) -> StepResult:
         self._turns += 1
         reply = self._protocol.parse(action)
         if isinstance(reply, Finish) and reply.answer is not None and not self._problem.answers:
             reply = Malformed(f"This task asks for no answer. When it is done, write\n{self._protocol.write(Finish())}")
         if isinstance(reply, Finish):
-            done = grade(self._problem, reply.answer, self._sandbox, self._run_example, self._rules.script_timeout)
+            done = grade(self._problem, reply.answer, sandbox, self._run_example, self._rules.script_timeout)
             return self._end(StopReason.FINISHED, Outcome.CORRECT if done else Outcome.INCORRECT, valid=True)
         valid = isinstance(reply, Command)
         if self._turns >= self._rules.max_turns:  # nobody would see what the command did
             return self._end(StopReason.TURN_LIMIT, Outcome.INCORRECT, valid)
         if isinstance(reply, Malformed):
             return StepResult(reply.why, valid=False)
-        result = self._sandbox.run(reply.text, self._rules.command_timeout)
+        result = sandbox.run(reply.text, self._rules.command_timeout)
         return StepResult(observation(result, self._rules.max_observation_chars, self._rules.command_timeout))
 
     def close(self) -> None:
         self._done = True
         if self._sandbox is not None:
             self._sandbox.close()
+
+    def _judge(self, error: MachineLost) -> StepResult:
+        """The machine was lost. If a new one works, it was the agent's doing, whom nothing shall be forgiven for crashing its world."""
+        self.close()
+        try:
+            with build_sandbox(self._rules.sandbox, self._rules.limits) as other:
+                well = other.run_fresh("true", self._rules.script_timeout).ok
+        except (InfrastructureError, OSError) as failure:
+            raise InfrastructureError(f"{error}, and a new sandbox does not work either: {failure}") from failure
+        if not well:
+            raise InfrastructureError(f"{error}, and a new sandbox does not work either")
+        logger.warning("%s; a new one works: the episode counts as incorrect", error)
+        return self._end(StopReason.CRASHED, Outcome.INCORRECT, valid=True)
 
     def _end(self, reason: StopReason, outcome: Outcome, valid: bool) -> StepResult:
         self.close()
@@ -120,6 +144,8 @@ class OSEpisode(Episode):
                 sandbox.restore(self._before)
             self._rules.begin(self._problem, sandbox, self._seed)
             return sandbox.run_fresh(example.bash, self._rules.script_timeout)
+        except MachineLost as error:
+            raise InfrastructureError(str(error)) from error  # the agent was never there
         finally:
             sandbox.close()
 

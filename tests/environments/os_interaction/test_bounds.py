@@ -1,0 +1,214 @@
+"""What a machine uses is bounded whatever it does, also where one number alone does not show it; and losing a machine is no way out."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from agent_peft.environments.os_interaction import fork_server
+from agent_peft.environments.os_interaction.episode import OSEpisode, Rules
+from agent_peft.environments.os_interaction.jail import processes
+from agent_peft.environments.os_interaction.namespaces import NamespaceSandbox
+from agent_peft.environments.os_interaction.problems import Exits, Problem, Script
+from agent_peft.environments.os_interaction.sandbox import MachineLost, SandboxLimits
+from agent_peft.environments.os_interaction.sandboxes import build_sandbox
+from agent_peft.types import AgentPeftError, InfrastructureError, Outcome, StopReason
+
+LIMITS = SandboxLimits(memory_mb=64, processes=40, file_size_mb=16, cpu_seconds=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _namespaces():
+    try:
+        with build_sandbox("namespaces", LIMITS) as sandbox:
+            if not sandbox.run("command -v python3", 20).ok:
+                pytest.skip("the attacks are written in Python, and /usr/bin has no python3")
+    except AgentPeftError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def machine():
+    with build_sandbox("namespaces", LIMITS) as sandbox:
+        yield sandbox
+
+
+def python(code: str) -> str:
+    return f"python3 - <<'PYTHON'\n{textwrap.dedent(code)}\nPYTHON"
+
+
+def answers(machine) -> bool:
+    return machine.run("echo alive", 20).output.endswith("alive\n")
+
+
+def test_page_tables_count(machine):
+    code = """
+        import mmap, os
+        file = os.open('/srv/f', os.O_RDWR | os.O_CREAT)
+        os.ftruncate(file, 8 << 20)
+        held = []
+        for i in range(40000):
+            held.append(mmap.mmap(file, 8 << 20, mmap.MAP_SHARED | 0x8000))  # populate: 16 KB of page tables each
+        print('REACHED')
+    """
+    result = machine.run(python(code), 15)
+    assert "REACHED" not in result.output and answers(machine)
+
+
+def test_sockets_count(machine):
+    code = """
+        import socket, time
+        held = [socket.socketpair() for _ in range(450)]
+        for a, b in held:
+            for end in (a, b):
+                end.setblocking(False)
+                try:
+                    while end.send(b'x' * 65536): pass
+                except OSError: pass
+        time.sleep(2)
+        print('REACHED')
+    """
+    result = machine.run(python(code), 15)
+    assert "REACHED" not in result.output and answers(machine)
+
+
+def test_children_that_nobody_waits_for_count(machine):
+    code = """
+        import os, signal, time
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        end = time.monotonic() + 12
+        while time.monotonic() < end:
+            if os.fork() == 0:
+                stop = time.process_time() + 0.1
+                while time.process_time() < stop: pass
+                os._exit(0)
+            time.sleep(0.1)
+        print('REACHED')
+    """
+    result = machine.run(python(code), 20)
+    assert result.timed_out and "REACHED" not in result.output and answers(machine)
+
+
+def test_a_loop_between_commands_ends(machine):
+    machine.run("(while :; do :; done) & echo $! >/srv/pid", 10)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        time.sleep(3)  # while nothing runs in the foreground; each command gives all a little more
+        if machine.run("kill -0 $(cat /srv/pid)", 10).exit_code != 0:
+            return
+    raise AssertionError("a loop in the background went on and on")
+
+
+def test_a_flood_of_the_control_stream_is_read_slowly(machine):
+    before = time.process_time()
+    result = machine.run("trap 'head -c 100M /dev/zero >&251' DEBUG; while :; do :; done", 3)
+    assert result.timed_out and time.process_time() - before < 1.5
+    assert answers(machine)
+
+
+def test_an_exit_code_of_any_length_is_one(machine):
+    machine.run("""trap 's=${BASH_COMMAND#*printf }; s=${s:1:16}; printf "%s %05000d\\n" "$s" 7 >&251' DEBUG""", 10)
+    for digits in (3, 18, 19, 400, 5000):
+        result = machine.run(f"printf -v n '%0{digits}d' 0; exit ${{n//0/9}}", 10)
+        assert result.exit_code is None or 0 <= result.exit_code <= 255
+
+
+def test_descriptors_in_flight_do_not_take_ours():
+    """As the trainer's own user, who may have 1,024 descriptors, a machine has a fourth of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    try:
+        assert fork_server._descriptors() == 256
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 20_000) if hard > 0 else 20_000, hard))
+        assert fork_server._descriptors() == 1024 or hard < 4096
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with build_sandbox("namespaces", LIMITS) as machine:
+        assert int(machine.run("ulimit -n; ulimit -Hn", 10).output.split()[1]) <= 1024
+
+
+def test_who_cannot_be_seen_is_seen():
+    """A process whose first thread has ended still lives, with its memory; from our own /proc."""
+    code = (
+        "import ctypes, threading, time\n"
+        "def rest():\n  held = bytearray(b'x' * (30 << 20)); print('up', flush=True); time.sleep(60)\n"
+        "threading.Thread(target=rest).start(); ctypes.CDLL(None).syscall(60, 0)"
+    )
+    if os.uname().machine != "x86_64":
+        pytest.skip("the number of exit is x86-64's")
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None and child.stdout.readline() == "up\n"
+        (found,) = (each for each in processes.living() if each.pid == child.pid)
+        assert found.task != found.pid and found.resident > 30 << 20
+        child.kill()
+
+
+# losing the machine
+
+
+def episode(evaluation: str = "[ -e /srv/done ]") -> OSEpisode:
+    return OSEpisode(Problem("x", Exits(Script(evaluation))), Rules(limits=LIMITS, command_timeout=5, script_timeout=10), seed=0)
+
+
+def kill_machine(playing: OSEpisode) -> None:
+    """Hang up on process 1, as if it had died."""
+    sandbox = playing._sandbox
+    assert isinstance(sandbox, NamespaceSandbox)
+    sandbox._machine._channel.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("reply", ["Act: bash\n\n```bash\nexit 3\n```", "Act: finish"])
+def test_an_agent_whose_machine_dies_is_incorrect(reply):
+    playing = episode()
+    playing.start()
+    playing.step("Act: bash\n\n```bash\nexit 1\n```")  # the next command needs a new shell
+    kill_machine(playing)
+    result = playing.step(reply)
+    assert (result.done, result.outcome, result.stop_reason) == (True, Outcome.INCORRECT, StopReason.CRASHED)
+    playing.close()
+
+
+def test_a_machine_that_does_not_die_is_incorrect(monkeypatch):
+    playing = episode("true")
+    playing.start()
+    real = fork_server.Machine._ask
+
+    def undead(self, what, descriptors, arguments):
+        return {"undead": True} if arguments.get("view") == "graded" else real(self, what, descriptors, arguments)
+
+    monkeypatch.setattr(fork_server.Machine, "_ask", undead)
+    result = playing.step("Act: finish")
+    assert (result.outcome, result.stop_reason) == (Outcome.INCORRECT, StopReason.CRASHED)
+
+
+def test_where_no_machine_works_it_is_nobodys_doing(monkeypatch):
+    playing = episode()
+    playing.start()
+    kill_machine(playing)
+
+    def fail(self):
+        raise InfrastructureError("no room")
+
+    monkeypatch.setattr(NamespaceSandbox, "start", fail)
+    with pytest.raises(InfrastructureError, match="no room"):
+        playing.step("Act: finish")
+    playing.close()
+
+
+def test_the_end_of_the_fork_server_is_nobodys_doing():
+    playing = episode()
+    playing.start()
+    server = fork_server.fork_server()
+    server._process.kill()
+    server._process.wait()
+    with pytest.raises(InfrastructureError) as caught:
+        playing.step("Act: finish")
+    assert not isinstance(caught.value, MachineLost)
+    playing.close()
