@@ -101,3 +101,14 @@ def test_the_page_says_what_the_code_has():
             task = type(environment.tasks[0])("t", content={"a": a, "b": b})
             assert row in text
             assert environment.demonstration(task) == [gold]
+
+
+def test_every_attack_of_the_table_names_a_test_that_is_there():
+    rows = [line for line in (DOCS / "attacks.md").read_text(encoding="utf-8").splitlines() if re.match(r"\| \d+ \|", line)]
+    assert len(rows) == 128 + 40
+    for row in rows:
+        tests = re.findall(r"`([\w/]+\.py)`(?: (\w+))?", row)
+        assert tests, row
+        for file, name in tests:
+            text = (Path(__file__).parent / file).read_text(encoding="utf-8")
+            assert not name or f"def {name}(" in text, row
