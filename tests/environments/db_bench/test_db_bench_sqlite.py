@@ -6,20 +6,21 @@ import time
 
 import pytest
 
+from agent_peft.environments.db_bench.database import Column, Table
+from agent_peft.environments.db_bench.isolated import IsolatedDatabase
 from agent_peft.environments.db_bench.sqlite import SQLiteDatabase, expansions
-from agent_peft.environments.db_bench.tasks import Column, Table
 from agent_peft.types import AgentPeftError
 
 TABLE = Table("t", (Column("a", "INT"), Column("b", "TEXT")), tuple((i, f"x{i}") for i in range(100)))
 
 
-def open_database(table=TABLE, seconds=1.0, steps=20_000_000, seed=0):
-    return SQLiteDatabase(table, seconds=seconds, steps=steps, seed=seed)
+def open_database(table=TABLE, seconds=1.0, steps=20_000_000, seed=0, kind=IsolatedDatabase):
+    return kind(table, seconds=seconds, steps=steps, seed=seed)
 
 
-@pytest.fixture
-def database():
-    database = open_database()
+@pytest.fixture(params=[SQLiteDatabase, IsolatedDatabase], ids=["in process", "isolated"])
+def database(request):
+    database = open_database(kind=request.param)
     yield database
     database.close()
 

@@ -1,11 +1,46 @@
-"""What the environment needs of a database, whichever engine is underneath."""
+"""Tables, and what the environment needs of a database, whichever engine is underneath. Workers load it too: standard library only."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from agent_peft.environments.db_bench.tasks import Row
+from agent_peft.types import StopReason
+
+Cell = str | int | float | bytes | None
+Row = tuple[Cell, ...]
+
+MAX_SQL = 10_000  # characters of a statement
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column's name and declared type.
+
+    >>> Column("unit price", "INT").type
+    'INT'
+    """
+
+    name: str
+    type: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """The one table of a task, as it is before the agent acts.
+
+    >>> Table("orders", (Column("id", "INT"),), ((1,), (2,))).headers
+    ('id',)
+    """
+
+    name: str
+    columns: tuple[Column, ...]
+    rows: Sequence[Sequence[Cell]]
+
+    @property
+    def headers(self) -> tuple[str, ...]:
+        return tuple(column.name for column in self.columns)
 
 
 @dataclass(frozen=True)
@@ -24,17 +59,51 @@ class Executed:
     cut: bool = False
 
 
+class DatabaseStopped(Exception):
+    """A statement had to be ended together with its database, which is gone; ``reason`` says why. It is the statement's own doing."""
+
+    def __init__(self, reason: StopReason) -> None:
+        super().__init__(f"the statement was stopped, and its database with it ({'time' if reason is StopReason.TIMEOUT else 'memory'})")
+        self.reason = reason
+
+
 class Database(Protocol):
     """A throwaway database that holds the table of one task. Used by one thread at a time."""
 
     def execute(self, sql: str) -> Executed:
-        """Run one statement, whatever it is, within limits. Never raises for what the statement says."""
+        """Run one statement, whatever it is, within limits.
+
+        Raises:
+            DatabaseStopped: it could only be ended with the database.
+        """
         ...
 
     def table(self) -> tuple[Row, ...] | None:
-        """All rows of the task's table as it is now; None if the table is gone or has other columns than at first."""
+        """All rows of the task's table as it is now, read within the same limits. None if it is gone, has other columns than at first,
+        is far larger, or cannot be read in time.
+
+        Raises:
+            DatabaseStopped: reading could only be ended with the database.
+        """
+        ...
+
+    def reset(self) -> None:
+        """Make the database as it was at first: the same table, and the same random numbers to come.
+
+        Raises:
+            DatabaseStopped: it was gone before.
+        """
         ...
 
     def close(self) -> None:
         """Drop everything. May be called twice."""
         ...
+
+
+def size(cells: Iterable[Cell]) -> int:
+    """About how many bytes a row takes.
+
+    >>> size((1, "abc", None))
+    83
+    """
+    return 64 + sum(len(cell) if isinstance(cell, str | bytes) else 8 for cell in cells)

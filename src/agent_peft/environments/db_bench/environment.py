@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from agent_peft.environments.base import Environment, EnvironmentConfig
 from agent_peft.environments.db_bench.episode import DBBenchEpisode, Rules, demonstrate
+from agent_peft.environments.db_bench.fork_server import end_idle
 from agent_peft.environments.db_bench.generator import GENERATED_SKILLS, generate
 from agent_peft.environments.db_bench.inspection import inspect
 from agent_peft.environments.db_bench.syntax import SKILLS
@@ -118,6 +119,10 @@ class DBBench(Environment):
 
     def demonstration(self, task: Task) -> Sequence[str] | None:
         return demonstrate(self._problem(task), self._rules)
+
+    def close(self) -> None:
+        """End the processes that wait for episodes. The episodes that are running go on."""
+        end_idle()
 
     def _problem(self, task: Task) -> Problem:
         known, problem = self._problems.get(task.id, (None, None))

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agent_peft.environments.base import Episode
-from agent_peft.environments.db_bench.database import Database, Executed
+from agent_peft.environments.db_bench.database import Database, DatabaseStopped, Executed, Row, Table
 from agent_peft.environments.db_bench.grader import answer_is_correct, tables_are_equal
+from agent_peft.environments.db_bench.isolated import IsolatedDatabase
 from agent_peft.environments.db_bench.protocol import Answer, Malformed, answer, operation, parse_reply
-from agent_peft.environments.db_bench.sqlite import SQLiteDatabase
-from agent_peft.environments.db_bench.tasks import Problem, Row, Table
+from agent_peft.environments.db_bench.tasks import Problem
 from agent_peft.types import Message, Outcome, StepResult, StopReason
 
 # Short on purpose: the agent reads both in every episode.
@@ -49,11 +49,14 @@ class Rules:
         return _DATABASES[self.database](table, seconds=self.statement_seconds, steps=self.statement_steps, seed=seed)
 
 
-_DATABASES = {"sqlite": SQLiteDatabase}
+_DATABASES = {"sqlite": IsolatedDatabase}
 
 
 class DBBenchEpisode(Episode):
-    """An episode: at most ``max_turns`` replies, of which the last should be an ``Action: Answer``."""
+    """An episode: at most ``max_turns`` replies, of which the last should be an ``Action: Answer``.
+
+    The SQL runs in a process of its own. An agent that makes it die, by a statement that cannot be stopped otherwise, has failed.
+    """
 
     def __init__(self, problem: Problem, rules: Rules, seed: int) -> None:
         self._problem, self._rules, self._seed = problem, rules, seed
@@ -62,6 +65,12 @@ class DBBenchEpisode(Episode):
         self._done = False
 
     def start(self) -> Sequence[Message]:
+        """See `Episode.start`.
+
+        Raises:
+            AgentPeftError: the task's table cannot be made: SQLite does not accept it, or it is too large.
+            InfrastructureError: no process can be started that runs the SQL.
+        """
         if self._done or self._database is not None:
             raise RuntimeError("the episode was started before")
         table = self._problem.table
@@ -81,8 +90,12 @@ class DBBenchEpisode(Episode):
         last = self._turns >= self._rules.max_turns
         if last:  # nobody would see what the statement did
             return self._end(StopReason.TURN_LIMIT, Outcome.INCORRECT, valid)
-        limit = self._rules.max_observation_chars
-        return StepResult(reply.why if isinstance(reply, Malformed) else observation(self._database.execute(reply.sql), limit), valid=valid)
+        if isinstance(reply, Malformed):
+            return StepResult(reply.why, valid=False)
+        try:
+            return StepResult(observation(self._database.execute(reply.sql), self._rules.max_observation_chars))
+        except DatabaseStopped as stopped:  # by what the agent wrote
+            return self._end(stopped.reason, Outcome.INCORRECT, valid=True)
 
     def close(self) -> None:
         self._done = True
@@ -98,22 +111,35 @@ class DBBenchEpisode(Episode):
         if problem.direct is not None:
             return answer_is_correct(text, problem.direct, problem.order)
         # only the task's own table counts, with all its rows and columns; other tables that the agent made are ignored
-        gold, expected = run_gold(problem, self._rules, self._seed)
-        return gold.error is None and tables_are_equal(database.table(), expected)
+        try:
+            actual = database.table()
+            if actual is None:
+                return False
+            database.reset()
+            gold = database.execute(problem.sql)
+            return gold.error is None and tables_are_equal(actual, database.table())
+        except DatabaseStopped:
+            return False
 
 
-def run_gold(problem: Problem, rules: Rules, seed: int = 0) -> tuple[Executed, tuple[Row, ...] | None]:
+def run_gold(problem: Problem, rules: Rules) -> tuple[Executed, tuple[Row, ...] | None]:
     """What the gold SQL does to a fresh copy of the table: its result, and the whole table after it."""
-    database = rules.open(problem.table, seed)
+    database = rules.open(problem.table, seed=0)
     try:
         return database.execute(problem.sql), database.table()
+    except DatabaseStopped as stopped:
+        return Executed(error=str(stopped)), None
     finally:
         database.close()
 
 
 def demonstrate(problem: Problem, rules: Rules) -> tuple[str, str] | None:
     """Replies that solve the problem: run the gold SQL, answer with the rows it gives; None where the gold does not run."""
-    executed, _ = run_gold(problem, rules)
+    return replies_of(problem, run_gold(problem, rules)[0])
+
+
+def replies_of(problem: Problem, executed: Executed) -> tuple[str, str] | None:
+    """The demonstration, given what the gold SQL did."""
     if executed.error is not None:
         return None
     return operation(problem.sql), answer(executed.rows if problem.direct is not None and executed.rows is not None else "done")
@@ -126,7 +152,7 @@ def observation(executed: Executed, limit: int) -> str:
     ("[(1, 'a')]", 'Done. 3 rows changed.', 'Error: no column b')
     """
     if executed.error is not None:
-        text = "Error: " + "".join(c if c.isprintable() else " " for c in executed.error[: limit + 1])
+        text = "Error: " + one_line(executed.error, limit + 1)
     elif executed.rows is not None:
         text = repr(list(executed.rows)) + (CUT_MARK if executed.cut else "")
     else:
@@ -134,3 +160,12 @@ def observation(executed: Executed, limit: int) -> str:
     if len(text) <= limit:
         return text
     return text[: max(limit - len(CUT_MARK), 0)] + CUT_MARK
+
+
+def one_line(text: str, limit: int) -> str:
+    """The first ``limit`` characters, with a blank for each that does not print.
+
+    >>> one_line("no such table: a\\nb", 400)
+    'no such table: a b'
+    """
+    return "".join(c if c.isprintable() else " " for c in text[:limit])

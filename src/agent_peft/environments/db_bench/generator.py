@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from agent_peft.environments.db_bench import phrasings, schema_pools
+from agent_peft.environments.db_bench.database import Cell, Column, Row, Table
 from agent_peft.environments.db_bench.phrasings import Phrasings
 from agent_peft.environments.db_bench.schemas import Field, Schema
 from agent_peft.environments.db_bench.sqlite import SQLiteDatabase
 from agent_peft.environments.db_bench.syntax import skills_of
-from agent_peft.environments.db_bench.tasks import Cell, Column, Row, Table, table_md5
+from agent_peft.environments.db_bench.tasks import table_md5
 from agent_peft.seeding import derive, generator
 from agent_peft.types import AgentPeftError
 

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from agent_peft.environments.db_bench.database import Cell, Row
 from agent_peft.environments.db_bench.literals import amount, read_literal
-from agent_peft.environments.db_bench.tasks import Cell, Row
 
 _MAX_ANSWER = 100_000  # characters: no gold is near it
 
@@ -97,7 +97,10 @@ def _typed(row: Row) -> tuple[tuple[bool, Cell], ...]:
 
 def _sort_key(row: tuple[tuple[bool, Cell], ...]) -> tuple[tuple[str, Any], ...]:
     """Texts to the letter, numbers to four digits, so that a rounding error does not change the order."""
-    return tuple(("number", float(f"{_as_float(cell):.4g}")) if number else (type(cell).__name__, cell or "") for number, cell in row)
+    return tuple(
+        ("number", float(f"{_as_float(cell):.4g}")) if number else (type(cell).__name__, "" if cell is None else cell)
+        for number, cell in row
+    )
 
 
 def _as_float(cell: Any) -> float:

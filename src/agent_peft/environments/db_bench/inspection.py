@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from agent_peft.environments.db_bench.episode import DBBenchEpisode, Rules, demonstrate, run_gold
+from agent_peft.environments.db_bench.episode import DBBenchEpisode, Rules, one_line, replies_of, run_gold
 from agent_peft.environments.db_bench.protocol import answer
 from agent_peft.environments.db_bench.tasks import Problem, table_md5
 from agent_peft.environments.inspection import Inspection
 from agent_peft.types import AgentPeftError, Outcome
 
+_LONGEST_CAUSE = 400  # characters: statements and names of strangers are quoted
 DO_NOTHING = (answer("done"), answer(""))
 
 
@@ -19,15 +20,15 @@ def inspect(problem: Problem, rules: Rules) -> Inspection:
         cause = _fault_of_gold(problem, rules)
         nothing = any(_replay(problem, rules, (reply,)) is Outcome.CORRECT for reply in DO_NOTHING)
     except AgentPeftError as error:
-        return Inspection(False, False, str(error))
+        return Inspection(False, False, one_line(str(error), _LONGEST_CAUSE))
     return Inspection(cause is None, nothing, cause or ("doing nothing passes" if nothing else None))
 
 
 def _fault_of_gold(problem: Problem, rules: Rules) -> str | None:
     executed, table = run_gold(problem, rules)
     if executed.error is not None:
-        return f"the gold SQL fails: {executed.error}"
-    replies = demonstrate(problem, rules)
+        return one_line(f"the gold SQL fails: {executed.error}", _LONGEST_CAUSE)
+    replies = replies_of(problem, executed)
     if replies is None or _replay(problem, rules, replies) is not Outcome.CORRECT:
         return "the gold SQL gives other rows than the stored answer" if problem.direct is not None else "the gold SQL drops the table"
     if problem.direct is None and problem.md5 is not None and (table is None or table_md5(table) != problem.md5):

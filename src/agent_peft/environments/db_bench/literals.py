@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 from typing import Any
 
-from agent_peft.environments.db_bench.tasks import Cell
+from agent_peft.environments.db_bench.database import Cell
 
 _MAX_DEPTH = 8
 _MAX_DIGITS = 400  # a double has at most 309 before the point
@@ -109,4 +110,9 @@ def _string(token: str) -> str:
 
 def _unescaped(match: re.Match[str]) -> str:
     code = match[1]
-    return chr(int(code[1:], 16)) if len(code) > 1 else _ESCAPED.get(code, code)
+    if len(code) == 1:
+        return _ESCAPED.get(code, code)
+    number = int(code[1:], 16)
+    if number > sys.maxunicode:
+        raise ValueError(f"there is no character {code}")
+    return chr(number)

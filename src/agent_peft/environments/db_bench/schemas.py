@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from agent_peft.environments.db_bench.tasks import Row
+from agent_peft.environments.db_bench.database import Row
 
 Kind = Literal["label", "category", "number", "day", "id"]
 

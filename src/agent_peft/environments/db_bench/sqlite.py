@@ -1,9 +1,12 @@
-"""A throwaway SQLite database in memory, in which any statement ends soon and touches nothing else.
+"""A throwaway SQLite database in memory, in which nearly any statement ends soon and touches nothing else.
 
 Time: a progress handler counts the machine steps of a statement and looks at the clock. The step limit ends a runaway statement at
 the same place on every machine; the clock is for steps that are slow. Memory: no text or blob above ``_VALUE_BYTES``, no more pages
-than the table had plus ``_EXTRA_PAGES``, sorting spills to unlinked files (``temp_store``), and few rows are fetched. The outside: an
-authorizer refuses ATTACH, PRAGMA, extensions, virtual tables and triggers.
+than the table had plus ``_EXTRA_PAGES``, and few rows are fetched. The outside: no temporary files (``temp_store``), and an authorizer
+refuses ATTACH, PRAGMA, extensions, virtual tables and triggers.
+
+A single step can take any time, and an aggregate any memory. So the SQL of strangers runs here only inside a worker, which the kernel
+bounds (`isolated`, `worker`).
 """
 
 from __future__ import annotations
@@ -14,20 +17,19 @@ import sqlite3
 import time
 from collections.abc import Iterable
 
-from agent_peft.environments.db_bench.database import Executed
-from agent_peft.environments.db_bench.tasks import Row, Table
+from agent_peft.environments.db_bench.database import MAX_SQL, Cell, Executed, Row, Table, size
 from agent_peft.seeding import generator
 from agent_peft.types import AgentPeftError
 
-_STEPS_PER_LOOK = 5_000  # machine steps between two calls of the progress handler: a call waits for the interpreter's lock
+_STEPS_PER_LOOK = 1_000  # machine steps between two calls of the progress handler
 _VALUE_BYTES = 8_192  # with longer values one step (instr, replace) could take seconds
-_SQL_BYTES = 10_000
 _EXTRA_PAGES = 1_024  # of 4 KiB
+_EXTRA_BYTES = 4 << 20  # by which a table may grow and still be read
 _FETCHED_ROWS = 1_000
 _FETCHED_BYTES = 200_000
 _MAX_EXPANSIONS = 10_000
 _LIMITS = {
-    sqlite3.SQLITE_LIMIT_SQL_LENGTH: _SQL_BYTES,
+    sqlite3.SQLITE_LIMIT_SQL_LENGTH: MAX_SQL,
     sqlite3.SQLITE_LIMIT_COLUMN: 200,
     sqlite3.SQLITE_LIMIT_EXPR_DEPTH: 200,
     sqlite3.SQLITE_LIMIT_COMPOUND_SELECT: 200,
@@ -60,7 +62,7 @@ _READING_PRAGMAS = {"table_info", "table_xinfo", "table_list", "index_list", "in
 class SQLiteDatabase:
     """`Database` on the standard library's sqlite3.
 
-    >>> from agent_peft.environments.db_bench.tasks import Column
+    >>> from agent_peft.environments.db_bench.database import Column
     >>> database = SQLiteDatabase(Table("t", (Column("a", "INT"),), ((1,), (2,))), seconds=2.0, steps=20_000_000, seed=0)
     >>> database.execute("SELECT SUM(a) FROM t").rows, database.execute("DELETE FROM t WHERE a = 1").changed, database.table()
     (((3,),), 1, ((2,),))
@@ -78,70 +80,91 @@ class SQLiteDatabase:
         Raises:
             AgentPeftError: SQLite does not accept the table.
         """
-        self._headers = table.headers
-        self._select_all = f"SELECT * FROM main.{quoted(table.name)}"
-        self._seconds, self._steps = seconds, steps
+        self._opening = (table, seed)
+        self.seconds, self._steps = seconds, steps
         self._refusal: str | None = None
         self._statement = ""
+        self._altering = False
+        self._connection = self._opened()
+
+    def _opened(self) -> sqlite3.Connection:
+        table, seed = self._opening
         # autocommit, and threads may take turns: an episode is created in one and stepped in another
-        self._connection = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
-        connection = self._connection
+        connection = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
         connection.text_factory = lambda text: text.decode("utf-8", "replace")
         columns = ", ".join(f"{quoted(column.name)} {column.type}" for column in table.columns)
         try:
-            connection.execute("PRAGMA temp_store = FILE")
+            connection.execute("PRAGMA temp_store = MEMORY")
             connection.execute(f"CREATE TABLE main.{quoted(table.name)} ({columns})")
             marks = ", ".join("?" * len(table.columns))
             connection.execute("BEGIN")
             connection.executemany(f"INSERT INTO main.{quoted(table.name)} VALUES ({marks})", table.rows)
             connection.execute("COMMIT")
-        except (sqlite3.Error, OverflowError, UnicodeError) as error:
+        except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
             connection.close()
-            raise AgentPeftError(f"SQLite does not accept the table {table.name!r}: {error}") from error
+            raise AgentPeftError(f"SQLite does not accept the table {table.name!r}: {error or 'it is too large'}") from error
         pages = connection.execute("PRAGMA page_count").fetchone()[0]
         connection.execute(f"PRAGMA max_page_count = {pages + _EXTRA_PAGES}")
-        longest = max((sum(_size(cell) + 9 for cell in row) for row in table.rows), default=0)
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, max(_VALUE_BYTES, 2 * longest))
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, max(_VALUE_BYTES, 2 * max((_stored(row) for row in table.rows), default=0)))
         for limit, most in _LIMITS.items():
             connection.setlimit(limit, most)
         draw = generator(seed, "sqlite")
         connection.create_function("random", 0, lambda: draw.randrange(-(2**63), 2**63))
         connection.create_function("randomblob", 1, lambda length: _random_blob(draw, length))
         connection.set_authorizer(self._authorize)
+        return connection
 
     def execute(self, sql: str) -> Executed:
-        self._refusal, self._statement = None, sql.lower()
         if expansions(sql) > _MAX_EXPANSIONS:
             return Executed(error="the common table expressions refer to each other too often")
         before = self._connection.total_changes
-        clock = _Clock(self._seconds, self._steps)
-        self._connection.set_progress_handler(clock.look, _STEPS_PER_LOOK)
+        clock = self._begin(sql)
         try:
             cursor = self._connection.execute(sql)
             try:
-                rows, cut = _fetch(cursor)
+                rows, cut = _fetch(cursor, _FETCHED_ROWS, _FETCHED_BYTES)
                 is_query = cursor.description is not None
             finally:
                 cursor.close()
         except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
             return Executed(error=self._explained(error, clock))
-        finally:
-            self._connection.set_progress_handler(None, 0)
         return Executed(rows=rows if is_query else None, changed=self._connection.total_changes - before, cut=cut)
 
     def table(self) -> tuple[Row, ...] | None:
+        table, _ = self._opening
+        sql = f"SELECT * FROM main.{quoted(table.name)}"
+        self._begin(sql)
         try:
-            cursor = self._connection.execute(self._select_all)
-            return tuple(cursor) if tuple(column[0] for column in cursor.description) == self._headers else None
-        except sqlite3.Error:
+            cursor = self._connection.execute(sql)
+            try:
+                if tuple(column[0] for column in cursor.description) != table.headers:
+                    return None
+                rows, cut = _fetch(cursor, None, _EXTRA_BYTES + sum(map(size, table.rows)))
+            finally:
+                cursor.close()
+        except (sqlite3.Error, MemoryError):
             return None
+        return None if cut else rows
+
+    def reset(self) -> None:
+        self._connection.close()
+        self._connection = self._opened()
 
     def close(self) -> None:
         self._connection.close()
 
+    def _begin(self, sql: str) -> _Clock:
+        """What each statement begins with."""
+        self._refusal, self._statement, self._altering = None, sql.lower(), False
+        clock = _Clock(self.seconds, self._steps)
+        self._connection.set_progress_handler(clock.look, _STEPS_PER_LOOK)
+        return clock
+
     def _authorize(self, action: int, first: str | None, second: str | None, *_: str | None) -> int:
         function = (second or "").lower() if action == sqlite3.SQLITE_FUNCTION else ""
-        if function in _REFUSED_FUNCTIONS and function in self._statement:  # SQLite itself calls printf for ALTER TABLE
+        self._altering = self._altering or action == sqlite3.SQLITE_ALTER_TABLE
+        # SQLite itself calls printf for ALTER TABLE; elsewhere a default value of the agent's may call it
+        if function in _REFUSED_FUNCTIONS and (not self._altering or function in self._statement):
             self._refusal = f"the function {function}"
         elif action in _REFUSED and not (action == sqlite3.SQLITE_PRAGMA and (first or "").lower() in _READING_PRAGMAS):
             self._refusal = _REFUSED[action]
@@ -157,7 +180,7 @@ class SQLiteDatabase:
         if isinstance(error, UnicodeEncodeError):
             return "the statement is not valid Unicode"
         if isinstance(error, MemoryError):
-            return "the statement is too large"
+            return "the statement was stopped: out of memory"
         if "one statement at a time" in str(error):
             return "write one statement at a time"
         return str(error)
@@ -202,7 +225,7 @@ def expansions(sql: str) -> int:
     >>> expansions("WITH a AS (SELECT 1), b AS (SELECT 1 FROM a x, a y) SELECT * FROM b")
     2
     """
-    if len(sql) > _SQL_BYTES:
+    if len(sql) > MAX_SQL:
         return 0  # refused by its length
     found = (match for match in _WORD.finditer(sql) if not match[0].startswith(("--", "/*")))
     words = [match["name"].strip("\"`[]'").lower() if match["name"] else match[0] for match in found]
@@ -231,19 +254,20 @@ def _defined(words: list[str]) -> Iterable[str]:
             yield words[j]
 
 
-def _fetch(cursor: sqlite3.Cursor) -> tuple[tuple[Row, ...], bool]:
+def _fetch(cursor: sqlite3.Cursor, most_rows: int | None, most_bytes: int) -> tuple[tuple[Row, ...], bool]:
+    """The rows, and whether there are more."""
     rows: list[Row] = []
-    size = 0
     for row in cursor:
-        if len(rows) == _FETCHED_ROWS or size > _FETCHED_BYTES:
+        if len(rows) == most_rows or most_bytes < 0:
             return tuple(rows), True
         rows.append(row)
-        size += sum(map(_size, row))
+        most_bytes -= size(row)
     return tuple(rows), False
 
 
-def _size(cell: object) -> int:
-    return 4 * len(cell) if isinstance(cell, str) else len(cell) if isinstance(cell, bytes) else 8
+def _stored(row: Iterable[Cell]) -> int:
+    """At most how many bytes SQLite needs for a row."""
+    return sum(9 + (4 * len(cell) if isinstance(cell, str) else 0) for cell in row)
 
 
 def _random_blob(draw: random.Random, length: object) -> bytes:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import sqlglot
 from sqlglot import exp
-from sqlglot.errors import SqlglotError
+from sqlglot.dialects.mysql import MySQL
+from sqlglot.parsers.mysql import MySQLParser
+
+from agent_peft.environments.db_bench.database import MAX_SQL
 
 logging.getLogger("sqlglot").setLevel(logging.ERROR)  # it warns about dialects; what cannot be parsed is told by an exception
 
@@ -49,12 +51,35 @@ def primary_skill(skills: Sequence[str]) -> str:
     return min(skills, key=lambda skill: ranks.get(skill, len(SKILLS)))
 
 
+class _TooLong(Exception):
+    pass
+
+
+class _Parser(MySQLParser):
+    """Gives up where it goes back and forth: the time that sqlglot takes for types within types doubles with each."""
+
+    steps_left = 0
+
+    def _advance(self, times: int = 1) -> None:
+        self.steps_left -= 1
+        if self.steps_left < 0:
+            raise _TooLong
+        super()._advance(times)
+
+
 def parse(sql: str) -> exp.Expr | None:
     """The syntax tree, or None where sqlglot cannot read the statement. MySQL's dialect: it is what LifelongAgentBench was written in."""
-    try:
-        return sqlglot.parse_one(sql, dialect="mysql")
-    except (SqlglotError, RecursionError):
+    if len(sql) > MAX_SQL:
         return None
+    dialect = MySQL()
+    try:
+        tokens = dialect.tokenize(sql)
+        parser = _Parser(dialect=dialect)
+        parser.steps_left = 500 + 20 * len(tokens)  # the statements of LifelongAgentBench take 1.5 for each token
+        trees = parser.parse(tokens, sql)
+    except Exception:  # whatever it may be: an odd statement makes sqlglot raise KeyError, AttributeError, RecursionError ...
+        return None
+    return trees[0] if trees else None
 
 
 def skills_of(sql: str) -> tuple[str, ...]:
@@ -67,8 +92,13 @@ def skills_of(sql: str) -> tuple[str, ...]:
     ('limit_only', 'order_by_single_column', 'select')
     """
     tree = parse(sql)
-    if tree is None:
+    try:
+        return _skills(tree) if tree is not None else ()
+    except (RecursionError, ValueError):  # it is nested too deeply, or holds a number of thousands of digits
         return ()
+
+
+def _skills(tree: exp.Expr) -> tuple[str, ...]:
     found = {name for name, kind in _STATEMENTS.items() if isinstance(tree, kind)}
     if tree.find(exp.Select):
         found.add("select")
@@ -99,6 +129,13 @@ def order_keys(sql: str, headers: Sequence[str], width: int) -> tuple[int, ...] 
     order = tree.args.get("order") if tree is not None else None
     if tree is None or order is None:
         return None
+    try:
+        return _keys(tree, order, headers, width)
+    except (RecursionError, ValueError):
+        return tuple(range(width))  # the order counts as it stands
+
+
+def _keys(tree: exp.Expr, order: exp.Expr, headers: Sequence[str], width: int) -> tuple[int, ...]:
     outputs: list[tuple[str, str]] = []  # (name in the result, expression) of each column
     for column in getattr(tree, "selects", []):
         if isinstance(column, exp.Star):

@@ -13,43 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent_peft.environments.db_bench.syntax import SKILLS, order_keys, primary_skill, skills_of
+from agent_peft.environments.db_bench.database import Column, Row, Table
+from agent_peft.environments.db_bench.syntax import order_keys, primary_skill, skills_of
 from agent_peft.environments.entries import list_of, object_of, read_tasks, text_of, wrong
 from agent_peft.types import AgentPeftError, Task
 
-Cell = str | int | float | bytes | None
-Row = tuple[Cell, ...]
-
 _TYPE = re.compile(r"[A-Za-z][A-Za-z0-9_ ]*(\([0-9, ]*\))?")
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column's name and declared type.
-
-    >>> Column("unit price", "INT").type
-    'INT'
-    """
-
-    name: str
-    type: str
-
-
-@dataclass(frozen=True)
-class Table:
-    """The one table of a task, as it is before the agent acts.
-
-    >>> Table("orders", (Column("id", "INT"),), ((1,), (2,))).headers
-    ('id',)
-    """
-
-    name: str
-    columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
-
-    @property
-    def headers(self) -> tuple[str, ...]:
-        return tuple(column.name for column in self.columns)
 
 
 @dataclass(frozen=True)
@@ -83,8 +52,8 @@ def task_of(name: str, entry: Any) -> Task:
     skills = entry.get("skill_list") or skills_of(entry["answer_info"]["sql"])
     if not isinstance(skills, list | tuple) or not all(isinstance(skill, str) for skill in skills):
         raise wrong(name, "skill_list", "a list of skill names")
-    first = primary_skill(skills) if any(skill in SKILLS for skill in skills) or not skills else skills[0]
-    return Task(id=name, skills=(first, *(skill for skill in skills if skill != first)) if skills else (), content=entry)
+    first = [primary_skill(skills)] if skills else []
+    return Task(id=name, skills=(*first, *(skill for skill in skills if skill not in first)), content=entry)
 
 
 def read_entry(name: str, entry: Any) -> Problem:

@@ -1,0 +1,83 @@
+"""A database in a worker, a process of its own: whatever a statement does there, it ends in time, and takes nothing else with it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from agent_peft.environments.db_bench import fork_server
+from agent_peft.environments.db_bench.channel import encode
+from agent_peft.environments.db_bench.database import MAX_SQL, DatabaseStopped, Executed, Row, Table
+from agent_peft.environments.db_bench.fork_server import WorkerGone
+from agent_peft.types import AgentPeftError, StopReason
+
+_MAX_TABLE = 4 << 20  # bytes of a table as JSON
+_MAX_SECONDS = 86_400.0
+_PATIENCE = 30.0  # seconds after its limit that a statement's answer may take: the worker's own clock is the one that ends it
+_TABLE, _RESET = encode(["table"]), encode(["reset"])
+
+
+class IsolatedDatabase:
+    """`Database` for SQL of strangers: a `SQLiteDatabase` in a worker.
+
+    >>> from agent_peft.environments.db_bench.database import Column
+    >>> database = IsolatedDatabase(Table("t", (Column("a", "INT"),), ((1,), (2,))), seconds=2.0, steps=20_000_000, seed=0)
+    >>> database.execute("SELECT SUM(a) FROM t").rows, database.execute("DELETE FROM t WHERE a = 1").changed, database.table()
+    (((3,),), 1, ((2,),))
+    >>> database.close()
+    """
+
+    def __init__(self, table: Table, *, seconds: float, steps: int, seed: int) -> None:
+        """As `SQLiteDatabase`.
+
+        Raises:
+            AgentPeftError: SQLite does not accept the table, or it is too large.
+            InfrastructureError: no worker can be started.
+        """
+        self._seconds = min(seconds, _MAX_SECONDS)
+        columns = [[column.name, column.type] for column in table.columns]
+        try:
+            opening = encode(["open", table.name, columns, table.rows, self._seconds, steps, seed])
+        except ValueError as error:
+            raise AgentPeftError(f"SQLite does not accept the table {table.name!r}: {error}") from error
+        if len(opening) > _MAX_TABLE:
+            raise AgentPeftError(f"the table {table.name!r} is too large: {len(opening)} bytes, and at most {_MAX_TABLE} can be used")
+        self._closed = False
+        self._worker, refusal = fork_server.employ(opening)
+        if refusal is not None:
+            self.close()
+            raise AgentPeftError(refusal)
+        self._worker.set_patience(self._seconds + _PATIENCE)
+
+    def execute(self, sql: str) -> Executed:
+        if len(sql) > MAX_SQL:
+            return Executed(error="the statement is too large")
+        try:
+            sql.encode()
+        except UnicodeEncodeError:
+            return Executed(error="the statement is not valid Unicode")
+        rows, changed, error, cut = self._ask(encode(["execute", sql]))
+        return Executed(_as_rows(rows), changed, error, cut)
+
+    def table(self) -> tuple[Row, ...] | None:
+        return _as_rows(self._ask(_TABLE))
+
+    def reset(self) -> None:
+        if self._closed or not self._worker.tell(_RESET):
+            raise DatabaseStopped(StopReason.CRASHED)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            fork_server.dismiss(self._worker)
+
+    def _ask(self, request: bytes) -> Any:
+        begun = time.monotonic()
+        try:
+            return self._worker.ask(request)
+        except WorkerGone as error:
+            raise DatabaseStopped(StopReason.TIMEOUT if time.monotonic() - begun > self._seconds else StopReason.CRASHED) from error
+
+
+def _as_rows(rows: list[list[Any]] | None) -> tuple[Row, ...] | None:
+    return None if rows is None else tuple(map(tuple, rows))
