@@ -34,7 +34,7 @@ ENVIRONMENTS: dict[str, Mapping[str, Any]] = {
 SERVER = """
 import asyncio, json, sys
 from agent_peft.environments import load_environment
-from agent_peft.environments.http.hosting import Limits
+from agent_peft.environments.http.limits import Limits
 from agent_peft.environments.http.server import Address, Host
 host = Host({"train": load_environment(json.loads(sys.argv[1]))}, Address("127.0.0.1", 0, 0), Limits())
 asyncio.run(host.run(lambda: print(host.url, flush=True)))

@@ -63,7 +63,7 @@ class TallyEpisode(Episode):
 
 
 def main(port: str, log: str, tasks: str) -> None:
-    from agent_peft.environments.http.hosting import Limits
+    from agent_peft.environments.http.limits import Limits
     from agent_peft.environments.http.server import Address, Host
 
     host = Host({"train": Tally({"log": Path(log), "tasks": int(tasks)})}, Address("127.0.0.1", int(port), 0), Limits())

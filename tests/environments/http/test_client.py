@@ -13,7 +13,7 @@ import pytest
 
 from agent_peft.environments import load_environment
 from agent_peft.environments.http import wire
-from agent_peft.environments.http.hosting import Limits
+from agent_peft.environments.http.limits import Limits
 from agent_peft.types import AgentPeftError, InfrastructureError, Outcome, Task
 
 DB = {"kind": "db_bench", "generate": {"num_tasks": 12, "seed": 2}}

@@ -11,7 +11,7 @@ from websockets.sync.client import connect
 from websockets.sync.server import serve
 
 from agent_peft.environments import load_environment
-from agent_peft.environments.http.hosting import Limits
+from agent_peft.environments.http.limits import Limits
 from agent_peft.types import AgentPeftError, InfrastructureError, Message, Outcome, StopReason
 
 SUMS = {"kind": "arithmetic", "num_tasks": 12, "digits": 1}

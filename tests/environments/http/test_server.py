@@ -14,7 +14,8 @@ import pytest
 from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment, Episode
 from agent_peft.environments.http import wire
-from agent_peft.environments.http.hosting import Episodes, Limits
+from agent_peft.environments.http.hosting import Episodes
+from agent_peft.environments.http.limits import Limits
 from agent_peft.environments.http.server import Address, Host, check_tasks
 from agent_peft.environments.http.wire import Refusal
 from agent_peft.types import AgentPeftError, InfrastructureError, Message, Outcome, StepResult, StopReason, Task
@@ -401,7 +402,7 @@ def test_tasks_that_are_no_json_are_refused_at_the_start(world):
     class Odd(Ledger):
         tasks = (Task("odd", (), {"n": float("nan")}),)
 
-    with pytest.raises(AgentPeftError, match="task odd cannot be sent"):
+    with pytest.raises(AgentPeftError, match="task 'odd' cannot be sent"):
         check_tasks({"train": Odd()})
 
 

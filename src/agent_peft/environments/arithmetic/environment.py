@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -11,11 +12,15 @@ from pydantic import Field, field_validator
 from agent_peft.environments.arithmetic.operations import backwards, find_operation
 from agent_peft.environments.arithmetic.problems import Problems, Split, count_problems
 from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
+from agent_peft.lookup import may_import
 from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason, Task
 
 ALPHABET = "0123456789+*-= ^$"  # every character of a prompt or an answer, for a character tokenizer
 
 Form = Literal["plain", "reversed", "worked"]
+
+MOST_DIGITS = 9  # of an operand
+LARGEST_RESULT = 10**1000  # Python writes no number of more than 4,300 digits
 
 # the number that is graded; work is free, but it has no "$", which closes the answer
 GRADED: dict[Form, str] = {"plain": r"(-?[0-9]+)", "reversed": r"([0-9]+-?)", "worked": r"(?:[^$]*=)?([0-9]+-?)"}
@@ -36,15 +41,16 @@ class ArithmeticConfig(EnvironmentConfig):
     @field_validator("operation")
     @classmethod
     def _exists(cls, operation: str) -> str:
-        find_operation(operation)
+        if ":" not in operation or may_import(operation):
+            find_operation(operation)
         return operation
 
     @field_validator("digits", mode="before")
     @classmethod
     def _ascending(cls, digits: Any) -> Any:
         numbers = digits if isinstance(digits, list | tuple) and len(digits) == 2 else [digits]
-        if not all(type(number) is int and 1 <= number <= 9 for number in numbers) or sorted(set(numbers)) != list(numbers):
-            raise ValueError(f"{digits!r} is neither a number from 1 to 9 nor two of them, [low, high]")
+        if not all(type(number) is int and 1 <= number <= MOST_DIGITS for number in numbers) or sorted(set(numbers)) != list(numbers):
+            raise ValueError(f"{digits!r:.50} is neither a number from 1 to {MOST_DIGITS} nor two of them, [low, high]")
         return digits
 
 
@@ -80,21 +86,37 @@ class Arithmetic(Environment):
         return self._tasks
 
     def episode(self, task: Task, seed: int) -> ArithmeticEpisode:
-        question = f"{'^' if self.config.symbols else ''}{task.content['a']}{self.operation.symbol}{task.content['b']}="
+        a, b = read_operands(task)
+        question = f"{'^' if self.config.symbols else ''}{a}{self.operation.symbol}{b}="
         return ArithmeticEpisode(question, self._grammar, self._answer(task))
 
     def demonstration(self, task: Task) -> Sequence[str]:
-        a, b = task.content["a"], task.content["b"]
+        a, b = read_operands(task)
         work = ""
         if self.config.answer == "worked" and self.operation.worked is not None:
             work = self.operation.worked(a, b, max(len(str(a)), len(str(b)))) + "="
         return [work + self._answer(task) + ("$" if self.config.symbols else "")]
 
     def _answer(self, task: Task) -> str:
-        result = self.operation.compute(task.content["a"], task.content["b"])
+        result = self.operation.compute(*read_operands(task))
         if not isinstance(result, int):
-            raise AgentPeftError(f"{self.config.operation} of {task.id} is {result!r}, no whole number; change the operation's compute")
+            shown = reprlib.repr(result)
+            raise AgentPeftError(f"{self.config.operation} of {task.id:.50} is {shown}, no whole number; change the operation's compute")
+        if abs(result) >= LARGEST_RESULT:
+            raise AgentPeftError(f"{self.config.operation} of {task.id:.50} has more than 1,000 digits; change the operation's compute")
         return str(result) if self.config.answer == "plain" else backwards(result)
+
+
+def read_operands(task: Task) -> tuple[int, int]:
+    """The two numbers of a task.
+
+    Raises:
+        AgentPeftError: they are not two natural numbers of at most ``MOST_DIGITS`` digits.
+    """
+    a, b = task.content.get("a"), task.content.get("b")
+    if type(a) is int and type(b) is int and min(a, b) >= 0 and max(a, b) < 10**MOST_DIGITS:
+        return a, b
+    raise AgentPeftError(f"task {task.id!r:.50}: a and b must be whole numbers of at most {MOST_DIGITS} digits, from 0 on")
 
 
 class ArithmeticEpisode(Episode):

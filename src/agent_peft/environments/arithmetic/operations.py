@@ -6,10 +6,10 @@ digits of the operands alone: so each character follows from a few others, which
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from agent_peft.lookup import find
 from agent_peft.types import AgentPeftError
 
 
@@ -89,11 +89,7 @@ def find_operation(name: str) -> Operation:
         if name not in OPERATIONS:
             raise ValueError(f"there is no operation {name!r}; give {', '.join(OPERATIONS)}, or your own as package.module:NAME")
         return OPERATIONS[name]
-    module, _, attribute = name.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{name!r} cannot be imported ({error}); write it as package.module:NAME") from error
+    found = find(name, "package.module:NAME")
     if not isinstance(found, Operation):
         raise ValueError(f"{name!r} is a {type(found).__name__}, not an agent_peft.environments.arithmetic.Operation; name one")
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Annotated, Any
@@ -13,6 +14,8 @@ from agent_peft.environments.http.web import JSON, FastAPI, Query, Response, new
 from agent_peft.environments.http.wire import Refusal
 from agent_peft.seeding import derive
 from agent_peft.types import InfrastructureError, Message, Outcome, Task
+
+logger = logging.getLogger(__name__)
 
 MOST = 64  # LifelongAgentBench measures up to so many
 TRIED = 1000  # tasks, until it is said that none has a demonstration
@@ -32,10 +35,13 @@ class ChatHistory:
         async with self._one_at_a_time:
             while len(self._found) < count and self._next < min(len(self.environment.tasks), TRIED):
                 task = self.environment.tasks[self._next]
+                messages = None
                 try:
                     messages = await self.in_thread(partial(replay, self.environment, task))
                 except InfrastructureError as error:
                     raise Refusal(502, wire.INFRASTRUCTURE, str(error)) from error
+                except Exception:
+                    logger.exception("task %r: its demonstration could not be replayed", task.id)
                 self._next += 1
                 if messages is not None:
                     self._found.append(wire.Example(task=task.id, messages=tuple(wire.ChatMessage.of(m) for m in messages)))

@@ -14,12 +14,15 @@ from pydantic import AfterValidator, Field, model_validator
 
 from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
 from agent_peft.environments.http import wire
-from agent_peft.environments.http.connection import Connection, checked_url
+from agent_peft.environments.http.connection import LONGEST_PAGE, Connection, DefectError, checked_url
 from agent_peft.types import AgentPeftError, InfrastructureError, Message, StepResult, Task
 
 logger = logging.getLogger(__name__)
 
 LOOK = 16  # tasks in a page of very many, of which a step looks at a few
+LOOKS = 64  # such pages that are kept
+LONGEST_SET = 256 << 20  # bytes of all tasks, where these are not very many
+PAGE_NODES = 4_000_000  # commas and brackets of a page
 
 
 class RemoteConfig(EnvironmentConfig):
@@ -45,7 +48,7 @@ class RemoteEnvironment(Environment):
     """Nobody above can tell it from the environment that is served: tasks, seeds, demonstrations, results and errors are the same.
 
     A request that is not answered is sent again, and executed once. An episode that the server has lost (it was killed, or started
-    anew) raises ``InfrastructureError``: it counts for nothing, and the collector begins it again.
+    anew) raises ``InfrastructureError``: the collector replays its actions in another episode, which is incorrect where that fails, too.
     """
 
     def __init__(self, config: RemoteConfig) -> None:
@@ -59,6 +62,9 @@ class RemoteEnvironment(Environment):
         try:
             self._tasks = self._fetch_tasks()
             self._examples = self._fetch_examples() if config.examples else ()
+        except DefectError as error:
+            self.connection.close()
+            raise AgentPeftError(str(error)) from error
         except InfrastructureError as error:
             self.connection.close()
             raise AgentPeftError(f"no server answers ({error}); start it with: agent-peft serve CONFIG") from error
@@ -94,12 +100,14 @@ class RemoteEnvironment(Environment):
 
     def _fetch_tasks(self) -> Sequence[Task]:
         """All of them at once, or, where they are very many, as they are looked at."""
-        where = {"environment": self.config.environment}
+        where, connection = {"environment": self.config.environment}, self.connection
         tasks: list[Task] = []
         while True:
-            page = self.connection.get("/tasks", wire.TaskPage, {**where, "offset": len(tasks)})
+            page = connection.get("/tasks", wire.TaskPage, {**where, "offset": len(tasks)}, LONGEST_PAGE, PAGE_NODES)
             if page.total > wire.MANY:
-                return RemoteTasks(self.connection, self.config.environment, range(page.total))
+                return RemoteTasks(connection, self.config.environment, range(page.total))
+            if connection.received > LONGEST_SET:
+                raise AgentPeftError(f"{connection.url}: its tasks have more than {LONGEST_SET >> 20} MiB; serve fewer of them")
             tasks += [message.task() for message in page.tasks]
             if len(tasks) >= page.total or not page.tasks:
                 return tuple(tasks)
@@ -123,7 +131,7 @@ class RemoteTasks(Sequence[Task]):
     """More tasks than one wants to hold: each page is fetched when it is looked at.
 
     Raises:
-        InfrastructureError: of every look, where the server does not answer.
+        InfrastructureError: of every look, where the server does not answer, or with fewer tasks than it says it has.
     """
 
     connection: Connection
@@ -133,7 +141,7 @@ class RemoteTasks(Sequence[Task]):
 
     def __post_init__(self) -> None:
         if self.pages is None:
-            object.__setattr__(self, "pages", lru_cache(maxsize=1024)(self._fetch))
+            object.__setattr__(self, "pages", lru_cache(maxsize=LOOKS)(self._fetch))
 
     @overload
     def __getitem__(self, index: int) -> Task: ...
@@ -151,7 +159,10 @@ class RemoteTasks(Sequence[Task]):
 
     def _fetch(self, page: int) -> tuple[Task, ...]:
         where = {"environment": self.environment, "offset": page * LOOK, "limit": LOOK}
-        return tuple(message.task() for message in self.connection.get("/tasks", wire.TaskPage, where).tasks)
+        told = self.connection.get("/tasks", wire.TaskPage, where)
+        if len(told.tasks) != min(LOOK, len(self.indices) - page * LOOK):
+            raise InfrastructureError(f"{self.connection.url}: page {page} of its tasks has {len(told.tasks)}")
+        return tuple(message.task() for message in told.tasks)
 
 
 class RemoteEpisode(Episode):
@@ -173,14 +184,24 @@ class RemoteEpisode(Episode):
             raise InfrastructureError(f"{self._connection.url}: answered for another episode")
         self._server = response.metadata.server_id
         opening = response.messages()
+        if not opening:
+            raise AgentPeftError(f"{self._connection.url}: an episode of {response.metadata.task!r:.50} begins without a message")
         leading = next((place for place, message in enumerate(opening) if message.role != "system"), len(opening))
         # the examples' own system messages say what the opening's does
         return [*opening[:leading], *(m for m in self._examples if m.role != "system"), *opening[leading:]]
 
     def step(self, action: str) -> StepResult:
+        """Act, with the first ``wire.LONGEST_ACTION`` characters of an action that is longer than any context.
+
+        Raises:
+            DefectError: the environment raised.
+            InfrastructureError: the world under it failed, or the server is lost.
+        """
         if self._over or self._server is None:
             raise RuntimeError("the episode is done or closed" if self._over else "the episode was not started")
-        request = wire.StepRequest(episode_id=self._name, index=self._steps, action=wire.Action(text=action), server_id=self._server)
+        request = wire.StepRequest(
+            episode_id=self._name, index=self._steps, action=wire.Action(text=action[: wire.LONGEST_ACTION]), server_id=self._server
+        )
         response = self._connection.post("/step", wire.StepResponse, request)
         if (response.metadata.episode_id, response.metadata.index) != (self._name, self._steps):
             raise InfrastructureError(f"{self._connection.url}: answered for another step")
@@ -194,7 +215,7 @@ class RemoteEpisode(Episode):
         if self._started and not self._over:
             try:
                 self._connection.post("/close", wire.Pong, wire.CloseRequest(episode_id=self._name), patient=False)
-            except (AgentPeftError, InfrastructureError) as error:
+            except (AgentPeftError, InfrastructureError, DefectError) as error:
                 logger.debug("episode %s is left to the server to close: %s", self._name, error)
         self._over = True
 

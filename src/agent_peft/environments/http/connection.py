@@ -1,7 +1,8 @@
 """A client's side of the wire: requests that are tried again until they are answered, and answers that cannot be mistaken.
 
 Trying again is safe because the server executes a request once (see ``hosting``). An answer that echoes another request's id, as a
-network that repeats itself may deliver, is thrown away with its connection.
+network that repeats itself may deliver, is thrown away with its connection. A server is not trusted to be one: what it answers is
+read up to a limit, in a time, uncompressed, and checked.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import os
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
@@ -27,6 +30,13 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # seconds between two attempts: doubled from the first to the longest
 BUSY = frozenset({502, 503, 504})  # of whatever stands between us and the server
+LONGEST_ANSWER = 4 << 20  # bytes: more than any context holds
+LONGEST_PAGE = 4 * wire.LONGEST_PAGE  # a server's pages are shorter, but for a task that is long by itself
+UNCOMPRESSED = {"accept-encoding": "identity"}  # a few bytes could be a gigabyte
+
+
+class DefectError(Exception):
+    """The environment that is served raised, other than for the world under it: a defect of its code, as it would be here."""
 
 
 class _Lost(Exception):
@@ -45,18 +55,33 @@ class Connection:
         """
         self.url, self.patience = url, patience
         self._httpx = import_httpx()
-        headers = {wire.CLIENT_ID: uuid.uuid4().hex, "content-type": "application/json", **authorization(token)}
+        headers = {wire.CLIENT_ID: uuid.uuid4().hex, "content-type": "application/json", **UNCOMPRESSED, **authorization(token)}
+        self.received = 0  # bytes of all answers
+        self._timeout = timeout
         self._client: httpx.Client = self._httpx.Client(
             base_url=url,
             headers=headers,
             timeout=self._httpx.Timeout(timeout, connect=min(timeout, 10.0), pool=None),
             limits=self._httpx.Limits(max_connections=256, max_keepalive_connections=64, keepalive_expiry=60.0),
             trust_env=not is_local(url),
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),  # none: a server could send more and more of them
         )
         self._down = False  # one request has lost its patience: others do not wait as long for the same server
 
-    def get(self, path: str, model: type[Answer], params: Mapping[str, Any] | None = None) -> Answer:
-        return self._parse(model, self._request("GET", path, params=params))
+    def get(
+        self,
+        path: str,
+        model: type[Answer],
+        params: Mapping[str, Any] | None = None,
+        longest: int = LONGEST_ANSWER,
+        nodes: int = wire.MOST_NODES,
+    ) -> Answer:
+        """
+        Args:
+            longest: bytes of the answer.
+            nodes: commas and brackets in it.
+        """
+        return self._parse(model, self._request("GET", path, longest=longest, nodes=nodes, params=params))
 
     def post(self, path: str, model: type[Answer], message: BaseModel, patient: bool = True) -> Answer:
         return self._parse(model, self._request("POST", path, content=wire.encode(message), patient=patient))
@@ -64,51 +89,64 @@ class Connection:
     def close(self) -> None:
         self._client.close()
 
-    def _request(self, method: str, path: str, *, content: bytes | None = None, params: Any = None, patient: bool = True) -> Any:
+    def _request(
+        self, method: str, path: str, *, patient: bool = True, longest: int = LONGEST_ANSWER, nodes: int = wire.MOST_NODES, **more: Any
+    ) -> Any:
         """The JSON of the answer.
 
         Raises:
             InfrastructureError: no answer came in time, or the episode is lost.
+            DefectError: the environment raised.
             AgentPeftError: the server refuses the request, for a reason that trying again does not change.
         """
         end = time.monotonic() + (self.patience if patient and not self._down else 0.0)
         pause = FIRST_PAUSE
         while True:
             try:
-                answer = self._once(method, path, content, params)
+                answer = self._once(method, path, longest, nodes, more)
                 self._down = False
                 return answer
             except _Lost as error:
                 if time.monotonic() + pause > end:
                     self._down = True
-                    raise InfrastructureError(f"{self.url}{path}: {error}") from error
+                    raise InfrastructureError(f"{self.url}{path}: {wire.one_line(error)}") from error
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _once(self, method: str, path: str, content: bytes | None, params: Any) -> Any:
+    def _once(self, method: str, path: str, longest: int, nodes: int, more: Mapping[str, Any]) -> Any:
         request_id = uuid.uuid4().hex
         try:
             # streamed, so that an answer to another request is closed unread, and its connection with it
-            with self._client.stream(method, path, content=content, params=params, headers={wire.REQUEST_ID: request_id}) as response:
+            with self._client.stream(method, path, headers={wire.REQUEST_ID: request_id}, **more) as response:
                 status, echo = response.status_code, response.headers.get(wire.REQUEST_ID)
                 if echo != request_id:
                     if echo or status in BUSY:
                         raise _Lost("the answer is to another request" if echo else f"HTTP {status}")
                     raise AgentPeftError(f"{self.url}{path}: the answer (HTTP {status}) comes from no agent-peft server; set another url")
-                response.read()
-                found = response.json()
+                body = read_answer(response, longest, self._timeout)
+            self.received += len(body)
+            found = wire.decode(body, nodes)
         except self._httpx.RequestError as error:
             raise _Lost(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
+        except TooLong as error:
+            raise InfrastructureError(f"{self.url}{path}: {error}") from error
         except ValueError as error:
             raise _Lost(f"the answer is not JSON: {error}") from error
         if status != 200:
-            self._refused(path, status, found if isinstance(found, dict) else {})
+            self._refused(path, status, found)
         return found
 
-    def _refused(self, path: str, status: int, told: Mapping[str, Any]) -> None:
-        code, detail = told.get("code"), told.get("detail", f"HTTP {status}")
-        if code in wire.LOST:
+    def _refused(self, path: str, status: int, told: Any) -> None:
+        problem = wire.Problem(detail=f"HTTP {status}", code="")
+        with suppress(ValidationError):
+            problem = wire.Problem.model_validate(told)
+        detail = wire.one_line(problem.detail)
+        if problem.code in wire.LOST:
             raise InfrastructureError(f"{self.url}{path}: {detail}")
+        if problem.code == wire.BROKEN:
+            raise DefectError(f"{self.url}{path}: {detail}")
+        if status in BUSY:
+            raise _Lost(detail)
         if status in (401, 403):
             raise AgentPeftError(f"{self.url}: {detail}; name the environment variable that holds the server's token with token")
         raise AgentPeftError(f"{self.url}{path}: {detail}")
@@ -117,9 +155,34 @@ class Connection:
         try:
             return model.model_validate(found)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise AgentPeftError(f"{self.url}: the server speaks another version of agent-peft ({where}: {first['msg']})") from error
+            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            where = ".".join(str(part)[:50] for part in first["loc"])
+            raise AgentPeftError(
+                f"{self.url}: the server speaks another version of agent-peft ({wire.one_line(where)}: {first['msg']})"
+            ) from error
+
+
+class TooLong(Exception):
+    """An answer of more bytes than are read, or compressed."""
+
+
+def read_answer(response: httpx.Response, longest: int, seconds: float) -> bytes:
+    """The body of an answer that is streamed.
+
+    Raises:
+        TooLong: it has more than ``longest`` bytes, or is compressed.
+        httpx.RequestError: it does not come, or not in time.
+    """
+    if response.headers.get("content-encoding", "identity").lower() != "identity":
+        raise TooLong("the answer is compressed, though it was asked not to be")
+    body, end = bytearray(), time.monotonic() + seconds
+    for piece in response.iter_raw():
+        body += piece
+        if len(body) > longest:
+            raise TooLong(f"the answer has more than {longest} bytes")
+        if time.monotonic() > end:
+            raise import_httpx().ReadTimeout(f"the answer takes more than {seconds:g} s")
+    return bytes(body)
 
 
 def import_httpx() -> ModuleType:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
-from collections.abc import Awaitable, Callable, MutableMapping
+import re
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from agent_peft.environments.http import wire
-from agent_peft.environments.http.hosting import Limits
+from agent_peft.environments.http.limits import Limits
 from agent_peft.environments.http.wire import Refusal
 
 Scope = MutableMapping[str, Any]
@@ -18,6 +18,8 @@ Event = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_HOST = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*://)?(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::[0-9]{1,5})?")  # of Host or Origin
 
 FREE = frozenset({"/api/ping", "/health"})  # answered to everybody: they tell nothing
 
@@ -28,6 +30,7 @@ class Guard:
     def __init__(self, app: App, limits: Limits, token: str | None) -> None:
         self.app, self.limits = app, limits
         self.expected = None if token is None else b"Bearer " + token.encode()
+        self.bodies = 0  # bytes of all requests that are under way
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
@@ -42,12 +45,22 @@ class Guard:
             await send(event)
 
         try:
-            self._allow(scope["path"], headers)
+            _check_framing(scope, headers)
+            self._allow(scope["path"], scope["headers"])
             if scope["type"] == "websocket":
                 return await self.app(scope, receive, send)
-            body = await self._body(headers, receive)
         except Refusal as refusal:
             return await _refuse(scope["type"], refusal, send_echo)
+        body = bytearray()
+        try:
+            await self._read(body, scope["path"], headers, receive)
+            await self._answer(bytes(body), scope, receive, send_echo)
+        except Refusal as refusal:
+            await _refuse("http", refusal, send_echo)
+        finally:
+            self.bodies -= len(body)
+
+    async def _answer(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         given = False
 
         async def receive_body() -> Event:
@@ -57,26 +70,31 @@ class Guard:
             given = True
             return {"type": "http.request", "body": body, "more_body": False}
 
-        await self.app(scope, receive_body, send_echo)
+        await self.app(scope, receive_body, send)
 
-    def _allow(self, path: str, headers: MutableMapping[bytes, bytes]) -> None:
+    def _allow(self, path: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
         if self.expected is None:
             # without a token, a web page that somebody looks at must not speak to his loopback
-            origin = headers.get(b"origin")
-            if origin is not None and not is_loopback(urlsplit(origin.decode("latin-1")).hostname or ""):
-                raise Refusal(403, "origin", "requests of web pages are not answered")
-            host = urlsplit("//" + headers.get(b"host", b"localhost").decode("latin-1")).hostname or ""
-            if not is_loopback(host):
-                raise Refusal(403, "origin", f"this server is for this machine alone, and has no name such as {host!r}")
-        elif path not in FREE and not hmac.compare_digest(headers.get(b"authorization", b""), self.expected):
+            for name, value in headers:
+                if (name == b"origin" and not names_loopback(value)) or (name == b"sec-fetch-site" and value.strip() == b"cross-site"):
+                    raise Refusal(403, "origin", "requests of web pages are not answered")
+                if name == b"host" and not names_loopback(value):
+                    raise Refusal(
+                        403, "origin", f"this server is for this machine alone, and has no name such as {value[:255].decode('latin-1')!r}"
+                    )
+        elif path not in FREE and not hmac.compare_digest(dict(headers).get(b"authorization", b""), self.expected):
             raise Refusal(401, "token", "the header 'Authorization: Bearer TOKEN' is missing or wrong")
 
-    async def _body(self, headers: MutableMapping[bytes, bytes], receive: Receive) -> bytes:
-        most = self.limits.body_bytes
+    async def _read(self, body: bytearray, path: str, headers: MutableMapping[bytes, bytes], receive: Receive) -> None:
+        """The whole body into ``body``, counted with those of all other requests.
+
+        Raises:
+            Refusal: it is too long, too slow, or has more in it than a request of ours.
+        """
+        most = self.limits.body_bytes if path == "/step" else min(self.limits.body_bytes, self.limits.task_bytes)
         announced = headers.get(b"content-length", b"0")
         if announced.isdigit() and int(announced[:20]) > most:
             raise Refusal(413, "too_long", f"a request may have {most} bytes at most, this one has {announced[:20].decode()}")
-        body = bytearray()
         try:
             async with asyncio.timeout(self.limits.body_seconds):
                 more = True
@@ -84,13 +102,25 @@ class Guard:
                     event = await receive()
                     if event["type"] == "http.disconnect":
                         raise Refusal(400, "cut", "the request ended before its body did")
-                    body += event.get("body", b"")
-                    more = event.get("more_body", False)
+                    piece, more = event.get("body", b""), event.get("more_body", False)
+                    body += piece
+                    self.bodies += len(piece)
                     if len(body) > most:
                         raise Refusal(413, "too_long", f"a request may have {most} bytes at most")
+                    if self.bodies > self.limits.bodies_bytes:
+                        raise Refusal(503, "busy", "the server reads as many bytes of requests as it may; ask again")
         except TimeoutError:
             raise Refusal(408, "too_slow", f"the request took more than {self.limits.body_seconds:g} s to send its body") from None
-        return bytes(body)
+        try:
+            wire.check_json(body)
+        except ValueError as error:
+            raise Refusal(422, "invalid", f"the body cannot be read: {error}") from error
+
+
+def _check_framing(scope: Scope, headers: MutableMapping[bytes, bytes]) -> None:
+    """A proxy may see another end of such a request than we do, and pass a second, hidden one on."""
+    if b"transfer-encoding" in headers and (b"content-length" in headers or scope.get("http_version") == "1.0"):
+        raise Refusal(400, "invalid", "a request has either a Content-Length or, in HTTP/1.1, a Transfer-Encoding")
 
 
 async def _refuse(kind: str, refusal: Refusal, send: Send) -> None:
@@ -104,6 +134,16 @@ async def _refuse(kind: str, refusal: Refusal, send: Send) -> None:
         headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
+
+
+def names_loopback(value: bytes) -> bool:
+    """Whether a Host or an Origin names this machine to itself alone.
+
+    >>> names_loopback(b"localhost:80"), names_loopback(b"http://[::1]:80"), names_loopback(b"[::1"), names_loopback(b"null")
+    (True, True, False, False)
+    """
+    written = _HOST.fullmatch(value.decode("latin-1").strip())
+    return written is not None and is_loopback(written[1].strip("[]").lower())
 
 
 def is_loopback(host: str) -> bool:

@@ -14,11 +14,20 @@ from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator
 
 from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
 from agent_peft.environments.http import wire
-from agent_peft.environments.http.connection import authorization, checked_url, import_httpx, is_local
+from agent_peft.environments.http.connection import (
+    LONGEST_ANSWER,
+    UNCOMPRESSED,
+    TooLong,
+    authorization,
+    checked_url,
+    import_httpx,
+    is_local,
+    read_answer,
+)
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, InfrastructureError, Message, Outcome, StepResult, StopReason, Task
 
@@ -69,8 +78,8 @@ class OpenEnv(Environment):
         self.config = config
         self._headers = authorization(config.token)
         schema = self._schema()
-        self.action_key = config.action_key or _only_text(schema.get("action", {}), config.url)
-        self.observation_key = config.observation_key or _text_key(schema.get("observation", {}))
+        self.action_key = config.action_key or _only_text(_object(schema.get("action")), config.url)
+        self.observation_key = config.observation_key or _text_key(_object(schema.get("observation")))
         # within 31 bits, since servers hand it to NumPy
         seeds = [derive(config.seed, "openenv", number) >> 32 for number in range(config.num_tasks)]
         self._tasks = tuple(Task(id=f"seed-{number}", content={"seed": seed}) for number, seed in enumerate(seeds))
@@ -94,15 +103,18 @@ class OpenEnv(Environment):
     def connect(self) -> Session:
         return Session(self.config, self._headers)
 
-    def _schema(self) -> dict[str, Any]:
+    def _schema(self) -> Mapping[str, Any]:
         httpx, config = import_httpx(), self.config
+        headers = {**UNCOMPRESSED, **self._headers}
         try:
-            with httpx.Client(headers=self._headers, timeout=config.timeout, trust_env=not is_local(config.url)) as client:
-                response = client.get(f"{config.url}/schema")
-                found = response.raise_for_status().json()
-        except (httpx.HTTPError, ValueError) as error:
-            raise AgentPeftError(f"{config.url}: no OpenEnv server answers: {error}") from error
-        return found if isinstance(found, dict) else {}
+            with (
+                httpx.Client(headers=headers, timeout=config.timeout, trust_env=not is_local(config.url)) as client,
+                client.stream("GET", f"{config.url}/schema") as response,
+            ):
+                response.raise_for_status()
+                return _object(wire.decode(read_answer(response, LONGEST_ANSWER, config.timeout)))
+        except (httpx.HTTPError, TooLong, ValueError) as error:
+            raise AgentPeftError(f"{config.url}: no OpenEnv server answers: {wire.one_line(error)}") from error
 
     def _see_whether_seeds_count(self) -> None:
         openings = []
@@ -135,8 +147,8 @@ class OpenEnvEpisode(Episode):
         self._session = self._environment.connect()
         answer = self._session.ask("reset", self._reset)
         if answer.error is not None:
-            raise InfrastructureError(f"{config.url}: reset failed: {answer.error}")
-        shown = "\n".join(part for part in (config.prompt, self._environment.show(answer.observation)) if part.strip())
+            raise InfrastructureError(f"{config.url}: reset failed: {wire.one_line(answer.error)}")
+        shown = "\n".join(part for part in (config.prompt, self._environment.show(answer.shown)) if part.strip())
         if not shown:
             raise AgentPeftError(f"{config.url}: the first observation is empty; set prompt, so that the agent has something to read")
         system = [Message("system", config.system_prompt)] if config.system_prompt else []
@@ -154,7 +166,7 @@ class OpenEnvEpisode(Episode):
             self.close()
             reason = StopReason.FINISHED if answer.done else StopReason.TURN_LIMIT
             return StepResult("", True, self._outcome(), reason, valid)
-        return StepResult(self._environment.show(answer.observation) if answer.error is None else answer.error, valid=valid)
+        return StepResult(self._environment.show(answer.shown) if answer.error is None else answer.error, valid=valid)
 
     def close(self) -> None:
         self._over = True
@@ -169,11 +181,27 @@ class OpenEnvEpisode(Episode):
         return Outcome.CORRECT if reward >= config.threshold else Outcome.INCORRECT
 
 
-class Answer:
+class Answer(BaseModel):
     """What a server said to one message: an observation, or why it refused."""
 
-    def __init__(self, observation: Mapping[str, Any], reward: float | None = None, done: bool = False, error: str | None = None) -> None:
-        self.observation, self.reward, self.done, self.error = observation, reward, done, error
+    observation: Any = {}
+    reward: float | None = Field(default=None, allow_inf_nan=False)
+    done: bool | None = False
+    error: str | None = None
+
+    @property
+    def shown(self) -> Mapping[str, Any]:
+        return self.observation if isinstance(self.observation, dict) else {"observation": self.observation}
+
+
+class _Told(BaseModel):
+    type: str
+    data: dict[str, Any] = {}
+
+
+class _Refused(BaseModel):
+    code: str = ""
+    message: str = "the server gave no reason"
 
 
 class Session:
@@ -202,32 +230,32 @@ class Session:
                     additional_headers=dict(headers),
                     open_timeout=config.timeout,
                     close_timeout=2.0,
-                    max_size=100 << 20,
+                    compression=None,
+                    max_size=LONGEST_ANSWER,
+                    max_queue=1,
                     **options,
                 )
             )
-        except self._failures as error:
-            raise InfrastructureError(f"{config.url}: {error or type(error).__name__}") from error
+        except (*self._failures, ValueError) as error:  # a redirect may lead to what is no URL
+            raise self._failed("connecting", error) from error
 
     def ask(self, kind: str, content: Mapping[str, Any]) -> Answer:
         try:
             with suppress(self._closed):  # a server without room says so before it is asked, and hangs up
                 self._socket.send(json.dumps({"type": kind, "data": dict(content)}))
-            answer = json.loads(self._socket.recv(timeout=self.timeout))
+            told = _Told.model_validate(wire.decode(self._socket.recv(timeout=self.timeout)))
+            if told.type == "error":
+                return self._refused(_Refused.model_validate(told.data))
+            return Answer.model_validate({**told.data, "error": None})
         except self._failures as error:
             self.close()
-            raise InfrastructureError(f"{self.url}: {kind}: {error or type(error).__name__}") from error
+            raise self._failed(kind, error) from error
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            where = wire.one_line(".".join(map(str, first["loc"])))
+            raise InfrastructureError(f"{self.url}: {kind}: the answer is not one of OpenEnv ({where}: {first['msg']})") from error
         except ValueError as error:
-            raise InfrastructureError(f"{self.url}: {kind}: the answer is not JSON: {error}") from error
-        told = answer.get("data", {}) if isinstance(answer, dict) else {}
-        if answer.get("type") == "error":
-            return self._refused(str(told.get("code", "")), str(told.get("message", "the server gave no reason")))
-        observation = told.get("observation", {})
-        reward = told.get("reward")
-        if reward is not None and not math.isfinite(reward):
-            raise InfrastructureError(f"{self.url}: {kind}: the reward is {reward}")
-        shown = observation if isinstance(observation, dict) else {"observation": observation}
-        return Answer(shown, None if reward is None else float(reward), bool(told.get("done", False)))
+            raise InfrastructureError(f"{self.url}: {kind}: the answer cannot be read: {wire.one_line(error)}") from error
 
     def close(self) -> None:
         try:
@@ -235,14 +263,18 @@ class Session:
         except self._failures as error:
             logger.debug("%s: a session did not close well: %s", self.url, error)
 
-    def _refused(self, code: str, text: str) -> Answer:
-        if code == "CAPACITY_REACHED":
+    def _failed(self, kind: str, error: Exception) -> InfrastructureError:
+        return InfrastructureError(f"{self.url}: {kind}: {wire.one_line(error) or type(error).__name__}")
+
+    def _refused(self, told: _Refused) -> Answer:
+        if told.code == "CAPACITY_REACHED":
             raise AgentPeftError(
-                f"{self.url}: {text}; let the server hold as many sessions as there are episodes at once (tasks_per_step × group_size)"
+                f"{self.url}: {wire.one_line(told.message)}; let the server hold as many sessions as there are episodes at once "
+                "(tasks_per_step × group_size)"
             )
-        if code in ("FACTORY_ERROR", "SESSION_ERROR"):
-            raise InfrastructureError(f"{self.url}: {text}")
-        return Answer({}, error=text)
+        if told.code in ("FACTORY_ERROR", "SESSION_ERROR"):
+            raise InfrastructureError(f"{self.url}: {wire.one_line(told.message)}")
+        return Answer(error=told.message)
 
 
 def _plain(text: str) -> str:
@@ -250,17 +282,22 @@ def _plain(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
+def _object(found: Any) -> dict[str, Any]:
+    return found if isinstance(found, dict) else {}
+
+
 def _texts(schema: Mapping[str, Any]) -> list[str]:
-    properties = schema.get("properties", {})
-    return [name for name, about in properties.items() if about.get("type") == "string" and name not in NOT_TEXT]
+    properties = _object(schema.get("properties"))
+    return [name for name, about in properties.items() if _object(about).get("type") == "string" and name not in NOT_TEXT]
 
 
 def _only_text(schema: Mapping[str, Any], url: str) -> str:
-    texts, required = _texts(schema), [name for name in schema.get("required", ())]
+    told = schema.get("required")
+    texts, required = _texts(schema), [name for name in told if isinstance(name, str)] if isinstance(told, list) else []
     wanted = [name for name in texts if name in required] or texts
     if len(wanted) == 1 and set(required) <= set(wanted):
         return wanted[0]
-    keys = ", ".join(schema.get("properties", {})) or "none"
+    keys = wire.one_line(", ".join(_object(schema.get("properties")))) or "none"
     raise AgentPeftError(f"{url}: an action is not one text (its keys: {keys}); set action_key, or write an environment of your own")
 
 

@@ -5,7 +5,9 @@ A session's episode ends with it, so nothing is ever sent twice here, and steps 
 
 from __future__ import annotations
 
-import json
+import asyncio
+import contextlib
+import time
 import uuid
 from typing import Any
 
@@ -13,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from agent_peft.environments.http import wire
 from agent_peft.environments.http.hosting import Episodes
-from agent_peft.environments.http.web import WebSocket, WebSocketDisconnect
+from agent_peft.environments.http.web import WebSocket, WebSocketDisconnect, one_line
 from agent_peft.environments.http.wire import Refusal
 
 _CODES = {wire.FULL: "CAPACITY_REACHED", "invalid": "VALIDATION_ERROR", "too_long": "VALIDATION_ERROR"}
@@ -22,20 +24,22 @@ _CODES = {wire.FULL: "CAPACITY_REACHED", "invalid": "VALIDATION_ERROR", "too_lon
 class Session:
     """What one socket has asked for so far."""
 
-    def __init__(self, episodes: Episodes) -> None:
-        self.episodes = episodes
+    def __init__(self, socket: WebSocket, episodes: Episodes) -> None:
+        self.socket, self.episodes = socket, episodes
         self.client = uuid.uuid4().hex
         self.episode: str | None = None
         self.steps = 0
+        self.since: float | None = time.monotonic()  # when it began to wait for its client; None while it does not
 
     async def answer(self, text: str) -> dict[str, Any] | None:
         """The answer to one message, or None to the last."""
         try:
-            message = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            message = wire.decode(text)
+        except ValueError as error:
             return _error(f"not JSON: {error}", "INVALID_JSON")
         kind = message.get("type") if isinstance(message, dict) else None
         content = message.get("data", {}) if isinstance(message, dict) else {}
+        del message
         try:
             match kind:
                 case "reset":
@@ -47,10 +51,9 @@ class Session:
                 case "close":
                     return None
                 case _:
-                    return _error(f"there is no message of type {kind!r}; send reset, step, state or close", "UNKNOWN_TYPE")
+                    return _error(f"there is no message of type {kind!r:.50}; send reset, step, state or close", "UNKNOWN_TYPE")
         except ValidationError as error:
-            first = error.errors()[0]
-            return _error(f"{'.'.join(map(str, first['loc'])) or kind}: {first['msg']}", "VALIDATION_ERROR")
+            return _error(one_line(error.errors(include_url=False, include_input=False)), "VALIDATION_ERROR")
         except Refusal as refusal:
             return _error(refusal.text, _CODES.get(refusal.code, "EXECUTION_ERROR"))
 
@@ -72,32 +75,75 @@ class Session:
     def state(self) -> dict[str, Any]:
         if self.episode is None:
             return {"episode_id": None, "step_count": 0}
-        return self.episodes.state(self.episode).model_dump()
+        return self.episodes.state(self.episode, self.client).model_dump()
 
     async def end(self) -> None:
         if self.episode is not None:
-            await self.episodes.close(self.episode)
-            self.episode = None
+            name, self.episode = self.episode, None
+            await self.episodes.close(name, self.client)
 
 
-async def converse(socket: WebSocket, episodes: Episodes) -> None:
-    """Serve one socket until it closes."""
-    session = Session(episodes)
-    await socket.accept()
-    try:
-        while True:
-            try:
-                answer = await session.answer(await socket.receive_text())
-            except KeyError:  # starlette's, where the message is bytes
-                answer = _error("send text, not bytes", "INVALID_JSON")
-            if answer is None:
-                await socket.close()
-                break
+class Sessions:
+    """Those that are open at once: at most half of all connections, so that there is room for requests."""
+
+    def __init__(self, episodes: Episodes) -> None:
+        self.episodes, self.limits = episodes, episodes.limits
+        self.open: set[Session] = set()
+
+    async def converse(self, socket: WebSocket) -> None:
+        """Serve one socket until it closes, is idle for too long, or must make room for another."""
+        if len(self.open) >= max(1, self.limits.connections // 2) and not await self._make_room():
+            await socket.close(1013, "the server holds as many sessions as it may")
+            return
+        session = Session(socket, self.episodes)
+        self.open.add(session)
+        try:
+            await socket.accept()
+            while await self._serve_one(session):
+                pass
+        except (WebSocketDisconnect, TimeoutError):
+            pass
+        finally:
+            self.open.discard(session)
+            await session.end()
+
+    async def _serve_one(self, session: Session) -> bool:
+        """One message and its answer. Whether there may be another.
+
+        Raises:
+            TimeoutError: the client does not read.
+        """
+        socket = session.socket
+        answer: dict[str, Any] | None
+        session.since = time.monotonic()
+        try:
+            async with asyncio.timeout(self.limits.idle_seconds):
+                text = await socket.receive_text()
+        except TimeoutError:
+            await socket.close(1001, "nothing was asked for too long")
+            return False
+        except KeyError:  # starlette's, where the message is bytes
+            answer = _error("send text, not bytes", "INVALID_JSON")
+        else:
+            session.since = None
+            answer = await session.answer(text)
+        if answer is None:
+            await socket.close()
+            return False
+        async with asyncio.timeout(self.limits.answer_seconds):
             await socket.send_text(wire.encode(answer).decode("ascii"))
-    except WebSocketDisconnect:
-        pass
-    finally:
-        await session.end()
+        return True
+
+    async def _make_room(self) -> bool:
+        """Close the session without an episode that has been idle the longest. Whether there is one."""
+        idle = [session for session in self.open if session.episode is None and session.since is not None]
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda session: session.since or 0.0)
+        self.open.discard(oldest)
+        with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # it closes already
+            await oldest.socket.close(1013, "another session needs the room")
+        return True
 
 
 def _observation(response: BaseModel) -> dict[str, Any]:
@@ -105,4 +151,4 @@ def _observation(response: BaseModel) -> dict[str, Any]:
 
 
 def _error(text: str, code: str) -> dict[str, Any]:
-    return {"type": "error", "data": {"message": " ".join(text.split()), "code": code}}
+    return {"type": "error", "data": {"message": wire.one_line(text), "code": code}}

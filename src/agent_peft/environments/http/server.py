@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Annotated, Any
 
@@ -18,19 +23,28 @@ from agent_peft.environments.base import Environment
 from agent_peft.environments.http import wire
 from agent_peft.environments.http.chat_history import ChatHistory, chat_history_app
 from agent_peft.environments.http.guard import Guard, is_loopback
-from agent_peft.environments.http.hosting import PAGE, Episodes, Limits
-from agent_peft.environments.http.openenv_session import converse
-from agent_peft.environments.http.web import JSON, FastAPI, Header, Query, Response, WebSocket, new_app, uvicorn
+from agent_peft.environments.http.hosting import PAGE, Episodes
+from agent_peft.environments.http.limits import Limits
+from agent_peft.environments.http.log_throttle import throttled
+from agent_peft.environments.http.openenv_session import Sessions
+from agent_peft.environments.http.transport import Server, within_descriptors
+from agent_peft.environments.http.web import JSON, FastAPI, Header, Query, Response, WebSocket, new_app
 from agent_peft.types import AgentPeftError
+
+logger = logging.getLogger(__name__)
+
+LOGGERS = ("uvicorn.error", "asyncio", *(f"agent_peft.environments.http.{name}" for name in ("hosting", "transport", "chat_history")))
+CLOSING = 10.0  # seconds that environments get to close where a step of them does not end
 
 Client = Annotated[str | None, Header(alias=wire.CLIENT_ID, max_length=64)]
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": wire.Problem} for status in (400, 401, 403, 404, 408, 409, 410, 413, 415, 422, 429)
+    status: {"model": wire.Problem} for status in (400, 401, 403, 404, 408, 409, 410, 413, 415, 422, 429, 503)
 }
 
 
 def environment_app(episodes: Episodes) -> FastAPI:
     """The environments' API, without what guards it: see ``Guard``."""
+    sessions = Sessions(episodes)
     app = new_app("Agent-PEFT environments", "Reset, step and state as in OpenEnv (HTTP and the WebSocket /ws), and tasks.")
 
     def route(method: str, path: str, model: type[Any], **more: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -53,9 +67,9 @@ def environment_app(episodes: Episodes) -> FastAPI:
         return JSON(wire.Pong())
 
     @route("GET", "/state", wire.State)
-    async def state(episode_id: Annotated[str, Query(max_length=255)]) -> Response:
+    async def state(episode_id: Annotated[str, Query(max_length=255)], client: Client = None) -> Response:
         """How far an episode has come."""
-        return JSON(episodes.state(episode_id))
+        return JSON(episodes.state(episode_id, client))
 
     @route("GET", "/tasks", wire.TaskPage)
     async def tasks(
@@ -63,10 +77,20 @@ def environment_app(episodes: Episodes) -> FastAPI:
         offset: Annotated[int, Query(ge=0, lt=2**62)] = 0,
         limit: Annotated[int, Query(ge=1, le=PAGE)] = PAGE,
     ) -> Response:
-        """The tasks in their order, ``limit`` from ``offset`` on. Their contents may hold solutions: they are for trainers, not agents."""
+        """The tasks in their order, ``limit`` from ``offset`` on, or fewer where these would be too long for one answer.
+
+        Their contents may hold solutions: they are for trainers, not agents.
+        """
         everything = episodes.environment(environment).tasks
-        page = tuple(wire.TaskMessage.of(task) for task in everything[offset : offset + limit])
-        return JSON(wire.TaskPage(total=len(everything), tasks=page))
+        page: list[wire.TaskMessage] = []
+        size = 0
+        for task in everything[offset : offset + limit]:
+            message = wire.TaskMessage.of(task)
+            size += len(wire.encode(message))
+            if page and size > wire.LONGEST_PAGE:
+                break
+            page.append(message)
+        return JSON(wire.TaskPage(total=len(everything), tasks=tuple(page)))
 
     @route("POST", "/demonstration", wire.Demonstration)
     async def demonstration(request: wire.DemonstrationRequest) -> Response:
@@ -95,7 +119,7 @@ def environment_app(episodes: Episodes) -> FastAPI:
 
     @app.websocket("/ws")
     async def openenv(socket: WebSocket) -> None:
-        await converse(socket, episodes)
+        await sessions.converse(socket)
 
     return app
 
@@ -131,30 +155,42 @@ class Host:
                 f"{address.host} can be reached from other machines, so a token is needed: put one into an environment variable "
                 "and name it with --token"
             )
+        for name, environment in environments.items():
+            if token is None and not environment.sandboxed:
+                raise AgentPeftError(
+                    f"{name} runs without a sandbox, so whoever reaches this server (any user of this machine does) acts as its user: "
+                    "choose a sandbox, or put a token into an environment variable and name it with --token"
+                )
         check_tasks(environments)
+        limits = within_descriptors(limits)
         self.episodes = Episodes(environments, limits)
         history = ChatHistory(next(iter(environments.values())), self.episodes.in_thread)
         self._sockets = _listen(address)
         apps = (environment_app(self.episodes), chat_history_app(history))
-        self._servers = [_Server(Guard(app, limits, token), limits) for app in apps]
+        few = replace(limits, connections=max(1, limits.connections // 4))  # of examples one asks once
+        self._servers = [Server(Guard(app, limits, token), bounds) for app, bounds in zip(apps, (limits, few), strict=True)]
+        self._stopped: float | None = None
         shown = f"[{address.host}]" if ":" in address.host else address.host
         self.url, self.examples_url = (f"http://{shown}:{socket.getsockname()[1]}" for socket in self._sockets)
 
     async def run(self, ready: Callable[[], None] | None = None) -> None:
-        """Serve until ``stop``, then close every episode."""
+        """Serve until ``stop``, then close every episode, but for those at a step that does not end (they stay in ``episodes.open``)."""
         reaper = asyncio.create_task(self._reap())
         try:
             if ready is not None:
                 ready()
-            await asyncio.gather(*(server.serve([sock]) for server, sock in zip(self._servers, self._sockets, strict=True)))
+            with throttled(LOGGERS):
+                await asyncio.gather(*(server.serve([sock]) for server, sock in zip(self._servers, self._sockets, strict=True)))
         finally:
             reaper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await reaper
-            await self.episodes.shutdown()
+            spent = 0.0 if self._stopped is None else time.monotonic() - self._stopped
+            await self.episodes.shutdown(max(0.0, self.episodes.limits.shutdown_seconds - spent))
 
     def stop(self) -> None:
         """May be called from a signal handler, or another thread."""
+        self._stopped = self._stopped or time.monotonic()
         for server in self._servers:
             server.should_exit = True
 
@@ -164,51 +200,45 @@ class Host:
             await self.episodes.reap()
 
 
-class _Server(uvicorn.Server):
-    """uvicorn, but for the signals: two of them share a process."""
-
-    def __init__(self, app: Callable[..., Awaitable[None]], limits: Limits) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                lifespan="off",
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                ws_max_size=limits.body_bytes,
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=int(limits.shutdown_seconds) + 1,
-            )
-        )
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 def serve(environments: Mapping[str, Environment], address: Address, limits: Limits, token: str | None = None) -> None:
     """Serve until SIGTERM or SIGINT, then close everything. Prints one line when it listens.
+
+    The process ends even if a step does not: it is the last thing that the process does.
 
     Raises:
         AgentPeftError: an address is taken, or a token is needed.
     """
-    host = Host(environments, address, limits, token)
-
-    def ready() -> None:
-        names = " and ".join(f"{name} ({len(environment.tasks)} tasks)" for name, environment in environments.items())
-        print(f"serving {names} on {host.url} (its API: {host.url}/docs), example conversations on {host.examples_url}", flush=True)
-
-    async def until_signalled() -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, host.stop)
-        await host.run(ready)
-
     try:
+        host = Host(environments, address, limits, token)
+
+        def ready() -> None:
+            names = " and ".join(f"{name} ({len(environment.tasks)} tasks)" for name, environment in environments.items())
+            print(f"serving {names} on {host.url} (its API: {host.url}/docs), example conversations on {host.examples_url}", flush=True)
+
+        async def until_signalled() -> None:
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, host.stop)
+            await host.run(ready)
+
         asyncio.run(until_signalled())
-    finally:
-        for environment in environments.values():
-            environment.close()
+    except BaseException:
+        _close(environments)
+        raise
+    if not host.episodes.open:
+        _close(environments)
+        return
+    closing = threading.Thread(target=_close, args=(environments,), daemon=True)
+    closing.start()
+    closing.join(CLOSING)
+    logger.warning("%d episodes were at a step that did not end", len(host.episodes.open))
+    sys.stdout.flush()
+    os._exit(1)  # Python would wait for their threads
+
+
+def _close(environments: Mapping[str, Environment]) -> None:
+    for environment in environments.values():
+        environment.close()
 
 
 def check_tasks(environments: Mapping[str, Environment]) -> None:
@@ -219,8 +249,8 @@ def check_tasks(environments: Mapping[str, Environment]) -> None:
         for task in islice(environment.tasks, wire.MANY):
             try:
                 wire.encode(wire.TaskMessage.of(task))
-            except (TypeError, ValueError) as error:
-                raise AgentPeftError(f"{name}: task {task.id} cannot be sent: {error}") from error
+            except (TypeError, ValueError, RecursionError) as error:
+                raise AgentPeftError(f"{name}: task {task.id!r:.200} cannot be sent: {wire.one_line(error)}") from error
 
 
 def _listen(address: Address) -> list[socket.socket]:

@@ -17,7 +17,7 @@ try:  # the one place where the server's packages are imported
 except ImportError as error:
     raise wire.missing_extra(error.name or "fastapi") from error
 
-__all__ = ["JSON", "FastAPI", "Header", "Query", "Response", "WebSocket", "WebSocketDisconnect", "new_app", "uvicorn"]
+__all__ = ["JSON", "FastAPI", "Header", "Query", "Response", "WebSocket", "WebSocketDisconnect", "new_app", "one_line", "uvicorn"]
 
 
 class JSON(Response):
@@ -31,7 +31,7 @@ class JSON(Response):
 
 def new_app(title: str, description: str) -> FastAPI:
     """An application whose errors are ``{"detail", "code"}``, and that answers ``POST /api/ping``."""
-    app = FastAPI(title=title, description=description, version=__version__)
+    app = FastAPI(title=title, description=description, version=__version__, redirect_slashes=False)
 
     @app.exception_handler(Refusal)
     async def refused(_: Request, refusal: Refusal) -> Response:
@@ -47,7 +47,7 @@ def new_app(title: str, description: str) -> FastAPI:
 
     @app.exception_handler(Exception)
     async def broken(_: Request, error: Exception) -> Response:
-        return problem(500, "broken", f"the server made a mistake ({type(error).__name__}); its log holds more")
+        return problem(500, wire.BROKEN, f"the server made a mistake ({type(error).__name__}); its log holds more")
 
     @app.post("/api/ping", response_model=wire.Pong)
     async def ping() -> Response:
@@ -64,5 +64,5 @@ def problem(status: int, code: str, text: str, headers: Any = None) -> Response:
 def one_line(errors: Sequence[Any]) -> str:
     """The first of pydantic's errors, and where it is."""
     first = errors[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return f"{where}: {first['msg']}" + (f" (and {len(errors) - 1} more)" if len(errors) > 1 else "")
+    where = ".".join(str(part)[:50] for part in first["loc"])
+    return wire.one_line(f"{where}: {first['msg']}" + (f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""))

@@ -9,11 +9,14 @@ Texts are JSON in ASCII with ``\\u`` escapes, so that whatever a policy writes a
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
 
+from agent_peft.printable import printable
 from agent_peft.types import AgentPeftError, Message, Outcome, Role, StepResult, StopReason, Task
 
 REQUEST_ID = "x-request-id"  # echoed, so that a response can never be taken for that of another request
@@ -21,14 +24,23 @@ CLIENT_ID = "x-client-id"  # episodes of a client that still speaks are not idle
 MANY = 10_000  # more tasks than these (arithmetic has up to 10^17) are sent as they are asked for, and whole instead of by their ids
 TRAIN = "train"  # the environment that is meant where none is named
 
+LONGEST_ACTION = 1 << 20  # characters; in JSON up to twelve times as many bytes
+LONGEST_PAGE = 8 << 20  # bytes of tasks in one answer, but for a task that is longer by itself
+MOST_NODES = 200_000  # commas and brackets of a request; as Python's objects each takes up to a hundred bytes
+DEEPEST = 100  # brackets within brackets; Python gives up at some hundreds, at different ones when it reads, writes and compares
+LINE = 500  # characters of a refusal
+
 # why a request was refused
 UNKNOWN = "unknown_episode"  # never heard of: the server was started anew, or the episode was idle for too long
 ENDED = "episode_ended"
 CONFLICT = "conflict"  # another request under the same episode and index, or not the next index
 FULL = "full"
 INFRASTRUCTURE = "infrastructure"  # the world under the environment failed
+BROKEN = "broken"  # the environment's code raised: a defect of it, not a failure of the world
 LOST = frozenset({UNKNOWN, ENDED, CONFLICT, INFRASTRUCTURE})  # the episode counts for nothing
 
+_STRINGS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL)  # one that does not end goes to the end, or many would be tried
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _REWARDS = {Outcome.CORRECT: 1.0, Outcome.INCORRECT: 0.0, Outcome.UNKNOWN: None}
 
 
@@ -38,20 +50,42 @@ def _is_text(value: Any) -> str:
     return value
 
 
+def _is_object(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError("should be an object")
+    return value
+
+
+def _nothing(value: Any) -> Mapping[str, Any]:
+    _is_object(value)
+    return {}  # what is not read is not kept
+
+
 Text = Annotated[str, PlainValidator(_is_text), WithJsonSchema({"type": "string"})]  # pydantic's own str refuses lone surrogates
+Object = Annotated[Mapping[str, Any], PlainValidator(_is_object), WithJsonSchema({"type": "object"})]
+Unread = Annotated[Mapping[str, Any], PlainValidator(_nothing), WithJsonSchema({"type": "object"})]
 Name = Annotated[str, Field(min_length=1, max_length=255)]
+TaskName = Annotated[str, Field(max_length=1000)]
+First = FailFast()  # of a million wrong items only the first is an error, or the errors would fill the memory
 
 
 class _Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_keys(cls, content: Any) -> Any:
+        if isinstance(content, Mapping) and len(content) > 100:  # each unknown one is an error that takes memory
+            raise ValueError("has more than 100 keys")
+        return content
+
 
 class TaskMessage(_Message):
     """A task that the server does not have: it is sent whole."""
 
-    id: str
-    skills: tuple[str, ...] = ()
-    content: dict[str, Any] = {}
+    id: TaskName
+    skills: Annotated[tuple[Annotated[str, Field(max_length=255)], ...], First, Field(max_length=100)] = ()
+    content: Object = {}
 
     @classmethod
     def of(cls, task: Task) -> TaskMessage:
@@ -66,7 +100,9 @@ class ResetRequest(_Message):
 
     episode_id: Name | None = Field(default=None, description="chosen by the client; null lets the server choose")
     environment: Name = Field(default=TRAIN, description="one of those that GET /metadata names")
-    task: str | TaskMessage | None = Field(default=None, description="a task's id, or a whole one; null takes one by the seed, or the next")
+    task: TaskName | TaskMessage | None = Field(
+        default=None, description="a task's id, or a whole one; null takes one by the seed, or the next"
+    )
     seed: int | None = Field(default=None, ge=0, lt=2**63)
 
 
@@ -74,14 +110,14 @@ class Action(_Message):
     """What the agent says."""
 
     text: Text
-    metadata: dict[str, Any] = Field(default={}, description="not read")
+    metadata: Unread = Field(default={}, description="not read")
 
 
 class StepRequest(_Message):
     """Act. The same action under the same index is executed once: a repeated request is answered as before."""
 
     episode_id: Name
-    index: int = Field(ge=0, description="0 for the first step of an episode")
+    index: int = Field(ge=0, lt=2**31, description="0 for the first step of an episode")
     action: Action
     server_id: Name | None = Field(default=None, description="as reset told it: a step is not taken by a server started since")
 
@@ -96,7 +132,7 @@ class DemonstrationRequest(_Message):
     """Ask for actions that solve a task."""
 
     environment: Name = TRAIN
-    task: str | TaskMessage
+    task: TaskName | TaskMessage
 
 
 class ChatMessage(_Message):
@@ -117,7 +153,7 @@ class Observation(_Message):
     """What the agent reads next: ``text``, and after a reset the whole opening of the conversation."""
 
     text: Text
-    messages: tuple[ChatMessage, ...] = ()
+    messages: Annotated[tuple[ChatMessage, ...], First] = ()
 
 
 class ResetFacts(_Message):
@@ -155,6 +191,12 @@ class StepResponse(_Message):
     done: bool
     metadata: StepFacts
 
+    @model_validator(mode="after")
+    def _says_why_it_ended(self) -> StepResponse:
+        if self.done != (self.metadata.stop_reason is not None):
+            raise ValueError("a step tells a stop reason exactly when it is the last")
+        return self
+
     @classmethod
     def of(cls, result: StepResult, episode_id: str, index: int) -> StepResponse:
         facts = StepFacts(episode_id=episode_id, index=index, outcome=result.outcome, stop_reason=result.stop_reason, valid=result.valid)
@@ -177,23 +219,23 @@ class State(_Message):
 
 
 class TaskPage(_Message):
-    total: int
-    tasks: tuple[TaskMessage, ...]
+    total: int = Field(ge=0, lt=2**62)
+    tasks: Annotated[tuple[TaskMessage, ...], First]
 
 
 class Demonstration(_Message):
-    actions: tuple[Text, ...] | None
+    actions: Annotated[tuple[Text, ...], Field(max_length=10_000)] | None
 
 
 class Example(_Message):
     """A conversation in which a task was solved."""
 
     task: str
-    messages: tuple[ChatMessage, ...]
+    messages: Annotated[tuple[ChatMessage, ...], First]
 
 
 class Examples(_Message):
-    examples: tuple[Example, ...]
+    examples: Annotated[tuple[Example, ...], First]
 
 
 class Metadata(_Message):
@@ -234,7 +276,45 @@ class Refusal(Exception):
 
     def __init__(self, status: int, code: str, text: str) -> None:
         super().__init__(text)
-        self.status, self.code, self.text = status, code, " ".join(text.split())
+        self.status, self.code, self.text = status, code, one_line(text)
+
+
+def one_line(text: object) -> str:
+    r"""What others wrote, as one short line that a terminal shows as it is.
+
+    >>> one_line("two\nlines"), one_line("x" * 1000)[-5:]
+    ('two lines', 'xx...')
+    """
+    return printable(" ".join(str(text)[: 2 * LINE].split()), LINE)
+
+
+def decode(text: bytes | str, nodes: int = MOST_NODES) -> Any:
+    """What a JSON text of a stranger says.
+
+    Raises:
+        ValueError: it is not JSON in UTF-8, or is nested too deeply, or would be more than ``nodes`` objects.
+    """
+    raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+    check_json(raw, nodes)
+    return json.loads(raw)
+
+
+def check_json(text: bytes | bytearray, nodes: int = MOST_NODES) -> None:
+    r"""Whether a text, if it is JSON, is fit to be read: a megabyte of brackets would be a hundred of Python's objects.
+
+    Raises:
+        ValueError: it would be more than ``nodes`` objects, is nested too deeply, or is not in UTF-8 (in UTF-16, brackets could hide).
+
+    >>> check_json(b'{"a": [1, 2, "[[[\\",,,"]}', nodes=4)
+    """
+    if b"\0" in text:
+        raise ValueError("it is not JSON in UTF-8")
+    outside = _STRINGS.sub(b"", text, 2 * nodes + 2)  # so many texts, keys included, stand between so many commas
+    if sum(map(outside.count, (b",", b"[", b"{"))) > nodes:
+        raise ValueError(f"it has more than {nodes} commas and brackets")
+    depths = accumulate(1 if bracket in b"[{" else -1 for bracket in outside.translate(None, _NO_BRACKETS))
+    if max(depths, default=0) > DEEPEST:
+        raise ValueError(f"its brackets are nested more than {DEEPEST} deep")
 
 
 def encode(content: BaseModel | Mapping[str, Any]) -> bytes:

@@ -1,0 +1,536 @@
+"""What strangers may do with a server's episodes: whole tasks that fit nothing, replies made to break, and slots held for ever."""
+
+import asyncio
+import gc
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agent_peft.environments import load_environment
+from agent_peft.environments.base import Environment, Episode
+from agent_peft.environments.http import wire
+from agent_peft.environments.http.connection import DefectError
+from agent_peft.environments.http.hosting import Episodes
+from agent_peft.environments.http.limits import Limits
+from agent_peft.environments.http.server import Address, Host
+from agent_peft.environments.http.wire import Refusal
+from agent_peft.types import AgentPeftError, InfrastructureError, Message, Outcome, StepResult, StopReason, Task
+
+PRODUCTS = {"kind": "arithmetic", "operation": "multiplication", "num_tasks": 12, "digits": 2}
+DB = {"kind": "db_bench", "generate": {"num_tasks": 6}}
+PROBLEMS = {"kind": "gsm8k", "tasks": str(Path(__file__).parents[1] / "own_problems.jsonl")}
+
+
+class Panic(BaseException):
+    """As a library in Rust raises where it panics."""
+
+
+class Odd(Environment):
+    """What an action says happens."""
+
+    def __init__(self):
+        self.open, self.gate = 0, threading.Event()
+
+    @property
+    def tasks(self):
+        return (Task("a", (), {"n": 1}),)
+
+    def episode(self, task, seed):
+        return OddEpisode(self)
+
+
+class OddEpisode(Episode):
+    def __init__(self, world):
+        self.world = world
+        world.open += 1
+        self.over = False
+
+    def start(self):
+        return [Message("user", "go on")]
+
+    def step(self, action):
+        match action:
+            case "panic":
+                raise Panic("at the disco")
+            case "exit":
+                raise SystemExit(3)
+            case "nothing":
+                return None
+            case "bytes":
+                return StepResult(b"bytes")
+            case "memory":
+                raise MemoryError
+            case "lost":
+                raise InfrastructureError("the world\nis gone")
+            case "wait":
+                self.world.gate.wait(20)
+        return StepResult(
+            action,
+            action == "done",
+            Outcome.CORRECT if action == "done" else Outcome.UNKNOWN,
+            StopReason.FINISHED if action == "done" else None,
+        )
+
+    def close(self):
+        if not self.over:
+            self.world.open -= 1
+        self.over = True
+
+
+@pytest.fixture
+def world():
+    return Odd()
+
+
+def in_loop(world, scenario, **limits):
+    async def run():
+        table = Episodes({"train": world}, replace(Limits(), **limits))
+        try:
+            return await scenario(table)
+        finally:
+            await table.shutdown()
+
+    return asyncio.run(run())
+
+
+def act(text, index=0, name="e"):
+    return wire.StepRequest(episode_id=name, index=index, action=wire.Action(text=text))
+
+
+# -- whole tasks ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hosts(serving_all_along):
+    return {settings["kind"]: serving_all_along({"train": load_environment(settings)}) for settings in (PRODUCTS, DB, PROBLEMS)}
+
+
+@pytest.mark.parametrize("a", ["A" * 1000, None, 1.5, True, [1], -1, 10**9, 10**4000])
+@pytest.mark.parametrize("b", [2, 400_000])
+def test_operands_are_whole_numbers_of_a_few_digits(hosts, a, b):
+    task = {"id": "x", "content": {"a": a, "b": b}}
+    answer = httpx.post(f"{hosts['arithmetic'].url}/reset", json={"task": task}, trust_env=False, timeout=20)
+    assert (answer.status_code, answer.json()["code"]) == (422, "mistake")
+    assert "whole numbers of at most 9 digits" in answer.json()["detail"]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def places(content, path=()):
+    """Where something stands in a content."""
+    yield path
+    if isinstance(content, dict | list):
+        for key, inner in content.items() if isinstance(content, dict) else enumerate(content):
+            yield from places(inner, (*path, key))
+
+
+def put(content, path, value):
+    if not path:
+        return value
+    copied = dict(content) if isinstance(content, dict) else list(content)
+    copied[path[0]] = put(content[path[0]], path[1:], value)
+    return copied
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(st.sampled_from(["arithmetic", "db_bench", "gsm8k"]), st.data(), json_values)
+def test_a_task_that_one_thing_is_wrong_with_is_refused_or_played(hosts, kind, drawn, value):
+    host = hosts[kind]
+    environment = host.episodes.environments["train"]
+    task = drawn.draw(st.sampled_from(list(environment.tasks)[:5]))
+    content = json.loads(json.dumps(task.content))
+    content = put(content, drawn.draw(st.sampled_from(list(places(content)))), value)
+    with httpx.Client(base_url=host.url, trust_env=False, timeout=30) as api:
+        opened = api.post("/reset", json={"task": {"id": "x", "content": content}})
+        assert opened.status_code in (200, 422), opened.text
+        for index, action in enumerate(environment.demonstration(task) if opened.status_code == 200 else ()):
+            name = opened.json()["metadata"]["episode_id"]
+            stepped = api.post("/step", json={"episode_id": name, "index": index, "action": {"text": action}})
+            assert stepped.status_code in (200, 410), stepped.text
+        asked = api.post("/demonstration", json={"task": {"id": "x", "content": content}})
+        assert asked.status_code in (200, 422), asked.text
+
+
+def test_a_task_may_have_so_many_bytes_and_all_of_them_together(world):
+    def whole(name, size):
+        return wire.ResetRequest(episode_id=name, task=wire.TaskMessage(id=name, content={"x": "a" * size}))
+
+    async def scenario(table):
+        with pytest.raises(Refusal, match="1000 bytes at most"):
+            await table.reset(whole("long", 1000))
+        for name in "abc":
+            await table.reset(whole(name, 800))
+        with pytest.raises(Refusal, match="whole tasks of all episodes") as refused:
+            await table.reset(whole("d", 800))
+        assert refused.value.status == 429
+        await table.reset(wire.ResetRequest(episode_id="e", task="a"))
+        await table.close("b")
+        await table.reset(whole("d", 800))
+        for content in ({"x": float("nan")}, {"x": "\ud800"}):
+            with pytest.raises(Refusal, match="cannot be used here"):
+                await table.reset(wire.ResetRequest(task=wire.TaskMessage(id="odd", content=content)))
+
+    in_loop(world, scenario, task_bytes=1000, tasks_bytes=2700)
+
+
+def test_a_whole_task_by_a_socket_is_as_bounded(serving):
+    from websockets.sync.client import connect
+
+    host = serving({"train": load_environment(PRODUCTS)}, limits=Limits(task_bytes=1000))
+    with connect(host.url.replace("http", "ws") + "/ws", proxy=None) as socket:
+        socket.send(json.dumps({"type": "reset", "data": {"task": {"id": "x", "content": {"a": "1" * 2000}}}}))
+        refused = json.loads(socket.recv(timeout=20))["data"]
+        assert refused["code"] == "VALIDATION_ERROR"
+        assert "1000 bytes" in refused["message"]
+
+
+def test_of_an_episode_that_is_over_its_task_is_forgotten(world):
+    class Content(dict):
+        """Of which it is known whether it is still there."""
+
+        __hash__ = object.__hash__
+
+    there = weakref.WeakSet()
+
+    async def play(table, number):
+        task = wire.TaskMessage(id=str(number), content=Content(x="a" * 1000))
+        there.add(task.content)
+        await table.reset(wire.ResetRequest(episode_id=str(number), task=task))
+        await (table.step(act("done", name=str(number))) if number % 2 else table.close(str(number)))
+
+    async def scenario(table):
+        for number in range(20):
+            await play(table, number)
+        gc.collect()
+        assert len(table.ended) == 20
+        assert not there
+        assert (await table.step(act("done", name="1"))).done  # what a repeated request asks for is there
+        with pytest.raises(Refusal, match="over"):
+            await table.reset(wire.ResetRequest(episode_id="1", task=wire.TaskMessage(id="1", content={"x": "a" * 1000})))
+
+    in_loop(world, scenario)
+
+
+def test_answers_are_kept_in_bytes_not_only_in_number(world):
+    async def scenario(table):
+        for number in range(30):
+            name = str(number)
+            await table.reset(wire.ResetRequest(episode_id=name))
+            await table.step(act("x" * 1000, name=name))
+            with pytest.raises(Refusal):
+                await table.step(act("lost", 1, name))
+        for number in range(30, 60):
+            await table.reset(wire.ResetRequest(episode_id=str(number)))
+            await table.step(act("x" * 1000, name=str(number)))
+            table.open[str(number)].over = True
+            await table._free(table.open[str(number)])
+        assert table.kept <= 10_000
+        assert "59" in table.ended
+        assert "31" not in table.ended
+        assert table.kept == sum(record.kept for record in table.ended.values() if record)
+
+    in_loop(world, scenario, answers_bytes=10_000)
+
+
+# -- whose episodes -------------------------------------------------------------------------------------------------------------------
+
+
+def test_an_episode_belongs_to_the_client_that_began_it(serving, world):
+    host = serving({"train": world})
+    ann, bob = ({"x-client-id": name} for name in ("ann", "bob"))
+    with httpx.Client(base_url=host.url, trust_env=False) as api:
+        api.post("/reset", json={"episode_id": "e1"}, headers=ann)
+        step = {"episode_id": "e1", "index": 0, "action": {"text": "mine"}}
+        for answer in (
+            api.post("/step", json=step, headers=bob),
+            api.post("/step", json=step),
+            api.post("/close", json={"episode_id": "e1"}, headers=bob),
+            api.post("/reset", json={"episode_id": "e1"}, headers=bob),
+            api.get("/state", params={"episode_id": "e1"}, headers=bob),
+        ):
+            assert (answer.status_code, answer.json()["code"]) == (409, "conflict")
+        assert api.post("/step", json=step, headers=ann).json()["observation"]["text"] == "mine"
+        assert api.get("/state", params={"episode_id": "e1"}, headers=ann).json()["step_count"] == 1
+        api.post("/close", json={"episode_id": "e1"}, headers=ann)
+    assert world.open == 0
+
+
+def test_an_episode_that_takes_no_step_for_a_day_is_closed_though_its_client_speaks(world):
+    now = [0.0]
+
+    async def run():
+        table = Episodes({"train": world}, Limits(), clock=lambda: now[0])
+        await table.reset(wire.ResetRequest(episode_id="held"), "greedy")
+        await table.reset(wire.ResetRequest(episode_id="used"), "greedy")
+        for hour in range(1, 26):
+            now[0] = hour * 3600.0
+            table.hear("greedy")
+            await table.step(act("x", hour - 1, "used"), "greedy")
+            await table.reap()
+        assert set(table.open) == {"used"}
+        await table.shutdown()
+
+    asyncio.run(run())
+
+
+def test_a_close_does_not_wait_for_a_step_and_makes_room(serving, world):
+    host = serving({"train": world}, limits=Limits(episodes=1, threads=3))
+    with httpx.Client(base_url=host.url, trust_env=False, timeout=20) as api:
+        try:
+            for name in "ab":
+                assert api.post("/reset", json={"episode_id": name}).status_code == 200
+                with pytest.raises(httpx.ReadTimeout):
+                    api.post("/step", json={"episode_id": name, "index": 0, "action": {"text": "wait"}}, timeout=0.3)
+                assert api.post("/close", json={"episode_id": name}).status_code == 200
+            assert api.post("/reset", json={"episode_id": "c"}).status_code == 200
+            api.post("/close", json={"episode_id": "c"})
+        finally:
+            world.gate.set()
+    end = time.monotonic() + 20
+    while host.episodes.open and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not host.episodes.open
+
+
+def test_closed_episodes_that_are_still_at_a_step_are_not_without_number(world):
+    async def scenario(table):
+        for name in "abc":
+            await table.reset(wire.ResetRequest(episode_id=name))
+            table.open[name].over = True
+        with pytest.raises(Refusal, match="the most it may"):
+            await table.reset(wire.ResetRequest(episode_id="d"))
+
+    in_loop(world, scenario, episodes=1, threads=2)
+
+
+# -- what an environment raises -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("action", ["panic", "exit", "nothing", "bytes", "memory"])
+def test_whatever_an_environment_does_at_an_action_is_a_defect_and_frees_the_episode(serving, world, action, caplog):
+    host = serving({"train": world})
+    elsewhere = load_environment({"kind": "remote", "url": host.url})
+    episode = elsewhere.episode(elsewhere.tasks[0], 0)
+    episode.start()
+    with caplog.at_level(logging.ERROR), pytest.raises(DefectError, match="the environment raised"):
+        episode.step(action)
+    assert "the environment raised" in caplog.text
+    assert world.open == 0
+    assert not host.episodes.open
+    episode.close()
+    own = elsewhere.episode(Task("own", (), {"n": 2}), 0)  # a task that is sent whole makes no difference to the agent
+    own.start()
+    with pytest.raises(DefectError):
+        own.step(action)
+    own.close()
+    elsewhere.close()
+
+
+def test_a_world_that_fails_can_be_begun_again_and_its_actions_replayed(serving, world):
+    host = serving({"train": world})
+    elsewhere = load_environment({"kind": "remote", "url": host.url})
+    for _ in range(2):
+        episode = elsewhere.episode(elsewhere.tasks[0], 7)
+        episode.start()
+        assert episode.step("one").observation == "one"
+        with pytest.raises(InfrastructureError, match="the world is gone"):
+            episode.step("lost")
+        episode.close()
+    assert world.open == 0
+    elsewhere.close()
+
+
+def test_a_server_that_is_too_slow_is_an_infrastructure_failure_and_its_episode_is_freed(serving, world):
+    host = serving({"train": world})
+    elsewhere = load_environment({"kind": "remote", "url": host.url, "timeout": 0.5, "patience": 0.0})
+    episode = elsewhere.episode(elsewhere.tasks[0], 7)
+    episode.start()
+    with pytest.raises(InfrastructureError, match="Timeout"):
+        episode.step("wait")
+    episode.close()
+    again = elsewhere.episode(elsewhere.tasks[0], 7)
+    again.start()
+    assert again.step("done").outcome is Outcome.CORRECT
+    again.close()
+    world.gate.set()
+    end = time.monotonic() + 20
+    while host.episodes.open and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not host.episodes.open
+    assert world.open == 0
+    elsewhere.close()
+
+
+def test_an_action_longer_than_any_context_is_an_action(serving, world):
+    elsewhere = load_environment({"kind": "remote", "url": serving({"train": world}).url})
+    episode = elsewhere.episode(elsewhere.tasks[0], 7)
+    episode.start()
+    with pytest.raises(InfrastructureError, match="more than 4194304 bytes"):  # the observation, which is the action
+        episode.step("\U0010ffff" * (wire.LONGEST_ACTION + 5))
+    episode.close()
+    assert world.open == 0
+    elsewhere.close()
+
+
+def test_an_environment_without_a_sandbox_is_served_with_a_token_only(world):
+    class Bare(Odd):
+        sandboxed = False
+
+    with pytest.raises(AgentPeftError, match=r"without a sandbox, so whoever .* --token"):
+        Host({"train": world, "evaluation": Bare()}, Address("127.0.0.1", 0), Limits())
+    host = Host({"train": Bare()}, Address("127.0.0.1", 0), Limits(), token="s3cret")
+    for sock in host._sockets:
+        sock.close()
+    host.episodes._threads.shutdown()
+
+
+def test_what_the_shell_without_a_sandbox_says_of_itself():
+    generated = {"kind": "os_interaction", "generate": {"num_tasks": 1}}
+    assert load_environment(generated).sandboxed
+    assert not load_environment({**generated, "sandbox": "none"}).sandboxed
+
+
+def test_a_demonstration_that_raises_is_passed_over(serving, world, caplog):
+    environment = load_environment(PRODUCTS)
+    known, tried = environment.demonstration, []
+
+    def demonstration(task):
+        tried.append(task.id)
+        return known(task) if len(tried) > 2 else 1 / 0
+
+    environment.demonstration = demonstration
+    url = serving({"train": environment}).examples_url
+    with caplog.at_level(logging.ERROR):
+        for _ in range(2):
+            found = httpx.get(f"{url}/examples", params={"count": 1}, trust_env=False).json()["examples"]
+            assert [each["task"] for each in found] == [environment.tasks[2].id]
+    assert len(tried) == 3
+
+
+def test_pages_are_bounded_in_bytes(serving, monkeypatch):
+    monkeypatch.setattr(wire, "LONGEST_PAGE", 200)
+    environment = load_environment(PRODUCTS)
+    host = serving({"train": environment})
+    assert 0 < len(httpx.get(f"{host.url}/tasks", trust_env=False).json()["tasks"]) < 12
+    elsewhere = load_environment({"kind": "remote", "url": host.url})
+    assert list(elsewhere.tasks) == list(environment.tasks)
+    elsewhere.close()
+
+
+# -- a step that does not end ---------------------------------------------------------------------------------------------------------
+
+STUCK = """\
+import sys, time
+from agent_peft.environments.base import Environment, Episode
+from agent_peft.environments.http.limits import Limits
+from agent_peft.environments.http.server import Address, serve
+from agent_peft.types import Message, Task
+
+class Stuck(Environment, Episode):
+    tasks = (Task("a"),)
+    def episode(self, task, seed): return self
+    def start(self): return [Message("user", "wait")]
+    def step(self, action):
+        while action == "sleep": time.sleep(600)
+        while True: pass
+    def close(self): pass
+
+serve({"train": Stuck()}, Address("127.0.0.1", 0), Limits(shutdown_seconds=0.5))
+"""
+
+
+@pytest.mark.parametrize("action", [pytest.param("sleep", marks=pytest.mark.slow), "spin"])
+def test_a_step_that_does_not_end_stops_neither_the_server_nor_its_end(action):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(
+        [sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            url = process.stdout.readline().split(" on ")[1].split(" ")[0]
+            with httpx.Client(base_url=url, trust_env=False, timeout=20) as api:
+                api.post("/reset", json={"episode_id": "e"})
+                with pytest.raises(httpx.ReadTimeout):
+                    api.post("/step", json={"episode_id": "e", "index": 0, "action": {"text": action}}, timeout=0.5)
+                assert api.get("/health").status_code == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 1
+            assert "a step that did not end" in process.stderr.read()
+        finally:
+            process.kill()
+
+
+# -- many hostile replies -------------------------------------------------------------------------------------------------------------
+
+REPLIES = (
+    *("", "\0", "\ud800", "x" * 200_000, "9" * 5000, "[" * 3000, "Final Answer: [('\\UFFFFFFFF',)]", "Act: finish", "$" * 2000),
+    "Action: Operation\n```sql\nUPDATE t SET a = CASE WHEN rowid = 1 THEN x'' ELSE x'01' END\n```",
+    "Action: Operation\n```sql\nSELECT 1; DROP TABLE t; ATTACH '/etc/passwd' AS p\n```",
+    "Action: Answer\nFinal Answer: " + "[" * 2000,
+    "Action: Answer\nFinal Answer: [(9e999, None, float('nan'))]",
+)
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def play_hostile_replies(serving, episodes):
+    """So many episodes, and by how many bytes and descriptors the server and the client (one process) have grown after the first half."""
+    elsewhere, hosts = [], []
+    for settings_of in (PRODUCTS, DB, PROBLEMS):
+        hosts.append(serving({"train": load_environment(settings_of)}))
+        elsewhere.append(load_environment({"kind": "remote", "url": hosts[-1].url}))
+    before = descriptors = 0
+    for number in range(episodes):
+        if number == episodes // 2:
+            gc.collect()
+            before, descriptors = resident(), len(os.listdir("/proc/self/fd"))
+        environment = elsewhere[number % 3]
+        task = environment.tasks[number % len(environment.tasks)]
+        if number % 4 == 0:  # sent whole
+            task = replace(task, id=f"own-{number}")
+        episode = environment.episode(task, number)
+        episode.start()
+        for turn in range(3):
+            result = episode.step(REPLIES[(number + turn) % len(REPLIES)])
+            assert result.outcome is not Outcome.CORRECT
+            if result.done:
+                break
+        episode.close()
+    gc.collect()
+    grown = resident() - before, len(os.listdir("/proc/self/fd")) - descriptors
+    assert not any(host.episodes.open for host in hosts)
+    for environment in elsewhere:
+        environment.close()
+    return grown
+
+
+def test_hostile_replies_leave_nothing(serving):
+    grown, descriptors = play_hostile_replies(serving, 60)
+    assert grown < 64 << 20
+    assert descriptors <= 0
+
+
+@pytest.mark.slow
+def test_a_thousand_hostile_replies_leave_nothing(serving):
+    grown, descriptors = play_hostile_replies(serving, 1000)
+    assert grown < 32 << 20
+    assert descriptors <= 0
