@@ -4,7 +4,7 @@ import json
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agent_peft.environments.os_interaction.protocol import (
@@ -146,10 +146,45 @@ def test_tool_calls_are_json_whatever_the_command_holds():
     assert json.loads(write_tool_call("bash", command=command).split("\n")[1])["arguments"]["command"] == command
 
 
-@given(st.text() | st.text('act:nswerbfi \n`sh(){}"', max_size=200))
+PIECES = st.sampled_from(
+    [
+        *("Act: ", "act:", "bash", "finish", "answer(", ")", "```", "```bash\n", "```json", "\n", "<tool_call>", "</tool_call>"),
+        *(
+            '{"name": ',
+            '"bash"',
+            '"answer"',
+            '"finish"',
+            ', "arguments": ',
+            '"command": ',
+            '"text": ',
+            "{",
+            "}",
+            "[",
+            "]",
+            '"',
+            "\\",
+            "\\u",
+        ),
+        *("1e999", "-Infinity", "NaN", "9" * 5_000, "\0", "\ud800", "\x1b", "\u202e", "null", "true", "1" * 400 + "." + "1" * 400),
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text() | st.text('act:nswerbfi \n`sh(){}"', max_size=200) | st.lists(PIECES, max_size=12).map("".join))
+@example('{"name": "answer", "arguments": {"text": 1e999}}')
+@example('{"name": "answer", "arguments": {"text": ' + "9" * 4_000 + "}}")
+@example('{"name": "\ud800", "arguments": {}}')
+@example('{"name": "bash", "arguments": "' + "[" * 100_000 + '"}')
+@example('{"name":' * 50_000)
+@example('{"a":' * 900 + "1" + "}" * 900)
+@example("Act: answer(" + "(" * 100_000)
 def test_parsing_never_raises(reply):
     for protocol in PROTOCOLS.values():
-        assert isinstance(protocol.parse(reply), Command | Finish | Malformed)
+        parsed = protocol.parse(reply)
+        assert isinstance(parsed, Command | Finish | Malformed)
+        said = parsed.why if isinstance(parsed, Malformed) else getattr(parsed, "text", None) or getattr(parsed, "answer", None) or ""
+        said.encode()  # it can be typed, or shown
 
 
 @pytest.mark.parametrize(

@@ -224,9 +224,9 @@ def test_sixteen_at_once(_namespaces):
 
 
 def left_behind():
-    """Processes below us, mounts, descriptors and temporary files."""
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    below = [len(Path(f"/proc/{child}/task/{child}/children").read_text().split()) for child in children]
+    """Processes below our fork server, mounts, descriptors and temporary files."""
+    server = fork_server.fork_server()._process.pid
+    below = [len(Path(f"/proc/{server}/task/{server}/children").read_text().split())]
     mounts = len(Path("/proc/self/mountinfo").read_text().splitlines())
     return below, mounts, len(os.listdir("/proc/self/fd")), sorted(os.listdir("/tmp"))
 

@@ -8,14 +8,15 @@ with ``language`` and ``code`` or ``file``. A null in ``check`` stands for the e
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from agent_peft.environments.entries import object_of, text_of, wrong
-from agent_peft.environments.os_interaction.problems import Checks, Comparison, Matches, Problem, Script, Unusable
+from agent_peft.environments.os_interaction import expressions
+from agent_peft.environments.os_interaction.problems import Checks, Comparison, Matches, Problem, Script, Unusable, is_typable
 
+MAX_SCRIPT = 1 << 20  # characters of one that is a file
 _COMPARISONS = {f"check/{comparison}.py": comparison for comparison in Comparison}
 
 
@@ -41,9 +42,11 @@ def read_problem(name: str, entry: Mapping[str, Any]) -> Problem:
         AgentPeftError: the entry is not as it should be.
     """
     description = text_of(name, entry, "description")
+    if not is_typable(description):
+        raise wrong(name, "description", "a text without null characters and surrogates")
     create = entry.get("create")
     if isinstance(create, Mapping) and isinstance(create.get("image"), str):
-        raise Unusable(f"asks for the container image {create['image']}")
+        raise Unusable(f"asks for the container image {_short(create['image'])}")
     init = create.get("init") if isinstance(create, Mapping) else None
     scripts = init if isinstance(init, Sequence) and not isinstance(init, str) else [init]
     initialization = tuple(_script(name, "create.init", script) for script in scripts if script is not None)
@@ -63,17 +66,30 @@ def read_problem(name: str, entry: Mapping[str, Any]) -> Problem:
 
 
 def bring_files(entry: Any, folder: Path) -> Any:
-    """The entry, with every script that it names as a file (below ``folder``) put in as code; those that are not there stay named."""
+    """The entry, with every script that it names as a file (below ``folder``) put in as code; those that are not there stay named.
+
+    Raises:
+        RecursionError: it is nested too deeply.
+    """
     if isinstance(entry, Mapping):
         file = entry.get("file")
-        if isinstance(file, str) and "code" not in entry and file not in _COMPARISONS:
-            path = folder / file
-            inside = not PurePosixPath(file).is_absolute() and path.resolve().is_relative_to(folder.resolve())
-            if inside and path.is_file():
-                kept = {key: value for key, value in entry.items() if key != "file"}
-                return {**kept, "code": path.read_text(encoding="utf-8", errors="replace")}
+        if isinstance(file, str) and "code" not in entry and file not in _COMPARISONS and (code := _read(file, folder)) is not None:
+            return {**{key: value for key, value in entry.items() if key != "file"}, "code": code}
         return {key: bring_files(value, folder) for key, value in entry.items()}
     return [bring_files(value, folder) for value in entry] if isinstance(entry, list) else entry
+
+
+def _read(file: str, folder: Path) -> str | None:
+    """A file below ``folder``; None where it is not there, elsewhere, or too large."""
+    try:
+        path = (folder / file).resolve()
+        if PurePosixPath(file).is_absolute() or not path.is_relative_to(folder.resolve()) or not path.is_file():
+            return None
+        with open(path, encoding="utf-8", errors="replace") as script:
+            code = script.read(MAX_SCRIPT + 1)
+    except (OSError, ValueError, RuntimeError):  # a name with a null character, one too long, a loop of links
+        return None
+    return code if len(code) <= MAX_SCRIPT else None
 
 
 def _evaluation(name: str, evaluation: Mapping[str, Any], example: Script | None) -> Matches | Checks:
@@ -85,10 +101,8 @@ def _evaluation(name: str, evaluation: Mapping[str, Any], example: Script | None
             strip = match.get("strip", True) is not False
             return Matches(answer=match["answer"].strip() if strip else match["answer"], strip=strip)
         if isinstance(match, Mapping) and isinstance(match.get("regex"), str):
-            try:
-                re.compile(match["regex"])
-            except re.error as error:
-                raise wrong(name, "evaluation.match.regex", f"a regular expression ({error})") from error
+            if (fault := expressions.fault(match["regex"])) is not None:
+                raise wrong(name, "evaluation.match.regex", f"a regular expression ({fault})")
             return Matches(regex=match["regex"], strip=match.get("strip", True) is not False)
         raise wrong(name, "evaluation.match", "a text, or an object with answer or regex")
     if "check" not in evaluation:
@@ -108,23 +122,28 @@ def _evaluation(name: str, evaluation: Mapping[str, Any], example: Script | None
 def _step(name: str, key: str, item: Any) -> Script | Comparison | None:
     if item is None:
         return None
-    if isinstance(item, Mapping) and item.get("file") in _COMPARISONS:
+    if isinstance(item, Mapping) and isinstance(item.get("file"), str) and item["file"] in _COMPARISONS:
         return _COMPARISONS[item["file"]]
     return _script(name, key, item)
 
 
 def _script(name: str, key: str, script: Any) -> Script:
-    if isinstance(script, str) and "\0" not in script:
+    if isinstance(script, str) and is_typable(script):
         return Script(script)
     if not isinstance(script, Mapping):
         raise wrong(name, key, "a bash script, or an object with code or file")
     language, code = script.get("language", "bash"), script.get("code")
     if not isinstance(code, str):
         if isinstance(script.get("file"), str):
-            raise Unusable(f"{key} names the file {script['file']}, which is not beside the task file")
+            raise Unusable(f"{key} names the file {_short(script['file'])}, which is not beside the task file")
         raise wrong(name, key, "a bash script, or an object with code or file")
     if language not in ("bash", "python"):
-        raise Unusable(f"{key} is written in {language}; only bash and python are run")
-    if "\0" in code:
-        raise wrong(name, f"{key}.code", "a text without null characters")
+        raise Unusable(f"{key} is written in {_short(language)}; only bash and python are run")
+    if not is_typable(code):
+        raise wrong(name, f"{key}.code", "a text without null characters and surrogates")
     return Script(code, language)
+
+
+def _short(value: Any) -> str:
+    """A piece of somebody's entry as it may stand in a line of ours."""
+    return value if isinstance(value, str) and value.isprintable() and len(value) <= 80 else f"{str(value)[:80]!r}"

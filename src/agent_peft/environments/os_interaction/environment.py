@@ -55,7 +55,7 @@ class OSInteractionConfig(EnvironmentConfig):
     generate: GenerateConfig | None = None
     skills: list[str] | None = None
     limit: int | None = Field(None, gt=0)
-    sandbox: SandboxKind = "bubblewrap"
+    sandbox: SandboxKind = "namespaces"
     limits: SandboxLimits = Field(default_factory=SandboxLimits)
     protocol: ProtocolName = "act"
     max_turns: int = Field(5, ge=2)  # a command and a finish
@@ -136,6 +136,10 @@ class OSInteraction(Environment):
     @property
     def tasks(self) -> Sequence[Task]:
         return self._tasks
+
+    @property
+    def sandboxed(self) -> bool:
+        return self.config.sandbox != "none"
 
     def episode(self, task: Task, seed: int) -> OSEpisode:
         if not self._warned:

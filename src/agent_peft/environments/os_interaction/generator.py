@@ -11,7 +11,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from agent_peft.environments.os_interaction.kinds import CHAINS, KINDS, Kind, Slots, names
+from agent_peft.environments.os_interaction.kinds import CHAINS, CHECKS, KINDS, Kind, names
+from agent_peft.environments.os_interaction.kinds.names import Names
 from agent_peft.environments.os_interaction.problems import SKILLS
 from agent_peft.environments.os_interaction.tasks import by_rarity
 from agent_peft.seeding import derive, generator
@@ -60,7 +61,7 @@ def generate(
         rng = generator(seed, "os_interaction", split, skill, i)
         for _ in range(_ATTEMPTS):
             chosen = _combination(skill, skills, rng) if rng.random() < combined else [rng.choice(KINDS[skill])]
-            entry = _entry(i, chosen, split, rng)
+            entry = make_entry(i, chosen, split, rng)
             if (whole := f"{entry['instruction']}\n{entry['initialization_command_item']['script']}") not in seen:
                 break
         else:
@@ -83,29 +84,53 @@ def _combination(skill: str, skills: Sequence[str], rng: random.Random) -> list[
     return chosen
 
 
-def _entry(index: int, chosen: Sequence[Kind], split: str, rng: random.Random) -> dict[str, Any]:
+def make_entry(index: int, chosen: Sequence[Kind], split: str, rng: random.Random) -> dict[str, Any]:
+    """A task that asks for one thing of each kind, in this order."""
     used: set[str] = set()  # so that requests of one task do not get into each other's way
-    requests, init, gold, check = [], [], [], []
+    pools = SPLITS[split]
+    worlds = []
+    requests, init, gold, end = [], [], [], []
     for kind in chosen:
-        slots = Slots(SPLITS[split], rng, used)
-        if kind.draw is not None:
-            kind.draw(slots)
+        slots = kind.slots(pools, rng, used)
+        worlds.append((kind, slots))
         requests.append(slots.fill(rng.choice(kind.train if split == "train" else kind.heldout)))
         init.append(slots.fill(kind.init))
         gold.append(slots.fill(kind.gold))
-        check.append(slots.fill(kind.check))
+        end.append(slots.fill(kind.before if kind.after is None else kind.after))
     if len(requests) > 1:
-        joints = rng.choice(SPLITS[split].joints)
+        joints = rng.choice(pools.joints)
         requests = [joint + request for joint, request in zip(joints, requests, strict=False)]
     instruction, solution = "".join(requests), " && ".join(gold)
+    check = [slots.fill(kind.check) for kind, slots in worlds]
+    rng = random.Random(derive(0, "twins", instruction, solution))
+    for kind, asked in worlds:
+        if not kind.before:
+            continue
+        alike = {slot: asked[slot] for slot in ("ext", "shell") if slot in asked}  # what is done to all that look alike is done to these
+        twin = kind.slots(pools, rng, used, **alike)
+        init.append(twin.fill(kind.init))
+        end.append(twin.fill(kind.before))
+        check.append(twin.fill(kind.kept))
+    check += [slots.fill(kind.runs) for kind, slots in worlds]
     return {
         "sample_index": index,
         "instruction": instruction,
         "initialization_command_item": {"command_name": "bash", "script": "\n".join(filter(None, init))},
         "evaluation_info": {
-            "evaluation_command_item": {"command_name": "bash", "script": " && ".join(check)},
+            "evaluation_command_item": {"command_name": "bash", "script": _evaluation(pools, " ".join(end).split(), check)},
             "ground_truth_command_item": {"command_name": "bash", "script": solution},
         },
         "skill_list": list(by_rarity(skill for kind in chosen for skill in kind.skills)),
         "raw_entry_hash": derive(0, instruction, solution),
     }
+
+
+def _evaluation(pools: Names, end: Sequence[str], checks: Sequence[str]) -> str:
+    """The script that asks whether of the pools' names there is what should be in the ``end``, and whether the checks hold."""
+    tops = [top.removeprefix("/") for top in pools.tops]
+    patterns = {"tops": tops, "folders": pools.folders, "people": pools.users, "teams": pools.groups}
+    paths = [word for word in end if word.startswith("/")]
+    accounts = [word for word in end if not word.startswith("/")]
+    asked = [" ".join([name, *words]) for name, words in (("tree", paths), ("accounts", accounts)) if words]
+    lines = [CHECKS, *(f"{name}='{'|'.join(pool)}'" for name, pool in patterns.items()), " &&\n".join([*asked, *filter(None, checks)])]
+    return "\n".join(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,6 +15,8 @@ SKILLS = (
     *("sed", "gpasswd", "vi", "chage", "ln", "chsh", "sleep", "exit", "cp", "mv", "groupadd", "cat", "awk", "find", "wc", "rm"),
     *("useradd", "tee", "addgroup", "usermod", "chown", "chgrp", "cd", "ls", "grep", "touch", "echo", "mkdir", "chmod"),
 )
+
+_UNTYPABLE = re.compile("[\0\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,15 @@ class Script:
         """One line of bash that runs it."""
         words = ["python3", "-c", self.code] if self.language == "python" else ["bash", "-c", self.code, *(["--"] if arguments else [])]
         return shlex.join([*words, *(argument.replace("\0", "") for argument in arguments)])
+
+
+def is_typable(text: str) -> bool:
+    """Whether a text can be given to a shell: without null characters, and without halves of characters.
+
+    >>> is_typable("ls"), is_typable("a\\0b"), is_typable("\\ud800")
+    (True, False, False)
+    """
+    return _UNTYPABLE.search(text) is None
 
 
 class Comparison(StrEnum):

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from agent_peft.environments.os_interaction.problems import is_typable
+
 MAX_COMMAND = 32_768  # characters
 
 _ACT = re.compile(r"\bact(?:ion)?\s*+:[\s*`]*+(bash|finish|answer)\b", re.IGNORECASE)
 _LANGUAGE = re.compile(r"(?:bash|shell|sh|console)(?=\s|$)", re.IGNORECASE)
-_UNTYPABLE = re.compile("[\0\ud800-\udfff]")
 
 BASH_FORMAT = "Act: bash\n\n```bash\n{command}\n```"
 FINISH_FORMAT = "Act: finish"
@@ -177,11 +178,11 @@ def _command(text: str, empty: str) -> Reply:
         return Malformed(empty)
     if len(text) > MAX_COMMAND:
         return Malformed(f"The command is longer than {MAX_COMMAND} characters.")
-    return Malformed("The command holds a character that cannot be typed.") if _UNTYPABLE.search(text) else Command(text)
+    return Command(text) if is_typable(text) else Malformed("The command holds a character that cannot be typed.")
 
 
 def _finish(answer: str) -> Reply:
-    return Malformed("The answer holds a character that cannot be typed.") if _UNTYPABLE.search(answer) else Finish(answer.strip())
+    return Finish(answer.strip()) if is_typable(answer) else Malformed("The answer holds a character that cannot be typed.")
 
 
 # Short on purpose: the agent reads it in every episode.

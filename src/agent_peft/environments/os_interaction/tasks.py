@@ -13,7 +13,7 @@ from typing import Any
 from agent_peft.environments.entries import object_of, read_tasks, text_of, wrong
 from agent_peft.environments.os_interaction import agentbench
 from agent_peft.environments.os_interaction.agentbench import bring_files
-from agent_peft.environments.os_interaction.problems import SKILLS, Exits, Problem, Script
+from agent_peft.environments.os_interaction.problems import SKILLS, Exits, Problem, Script, is_typable
 from agent_peft.types import AgentPeftError, Task
 
 
@@ -29,8 +29,15 @@ def load_tasks(path: Path) -> tuple[Task, ...]:
         path,
         "OS interaction",
         lambda content: "evaluation_info" in content or agentbench.is_entry(content),
-        lambda name, entry: task_of(name, bring_files(entry, path.parent)),
+        lambda name, entry: task_of(name, _whole(name, entry, path.parent)),
     )
+
+
+def _whole(name: str, entry: Any, folder: Path) -> Any:
+    try:
+        return bring_files(entry, folder)
+    except RecursionError as error:
+        raise AgentPeftError(f"entry {name!r}: is nested too deeply") from error
 
 
 def task_of(name: str, entry: Any) -> Task:
@@ -72,6 +79,8 @@ def read_problem(name: str, entry: Mapping[str, Any]) -> Problem:
     if agentbench.is_entry(entry):
         return agentbench.read_problem(name, entry)
     instruction = text_of(name, entry, "instruction")
+    if not is_typable(instruction):
+        raise wrong(name, "instruction", "a text without null characters and surrogates")
     initialization = _script(name, entry, "initialization_command_item", may_be_empty=True)
     info = object_of(name, entry, "evaluation_info")
     evaluation = _script(name, info, "evaluation_info.evaluation_command_item")
@@ -90,6 +99,6 @@ def _script(name: str, holder: Mapping[str, Any], key: str, may_be_empty: bool =
     if item.get("command_name", "bash") != "bash":
         raise wrong(name, f"{key}.command_name", "bash")
     script = item.get("script")
-    if not isinstance(script, str) or not (may_be_empty or script.strip()) or "\0" in script:
+    if not isinstance(script, str) or not (may_be_empty or script.strip()) or not is_typable(script):
         raise wrong(name, f"{key}.script", "a bash script")
     return script

@@ -6,13 +6,13 @@ import datetime
 
 from agent_peft.environments.os_interaction.kinds.base import Kind, Slots
 
-HAS_GROUP = "getent group {group} > /dev/null"
-IS_MEMBER = "id -nG {user} | tr ' ' '\\n' | grep -qx {group}"
-_SHADOW = '[ "$(getent shadow {user} | cut -d: -f%d)" = {%s} ]'
-
-
-def _passwd(field: int, value: str) -> str:
-    return f'[ "$(getent passwd {{user}} | cut -d: -f{field})" = {value} ]'
+# Who is there before the agent comes has a known number, so that owners can be told by it, and not by a name that may be given anew.
+A_USER, THE_USER = "useradd -u {user.number} {user}", "user:{user}:{user.number} group:{user}:{user.number}"
+A_GROUP, THE_GROUP = "groupadd -g {group.number} {group}", "group:{group}:{group.number}"
+_BOTH, _THE_BOTH = f"{A_USER} && {A_GROUP}", f"{THE_USER} {THE_GROUP}"
+_A_FILE = "mkdir -p {file.parent} && echo {file.name} > {file}"
+_A_FOLDER = "mkdir -p {dir}/inner && touch {dir}/{name} {dir}/{name2} {dir}/inner/{name}"
+_ITS_FILES = "{dir}/{name} {dir}/{name2} {dir}/inner/{name}"
 
 
 def _a_date(slots: Slots) -> None:
@@ -42,7 +42,7 @@ def _new_group(command: str, id_flag: str) -> tuple[Kind, Kind]:
                 f"A group by the name of {{group}} is missing; {command} can add it.",
             ),
             gold=f"{command} {{group}}",
-            check=HAS_GROUP,
+            after="group:{group}:",
         ),
         Kind(
             (command,),
@@ -56,7 +56,7 @@ def _new_group(command: str, id_flag: str) -> tuple[Kind, Kind]:
                 f"GID {{id}} should go to a group {{group}}; {command} can add it.",
             ),
             gold=f"{command} {id_flag} {{id}} {{group}}",
-            check='[ "$(getent group {group} | cut -d: -f3)" = {id} ]',
+            after="group:{group}:{id}",
         ),
     )
 
@@ -78,7 +78,7 @@ KINDS = (
             "I want {user} to have an account.",
         ),
         gold="useradd {user}",
-        check="getent passwd {user} > /dev/null",
+        after="user:{user}:",
     ),
     Kind(
         ("useradd",),
@@ -89,7 +89,8 @@ KINDS = (
         ),
         heldout=("Please open an account for {user}, with a home under /home.", "{user} should be a user who has a home, /home/{user}."),
         gold="useradd -m {user}",
-        check=f"[ -d /home/{{user}} ] && {_passwd(6, '/home/{user}')}",
+        after="user:{user}:",
+        check="entry user:{user} 6 /home/{user} && [[ ! -L /home && -d /home/{user} && ! -L /home/{user} ]]",
     ),
     Kind(
         ("useradd",),
@@ -100,7 +101,8 @@ KINDS = (
         ),
         heldout=("Please open an account for {user} that logs in to {shell}.", "{user} should be a user with {shell} for a shell."),
         gold="useradd -s {shell} {user}",
-        check=_passwd(7, "{shell}"),
+        after="user:{user}:",
+        check="entry user:{user} 7 {shell}",
     ),
     Kind(
         ("useradd",),
@@ -111,7 +113,7 @@ KINDS = (
         ),
         heldout=("Please open an account for {user}, numbered {id}.", "UID {id} should belong to a user {user}."),
         gold="useradd -u {id} {user}",
-        check=_passwd(3, "{id}"),
+        after="user:{user}:{id}",
     ),
     Kind(
         ("usermod",),
@@ -126,9 +128,11 @@ KINDS = (
             "{group} should count {user} among its members.",
             "I want {user} to belong to {group} as well.",
         ),
-        init="useradd {user} && groupadd {group}",
+        init=_BOTH,
+        before=_THE_BOTH,
         gold="usermod -aG {group} {user}",
-        check=IS_MEMBER,
+        check="member {user} {group}",
+        kept="! member {user} {group}",
     ),
     Kind(
         ("usermod",),
@@ -138,9 +142,11 @@ KINDS = (
             'Give the account {user} the comment "{text}".',
         ),
         heldout=("Please let the account of {user} bear the comment: {text}", "{user}'s comment (GECOS) should read: {text}"),
-        init="useradd {user}",
+        init=A_USER,
+        before=THE_USER,
         gold="usermod -c '{text}' {user}",
-        check=_passwd(5, "'{text}'"),
+        check="entry user:{user} 5 '{text}'",
+        kept="entry user:{user} 5 ''",
     ),
     Kind(
         ("usermod",),
@@ -150,9 +156,10 @@ KINDS = (
             "Give the user {user2} the new login name {user}.",
         ),
         heldout=("Please let the account {user2} be called {user}.", "{user2} should from now on log in as {user}."),
-        init="useradd {user2}",
+        init="useradd -u {user2.number} {user2}",
+        before="user:{user2}:{user2.number}",
         gold="usermod -l {user} {user2}",
-        check="getent passwd {user} > /dev/null && ! getent passwd {user2} > /dev/null",
+        after="user:{user}:{user2.number}",
     ),
     Kind(
         ("gpasswd",),
@@ -162,9 +169,11 @@ KINDS = (
             "Add {user} to {group} with the gpasswd command.",
         ),
         heldout=("Please let {user} join {group} (gpasswd).", "{user} should be in {group}; gpasswd can see to it."),
-        init="useradd {user} && groupadd {group}",
+        init=_BOTH,
+        before=_THE_BOTH,
         gold="gpasswd -a {user} {group}",
-        check=IS_MEMBER,
+        check="member {user} {group}",
+        kept="! member {user} {group}",
     ),
     Kind(
         ("gpasswd",),
@@ -174,9 +183,11 @@ KINDS = (
             "Take the user {user} out of the group {group}.",
         ),
         heldout=("Please let {user} leave {group}.", "{group} should no longer count {user} among its members."),
-        init="useradd {user} && groupadd {group} && usermod -aG {group} {user}",
+        init=f"{_BOTH} && usermod -aG {{group}} {{user}}",
+        before=_THE_BOTH,
         gold="gpasswd -d {user} {group}",
-        check=f"getent passwd {{user}} > /dev/null && {HAS_GROUP} && ! {IS_MEMBER}",
+        check="! member {user} {group}",
+        kept="member {user} {group}",
     ),
     Kind(
         ("chage",),
@@ -187,9 +198,11 @@ KINDS = (
             "Use chage to set {user}'s maximum password age to {days} days.",
         ),
         heldout=("Please let {user}'s password last {days} days at most.", "No password of {user} should be older than {days} days."),
-        init="useradd {user}",
+        init=A_USER,
+        before=THE_USER,
         gold="chage -M {days} {user}",
-        check=_SHADOW % (5, "days"),
+        check="entry shadow:{user} 5 {days}",
+        kept="entry shadow:{user} 5 99999",
     ),
     Kind(
         ("chage",),
@@ -202,9 +215,11 @@ KINDS = (
             "Please let {user} keep each password for {days} days at least.",
             "{days} days must pass before {user} may choose another password.",
         ),
-        init="useradd {user}",
+        init=A_USER,
+        before=THE_USER,
         gold="chage -m {days} {user}",
-        check=_SHADOW % (4, "days"),
+        check="entry shadow:{user} 4 {days}",
+        kept="entry shadow:{user} 4 0",
     ),
     Kind(
         ("chage",),
@@ -217,9 +232,11 @@ KINDS = (
             "Please let {user} hear of an expiring password {days} days ahead.",
             "{user} should have {days} days' notice before a password runs out.",
         ),
-        init="useradd {user} && chage -W 1 {user}",
+        init=f"{A_USER} && chage -W 1 {{user}}",
+        before=THE_USER,
         gold="chage -W {days} {user}",
-        check=_SHADOW % (6, "days"),
+        check="entry shadow:{user} 6 {days}",
+        kept="entry shadow:{user} 6 1",
     ),
     Kind(
         ("chage",),
@@ -229,9 +246,11 @@ KINDS = (
             "Use chage to make the account {user} expire on {date}.",
         ),
         heldout=("Please close {user}'s account as of {date}.", "{date} should be the day on which {user}'s account runs out."),
-        init="useradd {user}",
+        init=A_USER,
+        before=THE_USER,
         gold="chage -E {date} {user}",
-        check=_SHADOW % (8, "epoch_days"),
+        check="entry shadow:{user} 8 {epoch_days}",
+        kept="entry shadow:{user} 8 ''",
         draw=_a_date,
     ),
     Kind(
@@ -247,9 +266,11 @@ KINDS = (
             "{shell} should greet {user} at the next login.",
             "I want {user} to work in {shell} from now on.",
         ),
-        init="useradd -s {old_shell} {user}",
+        init="useradd -u {user.number} -s {old_shell} {user}",
+        before=THE_USER,
         gold="chsh -s {shell} {user}",
-        check=_passwd(7, "{shell}"),
+        check="entry user:{user} 7 {shell}",
+        kept="entry user:{user} 7 {old_shell}",
         draw=_another_shell,
     ),
     Kind(
@@ -261,9 +282,11 @@ KINDS = (
             "Set the owner of {file} to {user}.",
         ),
         heldout=("Please let {file} belong to {user}.", "{user} should own {file}.", "I want {file} to be {user}'s."),
-        init="useradd {user} && mkdir -p {file.parent} && touch {file}",
+        init=f"{A_USER} && {_A_FILE}",
+        before=f"{{file}} {THE_USER}",
         gold="chown {user} {file}",
-        check='[ "$(stat -c %U {file})" = {user} ]',
+        check="has %u {user.number} {file} && lines {file} {file.name}",
+        kept="has %u 0 {file}",
     ),
     Kind(
         ("chown",),
@@ -276,9 +299,11 @@ KINDS = (
             "Please let {file} belong to {user} and to the group {group}.",
             "{user} of {group} should own {file}, both as user and as group.",
         ),
-        init="useradd {user} && groupadd {group} && mkdir -p {file.parent} && touch {file}",
+        init=f"{_BOTH} && {_A_FILE}",
+        before=f"{{file}} {_THE_BOTH}",
         gold="chown {user}:{group} {file}",
-        check='[ "$(stat -c %U:%G {file})" = {user}:{group} ]',
+        check="has %u:%g {user.number}:{group.number} {file} && lines {file} {file.name}",
+        kept="has %u:%g 0:0 {file}",
     ),
     Kind(
         ("chown",),
@@ -288,9 +313,11 @@ KINDS = (
             "Give the directory {dir}, with all its files, to the user {user}.",
         ),
         heldout=("Please let {dir} and all it holds belong to {user}.", "{user} should own {dir}, contents included."),
-        init="useradd {user} && mkdir -p {dir} && touch {dir}/{name} {dir}/{name2}",
+        init=f"{A_USER} && {_A_FOLDER}",
+        before=f"{_ITS_FILES} {THE_USER}",
         gold="chown -R {user} {dir}",
-        check='[ "$(stat -c %U {dir} {dir}/{name} {dir}/{name2} | uniq)" = {user} ]',
+        check=f"has %u {{user.number}} {{dir}} {{dir}}/inner {_ITS_FILES}",
+        kept=f"has %u 0 {{dir}} {{dir}}/inner {_ITS_FILES}",
     ),
     Kind(
         ("chgrp",),
@@ -301,9 +328,11 @@ KINDS = (
             "Give {file} to the group {group}.",
         ),
         heldout=("Please let {file} be owned by the group {group}.", "{group} should be the group that owns {file}."),
-        init="groupadd {group} && mkdir -p {file.parent} && touch {file}",
+        init=f"{A_GROUP} && {_A_FILE}",
+        before=f"{{file}} {THE_GROUP}",
         gold="chgrp {group} {file}",
-        check='[ "$(stat -c %G {file})" = {group} ]',
+        check="has %u:%g 0:{group.number} {file} && lines {file} {file.name}",
+        kept="has %g 0 {file}",
     ),
     Kind(
         ("chgrp",),
@@ -316,8 +345,10 @@ KINDS = (
             "Please let {dir} and all it holds be owned by the group {group}.",
             "{group} should be the group of {dir}, contents included.",
         ),
-        init="groupadd {group} && mkdir -p {dir} && touch {dir}/{name} {dir}/{name2}",
+        init=f"{A_GROUP} && {_A_FOLDER}",
+        before=f"{_ITS_FILES} {THE_GROUP}",
         gold="chgrp -R {group} {dir}",
-        check='[ "$(stat -c %G {dir} {dir}/{name} {dir}/{name2} | uniq)" = {group} ]',
+        check=f"has %u:%g 0:{{group.number}} {{dir}} {{dir}}/inner {_ITS_FILES}",
+        kept=f"has %g 0 {{dir}} {{dir}}/inner {_ITS_FILES}",
     ),
 )

@@ -25,6 +25,21 @@ class Place(str):
         return self.rsplit("/", 1)[1]
 
 
+class Account(str):
+    """The name of a user or group, and the ``number`` that it has if a task begins with it; nothing that is made later has one so low.
+
+    >>> "{0} {0.number}".format(Account("alice", 1100))
+    'alice 1100'
+    """
+
+    number: int
+
+    def __new__(cls, name: str, number: int) -> Account:
+        account = super().__new__(cls, name)
+        account.number = number
+        return account
+
+
 class Slots(dict[str, str]):
     """What fills a template's slots. A slot that nobody has filled is drawn when it is first asked for: its name, without a number at the
     end, says what it is, and no two slots of a task are the same.
@@ -48,17 +63,32 @@ class Slots(dict[str, str]):
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of task. ``skills`` are the commands its solution uses, the one that it is about first; ``draw`` fills slots that hang
-    together, such as the lines of a file and what is found in them.
+    """One kind of task.
+
+    What there is, ``before`` and ``after``, is said in the words of ``tree`` and ``accounts`` in checks.sh: ``/srv/atlas/`` is a folder,
+    ``/srv/atlas/notes.txt`` a file, ``user:alice:1100`` a user; folders above need not be named. Of the names that tasks use there must be
+    nothing else, so that it does not help to make, change or remove all there could be. For the same reason each task begins with the
+    same things once more under other names, its twin, which must stay as it is.
     """
 
-    skills: tuple[str, ...]
+    skills: tuple[str, ...]  # the commands its solution uses, the one that it is about first
     train: tuple[str, ...]
     heldout: tuple[str, ...]
     gold: str
-    check: str
     init: str = ""
-    draw: Callable[[Slots], None] | None = None
+    before: str = ""  # what there is once ``init`` has run
+    after: str | None = None  # what there is in the end; None: the same
+    check: str = ""  # what else holds in the end, in the words of checks.sh
+    kept: str = ""  # what else holds of the twin, which is as it was
+    runs: str = ""  # a check that runs what the agent wrote, and thus comes last
+    draw: Callable[[Slots], None] | None = None  # fills slots that hang together, such as the lines of a file and what is found in them
+
+    def slots(self, names: Names, rng: random.Random, used: set[str], **known: str) -> Slots:
+        slots = Slots(names, rng, used)
+        slots.update(known)
+        if self.draw is not None:
+            self.draw(slots)
+        return slots
 
 
 def _claims(value: str) -> set[str]:
@@ -90,6 +120,11 @@ def _number(low: int, high: int) -> Callable[[Slots], str]:
     return lambda slots: str(slots.rng.randint(low, high))
 
 
+def _account(names: Sequence[str], first: int, rng: random.Random) -> str:
+    name = rng.choice(names)
+    return Account(name, first + names.index(name))
+
+
 MODES = ("600", "640", "644", "660", "664", "700", "750", "755", "770", "775", "444", "400")
 SHELLS = ("/bin/sh", "/bin/bash")
 
@@ -100,8 +135,8 @@ _DRAWS: dict[str, Callable[[Slots], str]] = {
     "name": _name,
     "folder": lambda slots: slots.rng.choice(slots.names.folders),
     "stem": lambda slots: slots.rng.choice(slots.names.stems),
-    "user": lambda slots: slots.rng.choice(slots.names.users),
-    "group": lambda slots: slots.rng.choice(slots.names.groups),
+    "user": lambda slots: _account(slots.names.users, 1100, slots.rng),
+    "group": lambda slots: _account(slots.names.groups, 1300, slots.rng),
     "word": lambda slots: slots.rng.choice(slots.names.words),
     "text": _text,
     "mode": lambda slots: slots.rng.choice(MODES),
@@ -166,6 +201,8 @@ def a_folder_of_files(slots: Slots) -> None:
     folder = slots["dir"]
     sub = slots["folder"]
     extension, other = rng.sample(slots.names.extensions, 2)
+    if slots.get("ext", extension) != extension:  # a twin's
+        extension, other = slots["ext"], extension
     stems = rng.sample(slots.names.stems, 5)
     found = [f"{folder}/{stems[0]}.{extension}", f"{folder}/{sub}/{stems[1]}.{extension}"]
     found += [f"{folder}/{sub}/{stems[4]}.{extension}"] if rng.random() < 0.5 else []
@@ -176,32 +213,7 @@ def a_folder_of_files(slots: Slots) -> None:
         ext=extension,
         found=" ".join(found),
         rest=" ".join(rest),
-        remain=" && ".join(f"[ -e {path} ]" for path in rest),
-        gone=" && ".join(f"[ ! -e {path} ]" for path in found),
         entries=" ".join([*(path.rsplit("/", 1)[1] for path in top), sub]),
         entry_count=str(len(top) + 1),
         found_count=str(len(found)),
     )
-
-
-# Checks that several kinds share. Newlines at the end of a file do not count.
-
-
-def holds(file: str, lines: str) -> str:
-    """The check that the file of one slot holds the lines of another."""
-    return f'[ -f {{{file}}} ] && [ "$(cat {{{file}}})" = "$(printf \'%s\\n\' {{{lines}}})" ]'
-
-
-def holds_any_order(file: str, words: str) -> str:
-    """The same, in any order."""
-    return f'[ -f {{{file}}} ] && [ "$(sort {{{file}}})" = "$(printf \'%s\\n\' {{{words}}} | sort)" ]'
-
-
-def holds_text(file: str, text: str) -> str:
-    """The check that the file of one slot holds the text of another."""
-    return f"[ -f {{{file}}} ] && [ \"$(cat {{{file}}})\" = '{{{text}}}' ]"
-
-
-def holds_number(file: str, number: str) -> str:
-    """The check that a file begins with a number and has one line."""
-    return f"[ -f {{{file}}} ] && [ \"$(awk 'NF {{{{print $1}}}}' {{{file}}})\" = {{{number}}} ]"

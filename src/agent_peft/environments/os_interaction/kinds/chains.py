@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from agent_peft.environments.os_interaction.kinds.accounts import HAS_GROUP, IS_MEMBER
-from agent_peft.environments.os_interaction.kinds.base import Kind, holds_number, holds_text, some_lines
+from agent_peft.environments.os_interaction.kinds.accounts import A_GROUP, A_USER, THE_GROUP, THE_USER
+from agent_peft.environments.os_interaction.kinds.base import Kind, some_lines
 
 KINDS = (
     Kind(
@@ -12,15 +12,18 @@ KINDS = (
         heldout=("Please set up {dir} as a folder of mode {mode}.", "There should be a directory {dir} that carries mode {mode}."),
         init="mkdir -p {dir.parent}",
         gold="mkdir {dir} && chmod {mode} {dir}",
-        check='[ -d {dir} ] && [ "$(stat -c %a {dir})" = {mode} ]',
+        after="{dir}/",
+        check="has %a {mode} {dir}",
     ),
     Kind(
         ("chown", "touch"),
         train=("Create an empty file {file} that belongs to {user}.", "Create the empty file {file} and make {user} its owner."),
         heldout=("Please add a blank {file}, owned by {user}.", "{user} should own a new empty file, {file}."),
-        init="useradd {user} && mkdir -p {file.parent}",
+        init=f"{A_USER} && mkdir -p {{file.parent}}",
+        before=f"{{file.parent}}/ {THE_USER}",
         gold="touch {file} && chown {user} {file}",
-        check='[ -f {file} ] && [ ! -s {file} ] && [ "$(stat -c %U {file})" = {user} ]',
+        after=f"{{file}} {THE_USER}",
+        check="empty {file} && has %u {user.number} {file}",
     ),
     Kind(
         ("groupadd", "usermod"),
@@ -32,9 +35,11 @@ KINDS = (
             "Please found a group, {group}, that {user} belongs to.",
             "{user} should be in {group}, a group that is still to be set up.",
         ),
-        init="useradd {user}",
+        init=A_USER,
+        before=THE_USER,
         gold="groupadd {group} && usermod -aG {group} {user}",
-        check=f"{HAS_GROUP} && {IS_MEMBER}",
+        after=f"{THE_USER} group:{{group}}:",
+        check="member {user} {group}",
     ),
     Kind(
         ("chgrp", "mkdir", "chmod"),
@@ -46,9 +51,11 @@ KINDS = (
             "Please set up a folder {dir} of mode {mode}, owned by the group {group}.",
             "{group} should own, as a group, a new folder {dir} of mode {mode}.",
         ),
-        init="groupadd {group} && mkdir -p {dir.parent}",
+        init=f"{A_GROUP} && mkdir -p {{dir.parent}}",
+        before=THE_GROUP,
         gold="mkdir {dir} && chgrp {group} {dir} && chmod {mode} {dir}",
-        check='[ -d {dir} ] && [ "$(stat -c %G:%a {dir})" = {group}:{mode} ]',
+        after=f"{{dir}}/ {THE_GROUP}",
+        check="has %u:%g:%a 0:{group.number}:{mode} {dir}",
     ),
     Kind(
         ("exit", "echo", "chmod"),
@@ -61,8 +68,11 @@ KINDS = (
             "{script} should be a runnable script with the exit status {code}.",
         ),
         init="mkdir -p {script.parent}",
+        before="{script.parent}/",
         gold="echo '#!/bin/bash' > {script} && echo 'exit {code}' >> {script} && chmod +x {script}",
-        check="[ -x {script} ] && (timeout 5 {script} < /dev/null > /dev/null 2>&1; [ $? -eq {code} ])",
+        after="{script}",
+        check="[[ -x {script} ]]",
+        runs="returns {code} {script}",
     ),
     Kind(
         ("cp", "chmod"),
@@ -75,8 +85,11 @@ KINDS = (
             "{file2} should be a duplicate of {file}, of mode {mode}.",
         ),
         init="mkdir -p {file.parent} {file2.parent} && echo '{text}' > {file} && chmod 604 {file}",
+        before="{file} {file2.parent}/",
         gold="cp {file} {file2} && chmod {mode} {file2}",
-        check=f'[ -f {{file}} ] && {holds_text("file2", "text")} && [ "$(stat -c %a {{file2}})" = {{mode}} ]',
+        after="{file} {file2}",
+        check="lines {file} '{text}' && lines {file2} '{text}' && has %a {mode} {file2} && has %a 604 {file}",
+        kept="lines {file} '{text}'",
     ),
     Kind(
         ("grep", "wc"),
@@ -89,8 +102,11 @@ KINDS = (
             "{file2} should hold the count of {file}'s lines that have {word}.",
         ),
         init="mkdir -p {file.parent} {file2.parent} && printf '%s\\n' {lines} > {file}",
+        before="{file} {file2.parent}/",
         gold="grep {word} {file} | wc -l > {file2}",
-        check=holds_number("file2", "hits"),
+        after="{file} {file2}",
+        check="lines {file} {lines} && number {file2} {hits} {file}",
+        kept="lines {file} {lines}",
         draw=some_lines,
     ),
     Kind(
@@ -98,8 +114,11 @@ KINDS = (
         train=("Create the directory {dir} and move {file} into it.", "Make a new directory {dir}, then move the file {file} there."),
         heldout=("Please set up {dir} as the new home of {file}.", "{file} belongs in {dir}, a folder that is still to be set up."),
         init="mkdir -p {file.parent} {dir.parent} && echo '{text}' > {file}",
+        before="{file}",
         gold="mkdir {dir} && mv {file} {dir}",
-        check="[ ! -e {file} ] && [ \"$(cat {dir}/{file.name})\" = '{text}' ]",
+        after="{file.parent}/ {dir}/{file.name}",
+        check="lines {dir}/{file.name} '{text}'",
+        kept="lines {file} '{text}'",
     ),
     Kind(
         ("useradd", "mkdir", "chown"),
@@ -113,7 +132,8 @@ KINDS = (
         ),
         init="mkdir -p {dir.parent}",
         gold="useradd {user} && mkdir {dir} && chown {user} {dir}",
-        check='[ -d {dir} ] && [ "$(stat -c %U {dir})" = {user} ]',
+        after="{dir}/ user:{user}:",
+        check='has %u "${{field[user:{user}:3]}}" {dir}',
     ),
     Kind(
         ("tee", "echo", "cat"),
@@ -126,7 +146,10 @@ KINDS = (
             "{file} should begin with the line: {text}; {file2} follows below.",
         ),
         init="mkdir -p {file.parent} {file2.parent} && echo '{text2}' > {file2}",
+        before="{file2} {file.parent}/",
         gold="echo '{text}' | tee {file} && cat {file2} >> {file}",
-        check="[ -f {file} ] && [ \"$(cat {file})\" = \"$(printf '%s\\n' '{text}' '{text2}')\" ]",
+        after="{file} {file2}",
+        check="lines {file2} '{text2}' && lines {file} '{text}' '{text2}'",
+        kept="lines {file2} '{text2}'",
     ),
 )

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from agent_peft.environments.os_interaction.kinds.base import (
-    Kind,
-    holds,
-    holds_any_order,
-    holds_number,
-    holds_text,
-    some_columns,
-    some_lines,
-)
+from agent_peft.environments.os_interaction.kinds.base import Kind, some_columns, some_lines
 
 _OUTPUT = "mkdir -p {file.parent} {file2.parent} && printf '%s\\n' {lines} > {file}"  # {file} to read, {file2} to write
+_SOURCE = "{file} {file2.parent}/"  # which that makes
 _INPUT = "mkdir -p {file.parent} && printf '%s\\n' {lines} > {file}"
+_SEARCHED = "{dir}/{name} {dir}/{name2} {dir}/{name3}"
+_SEARCHED_LINES = "lines {dir}/{name} '{word} {text}' && lines {dir}/{name2} {word2} && lines {dir}/{name3} '{word3} {word}'"
 
 KINDS = (
     Kind(
@@ -26,8 +21,10 @@ KINDS = (
         ),
         heldout=("Please let {file} say: {text}", "{file} should read: {text}", "I want a file {file} whose only line is: {text}"),
         init="mkdir -p {file.parent}",
+        before="{file.parent}/",
         gold="echo '{text}' > {file}",
-        check=holds_text("file", "text"),
+        after="{file}",
+        check="lines {file} '{text}'",
     ),
     Kind(
         ("echo",),
@@ -38,8 +35,10 @@ KINDS = (
         ),
         heldout=("Please let {file} end with one more line: {text}", "{file} lacks a last line, which reads: {text}"),
         init="mkdir -p {file.parent} && echo '{text2}' > {file}",
+        before="{file}",
         gold="echo '{text}' >> {file}",
-        check="[ \"$(cat {file})\" = \"$(printf '%s\\n' '{text2}' '{text}')\" ]",
+        check="lines {file} '{text2}' '{text}'",
+        kept="lines {file} '{text2}'",
     ),
     Kind(
         ("cat",),
@@ -53,8 +52,11 @@ KINDS = (
             "{file} should consist of {dir}/{name} with {dir}/{name2} after it.",
         ),
         init="mkdir -p {dir} {file.parent} && echo '{text}' > {dir}/{name} && echo '{text2}' > {dir}/{name2}",
+        before="{dir}/{name} {dir}/{name2} {file.parent}/",
         gold="cat {dir}/{name} {dir}/{name2} > {file}",
-        check="[ -f {file} ] && [ \"$(cat {file})\" = \"$(printf '%s\\n' '{text}' '{text2}')\" ]",
+        after="{dir}/{name} {dir}/{name2} {file}",
+        check="lines {dir}/{name} '{text}' && lines {dir}/{name2} '{text2}' && lines {file} '{text}' '{text2}'",
+        kept="lines {dir}/{name} '{text}' && lines {dir}/{name2} '{text2}'",
     ),
     Kind(
         ("cat",),
@@ -68,8 +70,10 @@ KINDS = (
             "What {file} says should stand once more, below the last line of {file2}.",
         ),
         init="mkdir -p {file.parent} {file2.parent} && echo '{text}' > {file} && echo '{text2}' > {file2}",
+        before="{file} {file2}",
         gold="cat {file} >> {file2}",
-        check="[ \"$(cat {file})\" = '{text}' ] && [ \"$(cat {file2})\" = \"$(printf '%s\\n' '{text2}' '{text}')\" ]",
+        check="lines {file} '{text}' && lines {file2} '{text2}' '{text}'",
+        kept="lines {file} '{text}' && lines {file2} '{text2}'",
     ),
     Kind(
         ("tee", "echo"),
@@ -80,8 +84,10 @@ KINDS = (
         ),
         heldout=("Please let {file} and {file2} alike say: {text}", "Two files, {file} and {file2}, should each read: {text}"),
         init="mkdir -p {file.parent} {file2.parent}",
+        before="{file.parent}/ {file2.parent}/",
         gold="echo '{text}' | tee {file} {file2}",
-        check=f"{holds_text('file', 'text')} && {holds_text('file2', 'text')}",
+        after="{file} {file2}",
+        check="lines {file} '{text}' && lines {file2} '{text}'",
     ),
     Kind(
         ("tee", "echo"),
@@ -95,9 +101,10 @@ KINDS = (
             "{dir}/{name} and {dir}/{name2} lack the same last line: {text}",
         ),
         init="mkdir -p {dir} && echo '{text2}' > {dir}/{name} && echo '{text3}' > {dir}/{name2}",
+        before="{dir}/{name} {dir}/{name2}",
         gold="echo '{text}' | tee -a {dir}/{name} {dir}/{name2}",
-        check="[ \"$(cat {dir}/{name})\" = \"$(printf '%s\\n' '{text2}' '{text}')\" ] && "
-        "[ \"$(cat {dir}/{name2})\" = \"$(printf '%s\\n' '{text3}' '{text}')\" ]",
+        check="lines {dir}/{name} '{text2}' '{text}' && lines {dir}/{name2} '{text3}' '{text}'",
+        kept="lines {dir}/{name} '{text2}' && lines {dir}/{name2} '{text3}'",
     ),
     Kind(
         ("grep",),
@@ -113,8 +120,11 @@ KINDS = (
             "From {file}, I want whatever mentions {word} put in {file2}.",
         ),
         init=_OUTPUT,
+        before=_SOURCE,
         gold="grep {word} {file} > {file2}",
-        check=holds("file2", "matching"),
+        after="{file} {file2}",
+        check="lines {file} {lines} && lines {file2} {matching}",
+        kept="lines {file} {lines}",
         draw=some_lines,
     ),
     Kind(
@@ -129,8 +139,11 @@ KINDS = (
             "{file2} should hold {file} but for the lines that mention {word}.",
         ),
         init=_OUTPUT,
+        before=_SOURCE,
         gold="grep -v {word} {file} > {file2}",
-        check=holds("file2", "others"),
+        after="{file} {file2}",
+        check="lines {file} {lines} && lines {file2} {others}",
+        kept="lines {file} {lines}",
         draw=some_lines,
     ),
     Kind(
@@ -145,8 +158,11 @@ KINDS = (
             "{file2} should hold one number: that of {file}'s lines that mention {word}.",
         ),
         init=_OUTPUT,
+        before=_SOURCE,
         gold="grep -c {word} {file} > {file2}",
-        check=holds_number("file2", "hits"),
+        after="{file} {file2}",
+        check="lines {file} {lines} && number {file2} {hits} {file}",
+        kept="lines {file} {lines}",
         draw=some_lines,
     ),
     Kind(
@@ -163,8 +179,10 @@ KINDS = (
             "Wherever {word} stands in {file}, I want {word2}.",
         ),
         init=_INPUT,
+        before="{file}",
         gold="sed -i 's/{word}/{word2}/g' {file}",
-        check=holds("file", "replaced"),
+        check="lines {file} {replaced}",
+        kept="lines {file} {lines}",
         draw=some_lines,
     ),
     Kind(
@@ -176,8 +194,10 @@ KINDS = (
         ),
         heldout=("Please rid {file} of the lines that mention {word}.", "No line of {file} should mention {word}; drop those that do."),
         init=_INPUT,
+        before="{file}",
         gold="sed -i '/{word}/d' {file}",
-        check=holds("file", "others"),
+        check="lines {file} {others}",
+        kept="lines {file} {lines}",
         draw=some_lines,
     ),
     Kind(
@@ -192,8 +212,11 @@ KINDS = (
             "{file2} should be just the line with number {line_number} in {file}.",
         ),
         init=_OUTPUT,
+        before=_SOURCE,
         gold="sed -n '{line_number}p' {file} > {file2}",
-        check=holds("file2", "chosen_line"),
+        after="{file} {file2}",
+        check="lines {file} {lines} && lines {file2} {chosen_line}",
+        kept="lines {file} {lines}",
         draw=some_lines,
     ),
     Kind(
@@ -209,8 +232,11 @@ KINDS = (
             "{file2} should have what stands {ordinal} on each line of {file}.",
         ),
         init=_OUTPUT,
+        before=_SOURCE,
         gold="awk '{{print ${column}}}' {file} > {file2}",
-        check=holds("file2", "cells"),
+        after="{file} {file2}",
+        check="lines {file} {lines} && lines {file2} {cells}",
+        kept="lines {file} {lines}",
         draw=some_columns,
     ),
     Kind(
@@ -225,8 +251,11 @@ KINDS = (
             "{file} has commas between its cells; column {column} should go to {file2}.",
         ),
         init=_OUTPUT.replace("{lines}", "{commas}"),
+        before=_SOURCE,
         gold="awk -F, '{{print ${column}}}' {file} > {file2}",
-        check=holds("file2", "cells"),
+        after="{file} {file2}",
+        check="lines {file} {commas} && lines {file2} {cells}",
+        kept="lines {file} {commas}",
         draw=some_columns,
     ),
     Kind(
@@ -241,8 +270,11 @@ KINDS = (
             "{file2} should hold one number, the total of column three in {file}.",
         ),
         init=_OUTPUT,
+        before=_SOURCE,
         gold="awk '{{s += $3}} END {{print s}}' {file} > {file2}",
-        check=holds_number("file2", "total"),
+        after="{file} {file2}",
+        check="lines {file} {lines} && number {file2} {total} {file}",
+        kept="lines {file} {lines}",
         draw=some_columns,
     ),
     Kind(
@@ -259,8 +291,11 @@ KINDS = (
             "I want to read in {file2} how many lines {file} has.",
         ),
         init=_OUTPUT,
+        before=_SOURCE,
         gold="wc -l < {file} > {file2}",
-        check=holds_number("file2", "line_count"),
+        after="{file} {file2}",
+        check="lines {file} {lines} && number {file2} {line_count} {file}",
+        kept="lines {file} {lines}",
         draw=some_lines,
     ),
     Kind(
@@ -272,8 +307,11 @@ KINDS = (
         ),
         heldout=("Please note in {file2} how many words {file} runs to.", "{file2} should hold one number, that of the words of {file}."),
         init=_OUTPUT,
+        before=_SOURCE,
         gold="wc -w < {file} > {file2}",
-        check=holds_number("file2", "word_count"),
+        after="{file} {file2}",
+        check="lines {file} {lines} && number {file2} {word_count} {file}",
+        kept="lines {file} {lines}",
         draw=some_lines,
     ),
     Kind(
@@ -285,8 +323,11 @@ KINDS = (
         ),
         heldout=("Please note in {file2} how many bytes {file} takes.", "{file2} should hold one number, the bytes of {file}."),
         init=_OUTPUT,
+        before=_SOURCE,
         gold="wc -c < {file} > {file2}",
-        check=holds_number("file2", "byte_count"),
+        after="{file} {file2}",
+        check="lines {file} {lines} && number {file2} {byte_count} {file}",
+        kept="lines {file} {lines}",
         draw=some_lines,
     ),
     Kind(
@@ -301,8 +342,10 @@ KINDS = (
             "By a vi command, put {word2} wherever {file} has {word}.",
         ),
         init=_INPUT,
+        before="{file}",
         gold="vi -es -c '%s/{word}/{word2}/g' -c 'wq' {file}",
-        check=holds("file", "replaced"),
+        check="lines {file} {replaced}",
+        kept="lines {file} {lines}",
         draw=some_lines,
     ),
     Kind(
@@ -317,8 +360,10 @@ KINDS = (
             "By a vi command, drop from {file} the lines that mention {word}.",
         ),
         init=_INPUT,
+        before="{file}",
         gold="vi -es -c 'g/{word}/d' -c 'wq' {file}",
-        check=holds("file", "others"),
+        check="lines {file} {others}",
+        kept="lines {file} {lines}",
         draw=some_lines,
     ),
     Kind(
@@ -334,8 +379,11 @@ KINDS = (
         ),
         init="mkdir -p {file.parent} {dir} && cd {dir} && "
         "echo '{word} {text}' > {name} && echo '{word2}' > {name2} && echo '{word3} {word}' > {name3}",
+        before=f"{{file.parent}}/ {_SEARCHED}",
         gold="grep -l {word} {dir}/* > {file}",
-        check=holds_any_order("file", "hit_paths"),
+        after=f"{{file}} {_SEARCHED}",
+        check=f"words {{file}} {{hit_paths}} && {_SEARCHED_LINES}",
+        kept=_SEARCHED_LINES,
         draw=lambda slots: slots.update(hit_paths=f"{slots['dir']}/{slots['name']} {slots['dir']}/{slots['name3']}"),
     ),
 )

@@ -1,0 +1,158 @@
+"""Regular expressions of a task's author, who may be a stranger: searched for in a process of its own, with little time and memory.
+
+Some take for ever, to match or even to compile, and Python's ``re`` holds the interpreter's lock all the while. The process is started at
+the first need and stays. It stops itself by its own clock, so that it never outlives us for long, and ends when we do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import selectors
+import subprocess
+import sys
+import threading
+from typing import Any
+
+from agent_peft.types import InfrastructureError
+
+MAX_EXPRESSION = 1_000  # characters
+_CPU_SECONDS = 0.5  # of one request
+_SECONDS = 10.0  # of one request, should the machine be busy
+_MEMORY = 256 << 20  # bytes of addresses
+
+_PROGRAM = f"""
+import json, re, resource, signal, sys
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+resource.setrlimit(resource.RLIMIT_AS, ({_MEMORY}, {_MEMORY}))
+for line in sys.stdin.buffer:
+    signal.setitimer(signal.ITIMER_PROF, {_CPU_SECONDS})  # upon which it dies
+    expression, text = json.loads(line)
+    try:
+        reply = re.compile(expression).search(text) is not None
+    except re.error as error:
+        reply = str(error)
+    except (OverflowError, RecursionError) as error:
+        reply = "it is too large"
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    print(json.dumps(reply), flush=True)
+"""
+
+
+class _Searcher:
+    """The process, used by one thread at a time."""
+
+    def __init__(self) -> None:
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _PROGRAM],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+            )
+        except OSError as error:
+            raise InfrastructureError(f"no process could be started to match a regular expression: {error}") from error
+
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, expression: str, text: str) -> Any:
+        """What it replies; None where it died over it, or took too long."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        reply = b""
+        try:
+            self._process.stdin.write(json.dumps([expression, text]).encode() + b"\n")
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._process.stdout, selectors.EVENT_READ)
+                while not reply.endswith(b"\n"):
+                    piece = self._process.stdout.read(1 << 16) if selector.select(_SECONDS) else b""
+                    if not piece:
+                        raise EOFError
+                    reply += piece
+        except (OSError, EOFError):
+            self.close()
+            return None
+        return json.loads(reply)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._release()
+
+    def abandon(self) -> None:
+        """Let go of it in a child that we forked: it is our parent's."""
+        self._process.returncode = 0  # there is nothing for us to wait for
+        self._release()
+
+    def _release(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+
+_lock = threading.Lock()
+_searcher: _Searcher | None = None
+
+
+def found(expression: str, text: str) -> bool:
+    """Whether the expression is found in the text. One that takes too long, or too much memory, is not.
+
+    >>> found("^[0-9]+$", "12"), found("^(a+)+$", "a" * 40 + "!")
+    (True, False)
+
+    Raises:
+        InfrastructureError: no process could be started.
+    """
+    return _ask(expression, text) is True
+
+
+@functools.lru_cache(256)
+def fault(expression: str) -> str | None:
+    """Why an expression cannot be used, in one line; None where it can.
+
+    >>> fault("(")
+    'missing ), unterminated subpattern at position 0'
+
+    Raises:
+        InfrastructureError: no process could be started.
+    """
+    if len(expression) > MAX_EXPRESSION:
+        return f"it is longer than {MAX_EXPRESSION} characters"
+    reply = _ask(expression, "")
+    if isinstance(reply, bool):
+        return None
+    return "it takes too much time or memory" if reply is None else ascii(reply)[1:-1][:200]
+
+
+def _ask(expression: str, text: str) -> Any:
+    global _searcher
+    with _lock:
+        if _searcher is None or not _searcher.running():
+            _stop()
+            _searcher = _Searcher()
+        return _searcher.ask(expression, text)
+
+
+def _stop() -> None:
+    global _searcher
+    if _searcher is not None:
+        _searcher.close()
+        _searcher = None
+
+
+def _after_fork() -> None:
+    global _lock, _searcher
+    _lock = threading.Lock()  # another thread of our parent may hold it for ever
+    if _searcher is not None:
+        _searcher.abandon()
+        _searcher = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_stop)

@@ -1,0 +1,86 @@
+"""Whether an answer is the one that was asked for, told by its text alone."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+from agent_peft.environments.os_interaction import expressions
+from agent_peft.environments.os_interaction.problems import Comparison, Matches
+
+_MORE_WORDS = 8  # that an answer may have than the truth it should contain: a sentence, not a list of guesses
+_CANDIDATES = 3  # numbers and names among them, the truth included
+_AROUND = ".,;:!?'\"`()[]{}<>*"  # what may stand around a word
+
+_UNITS: dict[str, int] = {"": 1} | {
+    name: 1024**power
+    for power, names in enumerate((("b", "byte", "bytes"), *((f"{k}", f"{k}b", f"{k}ib") for k in "kmgtp")))
+    for name in names
+}
+
+
+def matches(wanted: Matches, answer: str) -> bool:
+    """Whether an answer is the text that was asked for, or fits the expression.
+
+    >>> matches(Matches("log"), " log\\n"), matches(Matches(regex="^[0-9]+$"), "12")
+    (True, True)
+
+    Raises:
+        InfrastructureError: no process could be started to search for the expression.
+    """
+    said = answer.strip() if wanted.strip else answer
+    return said == wanted.answer if wanted.answer is not None else expressions.found(wanted.regex or "", said)
+
+
+def compare(how: Comparison, answer: str, truth: str) -> bool:
+    """Whether an answer is the truth, in AgentBench's ways; but one that guesses at many truths, or says next to nothing, is none.
+
+    >>> compare(Comparison.INTEGER, "1,024", "1024"), compare(Comparison.SIZE, "4 KB", "4.0K"), compare(Comparison.STRING, "a", "b")
+    (True, True, False)
+    """
+    said, true = _newlines(answer), _newlines(truth)
+    match how:
+        case Comparison.INTEGER:
+            return _integer(true) is not None and _integer(said) == _integer(true)
+        case Comparison.SIZE:
+            return _size(true) is not None and _size(said) == _size(true)
+        case Comparison.STRING:
+            return said == true
+        case Comparison.ANSWER_IN_TRUTH:
+            return said in true and _says_enough(said, true)
+        case Comparison.TRUTH_IN_ANSWER:
+            return true in said and _says_little_else(said, true)
+
+
+def _newlines(text: str) -> str:
+    return text.replace("\r\n", "\n").replace("\r", "\n").strip()
+
+
+def _integer(text: str) -> int | None:
+    text = text.strip("`'\" .")
+    if re.fullmatch(r"[+-]?[0-9]{1,3}(,[0-9]{3})+", text):
+        text = text.replace(",", "")
+    return int(text) if re.fullmatch(r"[+-]?[0-9]{1,100}", text) else None
+
+
+def _size(text: str) -> Decimal | None:
+    """Bytes; K, M, … are powers of 1024, as AgentBench has them."""
+    match = re.fullmatch(r"([0-9]{1,30}(?:\.[0-9]{1,30})?)\s*([a-zA-Z]*)", text.strip("`'\""))
+    if match is None or match[2].lower() not in _UNITS:
+        return None
+    return Decimal(match[1]) * _UNITS[match[2].lower()]
+
+
+def _says_enough(said: str, true: str) -> bool:
+    """Whether a part of the truth is at least half of it, or some whole words."""
+    whole = 2 * len(said) >= len(true) or f" {' '.join(said.split())} " in f" {' '.join(true.split())} "
+    return whole and any(letter.isalnum() for letter in said)
+
+
+def _says_little_else(said: str, true: str) -> bool:
+    """Whether an answer has the words of the truth, as whole words, and few others; numbers and names are counted apart."""
+    words, wanted = ([word.strip(_AROUND) for word in text.split()] for text in (said, true))
+    if len(words) > len(wanted) + _MORE_WORDS or not any(wanted):
+        return False
+    others = [word for word in words if word not in wanted and not word.isalpha() and word]
+    return len(others) < _CANDIDATES and f" {' '.join(wanted)} " in f" {' '.join(words)} "
