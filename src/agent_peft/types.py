@@ -23,7 +23,8 @@ class TrustError(AgentPeftError):
 
 
 class InfrastructureError(Exception):
-    """The world under an environment failed (a server died, a disk is full): neither correct nor incorrect. The episode is retried."""
+    """The world under an environment failed (a server died, a disk is full). The episode is retried; what the agent may have caused, by
+    replaying its actions."""
 
 
 class Outcome(StrEnum):
@@ -41,7 +42,9 @@ class StopReason(StrEnum):
     TURN_LIMIT = "turn_limit"  # it used all its turns without finishing
     TOKEN_LIMIT = "token_limit"  # it ran into the context limit: truncated
     TIMEOUT = "timeout"  # the environment's clock ran out
-    INFRASTRUCTURE = "infrastructure"  # the environment failed, after retries
+    CRASHED = "crashed"  # the world failed after the agent's action, and again when the action was replayed: counted as the agent's doing
+    DEFECT = "defect"  # the environment's code raised at the agent's action: told as a fault of ours, and never worth raising
+    INFRASTRUCTURE = "infrastructure"  # the world failed before the agent had acted, after retries: counts for nothing
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -219,21 +220,69 @@ def test_an_episode_whose_environment_fails_is_tried_again(where: str, engine: E
     assert environment.opened["t0"] == 3, "what has come to an end is not repeated"
 
 
-def test_what_fails_again_and_again_is_dropped_and_counted(engine: Engine) -> None:
-    environment = Counting([2, 1, 3], {"t1": {"step": 10**6}, "t2": {"start": ATTEMPTS * 3 - 2}})
+@pytest.mark.parametrize("where", ["episode", "start"])
+def test_what_fails_again_and_again_before_the_agent_acts_is_dropped_and_counted(where: str, engine: Engine, caplog: Any) -> None:
+    environment = Counting([2, 1, 3], {"t1": {where: 10**6}, "t2": {where: ATTEMPTS * 3 - 2}})
     collection = collect(engine, environment)
     assert [len(group.trajectories) for group in collection.groups] == [3, 0, 2]
-    assert collection.failures == 3 * ATTEMPTS + 3 * ATTEMPTS - 2
+    assert (collection.failures, collection.crashed, collection.defects) == (3 * ATTEMPTS + 3 * ATTEMPTS - 2, 0, 0)
     assert environment.opened == environment.closed
     assert all(t.stop_reason is StopReason.FINISHED for group in collection.groups for t in group.trajectories)
+    assert len(set(environment.seeds)) == len(environment.seeds), "an episode that nobody has acted in is begun anew with another seed"
+    assert (
+        f"task t1: the world failed before the agent had acted; the episode is left out (InfrastructureError: {where} of t1)" in caplog.text
+    )
+
+
+def test_what_fails_again_and_again_after_an_action_is_incorrect_and_told(engine: Engine, caplog: Any) -> None:
+    environment = Counting([2, 3], {"t1": {"step": 10**6}})
+    collection = collect(engine, environment)
+    assert [len(group.trajectories) for group in collection.groups] == [3, 3]
+    for trajectory in collection.groups[1].trajectories:
+        check(trajectory, engine)
+        assert (trajectory.outcome, trajectory.stop_reason) == (Outcome.INCORRECT, StopReason.CRASHED)
+        assert len(trajectory.turns) == 1 and trajectory.rewards == (-0.1,), "the action that the world did not survive is learnt from"
+    assert (collection.failures, collection.crashed, collection.defects) == (3 * ATTEMPTS, 3, 0)
+    assert environment.opened == environment.closed == Counter(t0=3, t1=3 * ATTEMPTS)
+    assert Counter(environment.seeds).most_common()[2][1] == ATTEMPTS, "the same seed each time"
+    (line,) = caplog.messages
+    assert line == (
+        "task t1: the world failed after the agent's action, and again when the actions were replayed; it counts as incorrect "
+        "(InfrastructureError: step of t1)"
+    )
 
 
 @pytest.mark.parametrize("where", ["episode", "start", "step"])
-def test_a_fault_of_another_kind_surfaces_and_every_episode_is_closed(where: str, engine: Engine) -> None:
-    environment = Counting([2, 2, 2], {"t1": {where: 1}}, error=ZeroDivisionError)
-    with pytest.raises(ZeroDivisionError, match=f"{where} of t1"):
+def test_a_fault_of_another_kind_is_told_and_counted_and_ends_nothing(where: str, engine: Engine, caplog: Any) -> None:
+    environment = Counting([2, 2, 2], {"t1": {where: 2}}, error=ZeroDivisionError)
+    collection = collect(engine, environment)
+    assert environment.opened == environment.closed
+    assert collection.defects == 2 and [len(group.trajectories) for group in collection.groups] == [3, 3, 3]
+    defects = [t for group in collection.groups for t in group.trajectories if t.stop_reason is StopReason.DEFECT]
+    assert len(defects) == (2 if where == "step" else 0), "an episode that nobody has acted in is begun anew"
+    for trajectory in defects:
+        check(trajectory, engine)
+        assert (trajectory.outcome, trajectory.rewards) == (Outcome.INCORRECT, (-0.1,))
+    assert sum(": a defect; " in line for line in caplog.messages) == 1, "each kind once"
+    assert f"ZeroDivisionError: {where} of t1" in caplog.text and "in breaks" in caplog.text, "with its traceback"
+
+
+def test_a_mistake_of_the_users_is_told_before_the_agent_acts(engine: Engine) -> None:
+    environment = Counting([2, 2], {"t1": {"start": 1}}, error=AgentPeftError)
+    with pytest.raises(AgentPeftError, match="start of t1"):
         collect(engine, environment)
-    assert environment.opened["t0"] == 3 and environment.opened == environment.closed
+    assert environment.opened == environment.closed
+    environment = Counting([2, 2], {"t1": {"step": 1}}, error=AgentPeftError)
+    assert collect(engine, environment).defects == 1, "once it acts, a reply might bring that about"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("where", ["start", "step"])
+def test_who_wants_to_stop_can_stop(where: str, error: type[Exception], engine: Engine) -> None:
+    environment = Counting([2, 2], {"t1": {where: 1}}, error=error)
+    with pytest.raises(error):
+        collect(engine, environment)
+    assert environment.opened == environment.closed
 
 
 def test_a_prompt_that_cannot_be_encoded_closes_its_episode(engine: Engine) -> None:
@@ -270,11 +319,15 @@ def test_golds_of_real_environments_are_correct(config: dict[str, Any], text_eng
 
 
 @pytest.mark.parametrize("where", ["episode", "start", "step"])
-@pytest.mark.parametrize(("error", "expected"), [(InfrastructureError, AgentPeftError), (ZeroDivisionError, ZeroDivisionError)])
-def test_a_demonstration_that_breaks_is_closed(where: str, error: type[Exception], expected: type[Exception], engine: Engine) -> None:
+@pytest.mark.parametrize("error", [InfrastructureError, ZeroDivisionError, AgentPeftError])
+def test_a_demonstration_that_breaks_is_one_line_and_closed(where: str, error: type[Exception], engine: Engine) -> None:
     environment = Counting([3], {"t0": {where: 1}}, error=error)
-    with pytest.raises(expected, match=r"task t0: the environment failed|of t0"):
+    with pytest.raises(AgentPeftError, match=f"{where} of t0") as raised:
         demonstrate(environment, environment.tasks[0], engine.policy.chat, REWARDS, seed=0)
+    assert "\n" not in str(raised.value)
+    if error is ZeroDivisionError:
+        told = rf"task t0: the environment failed while .* was replayed \(ZeroDivisionError: {where} of t0, at test_collector.py:\d+\)"
+        assert re.fullmatch(told, str(raised.value))
     assert environment.opened == environment.closed
 
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 from random import Random
 
 import pytest
@@ -188,6 +189,28 @@ def test_a_report_counts():
     assert made.mean_action_tokens == pytest.approx((6 + 3 + 1) / 3)
     assert made.pass_at == {1: 0.25}
     assert made.outcomes == {"i": ("correct", "incorrect"), "s": ("incorrect",)}
+
+
+def test_what_the_agent_crashed_or_what_met_a_defect_is_incorrect():
+    task = Task("t", ("insert",))
+    ends = [StopReason.FINISHED, StopReason.CRASHED, StopReason.DEFECT, StopReason.CRASHED]
+    made = summarize([Group(task, [attempt(task, end is StopReason.FINISHED, stop_reason=end) for end in ends])])
+    assert made.success.value == made.by_skill["insert"].value == made.pass_at[1] == 0.25
+    assert made.outcomes == {"t": ("correct", "incorrect", "incorrect", "incorrect")}
+    assert (made.attempts, made.infrastructure_failures) == (4, 0)
+    assert made.to_json()["stop_reasons"] == {"crashed": 2, "defect": 1, "finished": 1}
+    text = shown(table({"base": made}))
+    assert re.search(r"ended: crashed +│ +50.0% ", text) and re.search(r"ended: defect +│ +25.0% ", text)
+    assert "left out" not in text + made.summary
+
+
+def test_what_is_left_out_is_told():
+    groups = [Group(Task("t"), [attempt(Task("t"), True)] * 19)]
+    one, two = summarize(groups, left_out=1), summarize(groups, left_out=2)
+    assert (one.infrastructure_failures, one.attempts, one.summary) == (1, 19, "success 100.0% (21–100) on 1 tasks")
+    assert two.summary == "success 100.0% (21–100) on 1 tasks; 2 of 21 episodes are left out: their world failed"
+    assert re.search(r"left out \(world failed\) +│ +1 │ +2 ", shown(table({"one": one, "two": two})))
+    assert EvaluationReport.from_json(json.loads(json.dumps(two.to_json()))) == two
 
 
 def test_pass_at_powers_of_two_and_all():

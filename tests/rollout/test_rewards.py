@@ -34,6 +34,10 @@ def trajectory(*valid, outcome=Outcome.INCORRECT, stop_reason=StopReason.FINISHE
         (OS, Outcome.UNKNOWN, StopReason.TURN_LIMIT, -0.7),
         (OS, Outcome.INCORRECT, StopReason.TOKEN_LIMIT, -0.9),
         (RewardConfig(timeout=0.0), Outcome.INCORRECT, StopReason.TIMEOUT, 0.0),  # zero is a price, too
+        (DB, Outcome.INCORRECT, StopReason.CRASHED, -0.3),  # no way out of a price that is lower than that of being wrong
+        (OS, Outcome.INCORRECT, StopReason.DEFECT, -0.9),
+        (RewardConfig(), Outcome.INCORRECT, StopReason.CRASHED, -0.1),
+        (RewardConfig(incorrect=0.0, unknown=-0.2), Outcome.INCORRECT, StopReason.DEFECT, -0.2),
     ],
 )
 def test_the_end_is_priced(config, outcome, stop_reason, expected):

@@ -29,7 +29,8 @@ class Episode(ABC):
 
         Raises:
             RuntimeError: the episode is already done or closed (a fault of the caller).
-            InfrastructureError: the world underneath failed; the episode counts for nothing.
+            InfrastructureError: the world underneath failed. The actions are replayed in another one, and if that fails, too, the episode
+                is incorrect. What an agent can break is better judged here than raised.
         """
 
     @abstractmethod
@@ -45,9 +46,20 @@ class Environment(ABC):
     def tasks(self) -> Sequence[Task]:
         """The usable tasks, in a fixed order: the same configuration gives the same tasks."""
 
+    @property
+    def sandboxed(self) -> bool:
+        """Whether an action can do no more than its episode allows; False if it can do what this process's user can."""
+        return True
+
     @abstractmethod
     def episode(self, task: Task, seed: int) -> Episode:
-        """A fresh episode of ``task``. Whatever is random in it comes from ``seed``."""
+        """A fresh episode of ``task``. Whatever is random in it comes from ``seed``.
+
+        The task may be none of ``tasks`` but a stranger's, sent to a server: all that an episode relies on is checked here.
+
+        Raises:
+            AgentPeftError: the task is not as this environment's tasks are.
+        """
 
     def demonstration(self, task: Task) -> Sequence[str] | None:
         """Actions that solve ``task`` (one text per turn), or None where none is known. For supervised stages and for validation."""

@@ -1,29 +1,59 @@
-"""Where policies meet environments: tasks in, groups of trajectories out."""
+"""Where policies meet environments: tasks in, groups of trajectories out.
+
+What a failing world counts must never be worth bringing about. A world that fails before the agent has acted is nobody's doing: the
+episode is begun anew with another seed, and in the end left out. One that fails after an action may be the agent's doing: the episode
+goes on only where a world of the same seed, in which the same actions were replayed, says the same and then answers; else it is incorrect.
+So an agent that breaks its world when it is about to fail gains nothing: neither the task, nor the seed, nor a token is drawn again.
+What remains: a world that is not decided by its seed draws its own coins again when it is replayed, so an action that breaks the world
+where such a coin falls badly, before any observation shows it, is tried up to ``ATTEMPTS`` times. An environment closes that by judging
+what an agent can break itself, instead of raising: the OS interaction does, and the DB Bench.
+"""
 
 from __future__ import annotations
 
+import logging
+import traceback
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 from agent_peft.environments.base import Environment
 from agent_peft.policies.engine import Engine, EngineStatistics
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer
+from agent_peft.printable import printable
+from agent_peft.rollout.conversation import EpisodeConversation
 from agent_peft.rollout.rewards import RewardConfig, price
 from agent_peft.seeding import derive
-from agent_peft.types import AgentPeftError, Group, InfrastructureError, Message, Outcome, StopReason, Task, Trajectory, Turn
+from agent_peft.types import AgentPeftError, Group, Outcome, StopReason, Task, Trajectory
+
+logger = logging.getLogger(__name__)
 
 NOTHING = EngineStatistics(0, 0, 0, 0)
 ATTEMPTS = 3  # how often an episode is tried whose environment fails
+TASKS_TOLD = 5  # a collection warns of no more than these
+KINDS_TOLD = 20  # of defects, each of them once
+FRAMES_TOLD, LINES_TOLD, LINE = 12, 60, 200  # of a traceback, and characters of a line
 
 
 @dataclass(frozen=True)
 class Collection:
-    """What one trip collected. ``failures`` counts environments that failed; what still failed after retries is in no group."""
+    """What one trip collected. An episode whose world failed again and again before the agent had acted is in no group.
+
+    ``failures`` counts the attempts that a failing world ended, those that were tried again included; ``defects`` counts the exceptions
+    of other kinds that an environment or a reward term raised.
+    """
 
     groups: list[Group]
     failures: int = 0
     statistics: EngineStatistics = NOTHING
+    defects: int = 0
+
+    @property
+    def crashed(self) -> int:
+        """How many episodes count as incorrect because their world failed after an action, and whenever the actions were replayed."""
+        return sum(t.stop_reason is StopReason.CRASHED for group in self.groups for t in group.trajectories)
 
 
 class Collector:
@@ -31,6 +61,7 @@ class Collector:
 
     def __init__(self, environment: Environment, engine: Engine) -> None:
         self.environment, self.engine = environment, engine
+        self._told: set[tuple[str, str]] = set()  # kinds of defects
 
     def collect(
         self,
@@ -46,101 +77,119 @@ class Collector:
 
         Args:
             positions: of the tasks to collect, where other processes collect the rest; None takes all.
+
+        Raises:
+            AgentPeftError: an episode cannot be begun, for a reason that is the user's to mend. Once the agent acts, nothing that an
+                environment raises ends a collection.
         """
         positions = range(len(tasks)) if positions is None else positions
-        keys = [(position, member) for position in positions for member in range(group_size)]
-        done: dict[tuple[int, int], Trajectory] = {}
-        failures, statistics = 0, EngineStatistics(0, 0, 0, 0)
+        defects: list[BaseException] = []
+        conversations = {
+            (position, member): EpisodeConversation(self.environment, tasks[position], self.engine.policy.chat, defects)
+            for position in positions
+            for member in range(group_size)
+        }
+        failures, statistics = 0, NOTHING
         for attempt in range(ATTEMPTS):
-            conversations: dict[tuple[int, int], EpisodeConversation] = {}
-            try:
-                for key in keys:
-                    if key not in done:
-                        seed_of_episode = derive(seed, attempt, *key)
-                        conversations[key] = EpisodeConversation(self.environment, tasks[key[0]], self.engine.policy.chat, seed_of_episode)
-                statistics += self.engine.generate([c for c in conversations.values() if not c.failed], sampling)
-            finally:
-                for conversation in conversations.values():
-                    conversation.close()
-            done |= {key: price(c.trajectory, rewards) for key, c in conversations.items() if not c.failed}
-            failures += sum(c.failed for c in conversations.values())
-            if len(done) == len(keys):
+            trying = {key: c for key, c in conversations.items() if attempt == 0 or c.failure is not None}
+            if not trying:
                 break
+            try:
+                for key, conversation in trying.items():
+                    if not conversation.turns:
+                        conversation.begin(derive(seed, attempt, *key))
+                with ThreadPoolExecutor(thread_name_prefix="replay") as threads:
+                    list(threads.map(EpisodeConversation.begin_again, [c for c in trying.values() if c.failure is not None and c.turns]))
+                statistics += self.engine.generate([c for c in trying.values() if not c.over and c.failure is None], sampling)
+            finally:
+                for conversation in trying.values():
+                    conversation.close()
+            failures += sum(c.failure is not None for c in trying.values())
+        unanswered = [c for c in conversations.values() if c.failure is not None]
+        crashed = [c for c in unanswered if c.turns]
+        _warn(crashed, "the world failed after the agent's action, and again when the actions were replayed; it counts as incorrect")
+        _warn([c for c in unanswered if not c.turns], "the world failed before the agent had acted; the episode is left out")
+        for conversation in crashed:
+            conversation.end(Outcome.INCORRECT, StopReason.CRASHED)
+        done = {key: _priced(c, rewards) for key, c in conversations.items() if c.failure is None}
+        self._tell(defects)
         groups = [
             Group(tasks[position], [done[position, member] for member in range(group_size) if (position, member) in done])
             for position in positions
         ]
-        return Collection(groups, failures, statistics)
+        return Collection(groups, failures, statistics, len(defects))
+
+    def _tell(self, defects: Sequence[BaseException]) -> None:
+        """Each kind of defect once, with its traceback, however many episodes meet it."""
+        for error in defects:
+            kind = (type(error).__name__, _place(error))
+            if kind in self._told or len(self._told) >= KINDS_TOLD:
+                continue
+            self._told.add(kind)
+            logger.error("%s: a defect; every episode in which the agent's action meets it counts as incorrect", printable(kind[0], LINE))
+            lines = "".join(traceback.format_exception(error, limit=-FRAMES_TOLD)).splitlines()
+            for line in lines[-LINES_TOLD:]:
+                logger.error("  %s", printable(line, LINE))
 
 
-class EpisodeConversation:
-    """One episode, as the engine sees it: tokens in, tokens out."""
+def _priced(conversation: EpisodeConversation, rewards: RewardConfig) -> Trajectory:
+    """The trajectory with its rewards. A term that fails at what the agent said must not be worth bringing about: it is a defect."""
+    try:
+        return price(conversation.trajectory, rewards)
+    except AgentPeftError as error:
+        conversation.defects.append(error)
+        conversation.end(Outcome.INCORRECT, StopReason.DEFECT)
+        return price(conversation.trajectory, rewards.model_copy(update={"terms": ()}))
 
-    def __init__(self, environment: Environment, task: Task, chat: ChatTokenizer, seed: int) -> None:
-        self.task, self.chat, self.seed = task, chat, seed
-        self.failed = False
-        self.turns: list[Turn] = []
-        self.messages: list[Message] = []
-        self.outcome, self.stop_reason = Outcome.UNKNOWN, StopReason.INFRASTRUCTURE
-        self.prompt: Sequence[int] = ()
-        try:
-            self.episode = environment.episode(task, derive(seed, "environment"))
-            self.messages += self.episode.start()
-            self.prompt = tuple(chat.opening(self.messages))
-        except InfrastructureError:
-            self.failed = True
-        except BaseException:
-            self.close()  # nobody else will have it
-            raise
-        self._observation = tuple(self.prompt)
 
-    def act(self, action: Sequence[int], logprobs: Sequence[float], room: int) -> Sequence[int] | None:
-        text = self.chat.decode_action(action)
-        try:
-            result = self.episode.step(text)
-        except InfrastructureError:
-            self.failed = True
-            return None
-        self.turns.append(Turn(self._observation, tuple(action), tuple(logprobs), valid=result.valid))
-        self.messages.append(Message("assistant", text))
-        if result.stop_reason is not None:
-            self.outcome, self.stop_reason = result.outcome, result.stop_reason
-            return None
-        self.messages.append(Message("user", result.observation))
-        self._observation = tuple(self.chat.following(result.observation, action))
-        if len(self._observation) >= room:  # nothing could be said after reading it
-            self.outcome, self.stop_reason = Outcome.INCORRECT, StopReason.TOKEN_LIMIT
-            return None
-        return self._observation
+def _warn(conversations: Sequence[EpisodeConversation], what: str) -> None:
+    """One line per task, and no more than a few."""
+    tasks = {c.task.id: c for c in conversations}
+    for task, conversation in list(tasks.items())[:TASKS_TOLD]:
+        logger.warning("task %s: %s (%s)", printable(task, LINE), what, told(conversation.failure))
+    if len(tasks) > TASKS_TOLD:
+        logger.warning("%d more tasks: %s", len(tasks) - TASKS_TOLD, what)
 
-    @property
-    def trajectory(self) -> Trajectory:
-        return Trajectory(self.task, tuple(self.turns), tuple(self.messages), self.outcome, self.stop_reason)
 
-    def close(self) -> None:
-        if hasattr(self, "episode"):
-            self.episode.close()
+def told(error: BaseException | None) -> str:
+    """What went wrong, in one line."""
+    try:
+        return printable(f"{type(error).__name__}: {error}", LINE)
+    except Exception:  # an error that cannot say what it is
+        return type(error).__name__
+
+
+def _place(error: BaseException) -> str:
+    """Where it was raised; where its cause was, if it has one."""
+    frames = traceback.extract_tb((error.__cause__ or error).__traceback__, limit=-1)
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def demonstrate(environment: Environment, task: Task, chat: ChatTokenizer, rewards: RewardConfig, seed: int) -> Trajectory:
     """The trajectory of a task's demonstration, replayed in the environment: its observations are the real ones.
 
     Raises:
-        AgentPeftError: the environment knows no demonstration of this task.
+        AgentPeftError: the environment knows no demonstration of this task, or does not get through it.
     """
     actions = environment.demonstration(task)
     if actions is None:
         raise AgentPeftError(f"task {task.id}: the environment knows no demonstration, so a supervised stage cannot use it")
-    conversation = EpisodeConversation(environment, task, chat, seed)
+    defects: list[BaseException] = []
+    conversation = EpisodeConversation(environment, task, chat, defects)
     try:
-        for action in () if conversation.failed else actions:
+        conversation.begin(seed)
+        for action in () if conversation.failure else actions:
             tokens = chat.action_tokens(action)
             if conversation.act(tokens, [0.0] * len(tokens), room=1 << 30) is None:
                 break
     finally:
         conversation.close()
-    if conversation.failed:
-        raise AgentPeftError(f"task {task.id}: the environment failed while its demonstration was replayed")
-    if conversation.stop_reason is StopReason.INFRASTRUCTURE:  # still the one it began with
+    error = defects[0] if conversation.stop_reason is StopReason.DEFECT else conversation.failure
+    if error is not None:
+        place = f"{told(error)}, at {Path(_place(error)).name}"
+        raise AgentPeftError(f"task {task.id}: the environment failed while its demonstration was replayed ({place})") from error
+    for error in defects:
+        logger.error("task %s: after its demonstration: %s", printable(task.id, LINE), told(error))
+    if not conversation.over:
         raise AgentPeftError(f"task {task.id}: its demonstration does not end the episode")
     return price(conversation.trajectory, rewards)

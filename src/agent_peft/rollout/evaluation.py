@@ -16,6 +16,7 @@ from agent_peft.types import AgentPeftError, Group, Outcome, StopReason, Traject
 
 Z95 = 1.959963984540054  # the normal distribution's 97.5 % point
 NO_SKILL = "(no skill)"
+TOO_MANY = 0.05  # share of the episodes that may be left out without a word
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class EvaluationReport:
     by_skill: Mapping[str, Rate]  # by a task's first skill
     pass_at: Mapping[int, float]  # k -> pass@k, for 1, 2, 4, … up to the fewest attempts that any task had
     attempts: int  # episodes that count
-    infrastructure_failures: int  # episodes that do not
+    infrastructure_failures: int  # episodes that do not: their world failed before the agent had acted
     stop_reasons: Mapping[str, int]
     invalid_actions: float  # share of turns
     mean_turns: float  # per episode
@@ -50,7 +51,9 @@ class EvaluationReport:
     @property
     def summary(self) -> str:
         """In one line, for people."""
-        return f"success {_percent(self.success)} on {self.success.tasks} tasks"
+        left_out, episodes = self.infrastructure_failures, self.attempts + self.infrastructure_failures
+        rates = f"success {_percent(self.success)} on {self.success.tasks} tasks"
+        return f"{rates}; {left_out} of {episodes} episodes are left out: their world failed" if left_out > TOO_MANY * episodes else rates
 
     def to_json(self) -> dict[str, Any]:
         """The report in what JSON knows."""
@@ -79,8 +82,12 @@ class Comparison:
     p: float
 
 
-def summarize(groups: Sequence[Group]) -> EvaluationReport:
-    """The report of some attempts at some tasks; those that the infrastructure broke are counted and left out.
+def summarize(groups: Sequence[Group], left_out: int = 0) -> EvaluationReport:
+    """The report of some attempts at some tasks. Those that the infrastructure broke before the agent had acted are counted and left out;
+    those that the agent crashed, or that met a defect, are incorrect.
+
+    Args:
+        left_out: how many attempts are in no group.
 
     Raises:
         AgentPeftError: no attempt is left.
@@ -102,7 +109,7 @@ def summarize(groups: Sequence[Group]) -> EvaluationReport:
         by_skill={skill: rate_of(scores[task] for task in scores if skills[task] == skill) for skill in sorted(set(skills.values()))},
         pass_at={k: pass_at_k(scores.values(), k) for k in sorted({*(2**i for i in range(fewest.bit_length())), fewest})},
         attempts=len(counted),
-        infrastructure_failures=len(trajectories) - len(counted),
+        infrastructure_failures=len(trajectories) - len(counted) + left_out,
         stop_reasons=dict(sorted(Counter(str(t.stop_reason) for t in counted).items())),
         invalid_actions=sum(t.num_invalid for t in counted) / max(turns, 1),
         mean_turns=turns / len(counted),
@@ -225,7 +232,7 @@ def table(reports: Mapping[str, EvaluationReport]) -> Table:
     shown.add_row("turns", *(f"{report.mean_turns:.2f}" for report in columns))
     shown.add_row("action tokens", *(f"{report.mean_action_tokens:.1f}" for report in columns))
     if any(report.infrastructure_failures for report in columns):
-        shown.add_row("infrastructure failures", *(str(report.infrastructure_failures) for report in columns))
+        shown.add_row("left out (world failed)", *(str(report.infrastructure_failures) for report in columns))
     return shown
 
 

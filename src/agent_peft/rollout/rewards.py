@@ -6,7 +6,6 @@ An episode's reward is its prices (for most, its accuracy) and the ``terms``: Σ
 from __future__ import annotations
 
 import difflib
-import importlib
 import math
 import numbers
 import traceback
@@ -17,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
 
+from agent_peft.lookup import find, may_import
 from agent_peft.types import AgentPeftError, Outcome, StopReason, Trajectory
 
 
@@ -71,7 +71,8 @@ class OwnTermConfig(TermConfig):
             near = difflib.get_close_matches(kind, TERMS, 1)
             advice = f"did you mean {near[0]!r}?" if near else f"give one of {', '.join(TERMS)}, or your own as package.module:function"
             raise ValueError(f"there is no kind {kind!r}; {advice}")
-        own_function(kind)
+        if may_import(kind):
+            own_function(kind)
         return kind
 
 
@@ -107,7 +108,9 @@ def own_term(config: OwnTermConfig, trajectory: Trajectory) -> float:
     place = f"reward term {config.kind!r}, task {trajectory.task.id!r}"
     try:
         found = own_function(config.kind)(trajectory)
-    except Exception as error:  # anything may go wrong in there
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # anything may go wrong in there, and a library in Rust may panic
         last = traceback.extract_tb(error.__traceback__)[-1]
         cause = f"{type(error).__name__}: {error}"
         raise AgentPeftError(f"{place}: fails at {Path(last.filename).name}:{last.lineno} ({cause}); correct it") from error
@@ -122,12 +125,7 @@ def own_function(kind: str) -> Callable[[Trajectory], Any]:
     Raises:
         ValueError: there is none.
     """
-    module, _, name = kind.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except Exception as error:  # a module of the user's may fail in any way
-        cause = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{kind!r} cannot be imported ({cause}); write it as package.module:function") from error
+    found = find(kind, "package.module:function")
     if not callable(found):
         raise ValueError(f"{kind!r} is no function but {found!r:.60}; name a function of a trajectory")
     return found  # type: ignore[no-any-return]
@@ -155,7 +153,8 @@ AnyTerm = Annotated[
 
 
 class RewardConfig(BaseModel):
-    """Prices. That of a stop reason, where one is given, takes the place of the outcome's, unless the outcome is correct.
+    """Prices. That of a stop reason, where one is given, takes the place of the outcome's, unless the outcome is correct. An episode that
+    the agent crashed, or that met a defect, costs what the worst end costs: neither is a way out of another one.
 
     >>> RewardConfig(timeout=-0.3).end(Outcome.INCORRECT, StopReason.TIMEOUT)
     -0.3
@@ -181,7 +180,8 @@ class RewardConfig(BaseModel):
         if stop_reason is StopReason.INFRASTRUCTURE:
             raise ValueError("an infrastructure failure has no price: keep its trajectory out")
         stops = {StopReason.TIMEOUT: self.timeout, StopReason.TURN_LIMIT: self.turn_limit, StopReason.TOKEN_LIMIT: self.token_limit}
-        price = stops.get(stop_reason)
+        worst = min(self.incorrect, self.unknown, *(price for price in stops.values() if price is not None))
+        price = {**stops, StopReason.CRASHED: worst, StopReason.DEFECT: worst}.get(stop_reason)
         if outcome is Outcome.CORRECT or price is None:
             return {Outcome.CORRECT: self.correct, Outcome.INCORRECT: self.incorrect, Outcome.UNKNOWN: self.unknown}[outcome]
         return price

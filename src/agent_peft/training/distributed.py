@@ -197,10 +197,11 @@ def gather_collection(ranks: Ranks, mine: Collection, tasks: Sequence[Task]) -> 
     if ranks.world == 1:
         return mine
     groups: dict[int, Group] = {}
-    failures, statistics = 0, NOTHING
+    failures, defects, statistics = 0, 0, NOTHING
     written = {
         "groups": [[_written(t) for t in group.trajectories] for group in mine.groups],
         "failures": mine.failures,
+        "defects": mine.defects,
         "statistics": vars(mine.statistics),
     }
     for rank, found in enumerate(ranks.gather_objects(written)):
@@ -208,8 +209,9 @@ def gather_collection(ranks: Ranks, mine: Collection, tasks: Sequence[Task]) -> 
         for position, trajectories in zip(positions, found["groups"], strict=True):
             groups[position] = Group(tasks[position], [_read(tasks[position], t) for t in trajectories])
         failures += found["failures"]
+        defects += found["defects"]
         statistics += EngineStatistics(**found["statistics"])
-    return Collection([groups[position] for position in range(len(tasks))], failures, statistics)
+    return Collection([groups[position] for position in range(len(tasks))], failures, statistics, defects)
 
 
 def _written(trajectory: Trajectory) -> dict[str, Any]:

@@ -15,8 +15,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 
-from agent_peft.training.checkpoint import truncate_jsonl, write_atomic
+from agent_peft.files import write_atomic
+from agent_peft.printable import printable
+from agent_peft.training.checkpoint import truncate_jsonl
 from agent_peft.types import Group, Trajectory
+
+TROUBLES = ("infrastructure_failures", "crashed", "defects")  # counts, shown where there are any
 
 
 class JsonlTracker:
@@ -29,7 +33,7 @@ class JsonlTracker:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        truncate_jsonl(path, lambda _: True)  # a line torn by a kill must not run into the next one
+        truncate_jsonl(path, lambda record: record["step"] >= 0)  # a line torn by a kill must not run into the next one
 
     def log(self, step: int, metrics: Mapping[str, float | str]) -> dict[str, float | str]:
         """Append one line, on the disk when this returns; give its record. Numbers are written so that they read back to the bit; JSON has
@@ -41,7 +45,7 @@ class JsonlTracker:
         if "step" in metrics:
             raise ValueError("a metric cannot be called step: the line's own number is")
         record: dict[str, float | str] = {"step": step} | {name: _jsonable(value) for name, value in metrics.items()}
-        with self.path.open("a", encoding="utf-8", newline="\n") as file:
+        with open(self.path, "a", encoding="utf-8", newline="\n", opener=_no_link) as file:
             file.write(json.dumps(record, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -50,6 +54,10 @@ class JsonlTracker:
     def resume(self, step: int) -> None:
         """Forget ``step`` and what came after it: those steps are about to be made again."""
         truncate_jsonl(self.path, lambda record: bool(record["step"] < step))
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 class TimingTracker(JsonlTracker):
@@ -118,6 +126,7 @@ class Progress:
 
     def start_stage(self, name: str, total: int, done: int = 0) -> None:
         """A stage of ``total`` steps, ``done`` of which an earlier run made (the time left is told from this run's steps alone)."""
+        name = printable(name)
         self._name, self._total, self._done, self._first = name, total, done, done
         self._started = time.monotonic()
         if self.live:
@@ -140,7 +149,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """A line for the reader, above the bar where there is one."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def evaluating(self, name: str, tasks: int) -> None:
         self.note(f"evaluating {name} on {tasks} tasks")
@@ -149,5 +158,6 @@ class Progress:
         seconds = (time.monotonic() - self._started) / (self._done - self._first) * (self._total - self._done)
         forms = {"loss": ".4f", "reward": ".3f", "success": ".1%"}
         shown = [f"{name} {metrics[name]:{form}}" for name, form in forms.items() if name in metrics]
+        shown += [f"{name.replace('_', ' ')} {metrics[name]:.0f}" for name in TROUBLES if metrics.get(name)]
         hours, rest = divmod(round(seconds), 3600)
         return "  ".join([*shown, f"{tokens_per_second:.0f} tokens/s", f"{hours}:{rest // 60:02d}:{rest % 60:02d} left"])

@@ -23,6 +23,7 @@ from agent_peft.training.config import StageConfig
 from agent_peft.training.distributed import ALONE, Ranks, gather_collection
 from agent_peft.training.microbatching import Microbatching
 from agent_peft.training.optimizer import build_optimizer
+from agent_peft.training.state_file import load_state, save_state
 from agent_peft.types import AgentPeftError, Group, Task, Trajectory, TrustError
 
 logger = logging.getLogger(__name__)
@@ -255,11 +256,11 @@ class Trainer:
 
     def save(self, folder: Path) -> None:
         self.policy.save(folder)
-        torch.save(self.state_dict(), folder / "trainer.pt")
+        save_state(self.state_dict(), folder / "trainer.pt")
 
     def load(self, folder: Path) -> None:
         self.policy.load(folder)
-        self.load_state_dict(torch.load(folder / "trainer.pt", weights_only=True))
+        self.load_state_dict(load_state(folder / "trainer.pt"))
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -281,13 +282,13 @@ class Trainer:
 def collate_groups(groups: list[Group]) -> Batch:
     if not groups:
         raise AgentPeftError(
-            "every episode of this step failed in its environment, not by the agent: see the log for the cause, then run again"
+            "in every episode of this step the environment failed before the agent had acted: see the log for the cause, then run again"
         )
     return collate(*zip(*((t, number) for number, group in enumerate(groups) for t in group.trajectories), strict=True))
 
 
 def describe(groups: list[Group], collection: Collection) -> dict[str, float]:
-    """A step's trajectories in numbers. Shares are of trajectories, but for ``zero_variance_groups``, of groups."""
+    """A step's trajectories in numbers. Shares are of trajectories, but for ``zero_variance_groups``, of groups. Failures are counted."""
     trajectories: list[Trajectory] = [t for group in groups for t in group.trajectories]
     turns = sum(len(t.turns) for t in trajectories)
 
@@ -305,6 +306,8 @@ def describe(groups: list[Group], collection: Collection) -> dict[str, float]:
         "out_of_turns": share(sum(t.stop_reason == "turn_limit" for t in trajectories)),
         "zero_variance_groups": sum(len({t.reward for t in g.trajectories}) == 1 for g in groups if len(g.trajectories) > 1) / len(groups),
         "infrastructure_failures": float(collection.failures),
+        "crashed": float(collection.crashed),
+        "defects": float(collection.defects),
     }
 
 
