@@ -11,7 +11,7 @@ import pytest
 SRC = Path(__file__).parent.parent / "src"
 
 FLOORS = (  # each floor: its wings, each wing: its modules or packages
-    (("types", "seeding", "batch"),),
+    (("types", "seeding", "batch", "lookup", "files", "printable", "search_path"),),
     (("environments",), ("policies",), ("algorithms",)),
     (("rollout",),),
     (("training",),),

@@ -83,10 +83,13 @@ def test_a_mistake_in_an_override_is_one_line(config, capsys):
 @pytest.mark.parametrize(("error", "code"), [("TrustError", 1), ("InfrastructureError", 1), ("AgentPeftError", 2)])
 def test_what_failed_decides_the_exit_code(error, code, config, capsys, tmp_path, monkeypatch):
     name = f"failing_{error.lower()}"
-    lines = f"from agent_peft.types import {error}\nclass Env:\n    def __init__(self, settings):\n        raise {error}('two\\nlines')\n"
+    lines = (
+        f"from agent_peft.environments.arithmetic import Arithmetic\nfrom agent_peft.types import {error}\n"
+        f"class Env(Arithmetic):\n    def __init__(self, settings):\n        raise {error}('two\\nlines')\n"
+    )
     (tmp_path / f"{name}.py").write_text(lines)
     monkeypatch.syspath_prepend(tmp_path)
-    assert run(["explain", str(config), f"environment={name}:Env"]) == code
+    assert run(["explain", "--trust", str(config), f"environment={name}:Env"]) == code
     assert capsys.readouterr().err == "agent-peft: two lines\n"
 
 

@@ -6,14 +6,20 @@ What a command needs is imported inside it, so that ``agent-peft --help`` does n
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sys
+import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from agent_peft import __version__
+from agent_peft.printable import Printable, printable
+from agent_peft.search_path import search_current_folder_last
 from agent_peft.types import AgentPeftError, InfrastructureError, TrustError
 
 app = typer.Typer(
@@ -24,6 +30,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 INTERRUPTED = 130
+LINE = 2000  # characters of an error
+TRACEBACK = "AGENT_PEFT_TRACEBACK"
 _UsageError: Any = typer.BadParameter.__bases__[0]  # typer does not export it
 
 Config = Annotated[Path, typer.Argument(help="a YAML file", metavar="CONFIG")]
@@ -177,7 +185,7 @@ def serve(
     """Serve CONFIG's environments over HTTP, until SIGTERM or SIGINT."""
     from agent_peft.environments import load_environment
     from agent_peft.environments.http.connection import read_token
-    from agent_peft.environments.http.hosting import Limits
+    from agent_peft.environments.http.limits import Limits
     from agent_peft.environments.http.server import Address, serve
     from agent_peft.training.loading import load_config
 
@@ -190,12 +198,21 @@ def serve(
 
 
 @app.command()
-def explain(config: Config, overrides: Overrides = None) -> None:
-    """Print what CONFIG will really do: every effective value, and where it came from."""
+def explain(
+    config: Config,
+    overrides: Overrides = None,
+    trust: Annotated[bool, typer.Option("--trust", help="import and run the code that CONFIG names, as train does")] = False,
+) -> None:
+    """Print what CONFIG will really do: every effective value, and where it came from. Code that CONFIG names (package.module:Name, or
+    commands without a sandbox) is run only with --trust; train, evaluate, merge and serve run it always."""
+    from agent_peft.lookup import without_imports
     from agent_peft.training.explain import explain
     from agent_peft.training.loading import load_config
 
-    _show(explain(*load_config(config, overrides or ())))
+    with nullcontext(()) if trust else without_imports() as passed_over:
+        _show(explain(*load_config(config, overrides or ())))
+    if passed_over:
+        print(f"not run and not checked: {printable(', '.join(passed_over), LINE)}; this is code that CONFIG names: --trust runs it")
 
 
 def _replay(environment: str, tasks: Path, options: dict[str, Any], as_json: bool) -> None:
@@ -207,7 +224,7 @@ def _replay(environment: str, tasks: Path, options: dict[str, Any], as_json: boo
     else:
         print(f"{found['tasks']} tasks: {found['gold_correct']} golds are correct, doing nothing is correct in {found['nothing_correct']}")
         for rejection in found["rejected"]:
-            print(f"cannot be used: {rejection['id']}: {rejection['cause']}")
+            print(f"cannot be used: {printable(rejection['id'], 200)}: {printable(rejection['cause'], LINE)}")
     if found["rejected"]:
         raise typer.Exit(1)
 
@@ -216,9 +233,9 @@ def _show(content: Any) -> None:
     from rich.console import Console
 
     if isinstance(content, dict):
-        print(json.dumps(content, indent=2, ensure_ascii=False))
+        print(json.dumps(content, indent=2))
     else:
-        Console().print(content)
+        Console().print(Printable(content))
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -235,15 +252,52 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(str(error), 2)
     except (KeyboardInterrupt, typer.Abort):  # some versions of typer raise, others return 130
         pass
+    except (SystemExit, GeneratorExit):
+        raise
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain once more at its end
+        return 1
+    except BaseException as error:  # also what a library in Rust raises when it panics
+        if os.environ.get(TRACEBACK):
+            raise
+        return _fail(_unforeseen(error), 1)
     return _fail("interrupted" + ("; run the same command (without --fresh) to go on" if arguments[:1] == ["train"] else ""), INTERRUPTED)
 
 
+def _unforeseen(error: BaseException) -> str:
+    """Of what nothing below has told in words of its own."""
+    if isinstance(error, OSError) and error.strerror is not None:
+        place = f"{error.filename}: " if error.filename is not None else ""
+        return f"{place}{error.strerror}; nothing that was whole is lost: mend that, then run the same command again"
+    if isinstance(error, MemoryError):
+        return "there is not enough memory; give it a smaller input, or more memory"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{Path(last.filename).name}:{last.lineno}"
+    return f"unforeseen: {type(error).__name__}: {error} (at {where}; {TRACEBACK}=1 shows the whole traceback)"
+
+
 def _fail(message: str, code: int) -> int:
-    print("agent-peft: " + " ".join(message.split()), file=sys.stderr)
+    print("agent-peft: " + printable(" ".join(message.split()), LINE), file=sys.stderr)
     return code
+
+
+class _Printable(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record).strip(), LINE)
+
+
+def _make_output_printable() -> None:
+    """Warnings too are one line each, without raw control characters; what a terminal's encoding lacks is shown as an escape."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Printable())
+    logging.getLogger().addHandler(handler)
+    logging.captureWarnings(True)
 
 
 def main() -> None:
     """The console script."""
-    sys.path.insert(0, "")  # a user's own environment is found from the current directory, as with python -m
+    search_current_folder_last()
+    _make_output_printable()
     sys.exit(run(sys.argv[1:]))

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from agent_peft.environments.base import Environment
-from agent_peft.environments.http.hosting import Limits
+from agent_peft.environments.http.limits import Limits
 from agent_peft.environments.http.server import Address, Host
 from agent_peft.environments.os_interaction.sandbox import SandboxLimits
 from agent_peft.environments.os_interaction.sandboxes import build_sandbox

@@ -171,7 +171,13 @@ def test_an_unknown_kind_names_the_nearest():
 
 
 def test_a_class_of_the_users_own(tmp_path, monkeypatch):
-    (tmp_path / "own_world.py").write_text("class World:\n    def __init__(self, config):\n        self.config = config\n")
+    (tmp_path / "own_world.py").write_text(
+        "from agent_peft.environments.arithmetic import Arithmetic, ArithmeticConfig\n"
+        "class World(Arithmetic):\n"
+        "    def __init__(self, config):\n"
+        "        super().__init__(ArithmeticConfig())\n"
+        "        self.config = config\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     assert load_environment({"kind": "own_world:World", "size": 3}).config == {"size": 3}
     for kind in ("own_world:Nothing", "no_such_world:World"):

@@ -396,3 +396,12 @@ def test_the_real_smollm2(smollm2: Path) -> None:
     assert tokens.count(2) == 4 and tokens.count(1) == 5  # system, user, assistant, user; and the generation prompt
     clean = [Message("user", "How many rows?\n\n  3"), *messages[1:]]
     assert c.opening(clean) == rendered(c, clean)
+
+
+@pytest.mark.parametrize("odd", ["\ud800", "a\udfff", "\ud83d\ude00", "\ufeff", "\x00\x1b\u202e"])
+def test_half_a_character_is_replaced_and_any_other_kept(odd: str) -> None:
+    """A world may say anything, also what no tokenizer takes."""
+    c = ChatTokenizer(byte_level(SMOLLM2))
+    read = c.tokenizer.decode(c.following(odd, [min(c.end_of_turn)]))
+    assert odd.encode("utf-16", "surrogatepass").decode("utf-16", "replace") in read
+    assert c.opening([Message("user", odd)])

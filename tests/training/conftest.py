@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticConfig
 from agent_peft.policies.adapters import LoraSettings
@@ -60,27 +58,11 @@ def make_trainer(policy_config: ScratchConfig) -> MakeTrainer:
 
 
 @pytest.fixture
-def run_contents() -> Callable[[Path], dict[str, object]]:
-    """Every file that the configuration alone decides: its bytes. Of two, whose bytes also depend on the process, what they mean: the
-    optimizer's state (pickle writes an object twice or refers to it) and the adapter's configuration (PEFT keeps names in a set)."""
+def run_contents() -> Callable[[Path], dict[str, bytes]]:
+    """The bytes of every file that the configuration alone decides."""
 
-    def plain(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return value.dtype, value.tolist()
-        if isinstance(value, dict):
-            return {key: plain(inner) for key, inner in value.items()}
-        return [plain(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-    def read(path: Path) -> object:
-        if path.name == "trainer.pt":
-            return plain(torch.load(path, weights_only=True))
-        if path.name == "adapter_config.json":
-            settings = json.loads(path.read_text())
-            return {**settings, "target_modules": sorted(settings["target_modules"])}
-        return path.read_bytes()
-
-    def contents(folder: Path) -> dict[str, object]:
+    def contents(folder: Path) -> dict[str, bytes]:
         files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in ("timing.jsonl", ".lock")]
-        return {str(path.relative_to(folder)): read(path) for path in files}
+        return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
     return contents

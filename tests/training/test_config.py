@@ -209,7 +209,11 @@ MISTAKES = [
     (ONE, ("algorithm=gpro",), "command line: algorithm.kind: there is no 'gpro'; did you mean 'grpo'?"),
     (ONE, ("policy.kind=zzz",), "command line: policy.kind: there is no 'zzz'; give one of pretrained, scratch"),
     (ONE, ("environment.kind=arithmetik",), "environment: there is no kind 'arithmetik'; did you mean 'arithmetic'?"),
-    (ONE, ("environment=no_module_of_ours:X",), "command line: environment: 'no_module_of_ours:X' cannot be imported (No module named"),
+    (
+        ONE,
+        ("environment=no_module_of_ours:X",),
+        "command line: environment: 'no_module_of_ours:X' cannot be imported (ModuleNotFoundError: No module named",
+    ),
     (ONE + "evaluation: {environment: {num_tasks: 3}}", (), "x.yaml:6: evaluation.environment: names no kind; give one of arithmetic"),
     (ONE.replace("kind: pretrained, ", ""), (), "x.yaml:2: policy: names no kind; give one of pretrained, scratch"),
     # what is missing

@@ -402,18 +402,18 @@ def test_collections_are_put_together_in_the_tasks_order():
 
     def trajectory(position: int) -> Trajectory:
         turns = (Turn((1, 2), (position,), (-0.1 / 3,)), Turn((4,), (5, 6), (-1e-9, float("-inf")), valid=False))
-        return Trajectory(tasks[position], turns, (Message("user", "Zürich"),), Outcome.INCORRECT, StopReason.TURN_LIMIT, (0.0, 1 / 3))
+        return Trajectory(tasks[position], turns, (Message("user", "Zürich"),), Outcome.INCORRECT, StopReason.CRASHED, (0.0, 1 / 3))
 
     def collected(*positions: int) -> Collection:
         groups = [Group(tasks[position], [trajectory(position)] * position) for position in positions]
-        return Collection(groups, failures=1, statistics=EngineStatistics(1, 2, 3, 4))
+        return Collection(groups, failures=1, statistics=EngineStatistics(1, 2, 3, 4), defects=5)
 
     second = Heard()
     with pytest.raises(InterruptedError):
         gather_collection(second, collected(1), tasks)
     found = gather_collection(Pretended(other=second.said[0]), collected(0, 2), tasks)
     assert found.groups == collected(0, 1, 2).groups
-    assert (found.failures, found.statistics) == (2, EngineStatistics(2, 4, 6, 8))
+    assert (found.failures, found.defects, found.crashed, found.statistics) == (2, 10, 3, EngineStatistics(2, 4, 6, 8))
 
 
 def test_other_weights_are_found_out():

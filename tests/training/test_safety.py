@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
+from agent_peft.environments.arithmetic import Arithmetic, ArithmeticConfig
 from agent_peft.training import runs
-from agent_peft.training.config import TrainConfig
+from agent_peft.training.config import EvaluationConfig, TrainConfig
 from agent_peft.training.explain import effective_values, facts
 from agent_peft.training.loading import load_config
 from agent_peft.training.runs import train
 from agent_peft.training.trainer import NonFiniteError, Trainer
 from agent_peft.training.yaml12 import dump
-from agent_peft.types import AgentPeftError, TrustError
+from agent_peft.types import AgentPeftError, InfrastructureError, Outcome, TrustError
 
 ROLLOUTS = {"tasks_per_step": 2, "group_size": 4, "rewards": {"invalid_action": -0.5}, "sampling": {"max_new_tokens": 3}}
 
@@ -140,6 +143,50 @@ def test_a_stopped_run_starts_over_when_told(configure, monkeypatch):
             train(config)
     train(config, fresh=True)
     assert len(metrics(config)) == 5
+
+
+# -- an evaluation whose world fails ----------------------------------------------------------------------------------------------
+
+
+class Doors(Arithmetic):
+    """Some worlds do not open, others break when the answer is wrong."""
+
+    def __init__(self, closed: int, breaks: Callable[[], BaseException] | None) -> None:
+        super().__init__(ArithmeticConfig(digits=1, num_tasks=8))
+        self.closed, self.breaks = {task.id for task in self.tasks[:closed]}, breaks
+
+    def episode(self, task, seed):
+        if task.id in self.closed:
+            raise InfrastructureError("closed")
+        episode = super().episode(task, seed)
+        episode.step = lambda action, step=episode.step: self.refuse(step(action))
+        return episode
+
+    def refuse(self, result):
+        # a random policy is never right, so what it says in digits stands for what is
+        result = replace(result, outcome=Outcome.CORRECT if result.valid else Outcome.INCORRECT)
+        if result.outcome is Outcome.INCORRECT and self.breaks:
+            raise self.breaks()
+        return result
+
+
+@pytest.mark.parametrize("breaks", [None, lambda: InfrastructureError("gone"), lambda: ValueError("odd")])
+def test_an_evaluation_counts_what_was_broken_and_tells_what_is_left_out(make_trainer, breaks, caplog):
+    engine = make_trainer().engine
+    settings = {"environment": {"kind": "arithmetic"}, "attempts": 4, "sampling": {"max_new_tokens": 3, "temperature": 1.0}}
+    evaluation = EvaluationConfig.model_validate(settings)
+    honest = runs.evaluate(engine, Doors(0, None), evaluation, 0)
+    assert 0 < honest.success.value < 1
+    found = runs.evaluate(engine, Doors(0, breaks), evaluation, 0)
+    assert (found.success, found.pass_at, found.outcomes) == (honest.success, honest.pass_at, honest.outcomes)
+    assert found.infrastructure_failures == 0
+
+    caplog.clear()
+    fewer = runs.evaluate(engine, Doors(2, breaks), evaluation, 0)
+    assert (fewer.success.tasks, fewer.attempts, fewer.infrastructure_failures) == (6, 24, 8)
+    assert {task: honest.outcomes[task] for task in fewer.outcomes} == fewer.outcomes
+    assert fewer.summary.endswith(" on 6 tasks; 8 of 32 episodes are left out: their world failed")
+    assert "8 episodes are left out" in caplog.messages[-1]
 
 
 # -- a short run --------------------------------------------------------------------------------------------------------------------

@@ -88,13 +88,13 @@ def test_one_plain_line_per_step_where_there_is_no_terminal():
         progress.note("[checkpoint] written")
         progress.advance({"loss": 1.0, "reward": 0.25, "success": 0.5, "other": 3.0}, 1200.0)
         progress.start_stage("grpo", total=9, done=8)
-        progress.advance({}, 0.0)
+        progress.advance({"infrastructure_failures": 0.0, "crashed": 3.0, "defects": 1.0}, 0.0)
     lines = out.getvalue().splitlines()
     assert lines[0] == "evaluating base on 200 tasks"
     assert lines[1].startswith("sft 1/2  loss 1.2500  100 tokens/s  0:00:0")
     assert lines[2] == "[checkpoint] written"
     assert lines[3] == "sft 2/2  loss 1.0000  reward 0.250  success 50.0%  1200 tokens/s  0:00:00 left"
-    assert lines[4] == "grpo 9/9  0 tokens/s  0:00:00 left"
+    assert lines[4] == "grpo 9/9  crashed 3  defects 1  0 tokens/s  0:00:00 left", "what went wrong is shown where it did"
     assert len(lines) == 5
 
 

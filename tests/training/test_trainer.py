@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
+from agent_peft.environments.base import Environment, Episode
 from agent_peft.policies.adapters import LoraSettings
+from agent_peft.rollout.collector import Collector
 from agent_peft.training.trainer import Trainer
-from agent_peft.types import AgentPeftError
+from agent_peft.types import AgentPeftError, InfrastructureError, Message, Outcome, StepResult, StopReason, Task
 
 SMOOTH = {
     "learning_rate": 1e-2,
@@ -319,3 +323,91 @@ def test_dropout_acts_in_training_and_never_in_scoring(make_trainer):
     none, half, again = trained(0.0), trained(0.5), trained(0.5)
     assert any(not torch.equal(a, b) for a, b in zip(none, half, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(half, again, strict=True))
+
+
+# -- a world that fails ---------------------------------------------------------------------------------------------------------------
+
+
+class Fragile(Environment):
+    """Two turns, the last of which is right if it begins with an even digit; ``breaks(episode, action)`` may raise before the answer."""
+
+    tasks = tuple(Task(f"t{i}") for i in range(10))
+
+    def __init__(self, breaks: Callable[[FragileEpisode, str], None] = lambda episode, action: None) -> None:
+        self.breaks, self.lock = breaks, threading.Lock()
+        self.begun = Counter[tuple[str, int]]()
+
+    def episode(self, task: Task, seed: int) -> FragileEpisode:
+        with self.lock:
+            self.begun[task.id, seed] += 1
+            return FragileEpisode(self, task, self.begun[task.id, seed])
+
+
+class FragileEpisode(Episode):
+    def __init__(self, environment: Fragile, task: Task, number: int) -> None:
+        self.environment, self.task, self.number, self.turn = environment, task, number, 0
+
+    def start(self) -> Sequence[Message]:
+        return [Message("user", f"{self.task.id[1:]}+1=")]
+
+    def step(self, action: str) -> StepResult:
+        self.turn += 1
+        self.environment.breaks(self, action)
+        if self.turn == 1:
+            return StepResult("2*2=")
+        return StepResult("", True, Outcome.CORRECT if is_right(action) else Outcome.INCORRECT, StopReason.FINISHED)
+
+    def close(self) -> None:
+        pass
+
+
+def is_right(action: str) -> bool:
+    return action[:1] in set("02468+*")
+
+
+def train_on(make_trainer, environment: Fragile) -> tuple[Trainer, list[dict[str, float]]]:
+    trainer = make_trainer("rloo", steps=3, rewards={}, optimizer=SMOOTH)
+    trainer.environment, trainer.collector = environment, Collector(environment, trainer.engine)
+    return trainer, run(trainer)
+
+
+def fails_at_the_first_try(episode: FragileEpisode, action: str) -> None:
+    if episode.number == 1 and episode.turn == (1 if episode.task.id in ("t1", "t2") else 2):
+        raise InfrastructureError("the network is down")
+
+
+def crashes_instead_of_failing(episode: FragileEpisode, action: str) -> None:
+    if episode.turn == 2 and not is_right(action):
+        raise InfrastructureError("gone")
+
+
+def raises_instead_of_failing(episode: FragileEpisode, action: str) -> None:
+    if episode.turn == 2 and not is_right(action):
+        raise TypeError("'<' not supported")
+
+
+@pytest.mark.parametrize("breaks", [fails_at_the_first_try, crashes_instead_of_failing, raises_instead_of_failing])
+def test_a_failing_world_changes_neither_what_is_learnt_nor_what_is_reported(make_trainer, breaks):
+    """The same tokens, outcomes and updates; the check that the first minibatch is on policy holds for what was replayed, too."""
+    plain, expected = train_on(make_trainer, Fragile())
+    broken, found = train_on(make_trainer, Fragile(breaks))
+    assert any(0 < metrics["success"] < 1 for metrics in expected)
+    counts = [{name: metrics.pop(name) for name in ("infrastructure_failures", "crashed", "defects")} for metrics in found]
+    assert all(metrics.pop(name) == 0 for metrics in expected for name in ("infrastructure_failures", "crashed", "defects"))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+    assert_close(broken.parameters, plain.parameters)
+    wrong = [16 * (1 - metrics["success"]) for metrics in expected]
+    assert [count["crashed"] for count in counts] == ([*wrong] if breaks is crashes_instead_of_failing else [0, 0, 0])
+    assert [count["defects"] for count in counts] == ([*wrong] if breaks is raises_instead_of_failing else [0, 0, 0])
+    assert all(count["infrastructure_failures"] for count in counts) == (breaks is not raises_instead_of_failing)
+
+
+def test_a_world_that_never_starts_is_one_line(make_trainer, caplog):
+    class Down(Fragile):
+        def episode(self, task: Task, seed: int) -> FragileEpisode:
+            raise ConnectionError("no route to host")
+
+    with pytest.raises(AgentPeftError, match="in every episode of this step the environment failed before the agent had acted"):
+        train_on(make_trainer, Down())
+    assert "the episode is left out (ConnectionError: no route to host)" in caplog.text

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_peft.training.yaml12 import dump, leaves, parse, plain
+from agent_peft.training.yaml12 import DEEPEST, LONGEST, MOST_VALUES, dump, leaves, parse, plain
 from agent_peft.types import AgentPeftError
 
 
@@ -81,6 +81,13 @@ def test_anchors_and_merge_keys():
         ("a: {<<: 3}", "x.yaml:1: a has a << that is not a mapping"),
         ("a: 1\n--- \nb: 2", "is not YAML"),
         ("a: \x01", "x.yaml: is not text"),
+        ('a: "\\ud800"', "x.yaml:1: a holds half of a character"),
+        ('"\\ud800": 1', "x.yaml:1: the document holds half of a character"),
+        ('a: "\\UFFFFFFFF"', "x.yaml: is not YAML: "),
+        ("%YAML " + "1" * 5000 + ".1\n--- 1", "x.yaml: is not YAML: "),
+        ("a: " + "9" * 5000, "is a number beyond 256 bits"),
+        ("a: 0x" + "f" * 5000, "is a number beyond 256 bits"),
+        ("a: -1" + "0" * 80 + "", "is a number beyond 256 bits"),
     ],
 )
 def test_mistakes_are_told_in_one_line(text, told):
@@ -99,3 +106,49 @@ words = st.sampled_from(
 @given(st.recursive(scalars | words, lambda inner: st.lists(inner) | st.dictionaries(st.text("ab1.~:<", min_size=1), inner), max_leaves=12))
 def test_what_is_dumped_reads_back_equal(content):
     assert plain(parse(dump(content), "x")) == content
+
+
+# -- a text of anybody's ------------------------------------------------------------------------------------------------------------
+
+LAUGHS = "x: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(f"x{i}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(9))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        LAUGHS,
+        "a: " + "[" * 5000 + "]" * 5000,
+        "[" * 100_000,
+        "{" * 100_000,
+        "? " * 50_000,
+        "- " * 50_000,
+        "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 500)),
+        "a0: &a0 {b: 1}\n" + "".join(f"a{i}: &a{i} {{<<: *a{i - 1}}}\n" for i in range(1, 500)),
+        "x: &x {a: 1}\ny: {<<: [" + ",".join(["*x"] * MOST_VALUES) + "]}",
+        "x" * (LONGEST + 1),
+    ],
+    ids=["laughs", "brackets", "open", "braces", "questions", "dashes", "chain", "merges", "merged list", "long"],
+)
+def test_what_would_grow_without_bound_is_refused(text):
+    with pytest.raises(AgentPeftError) as raised:
+        parse(text, "x.yaml")
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 1000
+
+
+def test_what_is_within_the_bounds_is_read():
+    deep = "[" * DEEPEST + "1" + "]" * DEEPEST
+    assert str(plain(parse(deep, "x"))) == deep
+    aliases = "a: &a [1, 2]\nb: [" + ", ".join(["*a"] * 1000) + "]"
+    assert plain(parse(aliases, "x"))["b"] == [[1, 2]] * 1000
+
+
+marks = st.sampled_from([*"[]{}:,-?|>&*!%@`#'\"\n \t\\<=~.0x", "- ", ": ", "<<: ", "*a", "&a ", "!!", "---\n", "\\u", "1e9", "\ud800"])
+
+
+@given(st.lists(marks | st.text(max_size=3), max_size=40).map("".join))
+def test_any_text_is_read_or_refused_in_one_line(text):
+    try:
+        plain(parse(text, "x.yaml"))
+    except AgentPeftError as error:
+        assert str(error).startswith("x.yaml")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import importlib
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from collections.abc import Mapping
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -16,6 +15,7 @@ from agent_peft.environments.gsm8k import GSM8K, GSM8KConfig
 from agent_peft.environments.http.client import RemoteConfig, RemoteEnvironment
 from agent_peft.environments.http.openenv import OpenEnv, OpenEnvConfig
 from agent_peft.environments.os_interaction import OSInteraction, OSInteractionConfig
+from agent_peft.lookup import find
 from agent_peft.types import AgentPeftError
 
 ENVIRONMENTS: dict[str, tuple[type[EnvironmentConfig], type[Environment]]] = {
@@ -33,7 +33,7 @@ def load_environment(config: EnvironmentConfig | Mapping[str, Any]) -> Environme
 
     Args:
         config: one of the configurations of ``ENVIRONMENTS``, or a mapping with ``kind``. A kind ``"package.module:Class"`` names a
-            class of the user's own, which is called with the rest of the mapping.
+            subclass of ``Environment`` of the user's own, which is called with the rest of the mapping.
 
     Raises:
         AgentPeftError: there is no such kind, the mapping does not fit it, or the environment cannot be loaded.
@@ -41,7 +41,12 @@ def load_environment(config: EnvironmentConfig | Mapping[str, Any]) -> Environme
     settings: Mapping[str, Any] = config.model_dump() if isinstance(config, BaseModel) else config
     kind = settings.get("kind")
     if isinstance(kind, str) and ":" in kind:
-        return _own_class(kind)({key: value for key, value in settings.items() if key != "kind"})
+        try:
+            own: Any = own_class(kind)
+        except ValueError as error:
+            raise AgentPeftError(f"environment kind {error}") from error
+        environment: Environment = own({key: value for key, value in settings.items() if key != "kind"})
+        return environment
     if kind not in ENVIRONMENTS:
         nearest = difflib.get_close_matches(str(kind), ENVIRONMENTS, 1, cutoff=0.0)[0]
         raise AgentPeftError(f"there is no environment of kind {kind!r}; did you mean {nearest!r}? (your own class: package.module:Class)")
@@ -56,13 +61,16 @@ def load_environment(config: EnvironmentConfig | Mapping[str, Any]) -> Environme
     return environment_class(config)  # type: ignore[call-arg]  # each class takes the configuration beside it
 
 
-def _own_class(kind: str) -> Callable[[Mapping[str, Any]], Environment]:
-    module, _, name = kind.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise AgentPeftError(f"environment kind {kind!r} cannot be imported ({error}); write it as package.module:Class") from error
-    return cast(Callable[[Mapping[str, Any]], Environment], found)
+def own_class(kind: str) -> type[Environment]:
+    """The class that ``package.module:Class`` names. Nothing but a subclass of ``Environment`` is ever called.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = find(kind)
+    if not (isinstance(found, type) and issubclass(found, Environment)):
+        raise ValueError(f"{kind!r} is no subclass of agent_peft.environments.Environment; name one")
+    return found
 
 
-__all__ = ["ENVIRONMENTS", "Environment", "EnvironmentConfig", "Episode", "load_environment"]
+__all__ = ["ENVIRONMENTS", "Environment", "EnvironmentConfig", "Episode", "load_environment", "own_class"]

@@ -8,12 +8,12 @@ from __future__ import annotations
 import ast
 import difflib
 import json
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agent_peft.files import MEGABYTE, parse_json, read_text, write_atomic
 from agent_peft.types import AgentPeftError
 
 
@@ -37,6 +37,8 @@ SETS = {
     ),
 }
 SUFFIXES = (".parquet", ".jsonl")
+MOST_ROWS = 1_000_000
+MOST_BYTES = 64 * MEGABYTE  # of a file's rows, whatever the file itself is: a small one may hold a text a million times
 # parquet has no lists of mixed types, so these may be texts that hold JSON or a Python literal
 STRUCTURED = frozenset({"answer_info", "direct", "table_info", "column_info_list", "row_list", "skill_list"}) | {
     "initialization_command_item",
@@ -66,22 +68,26 @@ def convert(chosen: HubSet, snapshot: Path, folder: Path) -> list[Path]:
     for file, pattern in chosen.files.items():
         rows = read_rows(_found(snapshot, [pattern], chosen.repository))
         path = folder / file
-        entries = {str(row.get("sample_index", place)): unpacked(row) for place, row in enumerate(rows)}
-        if path.suffix == ".jsonl":
-            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        elif len(entries) < len(rows):
-            raise AgentPeftError(f"{chosen.repository}: {pattern} holds one sample_index twice; the set has changed")
-        else:
-            text = json.dumps(entries, ensure_ascii=False, indent=1) + "\n"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            aside = path.with_name(f".{path.name}.{os.getpid()}")
-            aside.write_text(text, encoding="utf-8")
-            aside.replace(path)
+            text = _written(path, rows)
+            text.encode()  # half of a character is in no file
+        except (RecursionError, TypeError, ValueError) as error:  # what JSON cannot hold, such as a date or a set
+            raise AgentPeftError(f"{chosen.repository}: {pattern} cannot be written as JSON ({error}); the set has changed") from error
+        try:
+            write_atomic(path, text)
         except OSError as error:
             raise AgentPeftError(f"{path}: cannot be written ({error.strerror}); name another folder") from error
         written.append(path)
     return written
+
+
+def _written(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+    if path.suffix == ".jsonl":
+        return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    entries = {str(row.get("sample_index", place)): unpacked(row) for place, row in enumerate(rows)}
+    if len(entries) < len(rows):
+        raise ValueError("it holds one sample_index twice")
+    return json.dumps(entries, ensure_ascii=False, indent=1) + "\n"
 
 
 def hub_rows(repository: str, split: str) -> list[dict[str, Any]]:
@@ -95,21 +101,51 @@ def hub_rows(repository: str, split: str) -> list[dict[str, Any]]:
 
 
 def read_rows(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """The rows of parquet and JSONL files, in order."""
+    """The rows of parquet and JSONL files, in order.
+
+    Raises:
+        AgentPeftError: one cannot be read, holds more than ``MOST_ROWS`` or ``MOST_BYTES``, or a row that is no object.
+    """
     rows: list[dict[str, Any]] = []
     for file in files:
         try:
-            if file.suffix == ".parquet":
-                import pyarrow.parquet as parquet
-
-                rows += parquet.read_table(file).to_pylist()
-            else:
-                rows += [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line.strip()]
+            for row in _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file):
+                if not isinstance(row, dict):
+                    raise ValueError("a row is no object")
+                if len(rows) == MOST_ROWS:
+                    raise ValueError(f"there are more than {MOST_ROWS:,} rows")
+                rows.append(row)
         except ImportError as error:
             raise AgentPeftError(f"{file.name}: reading parquet needs pyarrow: pip install 'agent-peft[datasets]'") from error
-        except (OSError, ValueError) as error:  # pyarrow's are of these kinds, too
+        except AgentPeftError:
+            raise
+        except Exception as error:  # pyarrow raises of many kinds
             raise AgentPeftError(f"{file}: cannot be read ({' '.join(str(error).split())[:200]}); remove it and fetch it again") from error
     return rows
+
+
+def _json_rows(file: Path) -> Iterator[Any]:
+    return (parse_json(line) for line in read_text(file, "a JSONL file", MOST_BYTES).split("\n") if line.strip())
+
+
+def _parquet_rows(file: Path) -> Iterator[Any]:
+    """Batch by batch, each of which is within the bound even if all of its rows hold the largest text that the file can hold."""
+    import pyarrow.parquet as parquet
+
+    with parquet.ParquetFile(file) as table:
+        groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
+        largest = max((group.total_byte_size for group in groups), default=0)
+        _check_bytes(largest)
+        read = 0
+        for batch in table.iter_batches(batch_size=min(1000, max(1, MOST_BYTES // max(1, largest)))):
+            read += batch.nbytes
+            _check_bytes(read)
+            yield from batch.to_pylist()
+
+
+def _check_bytes(number: int) -> None:
+    if number > MOST_BYTES:
+        raise ValueError(f"its rows take more than {MOST_BYTES // MEGABYTE} MB")
 
 
 def unpacked(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,11 +160,11 @@ def unpacked(row: Mapping[str, Any]) -> dict[str, Any]:
 def _unpacked(key: str, value: Any) -> Any:
     if isinstance(value, str) and key in STRUCTURED:
         try:
-            value = json.loads(value)
+            value = parse_json(value)
         except ValueError:
             try:
                 value = ast.literal_eval(value)  # literals only: it runs nothing
-            except (ValueError, SyntaxError) as error:
+            except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
                 raise AgentPeftError(f"{key}: {value[:40]!r} is neither JSON nor a literal; the set has changed") from error
     return unpacked(value) if isinstance(value, Mapping) else value
 

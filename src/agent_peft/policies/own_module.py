@@ -6,7 +6,6 @@ engine's slots: each new token re-reads its conversation, so this is right for a
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from transformers import Cache, GenerationMixin, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutput
 
+from agent_peft.lookup import find
 from agent_peft.types import AgentPeftError
 
 
@@ -89,20 +89,26 @@ class OwnModel(PreTrainedModel, GenerationMixin):  # PEFT wraps what can generat
 
 
 def _build(config: OwnConfig) -> nn.Module:
-    module, _, name = config.module.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise AgentPeftError(
-            f"policy.architecture.model_type: {config.module!r} cannot be imported ({error}); write it as package.module:Class"
-        ) from error
+        found = own_module(config.module)
+    except ValueError as error:
+        raise AgentPeftError(f"policy.architecture.model_type: {error}") from error
     try:
-        built = found(vocab_size=config.vocab_size, **config.arguments)
+        return found(vocab_size=config.vocab_size, **config.arguments)
     except TypeError as error:
         raise AgentPeftError(f"policy.architecture: {config.module} cannot be made: {error}") from error
-    if not isinstance(built, nn.Module):
-        raise AgentPeftError(f"policy.architecture.model_type: {config.module} makes a {type(built).__name__}, not an nn.Module")
-    return built
+
+
+def own_module(name: str) -> type[nn.Module]:
+    """The class that ``package.module:Class`` names. Nothing but a subclass of ``nn.Module`` is ever called.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = find(name)
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ValueError(f"{name} cannot be made a model: it is no subclass of nn.Module")
+    return found
 
 
 def own_model(architecture: Mapping[str, Any], vocab_size: int) -> OwnModel:

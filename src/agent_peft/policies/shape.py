@@ -9,14 +9,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
+from agent_peft.lookup import may_import
 from agent_peft.policies.adapters import LoraSettings
 from agent_peft.policies.base import PretrainedConfig, ScratchConfig
 from agent_peft.policies.bundled import BUNDLED, cached
+from agent_peft.policies.pretrained import build, cause, read_config
 from agent_peft.policies.recomputation import layers_of
 from agent_peft.policies.tokenization import character_tokenizer
+from agent_peft.types import AgentPeftError
 
 # tensors as wide as the MLP that an activation function keeps for its backward, beside what it gives; 1, its input, where it is one kernel
 _ACTIVATIONS = {"quick_gelu": 2, "relu": 0}
@@ -61,7 +64,7 @@ class ModelShape:
 
 
 def shape_of(config: PretrainedConfig | ScratchConfig) -> ModelShape | None:
-    """None where it cannot be known: a module of one's own, or a model that is not here yet."""
+    """None where it cannot be known: a module of one's own, a model that is not here yet, or one that is no stack of attention layers."""
     model = _model_config(config)
     if model is None:
         return None
@@ -70,27 +73,36 @@ def shape_of(config: PretrainedConfig | ScratchConfig) -> ModelShape | None:
     noisy.setLevel(logging.ERROR)
     try:
         with torch.device("meta"):
-            built = AutoModelForCausalLM.from_config(model)  # type: ignore[no-untyped-call]
+            built = build(model)
     finally:
         noisy.setLevel(level)
-    return measure(built, config.lora)
+    try:
+        return measure(built, config.lora)
+    except (AttributeError, IndexError, TypeError, ZeroDivisionError):  # no decoder of layers with attention
+        return None
 
 
 def scratch_architecture(config: ScratchConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
     """The Transformers configuration of a model from scratch; its special tokens are the tokenizer's."""
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return AutoConfig.for_model(**{**ids, **config.architecture, "vocab_size": len(tokenizer)})
+    try:
+        return AutoConfig.for_model(**{**ids, **config.architecture, "vocab_size": len(tokenizer)})
+    except Exception as error:  # Transformers checks some values, each in its own way
+        raise AgentPeftError(f"policy.architecture: Transformers refuses it: {cause(error)}") from error
 
 
 def _model_config(config: PretrainedConfig | ScratchConfig) -> Any:
     if isinstance(config, ScratchConfig):
-        if ":" in str(config.architecture.get("model_type")):
+        if ":" in (own := str(config.architecture.get("model_type"))):
+            may_import(own)  # it is not imported here, but told to whoever does not trust it
             return None
         return scratch_architecture(config, character_tokenizer(config.alphabet))
     folder = cached(config.model) if config.model in BUNDLED else config.model
     try:
-        return None if folder is None or str(folder).endswith(".gguf") else AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError):
+        return None if folder is None or str(folder).endswith(".gguf") else read_config(str(folder))
+    except AgentPeftError:
+        raise
+    except Exception:  # it is not here, or is damaged: who loads it is told more
         return None
 
 

@@ -179,6 +179,7 @@ class ChatTokenizer:
         return tokens
 
     def _without_special(self, text: str) -> list[int]:
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half a character, which no tokenizer takes
         try:
             return list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)) if text else []
         except Exception as error:  # the tokenizers library raises bare exceptions
@@ -190,7 +191,12 @@ class ChatTokenizer:
 
     def _render(self, messages: Sequence[Message], generate: bool = True) -> str:
         chat = [{"role": m.role, "content": m.content} for m in messages]
-        text = self.tokenizer.apply_chat_template(chat, chat_template=self._template, tokenize=False, add_generation_prompt=generate)
+        try:
+            text = self.tokenizer.apply_chat_template(chat, chat_template=self._template, tokenize=False, add_generation_prompt=generate)
+        except TemplateError:
+            raise
+        except Exception as error:  # a template is a program, and may fail as one
+            raise TemplateError(f"{type(error).__name__}: {error}") from error
         assert isinstance(text, str)
         return text
 

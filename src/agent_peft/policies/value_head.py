@@ -56,8 +56,8 @@ def load(head: ValueHead, folder: Path) -> None:
     """
     try:
         stored = load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise AgentPeftError(f"the critic in {folder} cannot be read: {str(error).splitlines()[0]}") from error
+    except (OSError, SafetensorError, ValueError) as error:
+        raise AgentPeftError(f"the critic in {folder} cannot be read: {' '.join(str(error).split())[:200]}") from error
     if {name: tensor.shape for name, tensor in stored.items()} != {"weight": head.weight.shape}:
         raise AgentPeftError(
             f"{folder / WEIGHTS} is no value head of a model with {len(head.weight)} hidden units: is it of another model?"

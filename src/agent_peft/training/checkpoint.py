@@ -10,9 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from agent_peft.files import parse_json, read_bytes, sync, write_atomic
 from agent_peft.types import AgentPeftError
 
+POSITION = "position.json"  # a file of this name inside a checkpoint tells how far the run is
 KEEP = "keep"  # a file of this name inside a checkpoint pins it
+MOST_BYTES = 1 << 30  # of a file that is read back
 _NAME = re.compile(r"(?:\.replaced-)?step_(\d{6,})")
 _ASIDE = ".aside-"  # what begins so is half made or half removed
 _REPLACED = ".replaced-"  # what begins so is whole, as long as there is no other of its step
@@ -30,7 +33,7 @@ def save_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep_l
     if keep_last < 1:
         raise ValueError("at least the newest checkpoint is kept")
     root.mkdir(parents=True, exist_ok=True)
-    _sync(root.parent)
+    sync(root.parent)
     clean(root)
     target = root / f"step_{step:06d}"
     aside = root / f"{_ASIDE}{target.name}"
@@ -43,7 +46,7 @@ def save_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep_l
     if target.exists():
         target.rename(replaced)
     aside.rename(target)
-    _sync(root)
+    sync(root)
     if replaced.exists():
         shutil.rmtree(replaced)
     for old in checkpoints(root)[:-keep_last]:
@@ -57,18 +60,37 @@ def save_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep_l
 def clean(root: Path) -> None:
     """Remove what a killed write left behind, and put a checkpoint back whose replacement never came."""
     for leftover in root.glob(f"{_ASIDE}*"):
-        shutil.rmtree(leftover)
+        remove(leftover)
     for replaced in root.glob(f"{_REPLACED}*"):
         name = root / replaced.name.removeprefix(_REPLACED)
         if name.exists():
-            shutil.rmtree(replaced)
+            remove(replaced)
         else:
             replaced.rename(name)
 
 
+def remove(path: Path) -> None:
+    """A file or a folder with all that is in it; of a link, the link alone. What is not there is no mistake."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether something in a folder of checkpoints was written by ``save_checkpoint`` of a run, or left half written."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    if path.name.startswith((_ASIDE, _REPLACED)):
+        return _NAME.fullmatch(path.name.removeprefix(_ASIDE).removeprefix(_REPLACED)) is not None
+    return _NAME.fullmatch(path.name) is not None and (path / POSITION).is_file()
+
+
 def checkpoints(root: Path) -> list[Path]:
     """The whole checkpoints in ``root``, oldest first."""
-    found = [path for path in root.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()] if root.is_dir() else []
+    found = (
+        [path for path in root.iterdir() if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink()] if root.is_dir() else []
+    )
     by_step = {checkpoint_step(path): path for path in sorted(found)}  # ".replaced-…" sorts first, so the one in its place wins
     return [by_step[step] for step in sorted(by_step)]
 
@@ -90,18 +112,6 @@ def checkpoint_step(path: Path) -> int:
     return int(match[1])
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Write the file, or, if killed, leave what was there. Its folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.aside")
-    with aside.open("w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-    _sync(path.parent)
-
-
 def write_json_atomic(path: Path, content: Any) -> None:
     """``write_atomic`` of indented JSON.
 
@@ -115,22 +125,23 @@ def truncate_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     """Keep the lines whose record ``keep`` accepts, byte for byte; a torn last line goes. A missing file stays missing.
 
     Raises:
-        AgentPeftError: a line before the last is not a JSON object.
+        AgentPeftError: a line before the last is not a JSON object that ``keep`` can read (a KeyError or a TypeError says it cannot).
     """
     if not path.exists():
         return
-    lines = path.read_bytes().splitlines(keepends=True)
+    lines = read_bytes(path, "a JSONL file", MOST_BYTES).splitlines(keepends=True)
     kept = []
     for number, line in enumerate(lines, start=1):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             if not isinstance(record, dict):
                 raise ValueError("not an object")
-        except ValueError as error:
+            wanted = keep(record)
+        except (KeyError, TypeError, ValueError) as error:
             if number == len(lines):
                 break
-            raise AgentPeftError(f"{path}:{number}: is not a JSON object; repair or remove the line") from error
-        if line.endswith(b"\n") and keep(record):
+            raise AgentPeftError(f"{path}:{number}: is no record of a step; repair or remove the line") from error
+        if line.endswith(b"\n") and wanted:
             kept.append(line)
     if kept != lines:
         write_atomic(path, b"".join(kept).decode("utf-8"))
@@ -139,13 +150,5 @@ def truncate_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
 def _sync_tree(folder: Path) -> None:
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
-            _sync(Path(parent) / name)
-        _sync(Path(parent))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            sync(Path(parent) / name)
+        sync(Path(parent))

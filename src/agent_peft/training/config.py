@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,8 +13,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from agent_peft.algorithms import Algorithm, AlgorithmConfig, build_algorithm
 from agent_peft.batch import collate
-from agent_peft.environments import ENVIRONMENTS
+from agent_peft.environments import ENVIRONMENTS, own_class
 from agent_peft.environments.base import EnvironmentConfig
+from agent_peft.lookup import may_import
 from agent_peft.policies.base import PolicyConfig
 from agent_peft.policies.engine import EngineConfig
 from agent_peft.policies.sampling import SamplingConfig
@@ -35,11 +35,8 @@ class OwnEnvironmentConfig(EnvironmentConfig):
     @field_validator("kind")
     @classmethod
     def _importable(cls, kind: str) -> str:
-        module, _, name = kind.partition(":")
-        try:
-            getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ValueError(f"{kind!r} cannot be imported ({error}); write it as package.module:Class") from error
+        if may_import(kind):
+            own_class(kind)
         return kind
 
 
@@ -89,6 +86,10 @@ class _Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
 
+MOST_STEPS = 1_000_000
+MOST_EPISODES = 1_000_000  # of a step: a group, or groups
+
+
 class UntilConfig(_Config):
     """What ends a stage before its last step: the mean of a metric over the last steps. Its step numbers then jump to the stage's end."""
 
@@ -112,11 +113,14 @@ class StageConfig(_Config):
 
     algorithm: AlgorithmConfig
     name: str = Field(default_factory=lambda before: before["algorithm"].kind, min_length=1, description="default: the algorithm's kind")
-    steps: int = Field(ge=1, description="trips through the main loop")
+    steps: int = Field(ge=1, le=MOST_STEPS, description="trips through the main loop")
     until: UntilConfig | None = Field(default=None, description="ends the stage earlier")
-    tasks_per_step: int = Field(default=8, ge=1)
+    tasks_per_step: int = Field(default=8, ge=1, le=MOST_EPISODES)
     group_size: int = Field(
-        default_factory=lambda before: 8 if build_algorithm(before["algorithm"]).on_policy else 1, ge=1, description="episodes of one task"
+        default_factory=lambda before: 8 if build_algorithm(before["algorithm"]).on_policy else 1,
+        ge=1,
+        le=MOST_EPISODES,
+        description="episodes of one task",
     )
     rewards: RewardConfig = RewardConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

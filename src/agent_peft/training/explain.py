@@ -13,12 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from agent_peft.environments import load_environment
+from agent_peft.environments.base import EnvironmentConfig
+from agent_peft.lookup import NotImportedError, may_import
 from agent_peft.policies.blocked import pays
 from agent_peft.policies.hardware import choose_dtype, choose_threads
 from agent_peft.policies.shape import shape_of
 from agent_peft.training.config import TrainConfig, resolved
 from agent_peft.training.loading import Provenance
 from agent_peft.training.memory import Learner, StageMemory, evaluation_memory, in_words, stage_memory
+
+UNKNOWN = "unknown (without --trust)"
 
 
 def explain(config: TrainConfig, provenance: Provenance) -> RenderableType:
@@ -58,30 +62,37 @@ def effective_values(config: TrainConfig) -> Iterator[tuple[str, Any]]:
 
 
 def facts(config: TrainConfig) -> dict[str, str]:
-    """What the values amount to."""
-    environment = load_environment(config.environment)
-    try:
-        found = {"tasks": f"{len(environment.tasks)}"}
-        for stage in config.stages:
-            trips = stage.steps * stage.tasks_per_step / len(environment.tasks)
-            episodes = "episodes" if stage.build().on_policy else "demonstrations"
-            found[f"stage {stage.name}"] = (
-                f"{stage.steps} steps of {stage.tasks_per_step} × {stage.group_size} = {stage.episodes_per_step} {episodes}"
-                f" ({trips:.3g} trips through the tasks), {stage.updates} optimizer updates"
-            )
-    finally:
-        environment.close()
+    """What the values amount to, as far as it is known without running code that is not trusted."""
+    tasks = number_of_tasks(config.environment)
+    found = {"tasks": UNKNOWN if tasks is None else str(tasks)}
+    for stage in config.stages:
+        trips = "" if tasks is None else f" ({stage.steps * stage.tasks_per_step / tasks:.3g} trips through the tasks)"
+        episodes = "episodes" if stage.build().on_policy else "demonstrations"
+        found[f"stage {stage.name}"] = (
+            f"{stage.steps} steps of {stage.tasks_per_step} × {stage.group_size} = {stage.episodes_per_step} {episodes}"
+            f"{trips}, {stage.updates} optimizer updates"
+        )
     found["optimizer updates"] = str(sum(stage.updates for stage in config.stages))
     if config.evaluation is not None:
-        measured = load_environment(config.evaluation.environment)
-        try:
-            tasks = len(measured.tasks[: config.evaluation.num_tasks])
-        finally:
-            measured.close()
-        found["evaluation"] = f"{tasks} tasks × {config.evaluation.attempts} attempts"
+        measured = number_of_tasks(config.evaluation.environment, config.evaluation.num_tasks)
+        found["evaluation"] = f"{UNKNOWN if measured is None else measured} tasks × {config.evaluation.attempts} attempts"
     threads = choose_threads(config.threads)
     found["threads"] = f"{threads.number} ({threads.reason})"
     return found
+
+
+def number_of_tasks(config: EnvironmentConfig, most: int | None = None) -> int | None:
+    """None where only code that nobody trusts could tell: a class of the user's own, or commands without a sandbox."""
+    if getattr(config, "sandbox", None) == "none" and not may_import("the commands of its tasks (sandbox: none)"):
+        return None
+    try:
+        environment = load_environment(config)
+    except NotImportedError:
+        return None
+    try:
+        return len(environment.tasks[:most])
+    finally:
+        environment.close()
 
 
 def memory(config: TrainConfig) -> dict[str, StageMemory]:

@@ -21,10 +21,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from agent_peft.algorithms import AlgorithmConfig, build_algorithm
 from agent_peft.environments import ENVIRONMENTS
-from agent_peft.training.checkpoint import write_atomic
+from agent_peft.files import MEGABYTE, read_text, write_atomic
 from agent_peft.training.config import ROLLOUT_KEYS, StageConfig, TrainConfig, resolved
 from agent_peft.training.mistakes import Written, explain_mistakes
-from agent_peft.training.yaml12 import Leaf, Node, dump, leaves, parse, plain
+from agent_peft.training.yaml12 import DEEPEST, Leaf, Node, dump, leaves, parse, plain
 from agent_peft.types import AgentPeftError
 
 Tree = dict[str, Node]
@@ -132,13 +132,7 @@ def merge(base: Tree, over: Tree) -> Tree:
 
 
 def _read(path: Path) -> Tree:
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise AgentPeftError(f"{path}: cannot be read ({error.strerror}); give the path of a YAML file") from error
-    except UnicodeDecodeError as error:
-        raise AgentPeftError(f"{path}: is not UTF-8 text; give the path of a YAML file") from error
-    root = parse(text, str(path))
+    root = parse(read_text(path, "a YAML file", MEGABYTE), str(path))
     if not isinstance(root, dict):
         raise AgentPeftError(f"{path}: is not a mapping of keys to values")
     return _expand(root)
@@ -182,7 +176,7 @@ def _overrides(texts: Sequence[str], num_stages: int) -> tuple[Tree, list[Tree]]
     for text in texts:
         name, equals, value = text.partition("=")
         keys = tuple(name.strip().split("."))
-        if not equals or not all(keys):
+        if not equals or not all(keys) or len(keys) > DEEPEST:
             raise AgentPeftError(f"{text!r}: an override is written key=value, such as optimizer.learning_rate=1e-4")
         node = _relabel(parse(value, f"{COMMAND_LINE}: {name}", keys, lines=False))
         if keys[-1] in SHORT_FORMS and isinstance(node, Leaf) and isinstance(node.value, str):

@@ -11,37 +11,35 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from rich.console import Console
 
 from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment
+from agent_peft.files import MEGABYTE, parse_json, read_text, write_atomic
 from agent_peft.policies.base import PretrainedConfig
 from agent_peft.policies.engine import Engine
 from agent_peft.policies.hardware import set_threads, take_peak
 from agent_peft.policies.language_model import Policy, load_policy
+from agent_peft.printable import Printable
 from agent_peft.rollout.collector import Collector
 from agent_peft.rollout.evaluation import EvaluationReport, skill_table, summarize, table
 from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.seeding import derive
-from agent_peft.training import yaml12
-from agent_peft.training.checkpoint import clean, latest_checkpoint, save_checkpoint, write_atomic
-from agent_peft.training.config import EvaluationConfig, TrainConfig, resolved
+from agent_peft.training.checkpoint import POSITION, clean, latest_checkpoint, save_checkpoint
+from agent_peft.training.config import EvaluationConfig, TrainConfig
 from agent_peft.training.distributed import ALONE, Ranks, gather_collection, join
+from agent_peft.training.folder import STOPPED, Lock, claim
 from agent_peft.training.trackers import JsonlTracker, Progress, write_trajectories
 from agent_peft.training.trainer import NonFiniteError, Step, Trainer
 from agent_peft.types import AgentPeftError, TrustError
 
 logger = logging.getLogger(__name__)
-
-STOPPED = "stopped.json"  # there once an update that is not finite has ended the run
 
 
 def train(config: TrainConfig, *, fresh: bool = False) -> dict[str, EvaluationReport]:
@@ -54,7 +52,8 @@ class _Run:
     def __init__(self, config: TrainConfig, fresh: bool, stack: ExitStack) -> None:
         self.config, self.folder = config, config.run_dir
         self.ranks = stack.enter_context(join(config.ranks, config.policy.device))
-        self.ranks.broadcast(lambda: claim(config, fresh, stack))
+        self.stack, self.lock = stack, Lock(self.folder)
+        self.ranks.broadcast(lambda: claim(config, fresh, self.lock, stack))
         set_threads(config.threads, neighbours=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         # the others are silent, and have no bar, which would swallow their warnings
         self.console = Console() if self.ranks.leads else Console(quiet=True, force_terminal=False)
@@ -85,7 +84,7 @@ class _Run:
                 continue
             trainer = Trainer(stage, self.policy, self.engine, self.environment, derive(self.config.seed, "stage", index), self.ranks)
             if checkpoint is not None and index == position["stage"]:
-                trainer.load(checkpoint)
+                restore(trainer, checkpoint)
             self.progress.start_stage(stage.name, stage.steps, trainer.step)
             clock = time.perf_counter()
             for step in self.steps(trainer, index, before):
@@ -95,7 +94,7 @@ class _Run:
                     clock = time.perf_counter()
             before += stage.steps
         if self.reports:
-            self.console.print(table(self.reports), skill_table(self.reports))
+            self.console.print(Printable(table(self.reports)), Printable(skill_table(self.reports)))
         self.progress.note(f"done: the adapter is in {latest_checkpoint(self.folder / 'checkpoints')}")
         return self.reports
 
@@ -103,7 +102,7 @@ class _Run:
         """How far the run directory is: its newest checkpoint, the stage and the steps done. What is newer is forgotten."""
         clean(self.folder / "checkpoints")
         checkpoint = latest_checkpoint(self.folder / "checkpoints")
-        position = json.loads((checkpoint / "position.json").read_text()) if checkpoint else {"stage": 0, "steps": 0}
+        position = read_position(checkpoint, self.config) if checkpoint else {"stage": 0, "steps": 0}
         wrote, here = position.get("ranks", 1), self.ranks.world
         if checkpoint and wrote != here and not self.config.ranks.allow_other_number:
             raise AgentPeftError(
@@ -135,6 +134,7 @@ class _Run:
         done = before + trainer.step  # more than number + 1 where ``until`` ended the stage
         if not self.ranks.leads:
             return clock
+        self.lock.renew(self.stack)
         record = self.metrics.log(number, {"stage": trainer.stage.name, **step.metrics})
         write_trajectories(self.folder / "trajectories", number, step.collection.groups)
         last = trainer.step == trainer.stage.steps
@@ -142,7 +142,7 @@ class _Run:
 
             def write(folder: Path) -> None:
                 trainer.save(folder)
-                (folder / "position.json").write_text(json.dumps({"stage": stage, "steps": done, "ranks": self.ranks.world}))
+                (folder / POSITION).write_text(json.dumps({"stage": stage, "steps": done, "ranks": self.ranks.world}))
                 (folder / "training_stats.json").write_text(json.dumps(record, indent=1) + "\n")
 
             save_checkpoint(self.folder / "checkpoints", done, write, config.checkpoint.keep_last, keep=last)
@@ -196,8 +196,8 @@ class _Run:
         """Evaluate on the held-out tasks, once: what was written down before is read."""
         assert self.config.evaluation is not None and self.heldout is not None
         path = self.report_of(name)
-        if (written := self.ranks.broadcast(lambda: path.read_text() if path.is_file() else None)) is not None:
-            self.reports[name] = EvaluationReport.from_json(json.loads(written))
+        if (report := self.ranks.broadcast(lambda: read_report(path) if path.is_file() else None)) is not None:
+            self.reports[name] = report
             return
         self.progress.evaluating(name, len(self.heldout.tasks[: self.config.evaluation.num_tasks]))
         report = evaluate(self.engine, self.heldout, self.config.evaluation, self.config.seed, self.ranks)
@@ -207,84 +207,64 @@ class _Run:
         self.progress.note(f"{name}: {report.summary}")
 
 
-def claim(config: TrainConfig, fresh: bool, stack: ExitStack) -> None:
-    """Make the run directory ours: one process at a time, and one configuration for its whole life."""
-    folder, text = config.run_dir, yaml12.dump(resolved(config))
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
-    try:
-        stack.enter_context(lock.acquire(timeout=0))
-    except Timeout as error:
-        raise AgentPeftError(f"{folder}: another process is training there; wait for it, or set another run_dir") from error
-    written = folder / "config.yaml"
-    if fresh:
-        clear(folder)
-    elif written.is_file() and written.read_text() != text:
-        old = yaml12.plain(yaml12.parse(written.read_text(), written.name))
-        changed = sorted(_differences(_binding(old), _binding(yaml12.plain(yaml12.parse(text, "")))))
-        if changed:
-            more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-            differ = f"{', '.join(changed[:3])}{more} {'differs' if len(changed) == 1 else 'differ'}"
-            raise AgentPeftError(
-                f"{folder}: holds a run of another configuration ({differ}); set another run_dir, or start over with --fresh"
-            )
-    write_atomic(written, text)
-    if (stopped := folder / STOPPED).is_file():
-        was = json.loads(stopped.read_text())
-        if config.stages[was["stage"]].nonfinite == "stop":
-            raise AgentPeftError(
-                f"{folder}: step {was['step']} stopped this run with a loss or a gradient that is not finite, and would again; "
-                f"add stages.{was['stage']}.nonfinite=skip, or start over (--fresh) with a lower optimizer.learning_rate"
-            )
-        stopped.unlink()
+def read_position(checkpoint: Path, config: TrainConfig) -> dict[str, Any]:
+    """What a checkpoint says of how far the run was: ``stage``, ``steps`` and ``ranks``.
 
-
-def _binding(content: Any) -> dict[str, Any]:
-    """A configuration without what may change while it runs: it decides nothing that was already done."""
-    stages = [{key: value for key, value in stage.items() if key != "nonfinite"} for stage in content.get("stages") or []]
-    return {**{key: value for key, value in content.items() if key != "ranks"}, "stages": stages}
-
-
-def _differences(old: Any, new: Any, key: str = "") -> Iterator[str]:
-    """Dotted keys whose values differ.
-
-    >>> list(_differences({"seed": 0, "stages": [{"steps": 1}]}, {"seed": 0, "stages": [{"steps": 2}]}))
-    ['stages.0.steps']
+    Raises:
+        AgentPeftError: it is damaged.
     """
-    if isinstance(old, list) and isinstance(new, list) and all(isinstance(item, dict) for item in (*old, *new)):
-        old, new = ({str(place): item for place, item in enumerate(items)} for items in (old, new))
-    if isinstance(old, dict) and isinstance(new, dict):
-        for name in dict.fromkeys([*old, *new]):
-            yield from _differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
-    elif old != new:
-        yield key
+    try:
+        position = parse_json(read_text(checkpoint / POSITION, "a JSON file", MEGABYTE))
+        found = {"stage": position["stage"], "steps": position["steps"], "ranks": position.get("ranks", 1)}
+        if not all(type(number) is int and number >= 0 for number in found.values()) or found["stage"] >= len(config.stages):
+            raise ValueError("it names no place of this run")
+    except (AgentPeftError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _damaged(checkpoint, error) from error
+    return found
+
+
+def restore(trainer: Trainer, checkpoint: Path) -> None:
+    """
+    Raises:
+        AgentPeftError: the checkpoint is damaged.
+    """
+    try:
+        trainer.load(checkpoint)
+    except Exception as error:  # torch, safetensors and PEFT raise of many kinds
+        raise _damaged(checkpoint, error) from error
+
+
+def _damaged(checkpoint: Path, error: Exception) -> AgentPeftError:
+    reason = " ".join(str(error).split())[:200] or type(error).__name__
+    return AgentPeftError(f"{checkpoint}: is damaged ({reason}); move it elsewhere, and the run goes on from the one before")
+
+
+def read_report(path: Path) -> EvaluationReport:
+    """
+    Raises:
+        AgentPeftError: it is damaged.
+    """
+    try:
+        return EvaluationReport.from_json(parse_json(read_text(path, "a JSON file", 256 * MEGABYTE)))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise AgentPeftError(f"{path}: is damaged ({type(error).__name__}: {error}); remove it, and it is made again") from error
 
 
 def _ranks(number: int) -> str:
     return "1 rank" if number == 1 else f"{number} ranks"
 
 
-def clear(folder: Path) -> None:
-    """Remove a run, its configuration last: whenever this is killed, what is left is still that run, whole or at its start."""
-    for name in ("checkpoints", "evaluations", "trajectories"):
-        gone = folder / f".gone-{name}"
-        shutil.rmtree(gone, ignore_errors=True)
-        if (folder / name).is_dir():
-            (folder / name).rename(gone)
-            shutil.rmtree(gone)
-    for name in ("metrics.jsonl", "timing.jsonl", STOPPED, "config.yaml"):
-        (folder / name).unlink(missing_ok=True)
-
-
 def evaluate(engine: Engine, environment: Environment, evaluation: EvaluationConfig, seed: int, ranks: Ranks = ALONE) -> EvaluationReport:
-    """``attempts`` episodes of each task; episodes whose environment failed are left out."""
+    """``attempts`` episodes of each task; those whose environment failed before the agent had acted are left out."""
     tasks = environment.tasks[: evaluation.num_tasks]
     seed, positions = derive(seed, "evaluation"), ranks.share(range(len(tasks)))
     mine = Collector(environment, engine).collect(tasks, evaluation.attempts, evaluation.sampling, RewardConfig(), seed, positions)
     collection = gather_collection(ranks, mine, tasks)
-    if collection.failures and ranks.leads:
-        logger.warning("%d episodes failed in their environment and were tried again", collection.failures)
-    return summarize(collection.groups)
+    report = summarize(collection.groups, len(tasks) * evaluation.attempts - sum(len(group.trajectories) for group in collection.groups))
+    if (collection.failures or collection.defects) and ranks.leads:
+        found = collection.failures, report.infrastructure_failures, collection.crashed, collection.defects
+        logger.warning("the environment failed %d times: %d episodes are left out, %d count as crashed by the agent; %d defects", *found)
+    return report
 
 
 def load_run(run: Path) -> TrainConfig:

@@ -1,0 +1,49 @@
+"""What a configuration names is imported in one place, and not at all where it is not trusted."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import agent_peft
+from agent_peft.lookup import NotImportedError, find, may_import, without_imports
+
+
+@pytest.mark.parametrize(
+    "name", ["", ":", "a:", ":b", "..:x", ".a:b", "a..b:c", "math:", "math:nothing", "no.such:X", "a b:c", "a\0b:c", "é:é"]
+)
+def test_whatever_is_no_name_of_anything(name):
+    with pytest.raises(ValueError, match=r"write it as package\.module:Class"):
+        find(name)
+
+
+@pytest.mark.parametrize("line", ["raise SystemExit(0)", "1 / 0", "def", "raise RecursionError", "raise MemoryError"])
+def test_a_module_that_fails_in_any_way(tmp_path, monkeypatch, line):
+    (tmp_path / "failing_module.py").write_text(line + "\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="'failing_module:x' cannot be imported"):
+        find("failing_module:x")
+
+
+def test_nothing_is_imported_without_trust(tmp_path, monkeypatch):
+    (tmp_path / "never_imported.py").write_text("raise AssertionError('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with without_imports() as names:
+        assert not may_import("never_imported:x")
+        with pytest.raises(NotImportedError, match=r"'never_imported:x' is code .* --trust"):
+            find("never_imported:x")
+        with without_imports():
+            pass
+        assert not may_import("other:y")
+    assert names == ["never_imported:x", "other:y"]
+    assert may_import("never_imported:x")
+
+
+def test_nothing_else_imports_by_name():
+    """So that no new kind of name can forget to ask."""
+    root = Path(agent_peft.__file__).parent
+    for path in root.rglob("*.py"):
+        words = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        assert path.name == "lookup.py" or "import_module" not in words, path
