@@ -150,6 +150,15 @@ def test_who_cannot_be_seen_is_seen():
         child.kill()
 
 
+def test_process_1_rests_after_grading(machine):
+    """What asked before each execve is gone, and nobody waits for its questions any more."""
+    machine.run_fresh("true; ls / >/dev/null", 10, kill_others=True)
+    time.sleep(0.5)
+    used = machine.run_fresh("cat /proc/1/stat; sleep 2; cat /proc/1/stat", 10, kill_others=True).output.splitlines()
+    before, after = (sum(map(int, line.rpartition(") ")[2].split()[11:13])) for line in used)
+    assert after - before < os.sysconf("SC_CLK_TCK")  # of two seconds
+
+
 # losing the machine
 
 

@@ -181,7 +181,9 @@ class Machine:
     def close(self) -> None:
         """Hang up, upon which it ends, and wait until all of the machine is gone."""
         self._channel.close()
-        if select.select([self._alive], [], [], _SECONDS)[0]:  # its parent held the other end, and outlived every process of the machine
+        poll = select.poll()
+        poll.register(self._alive, select.POLLIN)
+        if poll.poll(_SECONDS * 1000):  # its parent held the other end, and outlived every process of the machine
             os.read(self._alive, 1)
         else:
             logger.warning("a sandbox was told to end and did not within %g seconds", _SECONDS)
@@ -234,6 +236,8 @@ def check_host() -> None:
         raise AgentPeftError(f"sandbox: namespaces needs Linux, and this is {platform.system()}: install Docker and say sandbox: docker")
     if kernel.seccomp_filter() is None:
         raise AgentPeftError(f"sandbox: namespaces knows no filter of system calls for {platform.machine()} processors, {_ADVICE}")
+    if not os.path.exists("/usr/bin/setpriv"):
+        raise AgentPeftError(f"sandbox: namespaces needs setpriv: apt-get install util-linux (dnf and pacman call it the same), {_ADVICE}")
     if not os.path.islink("/bin"):
         raise AgentPeftError(
             f"sandbox: namespaces needs a system whose /bin is a link to usr/bin; upgrade it (Debian: usrmerge), {_ADVICE}"

@@ -37,7 +37,9 @@ class Script:
 
     def command(self, *arguments: str) -> str:
         """One line of bash that runs it."""
-        words = ["python3", "-c", self.code] if self.language == "python" else ["bash", "-c", self.code, *(["--"] if arguments else [])]
+        words = (
+            ["python3", "-I", "-c", self.code] if self.language == "python" else ["bash", "-c", self.code, *(["--"] if arguments else [])]
+        )
         return shlex.join([*words, *(argument.replace("\0", "") for argument in arguments)])
 
 

@@ -71,7 +71,7 @@ class ExecGuard:
         try:
             if not self._allow(pid, arguments, buffer):
                 error, flags = -_EACCES, 0
-        except OSError:  # who asked is gone, or what it asked for cannot be read: it shall not run
+        except (OSError, struct.error, ValueError):  # who asked is gone, or what it asked for cannot be read: it shall not run
             error, flags = -_EACCES, 0
         with contextlib.suppress(OSError):  # who asked is gone
             fcntl.ioctl(self.listener, _SEND, _RESPONSE.pack(identifier, 0, error, flags))

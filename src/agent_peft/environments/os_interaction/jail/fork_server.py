@@ -77,6 +77,7 @@ def _prepare(caller: socket.socket, privileged: bool) -> None:
         os.dup2(nothing, descriptor)
     os.close(nothing)
     _bound_inotify()
+    kernel.check_ask_before_exec()
 
 
 def _place() -> None:

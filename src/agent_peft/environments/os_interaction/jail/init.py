@@ -141,11 +141,12 @@ class Init:
         self._reap()
         self._poll = poll
         while True:
-            ready = {descriptor for descriptor, _ in poll.poll(self._watch.interval * 1000)}
-            for descriptor in ready & self._guards.keys():
-                if not self._guards[descriptor].answer():
+            ready = dict(poll.poll(self._watch.interval * 1000))
+            guards = ready.keys() & self._guards.keys()
+            for descriptor in guards:
+                if not ready[descriptor] & select.POLLIN or not self._guards[descriptor].answer():  # all who could ask are gone
                     self._stop_guard(descriptor)
-            if ready and ready <= self._guards.keys():
+            if ready and ready.keys() == guards:
                 continue
             if wake_read in ready:
                 os.read(wake_read, 4096)

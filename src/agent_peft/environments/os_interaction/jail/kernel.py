@@ -270,6 +270,27 @@ def ask_before_exec() -> int:
     return _check(int(_libc.syscall(_numbers()["seccomp"], 1, ctypes.c_uint(8), header)), "seccomp with a listener")
 
 
+def check_ask_before_exec() -> None:
+    """
+    Raises:
+        OSError: this kernel does not let a process ask before another executes something.
+    """
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            no_new_privileges()
+            ask_before_exec()
+            status = 0
+        except OSError as error:
+            status = error.errno or 1
+        finally:
+            os._exit(status)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if code != 0:
+        raise OSError(abs(code), f"seccomp with a listener: {os.strerror(abs(code))}")
+
+
 def open_in(root: int, path: str, flags: int) -> int:
     """Open as a process would whose root is the folder behind the descriptor ``root``."""
     how = struct.pack("=QQQ", flags | os.O_CLOEXEC, 0, _RESOLVE_IN_ROOT)
