@@ -30,6 +30,8 @@ sys.path.insert(0, str(ROOT))
 
 from agent_peft.environments import load_environment  # noqa: E402
 from agent_peft.environments.base import Environment  # noqa: E402
+from agent_peft.environments.db_bench import fork_server as databases  # noqa: E402
+from agent_peft.environments.os_interaction import fork_server as machines  # noqa: E402
 from agent_peft.seeding import derive  # noqa: E402
 from agent_peft.types import Outcome  # noqa: E402
 from tests.environments.db_bench.hostile_replies import COLUMNS, HOSTILE_REPLIES, ROWS, TABLE  # noqa: E402
@@ -89,7 +91,9 @@ def environments(folder: Path) -> dict[str, tuple[Environment, Sequence[str]]]:
 
 
 def left() -> dict[str, int]:
-    """What could stay behind, counted."""
+    """What could stay behind, counted, but for the two programs that are kept to make machines and databases with."""
+    for server in (machines, databases):
+        server.stop()
     waiting, processes = [os.getpid()], 0
     while waiting:
         pid = waiting.pop()
