@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from agent_peft.environments.os_interaction.jail import archive, exec_guard, grading, kernel, mounts, processes
+from agent_peft.environments.os_interaction.jail import archive, exec_guard, grading, kernel, mounts, processes, user_namespaces
 
 FIRST_EXTRA = 9  # descriptors that a process keeps besides its streams begin here
 _OWN_PROCESSES = 6  # process 1, its parent, and those that either forks for a moment
@@ -39,10 +39,10 @@ def main(limits: dict[str, Any], control: int, alive: int, ids: dict[str, str]) 
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     kernel.die_with_parent()
-    _unshare(0, ids)
+    user_namespaces.leave_for(0, ids)
     bound = limits["processes"] + _OWN_PROCESSES
     resource.setrlimit(resource.RLIMIT_NPROC, (bound, bound))
-    _unshare(kernel.NEWNS | kernel.NEWPID | kernel.NEWNET | kernel.NEWIPC | kernel.NEWUTS | kernel.NEWCGROUP, ids)
+    user_namespaces.leave_for(kernel.NEWNS | kernel.NEWPID | kernel.NEWNET | kernel.NEWIPC | kernel.NEWUTS | kernel.NEWCGROUP, ids)
     pid = os.fork()
     if pid == 0:
         os.close(alive)
@@ -57,58 +57,6 @@ def main(limits: dict[str, Any], control: int, alive: int, ids: dict[str, str]) 
     os._exit(0)
 
 
-def _unshare(flags: int, ids: dict[str, str]) -> None:
-    """Leave for a user namespace of our own, and others, in which a child that stays behind gives us all the ids we had."""
-    left, mapped = os.pipe(), os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.read(left[0], 1)
-            _map_ids(os.getppid(), ids)
-            os.write(mapped[1], b"x")
-        finally:
-            os._exit(0)
-    os.close(left[0])
-    os.close(mapped[1])
-    kernel.unshare(kernel.NEWUSER | flags)
-    os.write(left[1], b"x")
-    if not os.read(mapped[0], 1):
-        raise OSError("a user namespace got no ids")
-    os.close(left[1])
-    os.close(mapped[0])
-    os.waitpid(pid, 0)
-
-
-def _map_ids(pid: int, ids: dict[str, str]) -> None:
-    for name, text in ids.items():
-        with open(f"/proc/{pid}/{name}", "w", encoding="utf-8") as file:
-            file.write(text)
-
-
-def _user_namespace_below(ids: dict[str, str]) -> int:
-    """A descriptor of a user namespace below ours with the same ids."""
-    left, go = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
-    pid = os.fork()
-    if pid == 0:
-        try:
-            kernel.unshare(kernel.NEWUSER)
-            os.write(left[1], b"x")
-            os.read(go[0], 1)
-        finally:
-            os._exit(0)
-    os.close(left[1])
-    try:
-        if not os.read(left[0], 1):
-            raise OSError("there is no user namespace for what runs in the machine")
-        _map_ids(pid, ids)
-        return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
-    finally:
-        os.write(go[1], b"x")
-        for descriptor in (left[0], *go):
-            os.close(descriptor)
-        os.waitpid(pid, 0)
-
-
 class Init:
     """Answers one caller until it hangs up."""
 
@@ -118,7 +66,7 @@ class Init:
         if filter_ is None:
             raise OSError("no filter of system calls is known for this computer's processor")
         self._filter = filter_
-        self._mounts = mounts.Mounts(limits, lambda: _user_namespace_below(ids))
+        self._mounts = mounts.Mounts(limits, lambda: user_namespaces.below(ids))
         self._ends: dict[int, int] = {}  # a process we started -> where to write how it ended
         self._shells: set[int] = set()
         self._guards: dict[int, exec_guard.ExecGuard] = {}
