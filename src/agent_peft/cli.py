@@ -149,7 +149,7 @@ def validate(
     environment: Annotated[str, typer.Argument(help="db_bench or os_interaction", metavar="ENVIRONMENT")],
     tasks: Annotated[Path, typer.Option(help="a task file")],
     database: Annotated[str | None, typer.Option(help="db_bench: what the tasks are replayed on (sqlite)")] = None,
-    sandbox: Annotated[str | None, typer.Option(help="os_interaction: where the tasks are replayed (bubblewrap)")] = None,
+    sandbox: Annotated[str | None, typer.Option(help="os_interaction: where the tasks are replayed (namespaces)")] = None,
     threads: Annotated[int | None, typer.Option(help="os_interaction: how many at a time (4)")] = None,
     command_timeout: Annotated[float | None, typer.Option(help="os_interaction: seconds a ground truth may take (60)")] = None,
     as_json: AsJson = False,
