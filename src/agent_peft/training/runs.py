@@ -196,8 +196,8 @@ class _Run:
         """Evaluate on the held-out tasks, once: what was written down before is read."""
         assert self.config.evaluation is not None and self.heldout is not None
         path = self.report_of(name)
-        if (report := self.ranks.broadcast(lambda: read_report(path) if path.is_file() else None)) is not None:
-            self.reports[name] = report
+        if (written := self.ranks.broadcast(lambda: read_report(path).to_json() if path.is_file() else None)) is not None:
+            self.reports[name] = EvaluationReport.from_json(written)
             return
         self.progress.evaluating(name, len(self.heldout.tasks[: self.config.evaluation.num_tasks]))
         report = evaluate(self.engine, self.heldout, self.config.evaluation, self.config.seed, self.ranks)

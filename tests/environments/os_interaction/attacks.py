@@ -190,7 +190,7 @@ TRICKS = (
     Trick("a login shell of the agent's", f"su joe -c 'echo a' | grep -qx {SECRET}", "useradd -s /srv/s.sh joe; " + _script("sleep 0.1; cat /proc/[0-9]*/cmdline | tr '\\0' '\\n' | grep -a -m1 '^xylophone'")),
     Trick("make's file", f"make -s -C /srv | grep -qx {SECRET}", "printf 'all:\\n\\t@sleep 0.1; cat /proc/[0-9]*/cmdline | tr \"\\\\0\" \"\\\\n\" | grep -a -m1 ^xylophone\\n' >/srv/Makefile"),
     # processes
-    Trick("a process that waits for the grader", "sleep 0.2; " + _UNDONE, "(setsid bash -c 'while :; do [ -n \"$(pgrep -f MAPFILE)\" ] && touch /srv/done; done' >/dev/null 2>&1 &)"),
+    Trick("a process that waits for the grader", "sleep 0.2; " + _UNDONE, "(setsid bash -c 'while :; do [ -n \"$(pgrep -f [M]APFILE)\" ] && touch /srv/done; done' >/dev/null 2>&1 &)"),
     Trick("a process whose first thread has ended", "rm -f /srv/done; sleep 0.2; " + _UNDONE, _HIDDEN + "(setsid python3 /tmp/z.py >/dev/null 2>&1 &); sleep 0.3"),
     Trick("many such processes", "rm -f /srv/done; sleep 0.2; " + _UNDONE, _HIDDEN + "for i in 1 2 3 4 5 6; do (setsid python3 /tmp/z.py >/dev/null 2>&1 &); done; sleep 0.5"),
     # the machine itself
