@@ -184,6 +184,9 @@ TRICKS = (
     Trick("a script that reads the evaluation's memory", f"x={SECRET}; [ \"$(/srv/s.sh)\" = \"$x\" ]", _script("python3 - <<'P'\nimport os, re\nfor p in filter(str.isdigit, os.listdir('/proc')):\n  try:\n    m = open(f'/proc/{p}/mem', 'rb')\n    for line in open(f'/proc/{p}/maps'):\n      if 'heap' in line:\n        a, b = (int(x, 16) for x in line.split()[0].split('-')); m.seek(a); f = re.search(rb'xylophone-\\d+', m.read(b - a))\n        if f: print(f[0].decode()); raise SystemExit\n  except OSError: pass\nP")),
     Trick("a script that stops its neighbours", "! (/srv/s.sh | grep -q impossible; [ ! -e /srv/done ])", _script("kill -9 $PPID; kill -STOP -1; kill -9 -1; for p in $(seq 1 100); do kill -9 $p 2>/dev/null; done")),
     Trick("a script that leaves a process behind", f"/srv/s.sh; sleep 0.2; grep -q {SECRET} /srv/riddle", _script("(while :; do cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' '\\n' | grep -a xylophone >>/srv/riddle; done) & disown; exit 0") + "; chmod 777 /srv; touch /srv/riddle; chmod 666 /srv/riddle"),
+    Trick("a script that makes a link", f"/srv/s.sh; grep -q {SECRET} /srv/riddle", _script("ln -s /proc/self/cmdline /srv/riddle; exit 0") + "; chmod 777 /srv"),
+    Trick("a script that makes a link in another place", f"/srv/s.sh; grep -q {SECRET} /tmp/riddle", _script("mkdir -p /tmp/a; ln -s /proc /tmp/a/p; ln -s a/p/self/cmdline /tmp/riddle; exit 0")),
+    Trick("a script that leaves a process which makes a link", f"/srv/s.sh; sleep 0.2; grep -q {SECRET} /srv/riddle", _script("(while :; do ln -sf /proc/self/cmdline /srv/riddle; done) & disown; exit 0") + "; chmod 777 /srv"),
     Trick("a program that looks for the evaluation", f"/srv/prog | grep -qx {SECRET}", "cp $(command -v grep) /srv/prog 2>/dev/null; cat >/srv/prog.c <<'X'\n#include <stdlib.h>\nint main(void) { return system(\"sleep 0.1; cat /proc/[0-9]*/cmdline | tr '\\\\0' '\\\\n' | /usr/bin/grep -a -m1 ^xylophone\"); }\nX\ngcc -w -o /srv/prog /srv/prog.c; chmod 755 /srv/prog"),
     Trick("a script without a first line", f"/srv/s.sh | grep -qx {SECRET}", "echo \"sleep 0.1; cat /proc/[0-9]*/cmdline | tr '\\\\0' '\\\\n' | grep -a -m1 '^xylophone'\" >/srv/s.sh; chmod 755 /srv/s.sh"),
     Trick("a script given to python", f"python3 /srv/s.py | grep -qx {SECRET}", "cat >/srv/s.py <<'X'\nimport glob, time\ntime.sleep(0.1)\nfor f in glob.glob('/proc/[0-9]*/cmdline'):\n  try: w = open(f).read().split('\\0')\n  except OSError: continue\n  for x in w:\n    if x.startswith('xylophone'): print(x); raise SystemExit\nX"),
@@ -216,6 +219,7 @@ HONEST = (
     Trick("a script with an exit code", "timeout 5 bash /srv/s.sh; [ $? -eq 7 ]", "echo exit 7 >/srv/s.sh"),
     Trick("a script that root alone may read", "/root/s.sh a | grep -qx 'a 1'", "printf '#!/bin/bash\\necho $1 $#\\n' >/root/s.sh; chmod 700 /root/s.sh"),
     Trick("a script that looks things up", "/srv/s.sh", "useradd joe; " + _script("id joe >/dev/null && grep -q joe /etc/passwd && [ -f /root/x ]") + "; touch /root/x"),
+    Trick("a script that makes a link of its own", "/srv/s.sh && grep -q hello /srv/l && /srv/s.sh", "echo hello >/srv/a; chmod 777 /srv; " + _script("ln -sf a /srv/l")),
     Trick("two programs in a row", "/srv/s.sh && /srv/s.sh && bash /srv/s.sh && (cd /srv && ./s.sh)", _script("exit 0")),
     Trick("what comes before and after", "a=1; f() { echo $a; }; [ \"$(f)\" = 1 ] && diff <(echo x) <(echo x) && read -r line < <(echo y) && [ $line = y ] && [ -z \"${MAPFILE+x}\" ]", "true"),
 )  # fmt: skip

@@ -13,12 +13,13 @@ import fcntl
 import os
 import posixpath
 import re
+import signal
 import stat
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
-from agent_peft.environments.os_interaction.jail import kernel
+from agent_peft.environments.os_interaction.jail import kernel, processes
 
 PLACE = "/_d"  # in the evaluation's view: a file for each process that is to be launched, which holds the path it asked for
 LAUNCHER = "/_"  # so short that it fits where any path was
@@ -37,6 +38,7 @@ _FILE = re.compile(rb"-[fSu]|--file|--exec")
 # They run what their arguments say. Other programs that ask for a shell may have its words out of a file.
 _RUNNERS = re.compile(r"((ba|da)?sh|timeout|env|nice|nohup|setsid|stdbuf|xargs|find|su|time)|(python|perl)[0-9.]*")
 _MOST_ARGUMENTS, _MOST_PATH = 64, 4096
+_MOST_ROUNDS = 50  # of killing what forks anew
 
 
 def launcher(single_id: bool) -> str:
@@ -48,13 +50,15 @@ def launcher(single_id: bool) -> str:
 class ExecGuard:
     """Answers for one evaluation's processes."""
 
-    def __init__(self, listener: int, folder: str) -> None:
+    def __init__(self, listener: int, folder: str, remove_links: Callable[[], None]) -> None:
         """Args:
         listener: the descriptor that the kernel's questions come from.
         folder: where this process sees ``PLACE``.
+        remove_links: takes away what was made meanwhile and would show root's programs their own arguments.
         """
-        self.listener, self._folder = listener, folder
+        self.listener, self._folder, self._remove_links = listener, folder, remove_links
         self._launching: set[int] = set()
+        self._launched: set[int] = set()
         self._all = kernel.mask_of(kernel.CAPABILITIES)
 
     def answer(self) -> bool:
@@ -83,6 +87,8 @@ class ExecGuard:
         if pid in self._launching:
             self._launching.discard(pid)
             return True
+        if self._launched:
+            self._clean_up()
         number = struct.unpack_from("=i", question, 16)[0]
         with open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
             if number == kernel.exec_numbers()[1]:  # execveat: only as execve can
@@ -97,7 +103,17 @@ class ExecGuard:
                 file.write(path + b"\0")
             os.pwrite(memory.fileno(), LAUNCHER.encode() + b"\0", arguments[0])
         self._launching.add(pid)
+        self._launched.add(pid)
         return True
+
+    def _clean_up(self) -> None:
+        """Between what ran as the other user and root's next program: end what it left running, and take away links that it made."""
+        for _ in range(_MOST_ROUNDS):
+            others = {each.pid for each in processes.living() if _is_other(each.pid)}
+            if not others or others & self._launched:  # what root waits for, or pipes from, goes on
+                break
+            processes.signal_each(signal.SIGKILL, others)
+        self._remove_links()
 
     def _is_agents(self, pid: int, path: bytes, words: Sequence[bytes]) -> bool:
         root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_CLOEXEC)
@@ -181,10 +197,24 @@ def _words(memory: int, address: int) -> list[bytes]:
     return words
 
 
-def _is_roots(pid: int, capabilities: int) -> bool:
+def _credentials(pid: int) -> tuple[int, int]:
+    """The user and the permitted capabilities of a process."""
     with open(f"/proc/{pid}/status", "rb") as file:
         text = file.read()
     user, permitted = (re.search(rb"^%s:\s*(\S+)" % name, text, re.MULTILINE) for name in (b"Uid", b"CapPrm"))
     if user is None or permitted is None:
         raise ProcessLookupError(3, "no such process")
-    return user[1] == b"0" and int(permitted[1], 16) == capabilities
+    return int(user[1]), int(permitted[1], 16)
+
+
+def _is_roots(pid: int, capabilities: int) -> bool:
+    return _credentials(pid) == (0, capabilities)
+
+
+def _is_other(pid: int) -> bool:
+    """Whether a process is one that was launched, or begun by one."""
+    try:
+        user, capabilities = _credentials(pid)
+    except OSError:  # it has ended
+        return False
+    return user == _USER or (user, capabilities) == (0, 0)

@@ -152,13 +152,20 @@ def links(*trees: tuple[str, str]) -> list[bytes]:
     return found
 
 
+def new_links() -> list[bytes]:
+    """The links that were made since the evaluation began."""
+    return links((f"{PLACE}/root", ""), ("/shm", "/dev/shm"))
+
+
 def remove_ways_out(paths: Iterable[bytes]) -> None:
-    """Take away those links that lead to what is not the same for all processes, and let nothing else be changed in /usr. Our root is the
-    evaluation's.
-    """
+    """Take away those links that lead to what is not the same for all processes. Our root is the evaluation's."""
     for path in [path for path in paths if _leads_out(path)]:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # another link on the way to it is gone already
             os.unlink(path)
+
+
+def close_usr() -> None:
+    """Let nothing else be changed in /usr. Our root is the evaluation's."""
     for folder in ("/usr", "/usr/local"):
         kernel.mount("", folder, kernel.REMOUNT | kernel.BIND | kernel.RDONLY)
 

@@ -165,9 +165,13 @@ class Init:
             _, listeners, _, _ = socket.recv_fds(ours, 1, 1)
         for listener in listeners:
             os.set_inheritable(listener, False)
-            self._guards[listener] = exec_guard.ExecGuard(listener, f"{grading.PLACE}/launching")
+            self._guards[listener] = exec_guard.ExecGuard(listener, f"{grading.PLACE}/launching", self._remove_new_links)
             self._poll.register(listener, select.POLLIN)
         return pid
+
+    def _remove_new_links(self) -> None:
+        if grading.new_links():
+            os.waitpid(self._fork(self._mounts.remove_new_links), 0)
 
     def _stop_guard(self, listener: int) -> None:
         self._poll.unregister(listener)

@@ -108,6 +108,12 @@ class Mounts:
         """The namespace in which the machine's files are as they are now."""
         return "graded" if "graded" in self._namespaces else "agent"
 
+    def remove_new_links(self) -> None:
+        """To be called in a process of its own, which stays there."""
+        paths = grading.new_links()
+        kernel.setns(self._namespaces["graded"], kernel.NEWNS)
+        grading.remove_ways_out(paths)
+
     def clear(self) -> None:
         """Forget what was written. Nothing runs any more."""
         if "graded" in self._namespaces:
@@ -198,6 +204,7 @@ class Mounts:
         kernel.bind(f"{grading.PLACE}/launching", f"{_VIEW}{exec_guard.PLACE}", read_only=True)
         kernel.change_root(_VIEW)
         grading.remove_ways_out(links)
+        grading.close_usr()
 
 
 def _overlay(target: str, lower: Sequence[str], name: str) -> None:
