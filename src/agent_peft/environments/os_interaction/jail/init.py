@@ -248,9 +248,6 @@ class Init:
         self._watch.reaped(used.ru_utime + used.ru_stime)
         return {"seconds": self._watch.cpu_seconds()}
 
-    def _do_kill(self, descriptors: Sequence[int]) -> dict[str, Any]:
-        return {} if self._kill_all() else {"undead": True}
-
     def _kill_all(self) -> bool:
         """Kill until nothing is left, not even a zombie. Returns whether that came about."""
         deadline = time.monotonic() + _KILL_SECONDS

@@ -8,10 +8,10 @@ import os
 import platform
 import socket
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000
-RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE, SLAVE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18, 1 << 19
+RDONLY, NOSUID, NODEV, NOEXEC, REMOUNT, BIND, REC, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
 DETACH = 2  # of umount2
 _PDEATHSIG, _DUMPABLE, _SECCOMP, _CAPBSET_DROP, _NO_NEW_PRIVS, _AMBIENT = 1, 4, 22, 24, 38, 47
 _AT_EMPTY_PATH, _AT_FDCWD, _OPEN_TREE_CLONE, _MOVE_EMPTY_FROM = 0x1000, -100, 1, 4
@@ -295,9 +295,3 @@ def open_in(root: int, path: str, flags: int) -> int:
     """Open as a process would whose root is the folder behind the descriptor ``root``."""
     how = struct.pack("=QQQ", flags | os.O_CLOEXEC, 0, _RESOLVE_IN_ROOT)
     return _check(int(_libc.syscall(_OPENAT2, ctypes.c_int(root), os.fsencode(path), how, ctypes.c_size_t(len(how)))), "openat2")
-
-
-def forbidden_calls(machine: str) -> Sequence[str]:
-    """The names of the calls that the filter refuses, for docs and tests."""
-    _, numbers = _TABLES[machine]
-    return sorted({*numbers, *_BOTH} - {"socket"})
