@@ -40,7 +40,9 @@ POINTS: dict[str, dict[str, Any]] = {
     "lora, checkpointing": {"activation_checkpointing": True},
     "lora, bfloat16": {"dtype": "bfloat16"},
     "lora on q and v": {"lora": {"target_modules": ["q_proj", "v_proj"]}},
+    "lora, padded": {"packing": False},
     "whole": {"lora": None},
+    "whole, bfloat16": {"lora": None, "dtype": "bfloat16"},
     "whole, checkpointing": {"lora": None, "activation_checkpointing": True},
 }
 
@@ -117,7 +119,13 @@ def measure(name: str, phase: str, settings: argparse.Namespace) -> dict[str, in
     policy = load_policy(config, 0)
     rank = None if config.lora is None else config.lora.rank
     learner = Learner(
-        shape, policy.dtype.itemsize, rank, recomputes=config.activation_checkpointing, tiled=policy.tiled, blocks=policy.blocks
+        shape,
+        policy.dtype.itemsize,
+        rank,
+        recomputes=config.activation_checkpointing,
+        packed=policy.packing,
+        tiled=policy.tiled,
+        blocks=policy.blocks,
     )
     expected = stage_memory(learner, stage, engine)
     if phase == "sampling":

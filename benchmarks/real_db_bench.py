@@ -1,6 +1,6 @@
 """A run's adapters on LifelongAgentBench's real DB Bench tasks: the base model, after each stage, by skill.
 
-    python benchmarks/real_db_bench.py RUN [--tasks ../shared/data/lifelong_agent_bench/db_bench/entry_dict.json] [--limit N]
+    python benchmarks/real_db_bench.py RUN [--tasks data/lifelong_agent_bench/db_bench/entry_dict.json] [--limit N]
 
 The stages' last checkpoints are kept by every run. Prints the tables and writes benchmarks/results/real_db_bench.json.
 """
@@ -21,10 +21,11 @@ from agent_peft.policies.language_model import load_policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.rollout.evaluation import skill_table, table
 from agent_peft.training.config import EvaluationConfig
-from agent_peft.training.runs import evaluate, load_run
+from agent_peft.training.runs import evaluate
+from agent_peft.training.targets import load_run
 
 HERE = Path(__file__).resolve().parent
-REAL = HERE.parent.parent / "shared/data/lifelong_agent_bench/db_bench/entry_dict.json"
+REAL = HERE.parent / "data/lifelong_agent_bench/db_bench/entry_dict.json"  # where `agent-peft download lifelong_agent_bench` puts it
 
 
 def main() -> None:

@@ -189,11 +189,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that vLLM is not left behind
     torch.set_num_threads(arguments.threads)
     console, limits = Console(width=150), measure_limits()
-    policy = load_policy(PretrainedConfig(model=arguments.model), 0)
+    policy = load_policy(PretrainedConfig(model=arguments.model, dtype="float32"), 0)
     policy.base.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
     engine = Engine(policy, EngineConfig(rows=arguments.groups * 8))
     engine.ends = frozenset()
-    plain = load_policy(PretrainedConfig(model=arguments.model, lora=None), 0)  # the others get a model without an adapter
+    plain = load_policy(PretrainedConfig(model=arguments.model, dtype="float32", lora=None), 0)  # the others get a model without an adapter
     plain.base.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
     ways: dict[str, Callable[[Job], int]] = {
         OURS: lambda job: ours(engine, job),

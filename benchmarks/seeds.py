@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_peft.rollout.evaluation import EvaluationReport, paired_test
-from agent_peft.training.runs import load_run
+from agent_peft.training.targets import load_run
 
 HERE = Path(__file__).resolve().parent
 TRAINING = ("stage", "success", "reward", "explained_variance", "value_loss", "approx_kl", "clip_fraction", "surprisal", "epochs_done")

@@ -104,7 +104,7 @@ def tenth(model: str) -> Policy:
     config.vocab_size //= TENTH
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    chat = load_policy(PretrainedConfig(model=model, lora=None), 0).chat
+    chat = load_policy(PretrainedConfig(model=model, dtype="float32", lora=None), 0).chat
     return Policy(adapters.attach(plain, LoraSettings(), 0), chat)
 
 
@@ -201,7 +201,7 @@ def main() -> None:
         console.print(show(f"{name} (a tenth of {arguments.model})", rows))
     if not arguments.quick:
         whole = measure(
-            load_policy(PretrainedConfig(model=arguments.model), 0), common, arguments.rounds, arguments.microbatch_tokens, limits
+            load_policy(PretrainedConfig(model=arguments.model, dtype="float32"), 0), common, arguments.rounds, arguments.microbatch_tokens, limits
         )
         console.print(show(f"the whole of {arguments.model}", [whole]))
         content["whole"] = whole

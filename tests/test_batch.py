@@ -65,3 +65,21 @@ def test_no_reward_is_lost_where_a_turn_sampled_nothing():
 def test_rewards_are_one_for_each_turn():
     with pytest.raises(ValueError, match="zip"):
         collate([Trajectory(Task("t"), LONG.turns, rewards=(1.0,))], [0])
+
+
+CUT = Trajectory(
+    Task("c"),
+    (Turn((1,), (2, 3), (-0.5, -0.25)), Turn((4,), (5, 6), (-0.1, float("-inf")), cut=True), Turn((7,), (8,), (-0.2,))),
+    rewards=(1.0, -0.5, 0.25),
+)
+
+
+def test_cut_actions_are_left_out_where_that_is_asked_for():
+    """Their tokens are read, and not learnt from; their rewards go to the last token that is."""
+    whole, masked = collate([CUT], [0]), collate([CUT], [0], mask_cut=True)
+    assert masked.action_mask.int().tolist() == [[0, 1, 1, 0, 0, 0, 0, 1]]
+    assert whole.action_mask.int().tolist() == [[0, 1, 1, 0, 1, 1, 0, 1]]
+    assert masked.tokens.tolist() == whole.tokens.tolist() and masked.returns.tolist() == [0.75]
+    assert masked.rewards.tolist() == [[0, 0, 0.5, 0, 0, 0, 0, 0.25]]
+    torch.testing.assert_close(masked.logprobs, torch.tensor([[0, -0.5, -0.25, 0, 0, 0, 0, -0.2]]))
+    assert collate([SHORT, LONG], [0, 1], mask_cut=True).action_mask.equal(collate([SHORT, LONG], [0, 1]).action_mask)

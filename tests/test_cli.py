@@ -51,8 +51,9 @@ def test_help_and_version_do_not_wait_for_torch():
         (["train"], "Missing argument 'CONFIG'. (agent-peft train --help tells more)"),
         (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
         (["explain", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
-        (["evaluate", "nowhere"], "nowhere: is no run directory"),
-        (["merge", "nowhere", "--output", "x"], "nowhere: not a run directory"),
+        (["evaluate", "nowhere"], "nowhere: there is no run directory, adapter or model of this name (seen from "),
+        (["evaluate", "runs/a/nowhere", "--config", "c.yaml"], "runs/a/nowhere: there is no run directory, adapter or model of this name"),
+        (["merge", "nowhere", "--output", "x"], "nowhere: there is no such run directory (seen from "),
         (["generate", "db_bench", "--num-tasks", "few", "--output", "x"], "Invalid value for '--num-tasks'"),
         (["generate", "db_bench", "--num-tasks", "3"], "Missing option '--output'"),
         (
@@ -76,7 +77,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, told, capsys, tmp_path
 def test_a_mistake_in_an_override_is_one_line(config, capsys):
     assert run(["train", str(config), "optimizer.learning_rat=1"]) == 2
     assert capsys.readouterr().err == (
-        "agent-peft: command line: optimizer.learning_rat (for stages.0): unknown key; did you mean optimizer.learning_rate? (and 1 more)\n"
+        "agent-peft: command line: optimizer.learning_rat (for stages.0): unknown key; did you mean optimizer.learning_rate?\n"
     )
 
 
@@ -190,7 +191,9 @@ def test_merging_and_evaluating_in_one_go(tmp_path, capsys):
     assert run([*both, str(tmp_path / "tabled"), *asked]) == 2
     assert "exists and is no empty folder" in capsys.readouterr().err
     assert run(["merge", str(folder), "--output", str(tmp_path / "x"), *asked]) == 2
-    assert "have an effect with --evaluate only" in capsys.readouterr().err
+    assert "evaluation.sampling.temperature has no effect on merge; with --evaluate it may have" in capsys.readouterr().err
+    assert run(["merge", str(folder), "--output", str(tmp_path / "x"), "--json"]) == 2
+    assert "--json has an effect with --evaluate only" in capsys.readouterr().err
     assert run(["merge", str(tmp_path), "--evaluate", "--output", str(tmp_path / "x")]) == 2
     assert not (tmp_path / "x").exists()
 

@@ -58,12 +58,13 @@ class Batch:
         return replace(self, **{name: value.to(device) for name, value in present.items()})
 
 
-def collate(trajectories: Sequence[Trajectory], groups: Sequence[int]) -> Batch:
+def collate(trajectories: Sequence[Trajectory], groups: Sequence[int], mask_cut: bool = False) -> Batch:
     """Trajectories to tensors, right-padded with token 0 (padding is told by ``lengths``, never by a token id).
 
     Args:
         trajectories: B of them; empty ones are refused.
         groups: B group numbers.
+        mask_cut: leave the actions that a limit on tokens ended out of the action mask.
     """
     if not trajectories:
         raise ValueError("cannot collate an empty batch")
@@ -75,9 +76,10 @@ def collate(trajectories: Sequence[Trajectory], groups: Sequence[int]) -> Batch:
     rewards = torch.zeros(shape, dtype=torch.float32)
     for row, trajectory in enumerate(trajectories):
         tokens[row, : lengths[row]] = torch.tensor(trajectory.tokens)
-        action_mask[row, : lengths[row]] = torch.tensor(trajectory.action_mask)
-        logprobs[row, : lengths[row]] = torch.tensor(trajectory.logprobs)
-        for place, reward in _places(trajectory):
+        mask = trained_mask(trajectory, mask_cut)
+        action_mask[row, : lengths[row]] = torch.tensor(mask)
+        logprobs[row, : lengths[row]] = torch.tensor(trajectory.logprobs).masked_fill(~torch.tensor(mask), 0.0)
+        for place, reward in _places(trajectory, mask):
             rewards[row, place] += reward
     action_mask[:, 0] = False  # the first token has no predictor
     return Batch(
@@ -93,9 +95,23 @@ def collate(trajectories: Sequence[Trajectory], groups: Sequence[int]) -> Batch:
     )
 
 
-def _places(trajectory: Trajectory) -> Iterator[tuple[int, float]]:
-    """Where each turn's reward goes: to the last token sampled by its end; before any was, to the first that will be."""
-    sampled = [t for t, mine in enumerate(trajectory.action_mask) if mine and t > 0]
+def trained_mask(trajectory: Trajectory, mask_cut: bool) -> tuple[bool, ...]:
+    """(T,) the action mask, with or without cut actions.
+
+    >>> from agent_peft.types import Task, Turn
+    >>> trajectory = Trajectory(Task("t"), (Turn((1,), (2, 3), (-0.5, -0.5), cut=True), Turn((4,), (5,), (-0.5,))))
+    >>> trained_mask(trajectory, mask_cut=True)
+    (False, False, False, False, True)
+    """
+    if not mask_cut:
+        return trajectory.action_mask
+    turns = trajectory.turns
+    return tuple(m for turn in turns for m in (*(False,) * len(turn.observation), *(not turn.cut,) * len(turn.action)))
+
+
+def _places(trajectory: Trajectory, mask: Sequence[bool]) -> Iterator[tuple[int, float]]:
+    """Where each turn's reward goes: to the last trained token sampled by its end; before any was, to the first that will be."""
+    sampled = [t for t, mine in enumerate(mask) if mine and t > 0]
     end = 0
     for turn, reward in zip(trajectory.turns, trajectory.rewards, strict=bool(trajectory.rewards)):
         end += len(turn.observation) + len(turn.action)

@@ -31,6 +31,7 @@ app = typer.Typer(
 )
 INTERRUPTED = 130
 LINE = 2000  # characters of an error
+WIDE = 10_000  # columns of a file or a pipe, where a table's lines are never broken
 TRACEBACK = "AGENT_PEFT_TRACEBACK"
 _UsageError: Any = typer.BadParameter.__bases__[0]  # typer does not export it
 
@@ -54,10 +55,15 @@ def train(
     fresh: Annotated[bool, typer.Option("--fresh", help="start over, instead of going on where the run directory stands")] = False,
 ) -> None:
     """Train as CONFIG says, going on where an interrupted run of it stopped."""
+    from agent_peft.training.effective import keys_of
+    from agent_peft.training.folder import check_place
     from agent_peft.training.loading import load_config
     from agent_peft.training.runs import train
 
-    train(load_config(config, overrides or ())[0], fresh=fresh)
+    settings = load_config(config, overrides or ())[0]
+    if "run_dir" not in keys_of(overrides or ()):
+        check_place(config, settings)
+    train(settings, fresh=fresh)
 
 
 @app.command()
@@ -73,13 +79,10 @@ def evaluate(
 ) -> None:
     """Measure a trained policy, or a model that was never trained."""
     from agent_peft.rollout.evaluation import skill_table, table
-    from agent_peft.training.loading import load_for_evaluation
-    from agent_peft.training.runs import evaluate_target
+    from agent_peft.training.targets import evaluate_target, load_target_config
 
-    source = config or target / "config.yaml"
-    settings = load_for_evaluation(source, overrides or (), tasks, attempts) if config or source.is_file() else None
-    chosen = settings.evaluation if settings is not None else None
-    report = evaluate_target(target, chosen, config=settings, checkpoint=checkpoint, base=base)
+    settings = load_target_config(target, config, overrides or (), tasks, attempts)
+    report = evaluate_target(target, settings, checkpoint=checkpoint, base=base)
     if as_json:
         _show(report.to_json())
     else:
@@ -98,18 +101,16 @@ def merge(
 ) -> None:
     """Write a run's policy as a model of its own, its adapter folded in."""
     from agent_peft.rollout.evaluation import skill_table, table
-    from agent_peft.training.loading import load_for_evaluation
-    from agent_peft.training.runs import evaluate_target, merge_run
+    from agent_peft.training.targets import evaluate_target, load_for_merging, merge_run
 
-    if not both and (overrides or as_json):
-        raise AgentPeftError("KEY=VALUE and --json have an effect with --evaluate only; add it, or leave them out")
-    settings = load_for_evaluation(run / "config.yaml", overrides or (), None, None) if both else None
-    merge_run(run, output, checkpoint)
-    if settings is None:
+    if as_json and not both:
+        raise AgentPeftError("--json has an effect with --evaluate only; add it, or leave --json out")
+    settings = load_for_merging(run, overrides or (), both)
+    merge_run(run, output, checkpoint, settings)
+    if not both:
         print(f"wrote {output}")
         return
-    adapter = evaluate_target(run, settings.evaluation, checkpoint=checkpoint)
-    reports = {"adapter": adapter, "merged": evaluate_target(output, settings.evaluation, config=settings)}
+    reports = {"adapter": evaluate_target(run, settings, checkpoint=checkpoint), "merged": evaluate_target(output, settings)}
     if as_json:
         _show({name: report.to_json() for name, report in reports.items()})
     else:
@@ -187,9 +188,11 @@ def serve(
     from agent_peft.environments.http.connection import read_token
     from agent_peft.environments.http.limits import Limits
     from agent_peft.environments.http.server import Address, serve
+    from agent_peft.training.effective import EFFECTIVE, refuse_ineffective
     from agent_peft.training.loading import load_config
 
     settings = load_config(config, overrides or ())[0]
+    refuse_ineffective("serve", overrides or (), EFFECTIVE["serve"])
     served = {"train": load_environment(settings.environment)}
     if settings.evaluation is not None:
         served["evaluation"] = load_environment(settings.evaluation.environment)
@@ -202,16 +205,19 @@ def explain(
     config: Config,
     overrides: Overrides = None,
     trust: Annotated[bool, typer.Option("--trust", help="import and run the code that CONFIG names, as train does")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print what CONFIG will really do: every effective value, and where it came from. Code that CONFIG names (package.module:Name, or
     commands without a sandbox) is run only with --trust; train, evaluate, merge and serve run it always."""
     from agent_peft.lookup import without_imports
-    from agent_peft.training.explain import explain
+    from agent_peft.training.explain import explain, explanation
     from agent_peft.training.loading import load_config
 
     with nullcontext(()) if trust else without_imports() as passed_over:
-        _show(explain(*load_config(config, overrides or ())))
-    if passed_over:
+        found = load_config(config, overrides or ())
+        shown = explanation(*found) if as_json else explain(*found)
+    _show({**shown, "not_run": list(passed_over)} if isinstance(shown, dict) else shown)
+    if passed_over and not as_json:
         print(f"not run and not checked: {printable(', '.join(passed_over), LINE)}; this is code that CONFIG names: --trust runs it")
 
 
@@ -235,7 +241,10 @@ def _show(content: Any) -> None:
     if isinstance(content, dict):
         print(json.dumps(content, indent=2))
     else:
-        Console().print(Printable(content))
+        console = Console()
+        if not console.is_terminal and "COLUMNS" not in os.environ:
+            console.width = WIDE
+        console.print(Printable(content))
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -99,6 +99,7 @@ class Turn:
     """One exchange in tokens: what the policy read, then what it sampled. Nothing here was decoded and encoded again.
 
     ``logprobs[i]`` is the log-probability (nats) with which ``action[i]`` was sampled, under the sampling temperature, top-p and top-k.
+    ``cut`` says that a limit on tokens ended the action, not the policy.
 
     >>> Turn(observation=(5, 6), action=(7,), logprobs=(-0.1,)).action
     (7,)
@@ -108,6 +109,7 @@ class Turn:
     action: tuple[int, ...]
     logprobs: tuple[float, ...]
     valid: bool = True
+    cut: bool = False
 
     def __post_init__(self) -> None:
         if len(self.action) != len(self.logprobs):
@@ -157,6 +159,11 @@ class Trajectory:
     def num_invalid(self) -> int:
         """Turns whose action the environment could not understand."""
         return sum(not turn.valid for turn in self.turns)
+
+    @property
+    def num_cut(self) -> int:
+        """Turns whose action a limit on tokens ended."""
+        return sum(turn.cut for turn in self.turns)
 
 
 @dataclass(frozen=True)

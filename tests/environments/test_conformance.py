@@ -11,7 +11,7 @@ import pytest
 
 from agent_peft.environments import ENVIRONMENTS, load_environment
 from agent_peft.environments.base import EnvironmentConfig
-from agent_peft.types import AgentPeftError, Outcome
+from agent_peft.types import AgentPeftError, Outcome, StopReason
 
 PROBLEMS = str(Path(__file__).parent / "own_problems.jsonl")
 
@@ -29,6 +29,15 @@ CASES = {
         "Act: finish",
     ),
     "gsm8k": ({"tasks": PROBLEMS, "num_tasks": 5}, {"tasks": PROBLEMS, "offset": 1}, "#### -1"),  # problems of a file: another part of it
+}
+# a reply that takes longer than anybody waits, for those whose episodes have a clock, and what lets it
+PATIENCE = {
+    "db_bench": {"statement_seconds": 600.0, "statement_steps": 10**15},
+    "os_interaction": {"command_timeout": 600.0},
+}
+ENDLESS = {
+    "db_bench": "Action: Operation\n```sql\nWITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT COUNT(*) FROM c\n```",
+    "os_interaction": "Act: bash\n\n```bash\necho begun; sleep 600\n```",
 }
 # each of them over HTTP too; the environment of an OpenEnv server has no golds to replay
 CASES |= {f"remote {kind}": case for kind, case in CASES.items()}
@@ -149,6 +158,29 @@ def test_whatever_is_written_ends_in_a_result(load, kind, reply):
     environment = load(kind)
     result = play(environment, environment.tasks[0], [reply])[0]
     assert result.outcome is not Outcome.CORRECT
+
+
+def test_every_clock_is_covered():
+    assert set(ENDLESS) == {kind for kind, (config, _) in ENVIRONMENTS.items() if "episode_seconds" in config.model_fields}
+
+
+@pytest.mark.parametrize("where", ["", "remote "])
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_a_clock_that_runs_out_stops_the_command_and_ends_the_episode(kind, where, serving, request):
+    if kind == "os_interaction":
+        request.getfixturevalue("sandboxed")
+    environment = load_environment({"kind": kind, **CASES[kind][0], **PATIENCE[kind], "episode_seconds": 1.0})
+    elsewhere = load_environment({"kind": "remote", "url": serving({"train": environment}).url}) if where else environment
+    task = elsewhere.tasks[0]
+    assert play(elsewhere, task, elsewhere.demonstration(task))[-1].outcome is Outcome.CORRECT
+    episode = elsewhere.episode(task, seed=0)
+    episode.start()
+    result = episode.step(ENDLESS[kind])
+    assert (result.done, result.outcome, result.stop_reason, result.valid) == (True, Outcome.INCORRECT, StopReason.TIMEOUT, True)
+    with pytest.raises(RuntimeError):
+        episode.step(CASES[kind][2])
+    episode.close()
+    elsewhere.close()
 
 
 def test_a_configuration_object_loads_too(settings, kind):

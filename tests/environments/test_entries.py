@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from agent_peft.environments import db_bench, download, gsm8k, os_interaction
+from agent_peft.environments import db_bench, download, gsm8k, load_environment, os_interaction
 from agent_peft.environments.download import SETS, convert, read_rows
 from agent_peft.files import MEGABYTE
 from agent_peft.types import AgentPeftError
@@ -39,6 +39,33 @@ def read_or_refused(reader, path):
     except AgentPeftError as error:
         assert str(error).startswith(str(path))
         assert len(str(error)) < 5_000
+
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("content", ["", " \n\n"])
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+def test_a_file_without_tasks_says_so(kind, content, suffix, tmp_path):
+    path = tmp_path / f"t{suffix}"
+    path.write_text(content)
+    with pytest.raises(AgentPeftError, match=f"^{path}: holds no (entry|problem); give a JSON"):
+        load_environment({"kind": kind, "tasks": path})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kind": "arithmetic", "num_tasks": 0},
+        {"kind": "db_bench", "generate": {"num_tasks": 0}},
+        {"kind": "db_bench", "generate": {"num_tasks": 2}, "limit": 0},
+        {"kind": "db_bench", "generate": {"num_tasks": 2}, "skills": []},
+        {"kind": "os_interaction", "generate": {"num_tasks": 0}},
+        {"kind": "os_interaction", "generate": {"num_tasks": 2}, "skills": []},
+        {"kind": "openenv", "url": "http://127.0.0.1:9", "num_tasks": 0},
+    ],
+)
+def test_settings_that_leave_no_task_are_refused(settings):
+    with pytest.raises(AgentPeftError, match=r"^environment\.[a-z_.]+: \S+ should (be greater|have at least)"):
+        load_environment(settings)
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -30,17 +30,17 @@ ARCHITECTURES = {
 }
 
 
-def random_model(kind: str, vocab_size: int, **more: object) -> PreTrainedModel:
+def random_model(kind: str, vocab_size: int, dtype: torch.dtype = torch.float32, **more: object) -> PreTrainedModel:
     settings = ARCHITECTURES.get(kind, {}) | more
     config = AutoConfig.for_model(kind, vocab_size=vocab_size, pad_token_id=0, bos_token_id=1, eos_token_id=2, **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(dtype).eval()
 
 
 @pytest.fixture
 def make_policy(char_tokenizer: PreTrainedTokenizerFast) -> Callable[..., Policy]:
-    """``make_policy(kind, lora=True, packing=True)``: with LoRA, B is random too, so that the adapter counts."""
+    """``make_policy(kind, lora=True, packing=True, dtype=torch.float32)``: with LoRA, B is random too, so that the adapter counts."""
 
     def make(kind: str = "llama", *, lora: bool = True, packing: bool = True, **more: object) -> Policy:
         model = random_model(kind, len(char_tokenizer), **more)

@@ -8,6 +8,7 @@ from torch import nn
 
 from agent_peft.policies import blocked as layout
 from agent_peft.policies.engine import Engine, EngineConfig
+from agent_peft.policies.hardware import has_bf16
 from agent_peft.policies.language_model import Policy
 from agent_peft.policies.sampling import SamplingConfig
 
@@ -52,3 +53,43 @@ def test_a_model_whose_layers_cannot_be_replaced_is_sampled_without(make_policy:
     monkeypatch.setattr(layout.BlockedLinear, "forward", lambda layer, x: x.new_zeros(*x.shape[:-1], 3))
     Engine(policy, EngineConfig())
     assert not policy.blocks
+
+
+needs_bf16 = pytest.mark.skipif(not has_bf16(torch.device("cpu")), reason="this CPU does not multiply bfloat16 by itself")
+
+
+@needs_bf16
+@pytest.mark.parametrize("bias", [False, True])
+def test_beside_the_product_a_small_change_is_not_rounded_away(bias: bool) -> None:
+    """A tenth of a percent of W x: folded into weights of 16 bits, four fifths of it would be lost."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(64, 256, generator=generator).bfloat16(), (torch.randn(192, 256, generator=generator) / 16).bfloat16()
+    a, b = (torch.randn(8, 256, generator=generator) / 16).bfloat16(), (torch.randn(192, 8, generator=generator) * 2e-4).bfloat16()
+    vector = torch.randn(192, generator=generator).bfloat16() if bias else None
+    layer, exact = layout.BlockedLora(w, vector, a, b, 2.0), 2 * x.double() @ a.double().T @ b.double().T
+    change = layer(x).double() - layer.base(x).double()
+    folded = nn.functional.linear(x, (w.float() + 2 * b.float() @ a.float()).bfloat16(), vector).double() - layer.base(x).double()
+    kept, rounded = (float((one * exact).sum() / (exact * exact).sum()) for one in (change, folded))
+    assert kept == pytest.approx(1, abs=0.1)
+    assert (change - exact).norm() < (folded - exact).norm() or rounded < 0.9
+
+
+@needs_bf16
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_in_16_bits_the_adapter_is_computed_beside_the_weights(
+    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(layout, "LEAST", 1)
+    policy = make_policy(kind, dtype=torch.bfloat16)
+    assert policy.blocks and policy.dtype == torch.bfloat16
+    before = dict(policy.model.named_modules())
+    with policy.sampling_mode(True):
+        inside = list(policy.base.modules())
+        assert any(isinstance(module, layout.BlockedLora) for module in inside)
+        assert not any(isinstance(module, nn.Linear) for module in inside), "the others are blocked, too"
+    assert dict(policy.model.named_modules()) == before
+    engine, tokens = Engine(policy, EngineConfig()), list(range(1, 17))
+    plain, blocks = (torch.tensor(engine.score(tokens, SamplingConfig(), blocks=blocks)) for blocks in (False, True))
+    assert policy.drift(plain - blocks) <= policy.rounding
+    with policy.model.disable_adapter():
+        assert policy.drift(torch.tensor(engine.score(tokens, SamplingConfig())) - blocks) > policy.rounding, "the adapter counts"

@@ -186,13 +186,13 @@ def test_who_shares_the_batch_does_not_change_what_is_sampled(make_policy: MakeP
 
 
 def test_a_run_repeats_bit_for_bit_however_slow_the_environments_are(make_policy: MakePolicy) -> None:
-    policy = make_policy()
-    settings = {"rows": 4, "environment_threads": 3, "prefill_tokens": 24}
+    """Where the first one waited for none, its schedule says nothing, and others that follow it wait for each answer when it is due."""
+    engine = Engine(make_policy(), EngineConfig(rows=4, environment_threads=3, prefill_tokens=24))
     runs = []
     for attempt in range(4):
         clock = random.Random(attempt)
         conversations = talks(14, delay=(lambda clock=clock: clock.random() * 0.012) if attempt else None)
-        statistics = drive(policy, conversations, **settings)
+        statistics = engine.generate(conversations, SAMPLING, () if attempt else None)
         runs.append(([talk.actions for talk in conversations], [talk.logprobs for talk in conversations], statistics))
     assert runs[0] == runs[1] == runs[2] == runs[3]
 

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
+from agent_peft.policies import kv_cache
 from agent_peft.policies.kv_cache import COMMON, PROMPTS, ROWS, TierCache
 
 CPU = torch.device("cpu")
@@ -157,3 +158,56 @@ def test_siblings_keep_their_prompt_once() -> None:
         write(cache, ROWS, [0, 1, 2, 3], [64] * 4, [[1.0], [2.0], [3.0], [4.0]])
         sizes[shared] = cache.tiers[ROWS].capacity
     assert sizes == {True: 4, False: 128}
+
+
+def large_cache(capacity: int) -> TierCache:
+    """Of layers of 32 KB a token."""
+    config = LlamaConfig(num_hidden_layers=10, num_attention_heads=2, num_key_value_heads=2, hidden_size=128)
+    return TierCache((1, 1, 64), (1, 1, capacity), config, torch.float32, CPU, True)
+
+
+def write_large(cache: TierCache, position: int) -> None:
+    cache.place(ROWS, range(64), torch.full((64, 1), position))
+    states = torch.ones(64, 2, 1, 64)
+    for layer in range(10):
+        cache.update(states, states, layer)
+
+
+def test_old_and_new_are_there_together_for_one_layer_only(peak_bytes) -> None:
+    caches: list[TierCache] = []
+
+    def work() -> None:
+        caches.append(large_cache(32))
+        write_large(caches[0], 31)
+        write_large(caches[0], 32)
+
+    peak = peak_bytes(work)
+    layer = caches[0].num_bytes // 10
+    assert caches[0].tiers[ROWS].capacity == 64 and caches[0].num_bytes == 10 * 2 * 64 * 2 * 64 * 64 * 4
+    assert peak <= caches[0].num_bytes + layer
+
+
+def test_exchanged_rows_take_no_second_cache(peak_bytes) -> None:
+    cache = large_cache(32)
+    write_large(cache, 31)
+
+    def work() -> None:
+        for row in range(32):
+            cache.swap(row, 63 - row)
+        write_large(cache, 30)
+
+    assert peak_bytes(work) <= cache.num_bytes // 10
+
+
+def test_what_it_grew_out_of_goes_back_to_the_system(monkeypatch) -> None:
+    """The pieces between the layers fit none of the larger tensors."""
+    asked = []
+    monkeypatch.setattr(kv_cache, "give_back_memory", lambda: asked.append(None))
+    cache = large_cache(32)
+    write_large(cache, 31)
+    assert not asked
+    write_large(cache, 32)
+    assert len(asked) == 2 * 10
+    small = make_cache()
+    write(small, ROWS, [2], [0], [[float(i) for i in range(1, 20)]])
+    assert len(asked) == 2 * 10, "a few kilobytes are not worth it"

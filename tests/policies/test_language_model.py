@@ -17,6 +17,7 @@ from agent_peft.policies import adapters, head, language_model, tree_attention
 from agent_peft.policies.base import PretrainedConfig, ScratchConfig
 from agent_peft.policies.engine import Engine, EngineConfig
 from agent_peft.policies.language_model import Policy, load_policy
+from agent_peft.policies.reference import reference_of
 from agent_peft.policies.sampling import SamplingConfig, log_distribution
 from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
 
@@ -115,18 +116,6 @@ def test_the_trainer_scores_what_the_sampler_recorded(kind: str, sampling: Sampl
     Engine(policy, EngineConfig(rows=4)).generate(conversations, sampling.model_copy(update={"max_new_tokens": 5}))
     batch = collate([Trajectory(Task("t"), tuple(c.turns)) for c in conversations], [0] * 9)
     assert torch.allclose(policy.forward(batch, sampling).logprobs, batch.logprobs, atol=1e-4)
-
-
-def test_reference_is_the_model_without_its_adapter(make_policy: MakePolicy) -> None:
-    policy, bare, batch = make_policy(), make_policy(lora=False), make_batch()
-    expected = bare.forward(batch, PLAIN).logprobs
-    for packing in (True, False):
-        policy.packing = packing
-        reference = policy.reference_logprobs(batch, PLAIN)
-        assert torch.allclose(reference, expected, atol=1e-5) and not reference.requires_grad
-    assert not torch.allclose(policy.forward(batch, PLAIN).logprobs, expected, atol=1e-2)
-    with pytest.raises(AgentPeftError, match=r"set policy\.lora"):
-        bare.reference_logprobs(batch, PLAIN)
 
 
 def test_a_batch_without_actions_scores_nothing(make_policy: MakePolicy) -> None:
@@ -307,7 +296,7 @@ def test_the_proof_waits_for_a_branch(make_policy: MakePolicy, caplog: pytest.Lo
 def test_the_reference_is_proven_too(make_policy: MakePolicy, caplog: pytest.LogCaptureFixture) -> None:
     policy, batch = make_policy(), make_batch()
     policy.decoder = Summing(policy.decoder)
-    policy.reference_logprobs(batch, PLAIN)
+    policy.reference_logprobs(batch, PLAIN, reference_of(policy.model, "base"))
     assert not policy.packing
 
 
@@ -358,7 +347,8 @@ def test_a_policy_from_scratch_depends_on_its_seed_alone() -> None:
 def test_an_adapter_starts_at_zero_and_alone_is_trained() -> None:
     config = ScratchConfig(architecture=SCRATCH, alphabet="0123456789+-*= \n", device="cpu", lora=adapters.LoraSettings(rank=2))
     policy, batch = load_policy(config, seed=0), make_batch()
-    assert torch.allclose(policy.forward(batch, PLAIN).logprobs, policy.reference_logprobs(batch, PLAIN), atol=1e-6)
+    base = policy.reference_logprobs(batch, PLAIN, reference_of(policy.model, "base"))
+    assert torch.allclose(policy.forward(batch, PLAIN).logprobs, base, atol=1e-6)
     names = [name for name, parameter in policy.model.named_parameters() if parameter.requires_grad]
     assert names and all("lora_" in name for name in names) and len(names) == len(policy.trainable_parameters())
 

@@ -74,11 +74,58 @@ def test_what_is_more_than_the_sum_is_peft_s_own(fused: list[int]) -> None:
     made.merge()
     torch.testing.assert_close(made(x), own(x))
     made.unmerge()
-    made.lora_A.float()
-    made.lora_B.float()
+    made.lora_A.half()
+    made.lora_B.half()
     made(x)
     made.double()
     made.base_layer.weight.requires_grad_(True)
     made(x).sum().backward()
     assert made.base_layer.weight.grad is not None
     assert len(fused) == 1, "merged, of two precisions, or with weights that are trained"
+
+
+def wide_layer(kind: type[LoraLinear], size: float) -> LoraLinear:
+    """A layer of 256 inputs in bf16 whose adapter, in fp32, changes the output by about ``size`` of it."""
+    generator = torch.Generator().manual_seed(0)
+    base = nn.Linear(256, 192, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    base.weight.data.copy_(torch.randn(192, 256, generator=generator) / 16)
+    made = kind(base, "default", config=LoraConfig(r=8, lora_alpha=16), r=8, lora_alpha=16)
+    made.lora_A.float()  # as in a model that PEFT adapts
+    made.lora_B.float()
+    with torch.no_grad():
+        made.lora_A["default"].weight.copy_(torch.randn(8, 256, generator=generator) / 16)
+        made.lora_B["default"].weight.copy_(torch.randn(192, 8, generator=generator) * size / 6)
+    return made
+
+
+def kept(made: LoraLinear, x: torch.Tensor) -> float:
+    """The share of the adapter's change that is found in the output, by projection."""
+    a, b = made.lora_A["default"].weight.detach().double(), made.lora_B["default"].weight.detach().double()
+    exact = 2 * x.double() @ a.T @ b.T
+    with torch.no_grad():
+        changed = made(x).double()
+        made.enable_adapters(False)
+        change = changed - made(x).double()
+    return float((change * exact).sum() / (exact * exact).sum())
+
+
+def test_a_small_change_is_not_rounded_away_in_16_bits(fused: list[int]) -> None:
+    """PEFT rounds W x before it adds: what is less than half a unit in its last place is lost."""
+    x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert kept(wide_layer(FusedLoraLinear, 1e-3), x) == pytest.approx(1, abs=0.1)
+    assert len(fused) == 1, "A and B are fp32"
+    assert kept(wide_layer(LoraLinear, 1e-3), x) < 0.7, "or there is nothing to mend"
+
+
+def test_gradients_in_16_bits_are_those_of_fp32() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, weights = torch.randn(64, 256, generator=generator).bfloat16(), torch.randn(64, 192, generator=generator)
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        made, given = wide_layer(FusedLoraLinear, 0.1), x.detach().clone().to(dtype).requires_grad_()
+        made.get_base_layer().to(dtype)
+        (made(given) * weights).sum().backward()
+        found.append([made.lora_A["default"].weight.grad, made.lora_B["default"].weight.grad, given.grad])
+    for ours, exact in zip(*found, strict=True):
+        assert ours.dtype == (torch.bfloat16 if ours.shape == x.shape else torch.float32)
+        assert (ours.float() - exact).norm() < 0.01 * exact.norm()

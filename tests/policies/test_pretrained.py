@@ -17,10 +17,11 @@ from transformers import LlamaConfig
 from agent_peft.policies import pretrained
 from agent_peft.policies.base import PretrainedConfig, ScratchConfig
 from agent_peft.policies.bundled import from_gguf
+from agent_peft.policies.chat_template import PLAIN_TEMPLATE
 from agent_peft.policies.language_model import load_policy
 from agent_peft.policies.pretrained import cause, check_chat_template, check_config
 from agent_peft.policies.shape import shape_of
-from agent_peft.policies.tokenization import PLAIN_TEMPLATE, ChatTokenizer
+from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.types import AgentPeftError, Message
 
 
@@ -92,6 +93,40 @@ def test_a_folder_of_an_adapter_leads_to_no_other_model(folder):
 def test_files_that_are_wrong_are_told(folder, file, content):
     (folder / file).write_text(content)
     refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        (["config.json"], "holds no config.json; give a folder that save_pretrained has written"),
+        (["tokenizer.json", "tokenizer_config.json"], "holds no tokenizer that can be loaded"),
+        (["model.safetensors"], r"holds no weights (*.safetensors or *.bin); copy them there"),
+    ],
+)
+def test_files_that_are_missing_are_told(folder, files, told):
+    for file in files:
+        (folder / file).unlink()
+    assert refused(folder).startswith(f"policy.model: {str(folder)!r} {told}")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        (
+            "num_hidden_layers",
+            3,
+            "9 of the weights that its config.json describes are missing, first model.layers.2.input_layernorm.weight",
+        ),
+        (
+            "intermediate_size",
+            128,
+            "6 of the weights that its config.json describes have another size, first model.layers.0.mlp.down_proj.weight",
+        ),
+    ],
+)
+def test_weights_that_are_not_in_the_files_are_not_made_up(folder, key, value, told):
+    change(folder / "config.json", **{key: value})
+    assert told in refused(folder)
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors", "generation_config.json", "chat_template.jinja"])
@@ -205,7 +240,7 @@ def test_other_templates_pass_also_those_that_fail(char_tokenizer, template):
 
 @pytest.mark.parametrize(
     "template",
-    ["{{ 1 / 0 }}", "{% macro a(x) %}{{ a(x) }}{% endmacro %}{{ a(1) }}", "{% if", "{{ messages.nothing() }}", "{{ ''.__class__ }}"],
+    ["{{ 1 / 0 }}", "{% macro a(x) %}{{ a(x) }}{% endmacro %}{{ a(1) }}", "{{ messages.nothing() }}", "{{ ''.__class__ }}"],
 )
 def test_a_template_that_fails_in_any_way_is_told(char_tokenizer, template):
     char_tokenizer.chat_template = template
@@ -218,6 +253,15 @@ def test_a_template_that_fails_later_is_told(char_tokenizer):
     chat = ChatTokenizer(char_tokenizer)
     with pytest.raises(AgentPeftError, match="the chat template refuses the conversation"):
         chat.opening([Message("user", "1"), Message("assistant", "1")] * 3)
+
+
+def test_every_end_of_a_model_ends_an_action(folder):
+    """Its generation configuration may name more than the tokenizer does."""
+    change(folder / "generation_config.json", eos_token_id=[2, 4])
+    assert load(folder).chat.end_of_turn == {2, 4}
+    change(folder / "generation_config.json", eos_token_id=None)
+    change(folder / "config.json", eos_token_id=None)
+    assert load(folder).chat.end_of_turn == {2}
 
 
 def test_a_cause_is_one_line():

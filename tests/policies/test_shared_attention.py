@@ -14,9 +14,10 @@ from agent_peft.policies.shared_attention import Ancestor, attend, relatives
 CPU = torch.device("cpu")
 
 
+@pytest.mark.parametrize("begins", [[11] * 5, [11, 4, 11, 0, 7], [0, 0, 3, 0, 0]], ids=["all", "parts", "hardly"])
 @pytest.mark.parametrize(("heads", "kv_heads", "length"), [(4, 4, 1), (6, 2, 1), (6, 2, 3)])
-def test_parts_equal_the_whole(heads: int, kv_heads: int, length: int) -> None:
-    """Five rows continue three prompts of different lengths, which all continue what is common."""
+def test_parts_equal_the_whole(heads: int, kv_heads: int, length: int, begins: list[int]) -> None:
+    """Five rows continue three prompts of different lengths, which continue what is common, or a beginning of it, or nothing."""
     torch.manual_seed(0)
     parents, prompt_lengths, own = [2, 0, 2, 1, 2], [7, 3, 5], 4 + length
     size, count = 8, len(parents)
@@ -26,7 +27,7 @@ def test_parts_equal_the_whole(heads: int, kv_heads: int, length: int) -> None:
     bias = torch.zeros(count, 1, length, own).masked_fill(~seen, -torch.inf)
     ancestors = [
         Ancestor(*prompts, relatives(parents, [prompt_lengths[p] for p in parents], torch.float32, CPU)),
-        Ancestor(*common, relatives([0] * count, [11] * count, torch.float32, CPU)),
+        Ancestor(*(x[:, :, : max(begins)] for x in common), relatives([0] * count, begins, torch.float32, CPU)),
     ]
 
     class Kept:
@@ -39,9 +40,9 @@ def test_parts_equal_the_whole(heads: int, kv_heads: int, length: int) -> None:
         found, _ = shared.shared_attention(module, query, key, value, bias, scaling=0.3)
     for b, parent in enumerate(parents):
         n = prompt_lengths[parent]
-        keys, values = (torch.cat([common[i][0], prompts[i][parent, :, :n], (key, value)[i][b]], 1) for i in (0, 1))
+        keys, values = (torch.cat([common[i][0][:, : begins[b]], prompts[i][parent, :, :n], (key, value)[i][b]], 1) for i in (0, 1))
         keys, values = (x.repeat_interleave(heads // kv_heads, 0) for x in (keys, values))
-        mask = torch.cat([torch.ones(length, 11 + n, dtype=torch.bool), seen], 1)
+        mask = torch.cat([torch.ones(length, begins[b] + n, dtype=torch.bool), seen], 1)
         expected = nn.functional.scaled_dot_product_attention(query[b], keys, values, attn_mask=mask, scale=0.3)
         assert torch.allclose(found[b], expected.transpose(0, 1), atol=1e-6)
 

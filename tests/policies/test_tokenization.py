@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from pathlib import Path
 
 import pytest
@@ -139,9 +138,7 @@ def sentencepiece() -> PreTrainedTokenizerFast:
 def chat(name: str) -> ChatTokenizer:
     if name == "sentencepiece":
         return ChatTokenizer(sentencepiece())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if name.startswith("qwen3") else "error")
-        return ChatTokenizer(byte_level(TEMPLATES[name]))
+    return ChatTokenizer(byte_level(TEMPLATES[name]))
 
 
 hostile = st.lists(st.sampled_from([*CONTROLS, "<think>", "\n", " ", "a", "é", "🙂", "user\n"]), max_size=5).map("".join)
@@ -291,16 +288,98 @@ def test_a_blank_before_the_end_token_belongs_to_the_turn() -> None:
 
 
 @pytest.mark.parametrize("template, why", [(QWEN3, "drops the thoughts"), (QWEN3_NO_THINKING, "rewrites"), (MISTRAL, "rewrites")])
-def test_templates_that_rewrite_earlier_turns_warn(template: str, why: str) -> None:
-    with pytest.warns(UserWarning, match=f"cannot be used append-only: a new turn {why}"):
-        c = ChatTokenizer(byte_level(template))
-    assert not c.append_only
-    assert "ok" in c.tokenizer.decode(c.following("ok", []))
+def test_templates_that_rewrite_earlier_turns_warn_once_a_second_turn_comes(
+    template: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    c = ChatTokenizer(byte_level(template))
+    opening = c.opening([Message("user", "hi")])
+    assert not c.append_only and not caplog.messages, "episodes of one turn lose nothing"
+    action = c.action_tokens("<think>so</think>yes")
+    for _ in range(2):
+        assert "ok" in c.tokenizer.decode(c.following("ok", action))
+        (line,) = caplog.messages
+    assert f"a new turn {why}" in line and "\n" not in line
+    assert "<think>so</think>yes" in c.tokenizer.decode(opening + action + c.following("ok", action)), "as it was sampled"
 
 
 @pytest.mark.parametrize("name", APPEND_ONLY)
 def test_templates_that_only_append_say_so(name: str) -> None:
     assert chat(name).append_only
+
+
+LLAMA3 = """{{- bos_token }}
+{%- if not date_string is defined %}
+    {%- if strftime_now is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- else %}{%- set date_string = "?" %}{%- endif %}
+{%- endif %}
+{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] | trim %}{%- set messages = messages[1:] %}
+{%- else %}{%- set system = "" %}{%- endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\n\nToday Date: " + date_string + "\n\n" + system + "<|eot_id|>" }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"""
+
+GLM = """[gMASK]{% for m in messages %}<|{{ m['role'] }}|>
+{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}<|assistant|>
+{% endif %}"""
+
+
+def with_controls(template: str, *controls: str) -> PreTrainedTokenizerFast:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(byte_level(None).backend_tokenizer.to_str()), bos_token="<bos>", eos_token=controls[0]
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": list(controls)})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_another_end_of_the_models_ends_a_turn_in_the_templates_place() -> None:
+    """Llama 3 has three ends, of which its tokenizer names one."""
+    tokenizer = with_controls(LLAMA3, "<|eot_id|>", "<|eom_id|>", "<|start_header_id|>", "<|end_header_id|>")
+    eot, eom = tokenizer.convert_tokens_to_ids(["<|eot_id|>", "<|eom_id|>"])
+    c, alone = ChatTokenizer(tokenizer, [eot, eom]), ChatTokenizer(tokenizer)
+    assert c.end_of_turn == {eot, eom} and alone.end_of_turn == {eot}
+    assert c.action_tokens("x")[-1] == eot and c.decode_action([*c.action_tokens("x")[:-1], eom]) == "x"
+    answer = "<|start_header_id|>user<|end_header_id|>\n\nok<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+    assert c.tokenizer.decode(c.following("ok", [5, eot])) == c.tokenizer.decode(c.following("ok", [5, eom])) == answer
+    assert c.tokenizer.decode(c.following("ok", [5])) == "<|eot_id|>" + answer
+
+
+def test_an_end_never_takes_the_place_of_the_next_messages_header() -> None:
+    """GLM closes no turn: the next header does, which the model samples, or another end instead of it."""
+    tokenizer = with_controls(GLM, "<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>")
+    eos, user, other = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|user|>", "<|observation|>"])
+    c = ChatTokenizer(tokenizer, [eos, user, other])
+    assert c.end_of_turn == {eos, user, other}
+    assert c.tokenizer.decode(c.following("ok", [5, user])) == "\nok<|assistant|>\n"
+    for action in ([5, eos], [5, other], [5]):
+        assert c.tokenizer.decode(c.following("ok", action)) == "<|user|>\nok<|assistant|>\n"
+
+
+def test_a_template_never_learns_the_date(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = with_controls(LLAMA3, "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>")
+    assert "26 Jul 2024" not in tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    c = ChatTokenizer(tokenizer)
+    assert "Today Date: 26 Jul 2024\n\nBe brief.<|eot_id|>" in c.tokenizer.decode(
+        c.opening([Message("system", "Be brief."), Message("user", "hi")])
+    )
+    assert [line for line in caplog.messages if "always 26 Jul 2024" in line] == caplog.messages != []
+
+
+def test_a_clock_that_cannot_be_stopped_is_refused() -> None:
+    with pytest.raises(AgentPeftError, match="writes the present time, so that no two runs would read the same"):
+        ChatTokenizer(byte_level("{% set form = '%H' %}{{ strftime_now(form) }}" + SMOLLM2))
+
+
+def test_roles_that_there_are_not() -> None:
+    with pytest.raises(AgentPeftError, match="a message has the role 'human'; the roles are system, user, assistant"):
+        chat("smollm2").opening([Message("human", "hi")])  # type: ignore[arg-type]
+
+
+def test_a_broken_template_names_its_line() -> None:
+    with pytest.raises(AgentPeftError, match=r"the chat template is broken: line 2: .*; repair it") as raised:
+        ChatTokenizer(byte_level("{% for m in messages %}\n{{ m['content' }}{% endfor %}"))
+    assert "\n" not in str(raised.value)
 
 
 def test_numbered_rounds_are_refused() -> None:

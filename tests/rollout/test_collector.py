@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import random
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment, Episode
+from agent_peft.policies import joining
+from agent_peft.policies.decoding import AHEAD
 from agent_peft.policies.engine import Engine, EngineConfig
 from agent_peft.policies.language_model import Policy
 from agent_peft.policies.sampling import SamplingConfig
@@ -43,6 +47,7 @@ class Counting(Environment):
         self._tasks = [Task(f"t{i}", content={"turns": n}) for i, n in enumerate(turns)]
         self.fails, self.error, self.lock = fails or {}, error, threading.Lock()
         self.opened, self.closed, self.seeds = Counter[str](), Counter[str](), list[tuple[str, int]]()
+        self.peak = 0  # episodes that were open at once
 
     @property
     def tasks(self) -> Sequence[Task]:
@@ -57,8 +62,10 @@ class Counting(Environment):
 
     def episode(self, task: Task, seed: int) -> Episode:
         self.breaks(task, "episode")
-        self.opened[task.id] += 1
-        self.seeds.append((task.id, seed))
+        with self.lock:
+            self.opened[task.id] += 1
+            self.peak = max(self.peak, self.opened.total() - self.closed.total())
+            self.seeds.append((task.id, seed))
         return CountingEpisode(self, task)
 
     def demonstration(self, task: Task) -> Sequence[str] | None:
@@ -88,7 +95,8 @@ class CountingEpisode(Episode):
 
     def close(self) -> None:
         if not self.over:
-            self.environment.closed[self.task.id] += 1
+            with self.environment.lock:
+                self.environment.closed[self.task.id] += 1
         self.over = True
 
 
@@ -203,6 +211,80 @@ def test_an_episode_that_runs_out_of_tokens_is_cut_and_told(engine: Engine) -> N
         assert trajectory.messages[-1].role == "user" and trajectory.rewards[-1] == (-0.1 if trajectory.turns[-1].valid else -0.35)
     assert all(t.stop_reason is StopReason.FINISHED for t in collection.groups[2].trajectories)
     assert environment.opened == environment.closed
+
+
+def test_no_more_episodes_are_open_than_the_engine_has_rows_and_a_few(
+    tiny_llama: LlamaForCausalLM, char_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    engine = Engine(Policy(tiny_llama, ChatTokenizer(char_tokenizer)), EngineConfig(rows=8))
+    environment = Counting([1 + i % 3 for i in range(200)], {f"t{i}": {"step": 1} for i in range(0, 200, 40)})
+    collection = collect(engine, environment, 1)
+    assert [len(group.trajectories) for group in collection.groups] == [1] * 200
+    assert (collection.failures, environment.opened.total()) == (5, 205)
+    assert environment.opened == environment.closed and 8 < environment.peak <= 8 + AHEAD
+
+
+def test_an_episode_is_closed_when_it_ends_and_not_at_the_end_of_the_trip(engine: Engine) -> None:
+    class Watching(Counting):
+        def episode(self, task: Task, seed: int) -> Episode:
+            left.append(self.opened.total() - self.closed.total())
+            return super().episode(task, seed)
+
+    left = list[int]()
+    environment = Watching([2] * 40)
+    collect(engine, environment, 1)
+    assert len(left) == 40 and max(left) < 5 + AHEAD, "when another is opened"
+
+
+def test_whatever_ends_a_collection_nothing_stays_open(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward, calls = engine.policy.hidden_states, [0]
+
+    def hidden_states(*arguments: Any) -> Any:
+        calls[0] += 1
+        if calls[0] > 12:
+            raise RuntimeError("a fault of the model's")
+        return forward(*arguments)
+
+    monkeypatch.setattr(engine.policy, "hidden_states", hidden_states)
+    environment = Counting([3] * 40)
+    with pytest.raises(RuntimeError, match="a fault of the model's"):
+        collect(engine, environment, 1)
+    assert environment.opened == environment.closed and 5 <= environment.opened.total() < 40
+
+
+def test_a_schedule_is_handed_up_and_can_be_followed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PATIENCE", "FIRST_PATIENCE"):
+        monkeypatch.setattr(joining, name, 0.0)
+    seconds = random.Random(0)
+
+    class Slow(Counting):
+        def breaks(self, task: Task, where: str) -> None:
+            time.sleep(seconds.random() * 0.01)
+            super().breaks(task, where)
+
+    def run(schedule: Any = None) -> Any:
+        environment = Slow([1, 3, 2, 4], {"t1": {"step": 1}, "t2": {"start": 1}})
+        return Collector(environment, engine).collect(environment.tasks, 3, SAMPLING, REWARDS, 0, schedule=schedule)
+
+    first = Slow([1, 3, 2, 4])
+    recorded = Collector(first, engine).collect(first.tasks, 3, SAMPLING, REWARDS, 0)
+    assert len(recorded.schedule) == 1 and recorded.statistics.late == len(recorded.schedule[0]) > 0
+    followed = Collector(first, engine).collect(first.tasks, 3, SAMPLING, REWARDS, 0, schedule=recorded.schedule)
+    assert followed.groups == recorded.groups and followed.schedule == recorded.schedule
+    assert len(run().schedule) == 2, "each attempt has its own"
+
+
+def test_actions_that_a_limit_ended_are_marked(engine: Engine) -> None:
+    end = min(engine.policy.chat.end_of_turn)
+    sampling = SamplingConfig(temperature=2.0, max_new_tokens=5, max_tokens=60, stop=("3", "+-"))
+    reached = set()
+    for trajectory in (t for group in collect(engine, Counting([4] * 6), 4, sampling).groups for t in group.trajectories):
+        for turn in trajectory.turns:
+            said = "".join(engine.policy.chat.tokenizer.convert_ids_to_tokens(list(turn.action)))
+            assert turn.cut == (turn.action[-1] != end and not said.endswith(("3", "+-"))), said
+            reached.add(turn.cut)
+        assert trajectory.num_cut == sum(turn.cut for turn in trajectory.turns)
+    assert reached == {True, False}
 
 
 # -- when the world fails ---------------------------------------------------------------------------------------------------------------

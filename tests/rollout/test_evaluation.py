@@ -1,9 +1,11 @@
 """Statistics against published numbers, hand computation and brute force."""
 
+import io
 import itertools
 import json
 import math
 import re
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -189,6 +191,20 @@ def test_a_report_counts():
     assert made.mean_action_tokens == pytest.approx((6 + 3 + 1) / 3)
     assert made.pass_at == {1: 0.25}
     assert made.outcomes == {"i": ("correct", "incorrect"), "s": ("incorrect",)}
+
+
+def test_cut_actions_are_counted_shown_and_read_back():
+    task = Task("t")
+    ours = attempt(task, True, turns=3)
+    ours = replace(ours, turns=(replace(ours.turns[0], cut=True), *ours.turns[1:]))
+    made = summarize([Group(task, [ours, attempt(task, False)])])
+    assert made.cut_actions == 1 / 4
+    assert EvaluationReport.from_json(json.loads(json.dumps(made.to_json()))) == made
+    written = {key: value for key, value in made.to_json().items() if key != "cut_actions"}
+    assert EvaluationReport.from_json(written).cut_actions == 0.0, "one that an earlier version wrote"
+    out = io.StringIO()
+    Console(file=out, width=100).print(table({"base": made}))
+    assert re.search(r"cut actions\s+\W\s+25\.0%", out.getvalue())
 
 
 def test_what_the_agent_crashed_or_what_met_a_defect_is_incorrect():

@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -373,12 +374,13 @@ def test_a_defect_is_told_once_however_often_it_is_met_and_never_at_length(engin
                 deeper(left - 1)
             raise ValueError(("\x1b]0;owned\x07" + "x" * 100 + "\n") * 10_000)
 
-        deeper(300)
+        if world.task.id != "t0":
+            deeper(300)
 
     environment = Worlds(trouble)
     collector = Collector(environment, engine)
     for seed in range(3):
-        assert collector.collect(environment.tasks, 4, SAMPLING, REWARDS, seed).defects == 24
+        assert collector.collect(environment.tasks, 4, SAMPLING, REWARDS, seed).defects == 20
     assert len(caplog.messages) < 100 and max(map(len, caplog.messages)) < 400
     assert all(line.isprintable() for line in caplog.messages)
 
@@ -423,7 +425,12 @@ def test_whatever_a_world_does_every_episode_that_acted_has_one_outcome(engine: 
             raise found
         return found
 
-    found = collect(engine, Worlds(trouble, tasks=2))
+    collector = Collector(Worlds(tasks=1), engine)
+    collect_again = partial(collector.collect, group_size=4, sampling=SAMPLING, rewards=REWARDS, seed=0)
+    collect_again(collector.environment.tasks)  # where every episode of the first step ends by a defect, the run does, too
+    collector.environment = Worlds(trouble, tasks=2)
+    found = collect_again(collector.environment.tasks)
+    assert not collector.environment.open, "every episode is closed"
     assert [len(group.trajectories) for group in found.groups] == [4, 4], "they all acted, so they all count"
     for t in trajectories(found):
         assert t.turns and len(t.rewards) == len(t.turns)

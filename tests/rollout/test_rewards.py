@@ -1,6 +1,7 @@
 """Facts are priced as configured, at the turn they belong to."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from pydantic import ValidationError
@@ -49,6 +50,13 @@ def test_invalid_actions_are_priced_at_their_turn_and_add_to_the_end():
     priced = price(trajectory(False, True, False), config)
     assert priced.rewards == (-0.25, 0.0, -0.75)
     assert priced.reward == -1.0
+
+
+def test_cut_actions_are_priced_at_their_turn():
+    """Beside what else the turn costs."""
+    cut = replace(trajectory(True, False, True), turns=tuple(replace(t, cut=True) for t in trajectory(True, False, True).turns))
+    assert price(cut, RewardConfig(invalid_action=-0.25, cut_action=-0.5, incorrect=-0.1)).rewards == (-0.5, -0.75, -0.6)
+    assert price(cut, RewardConfig(incorrect=-0.1)).rewards == (0.0, 0.0, -0.1)
 
 
 def test_nothing_but_the_rewards_changes():
@@ -213,7 +221,7 @@ def written(tmp_path, terms, one_stage=True):
         ([{"kind": "format", "wieght": 1}], "x.yaml:7: rewards.terms.0.wieght: unknown key; did you mean rewards.terms.0.weight?"),
         (
             [{"kind": "format"}, {"kind": "length_penalty", "target_token": 9}],
-            "x.yaml: rewards.terms.1.target_tokens is missing (action tokens of an episode that cost nothing) (and 1 more)",
+            "x.yaml: rewards.terms.1.target_tokens is missing (action tokens of an episode that cost nothing) (and 1 more mistake)",
         ),
         (
             [{"kind": "length_penalty", "target_tokens": 9, "max_step": 3}],
@@ -251,6 +259,12 @@ def test_mistakes_are_told_in_one_line(tmp_path, terms, told):
 def test_a_module_that_fails_is_told(tmp_path, own):
     module = own("1 / 0\n")
     with pytest.raises(AgentPeftError, match=r"cannot be imported \(ZeroDivisionError: division by zero\)"):
+        load_config(written(tmp_path, [{"kind": f"{module}:f"}]))
+
+
+def test_a_function_that_takes_no_trajectory_is_told(tmp_path, own):
+    module = own("def f():\n    return 1.0\n")
+    with pytest.raises(AgentPeftError, match=rf"'{module}:f' cannot be called with a trajectory \(too many positional"):
         load_config(written(tmp_path, [{"kind": f"{module}:f"}]))
 
 

@@ -11,8 +11,9 @@ from agent_peft.algorithms import ALGORITHMS
 from agent_peft.environments.arithmetic import ArithmeticConfig
 from agent_peft.policies.base import PretrainedConfig
 from agent_peft.training.config import OwnEnvironmentConfig, TrainConfig, resolved
+from agent_peft.training.effective import load_for_evaluation
 from agent_peft.training.explain import effective_values, explain, facts
-from agent_peft.training.loading import dump_config, load_config, load_for_evaluation
+from agent_peft.training.loading import dump_config, load_config
 from agent_peft.types import AgentPeftError
 
 TOP = """\
@@ -97,10 +98,49 @@ def test_evaluation_is_greedy_and_keeps_the_limits_of_training(load):
     assert load(text + "  sampling: {temperature: 1}\n")[0].evaluation.sampling.temperature == 1.0
 
 
-def test_a_limit_used_by_the_evaluation_alone_has_an_effect(load):
-    text = TOP + HELDOUT + "steps: 1\nsampling: {max_tokens: 77}\nstages: [{algorithm: grpo, sampling: {max_tokens: 88}}]\n"
+def test_evaluation_keeps_the_limits_of_the_stage_that_it_follows(load, tmp_path):
+    stages = "stages:\n  - {algorithm: sft, sampling: {max_new_tokens: 5}}\n  - {algorithm: grpo, sampling: {max_tokens: 88, stop: [b]}}\n"
+    config, provenance = load(TOP + HELDOUT + "  sampling: {temperature: 0.5}\nsteps: 2\nsampling: {max_new_tokens: 9}\n" + stages)
+
+    def limits(config, steps):
+        sampling = config.evaluation.following(config.stage_at(steps)).sampling
+        return (sampling.temperature, sampling.max_new_tokens, sampling.max_tokens, sampling.stop)
+
+    assert [limits(config, steps) for steps in (0, 2, 3, 4)] == [(0.5, 5, 1024, ()), (0.5, 5, 1024, ()), *[(0.5, 9, 88, ("b",))] * 2]
+    assert config.evaluation.sampling.max_tokens == 88, "of a run that is over, the last stage's"
+    shown = {key: value for key, value in effective_values(config) if key.startswith("evaluation.sampling")}
+    assert shown["evaluation.sampling.max_new_tokens"] is None, "a stage decides"
+    assert provenance.of("evaluation.sampling.max_new_tokens") == "the stage that it follows"
+    assert "max_new_tokens 5" in facts(config)["evaluation after sft"] and "max_tokens 88" in facts(config)["evaluation after grpo"]
+    dump_config(config, tmp_path / "again.yaml")
+    again = load_config(tmp_path / "again.yaml")[0]
+    assert again == config and [limits(again, steps) for steps in (0, 4)] == [limits(config, steps) for steps in (0, 4)]
+
+
+def test_where_all_stages_have_the_same_limits_the_evaluation_shows_them(load):
+    config, _ = load(TWO + "sampling: {max_tokens: 77}\n" + HELDOUT)
+    assert dict(effective_values(config))["evaluation.sampling.max_tokens"] == 77
+    assert "evaluation after sft" not in facts(config)
+
+
+def test_supervised_stages_pass_over_how_tokens_are_drawn(load, tmp_path):
+    config, _ = load(TWO.replace("stages:", "sampling: {temperature: 0.7, top_p: 0.9, max_tokens: 77}\nstages:"))
+    sft, rl = config.stages
+    assert (sft.sampling.temperature, sft.sampling.top_p, sft.sampling.max_tokens) == (1.0, 1.0, 77)
+    assert (rl.sampling.temperature, rl.sampling.top_p, rl.sampling.max_tokens) == (0.7, 0.9, 77)
+    shown = {key for key, _ in effective_values(config) if key.startswith("stages.0.sampling")}
+    assert shown == {f"stages.0.sampling.{key}" for key in ("max_new_tokens", "max_tokens", "stop")}
+    dump_config(config, tmp_path / "again.yaml")
+    assert load_config(tmp_path / "again.yaml")[0] == config
+
+
+def test_the_reference_is_passed_over_where_nothing_is_measured_to_it(load):
+    text = TWO.replace("algorithm: grpo,", "algorithm: {kind: grpo, kl_coef: 0.1},").replace("stages:", "reference: base\nstages:")
     config, _ = load(text)
-    assert (config.evaluation.sampling.max_tokens, config.stages[0].sampling.max_tokens) == (77, 88)
+    assert config.stages[1].reference == "base"
+    assert [key for key, _ in effective_values(config) if key.endswith(".reference")] == ["stages.1.reference"]
+    assert facts(config)["reference of rl"] == "the base model: the policy with its adapter off"
+    assert "a frozen copy of the adapter" in facts(load(text.replace("reference: base\n", ""))[0])["reference of rl"]
 
 
 def test_numbers_and_paths(load):
@@ -206,6 +246,7 @@ MISTAKES = [
     (ONE, ("optimizer.betas.0=0.8",), 'command line: optimizer.betas: must be a list, got {"0": 0.8}'),
     (ONE, ("task_order=shufle",), "command line: task_order: must be 'shuffle' or 'sequential', got \"shufle\""),
     # kinds
+    (ONE, ("algorithm=GRPO",), "command line: algorithm.kind: there is no 'GRPO'; did you mean 'grpo'?"),
     (ONE, ("algorithm=gpro",), "command line: algorithm.kind: there is no 'gpro'; did you mean 'grpo'?"),
     (ONE, ("policy.kind=zzz",), "command line: policy.kind: there is no 'zzz'; give one of pretrained, scratch"),
     (ONE, ("environment.kind=arithmetik",), "environment: there is no kind 'arithmetik'; did you mean 'arithmetic'?"),
@@ -218,14 +259,14 @@ MISTAKES = [
     (ONE.replace("kind: pretrained, ", ""), (), "x.yaml:2: policy: names no kind; give one of pretrained, scratch"),
     # what is missing
     (ONE.replace("steps: 3\n", ""), (), "x.yaml: steps is missing (trips through the main loop)"),
-    (TWO.replace("steps: 3\n", ""), (), "x.yaml: stages.0.steps is missing (trips through the main loop) (and 1 more)"),
+    (TWO.replace("steps: 3\n", ""), (), "x.yaml: stages.0.steps is missing (trips through the main loop) (and 1 more mistake)"),
     (ONE, ("algorithm=dr_grpo",), "x.yaml: algorithm.constant_length is missing"),
     (ONE, ("evaluation.attempts=3",), "x.yaml: evaluation.environment is missing"),
-    ("run_dir: r\n", (), "x.yaml: policy is missing (and 3 more)"),
-    ("", (), "x.yaml: is not a mapping of keys to values"),
+    ("run_dir: r\n", (), "x.yaml: policy is missing (and 3 more mistakes)"),
+    ("", (), "x.yaml: is empty; write at least run_dir, policy, environment, algorithm and steps"),
     ("- a", (), "x.yaml: is not a mapping of keys to values"),
     # several
-    (TWO, ("seed=z", "stages.1.steps=x", "stages.0.steps=y"), 'command line: seed: must be a whole number, got "z" (and 2 more)'),
+    (TWO, ("seed=z", "stages.1.steps=x", "stages.0.steps=y"), 'command line: seed: must be a whole number, got "z" (and 2 more mistakes)'),
     # files
     (ONE, ("policy.adapter=nowhere",), "command line: policy.adapter: there is no file or folder 'nowhere' (seen from "),
     (ONE, ("environment={kind: db_bench, tasks: no.json}",), "command line: environment.tasks: there is no file or folder 'no.json'"),
@@ -244,15 +285,24 @@ MISTAKES = [
     (
         TOP + "steps: 3\nalgorithm: sft\ngroup_size: 8",
         (),
-        "x.yaml:6: group_size has no effect, because every stage learns from demonstrations, in groups of one; remove it",
+        "x.yaml:6: group_size has no effect, because every stage learns from demonstrations, in groups of one, and draws no tokens",
     ),
     (
         TOP + "steps: 3\nstages: [{algorithm: sft, group_size: 2}]",
         (),
-        "x.yaml:5: stages.0.group_size has no effect, because stages.0 learns from demonstrations, in groups of one; remove it",
+        "x.yaml:5: stages.0.group_size has no effect, because stages.0 learns from demonstrations, in groups of one, and draws no tokens",
     ),
     (TWO, ("stages.0.group_size=2",), "command line: stages.0.group_size has no effect, because stages.0 learns from demonstrations"),
     (TOP + "steps: 3\nalgorithm: sft", ("group_size=2",), "command line: group_size has no effect, because every stage learns from"),
+    (
+        TOP + "steps: 3\nstages: [{algorithm: sft, sampling: {temperature: 0.5}}, rloo]",
+        (),
+        "x.yaml:5: stages.0.sampling.temperature has no effect, because stages.0 learns from demonstrations",
+    ),
+    (TOP + "steps: 3\nalgorithm: sft\nsampling: {top_p: 0.5}", (), "x.yaml:6: sampling.top_p has no effect, because every stage learns"),
+    (TWO, ("stages.0.sampling.top_k=2",), "command line: stages.0.sampling.top_k has no effect, because stages.0 learns from"),
+    (ONE + "reference: base", (), "x.yaml:6: reference has no effect, because every stage measures no KL (kl_coef is 0); remove it"),
+    (TWO, ("stages.1.reference=stage_start",), "command line: stages.1.reference has no effect, because stages.1 measures no KL"),
     (ONE, ("optimizer.min_lr_ratio=0.1",), "command line: optimizer: min_lr_ratio has no effect with schedule: constant"),
     (ONE + HELDOUT + "  attempts: 3", (), "x.yaml:8: evaluation: attempts: 3 has no effect at sampling.temperature: 0"),
     (ONE + HELDOUT + "  at: []", (), "evaluation: at: [] and every: 0 never evaluate"),
@@ -261,7 +311,16 @@ MISTAKES = [
     (ONE + "sampling: {temperature: 0}", (), "x.yaml:6: sampling.temperature: 0 has no density to train on"),
     (ONE + "group_size: 1", (), "x.yaml:6: group_size: 1 is too small for grpo, which compares the episodes of a task with each other"),
     (ONE, ("algorithm.minibatches=9",), "command line: algorithm.minibatches: 9 is more than tasks_per_step: 8"),
-    (ONE, ("policy.lora=null", "algorithm.kl_coef=0.1"), "x.yaml: stage 'grpo' needs a reference, the policy with its adapter off"),
+    (
+        ONE,
+        ("policy.lora=null", "algorithm.kl_coef=0.1", "reference=base"),
+        "x.yaml: reference: base of stage 'grpo' is the policy with its adapter off; set policy.lora, or stage_start",
+    ),
+    (ONE, ("algorithm.kl_coef=0.1", "sampling.top_p=0.9"), "command line: sampling.top_p cuts off tokens that the reference gives"),
+    (ONE, ("algorithm.kl_coef=0.1", "sampling.top_k=5"), "command line: sampling.top_k cuts off tokens that the reference gives"),
+    (ONE + "until: {metric: sucess, above: 1}", (), "x.yaml:6: until.metric: 'sucess' is no metric of this stage; did you mean 'success'?"),
+    (ONE + "until: {metric: KL, above: 1}", (), "until.metric: 'KL' is no metric of this stage; give one of reward, success,"),
+    (ONE + "until: {metric: evaluation.success, above: 1}", (), "until.metric: 'evaluation.success' is measured by evaluations"),
     # stages and overrides
     (ONE + "stages: []", (), "x.yaml: stages: expected a list of stages, got []"),
     (ONE + "stages: sft", (), 'x.yaml: stages: expected a list of stages, got "sft"'),

@@ -249,25 +249,3 @@ def test_damaged_runs_end_in_one_line(path, config, capsys, run_contents):
 @pytest.mark.slow
 def test_all_damaged_runs_end_in_one_line(path, config, capsys, run_contents):
     damaged_runs_end_in_one_line(path, config, capsys, run_contents, seed=1, each=100)
-
-
-def test_a_pipe_in_a_checkpoint_is_not_waited_for(config):
-    train(config)
-    place = config.run_dir / "checkpoints" / "step_000002" / "trainer.pt"
-    place.unlink()
-    os.mkfifo(place)
-    with pytest.raises(AgentPeftError, match=r"is damaged \(.*trainer\.pt: is no regular file"):
-        train(config)
-
-
-@pytest.mark.parametrize("name", ["position.json", "trainer.pt", "adapter_model.safetensors"])
-def test_without_a_damaged_checkpoint_the_run_goes_on_from_the_one_before(path, config, run_contents, name):
-    train(config)
-    before = run_contents(config.run_dir)
-    newest = config.run_dir / "checkpoints" / "step_000002"
-    (newest / name).write_bytes((newest / name).read_bytes()[:10])
-    with pytest.raises(AgentPeftError, match=r"step_000002: is damaged \(.*the run goes on from the one before"):
-        train(config)
-    newest.rename(path.parent / "damaged")
-    train(config)
-    assert run_contents(config.run_dir) == before

@@ -4,7 +4,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from agent_peft.training.optimizer import OptimizerConfig, build_optimizer, learning_rate_factor
+from agent_peft.training.optimizer import MasterWeights, OptimizerConfig, build_optimizer, learning_rate_factor
 
 CONFIG = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, warmup_steps=3, schedule="cosine", min_lr_ratio=0.1)
 
@@ -94,3 +94,69 @@ def test_a_mistaken_configuration_is_refused(settings, message):
 
 def test_a_resolved_configuration_reads_back():
     assert OptimizerConfig(**OptimizerConfig().model_dump()) == OptimizerConfig()
+
+
+def narrow_network():
+    model = network().bfloat16()
+    masters = MasterWeights(model.parameters())
+    return model, masters, *build_optimizer(masters.parameters, OptimizerConfig(learning_rate=1e-5), total_steps=100)
+
+
+def narrow_step(model, masters, optimizer, step):
+    inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(step)).bfloat16()
+    for part in inputs.split(4):  # microbatches
+        model(part).square().sum().backward()
+        masters.take_gradients()
+    optimizer.step()
+    masters.publish()
+    optimizer.zero_grad()
+
+
+def test_updates_that_16_bits_would_round_away_add_up():
+    model, masters, optimizer, _ = narrow_network()
+    wide = network().bfloat16().float()
+    theirs, _ = build_optimizer(wide.parameters(), OptimizerConfig(learning_rate=1e-5), total_steps=100)
+    start = [p.detach().clone() for p in masters.parameters]
+    for step in range(30):
+        narrow_step(model, masters, optimizer, step)
+        wide(torch.randn(16, 4, generator=torch.Generator().manual_seed(step)).bfloat16().float()).square().sum().backward()
+        theirs.step()
+        theirs.zero_grad()
+    for before, copy, parameter, exact in zip(start, masters.parameters, model.parameters(), wide.parameters(), strict=True):
+        assert torch.equal(copy.bfloat16(), parameter), "what acts is the copy, rounded"
+        assert (copy - exact).norm() < 0.2 * (exact - before).norm(), "and the copy goes where fp32 goes"
+    assert not torch.equal(start[0].bfloat16(), masters.parameters[0].bfloat16())
+
+
+def test_without_copies_they_are_lost():
+    """What the copies are for: AdamW on the 16-bit parameters themselves stands still."""
+    model = network().bfloat16()
+    start = [p.detach().clone() for p in model.parameters()]
+    optimizer, _ = build_optimizer(model.parameters(), OptimizerConfig(learning_rate=1e-5), total_steps=100)
+    for step in range(30):
+        model(torch.randn(16, 4, generator=torch.Generator().manual_seed(step)).bfloat16()).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    still = sum(int((before == p).sum()) for before, p in zip(start, model.parameters(), strict=True))
+    assert still > 0.8 * sum(p.numel() for p in start)
+
+
+def test_in_fp32_the_optimizer_holds_the_parameters_themselves():
+    model = network()
+    assert [id(p) for p in MasterWeights(model.parameters()).parameters] == [id(p) for p in model.parameters()]
+
+
+def test_copies_are_resumed_to_the_bit(tmp_path):
+    whole, masters, optimizer, _ = narrow_network()
+    for step in range(4):
+        narrow_step(whole, masters, optimizer, step)
+        if step == 1:
+            state = [whole.state_dict(), masters.state_dict(), optimizer.state_dict()]
+            torch.save(state, tmp_path / "state.pt")
+    cut, copies, again, _ = narrow_network()
+    for one, stored in zip((cut, copies, again), torch.load(tmp_path / "state.pt"), strict=True):
+        one.load_state_dict(stored)
+    for step in (2, 3):
+        narrow_step(cut, copies, again, step)
+    for ours, theirs in zip(copies.parameters, masters.parameters, strict=True):
+        assert torch.equal(ours, theirs)

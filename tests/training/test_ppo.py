@@ -15,7 +15,8 @@ from agent_peft.policies.value_head import WEIGHTS
 from agent_peft.training import runs
 from agent_peft.training.config import StageConfig
 from agent_peft.training.loading import load_config
-from agent_peft.training.runs import evaluate_target, train
+from agent_peft.training.runs import train
+from agent_peft.training.targets import evaluate_target
 from agent_peft.training.trainer import Trainer
 from agent_peft.training.yaml12 import dump
 from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
@@ -225,7 +226,7 @@ def test_every_epoch_leaves_an_adapter_and_its_statistics(config):
     ppo = {"value_loss", "value_clip_fraction", "approx_kl", "clip_fraction", "surprisal", "explained_variance"}
     assert [ppo <= line.keys() for line in lines] == [False, True, True, True, False]
     assert [(folder / WEIGHTS).exists() for folder in folders] == [False, True, True, True, True]
-    assert evaluate_target(config.run_dir, None, checkpoint="step_000003").summary
+    assert evaluate_target(config.run_dir, checkpoint="step_000003").summary
 
 
 @pytest.mark.parametrize("done", [1, 2, 4])  # before the first step with a critic, between two, and after the last

@@ -74,6 +74,7 @@ def test_trajectories_for_people(tmp_path):
         "rewards": [0.0, 1.0],
         "tokens": 6,
         "action_tokens": 3,
+        "cut_actions": 0,
         "messages": [{"role": "user", "content": "Zürich?"}, {"role": "assistant", "content": "a lone \ud800 surrogate"}],
     }
     assert (second["outcome"], second["stop_reason"], second["tokens"]) == ("incorrect", "turn_limit", 2)
@@ -84,18 +85,21 @@ def test_one_plain_line_per_step_where_there_is_no_terminal():
     with Progress(Console(file=out, width=40)) as progress:
         progress.evaluating("base", 200)
         progress.start_stage("sft", total=2)
-        progress.advance({"loss": 1.25}, 99.6)
+        progress.advance({"loss": 1.25, "gradient_norm": 0.5, "success": 1.0, "reward": 1.0}, 99.6, demonstrations=True)
         progress.note("[checkpoint] written")
-        progress.advance({"loss": 1.0, "reward": 0.25, "success": 0.5, "other": 3.0}, 1200.0)
-        progress.start_stage("grpo", total=9, done=8)
+        progress.advance({"loss": 1.0, "demonstrations_incorrect": 2.0, "other": 3.0}, 1200.0, demonstrations=True)
+        progress.start_stage("grpo", total=9, done=7)
+        progress.advance({"loss": -1e-9, "reward": 0.25, "success": 0.5, "groups_with_signal": 0.375, "gradient_norm": 0.0123}, 0.0)
         progress.advance({"infrastructure_failures": 0.0, "crashed": 3.0, "defects": 1.0}, 0.0)
     lines = out.getvalue().splitlines()
     assert lines[0] == "evaluating base on 200 tasks"
-    assert lines[1].startswith("sft 1/2  loss 1.2500  100 tokens/s  0:00:0")
+    assert lines[1].startswith("sft 1/2  loss 1.2500  gradient norm 0.5  100 tokens/s  0:00:0"), "what demonstrations earn is not told"
     assert lines[2] == "[checkpoint] written"
-    assert lines[3] == "sft 2/2  loss 1.0000  reward 0.250  success 50.0%  1200 tokens/s  0:00:00 left"
-    assert lines[4] == "grpo 9/9  crashed 3  defects 1  0 tokens/s  0:00:00 left", "what went wrong is shown where it did"
-    assert len(lines) == 5
+    assert lines[3] == "sft 2/2  loss 1.0000  demonstrations incorrect 2  1200 tokens/s  0:00:00 left"
+    told = "grpo 8/9  reward 0.250  success 50.0%  groups with signal 38%  gradient norm 0.0123  0 tokens/s  0:00:0"
+    assert lines[4].startswith(told), "the loss says nothing on policy"
+    assert lines[5] == "grpo 9/9  crashed 3  defects 1  0 tokens/s  0:00:00 left", "what went wrong is shown where it did"
+    assert len(lines) == 6
 
 
 def test_the_time_left_is_told_from_the_steps_of_this_run(monkeypatch):

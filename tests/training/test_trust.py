@@ -89,9 +89,9 @@ def test_the_canary_is_the_beginning_of_a_trajectory(make_trainer, monkeypatch):
     scored: list[list[int]] = []
     own = Engine.score
 
-    def score(self, tokens, *rest):
+    def score(self, tokens, *rest, **more):
         scored.append(tokens)
-        return own(self, tokens, *rest)
+        return own(self, tokens, *rest, **more)
 
     trainer = make_trainer("grpo", steps=1, sampling={"max_new_tokens": 12})
     monkeypatch.setattr(Engine, "score", score)
@@ -122,7 +122,7 @@ def test_an_adapter_that_never_reaches_the_sampler(make_trainer, monkeypatch):
 
 def test_without_the_canary_the_next_rollout_tells(make_trainer, monkeypatch):
     monkeypatch.setattr(Policy, "sampling_mode", without_adapter)
-    monkeypatch.setattr(trust, "assert_same_policy", lambda engine, tokens: None)
+    monkeypatch.setattr(trust.Canary, "after_update", lambda canary, tokens: None)
     trainer = make_trainer("reinforce")
     stops(trainer, "log-probabilities of freshly sampled tokens differ from the sampler's")
     assert trainer.updates == 1
@@ -164,8 +164,8 @@ def test_an_adapter_folded_at_half_its_strength(make_trainer, monkeypatch):
 def test_a_loss_mask_off_by_one(make_trainer, monkeypatch, shift, truncating):
     collate = trainer_module.collate_groups
 
-    def shifted(groups) -> Batch:
-        batch = collate(groups)
+    def shifted(*given) -> Batch:
+        batch = collate(*given)
         mask = batch.action_mask.roll(shift, dims=1)
         mask[:, 0] = False
         return replace(batch, action_mask=mask)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
+from agent_peft.algorithms import ALGORITHMS, build_algorithm
 from agent_peft.policies.base import ScratchConfig
-from agent_peft.training.config import TrainConfig, UntilConfig
+from agent_peft.training.config import StageConfig, TrainConfig, UntilConfig
 from agent_peft.training.runs import train
-from agent_peft.types import AgentPeftError
+from agent_peft.training.step_metrics import metrics_of
+from agent_peft.types import Group
 
 
 @pytest.mark.parametrize(
@@ -47,9 +50,62 @@ def test_one_that_is_never_reached_changes_nothing(make_trainer):
     assert [step.metrics for step in make_trainer("sft", steps=3, until={"metric": "surprisal", "below": -1.0})] == plain
 
 
-def test_an_unknown_metric_is_told_with_those_there_are(make_trainer):
-    with pytest.raises(AgentPeftError, match=r"until\.metric: 'accuracy' is no metric.*success"):
-        list(make_trainer("sft", until={"metric": "accuracy", "above": 0.5}))
+def test_a_step_without_the_metric_neither_counts_nor_ends_anything(make_trainer):
+    """Groups without variance make no update, and what an update reports is then not there."""
+    trainer = make_trainer("grpo", steps=4, until={"metric": "surprisal", "below": 100.0, "over": 2})
+    collect, alike = trainer.collect, {0, 2}
+
+    def collecting(step):
+        found = collect(step)
+        if step not in alike:
+            return found
+        groups = [Group(g.task, [replace(t, rewards=(0.0,) * len(t.turns)) for t in g.trajectories]) for g in found.groups]
+        return replace(found, groups=groups)
+
+    trainer.collect = collecting
+    steps = [(step.number, "surprisal" in step.metrics) for step in trainer]
+    assert steps == [(0, False), (1, True), (2, False), (3, True)], "the mean is over steps 1 and 3"
+    assert trainer.recent and len(trainer.recent) == 2
+
+
+def test_one_that_never_comes_ends_nothing(make_trainer):
+    trainer = make_trainer("grpo", steps=3, rewards={"incorrect": 0.0}, until={"metric": "surprisal", "below": 100.0, "over": 1})
+    assert [step.number for step in trainer] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("metric", "told"),
+    [
+        ("accuracy", r"'accuracy' is no metric of this stage; give one of reward, success,"),
+        ("surprisals", r"'surprisals' is no metric of this stage; did you mean 'surprisal'\?"),
+        ("kl", r"'kl' is no metric of this stage"),  # without kl_coef there is none
+        ("evaluation.success", r"'evaluation.success' is measured by evaluations"),
+    ],
+)
+def test_an_unknown_metric_is_told_before_anything_runs(metric, told):
+    with pytest.raises(ValidationError, match=rf"until\.metric: {told}"):
+        StageConfig.model_validate({"algorithm": {"kind": "grpo"}, "steps": 1, "until": {"metric": metric, "above": 0.5}})
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        {"kind": "reinforce"},
+        {"kind": "rloo", "kl_coef": 0.1},
+        {"kind": "grpo", "kl_coef": 0.1, "entropy_coef": 0.1},
+        {"kind": "dr_grpo", "constant_length": 3, "entropy_coef": 0.1},
+        {"kind": "ppo"},
+        {"kind": "ppo", "kl_coef": 0.1},
+        {"kind": "sft"},
+    ],
+    ids=lambda algorithm: "-".join(str(part) for part in algorithm.values()),
+)
+def test_the_metrics_that_are_known_are_those_that_come(make_trainer, algorithm):
+    assert algorithm["kind"] in ALGORITHMS
+    found = {name for step in make_trainer(algorithm, steps=2, tasks_per_step=8) for name in step.metrics}
+    known = metrics_of(build_algorithm(ALGORITHMS[algorithm["kind"]][0](**algorithm)))
+    assert len(known) == len(set(known))
+    assert found == set(known)
 
 
 @pytest.fixture

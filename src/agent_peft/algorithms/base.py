@@ -71,6 +71,10 @@ class Algorithm(Protocol):
         """Whether it learns from rollouts of the policy itself (False: from an offline dataset)."""
 
     @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of all that ``loss`` and ``observe`` may report, "weight" apart."""
+
+    @property
     def update_epochs(self) -> int: ...
 
     @property

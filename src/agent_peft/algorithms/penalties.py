@@ -1,4 +1,8 @@
-"""Estimates of the divergence between two policies, per token (Schulman, 2020, http://joschu.net/blog/kl-approx.html). All (B, T)."""
+"""Estimates of the divergence between two policies, per token (Schulman, 2020, http://joschu.net/blog/kl-approx.html). All (B, T).
+
+What is said of them holds for policies that give each token of the vocabulary some probability, and for tokens drawn of all of it. Drawn
+with top-p or top-k, no token shows what the other policy gives to those that were cut off, and none of them is unbiased.
+"""
 
 from __future__ import annotations
 

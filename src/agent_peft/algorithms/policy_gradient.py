@@ -61,6 +61,10 @@ class PolicyGradient:
     def learns_at_zero_advantage(self) -> bool:
         return self.needs_reference or self.needs_entropy
 
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        return surrogate_metrics(self.kl_coef, self.entropy_coef)
+
     def prepare(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> Batch:
         advantages = self.advantage(batch.returns, batch.groups)
         if self.baseline is not None:
@@ -126,6 +130,12 @@ def surrogate_and_penalties(
         per_token = per_token - entropy_coef * output.entropy
         shown["entropy"] = output.entropy.detach()
     return per_token, shown
+
+
+def surrogate_metrics(kl_coef: float, entropy_coef: float) -> tuple[str, ...]:
+    """The names of what ``surrogate_and_penalties`` shows, "weight" apart."""
+    penalties = [name for name, coefficient in (("kl", kl_coef), ("entropy", entropy_coef)) if coefficient]
+    return ("ratio", "clip_fraction", "approx_kl", "surprisal", *penalties)
 
 
 class _Penalized(BaseAlgorithmConfig):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from agent_peft.algorithms.advantages import generalized, moments, standardized
 from agent_peft.algorithms.base import BaseAlgorithmConfig, Critic, Metrics, PolicyOutput, SumOverRanks, one_rank
-from agent_peft.algorithms.policy_gradient import surrogate_and_penalties
+from agent_peft.algorithms.policy_gradient import surrogate_and_penalties, surrogate_metrics
 from agent_peft.algorithms.surrogates import Surrogate, clipped
 from agent_peft.algorithms.weightings import WEIGHTINGS, Weighting
 from agent_peft.batch import Batch
@@ -81,6 +81,11 @@ class Ppo:
     @property
     def needs_entropy(self) -> bool:
         return self.entropy_coef > 0
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        shown = surrogate_metrics(self.kl_coef, self.entropy_coef)
+        return (*shown, "value_loss", "value_clip_fraction", "explained_variance")
 
     def prepare(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> Batch:
         values, mask = _present(batch.values), batch.action_mask

@@ -36,6 +36,7 @@ class Supervised:
     on_policy: ClassVar[bool] = False
     update_epochs: ClassVar[int] = 1
     minibatches: ClassVar[int] = 1
+    metrics: ClassVar[tuple[str, ...]] = ("surprisal",)
 
     def prepare(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> Batch:
         return batch

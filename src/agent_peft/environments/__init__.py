@@ -6,10 +6,11 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from agent_peft.environments.arithmetic import Arithmetic, ArithmeticConfig
 from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
+from agent_peft.environments.contract import build, check_tasks, configured
 from agent_peft.environments.db_bench import DBBench, DBBenchConfig
 from agent_peft.environments.gsm8k import GSM8K, GSM8KConfig
 from agent_peft.environments.http.client import RemoteConfig, RemoteEnvironment
@@ -36,29 +37,33 @@ def load_environment(config: EnvironmentConfig | Mapping[str, Any]) -> Environme
             subclass of ``Environment`` of the user's own, which is called with the rest of the mapping.
 
     Raises:
-        AgentPeftError: there is no such kind, the mapping does not fit it, or the environment cannot be loaded.
+        AgentPeftError: there is no such kind, the mapping does not fit it, the environment cannot be loaded, or has no tasks.
     """
     settings: Mapping[str, Any] = config.model_dump() if isinstance(config, BaseModel) else config
     kind = settings.get("kind")
     if isinstance(kind, str) and ":" in kind:
         try:
-            own: Any = own_class(kind)
+            own = own_class(kind)
         except ValueError as error:
             raise AgentPeftError(f"environment kind {error}") from error
-        environment: Environment = own({key: value for key, value in settings.items() if key != "kind"})
-        return environment
+        return _checked(build(own, {key: value for key, value in settings.items() if key != "kind"}), kind)
     if kind not in ENVIRONMENTS:
         nearest = difflib.get_close_matches(str(kind), ENVIRONMENTS, 1, cutoff=0.0)[0]
         raise AgentPeftError(f"there is no environment of kind {kind!r}; did you mean {nearest!r}? (your own class: package.module:Class)")
     config_class, environment_class = ENVIRONMENTS[kind]
     if not isinstance(config, config_class):
-        try:
-            config = config_class.model_validate(dict(settings))
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, ("environment", *first["loc"])))
-            raise AgentPeftError(f"{where}: {first['msg']}") from error
-    return environment_class(config)  # type: ignore[call-arg]  # each class takes the configuration beside it
+        config = configured(config_class, settings)
+    environment: Environment = environment_class(config)  # type: ignore[call-arg]  # each class takes the configuration beside it
+    return _checked(environment, kind)
+
+
+def _checked(environment: Environment, kind: str) -> Environment:
+    try:
+        check_tasks(environment, kind)
+    except BaseException:
+        environment.close()
+        raise
+    return environment
 
 
 def own_class(kind: str) -> type[Environment]:

@@ -44,6 +44,8 @@ def read_tasks(
 
 
 def _entries(path: Path, text: str, is_entry: Callable[[Mapping[str, Any]], bool]) -> Sequence[tuple[str, Any]]:
+    if not text.strip():
+        return []
     try:
         content = parse_json(text)
     except ValueError as error:

@@ -1,7 +1,7 @@
 """LoRA adapters: attach, prove, fold, merge, save and load, in PEFT's own layout.
 
 A LoRA layer computes ``W x + s B A x`` with ``s = alpha / rank``; A is random, B starts at zero, so the first output is the base model's.
-The reference policy is the same model ``with model.disable_adapter()``.
+The base model is the same model ``with model.disable_adapter()``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from agent_peft.policies.adapter_base import check_base
+from agent_peft.policies.blocked import BlockedLora
 from agent_peft.policies.lora_linear import FusedLoraLinear
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, TrustError
@@ -142,6 +144,7 @@ def _load_adapter(model: PeftModel, folder: Path) -> None:
         stored = load_file(folder / _WEIGHTS)
     except Exception as error:  # there is no end to what may be wrong with files
         raise AgentPeftError(f"the adapter in {folder} cannot be read: {' '.join(str(error).split())[:200]}") from error
+    check_base(cast(PreTrainedModel, model.get_base_model()), theirs, folder)
     for key in _MEANING:
         if getattr(ours, key) != getattr(theirs, key):
             raise AgentPeftError(f"the adapter in {folder} has {key} {getattr(theirs, key)}, the model's has {getattr(ours, key)}")
@@ -213,6 +216,30 @@ def folded(model: nn.Module, linear: Callable[[Tensor, Tensor | None], nn.Module
     finally:
         for parent, child, layer, base, original in replaced:
             base.weight = original
+            setattr(parent, child, layer)
+
+
+@contextmanager
+def beside(model: nn.Module) -> Iterator[None]:
+    """While inside, each LoRA layer multiplies by W in the blocked layout, and adds s B A x to that product: for 16 bits, where a weight
+    ``W + s B A`` would be rounded to W wherever s B A is less than half a unit in its last place.
+
+    As in ``folded``, the original modules are put back. A and B are read once: do not train inside.
+    """
+    replaced: list[tuple[nn.Module, str, LoraLayer]] = []
+    try:
+        for name, layer in _layers(model):
+            parent_name, _, child = name.rpartition(".")
+            parent, base = model.get_submodule(parent_name), layer.get_base_layer()
+            weight, (a, b) = cast(Tensor, base.weight), _factors(layer)
+            if getattr(layer, "fan_in_fan_out", False):
+                weight = weight.T
+            replaced.append((parent, child, layer))
+            bias = cast(Tensor | None, base.bias)
+            setattr(parent, child, BlockedLora(weight, bias, a.to(weight.dtype), b.to(weight.dtype), layer.scaling[_ADAPTER]))
+        yield
+    finally:
+        for parent, child, layer in replaced:
             setattr(parent, child, layer)
 
 

@@ -45,7 +45,9 @@ class PretrainedConfig(_PolicyConfig):
 
     kind: Literal["pretrained"] = "pretrained"
     model: str = Field(description="a bundled name (smollm2-135m, gemma3-270m), a folder, a .gguf file, or a hub id")
-    dtype: Dtype = Field(default="float32", description="auto is bfloat16 on a GPU that has it, else float32")
+    dtype: Dtype = Field(
+        default="auto", description="auto is bfloat16 where the device multiplies it by itself, and faster than float32; a run keeps what it began in"
+    )
     device: Device = Field(default="auto", description="auto, cpu, cuda, cuda:1 …")
     lora: LoraSettings | None = Field(default=LoraSettings(), description="null trains every parameter")
     adapter: Path | None = Field(default=None, description="a folder in PEFT's layout to start from")
@@ -61,7 +63,7 @@ class ScratchConfig(_PolicyConfig):
         description="a Transformers configuration, with its model_type; vocab_size comes from the tokenizer"
     )
     alphabet: str = Field(description="a character tokenizer's alphabet")
-    dtype: Dtype = "float32"
+    dtype: Dtype = Field(default="auto", description="as of a pretrained model")
     device: Device = "auto"
     lora: LoraSettings | None = None
     packing: bool = True

@@ -4,8 +4,9 @@ finished rows leave at once.
 The engine knows tokens only. A conversation hands it a prompt, is handed an action, and answers with the tokens to read next (on a
 thread, while the other rows decode) or with None when it is over.
 
-Everything the numerics depend on (who decodes beside whom) follows a clock of decode steps, never the wall: an environment's answer,
-asked for at step t, joins at step t + ``overlap``, and the engine waits for it there. So a run can be repeated bit for bit.
+Everything the numerics depend on (who decodes beside whom) follows a clock of decode steps: an environment's answer, asked for at step
+t, joins at step t + ``overlap``. One that is late there holds nobody up; it joins as soon as it is there, and is written into a schedule.
+A run that follows its schedule repeats bit for bit (``joining``).
 """
 
 from __future__ import annotations
@@ -17,14 +18,22 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from agent_peft.policies.decoding import Conversation, Decoding, EngineConfig, EngineStatistics
+from agent_peft.policies.decoding import AHEAD, Decoding
+from agent_peft.policies.engine_config import Conversation, EngineConfig, EngineStatistics
+from agent_peft.policies.hardware import give_back_memory
+from agent_peft.policies.joining import Schedule
 from agent_peft.policies.kv_cache import COMMON, PROMPTS, ROWS, TierCache
 from agent_peft.policies.language_model import Policy
-from agent_peft.policies.replacement import MISFITS
+from agent_peft.policies.out_of_memory import telling_out_of_memory
+from agent_peft.policies.positions import bound_of, fit
+from agent_peft.policies.proofs import opening
+from agent_peft.policies.replacement import attempt
 from agent_peft.policies.sampling import SamplingConfig, log_distribution
 from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)
+
+SINGLE = 8  # tokens that ``score`` reads one by one
 
 
 class Engine:
@@ -32,57 +41,81 @@ class Engine:
 
     def __init__(self, policy: Policy, config: EngineConfig) -> None:
         self.policy, self.config = policy, config
+        self.rows = config.rows  # fewer, once the memory was too small for so many
         self.ends = policy.chat.end_of_turn
-        self._prove()
+        with telling_out_of_memory("as the sampler read its first tokens", "set policy.dtype=auto or a smaller policy.model"):
+            self._prove()
 
     def _prove(self) -> None:
-        """Read a few tokens through slots, and compare with the model's own forward: one that keeps a running state is refused.
+        """Read an opening through slots, and compare with the model's own forward: one that keeps a running state is refused.
 
         Siblings share what they read if the model's attention can be replaced by ours; otherwise each keeps a copy.
         """
         policy = self.policy
-        tokens = [i % policy.base.config.get_text_config().vocab_size for i in range(8)]
+        tokens = opening(policy)
         ids = torch.tensor([tokens], device=policy.device)
         with torch.no_grad():
-            own = policy.model(input_ids=ids).logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
+            own = policy.logprobs_of(policy.decoder(input_ids=ids).last_hidden_state, ids)[0]
         ways = [(policy.blocks, True), (policy.blocks, False), *([(False, False)] if policy.blocks else [])]
+        problem = why = ""
         for policy.blocks, self.shares in ways:
-            try:
-                drift = policy.drift(torch.tensor(self.score(tokens, SamplingConfig(), policy.blocks), device=policy.device) - own)
-            except MISFITS as error:
-                problem = f"cannot keep its keys and values in slots, so it cannot be sampled here: {error}"
+            why = why or problem
+            scores = attempt(lambda: self.score(tokens, SamplingConfig(), policy.blocks))
+            if isinstance(scores, Exception):
+                problem = f"cannot keep its keys and values in slots, so it cannot be sampled here: {scores}"
+            elif (drift := policy.drift(torch.tensor(scores, device=policy.device) - own)) <= policy.rounding:
+                break
             else:
-                if drift <= policy.rounding:
-                    return
                 problem = f"says something else token by token ({drift:.2g} nats apart), so it cannot be sampled here"
-            logger.debug("blocked weights %s, shared attention %s: %s", policy.blocks, self.shares, problem)
-        raise AgentPeftError(f"{type(policy.base).__name__} {problem}")
+        else:
+            raise AgentPeftError(f"{type(policy.base).__name__} {problem}")
+        if not self.shares:
+            logger.warning("siblings do not share what they read, each keeps a copy of its prompt: with shared attention the model %s", why)
 
-    def generate(self, conversations: Sequence[Conversation], sampling: SamplingConfig) -> EngineStatistics:
-        """Drive every conversation to its end."""
+    def generate(
+        self, conversations: Sequence[Conversation], sampling: SamplingConfig, schedule: Schedule | None = None
+    ) -> EngineStatistics:
+        """Drive every conversation to its end.
+
+        Args:
+            schedule: of an earlier call with the same conversations, to be followed; None records one.
+
+        Raises:
+            AgentPeftError: a single row does not fit into the memory. Until then the rows are halved, for good.
+        """
         if not conversations:
             return EngineStatistics(0, 0, 0, 0)
-        if not all(len(conversation.prompt) for conversation in conversations):
-            raise ValueError("a conversation has an empty prompt: there is nothing to predict its first token from")
-        with self.policy.sampling_mode(self.policy.blocks), ThreadPoolExecutor(self.config.environment_threads, "environment") as threads:
-            return Decoding(self.policy, self.config, self._cache, conversations, sampling, threads, self.shares).drive()
+        sampling = fit(sampling, bound_of(self.policy.base.config))
+        capacity = min(self.rows, self.config.rows_of(sampling.max_tokens), len(conversations))
+        threads = ThreadPoolExecutor(self.config.environment_threads or capacity + AHEAD, "environment")
+        give_back_memory()  # what training has left behind, and below what this leaves
+        with self.policy.sampling_mode(self.policy.blocks):
+            try:
+                acting = (self.policy, self.config, self._cache, conversations, sampling, threads, self.shares, capacity)
+                statistics = Decoding(*acting, schedule).drive()
+            finally:
+                threads.shutdown(cancel_futures=True)
+        give_back_memory()
+        self.rows = max(1, min(self.rows, self.rows if not statistics.row_halvings else capacity >> statistics.row_halvings))
+        return statistics
 
     def score(self, tokens: Sequence[int], sampling: SamplingConfig, blocks: bool = False) -> list[float]:
-        """Log-probabilities (T - 1) of tokens[1:], read the way the sampler reads: folded adapter, a prefill, then one by one.
+        """Log-probabilities (T - 1) of tokens[1:], read the way the sampler reads: its adapter, what all share, a prompt, then a turn,
+        whose last tokens come one by one.
 
         Args:
             blocks: in the sampler's layout of the weights, which takes longer to make than a few tokens to read.
         """
-        policy, half = self.policy, max(1, len(tokens) // 2)
-        begin = half // 2
-        pieces = [(COMMON, 0, begin), (PROMPTS, begin, half), *((ROWS, i, i + 1) for i in range(half, len(tokens) - 1))]
+        policy, half, last = self.policy, max(1, len(tokens) // 2), len(tokens) - 1
+        begin, single = half // 2, max(half, last - SINGLE)
+        pieces = [(COMMON, 0, begin), (PROMPTS, begin, half), (ROWS, half, single), *((ROWS, i, i + 1) for i in range(single, last))]
         with policy.sampling_mode(blocks):
             cache = self._cache((1, 1, 1), (begin, half, len(tokens)))
             scores = []
             for tier, start, stop in pieces:
                 if start == stop:
                     continue
-                if tier != ROWS or start == half:
+                if start <= half:
                     cache.fork(tier, [0], 0 if start else None, start)
                 piece = torch.tensor([tokens[start:stop]], device=policy.device)
                 positions = torch.arange(start, stop, device=policy.device).unsqueeze(0)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import os
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)
 
@@ -77,23 +81,25 @@ def cpu_quota(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
     return min(quotas, default=None)
 
 
+def choose_device(configured: str) -> torch.device:
+    """``auto`` is the GPU where torch has one, else the CPU.
+
+    Raises:
+        AgentPeftError: this machine has no such device.
+    """
+    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if configured == "auto" else configured)
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not (device.type == "cpu" and not device.index) and not (device.type == "cuda" and (device.index or 0) < gpus):
+        have = "its CPU alone" if not gpus else f"cuda:0 … cuda:{gpus - 1}" if gpus > 1 else "cuda:0"
+        raise AgentPeftError(f"policy.device: {configured} is not here, where torch can compute on {have}; set policy.device=auto")
+    return device
+
+
 def has_bf16(device: torch.device) -> bool:
     """Whether the device multiplies bfloat16 by itself. Elsewhere torch emulates it, several times slower than float32."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return device.type != "cpu" or bool(_BF16 & _cpu_features())
-
-
-def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """``auto`` is bfloat16 on a GPU that has it, and float32 elsewhere. bfloat16 where it is emulated is told."""
-    if wanted == "auto":
-        return torch.bfloat16 if device.type == "cuda" and has_bf16(device) else torch.float32
-    if wanted == "bfloat16" and not has_bf16(device):
-        logger.warning(
-            "policy.dtype: bfloat16 is emulated on this %s, several times slower than float32: set policy.dtype=float32",
-            "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device),
-        )
-    return torch.float32 if wanted == "float32" else torch.bfloat16
 
 
 def take_peak(device: torch.device) -> int | None:
@@ -106,6 +112,23 @@ def take_peak(device: torch.device) -> int | None:
     with suppress(OSError):  # then it stays that of the process's whole life
         Path("/proc/self/clear_refs").write_text("5")  # from now on
     return int(found[1]) * 1024 if found else None
+
+
+def give_back_memory() -> None:
+    """What was freed on the CPU goes back to the system. The C library keeps it, in pieces that larger tensors do not fit into; with this
+    now and then the process stays as large as its tensors. It takes milliseconds. Only glibc can be asked for it."""
+    if _MALLOC_TRIM is not None:
+        _MALLOC_TRIM(0)
+
+
+def _find_malloc_trim() -> Callable[[int], int] | None:
+    with suppress(OSError, TypeError, AttributeError):  # another system, or another C library
+        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+        return found
+    return None
+
+
+_MALLOC_TRIM = _find_malloc_trim()
 
 
 def _affinity() -> int:

@@ -16,19 +16,26 @@ CHUNK = 256 * 49152  # logits that exist at once: 48 MiB in fp32
 
 
 def chosen_logprobs(
-    head: nn.Module, logits: Callable[[Tensor], Tensor], states: Tensor, targets: Tensor, sampling: SamplingConfig, entropy: bool
+    head: nn.Module,
+    plain: bool,
+    logits: Callable[[Tensor], Tensor],
+    states: Tensor,
+    targets: Tensor,
+    sampling: SamplingConfig,
+    entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities (n,) of targets (n,) given hidden states (n, H), under the sampling distribution; with them entropies (n,).
 
     Args:
         head: a linear layer without bias that is not trained gets its gradient without computing the logits again.
+        plain: whether the model does nothing more with the head's output.
         logits: (n, V) of states (n, H): the head, and what the model does with its output.
     """
     if not len(targets):
         empty = states.new_zeros(0, dtype=torch.float32)
         return empty, empty if entropy else None
-    plain = isinstance(head, nn.Linear) and head.bias is None and not head.weight.requires_grad and logits == head
-    if plain and not entropy:
+    frozen = isinstance(head, nn.Linear) and head.bias is None and not head.weight.requires_grad
+    if plain and frozen and not entropy:
         found: Tensor = _Frozen.apply(states, head.weight, targets, sampling)  # type: ignore[no-untyped-call]
         return found, None
 
@@ -48,7 +55,8 @@ def chosen_logprobs(
 
 
 def _rows(states: Tensor, head: nn.Module) -> int:
-    vocabulary = head.weight.shape[0] if isinstance(head, nn.Linear) else states.shape[-1]
+    """States of a chunk: as many as ``CHUNK`` logits are of. A layer with an adapter is no linear layer, but says what it gives, too."""
+    vocabulary = getattr(head, "out_features", states.shape[-1])
     return max(1, CHUNK // int(vocabulary))
 
 
@@ -63,7 +71,9 @@ class _Frozen(torch.autograd.Function):
             logp = log_distribution(piece @ weight.T, sampling, keep=chosen)
             taken.append(logp.gather(-1, chosen.unsqueeze(-1)).squeeze(-1))
             if ctx.needs_input_grad[0]:
-                slopes.append(weight[chosen] - logp.exp_().to(weight.dtype) @ weight)
+                slope = logp.exp_().neg_()  # of a likely token W[t] and p(t) W[t] nearly cancel, so they are subtracted before any rounding
+                slope.scatter_add_(-1, chosen.unsqueeze(-1), torch.ones_like(slope[:, :1]))
+                slopes.append(slope.to(weight.dtype) @ weight)
         if slopes:
             ctx.save_for_backward(torch.cat(slopes).div_(sampling.temperature or 1.0))
         return torch.cat(taken)

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from transformers import Cache, PretrainedConfig
 
+from agent_peft.policies.hardware import give_back_memory
 from agent_peft.policies.shared_attention import Ancestor, Relatives, relatives
 
 COMMON, PROMPTS, ROWS = 0, 1, 2  # the tiers
+LARGE = 1 << 20  # bytes of a tensor: what smaller ones leave behind is not worth the milliseconds
 
 
 @dataclass
@@ -51,7 +53,23 @@ class _Tier:
                 if old is not None and self.capacity > old_capacity:
                     new = torch.zeros(*old.shape[:2], self.capacity, old.shape[3], dtype=old.dtype, device=old.device)
                     new[:, :, :old_capacity] = old
-                    tensors[layer] = new
+                    self._replace(tensors, layer, new)
+
+    def _replace(self, tensors: list[Tensor | None], layer: int, new: Tensor) -> None:
+        """The old tensor is gone before the next one grows: its pieces fit none of the larger ones."""
+        tensors[layer] = new
+        if new.device.type == "cpu" and new.nbytes >= LARGE:
+            give_back_memory()
+
+    def widen(self, slots: int) -> None:
+        """To so many slots, the new ones empty."""
+        for tensors in (self.keys, self.values):
+            for layer, old in enumerate(tensors):
+                if old is not None:
+                    self._replace(tensors, layer, torch.cat([old, old.new_zeros(slots - self.slots, *old.shape[1:])]))
+        self.parents += [-1] * (slots - self.slots)
+        self.starts += [0] * (slots - self.slots)
+        self.slots = slots
 
 
 class TierCache(Cache):
@@ -123,6 +141,8 @@ class TierCache(Cache):
             parents, lengths = [store.parents[slot] for slot in slots], [store.starts[slot] for slot in slots]
             tier, store = tier - 1, self.tiers[tier - 1]
             lengths = [length - store.starts[parent] for length, parent in zip(lengths, parents, strict=True)]
+            if not any(lengths):  # nothing of that slot is continued
+                break
             key = (parents, lengths)
             if tier not in self._known or self._known[tier][0] != key:  # the rows that decode stay the same for many steps
                 self._known[tier] = (key, relatives(parents, lengths, self.dtype, self.device))
@@ -168,6 +188,10 @@ class TierCache(Cache):
                 own_keys, own_values = store.allocate(layer, keys, values)
                 own_keys[index, :, :length] = keys[parent, :, :length]
                 own_values[index, :, :length] = values[parent, :, :length]
+
+    def widen(self, tier: int, slots: int) -> None:
+        """Give a tier more slots."""
+        self.tiers[tier].widen(slots)
 
     def swap(self, a: int, b: int) -> None:
         """Exchange two rows' slots. The tensors follow before they are next read or written, for all exchanges at once."""

@@ -18,18 +18,22 @@ from transformers.utils.logging import disable_progress_bar
 
 from agent_peft.batch import Batch
 from agent_peft.files import check_regular
-from agent_peft.policies import adapters, shared_attention, tree_attention, value_head
+from agent_peft.policies import adapters, proofs, shared_attention, tree_attention, value_head
 from agent_peft.policies.activations import fuse_activations
 from agent_peft.policies.base import PolicyOutput, PretrainedConfig, ScratchConfig
 from agent_peft.policies.blocked import BlockedLinear, blocked, worth_it
 from agent_peft.policies.bundled import BUNDLED, fetch, from_gguf
-from agent_peft.policies.hardware import choose_dtype
+from agent_peft.policies.hardware import choose_device
 from agent_peft.policies.head import chosen_logprobs
+from agent_peft.policies.out_of_memory import telling_out_of_memory
 from agent_peft.policies.own_module import OwnModel, own_model
 from agent_peft.policies.packing import Rows, build_trie, fill_rows, lay_out
-from agent_peft.policies.pretrained import build, cause, load_pretrained
+from agent_peft.policies.positions import window_of
+from agent_peft.policies.precision import choose_precision
+from agent_peft.policies.pretrained import build, cause, ends_of, load_pretrained
 from agent_peft.policies.recomputation import layers_of, recomputing
-from agent_peft.policies.replacement import MISFITS, Replacement, replacing
+from agent_peft.policies.reference import Reference, trained
+from agent_peft.policies.replacement import Replacement, attempt, replacing
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.shape import scratch_architecture
 from agent_peft.policies.tokenization import ChatTokenizer, character_tokenizer
@@ -41,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class Policy:
-    """The model that acts. The reference is the same model with its adapter off.
+    """The model that acts.
 
     Args:
         model: a causal language model or a PeftModel around one.
@@ -57,15 +61,20 @@ class Policy:
         self.base = cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
         self.packing = packing and not isinstance(self.base, OwnModel)  # which is given no mask, so it cannot read a tree
         self.decoder: nn.Module = self.base.get_decoder()  # type: ignore[no-untyped-call]
+        if self.packing and proofs.masks_by_place(self.decoder):
+            logger.warning("packing is off, trajectories are padded: %s masks keys by their place in a row", type(self.base).__name__)
+            self.packing = False
         fuse_activations(self.base)
         self.recomputed = layers_of(self.decoder) if activation_checkpointing else []
         self._layer_types = set(getattr(self._text_config, "layer_types", None) or ())
         if "chunked_attention" in self._layer_types:
             raise AgentPeftError(f"{type(self.base).__name__} attends in chunks; Agent-PEFT knows full and sliding-window attention only")
-        self._prove_head()
+        proofs.prove_head(self)
+        proofs.prove_window(self)
         self.value_head: ValueHead | None = None
         self.blocks = worth_it(self.base)
-        self.tiled = self.packing and self._prove_tiles()
+        self.tiled = self.packing and proofs.prove_tiles(self)
+        self.rounding = proofs.measure_rounding(self)
         self._packing_proven = False
         self._attention_cost = self._measure_attention_cost()
 
@@ -110,7 +119,7 @@ class Policy:
                     layer.eval()
 
     def trainable_parameters(self) -> list[nn.Parameter]:
-        return [p for p in self.model.parameters() if p.requires_grad]
+        return trained(self.model)
 
     def attach_value_head(self, trunk_gradient: bool) -> ValueHead:
         """A critic that says 0 everywhere; one that is there already stays as it is. Its parameters are not among the policy's own."""
@@ -143,12 +152,12 @@ class Policy:
         with nullcontext() if dropout_seed is None else self._dropping(dropout_seed), recomputing(again, dropouts):
             return self._score(batch, sampling, entropy, packed, values)
 
-    def reference_logprobs(self, batch: Batch, sampling: SamplingConfig) -> Tensor:
-        """(B, T) log-probabilities of the policy with its adapter off. No gradient."""
-        if not isinstance(self.model, PeftModel):
-            raise AgentPeftError("a KL penalty needs a reference, which is the policy with its adapter off: set policy.lora, or kl_coef: 0")
-        with torch.no_grad(), self.model.disable_adapter():
-            return self._score(batch, sampling, False, self._packs(batch)).logprobs
+    def reference_logprobs(
+        self, batch: Batch, sampling: SamplingConfig, reference: Reference, dropout_seed: int | None = None
+    ) -> Tensor:
+        """(B, T) log-probabilities of the reference, as ``forward`` gives those of the policy. No gradient."""
+        with torch.no_grad(), reference.acting(self.model):
+            return self.forward(batch, sampling, dropout_seed=dropout_seed).logprobs
 
     def values(self, batch: Batch) -> Tensor:
         """(B, T) values of the critic as it stands, zero off the action mask. No logits are computed. No gradient."""
@@ -176,7 +185,7 @@ class Policy:
             dim=1, return_inverse=True
         )
         states, plain = hidden.flatten(0, 1)[pairs[0]], not getattr(self._text_config, "final_logit_softcapping", None)
-        logp, ent = chosen_logprobs(self.head, self.head if plain else self.logits, states, pairs[1], sampling, entropy)
+        logp, ent = chosen_logprobs(self.head, plain, self.logits, states, pairs[1], sampling, entropy)
         zeros = torch.zeros(mask.shape, device=mask.device)
         return PolicyOutput(
             logprobs=zeros.masked_scatter(mask, logp[inverse]),
@@ -240,7 +249,7 @@ class Policy:
 
     def _layer_masks(self, mask: Tensor, queries: Tensor, keys: Tensor) -> Tensor | dict[str, Tensor]:
         """``mask`` in the form the model wants: cut to the sliding window, one for each type of layer, additive where it is added."""
-        window = getattr(self._text_config, "sliding_window", None)
+        window = window_of(self._text_config)
         near = mask
         if window is not None and mask.shape[-1] > window:  # Transformers takes a mask of four dimensions as it is, without its window
             near = mask & (queries[:, None, :, None] - keys[:, None, None, :] < window)
@@ -255,6 +264,10 @@ class Policy:
     def _additive(self, mask: Tensor) -> Tensor:
         return torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, torch.finfo(self.dtype).min)
 
+    def logprobs_of(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """(B, T - 1) log-probabilities of tokens[:, 1:] under the whole distribution, of last hidden states (B, T, H)."""
+        return self.logits(hidden[:, :-1]).float().log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """(..., V) logits of last hidden states (..., H)."""
         logits: Tensor = self.head(hidden)
@@ -265,39 +278,20 @@ class Policy:
 
     @contextmanager
     def sampling_mode(self, blocks: bool) -> Iterator[None]:
-        """No gradient is recorded inside, and the adapter is folded into the weights, which ``blocks`` lays out for many forwards."""
+        """No gradient is recorded inside, and ``blocks`` lays the weights out for many forwards.
+
+        In fp32 the adapter is folded into the weights. In 16 bits that would round small changes away, so it is computed beside them.
+        """
         with torch.no_grad(), ExitStack() as stack:
-            if isinstance(self.model, PeftModel):
+            if isinstance(self.model, PeftModel) and self.dtype == torch.float32:
                 stack.enter_context(adapters.folded(self.model, BlockedLinear if blocks else None))
+            elif isinstance(self.model, PeftModel) and blocks:
+                stack.enter_context(adapters.beside(self.model))
             if blocks:
                 stack.enter_context(blocked(self.base))
             yield
 
     # -- checks -------------------------------------------------------------------------------------------------------------------
-
-    def _prove_head(self) -> None:
-        """Hidden states and head apart must give the model's own logits: some models scale them in between."""
-        tokens = torch.arange(4, device=self.device).unsqueeze(0) % self.base.config.get_text_config().vocab_size
-        with torch.no_grad():
-            own = self.base(input_ids=tokens).logits
-            ours = self.logits(self.decoder(input_ids=tokens).last_hidden_state)
-        if not torch.allclose(own.float(), ours.float(), rtol=1e-4, atol=1e-4):
-            raise AgentPeftError(
-                f"{type(self.base).__name__} changes its logits after the output layer in a way Agent-PEFT does not know; please report it"
-            )
-
-    def _prove_tiles(self) -> bool:
-        """Whether the model's attention can be replaced by ours, tile by tile. On a GPU, where tiles are too small, it is not."""
-        if self.device.type != "cpu" or self.base.config._attn_implementation != "sdpa":
-            return False
-        tokens = torch.arange(4).unsqueeze(0) % self._text_config.vocab_size
-        with torch.no_grad():
-            own = self.decoder(input_ids=tokens).last_hidden_state
-            try:
-                ours = self._along_tree(tokens, torch.arange(4).unsqueeze(0), torch.full((4,), 4))
-            except MISFITS:
-                return False
-        return torch.allclose(own.float(), ours.float(), rtol=1e-3, atol=1e-3)
 
     def _packs(self, batch: Batch) -> bool:
         """Whether to pack. Scores a few trajectories packed and padded until that has once been proven to be the same: a model that keeps
@@ -313,10 +307,9 @@ class Policy:
         if not few.action_mask.any():
             return True
         with torch.no_grad():
-            try:
-                packed = self._score(few, plain, False, True).logprobs
-            except MISFITS as error:
-                logger.warning("packing is off, trajectories are padded: the model refused a tree mask (%s)", error)
+            packed = attempt(lambda: self._score(few, plain, False, True).logprobs)
+            if isinstance(packed, Exception):
+                logger.warning("packing is off, trajectories are padded: the model refused a tree mask (%s)", packed)
                 self.packing = False
                 return False
             padded = self._score(few, plain, False, False).logprobs
@@ -325,11 +318,6 @@ class Policy:
             self.packing = False
         self._packing_proven = True
         return self.packing
-
-    @property
-    def rounding(self) -> float:
-        """How far apart (nats) rounding may put two ways to compute log-probabilities."""
-        return 1e-3 if self.dtype == torch.float32 else 0.1
 
     def drift(self, difference: Tensor) -> float:
         """What ``rounding`` bounds: the largest difference in fp32; the mean one in 16 bits, where one unlikely token may be far off."""
@@ -353,6 +341,7 @@ class Policy:
 
     def save_merged(self, folder: Path) -> None:
         """A model of its own, adapter folded in (fp32 arithmetic), that Transformers loads without PEFT. This policy is used up."""
+        self.model.cpu()  # where the copy in fp32 has room
         merged = adapters.merge(self.model) if isinstance(self.model, PeftModel) else self.model
         merged.save_pretrained(folder)
         self.chat.tokenizer.save_pretrained(folder)
@@ -360,8 +349,7 @@ class Policy:
 
 def load_policy(config: PretrainedConfig | ScratchConfig, seed: int) -> Policy:
     """The policy a configuration describes. The adapter starts at zero: the first output equals the base model's, and this is proven."""
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device)
-    dtype = choose_dtype(config.dtype, device)
+    device, dtype = choose_device(config.device), choose_precision(config).dtype
     disable_progress_bar()  # type: ignore[no-untyped-call]  # Transformers draws one for every file it reads or writes, checkpoints included
     if isinstance(config, ScratchConfig):
         tokenizer: PreTrainedTokenizerBase = character_tokenizer(config.alphabet)
@@ -380,11 +368,13 @@ def load_policy(config: PretrainedConfig | ScratchConfig, seed: int) -> Policy:
                 f"policy.model: {config.model!r} is no bundled model ({', '.join(BUNDLED)}), no folder and no model the hub gives: "
                 f"{cause(error)}"
             ) from error
-    model.to(device)
+    with telling_out_of_memory("as the model was put on its device", "set policy.dtype=auto, a smaller policy.model or another device"):
+        model.to(device)
+    ends = ends_of(model)
     if config.lora is not None:
         model = adapters.attach(model, config.lora, derive(seed, "adapter"))
         adapters.assert_zero_delta(model)
-    policy = Policy(model, ChatTokenizer(tokenizer), packing=config.packing, activation_checkpointing=config.activation_checkpointing)
+    policy = Policy(model, ChatTokenizer(tokenizer, ends), packing=config.packing, activation_checkpointing=config.activation_checkpointing)
     if isinstance(config, PretrainedConfig) and config.adapter is not None:
         policy.load(config.adapter)
     return policy

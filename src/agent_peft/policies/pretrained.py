@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from agent_peft.files import check_regular
 from agent_peft.policies import template_probe
+from agent_peft.policies.bundled import BUNDLED, cached
 from agent_peft.types import AgentPeftError
 
 MOST_REPEATED = 1024  # layers, or experts of a layer
@@ -39,18 +40,58 @@ def load_pretrained(folder: str, dtype: torch.dtype) -> tuple[PreTrainedTokenize
         raise AgentPeftError(
             f"policy.model: {folder!r} holds an adapter; name it as policy.adapter, and the model it is of as policy.model"
         )
+    here = Path(folder).is_dir()
+    if here and not (Path(folder) / "config.json").is_file():
+        raise AgentPeftError(f"policy.model: {folder!r} holds no config.json; give a folder that save_pretrained has written")
     try:
         config = read_config(folder)
-        if Path(folder).is_dir():
+        if here:
             check_size(config, Path(folder))
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, trust_remote_code=False)
-    except (AgentPeftError, OSError):
+        tokenizer = _load_tokenizer(folder)
+        model = _load_model(folder, config, dtype)
+    except AgentPeftError:
         raise
     except Exception as error:  # there is no end to what may be wrong with files
+        if isinstance(error, OSError) and not here:
+            raise
         raise AgentPeftError(f"policy.model: {folder!r} cannot be loaded: {cause(error)}") from error
     check_chat_template(tokenizer, folder)
     return tokenizer, model
+
+
+def _load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        if not Path(folder).is_dir() or "trust_remote_code" in str(error):
+            raise
+        raise AgentPeftError(
+            f"policy.model: {folder!r} holds no tokenizer that can be loaded ({cause(error).rstrip(':')}); "
+            "write it there with the tokenizer's save_pretrained"
+        ) from error
+    return tokenizer
+
+
+def _load_model(folder: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Weights that are not in the files are an error: Transformers would make them up at random."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=dtype, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    model: PreTrainedModel
+    model, report = loaded
+    for problem, keys in (("are missing", report["missing_keys"]), ("have another size", report["mismatched_keys"])):
+        if names := sorted(key if isinstance(key, str) else key[0] for key in keys):
+            raise AgentPeftError(
+                f"policy.model: {folder!r}: {len(names)} of the weights that its config.json describes {problem}, first {names[0]}; "
+                "they do not belong together"
+            )
+    return model
+
+
+def ends_of(model: PreTrainedModel) -> list[int]:
+    """The tokens at which Transformers itself would stop: there may be several, of which the tokenizer knows one."""
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
 def build(config: PreTrainedConfig, dtype: torch.dtype | None = None, name: str = "policy.architecture") -> PreTrainedModel:
@@ -67,16 +108,37 @@ def build(config: PreTrainedConfig, dtype: torch.dtype | None = None, name: str 
     return built
 
 
-def read_config(folder: str) -> PreTrainedConfig:
+def read_config(folder: str, download: bool = True) -> PreTrainedConfig:
     """A model's configuration.
+
+    Args:
+        download: whether the hub may be asked for what is not here.
 
     Raises:
         AgentPeftError: see ``check_config``.
         Exception: whatever Transformers raises.
     """
-    config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=not download)
     check_config(config, folder)
     return config
+
+
+def config_here(name: str) -> PreTrainedConfig | None:
+    """The configuration of a bundled model, a folder or a hub id, without a download: None where it is not here, or damaged.
+
+    Raises:
+        AgentPeftError: see ``check_config``.
+    """
+    folder = cached(name) if name in BUNDLED else Path(name)
+    if folder is None or folder.suffix == ".gguf":
+        return None
+    check_regular(folder)
+    try:
+        return read_config(str(folder), download=False)
+    except AgentPeftError:
+        raise
+    except Exception:  # who loads it is told more
+        return None
 
 
 def check_config(config: PreTrainedConfig, name: str) -> None:
@@ -101,6 +163,8 @@ def check_size(config: PreTrainedConfig, folder: Path) -> None:
     with torch.device("meta"):
         parameters = sum(parameter.numel() for parameter in build(config, name=str(folder / "config.json")).parameters())
     stored = sum(path.stat().st_size for suffix in ("safetensors", "bin") for path in folder.glob(f"*.{suffix}"))
+    if not stored:
+        raise AgentPeftError(f"policy.model: '{folder}' holds no weights (*.safetensors or *.bin); copy them there")
     if parameters > MOST_PER_BYTE * stored:
         raise AgentPeftError(
             f"{folder}: its config.json describes {parameters:,} parameters, and its weights have {stored:,} bytes; "

@@ -15,8 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from agent_peft.lookup import may_import
 from agent_peft.policies.adapters import LoraSettings
 from agent_peft.policies.base import PretrainedConfig, ScratchConfig
-from agent_peft.policies.bundled import BUNDLED, cached
-from agent_peft.policies.pretrained import build, cause, read_config
+from agent_peft.policies.pretrained import build, cause, config_here
 from agent_peft.policies.recomputation import layers_of
 from agent_peft.policies.tokenization import character_tokenizer
 from agent_peft.types import AgentPeftError
@@ -65,7 +64,9 @@ class ModelShape:
 
 def shape_of(config: PretrainedConfig | ScratchConfig) -> ModelShape | None:
     """None where it cannot be known: a module of one's own, a model that is not here yet, or one that is no stack of attention layers."""
-    model = _model_config(config)
+    if isinstance(config, ScratchConfig) and ":" in (own := str(config.architecture.get("model_type"))):
+        may_import(own)  # it is not imported here, but told to whoever does not trust it
+    model = config_at_hand(config)
     if model is None:
         return None
     noisy = logging.getLogger("transformers")
@@ -91,19 +92,17 @@ def scratch_architecture(config: ScratchConfig, tokenizer: PreTrainedTokenizerBa
         raise AgentPeftError(f"policy.architecture: Transformers refuses it: {cause(error)}") from error
 
 
-def _model_config(config: PretrainedConfig | ScratchConfig) -> Any:
+def config_at_hand(config: PretrainedConfig | ScratchConfig) -> Any:
+    """The Transformers configuration of a policy, as far as it is known without a download: None where it is not.
+
+    Raises:
+        AgentPeftError: it asks for what is never done, see ``check_config``.
+    """
     if isinstance(config, ScratchConfig):
-        if ":" in (own := str(config.architecture.get("model_type"))):
-            may_import(own)  # it is not imported here, but told to whoever does not trust it
+        if ":" in str(config.architecture.get("model_type")):
             return None
         return scratch_architecture(config, character_tokenizer(config.alphabet))
-    folder = cached(config.model) if config.model in BUNDLED else config.model
-    try:
-        return None if folder is None or str(folder).endswith(".gguf") else read_config(str(folder))
-    except AgentPeftError:
-        raise
-    except Exception:  # it is not here, or is damaged: who loads it is told more
-        return None
+    return config_here(config.model)
 
 
 def measure(model: Any, lora: LoraSettings | None) -> ModelShape:

@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 from agent_peft.policies.replacement import now_read
 
 NAME = "agent_peft_shared"
+NOWHERE = -1e4  # a score whose exponential is zero beside any other's
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,15 @@ class Relatives:
     slots: int  # n
     members: Tensor  # (n, W) rows, filled up with 0
     places: Tensor  # (B,) where in the n * W members a row is
-    bias: Tensor | None  # (n, 1, 1, extent) added to the scores, where slots differ in length
+    bias: Tensor | None  # (n, 1, 1, extent) added to the scores, where slots differ in length; (n, 1, W, extent) where members do
     extent: int
 
 
 def relatives(parents: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, device: torch.device) -> Relatives:
-    """Sort B rows by the slot that each continues, and by how many of its tokens."""
+    """Sort B rows by the slot that each continues, and by how many of its tokens.
+
+    A row may continue none of them: its scores are then so low that what it reads there has no weight, and is still finite.
+    """
     count, extent = max(parents) + 1, max(lengths)
     families: list[list[int]] = [[] for _ in range(count)]
     size = [0] * count
@@ -48,10 +52,14 @@ def relatives(parents: Sequence[int], lengths: Sequence[int], dtype: torch.dtype
     for slot, family in enumerate(families):
         for place, row in enumerate(family):
             places[row] = slot * width + place
+    seen = [[size[slot]] for slot in range(count)]
+    if any(length != size[parent] for parent, length in zip(parents, lengths, strict=True)):
+        seen = [[lengths[row] for row in family] + [extent] * (width - len(family)) for family in families]
     bias = None
-    if min(size) < extent:
-        hidden = torch.arange(extent, device=device) >= torch.tensor(size, device=device).unsqueeze(1)
-        bias = torch.zeros(count, extent, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)[:, None, None]
+    if min(map(min, seen)) < extent:
+        most = torch.tensor(seen, device=device).unsqueeze(-1)  # (n, 1 or W, 1)
+        bias = torch.zeros(*most.shape[:2], extent, dtype=dtype, device=device)
+        bias = bias.masked_fill_(torch.arange(extent, device=device) >= most, -torch.inf).masked_fill_(most == 0, NOWHERE).unsqueeze(1)
     members = torch.tensor([family + [0] * (width - len(family)) for family in families], device=device)
     return Relatives(count, members, torch.tensor(places, device=device), bias, extent)
 
@@ -92,7 +100,8 @@ def attend_relatives(query: Tensor, ancestor: Ancestor, scale: float) -> tuple[T
     slots, width = kin.members.shape
     together = query.index_select(0, kin.members.flatten()).view(slots, width, heads, length, size)
     together = together.transpose(1, 2).reshape(slots, heads, width * length, size)
-    out, total = attend(together, ancestor.keys, ancestor.values, kin.bias, scale)
+    bias = kin.bias if kin.bias is None or kin.bias.shape[2] == 1 else kin.bias.repeat_interleave(length, dim=2)
+    out, total = attend(together, ancestor.keys, ancestor.values, bias, scale)
     out = out.view(slots, heads, width, length, -1).transpose(1, 2).reshape(slots * width, heads, length, -1)
     total = total.view(slots, heads, width, length).transpose(1, 2).reshape(slots * width, heads, length)
     return out.index_select(0, kin.places), total.index_select(0, kin.places)

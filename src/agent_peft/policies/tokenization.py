@@ -11,34 +11,31 @@ Contents are kept verbatim, with one exception: where the template trims the con
 them too, since that is what the model was tuned on. ``following`` never trims.
 
 Some templates cannot be used append-only: rendering a longer conversation rewrites its earlier turns (Qwen3 drops the thoughts of earlier
-assistant turns; Mistral moves the system message to the last user message). ``ChatTokenizer`` then warns when it is made and sets
-``append_only = False``. The caller has two honest choices: split the episode (begin a new trajectory with ``opening(messages)`` at each
-turn), or go on with ``following``, which keeps earlier turns as they were sampled, against the template's habit.
+assistant turns; Mistral moves the system message to the last user message). ``append_only`` is then False. ``following`` keeps earlier
+turns as they were sampled, against the template's habit, and the first time that happens a warning says so.
+
+Some templates write today's date (Llama 3.2). It is always ``chat_template.DATE`` here: the same conversation has the same tokens tomorrow.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import get_args
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from agent_peft.types import AgentPeftError, Message
+from agent_peft.policies.chat_template import BARE_TEMPLATE, PLAIN_TEMPLATE, undated
+from agent_peft.types import AgentPeftError, Message, Role
 
-# Used where a tokenizer has no template of its own (base models); bos comes before it where the tokenizer itself writes one.
-PLAIN_TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] | capitalize }}:\n{{ message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'Assistant:\\n' }}{% endif %}"
-)
-_BARE_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-)
+logger = logging.getLogger(__name__)
+
 _WORD = "xsentinel{}x"  # plain letters and a number: no template and no tokenizer treats it specially
 _SENTINEL = re.compile(r"xsentinel(\d+)x")
 
@@ -46,17 +43,21 @@ _SENTINEL = re.compile(r"xsentinel(\d+)x")
 class ChatTokenizer:
     """Turns conversations into tokens for one tokenizer, and sampled tokens into text.
 
+    Args:
+        ends: more token ids that end a turn: those of the model's generation configuration.
+
     Attributes:
-        end_of_turn: token ids that end an assistant's turn: the tokenizer's eos, and what the template writes after an assistant message.
+        end_of_turn: token ids that end an assistant's turn: ``ends``, the tokenizer's eos, and what the template writes after an assistant
+            message.
         append_only: whether the template, given one more turn, leaves the earlier ones as they were.
 
     Raises:
         AgentPeftError: the template fails, drops messages, or frames each turn differently (numbered rounds).
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int] = ()) -> None:
         self.tokenizer = tokenizer
-        self._template = None if tokenizer.chat_template else self._plain_template()
+        self._template = undated(tokenizer.chat_template) if tokenizer.chat_template else self._plain_template()
         added = {token_id: token for token_id, token in tokenizer.added_tokens_decoder.items() if str(token).strip()}
         self._marks = {str(token): token_id for token_id, token in added.items()}  # <|im_end|>, <think>, …
         alternatives = "|".join(re.escape(text) for text in sorted(self._marks, key=len, reverse=True))
@@ -76,14 +77,16 @@ class ChatTokenizer:
         lead = frames[3].removeprefix(frames[5])
         self._lead = "" if lead.strip() else lead  # a blank before the reply that is not in the generation prompt: the policy's to write
         eos = tokenizer.eos_token_id
-        self.end_of_turn: frozenset[int] = frozenset(([] if eos is None else [int(eos)]) + self._closing[-1:])
-        if not self.end_of_turn:
+        self._ending = self._closing or ([] if eos is None else [int(eos)]) or sorted(ends)[:1]
+        if not self._ending:
             raise AgentPeftError("the tokenizer has no end-of-sequence token and its chat template ends no turn: set tokenizer.eos_token")
+        self.end_of_turn: frozenset[int] = frozenset([*self._ending[-1:], *ends, *([] if eos is None else [int(eos)])])
+        # what ends a turn may stand in the place of what the template writes there, but not where that begins the next message
+        self._closed_by = self.end_of_turn if self._closes_the_last() else frozenset(self._closing[-1:])
         rewriting = self._rewriting()
         self.append_only = rewriting is None
-        if rewriting is not None:
-            warnings.warn(f"the chat template cannot be used append-only: {rewriting}; split episodes into single turns", stacklevel=2)
-        elif self._template is None and not self._agrees_with_template():
+        self._untold = [] if rewriting is None else [rewriting]
+        if rewriting is None and tokenizer.chat_template and not self._agrees_with_template():
             warnings.warn("message by message, the tokens differ from those of the whole chat template (a prefix space?)", stacklevel=2)
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
@@ -94,6 +97,8 @@ class ChatTokenizer:
         """
         if not messages:
             raise AgentPeftError("a conversation needs at least one message")
+        if unknown := [m.role for m in messages if m.role not in get_args(Role)]:
+            raise AgentPeftError(f"a message has the role {unknown[0]!r}; the roles are {', '.join(get_args(Role))}")
         try:
             frames, order = self._frames([m.role for m in messages])
         except TemplateError:
@@ -113,12 +118,18 @@ class ChatTokenizer:
         They hold what the template writes after an assistant message (without its end-of-turn token where the action ends with one; a
         cut action gets it here, as tokens that were not sampled), the user message and the generation prompt.
         """
-        ended = bool(last_action) and last_action[-1] in self.end_of_turn
+        with suppress(IndexError):  # one of the threads that call this tells it, once
+            logger.warning(
+                "with the model's chat template %s; an episode keeps its turns as they were sampled, and the policy learns to act after "
+                "those: serve it with a template that keeps them too, or choose an environment of one turn",
+                self._untold.pop(),
+            )
+        ended = bool(last_action) and last_action[-1] in self._closed_by
         return ([] if ended else list(self._closing)) + self._encode([self._after_closing, self._generate], [observation])
 
     def action_tokens(self, text: str) -> list[int]:
         """The tokens of an assistant's reply as if the policy had written it, end-of-turn token included: for demonstrations."""
-        return self._encode_plain(self._lead + text, guarded=False) + (self._closing or sorted(self.end_of_turn)[:1])
+        return self._encode_plain(self._lead + text, guarded=False) + self._ending
 
     def decode_action(self, tokens: Sequence[int]) -> str:
         """The text of an action. Special tokens are dropped at its end and shown elsewhere; invalid UTF-8 becomes U+FFFD."""
@@ -221,6 +232,8 @@ class ChatTokenizer:
         """
         try:
             frames, order = self._frames(["user", "assistant", "user", "assistant", "user"])
+        except TemplateSyntaxError as error:
+            raise AgentPeftError(f"the chat template is broken: line {error.lineno}: {error.message}; repair it") from error
         except TemplateError as error:
             raise AgentPeftError(f"the chat template cannot show several turns: {error}") from error
         if order != list(range(5)) or frames[2] != frames[4]:
@@ -237,6 +250,15 @@ class ChatTokenizer:
             return [], frame  # the template closes assistant messages with plain text only
         rest = frame[found.end() :]
         return self._encode([frame[: found.end()]], []), rest.lstrip() if found.group() in self._swallow_right else rest
+
+    def _closes_the_last(self) -> bool:
+        """Whether the template closes an assistant message that nothing follows. GLM's does not: ``<|user|>`` begins the next message."""
+        reply = _WORD.format(1)
+        try:
+            tail = self._render([Message("user", _WORD.format(0)), Message("assistant", reply)], generate=False).rpartition(reply)[2]
+        except TemplateError:
+            return True
+        return bool(tail.strip()) or not self._closing
 
     def _trims(self, role: str) -> bool:
         before = [Message("user", "x")] if role == "assistant" else []
@@ -347,5 +369,5 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     backend.decoder = decoders.Fuse()
     special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)  # type: ignore[no-untyped-call]
-    tokenizer.chat_template = _BARE_TEMPLATE
+    tokenizer.chat_template = BARE_TEMPLATE
     return tokenizer

@@ -14,12 +14,13 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from agent_peft.environments.base import Environment
+from agent_peft.environments.contract import ContractError, place_of
 from agent_peft.policies.engine import Engine, EngineStatistics
+from agent_peft.policies.joining import Schedule
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.printable import printable
@@ -42,13 +43,15 @@ class Collection:
     """What one trip collected. An episode whose world failed again and again before the agent had acted is in no group.
 
     ``failures`` counts the attempts that a failing world ended, those that were tried again included; ``defects`` counts the exceptions
-    of other kinds that an environment or a reward term raised.
+    of other kinds that an environment or a reward term raised. ``schedule`` has the late answers of each call of the engine, and so says
+    how this rank's part can be repeated bit for bit.
     """
 
     groups: list[Group]
     failures: int = 0
     statistics: EngineStatistics = NOTHING
     defects: int = 0
+    schedule: tuple[Schedule, ...] = ()
 
     @property
     def crashed(self) -> int:
@@ -62,6 +65,7 @@ class Collector:
     def __init__(self, environment: Environment, engine: Engine) -> None:
         self.environment, self.engine = environment, engine
         self._told: set[tuple[str, str]] = set()  # kinds of defects
+        self._works = False  # an episode has ended otherwise than by a defect
 
     def collect(
         self,
@@ -71,39 +75,42 @@ class Collector:
         rewards: RewardConfig,
         seed: int,
         positions: Sequence[int] | None = None,
+        schedule: Sequence[Schedule] | None = None,
     ) -> Collection:
         """``group_size`` episodes of each task, in the tasks' order. What an episode draws depends on its seed, which is that of the task's
-        position, and on nothing around it.
+        position, and on nothing around it. No more episodes are open at once than the engine has rows, and a few.
 
         Args:
             positions: of the tasks to collect, where other processes collect the rest; None takes all.
+            schedule: that of an earlier collection of the same, to be followed.
 
         Raises:
-            AgentPeftError: an episode cannot be begun, for a reason that is the user's to mend. Once the agent acts, nothing that an
-                environment raises ends a collection.
+            AgentPeftError: an episode cannot be begun, for a reason that is the user's to mend; or every episode of the first collection
+                ended by a defect. After that, nothing that an environment raises when the agent acts ends a collection.
         """
         positions = range(len(tasks)) if positions is None else positions
         defects: list[BaseException] = []
+        acting = (self.engine.policy.chat, defects, sampling.stop, sampling.max_tokens)
         conversations = {
-            (position, member): EpisodeConversation(self.environment, tasks[position], self.engine.policy.chat, defects)
+            (position, member): EpisodeConversation(self.environment, tasks[position], *acting)
             for position in positions
             for member in range(group_size)
         }
-        failures, statistics = 0, NOTHING
+        failures, statistics, recorded = 0, NOTHING, list[Schedule]()
         for attempt in range(ATTEMPTS):
             trying = {key: c for key, c in conversations.items() if attempt == 0 or c.failure is not None}
             if not trying:
                 break
+            for key, conversation in trying.items():
+                if not conversation.turns:
+                    conversation.seed = derive(seed, attempt, *key)
+            followed = None if schedule is None else schedule[attempt] if attempt < len(schedule) else ()
             try:
-                for key, conversation in trying.items():
-                    if not conversation.turns:
-                        conversation.begin(derive(seed, attempt, *key))
-                with ThreadPoolExecutor(thread_name_prefix="replay") as threads:
-                    list(threads.map(EpisodeConversation.begin_again, [c for c in trying.values() if c.failure is not None and c.turns]))
-                statistics += self.engine.generate([c for c in trying.values() if not c.over and c.failure is None], sampling)
+                done = self.engine.generate(list(trying.values()), sampling, followed)
             finally:
                 for conversation in trying.values():
                     conversation.close()
+            statistics, recorded = statistics + done, [*recorded, done.schedule]
             failures += sum(c.failure is not None for c in trying.values())
         unanswered = [c for c in conversations.values() if c.failure is not None]
         crashed = [c for c in unanswered if c.turns]
@@ -111,13 +118,16 @@ class Collector:
         _warn([c for c in unanswered if not c.turns], "the world failed before the agent had acted; the episode is left out")
         for conversation in crashed:
             conversation.end(Outcome.INCORRECT, StopReason.CRASHED)
-        done = {key: _priced(c, rewards) for key, c in conversations.items() if c.failure is None}
+        priced = {key: _priced(c, rewards) for key, c in conversations.items() if c.failure is None}
+        self._works = self._works or any(not c.defective for c in conversations.values())
+        if len(conversations) > 1 and not self._works:
+            raise AgentPeftError(f"{self._whole(defects[0])}; every one of the first {len(conversations)} episodes ended by a defect")
         self._tell(defects)
         groups = [
-            Group(tasks[position], [done[position, member] for member in range(group_size) if (position, member) in done])
+            Group(tasks[position], [priced[position, member] for member in range(group_size) if (position, member) in priced])
             for position in positions
         ]
-        return Collection(groups, failures, statistics, len(defects))
+        return Collection(groups, failures, statistics, len(defects), tuple(recorded) if any(recorded) else ())
 
     def _tell(self, defects: Sequence[BaseException]) -> None:
         """Each kind of defect once, with its traceback, however many episodes meet it."""
@@ -126,10 +136,19 @@ class Collector:
             if kind in self._told or len(self._told) >= KINDS_TOLD:
                 continue
             self._told.add(kind)
-            logger.error("%s: a defect; every episode in which the agent's action meets it counts as incorrect", printable(kind[0], LINE))
+            logger.error("%s: a defect; every episode in which the agent's action meets it counts as incorrect", self._whole(error))
+            if isinstance(error, ContractError):  # nothing was raised that a traceback could tell more of
+                continue
             lines = "".join(traceback.format_exception(error, limit=-FRAMES_TOLD)).splitlines()
             for line in lines[-LINES_TOLD:]:
                 logger.error("  %s", printable(line, LINE))
+
+    def _whole(self, error: BaseException) -> str:
+        """Where a defect was met first, what it is, and the line of the environment's that raised it."""
+        where = printable(error.__notes__[0], LINE)
+        if isinstance(error, AgentPeftError):
+            return f"{where}: {printable(error, 2 * LINE)}"
+        return f"{where}: {told(error)}, at {place_of(error, type(self.environment))}"
 
 
 def _priced(conversation: EpisodeConversation, rewards: RewardConfig) -> Trajectory:
@@ -137,7 +156,7 @@ def _priced(conversation: EpisodeConversation, rewards: RewardConfig) -> Traject
     try:
         return price(conversation.trajectory, rewards)
     except AgentPeftError as error:
-        conversation.defects.append(error)
+        conversation.defect(error)
         conversation.end(Outcome.INCORRECT, StopReason.DEFECT)
         return price(conversation.trajectory, rewards.model_copy(update={"terms": ()}))
 
@@ -160,7 +179,9 @@ def told(error: BaseException | None) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Where it was raised; where its cause was, if it has one."""
+    """Where it was raised; where its cause was, if it has one; the code that returned what it must not."""
+    if isinstance(error, ContractError):
+        return error.place
     frames = traceback.extract_tb((error.__cause__ or error).__traceback__, limit=-1)
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
@@ -174,6 +195,9 @@ def demonstrate(environment: Environment, task: Task, chat: ChatTokenizer, rewar
     actions = environment.demonstration(task)
     if actions is None:
         raise AgentPeftError(f"task {task.id}: the environment knows no demonstration, so a supervised stage cannot use it")
+    if isinstance(actions, str) or not isinstance(actions, Sequence) or not all(isinstance(action, str) for action in actions):
+        given = printable(repr(actions), 60)
+        raise AgentPeftError(f"task {task.id}: its demonstration must be a list of texts, one for each turn; got {given}")
     defects: list[BaseException] = []
     conversation = EpisodeConversation(environment, task, chat, defects)
     try:

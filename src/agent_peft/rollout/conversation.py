@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from agent_peft.environments.base import Environment, Episode
-from agent_peft.policies.tokenization import ChatTokenizer
+from agent_peft.environments.contract import ContractError, opened, opening_of, result_of
+from agent_peft.policies.tokenization import ChatTokenizer, StopMatcher
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, InfrastructureError, Message, Outcome, StopReason, Task, Trajectory, Turn
 
@@ -17,24 +18,51 @@ class EpisodeConversation:
     """One episode and its record, which outlives a world that fails: ``begin_again`` brings a new world to where the record ends.
 
     Begun, and after each action, it goes on, or it is over, or it has a ``failure``: the world has ended this attempt. Anything else that
-    is raised at an action is a defect. It ends the episode as incorrect, so that a reply which raises is never worth it.
+    is raised at an action is a defect. It ends the episode as incorrect, so that a reply which raises is never worth it. Its world is
+    opened when the engine asks for its prompt, and closed as soon as it is over or has failed.
 
     Args:
         defects: where exceptions go that are not the world's.
+        stop: strings that end an action.
+        max_tokens: of the episode; None is no limit. An opening that leaves no room for an action within it is a user's mistake.
     """
 
-    def __init__(self, environment: Environment, task: Task, chat: ChatTokenizer, defects: list[BaseException]) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        task: Task,
+        chat: ChatTokenizer,
+        defects: list[BaseException],
+        stop: Sequence[str] = (),
+        max_tokens: int | None = None,
+    ) -> None:
         self.environment, self.task, self.chat, self.defects = environment, task, chat, defects
+        self.stop, self.max_tokens = [text.encode() for text in stop], max_tokens
         self.seed = 0
         self.turns: list[Turn] = []
         self.messages: list[Message] = []
         self.outcome, self.stop_reason = Outcome.UNKNOWN, StopReason.INFRASTRUCTURE
         self.over = False
         self.failure: BaseException | None = None
-        self.prompt: Sequence[int] = ()  # all tokens so far, the next observation included
         self._observation: tuple[int, ...] = ()
         self._room = 0
         self._episode: Episode | None = None
+
+    @property
+    def prompt(self) -> Sequence[int] | None:
+        """All tokens so far, the next observation included, once a world is open; None where there is none to act in.
+
+        Raises:
+            AgentPeftError: it cannot be opened, for a reason that is the user's to mend.
+        """
+        if self.turns:
+            self.begin_again()
+        else:
+            self.begin(self.seed)
+        if self.over or self.failure is not None:
+            self.close()
+            return None
+        return (*self.trajectory.tokens, *self._observation)
 
     def begin(self, seed: int) -> None:
         """Open the episode that ``seed`` decides: what is drawn in its world, and by the engine.
@@ -46,11 +74,17 @@ class EpisodeConversation:
         try:
             opening = self._open()
             self.messages, self._observation = opening, tuple(self.chat.opening(opening))
+            if self.max_tokens is not None and len(self._observation) >= self.max_tokens:
+                raise AgentPeftError(
+                    f"task {self.task.id}: its opening has {len(self._observation)} tokens, so there is no room for an action within "
+                    f"sampling.max_tokens: {self.max_tokens}; raise that (of an evaluation, evaluation.sampling's), or leave the task out"
+                )
+        except ContractError as error:
+            raise AgentPeftError(f"{self.where}: {error}") from error
         except (*PASSING, AgentPeftError):
             raise
         except BaseException as error:  # also what a library in Rust raises when it panics
             self._fail(error)
-        self.prompt = self._observation
 
     def begin_again(self) -> None:
         """Open an episode of the same seed, and replay the recorded actions in it, the last of which was not answered.
@@ -65,16 +99,36 @@ class EpisodeConversation:
             raise
         except BaseException as error:
             self._fail(error)
-        self.prompt = (*self.trajectory.tokens, *self._observation)
 
     def act(self, action: Sequence[int], logprobs: Sequence[float], room: int) -> Sequence[int] | None:
         """Take the sampled action; what to read next, or None where nothing is."""
-        self.turns.append(Turn(self._observation, tuple(action), tuple(logprobs)))
+        self.turns.append(Turn(self._observation, tuple(action), tuple(logprobs), cut=self._is_cut(action)))
         self._room = room
-        return self._step()
+        following = self._step()
+        if following is None:
+            self.close()
+        return following
 
     def end(self, outcome: Outcome, stop_reason: StopReason) -> None:
         self.outcome, self.stop_reason, self.over, self.failure = outcome, stop_reason, True, None
+
+    @property
+    def defective(self) -> bool:
+        """Whether something that is not the world's ended it, or kept it from being begun."""
+        unbegun = self.failure is not None and not self.turns and not isinstance(self.failure, InfrastructureError)
+        return unbegun or self.stop_reason is StopReason.DEFECT
+
+    def defect(self, error: BaseException) -> None:
+        """Keep an exception that is not the world's, with where it was met first: one object may be raised again and again."""
+        if not getattr(error, "__notes__", ()):
+            error.add_note(self.where)
+        self.defects.append(error)
+
+    @property
+    def where(self) -> str:
+        """The task, the seed that its environment was given, and the turn."""
+        moment = f"turn {len(self.turns)}" if self.turns else "at its start"
+        return f"task {self.task.id!r}, seed {derive(self.seed, 'environment')}, {moment}"
 
     @property
     def trajectory(self) -> Trajectory:
@@ -90,15 +144,20 @@ class EpisodeConversation:
         except PASSING:
             raise
         except BaseException as error:
-            self.defects.append(error)
+            self.defect(error)
+
+    def _is_cut(self, action: Sequence[int]) -> bool:
+        """Whether a limit ended an action, and not the policy."""
+        matcher = StopMatcher(self.stop, self.chat.token_bytes)
+        return not any(matcher.push(token) or token in self.chat.end_of_turn for token in action)
 
     def _open(self) -> list[Message]:
-        self._episode = self.environment.episode(self.task, derive(self.seed, "environment"))
-        return list(self._episode.start())
+        self._episode = opened(self.environment, self.task, derive(self.seed, "environment"))
+        return opening_of(self._episode)
 
     def _fail(self, error: BaseException) -> None:
         if not isinstance(error, InfrastructureError):
-            self.defects.append(error)
+            self.defect(error)
         self.failure = error
 
     def _replay(self, heard: list[Message]) -> None:
@@ -107,7 +166,7 @@ class EpisodeConversation:
         for action in actions[:-1]:
             if heard != self.messages[: len(heard)]:
                 break
-            heard = [*heard, action, Message("user", self._episode.step(action.content).observation)]
+            heard = [*heard, action, Message("user", result_of(self._episode, action.content).observation)]
         if heard != self.messages[:-1]:
             raise InfrastructureError("its actions were replayed, and the world answered otherwise than before")
         self.messages = heard
@@ -120,7 +179,7 @@ class EpisodeConversation:
             assert self._episode is not None
             text = self.chat.decode_action(turn.action)
             self.messages.append(Message("assistant", text))
-            result = self._episode.step(text)
+            result = result_of(self._episode, text)
             outcome, stop_reason = Outcome(result.outcome), result.stop_reason and StopReason(result.stop_reason)
             if stop_reason is StopReason.INFRASTRUCTURE:
                 raise InfrastructureError("the environment says that it failed")
@@ -135,7 +194,7 @@ class EpisodeConversation:
             self.failure = error
             return None
         except BaseException as error:
-            self.defects.append(error)
+            self.defect(error)
             self.end(Outcome.INCORRECT, StopReason.DEFECT)
             return None
         self.messages.append(Message("user", result.observation))

@@ -47,6 +47,7 @@ class EvaluationReport:
     mean_turns: float  # per episode
     mean_action_tokens: float  # per episode
     outcomes: Mapping[str, tuple[str, ...]]  # task id -> the outcome of each attempt
+    cut_actions: float = 0.0  # share of turns whose action a limit on tokens ended
 
     @property
     def summary(self) -> str:
@@ -115,6 +116,7 @@ def summarize(groups: Sequence[Group], left_out: int = 0) -> EvaluationReport:
         mean_turns=turns / len(counted),
         mean_action_tokens=sum(t.num_action_tokens for t in counted) / len(counted),
         outcomes=outcomes,
+        cut_actions=sum(t.num_cut for t in counted) / max(turns, 1),
     )
 
 
@@ -229,6 +231,7 @@ def table(reports: Mapping[str, EvaluationReport]) -> Table:
     for reason in sorted({reason for report in columns for reason in report.stop_reasons}):
         shown.add_row(f"ended: {reason}", *(f"{report.stop_reasons.get(reason, 0) / report.attempts:.1%}" for report in columns))
     shown.add_row("invalid actions", *(f"{report.invalid_actions:.1%}" for report in columns))
+    shown.add_row("cut actions", *(f"{report.cut_actions:.1%}" for report in columns))
     shown.add_row("turns", *(f"{report.mean_turns:.2f}" for report in columns))
     shown.add_row("action tokens", *(f"{report.mean_action_tokens:.1f}" for report in columns))
     if any(report.infrastructure_failures for report in columns):

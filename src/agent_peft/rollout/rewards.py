@@ -6,6 +6,7 @@ An episode's reward is its prices (for most, its accuracy) and the ``terms``: Σ
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import numbers
 import traceback
@@ -128,6 +129,12 @@ def own_function(kind: str) -> Callable[[Trajectory], Any]:
     found = find(kind, "package.module:function")
     if not callable(found):
         raise ValueError(f"{kind!r} is no function but {found!r:.60}; name a function of a trajectory")
+    try:
+        inspect.signature(found).bind(None)
+    except TypeError as error:
+        raise ValueError(f"{kind!r} cannot be called with a trajectory ({error}); write it as def f(trajectory)") from error
+    except ValueError:  # not all that is built in says what it takes
+        pass
     return found  # type: ignore[no-any-return]
 
 
@@ -162,13 +169,14 @@ class RewardConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    correct: float = 1.0
-    incorrect: float = -0.1
-    unknown: float = 0.0
-    timeout: float | None = Field(default=None, description="null prices it as its outcome, and so the next two")
-    turn_limit: float | None = None
-    token_limit: float | None = None
+    correct: float = Field(default=1.0, description="an episode that the environment grades as correct")
+    incorrect: float = Field(default=-0.1, description="one that it grades as incorrect")
+    unknown: float = Field(default=0.0, description="one that it does not grade")
+    timeout: float | None = Field(default=None, description="one whose clock ran out (episode_seconds); null: as its outcome")
+    turn_limit: float | None = Field(default=None, description="one that used all its turns; null: as its outcome")
+    token_limit: float | None = Field(default=None, description="one that ran into sampling.max_tokens; null: as its outcome")
     invalid_action: float = Field(default=0.0, description="for each turn whose action could not be understood")
+    cut_action: float = Field(default=0.0, description="for each turn whose action sampling.max_new_tokens or max_tokens ended")
     terms: tuple[AnyTerm, ...] = Field(default=(), description="what else is worth something, at the last turn")
 
     def end(self, outcome: Outcome, stop_reason: StopReason) -> float:
@@ -188,7 +196,7 @@ class RewardConfig(BaseModel):
 
 
 def price(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
-    """The trajectory with one reward per turn: an invalid action's at its turn, the end's and the terms' at the last (they add up there).
+    """The trajectory with one reward per turn: an invalid or cut action's at its turn, the end's and the terms' at the last (they add up).
 
     Raises:
         ValueError: an infrastructure failure, or no turn to bear the price.
@@ -203,6 +211,7 @@ def price(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
     if not trajectory.turns:
         raise ValueError(f"the trajectory of task {trajectory.task.id!r} has no turn to bear a reward")
     rewards = [0.0 if turn.valid else config.invalid_action for turn in trajectory.turns]
+    rewards = [reward + config.cut_action if turn.cut else reward for reward, turn in zip(rewards, trajectory.turns, strict=True)]
     rewards[-1] += end
     priced = replace(trajectory, rewards=tuple(rewards))
     if not config.terms:

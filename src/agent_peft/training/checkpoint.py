@@ -7,16 +7,21 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from agent_peft.files import parse_json, read_bytes, sync, write_atomic
-from agent_peft.types import AgentPeftError
+from agent_peft.types import AgentPeftError, InfrastructureError
 
 POSITION = "position.json"  # a file of this name inside a checkpoint tells how far the run is
 KEEP = "keep"  # a file of this name inside a checkpoint pins it
 MOST_BYTES = 1 << 30  # of a file that is read back
 _NAME = re.compile(r"(?:\.replaced-)?step_(\d{6,})")
+_DAMAGED = re.compile(r"damaged_step_\d{6,}(_\d+)?")  # a checkpoint that could not be read, kept for whoever wants to look at it
 _ASIDE = ".aside-"  # what begins so is half made or half removed
 _REPLACED = ".replaced-"  # what begins so is whole, as long as there is no other of its step
 
@@ -29,9 +34,24 @@ def save_checkpoint(root: Path, step: int, write: Callable[[Path], None], keep_l
 
     Raises:
         ValueError: ``keep_last`` below 1.
+        InfrastructureError: the disk is full, or takes no file for another reason.
     """
     if keep_last < 1:
         raise ValueError("at least the newest checkpoint is kept")
+    try:
+        return _save(root, step, write, keep_last, keep)
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            clean(root)  # the room may be needed
+        cause = " ".join(str(error).split())[:200]
+        with suppress(OSError):
+            cause += f"; {shutil.disk_usage(root).free >> 20} MB are free there"
+        raise InfrastructureError(
+            f"{root}: no checkpoint can be written ({cause}); those that are there are whole: make room, then run the same command to go on"
+        ) from error
+
+
+def _save(root: Path, step: int, write: Callable[[Path], None], keep_last: int, keep: bool) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     sync(root.parent)
     clean(root)
@@ -83,6 +103,8 @@ def is_ours(path: Path) -> bool:
         return False
     if path.name.startswith((_ASIDE, _REPLACED)):
         return _NAME.fullmatch(path.name.removeprefix(_ASIDE).removeprefix(_REPLACED)) is not None
+    if _DAMAGED.fullmatch(path.name):
+        return True
     return _NAME.fullmatch(path.name) is not None and (path / POSITION).is_file()
 
 
@@ -99,6 +121,15 @@ def latest_checkpoint(root: Path) -> Path | None:
     """The newest whole checkpoint."""
     found = checkpoints(root)
     return found[-1] if found else None
+
+
+def put_aside(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint to ``damaged_step_000012``, which nothing takes for one. Returns its new path."""
+    names = (f"damaged_{checkpoint.name}" + (f"_{again}" if again else "") for again in count())
+    aside = next(path for name in names if not os.path.lexists(path := checkpoint.with_name(name)))
+    checkpoint.rename(aside)
+    sync(checkpoint.parent)
+    return aside
 
 
 def checkpoint_step(path: Path) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,10 +19,12 @@ from agent_peft.environments.base import EnvironmentConfig
 from agent_peft.lookup import may_import
 from agent_peft.policies.base import PolicyConfig
 from agent_peft.policies.engine import EngineConfig
+from agent_peft.policies.reference import ReferenceKind
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.training.distributed import RanksConfig
 from agent_peft.training.optimizer import OptimizerConfig
+from agent_peft.training.step_metrics import metrics_of
 from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
 
 
@@ -63,14 +66,19 @@ def _resolve_environment(value: Any) -> Any:
     return found.model_validate_json(json.dumps(value, default=str), strict=True)  # its mistakes keep their places within ours
 
 
+LIMITS = ("max_new_tokens", "max_tokens", "stop")  # of an evaluation's sampling: where it sets none, those of the stage that it follows
+DISTRIBUTION = ("temperature", "top_p", "top_k")  # how tokens are drawn: of no effect where demonstrations are scored
+
+
 def _greedy(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
-    return SamplingConfig.model_validate_json(json.dumps({"temperature": 0.0, **value}), strict=True)
+    given = {key: inner for key, inner in value.items() if inner is not None or key not in LIMITS}
+    return SamplingConfig.model_validate_json(json.dumps({"temperature": 0.0, **given}), strict=True)
 
 
-def _compares_within_groups(algorithm: Algorithm) -> bool:
-    """Asked of the algorithm itself, so that none is known by name here: does it refuse a group of one?"""
+def compares_within_groups(algorithm: Algorithm) -> bool:
+    """Asked of the algorithm itself, so that none is known by name here: does it refuse a group of one? It is used up."""
     probe = collate([Trajectory(Task("probe"), (Turn((0,), (0,), (0.0,)),), rewards=(0.0,))], groups=[0])
     try:
         algorithm.prepare(replace(probe, values=probe.rewards))
@@ -93,10 +101,12 @@ MOST_EPISODES = 1_000_000  # of a step: a group, or groups
 class UntilConfig(_Config):
     """What ends a stage before its last step: the mean of a metric over the last steps. Its step numbers then jump to the stage's end."""
 
-    metric: str = Field(description="such as success, reward or surprisal; of demonstrations only surprisal tells anything")
+    metric: str = Field(
+        description="such as success, reward or surprisal (the model's; a supervised stage's others are the demonstrations')"
+    )
     above: float | None = None
     below: float | None = None
-    over: int = Field(default=4, ge=1, description="steps")
+    over: int = Field(default=4, ge=1, description="steps, of those that have the metric")
 
     @model_validator(mode="after")
     def _one_side(self) -> UntilConfig:
@@ -106,6 +116,15 @@ class UntilConfig(_Config):
 
     def is_reached(self, value: float) -> bool:
         return (self.above is not None and value > self.above) or (self.below is not None and value < self.below)
+
+
+def _unknown_metric(name: str, known: Sequence[str]) -> str:
+    if name.startswith("evaluation"):
+        return f"until.metric: {name!r} is measured by evaluations, and until looks at the steps of its stage; give success, or surprisal"
+    near = difflib.get_close_matches(name.lower(), known, 1)
+    return f"until.metric: {name!r} is no metric of this stage; " + (
+        f"did you mean {near[0]!r}?" if near else f"give one of {', '.join(known)}"
+    )
 
 
 class StageConfig(_Config):
@@ -126,6 +145,11 @@ class StageConfig(_Config):
     optimizer: OptimizerConfig = OptimizerConfig()
     sampling: SamplingConfig = SamplingConfig()
     microbatch_tokens: int = Field(default=768, ge=1, description="positions of one forward: time and memory, never the result")
+    reference: ReferenceKind = Field(
+        default="stage_start",
+        description="what kl_coef holds the policy at: stage_start is the policy as the stage began, base is it with its adapter off",
+    )
+    mask_cut_actions: bool = Field(default=False, description="do not train on actions that a limit on tokens ended; they are priced")
     task_order: Literal["shuffle", "sequential"] = "shuffle"
     nonfinite: Literal["stop", "skip"] = Field(default="stop", description="an update whose loss or gradient is NaN or infinite")
 
@@ -151,14 +175,28 @@ class StageConfig(_Config):
 
     @model_validator(mode="after")
     def _effective(self) -> StageConfig:
-        kind, algorithm = self.algorithm.kind, self.build()
+        kind, algorithm, sampling = self.algorithm.kind, self.build(), self.sampling
         if not algorithm.on_policy and self.group_size != 1:
             raise ValueError(f"group_size has no effect on {kind}, which learns from demonstrations in groups of one; leave it out")
-        if algorithm.on_policy and self.sampling.temperature == 0:
+        if not algorithm.on_policy and self.mask_cut_actions:
+            raise ValueError(f"mask_cut_actions has no effect on {kind}, which learns from demonstrations; leave it out")
+        if algorithm.on_policy and sampling.temperature == 0:
             raise ValueError("sampling.temperature: 0 has no density to train on; set it above 0 (evaluation may use 0)")
+        if not algorithm.on_policy and (drawn := [key for key in DISTRIBUTION if getattr(sampling, key) != getattr(SamplingConfig(), key)]):
+            raise ValueError(f"sampling.{drawn[0]} has no effect on {kind}, which scores the whole distribution; leave it out")
+        if "reference" in self.model_fields_set and not algorithm.needs_reference:
+            raise ValueError(f"reference has no effect on {kind} without a kl_coef; leave it out")
+        if algorithm.needs_reference and sampling.truncates:
+            key = "top_p" if sampling.top_p < 1 else "top_k"
+            raise ValueError(
+                f"sampling.{key} cuts off tokens that the reference gives probability to, so the KL cannot be measured on those that are "
+                "drawn; leave top_p and top_k out, or set kl_coef: 0"
+            )
+        if self.until is not None and self.until.metric not in (known := metrics_of(algorithm)):
+            raise ValueError(_unknown_metric(self.until.metric, known))
         if algorithm.minibatches > self.tasks_per_step:
             raise ValueError(f"algorithm.minibatches: {algorithm.minibatches} is more than tasks_per_step: {self.tasks_per_step}")
-        if self.group_size == 1 and _compares_within_groups(algorithm):
+        if self.group_size == 1 and compares_within_groups(algorithm):
             raise ValueError(f"group_size: 1 is too small for {kind}, which compares the episodes of a task with each other")
         return self
 
@@ -168,10 +206,27 @@ class EvaluationConfig(_Config):
 
     environment: AnyEnvironment
     at: tuple[Literal["start", "stages"], ...] = Field(default=("start", "stages"), description="before the first step, after each stage")
-    every: int = Field(default=0, ge=0, description="steps; 0 is never in between")
+    every: int = Field(default=0, ge=0, description="steps of the run, those of earlier stages included; 0 is never in between")
     attempts: int = Field(default=1, ge=1, description="episodes of each task, for pass@k")
     num_tasks: int | None = Field(default=None, ge=1, description="the first ones; null takes all")
-    sampling: Annotated[SamplingConfig, BeforeValidator(_greedy)] = SamplingConfig(temperature=0.0)
+    sampling: Annotated[SamplingConfig, BeforeValidator(_greedy)] = Field(
+        default=SamplingConfig(temperature=0.0),
+        description="limits and stop strings that are not set, or null, are those of the stage that it follows; at the start, of the first",
+    )
+
+    @property
+    def inherited(self) -> tuple[str, ...]:
+        """The keys of its sampling that a stage decides."""
+        return tuple(key for key in LIMITS if key not in self.sampling.model_fields_set)
+
+    def following(self, stage: StageConfig) -> EvaluationConfig:
+        """As it is when it follows ``stage``."""
+        limits = {key: getattr(stage.sampling, key) for key in self.inherited}
+        own = self.sampling.model_fields_set  # it still sets what it set
+        sampling = SamplingConfig.model_construct(_fields_set=set(own), **{**dict(self.sampling), **limits})
+        found = self.model_copy()
+        object.__setattr__(found, "sampling", sampling)
+        return found
 
     @model_validator(mode="after")
     def _effective(self) -> EvaluationConfig:
@@ -210,12 +265,23 @@ class TrainConfig(_Config):
         if not self.stages:
             raise ValueError("stages: [] trains nothing; give at least one")
         for stage in self.stages:
-            if self.policy.lora is None and stage.build().needs_reference:
-                raise ValueError(f"stage {stage.name!r} needs a reference, the policy with its adapter off: set policy.lora, or kl_coef: 0")
+            if self.policy.lora is None and stage.reference == "base":
+                raise ValueError(
+                    f"reference: base of stage {stage.name!r} is the policy with its adapter off; set policy.lora, or stage_start"
+                )
+        if self.evaluation is not None:  # as it is at the end, and for a run that is evaluated afterwards
+            object.__setattr__(self, "evaluation", self.evaluation.following(self.stages[-1]))
         return self
 
+    def stage_at(self, steps: int) -> StageConfig:
+        """The stage that the run is in, or has just ended, after so many steps."""
+        ends = accumulate(stage.steps for stage in self.stages)
+        return next((stage for stage, end in zip(self.stages, ends, strict=True) if steps <= end), self.stages[-1])
 
-ROLLOUT_KEYS = ("group_size",)  # of no effect on a stage that learns from demonstrations
+
+# of no effect on a stage that learns from demonstrations
+ROLLOUT_KEYS = ("group_size", "mask_cut_actions", *(f"sampling.{key}" for key in DISTRIBUTION))
+REFERENCE_KEYS = ("reference",)  # of no effect without a penalty that is measured to it
 
 
 def resolved(config: TrainConfig) -> dict[str, Any]:
@@ -223,6 +289,10 @@ def resolved(config: TrainConfig) -> dict[str, Any]:
     content = config.model_dump(mode="json")
     for stage, written in zip(config.stages, content["stages"], strict=True):
         if not stage.build().on_policy:
-            for key in ROLLOUT_KEYS:
-                del written[key]
+            written["sampling"] = {key: written["sampling"][key] for key in LIMITS}
+            del written["group_size"], written["mask_cut_actions"]
+        if not stage.build().needs_reference:
+            del written["reference"]
+    if config.evaluation is not None and len({tuple(getattr(stage.sampling, key) for key in LIMITS) for stage in config.stages}) > 1:
+        content["evaluation"]["sampling"] |= dict.fromkeys(config.evaluation.inherited)
     return content

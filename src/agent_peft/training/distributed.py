@@ -202,7 +202,7 @@ def gather_collection(ranks: Ranks, mine: Collection, tasks: Sequence[Task]) -> 
         "groups": [[_written(t) for t in group.trajectories] for group in mine.groups],
         "failures": mine.failures,
         "defects": mine.defects,
-        "statistics": vars(mine.statistics),
+        "statistics": vars(mine.statistics) | {"schedule": ()},  # each rank keeps its own
     }
     for rank, found in enumerate(ranks.gather_objects(written)):
         positions = Ranks(rank, ranks.world).share(range(len(tasks)))

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -16,9 +15,10 @@ from agent_peft.environments import load_environment
 from agent_peft.environments.base import EnvironmentConfig
 from agent_peft.lookup import NotImportedError, may_import
 from agent_peft.policies.blocked import pays
-from agent_peft.policies.hardware import choose_dtype, choose_threads
+from agent_peft.policies.hardware import choose_device, choose_threads
+from agent_peft.policies.precision import choose_precision
 from agent_peft.policies.shape import shape_of
-from agent_peft.training.config import TrainConfig, resolved
+from agent_peft.training.config import LIMITS, StageConfig, TrainConfig, resolved
 from agent_peft.training.loading import Provenance
 from agent_peft.training.memory import Learner, StageMemory, evaluation_memory, in_words, stage_memory
 
@@ -32,6 +32,16 @@ def explain(config: TrainConfig, provenance: Provenance) -> RenderableType:
         AgentPeftError: the environment cannot be built.
     """
     return Group(values_table(config, provenance), facts_table(facts(config)), memory_table(config))
+
+
+def explanation(config: TrainConfig, provenance: Provenance) -> dict[str, Any]:
+    """The same, in what JSON knows. Memory is the peak, in bytes.
+
+    Raises:
+        AgentPeftError: as ``explain``.
+    """
+    values = {path: {"value": value, "from": provenance.of(path)} for path, value in effective_values(config)}
+    return {"values": values, "facts": facts(config), "memory": {name: needed.peak for name, needed in memory(config).items()}}
 
 
 def values_table(config: TrainConfig, provenance: Provenance) -> Table:
@@ -67,18 +77,39 @@ def facts(config: TrainConfig) -> dict[str, str]:
     found = {"tasks": UNKNOWN if tasks is None else str(tasks)}
     for stage in config.stages:
         trips = "" if tasks is None else f" ({stage.steps * stage.tasks_per_step / tasks:.3g} trips through the tasks)"
+        if tasks and stage.tasks_per_step > tasks:
+            trips = f"{trips[:-1]}, so a step has each of them up to {-(-stage.tasks_per_step // tasks)} times)"
         episodes = "episodes" if stage.build().on_policy else "demonstrations"
         found[f"stage {stage.name}"] = (
             f"{stage.steps} steps of {stage.tasks_per_step} × {stage.group_size} = {stage.episodes_per_step} {episodes}"
             f"{trips}, {stage.updates} optimizer updates"
         )
+        if stage.build().needs_reference:
+            found[f"reference of {stage.name}"] = reference_in_words(config, stage)
     found["optimizer updates"] = str(sum(stage.updates for stage in config.stages))
     if config.evaluation is not None:
         measured = number_of_tasks(config.evaluation.environment, config.evaluation.num_tasks)
         found["evaluation"] = f"{UNKNOWN if measured is None else measured} tasks × {config.evaluation.attempts} attempts"
-    threads = choose_threads(config.threads)
+        if len({config.evaluation.following(stage).sampling for stage in config.stages}) > 1:
+            for stage in config.stages:
+                limits = config.evaluation.following(stage).sampling.model_dump(include=set(LIMITS), mode="json")
+                shown = ", ".join(f"{key} {json.dumps(limits[key], ensure_ascii=False)}" for key in LIMITS)
+                found[f"evaluation after {stage.name}"] = shown + (", also at the start" if stage is config.stages[0] else "")
+    precision, threads = choose_precision(config.policy), choose_threads(config.threads)
+    found["dtype"] = f"{precision.name} ({precision.reason})"
     found["threads"] = f"{threads.number} ({threads.reason})"
     return found
+
+
+def reference_in_words(config: TrainConfig, stage: StageConfig) -> str:
+    """What the KL of a stage is measured to, and what is kept for it."""
+    if stage.reference == "base":
+        return "the base model: the policy with its adapter off"
+    if config.policy.lora is None:
+        return "the policy as the stage began: a frozen copy of all weights, which takes as much memory again"
+    if stage is config.stages[0] and getattr(config.policy, "adapter", None) is None:
+        return "the policy as the stage began, which is the base model: the adapter is still zero"
+    return "the policy as the stage began: a frozen copy of the adapter"
 
 
 def number_of_tasks(config: EnvironmentConfig, most: int | None = None) -> int | None:
@@ -98,22 +129,25 @@ def number_of_tasks(config: EnvironmentConfig, most: int | None = None) -> int |
 def memory(config: TrainConfig) -> dict[str, StageMemory]:
     """What each stage and an evaluation need at most, by name; empty where the model's shape cannot be known without loading it."""
     policy = config.policy
-    shape = shape_of(policy)
+    device, shape = choose_device(policy.device), shape_of(policy)
     if shape is None:
         return {}
-    device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if policy.device == "auto" else policy.device)
-    lora, dtype = policy.lora, choose_dtype(policy.dtype, device)
+    lora, dtype = policy.lora, choose_precision(policy).dtype
     learner = Learner(
         shape,
         width=dtype.itemsize,
         rank=None if lora is None else lora.rank,
         dropout=lora is not None and lora.dropout > 0,
         recomputes=policy.activation_checkpointing,
+        packed=policy.packing,
         tiled=policy.packing and device.type == "cpu" and shape.plain,
         blocks=pays(device, dtype, shape.multiplied),
     )
     found = {f"stage {place}: {stage.name}": stage_memory(learner, stage, config.engine) for place, stage in enumerate(config.stages)}
-    return found if config.evaluation is None else found | {"evaluation": evaluation_memory(learner, config.evaluation, config.engine)}
+    if config.evaluation is not None:
+        measured = [evaluation_memory(learner, config.evaluation.following(stage), config.engine) for stage in config.stages]
+        found["evaluation"] = max(measured, key=lambda needed: needed.peak)
+    return found
 
 
 def memory_table(config: TrainConfig) -> Table:

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from agent_peft.files import MEGABYTE, parse_json, read_text, write_atomic
 from agent_peft.lookup import without_imports
+from agent_peft.policies.precision import choose_precision
 from agent_peft.training import yaml12
 from agent_peft.training.checkpoint import is_ours as is_checkpoint
 from agent_peft.training.config import TrainConfig, resolved
@@ -30,12 +31,14 @@ FILES = ("metrics.jsonl", "timing.jsonl", STOPPED, CONFIG)  # the configuration 
 _GONE = ".gone-"  # what begins so is half removed
 
 _EVALUATION = re.compile(r".+\.json|\..+\.json\.aside")
+_SCHEDULE = re.compile(r"\.?[^/]+\.rank_\d+\.json(\.aside)?")
 _TRAJECTORIES = re.compile(r"step_\d{6,}\.jsonl|\.step_\d{6,}\.jsonl\.aside")
 
 # for each folder of a run: whether something in it was written by a run
 FOLDERS: dict[str, Callable[[Path], bool]] = {
     "checkpoints": is_checkpoint,
     "evaluations": lambda path: path.is_file() and _EVALUATION.fullmatch(path.name) is not None,
+    "schedule": lambda path: path.is_file() and _SCHEDULE.fullmatch(path.name) is not None,
     "trajectories": lambda path: path.is_file() and _TRAJECTORIES.fullmatch(path.name) is not None,
 }
 
@@ -100,8 +103,12 @@ def claim(config: TrainConfig, fresh: bool, lock: Lock, stack: ExitStack) -> Non
     written = folder / CONFIG
     if fresh:
         clear(folder)
-    elif written.exists():
-        _check_same(folder, read_text(written, "a YAML file", MEGABYTE), text)
+    elif written.exists() and (changed := _changed(read_text(written, "a YAML file", MEGABYTE), text)):
+        if _has_results(folder):
+            raise AgentPeftError(
+                f"{folder}: holds a run of another configuration ({changed}); set another run_dir, or start over with --fresh"
+            )
+        clear(folder)  # a start that failed: at most an evaluation of that other configuration
     for name in (*FOLDERS, *FILES):
         if (folder / name).is_symlink():
             raise AgentPeftError(f"{folder / name}: is a link, which is not followed; move what it leads to here, or set another run_dir")
@@ -114,6 +121,57 @@ def claim(config: TrainConfig, fresh: bool, lock: Lock, stack: ExitStack) -> Non
                 f"add stages.{stage}.nonfinite=skip, or start over (--fresh) with a lower optimizer.learning_rate"
             )
         stopped.unlink()
+
+
+def dtype_of_run(config: TrainConfig, fresh: bool) -> str:
+    """What the run computes in, ``auto`` decided: a run that has begun keeps what it began in, whatever another measurement would say."""
+    if config.policy.dtype != "auto":
+        return config.policy.dtype
+    written = config.run_dir / CONFIG
+    if not fresh and written.is_file() and _has_results(config.run_dir):
+        policy = yaml12.plain(yaml12.parse(read_text(written, "a YAML file", MEGABYTE), str(written))).get("policy", {})
+        if policy.get("dtype") in ("float32", "bfloat16"):
+            return str(policy["dtype"])
+    return choose_precision(config.policy).name
+
+
+def settle_dtype(config: TrainConfig, dtype: str) -> TrainConfig:
+    """The same configuration with ``policy.dtype``."""
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"dtype": dtype})})
+
+
+def check_place(path: Path, config: TrainConfig) -> None:
+    """
+    Args:
+        path: the file that ``config`` was read from, its run_dir included.
+
+    Raises:
+        AgentPeftError: it is the file of a run directory that was moved, or is seen from another folder, and would start a run elsewhere.
+    """
+    folder = path.parent
+    if path.name == CONFIG and (folder / "checkpoints").is_dir() and folder.resolve() != config.run_dir.resolve():
+        raise AgentPeftError(
+            f"{path}: belongs to a run in {folder}, and its run_dir is {config.run_dir} (seen from {Path.cwd()}); "
+            f"to go on with that run, add run_dir={folder}; to start another one, add run_dir and a folder that is not there yet"
+        )
+
+
+def check_paths(run: Path, config: TrainConfig) -> None:
+    """
+    Raises:
+        AgentPeftError: a path of the run's policy is relative, is not here, and is there as seen from where the run was started.
+    """
+    parts, place = config.run_dir.parts, run.resolve()
+    if config.run_dir.is_absolute() or place.parts[-len(parts) :] != parts:
+        return
+    root = Path(*place.parts[: -len(parts)])
+    for key in ("model", "adapter"):
+        value = getattr(config.policy, key, None)
+        if value is not None and not Path(value).exists() and (root / value).exists():
+            raise AgentPeftError(
+                f"{run}: policy.{key} {str(value)!r} is relative to {root}, where the run was started; run the command there"
+                + (f", or add policy.model={root / value}" if key == "model" else "")
+            )
 
 
 def _check_whose(folder: Path) -> None:
@@ -148,15 +206,19 @@ def _is_configuration(path: Path) -> bool:
     return True
 
 
-def _check_same(folder: Path, written: str, text: str) -> None:
+def _has_results(folder: Path) -> bool:
+    written = any(os.path.lexists(path) and path.lstat().st_size > 0 for path in (folder / "metrics.jsonl", folder / STOPPED))
+    return written or any((folder / "checkpoints").glob("*step_*"))
+
+
+def _changed(written: str, text: str) -> str:
+    """Which keys differ between two configurations, of those that may not change while a run lives; empty where none does."""
     if written == text:
-        return
+        return ""
     old, new = (yaml12.plain(yaml12.parse(found, CONFIG)) for found in (written, text))
     changed = sorted(_differences(_binding(old), _binding(new)))
-    if changed:
-        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-        differ = f"{', '.join(changed[:3])}{more} {'differs' if len(changed) == 1 else 'differ'}"
-        raise AgentPeftError(f"{folder}: holds a run of another configuration ({differ}); set another run_dir, or start over with --fresh")
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    return f"{', '.join(changed[:3])}{more} {'differs' if len(changed) == 1 else 'differ'}" if changed else ""
 
 
 def _stopped_at(path: Path, config: TrainConfig) -> tuple[int, int]:
@@ -174,7 +236,7 @@ def _stopped_at(path: Path, config: TrainConfig) -> tuple[int, int]:
 def _binding(content: Any) -> dict[str, Any]:
     """A configuration without what may change while it runs: it decides nothing that was already done."""
     stages = [{key: value for key, value in stage.items() if key != "nonfinite"} for stage in content.get("stages") or []]
-    return {**{key: value for key, value in content.items() if key != "ranks"}, "stages": stages}
+    return {**{key: value for key, value in content.items() if key not in ("ranks", "run_dir")}, "stages": stages}
 
 
 def _differences(old: Any, new: Any, key: str = "") -> Iterator[str]:

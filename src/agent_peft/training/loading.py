@@ -3,7 +3,9 @@
 - A stage's keys may stand at the top, as defaults of all stages; an item of ``stages`` overrides them. Mappings are merged key by key,
   except that another ``kind`` replaces the whole mapping. Without ``stages`` the top is the only stage.
 - ``algorithm: grpo`` is short for ``{kind: grpo}``, so is ``environment: db_bench``; an item ``sft`` is ``{algorithm: {kind: sft}}``.
-- ``evaluation.sampling`` takes the limits (max_new_tokens, max_tokens, stop) of the top's ``sampling``, where it does not set its own.
+- ``evaluation.sampling`` takes the limits (max_new_tokens, max_tokens, stop) of the stage that it follows, where it does not set its own.
+- A stage passes over defaults that have no effect on it: one that learns from demonstrations over ``group_size`` and how tokens are drawn,
+  one without ``kl_coef`` over ``reference``. In its own item they are errors.
 - An override of a top-level stage key wins in every stage (``steps=3`` is a short run), ``stages.1.KEY=VALUE`` in one; the value is YAML.
 - A default that no stage uses has no effect and is an error. Relative paths are relative to the current directory.
 - YAML is 1.2 (see ``yaml12``) and types are strict: ``"3"`` is no number, ``yes`` no truth value.
@@ -12,7 +14,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -22,17 +25,19 @@ from pydantic import TypeAdapter, ValidationError
 from agent_peft.algorithms import AlgorithmConfig, build_algorithm
 from agent_peft.environments import ENVIRONMENTS
 from agent_peft.files import MEGABYTE, read_text, write_atomic
-from agent_peft.training.config import ROLLOUT_KEYS, StageConfig, TrainConfig, resolved
+from agent_peft.training.config import REFERENCE_KEYS, ROLLOUT_KEYS, StageConfig, TrainConfig, resolved
+from agent_peft.training.lengths import fit_lengths
 from agent_peft.training.mistakes import Written, explain_mistakes
 from agent_peft.training.yaml12 import DEEPEST, Leaf, Node, dump, leaves, parse, plain
 from agent_peft.types import AgentPeftError
+
+logger = logging.getLogger(__name__)
 
 Tree = dict[str, Node]
 
 COMMAND_LINE = "command line"
 STAGE_KEYS = frozenset(StageConfig.model_fields)
 SHORT_FORMS = ("algorithm", "environment")  # a text there is a kind
-LIMITS = ("max_new_tokens", "max_tokens", "stop")
 _ALGORITHM: TypeAdapter[AlgorithmConfig] = TypeAdapter(AlgorithmConfig)
 
 
@@ -53,12 +58,15 @@ class Provenance:
         return next(inside, "default")
 
 
-def load_config(path: Path, overrides: Sequence[str] = (), *, check_files: bool = True) -> tuple[TrainConfig, Provenance]:
+def load_config(
+    path: Path, overrides: Sequence[str] = (), *, check_files: bool = True, warn: bool = True
+) -> tuple[TrainConfig, Provenance]:
     """The run that a file and overrides describe.
 
     Args:
         overrides: ``optimizer.learning_rate=1e-4`` and the like; of two that set the same key, neither is right.
         check_files: whether files that the run will read must be there.
+        warn: whether to tell of keys of the file that an override of a ``kind`` takes out.
 
     Raises:
         AgentPeftError: anything wrong, in one line that names the place and the key.
@@ -66,8 +74,10 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, check_files: bool 
     top = _read(path)
     items = _stage_items(top, str(path))
     general, specific = _overrides(overrides, len(items or [{}]))
+    left_out = dict(_left_out(top, general))
+    for place, (item, own) in enumerate(zip(items or [], specific, strict=False)):
+        left_out |= dict(_left_out(item, merge(general, own), f"stages.{place}"))
     root = merge(*({key: value for key, value in tree.items() if key not in STAGE_KEYS} for tree in (top, general)))
-    _inherit_limits(root, merge(top, general))
     root["stages"] = cast(list[Node], _stages(top, items, general, specific, used={id(leaf) for _, leaf in leaves(root)}))
     written = Written(root, str(path), one_stage=items is None)
     try:
@@ -76,36 +86,40 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, check_files: bool 
         raise AgentPeftError(explain_mistakes(error, written)) from error
     if check_files:
         _check_files(config, written)
-    origins = {}
+    config, origins = fit_lengths(config, written)
     for where, leaf in leaves(root):
         key = ".".join(where)
         inherited = not leaf.path.startswith("stages.") and key.startswith("stages.") and items is not None
         origins[key] = leaf.origin + (", for all stages" if inherited else "")
+    for key in config.evaluation.inherited if config.evaluation is not None else ():
+        origins[f"evaluation.sampling.{key}"] = "the stage that it follows"
+    if warn:
+        for key, others in left_out.items():
+            logger.warning("command line: %s is of another kind than in %s, whose %s it does not take over", key, path, ", ".join(others))
     return config, Provenance(str(path), origins)
+
+
+def _left_out(base: Tree, over: Tree, keys: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Where ``merge`` takes ``over`` alone, since it is of another kind: the key path, and the keys of ``base`` that it does not set.
+
+    >>> of = lambda text: parse(text, "x")
+    >>> list(_left_out(of("{a: {kind: x, digits: 2}}"), of("{a: {kind: y}}")))
+    [('a', ['digits'])]
+    """
+    for name in base.keys() & over.keys():
+        below, above, key = base[name], over[name], f"{keys}.{name}" if keys else name
+        if isinstance(below, dict) and isinstance(above, dict):
+            if merge(below, above) is above:
+                others = [other for other in below if other not in above]
+                if others:
+                    yield key, others
+            else:
+                yield from _left_out(below, above, key)
 
 
 def dump_config(config: TrainConfig, path: Path) -> None:
     """Write the resolved configuration, every value of it. ``load_config`` of the file gives an equal one."""
     write_atomic(path, dump(resolved(config)))
-
-
-def load_for_evaluation(path: Path, overrides: Sequence[str], tasks: Path | None, attempts: int | None) -> TrainConfig:
-    """A run's configuration whose ``evaluation`` is set: that of the file, or the tasks it trains on, with ``tasks`` in their place."""
-    given = [text.partition("=")[0].strip() for text in overrides]
-    others = [text for text, key in zip(overrides, given, strict=True) if key.split(".")[0] != "evaluation"]
-    content = resolved(load_config(path, others, check_files=False)[0])
-    more: dict[str, Any] = {} if attempts is None else {"evaluation.attempts": attempts}
-    environment = content["environment"] if content["evaluation"] is None else content["evaluation"]["environment"]
-    if content["evaluation"] is None:
-        more |= {f"evaluation.environment.{key}": value for key, value in environment.items()}
-        limits = content["stages"][-1]["sampling"]  # a run's own file keeps them in its stages
-        more |= {f"evaluation.sampling.{key}": limits[key] for key in LIMITS}
-    if tasks is not None:
-        more["evaluation.environment.tasks"] = str(tasks)
-        if "generate" in environment:  # the other source of tasks
-            more["evaluation.environment.generate"] = None
-    added = [f"{key}={json.dumps(value)}" for key, value in more.items() if not any(f"{key}.".startswith(f"{name}.") for name in given)]
-    return load_config(path, [*overrides, *added])[0]
 
 
 def merge(base: Tree, over: Tree) -> Tree:
@@ -134,7 +148,8 @@ def merge(base: Tree, over: Tree) -> Tree:
 def _read(path: Path) -> Tree:
     root = parse(read_text(path, "a YAML file", MEGABYTE), str(path))
     if not isinstance(root, dict):
-        raise AgentPeftError(f"{path}: is not a mapping of keys to values")
+        wrong = "is empty" if isinstance(root, Leaf) and root.value is None else "is not a mapping of keys to values"
+        raise AgentPeftError(f"{path}: {wrong}; write at least run_dir, policy, environment, algorithm and steps")
     return _expand(root)
 
 
@@ -179,7 +194,8 @@ def _overrides(texts: Sequence[str], num_stages: int) -> tuple[Tree, list[Tree]]
         if not equals or not all(keys) or len(keys) > DEEPEST:
             raise AgentPeftError(f"{text!r}: an override is written key=value, such as optimizer.learning_rate=1e-4")
         node = _relabel(parse(value, f"{COMMAND_LINE}: {name}", keys, lines=False))
-        if keys[-1] in SHORT_FORMS and isinstance(node, Leaf) and isinstance(node.value, str):
+        short = keys[-1] in SHORT_FORMS and keys[-2:-1] != ("environment",)  # which may have a key of this name of its own
+        if short and isinstance(node, Leaf) and isinstance(node.value, str):
             keys = (*keys, "kind")
         for other, other_text in seen.items():
             if keys[: len(other)] == other[: len(keys)]:
@@ -217,23 +233,22 @@ def _stages(top: Tree, items: list[Tree] | None, general: Tree, specific: list[T
     ``used`` are the ids of leaves that have an effect elsewhere; those of defaults that have one here are added.
     """
     defaults, over = ({key: value for key, value in tree.items() if key in STAGE_KEYS} for tree in (top, general))
-    stages, rollouts = [], False
+    stages: list[Tree] = []
+    passed_over: list[dict[str, str]] = []
     for place, (item, own) in enumerate(zip(items or [{}], specific, strict=True)):
-        supervised = _learns_offline(merge(merge(defaults, item), merge(over, own)))
-        rollouts |= not supervised
-        skipped = ROLLOUT_KEYS if supervised else ()
-        for tree in (item, own):
-            for key in skipped:
-                if key in tree:
-                    raise AgentPeftError(_no_effect(tree[key], f"stages.{place} learns from demonstrations, in groups of one"))
-        inherited, wanted = ({key: value for key, value in tree.items() if key not in skipped} for tree in (defaults, over))
+        passed_over.append(ineffective := _ineffective(merge(merge(defaults, item), merge(over, own))))
+        for tree in (item, own) if items else ():
+            for key, reason in ineffective.items():
+                if (node := _at(tree, key)) is not None:
+                    raise AgentPeftError(_no_effect(node, f"stages.{place} {reason}"))
+        inherited, wanted = (_without(tree, ineffective) for tree in (defaults, over))
         from_file = merge(inherited, item)
         used |= {id(leaf) for _, leaf in leaves(from_file)}
         stages.append(merge(from_file, merge(wanted, own)))
-    for tree in (defaults, over):
-        for key in ROLLOUT_KEYS:
-            if key in tree and not rollouts:
-                raise AgentPeftError(_no_effect(tree[key], "every stage learns from demonstrations, in groups of one"))
+    for key, reason in passed_over[0].items():
+        for tree in (defaults, over, *specific):
+            if (node := _at(tree, key)) is not None and all(key in ineffective for ineffective in passed_over):
+                raise AgentPeftError(_no_effect(node, f"every stage {reason}"))
     for _, leaf in leaves(defaults):
         if id(leaf) not in used:
             raise AgentPeftError(_no_effect(leaf, "every stage sets its own"))
@@ -245,20 +260,33 @@ def _no_effect(node: Node, reason: str) -> str:
     return f"{leaf.origin}: {leaf.path} has no effect, because {reason}; remove it"
 
 
-def _learns_offline(stage: Tree) -> bool:
+def _ineffective(stage: Tree) -> dict[str, str]:
+    """Keys without an effect on a stage of this algorithm, and why."""
     try:
-        return not build_algorithm(_ALGORITHM.validate_json(json.dumps(plain(stage.get("algorithm", {}))), strict=True)).on_policy
+        algorithm = build_algorithm(_ALGORITHM.validate_json(json.dumps(plain(stage.get("algorithm", {}))), strict=True))
     except ValidationError:  # told later, with its place
-        return False
+        return {}
+    found = {} if algorithm.on_policy else dict.fromkeys(ROLLOUT_KEYS, "learns from demonstrations, in groups of one, and draws no tokens")
+    return found if algorithm.needs_reference else found | dict.fromkeys(REFERENCE_KEYS, "measures no KL (kl_coef is 0)")
 
 
-def _inherit_limits(root: Tree, top: Tree) -> None:
-    evaluation, sampling = root.get("evaluation"), top.get("sampling")
-    if isinstance(evaluation, dict) and isinstance(sampling, dict):
-        own = evaluation.get("sampling", {})
-        if isinstance(own, dict):
-            limits: Tree = {key: sampling[key] for key in LIMITS if key in sampling}
-            root["evaluation"] = {**evaluation, "sampling": {**limits, **own}}
+def _at(tree: Tree, key: str) -> Node | None:
+    """What stands at a key path, if anything."""
+    node: Node | None = tree
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else None
+    return node
+
+
+def _without(tree: Tree, keys: Iterable[str]) -> Tree:
+    for key in keys:
+        name, _, inner = key.partition(".")
+        below = tree.get(name)
+        if not inner:
+            tree = {other: node for other, node in tree.items() if other != name}
+        elif isinstance(below, dict):
+            tree = {**tree, name: _without(below, [inner])}
+    return tree
 
 
 def _check_files(config: TrainConfig, written: Written) -> None:

@@ -1,7 +1,7 @@
 """How much memory a stage needs, before it runs: plain arithmetic from the model's shape and the configuration.
 
 What is always there (weights, adapter, gradients, AdamW's moments), and on top of it the larger of two phases: sampling (keys and values,
-folded weights) or training (activations of one microbatch, a chunk of logits). The sizes are those of tensors: Python, torch's own code
+folded weights), or training (activations of one microbatch, a chunk of logits). The sizes are those of tensors: Python, torch's own code
 and what the allocator leaves unused come on top (a few hundred MB on a CPU, more on a GPU).
 """
 
@@ -34,6 +34,12 @@ class Learner:
     recomputes: bool = False  # activation checkpointing
     tiled: bool = False  # attention along the trie, tile by tile
     blocks: bool = False  # the sampler has a copy of all weights in a layout of its own
+    packed: bool = True  # on the token trie; else padded
+
+    @property
+    def narrow(self) -> bool:
+        """In 16 bits: the adapter is computed beside the weights, and what is trained has a copy in fp32."""
+        return self.width < FP32
 
     @property
     def adapted(self) -> list[LinearShape]:
@@ -59,10 +65,10 @@ class Learner:
     def layer_bytes(self, positions: int, depth: int) -> int:
         """What one layer keeps of one position for its backward.
 
-        A frozen matrix keeps nothing but its input's gradient's path; LoRA's A keeps its input, and B the rank numbers between them. In 16
-        bits PEFT casts the input of each A to fp32, one copy each, and RMS norms are computed in fp32.
+        A frozen matrix keeps nothing but its input's gradient's path; LoRA's A keeps its input, and B the rank numbers between them. RMS
+        norms are computed in fp32, and so is an adapter whose input is dropped out: a copy of it, and what is left.
         """
-        shape, width, half = self.shape, self.width, self.width < FP32
+        shape, width = self.shape, self.width
         whole = self.rank is None
         heads = shape.heads * shape.head_size
         kept = sum(shape.norms) * (FP32 if shape.rms else width)
@@ -80,14 +86,12 @@ class Learner:
             last = [linear for linear in block if linear.last and (whole or linear.adapted)]
             if self.dropout:
                 kept += sum(linear.inputs for linear in first + last) * 2 * FP32
-            elif half and not whole:
-                kept += sum(linear.inputs for linear in first + last) * FP32
             else:
                 kept += max((linear.inputs for linear in first), default=0) * width
                 read = sum(linear.inputs for linear in last) * width
                 kept += 0 if attention and not self.tiled else read  # all in one, attention keeps its output anyway
         if self.rank is not None:
-            kept += len(self.adapted) * self.rank * FP32
+            kept += len(self.adapted) * self.rank * width
         return kept
 
     def kept_bytes(self, positions: int, depth: int) -> int:
@@ -96,7 +100,7 @@ class Learner:
         if self.tiled:
             masks = shape.heads // shape.kv_heads * width * positions * min(positions, depth + TILE)
         else:
-            masks = (1 + shape.masks * width) * positions**2
+            masks = (1 + shape.masks * width) * positions * (positions if self.packed else depth)
         layer = shape.hidden * width * positions if self.recomputes else self._layer(positions, depth)
         return shape.layers * layer + masks + shape.hidden * width * positions
 
@@ -148,7 +152,7 @@ def stage_memory(learner: Learner, stage: StageConfig, engine: EngineConfig) -> 
     """What a stage needs. Its phases follow one another, so its peak is that of the larger one."""
     on_policy = stage.build().on_policy
     return StageMemory(
-        held=tuple(_held(learner)),
+        held=(*_held(learner), *_reference(learner, stage)),
         sampling=tuple(_sampling(learner, stage.sampling, engine, stage.episodes_per_step)) if on_policy else (),
         training=tuple(_training(learner, stage)),
     )
@@ -164,16 +168,24 @@ def _held(learner: Learner) -> Iterator[Part]:
     shape, trained = learner.shape, learner.trained
     yield Part("weights", shape.parameters * learner.width, f"{shape.parameters:,} × {learner.width} bytes")
     if learner.rank is None:
-        yield Part("gradient, AdamW", 3 * trained * learner.width, f"{trained:,} × 3 × {learner.width} bytes")
+        what, copies = ("fp32 weights, gradient, AdamW", 4) if learner.narrow else ("gradient, AdamW", 3)
+        yield Part(what, copies * trained * FP32, f"{trained:,} × {copies} × {FP32} bytes")
     else:
         yield Part("adapter, gradient, AdamW", 4 * trained * FP32, f"{trained:,} of rank {learner.rank} × 4 × {FP32} bytes")
+
+
+def _reference(learner: Learner, stage: StageConfig) -> Iterator[Part]:
+    """A frozen copy of what is trained. The base model takes nothing: it is the policy with its adapter off."""
+    if stage.build().needs_reference and stage.reference == "stage_start":
+        width = learner.width if learner.rank is None else FP32
+        yield Part("reference", learner.trained * width, f"{learner.trained:,} × {width} bytes")
 
 
 def _sampling(learner: Learner, sampling: SamplingConfig, engine: EngineConfig, episodes: int) -> Iterator[Part]:
     shape = learner.shape
     if learner.blocks:
         yield Part("weights in the sampler's layout", shape.multiplied * learner.width, f"{shape.multiplied:,} × {learner.width} bytes")
-    elif learner.adapted:
+    elif learner.adapted and not learner.narrow:
         folded = shape.layers * sum(linear.inputs * linear.outputs for linear in learner.adapted)
         yield Part("weights with the adapter folded in", folded * learner.width, f"{folded:,} × {learner.width} bytes")
     rows = min(engine.rows_of(sampling.max_tokens), episodes)

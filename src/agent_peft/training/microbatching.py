@@ -1,4 +1,4 @@
-"""How a minibatch is cut into microbatches, and what happens where one of them does not fit into a GPU's memory."""
+"""How a minibatch is cut into microbatches, and what happens where one of them does not fit into the memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 
 from agent_peft.batch import Batch
+from agent_peft.policies.out_of_memory import is_out_of_memory
 from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class Microbatching:
             yield rows, cost
 
     def within_memory(self, work: Callable[[], T]) -> T:
-        """What ``work`` gives, which cuts its batch here. Out of memory on a GPU, it starts over, with half the budget from then on: so
+        """What ``work`` gives, which cuts its batch here. Out of memory, it starts over, with half the budget from then on: so
         nothing counts twice, if it starts from nothing. Ranks need not do so alike, if ``work`` does not wait for them.
 
         Raises:
@@ -66,11 +67,13 @@ class Microbatching:
         while True:
             try:
                 return work()
-            except torch.OutOfMemoryError as error:
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 self._halve(error)
             torch.cuda.empty_cache()  # here the error is gone, and with it the tensors of the frames that it held; nothing without a GPU
 
-    def _halve(self, error: torch.OutOfMemoryError) -> None:
+    def _halve(self, error: Exception) -> None:
         trajectories, positions = self._computed
         if trajectories <= 1:
             raise AgentPeftError(

@@ -68,14 +68,16 @@ class Written:
 
 
 def explain_mistakes(error: ValidationError, written: Written) -> str:
-    """The first mistake, and how many more keys are wrong."""
+    """The first mistake, and how many more there are."""
     found: dict[Keys, ErrorDetails] = {}
     for details in error.errors(include_url=False):
         if details["type"] != "default_factory_not_called":  # follows from another
             found.setdefault(written.keys(details["loc"]), details)
     keys, first = next(iter(found.items()))
     alike = [other["msg"] for other in error.errors(include_url=False) if written.keys(other["loc"]) == keys]
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    nodes = ((place, written.find(place)) for place in found)
+    others = len({id(node) if isinstance(node, Leaf) else place for place, node in nodes}) - 1  # a value may stand for several stages
+    more = f" (and {others} more {'mistake' if others == 1 else 'mistakes'})" if others else ""
     return f"{_tell(keys, first, alike, written)}{more}"
 
 
@@ -91,7 +93,7 @@ def _tell(keys: Keys, details: ErrorDetails, messages: Sequence[str], written: W
         if kind == "union_tag_not_found":
             return f"{place}: names no kind; give one of {kinds}"
         given = str(details["ctx"]["tag"])
-        near = difflib.get_close_matches(given, kinds.split(", "), 1)
+        near = difflib.get_close_matches(given.lower(), kinds.split(", "), 1)
         return f"{place}.kind: there is no {given!r}; {f'did you mean {near[0]!r}?' if near else f'give one of {kinds}'}"
     if kind == "value_error":
         message = str(details["ctx"]["error"])

@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -35,6 +37,49 @@ class OptimizerConfig(BaseModel):
         if self.schedule == "constant" and self.min_lr_ratio:
             raise ValueError("min_lr_ratio has no effect with schedule: constant; use linear or cosine, or leave it out")
         return self
+
+
+class MasterWeights:
+    """What the optimizer steps on: fp32 copies of the parameters that are trained in 16 bits, and the others themselves.
+
+    A bf16 number has 8 bits: an update of less than a 500th of a weight would be rounded away, every time. In the copy such updates add up
+    (Micikevicius et al. 2018, "Mixed precision training", 3.1). Gradients are summed over microbatches in fp32, too.
+
+    Attributes:
+        parameters: in the order of those that were given.
+    """
+
+    def __init__(self, parameters: Iterable[Parameter]) -> None:
+        self.parameters: list[Parameter] = []
+        self._pairs: list[tuple[Parameter, Parameter]] = []  # in 16 bits, its copy
+        for parameter in parameters:
+            if parameter.dtype == torch.float32:
+                self.parameters.append(parameter)
+                continue
+            copy = Parameter(parameter.detach().float())
+            self.parameters.append(copy)
+            self._pairs.append((parameter, copy))
+
+    def take_gradients(self) -> None:
+        """Move the gradients of a backward to the copies, on top of those that are there."""
+        for parameter, copy in self._pairs:
+            if (gradient := parameter.grad) is not None:
+                copy.grad = gradient.float() if copy.grad is None else copy.grad.add_(gradient)
+                parameter.grad = None
+
+    def publish(self) -> None:
+        """Round the copies into the parameters: after each of the optimizer's steps."""
+        with torch.no_grad():
+            for parameter, copy in self._pairs:
+                parameter.copy_(copy)
+
+    def state_dict(self) -> list[Tensor]:
+        return [copy.detach() for _, copy in self._pairs]
+
+    def load_state_dict(self, state: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for (_, copy), stored in zip(self._pairs, state, strict=True):
+                copy.copy_(stored)
 
 
 def build_optimizer(

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,23 @@ from rich.console import Console
 from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment
 from agent_peft.files import MEGABYTE, parse_json, read_text, write_atomic
-from agent_peft.policies.base import PretrainedConfig
+from agent_peft.policies import adapters
 from agent_peft.policies.engine import Engine
 from agent_peft.policies.hardware import set_threads, take_peak
-from agent_peft.policies.language_model import Policy, load_policy
+from agent_peft.policies.language_model import load_policy
+from agent_peft.policies.out_of_memory import telling_out_of_memory
+from agent_peft.policies.reference import put_back
 from agent_peft.printable import Printable
 from agent_peft.rollout.collector import Collector
 from agent_peft.rollout.evaluation import EvaluationReport, skill_table, summarize, table
 from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.seeding import derive
 from agent_peft.training.checkpoint import POSITION, clean, latest_checkpoint, save_checkpoint
-from agent_peft.training.config import EvaluationConfig, TrainConfig
+from agent_peft.training.config import EvaluationConfig, StageConfig, TrainConfig
 from agent_peft.training.distributed import ALONE, Ranks, gather_collection, join
-from agent_peft.training.folder import STOPPED, Lock, claim
+from agent_peft.training.folder import STOPPED, Lock, claim, dtype_of_run, settle_dtype
+from agent_peft.training.resume import forget_after, newest_whole, restore, steps_written
+from agent_peft.training.schedules import CollectionSchedule, Schedules
 from agent_peft.training.trackers import JsonlTracker, Progress, write_trajectories
 from agent_peft.training.trainer import NonFiniteError, Step, Trainer
 from agent_peft.types import AgentPeftError, TrustError
@@ -50,11 +55,13 @@ def train(config: TrainConfig, *, fresh: bool = False) -> dict[str, EvaluationRe
 
 class _Run:
     def __init__(self, config: TrainConfig, fresh: bool, stack: ExitStack) -> None:
-        self.config, self.folder = config, config.run_dir
+        self.folder = config.run_dir
         self.ranks = stack.enter_context(join(config.ranks, config.policy.device))
         self.stack, self.lock = stack, Lock(self.folder)
-        self.ranks.broadcast(lambda: claim(config, fresh, self.lock, stack))
         set_threads(config.threads, neighbours=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self.config = config = settle_dtype(config, self.ranks.broadcast(lambda: dtype_of_run(config, fresh)))
+        self.ranks.broadcast(lambda: claim(config, fresh, self.lock, stack))
+        self.schedules = Schedules(self.folder, config.engine, self.ranks)
         # the others are silent, and have no bar, which would swallow their warnings
         self.console = Console() if self.ranks.leads else Console(quiet=True, force_terminal=False)
         self.progress = stack.enter_context(Progress(self.console))
@@ -82,7 +89,10 @@ class _Run:
         for index, stage in enumerate(self.config.stages):
             if index < position["stage"]:
                 continue
+            if checkpoint is not None and index == position["stage"]:
+                self.return_to_start(stage, before)
             trainer = Trainer(stage, self.policy, self.engine, self.environment, derive(self.config.seed, "stage", index), self.ranks)
+            trainer.schedule_of = partial(self.schedules.of_step, before)
             if checkpoint is not None and index == position["stage"]:
                 restore(trainer, checkpoint)
             self.progress.start_stage(stage.name, stage.steps, trainer.step)
@@ -90,19 +100,37 @@ class _Run:
             for step in self.steps(trainer, index, before):
                 clock = self.record(trainer, step, index, before, clock)
                 if (done := before + trainer.step) in due:
-                    self.evaluate(due[done])
+                    self.evaluate(due[done], done)
                     clock = time.perf_counter()
             before += stage.steps
         if self.reports:
             self.console.print(Printable(table(self.reports)), Printable(skill_table(self.reports)))
-        self.progress.note(f"done: the adapter is in {latest_checkpoint(self.folder / 'checkpoints')}")
+        trained = "adapter" if self.policy.has_adapter else "model"
+        self.progress.note(f"done: the {trained} is in {latest_checkpoint(self.folder / 'checkpoints')}")
         return self.reports
+
+    def return_to_start(self, stage: StageConfig, steps: int) -> None:
+        """Give the model the weights that a stage began with, where its KL is measured to them: those after so many steps of the run, of
+        which there is a checkpoint that is always kept. At 0 the policy is as it was loaded.
+
+        Raises:
+            AgentPeftError: the checkpoint is gone or damaged.
+        """
+        if not steps or not stage.build().needs_reference or stage.reference == "base":
+            return
+        start = self.folder / "checkpoints" / f"step_{steps:06d}"
+        try:
+            adapters.load(self.policy.model, start)
+        except AgentPeftError as error:
+            raise AgentPeftError(
+                f"{start}: the KL of stage {stage.name!r} is measured to this checkpoint, and it cannot be read ({error}); put it back "
+                "from a backup, or start over with --fresh"
+            ) from error
 
     def find_position(self) -> dict[str, Any]:
         """How far the run directory is: its newest checkpoint, the stage and the steps done. What is newer is forgotten."""
         clean(self.folder / "checkpoints")
-        checkpoint = latest_checkpoint(self.folder / "checkpoints")
-        position = read_position(checkpoint, self.config) if checkpoint else {"stage": 0, "steps": 0}
+        checkpoint, position = newest_whole(self.folder / "checkpoints", self.config) or (None, {"stage": 0, "steps": 0})
         wrote, here = position.get("ranks", 1), self.ranks.world
         if checkpoint and wrote != here and not self.config.ranks.allow_other_number:
             raise AgentPeftError(
@@ -110,8 +138,12 @@ class _Run:
                 "(torchrun --nproc_per_node), or add ranks.allow_other_number=true: results are then equal but for rounding"
             )
         self.metrics, self.timing = JsonlTracker(self.folder / "metrics.jsonl"), JsonlTracker(self.folder / "timing.jsonl")
+        if not checkpoint and (made := steps_written(self.metrics.path)):
+            logger.warning("%s: holds metrics of %d steps and no checkpoint, so they are made again from the start", self.folder, made)
         self.metrics.resume(position["steps"])
         self.timing.resume(position["steps"])
+        later = [self.report_of(name) for steps, name in self.moments().items() if steps > position["steps"]]
+        forget_after(self.folder, position["steps"], later)
         return {**position, "checkpoint": checkpoint.name if checkpoint else None}
 
     def steps(self, trainer: Trainer, stage: int, before: int) -> Iterator[Step]:
@@ -145,14 +177,17 @@ class _Run:
                 (folder / POSITION).write_text(json.dumps({"stage": stage, "steps": done, "ranks": self.ranks.world}))
                 (folder / "training_stats.json").write_text(json.dumps(record, indent=1) + "\n")
 
-            save_checkpoint(self.folder / "checkpoints", done, write, config.checkpoint.keep_last, keep=last)
+            with telling_out_of_memory("as a checkpoint was written", "lower policy.lora.rank, or close other programs"):
+                save_checkpoint(self.folder / "checkpoints", done, write, config.checkpoint.keep_last, keep=last)
         now = time.perf_counter()
         statistics = step.collection.statistics
-        tokens = statistics.prefilled_naive + statistics.sampled
+        read = sum(len(t.tokens) for group in step.collection.groups for t in group.trajectories)  # of demonstrations, which nobody sampled
+        tokens = statistics.prefilled_naive + statistics.sampled or read
         peak = take_peak(self.policy.device)
         cost = {"seconds": now - clock, "sampled": statistics.sampled, "prefilled": statistics.prefilled}
+        cost |= {"waited": statistics.waited, "late_answers": statistics.late}
         self.timing.log(number, cost if peak is None else {**cost, "peak_bytes": peak})
-        self.progress.advance(step.metrics, tokens / (now - clock))
+        self.progress.advance(step.metrics, tokens / (now - clock), demonstrations=not trainer.algorithm.on_policy)
         return now
 
     def moments(self) -> dict[int, str]:
@@ -162,13 +197,14 @@ class _Run:
             return due
         if "start" in evaluation.at:
             due[0] = "base"
+        if evaluation.every:
+            end = sum(stage.steps for stage in self.config.stages)
+            due |= {step: f"step {step}" for step in range(evaluation.every, end + 1, evaluation.every)}
         for index, stage in enumerate(self.config.stages):
-            if evaluation.every:
-                due |= {before + step: f"step {before + step}" for step in range(evaluation.every, stage.steps, evaluation.every)}
             before += stage.steps
             if "stages" in evaluation.at:
                 due[before] = self.name_after(index)
-        return due
+        return dict(sorted(due.items()))
 
     def recall(self, due: Mapping[int, str], done: int) -> None:
         """The evaluations that were due in the first ``done`` steps: one that is not there (a kill came between a checkpoint and its
@@ -181,8 +217,11 @@ class _Run:
                 if not checkpoint.is_dir():
                     self.progress.note(f"the evaluation {name!r} is gone, and so is its checkpoint: it is left out")
                     continue
-                self.policy.load(checkpoint)
-            self.evaluate(name)
+                with put_back(self.policy.model):  # a first stage may have to begin with the weights that are there
+                    self.policy.load(checkpoint)
+                    self.evaluate(name, steps)
+            else:
+                self.evaluate(name, steps)
 
     def report_of(self, name: str) -> Path:
         return self.folder / "evaluations" / f"{name.replace(' ', '_')}.json"
@@ -192,51 +231,21 @@ class _Run:
         again = names[: index + 1].count(names[index])
         return f"after {self.config.stages[index].name}" + (f" ({again})" if again > 1 else "")
 
-    def evaluate(self, name: str) -> None:
-        """Evaluate on the held-out tasks, once: what was written down before is read."""
+    def evaluate(self, name: str, steps: int) -> None:
+        """Evaluate on the held-out tasks after so many steps of the run, once: what was written down before is read."""
         assert self.config.evaluation is not None and self.heldout is not None
         path = self.report_of(name)
         if (written := self.ranks.broadcast(lambda: read_report(path).to_json() if path.is_file() else None)) is not None:
             self.reports[name] = EvaluationReport.from_json(written)
             return
         self.progress.evaluating(name, len(self.heldout.tasks[: self.config.evaluation.num_tasks]))
-        report = evaluate(self.engine, self.heldout, self.config.evaluation, self.config.seed, self.ranks)
+        evaluation = self.config.evaluation.following(self.config.stage_at(steps))
+        schedule = self.schedules.of(f"evaluation_{path.stem}")
+        report = evaluate(self.engine, self.heldout, evaluation, self.config.seed, self.ranks, schedule)
         if self.ranks.leads:
             write_atomic(path, json.dumps(report.to_json(), indent=1) + "\n")
         self.reports[name] = report
         self.progress.note(f"{name}: {report.summary}")
-
-
-def read_position(checkpoint: Path, config: TrainConfig) -> dict[str, Any]:
-    """What a checkpoint says of how far the run was: ``stage``, ``steps`` and ``ranks``.
-
-    Raises:
-        AgentPeftError: it is damaged.
-    """
-    try:
-        position = parse_json(read_text(checkpoint / POSITION, "a JSON file", MEGABYTE))
-        found = {"stage": position["stage"], "steps": position["steps"], "ranks": position.get("ranks", 1)}
-        if not all(type(number) is int and number >= 0 for number in found.values()) or found["stage"] >= len(config.stages):
-            raise ValueError("it names no place of this run")
-    except (AgentPeftError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _damaged(checkpoint, error) from error
-    return found
-
-
-def restore(trainer: Trainer, checkpoint: Path) -> None:
-    """
-    Raises:
-        AgentPeftError: the checkpoint is damaged.
-    """
-    try:
-        trainer.load(checkpoint)
-    except Exception as error:  # torch, safetensors and PEFT raise of many kinds
-        raise _damaged(checkpoint, error) from error
-
-
-def _damaged(checkpoint: Path, error: Exception) -> AgentPeftError:
-    reason = " ".join(str(error).split())[:200] or type(error).__name__
-    return AgentPeftError(f"{checkpoint}: is damaged ({reason}); move it elsewhere, and the run goes on from the one before")
 
 
 def read_report(path: Path) -> EvaluationReport:
@@ -254,75 +263,24 @@ def _ranks(number: int) -> str:
     return "1 rank" if number == 1 else f"{number} ranks"
 
 
-def evaluate(engine: Engine, environment: Environment, evaluation: EvaluationConfig, seed: int, ranks: Ranks = ALONE) -> EvaluationReport:
+def evaluate(
+    engine: Engine,
+    environment: Environment,
+    evaluation: EvaluationConfig,
+    seed: int,
+    ranks: Ranks = ALONE,
+    schedule: CollectionSchedule | None = None,
+) -> EvaluationReport:
     """``attempts`` episodes of each task; those whose environment failed before the agent had acted are left out."""
     tasks = environment.tasks[: evaluation.num_tasks]
     seed, positions = derive(seed, "evaluation"), ranks.share(range(len(tasks)))
-    mine = Collector(environment, engine).collect(tasks, evaluation.attempts, evaluation.sampling, RewardConfig(), seed, positions)
+    acting = (tasks, evaluation.attempts, evaluation.sampling, RewardConfig(), seed, positions)
+    mine = Collector(environment, engine).collect(*acting, schedule.followed if schedule else None)
+    if schedule is not None:
+        schedule.write(mine.schedule)
     collection = gather_collection(ranks, mine, tasks)
     report = summarize(collection.groups, len(tasks) * evaluation.attempts - sum(len(group.trajectories) for group in collection.groups))
     if (collection.failures or collection.defects) and ranks.leads:
         found = collection.failures, report.infrastructure_failures, collection.crashed, collection.defects
         logger.warning("the environment failed %d times: %d episodes are left out, %d count as crashed by the agent; %d defects", *found)
     return report
-
-
-def load_run(run: Path) -> TrainConfig:
-    """The configuration that a run directory was written with."""
-    from agent_peft.training.loading import load_config
-
-    if not (run / "config.yaml").is_file():
-        raise AgentPeftError(f"{run}: not a run directory (it holds no config.yaml)")
-    return load_config(run / "config.yaml", check_files=False)[0]
-
-
-def open_run(run: Path, checkpoint: str | None, base: bool) -> tuple[TrainConfig, Policy]:
-    """A run's configuration, and its policy with the adapter of a checkpoint (the latest, or one by name), or with none."""
-    config = load_run(run)
-    policy = load_policy(config.policy, config.seed)
-    if not base:
-        folder = run / "checkpoints" / checkpoint if checkpoint else latest_checkpoint(run / "checkpoints")
-        if folder is None or not folder.is_dir():
-            have = ", ".join(sorted(p.name for p in (run / "checkpoints").glob("step_*"))) or "none yet"
-            raise AgentPeftError(f"{run}: no checkpoint {checkpoint or ''}; there is: {have}")
-        policy.load(folder)
-    return config, policy
-
-
-def evaluate_target(
-    target: Path,
-    evaluation: EvaluationConfig | None,
-    *,
-    config: TrainConfig | None = None,
-    checkpoint: str | None = None,
-    base: bool = False,
-) -> EvaluationReport:
-    """Evaluate a run directory, an adapter in PEFT's layout or a model, on an evaluation of its own or on the run's."""
-    if (target / "config.yaml").is_file():
-        config, policy = open_run(target, checkpoint, base)
-    else:
-        if config is None:
-            raise AgentPeftError(f"{target}: is no run directory, so the tasks are not known; name a configuration with --config")
-        if (target / "adapter_config.json").is_file():
-            policy = load_policy(config.policy, config.seed)
-            policy.load(target)
-        else:
-            kept = config.policy.model_dump(include={"dtype", "device", "packing"})
-            policy = load_policy(PretrainedConfig(model=str(target), lora=None, **kept), config.seed)
-    evaluation = evaluation or config.evaluation
-    if evaluation is None:
-        raise AgentPeftError(f"{target}: its configuration has no evaluation; name tasks with --tasks, or set evaluation.environment")
-    set_threads(config.threads)
-    environment = load_environment(evaluation.environment)
-    try:
-        return evaluate(Engine(policy, config.engine), environment, evaluation, config.seed)
-    finally:
-        environment.close()
-
-
-def merge_run(run: Path, output: Path, checkpoint: str | None = None) -> None:
-    """Write the run's policy as a model of its own, which Transformers loads without PEFT."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise AgentPeftError(f"{output}: exists and is no empty folder; name another folder")
-    _, policy = open_run(run, checkpoint, base=False)
-    policy.save_merged(output)

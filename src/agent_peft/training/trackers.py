@@ -20,7 +20,17 @@ from agent_peft.printable import printable
 from agent_peft.training.checkpoint import truncate_jsonl
 from agent_peft.types import Group, Trajectory
 
-TROUBLES = ("infrastructure_failures", "crashed", "defects")  # counts, shown where there are any
+LEARNT_FROM_DEMONSTRATIONS = {"loss": ".4f", "gradient_norm": ".3g"}
+# no loss: on policy its value is arithmetic, about 0 however well or badly the agent does
+LEARNT_FROM_EPISODES = {"reward": ".3f", "success": ".1%", "groups_with_signal": ".0%", "gradient_norm": ".3g"}
+TROUBLES = (  # counts, shown where there are any
+    "infrastructure_failures",
+    "crashed",
+    "defects",
+    "nonfinite_updates",
+    "demonstrations_incorrect",
+    "demonstrations_unsayable",
+)
 
 
 class JsonlTracker:
@@ -86,6 +96,7 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         "rewards": list(trajectory.rewards),
         "tokens": len(trajectory.tokens),
         "action_tokens": trajectory.num_action_tokens,
+        "cut_actions": trajectory.num_cut,
         "messages": [{"role": message.role, "content": message.content} for message in trajectory.messages],
     }
 
@@ -132,8 +143,11 @@ class Progress:
         if self.live:
             self._bar = self._bars.add_task(name, total=total, completed=done, numbers="")
 
-    def advance(self, metrics: Mapping[str, float], tokens_per_second: float) -> None:
+    def advance(self, metrics: Mapping[str, float], tokens_per_second: float, demonstrations: bool = False) -> None:
         """One step is done.
+
+        Args:
+            demonstrations: it learnt from these, so rewards and outcomes are theirs and say nothing of the model.
 
         Raises:
             RuntimeError: no stage was started, or all its steps are done.
@@ -141,7 +155,7 @@ class Progress:
         if self._done >= self._total:
             raise RuntimeError(f"stage {self._name!r} has {self._total} steps, and all are done: start a stage before it advances")
         self._done += 1
-        numbers = self._numbers(metrics, tokens_per_second)
+        numbers = self._numbers(metrics, tokens_per_second, demonstrations)
         if self._bar is not None:
             self._bars.update(self._bar, completed=self._done, numbers=numbers)
         else:
@@ -154,10 +168,10 @@ class Progress:
     def evaluating(self, name: str, tasks: int) -> None:
         self.note(f"evaluating {name} on {tasks} tasks")
 
-    def _numbers(self, metrics: Mapping[str, float], tokens_per_second: float) -> str:
+    def _numbers(self, metrics: Mapping[str, float], tokens_per_second: float, demonstrations: bool) -> str:
         seconds = (time.monotonic() - self._started) / (self._done - self._first) * (self._total - self._done)
-        forms = {"loss": ".4f", "reward": ".3f", "success": ".1%"}
-        shown = [f"{name} {metrics[name]:{form}}" for name, form in forms.items() if name in metrics]
+        forms = LEARNT_FROM_DEMONSTRATIONS if demonstrations else LEARNT_FROM_EPISODES
+        shown = [f"{name.replace('_', ' ')} {metrics[name]:{form}}" for name, form in forms.items() if name in metrics]
         shown += [f"{name.replace('_', ' ')} {metrics[name]:.0f}" for name in TROUBLES if metrics.get(name)]
         hours, rest = divmod(round(seconds), 3600)
         return "  ".join([*shown, f"{tokens_per_second:.0f} tokens/s", f"{hours}:{rest // 60:02d}:{rest % 60:02d} left"])

@@ -275,7 +275,7 @@ def test_a_wrong_entry_is_named_with_its_key(tmp_path, wrong, key):
         (b"{}", "no entry"),
         (b"3", "object or list"),
         (b"[" * 100_000, "not JSON"),
-        (b"", "not JSON"),
+        (b"", "holds no entry"),
     ],
 )
 def test_a_wrong_file_is_told(tmp_path, content, message):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import pytest
@@ -160,13 +161,46 @@ def test_a_server_that_is_gone_is_waited_for_once(remote):
 
 
 def test_more_episodes_than_the_server_holds_is_a_mistake(remote):
-    _, elsewhere, _ = remote(SUMS, limits=Limits(episodes=1))
+    _, elsewhere, _ = remote(SUMS, limits=Limits(episodes=1), patience=0.3)
     first, second = (elsewhere.episode(elsewhere.tasks[0], seed) for seed in range(2))
     first.start()
-    with pytest.raises(AgentPeftError, match="--max-episodes"):
+    with pytest.raises(AgentPeftError, match=r"--max-episodes.* \(asked again for 0\.3 s\)"):
         second.start()
     first.close()
     second.close()
+
+
+def test_a_policy_may_be_slower_than_a_server_is_patient(remote, monkeypatch):
+    monkeypatch.setattr("agent_peft.environments.http.client.PULSE", 0.05)
+    _, elsewhere, host = remote(SUMS, limits=Limits(idle_seconds=1.0))
+    thinking, silent = (elsewhere.episode(elsewhere.tasks[0], seed) for seed in range(2))
+    for episode in (thinking, silent):
+        episode.start()
+    time.sleep(2.0)
+    assert thinking.step(elsewhere.demonstration(elsewhere.tasks[0])[0]).outcome is Outcome.CORRECT
+    elsewhere._presence.stop()  # as if this process had died
+    end = time.monotonic() + 30
+    while host.episodes.open and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not host.episodes.open
+    with pytest.raises(InfrastructureError, match="idle"):
+        silent.step("1")
+
+
+def test_a_full_server_is_asked_again_until_it_has_room(remote):
+    _, elsewhere, _ = remote(SUMS, limits=Limits(episodes=2))
+    seeds = range(12)
+
+    def play_slowly(seed):
+        episode = elsewhere.episode(elsewhere.tasks[seed], seed)
+        episode.start()
+        time.sleep(0.02)
+        result = episode.step(elsewhere.demonstration(elsewhere.tasks[seed])[0])
+        episode.close()
+        return result.outcome
+
+    with ThreadPoolExecutor(len(seeds)) as threads:
+        assert list(threads.map(play_slowly, seeds)) == [Outcome.CORRECT] * len(seeds)
 
 
 def test_tokens(serving, monkeypatch):

@@ -232,7 +232,7 @@ def test_a_server_without_room_is_told(serving, openenv):
     environment = openenv(serving({"train": load_environment(SUMS)}, limits=Limits(episodes=1)).url)
     first, second = (environment.episode(environment.tasks[0], 0) for _ in range(2))
     first.start()
-    with pytest.raises(AgentPeftError, match="tasks_per_step × group_size"):
+    with pytest.raises(AgentPeftError, match=r"engine\.rows, and a few"):
         second.start()
     first.close()
     second.close()

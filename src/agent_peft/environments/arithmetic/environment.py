@@ -34,7 +34,7 @@ class ArithmeticConfig(EnvironmentConfig):
     digits: int | tuple[int, int] = Field(default=3, description="of both operands; [low, high] mixes, with a skill for each")
     answer: Form = Field(default="plain", description="reversed: last digit first, as carries go; worked: the same, after the work")
     symbols: bool = Field(default=False, description="^ opens the question, $ closes the answer")
-    split: Split = "train"
+    split: Split = Field(default="train", description="which share no problem")
     num_tasks: int | None = Field(default=None, ge=1, description="distinct problems; null is all of the split")
     seed: int = Field(default=0, description="chooses the problems and their order; never which are held out")
 
@@ -51,7 +51,7 @@ class ArithmeticConfig(EnvironmentConfig):
         numbers = digits if isinstance(digits, list | tuple) and len(digits) == 2 else [digits]
         if not all(type(number) is int and 1 <= number <= MOST_DIGITS for number in numbers) or sorted(set(numbers)) != list(numbers):
             raise ValueError(f"{digits!r:.50} is neither a number from 1 to {MOST_DIGITS} nor two of them, [low, high]")
-        return digits
+        return tuple(digits) if isinstance(digits, list) else digits  # a file has lists only, and types are strict
 
 
 class Arithmetic(Environment):

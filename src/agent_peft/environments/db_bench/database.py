@@ -70,8 +70,11 @@ class DatabaseStopped(Exception):
 class Database(Protocol):
     """A throwaway database that holds the table of one task. Used by one thread at a time."""
 
-    def execute(self, sql: str) -> Executed:
+    def execute(self, sql: str, seconds: float | None = None) -> Executed:
         """Run one statement, whatever it is, within limits.
+
+        Args:
+            seconds: where they are fewer than those that every statement has.
 
         Raises:
             DatabaseStopped: it could only be ended with the database.

@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 class GenerateConfig(EnvironmentConfig):
     """Which tasks to make up; ``train`` and ``heldout`` share no table name and no phrasing."""
 
-    num_tasks: int = Field(gt=0)
-    seed: int = 0
-    skills: tuple[str, ...] = Field(GENERATED_SKILLS, min_length=1)
-    split: Literal["train", "heldout"] = "train"
+    num_tasks: int = Field(gt=0, description="how many")
+    seed: int = Field(0, description="another seed gives other tasks")
+    skills: tuple[str, ...] = Field(GENERATED_SKILLS, min_length=1, description="they take turns")
+    split: Literal["train", "heldout"] = Field("train", description="which share no name and no phrasing")
 
     @field_validator("skills")
     @classmethod
-    def _skills_arecheck_skills(cls, skills: tuple[str, ...]) -> tuple[str, ...]:
+    def _skills_are_known(cls, skills: tuple[str, ...]) -> tuple[str, ...]:
         check_skills(skills, GENERATED_SKILLS)
         return skills
 
@@ -45,19 +45,22 @@ class DBBenchConfig(EnvironmentConfig):
     """
 
     kind: Literal["db_bench"] = "db_bench"
-    tasks: Path | None = None
-    generate: GenerateConfig | None = None
-    database: Literal["sqlite"] = "sqlite"
-    skills: list[str] | None = None
-    limit: int | None = Field(None, gt=0)
-    max_turns: int = Field(3, ge=2)  # a statement and an answer
-    max_observation_chars: int = Field(400, ge=40)
-    statement_seconds: float = Field(2.0, gt=0)
-    statement_steps: int = Field(20_000_000, gt=0)
+    tasks: Path | None = Field(None, description="a file of tasks; this or generate")
+    generate: GenerateConfig | None = Field(None, description="tasks to make up; this or tasks")
+    database: Literal["sqlite"] = Field("sqlite", description="what runs the SQL")
+    skills: list[str] | None = Field(None, min_length=1, description="keeps the tasks whose primary skill is named; null: all")
+    limit: int | None = Field(None, gt=0, description="keeps the first so many that can be used; null: all")
+    max_turns: int = Field(3, ge=2, description="replies, the answer included; the agent is told")
+    max_observation_chars: int = Field(400, ge=40, description="of a statement's result; what is longer is cut")
+    statement_seconds: float = Field(2.0, gt=0, description="of one statement")
+    statement_steps: int = Field(20_000_000, gt=0, description="of SQLite's machine, of one statement: the same on every machine")
+    episode_seconds: float | None = Field(
+        None, gt=0, description="seconds that all statements of an episode may take together, then it ends as a timeout; null: no clock"
+    )
 
     @field_validator("skills")
     @classmethod
-    def _skills_arecheck_skills(cls, skills: list[str] | None) -> list[str] | None:
+    def _skills_are_known(cls, skills: list[str] | None) -> list[str] | None:
         check_skills(skills, SKILLS)
         return skills
 
@@ -69,7 +72,9 @@ class DBBenchConfig(EnvironmentConfig):
 
     @property
     def rules(self) -> Rules:
-        return Rules(self.database, self.max_turns, self.max_observation_chars, self.statement_seconds, self.statement_steps)
+        return Rules(
+            self.database, self.max_turns, self.max_observation_chars, self.statement_seconds, self.statement_steps, self.episode_seconds
+        )
 
 
 class DBBench(Environment):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agent_peft.environments.base import Episode
+from agent_peft.environments.clock import Clock
 from agent_peft.environments.db_bench.database import Database, DatabaseStopped, Executed, Row, Table
 from agent_peft.environments.db_bench.grader import answer_is_correct, tables_are_equal
 from agent_peft.environments.db_bench.isolated import IsolatedDatabase
@@ -32,7 +34,8 @@ CUT_MARK = " ... (cut)"
 
 @dataclass(frozen=True)
 class Rules:
-    """What bounds an episode: turns, how long an observation may be (characters), and a statement's wall clock and machine steps.
+    """What bounds an episode: turns, how long an observation may be (characters), a statement's wall clock and machine steps, and the wall
+    clock of all statements together.
 
     >>> Rules().max_turns
     3
@@ -43,6 +46,7 @@ class Rules:
     max_observation_chars: int = 400
     statement_seconds: float = 2.0
     statement_steps: int = 20_000_000
+    episode_seconds: float | None = None
 
     def open(self, table: Table, seed: int) -> Database:
         """A fresh database that holds ``table``."""
@@ -56,6 +60,7 @@ class DBBenchEpisode(Episode):
     """An episode: at most ``max_turns`` replies, of which the last should be an ``Action: Answer``.
 
     The SQL runs in a process of its own. An agent that makes it die, by a statement that cannot be stopped otherwise, has failed.
+    It may be closed from another thread than the one that steps: ``close`` waits until the step is done.
     """
 
     def __init__(self, problem: Problem, rules: Rules, seed: int) -> None:
@@ -63,6 +68,8 @@ class DBBenchEpisode(Episode):
         self._database: Database | None = None
         self._turns = 0
         self._done = False
+        self._clock = Clock(rules.episode_seconds)
+        self._lock = threading.RLock()  # a worker that is given back must not owe an answer
 
     def start(self) -> Sequence[Message]:
         """See `Episode.start`.
@@ -71,20 +78,25 @@ class DBBenchEpisode(Episode):
             AgentPeftError: the task's table cannot be made: SQLite does not accept it, or it is too large.
             InfrastructureError: no process can be started that runs the SQL.
         """
-        if self._done or self._database is not None:
-            raise RuntimeError("the episode was started before")
         table = self._problem.table
-        self._database = self._rules.open(table, self._seed)
+        with self._lock:
+            if self._done or self._database is not None:
+                raise RuntimeError("the episode was started before")
+            self._database = self._rules.open(table, self._seed)
         user = USER_PROMPT.format(instruction=self._problem.instruction, table=table.name, headers=", ".join(table.headers))
         return (Message("system", SYSTEM_PROMPT.format(max_turns=self._rules.max_turns)), Message("user", user))
 
     def step(self, action: str) -> StepResult:
-        if self._done or self._database is None:
-            raise RuntimeError("the episode is done or closed" if self._done else "the episode was not started")
+        with self._lock:
+            if self._done or self._database is None:
+                raise RuntimeError("the episode is done or closed" if self._done else "the episode was not started")
+            return self._act(self._database, action)
+
+    def _act(self, database: Database, action: str) -> StepResult:
         self._turns += 1
         reply = parse_reply(action)
         if isinstance(reply, Answer):
-            outcome = Outcome.CORRECT if self._is_correct(reply.text, self._database) else Outcome.INCORRECT
+            outcome = Outcome.CORRECT if self._is_correct(reply.text, database) else Outcome.INCORRECT
             return self._end(StopReason.FINISHED, outcome, valid=True)
         valid = not isinstance(reply, Malformed)
         last = self._turns >= self._rules.max_turns
@@ -93,14 +105,19 @@ class DBBenchEpisode(Episode):
         if isinstance(reply, Malformed):
             return StepResult(reply.why, valid=False)
         try:
-            return StepResult(observation(self._database.execute(reply.sql), self._rules.max_observation_chars))
+            with self._clock.running():
+                executed = database.execute(reply.sql, self._clock.left)
         except DatabaseStopped as stopped:  # by what the agent wrote
             return self._end(stopped.reason, Outcome.INCORRECT, valid=True)
+        if self._clock.ran_out:
+            return self._end(StopReason.TIMEOUT, Outcome.INCORRECT, valid=True)
+        return StepResult(observation(executed, self._rules.max_observation_chars))
 
     def close(self) -> None:
-        self._done = True
-        if self._database is not None:
-            self._database.close()
+        with self._lock:
+            self._done = True
+            if self._database is not None:
+                self._database.close()
 
     def _end(self, reason: StopReason, outcome: Outcome, valid: bool) -> StepResult:
         self.close()

@@ -49,18 +49,19 @@ class IsolatedDatabase:
             raise AgentPeftError(refusal)
         self._worker.set_patience(self._seconds + _PATIENCE)
 
-    def execute(self, sql: str) -> Executed:
+    def execute(self, sql: str, seconds: float | None = None) -> Executed:
         if len(sql) > MAX_SQL:
             return Executed(error="the statement is too large")
         try:
             sql.encode()
         except UnicodeEncodeError:
             return Executed(error="the statement is not valid Unicode")
-        rows, changed, error, cut = self._ask(encode(["execute", sql]))
+        seconds = self._seconds if seconds is None else min(self._seconds, seconds)
+        rows, changed, error, cut = self._ask(encode(["execute", sql, seconds]), seconds)
         return Executed(_as_rows(rows), changed, error, cut)
 
     def table(self) -> tuple[Row, ...] | None:
-        return _as_rows(self._ask(_TABLE))
+        return _as_rows(self._ask(_TABLE, self._seconds))
 
     def reset(self) -> None:
         if self._closed or not self._worker.tell(_RESET):
@@ -71,12 +72,12 @@ class IsolatedDatabase:
             self._closed = True
             fork_server.dismiss(self._worker)
 
-    def _ask(self, request: bytes) -> Any:
+    def _ask(self, request: bytes, seconds: float) -> Any:
         begun = time.monotonic()
         try:
             return self._worker.ask(request)
         except WorkerGone as error:
-            raise DatabaseStopped(StopReason.TIMEOUT if time.monotonic() - begun > self._seconds else StopReason.CRASHED) from error
+            raise DatabaseStopped(StopReason.TIMEOUT if time.monotonic() - begun > seconds else StopReason.CRASHED) from error
 
 
 def _as_rows(rows: list[list[Any]] | None) -> tuple[Row, ...] | None:

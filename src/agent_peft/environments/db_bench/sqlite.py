@@ -114,11 +114,11 @@ class SQLiteDatabase:
         connection.set_authorizer(self._authorize)
         return connection
 
-    def execute(self, sql: str) -> Executed:
+    def execute(self, sql: str, seconds: float | None = None) -> Executed:
         if expansions(sql) > _MAX_EXPANSIONS:
             return Executed(error="the common table expressions refer to each other too often")
         before = self._connection.total_changes
-        clock = self._begin(sql)
+        clock = self._begin(sql, seconds)
         try:
             cursor = self._connection.execute(sql)
             try:
@@ -153,10 +153,10 @@ class SQLiteDatabase:
     def close(self) -> None:
         self._connection.close()
 
-    def _begin(self, sql: str) -> _Clock:
+    def _begin(self, sql: str, seconds: float | None = None) -> _Clock:
         """What each statement begins with."""
         self._refusal, self._statement, self._altering = None, sql.lower(), False
-        clock = _Clock(self.seconds, self._steps)
+        clock = _Clock(self.seconds if seconds is None else min(self.seconds, seconds), self._steps)
         self._connection.set_progress_handler(clock.look, _STEPS_PER_LOOK)
         return clock
 

@@ -100,8 +100,9 @@ def _serve(channel: Channel) -> None:
         elif database is None:  # its table was refused
             return
         elif what == "execute":
-            with _alarm(database.seconds + min(database.seconds, _GRACE)):
-                done = database.execute(*arguments)
+            sql, seconds = arguments
+            with _alarm(seconds + min(database.seconds, _GRACE)):
+                done = database.execute(sql, seconds)
                 answer = encode([done.rows, done.changed, done.error, done.cut])
             channel.send(answer)
         elif what == "table":

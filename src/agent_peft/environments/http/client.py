@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Annotated, Literal, overload
@@ -22,6 +24,7 @@ logger = logging.getLogger(__name__)
 LOOK = 16  # tasks in a page of very many, of which a step looks at a few
 LOOKS = 64  # such pages that are kept
 LONGEST_SET = 256 << 20  # bytes of all tasks, where these are not very many
+PULSE = 60.0  # seconds between two signs of life
 PAGE_NODES = 4_000_000  # commas and brackets of a page
 
 
@@ -59,6 +62,7 @@ class RemoteEnvironment(Environment):
         """
         self.config = config
         self.connection = Connection(config.url, config.token, config.timeout, config.patience)
+        self._presence = Presence(self.connection)
         try:
             self._tasks = self._fetch_tasks()
             self._examples = self._fetch_examples() if config.examples else ()
@@ -85,13 +89,16 @@ class RemoteEnvironment(Environment):
             seed=seed,
         )
         shown = [example for example in self._examples if example.task != task.id][: self.config.examples]
-        return RemoteEpisode(self.connection, request, [message.message() for example in shown for message in example.messages])
+        return RemoteEpisode(
+            self.connection, self._presence, request, [message.message() for example in shown for message in example.messages]
+        )
 
     def demonstration(self, task: Task) -> Sequence[str] | None:
         request = wire.DemonstrationRequest(environment=self.config.environment, task=self._name(task))
         return self.connection.post("/demonstration", wire.Demonstration, request).actions
 
     def close(self) -> None:
+        self._presence.stop()
         self.connection.close()
 
     def _name(self, task: Task) -> str | wire.TaskMessage:
@@ -168,8 +175,8 @@ class RemoteTasks(Sequence[Task]):
 class RemoteEpisode(Episode):
     """One episode elsewhere. Its requests are told apart by their index."""
 
-    def __init__(self, connection: Connection, request: wire.ResetRequest, examples: Sequence[Message]) -> None:
-        self._connection, self._request, self._examples = connection, request, examples
+    def __init__(self, connection: Connection, presence: Presence, request: wire.ResetRequest, examples: Sequence[Message]) -> None:
+        self._connection, self._presence, self._request, self._examples = connection, presence, request, examples
         self._name = request.episode_id or ""
         self._server: str | None = None
         self._started = self._over = False
@@ -179,6 +186,7 @@ class RemoteEpisode(Episode):
         if self._started or self._over:
             raise RuntimeError("the episode was started before")
         self._started = True
+        self._presence.add(self._name)
         response = self._connection.post("/reset", wire.ResetResponse, self._request)
         if response.metadata.episode_id != self._name:
             raise InfrastructureError(f"{self._connection.url}: answered for another episode")
@@ -207,17 +215,53 @@ class RemoteEpisode(Episode):
             raise InfrastructureError(f"{self._connection.url}: answered for another step")
         self._steps += 1
         result = response.result()
-        self._over = result.done  # the server has freed it then
+        if result.done:  # the server has freed it then
+            self._over = True
+            self._presence.remove(self._name)
         return result
 
     def close(self) -> None:
-        """Tell the server, if it answers; it closes idle episodes by itself."""
+        """Tell the server, if it answers; it closes idle episodes by itself. Another thread may be at a step, which is answered."""
+        self._presence.remove(self._name)
         if self._started and not self._over:
             try:
                 self._connection.post("/close", wire.Pong, wire.CloseRequest(episode_id=self._name), patient=False)
             except (AgentPeftError, InfrastructureError, DefectError) as error:
                 logger.debug("episode %s is left to the server to close: %s", self._name, error)
         self._over = True
+
+
+class Presence:
+    """Says now and then that this client is still there, while it has episodes open: a policy may write for longer at one reply than a
+    server waits for a client that is silent."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._open: dict[str, None] = {}  # ids of episodes
+        self._lock, self._stopped = threading.Lock(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def add(self, episode: str) -> None:
+        with self._lock:
+            self._open[episode] = None
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
+                self._thread.start()
+
+    def remove(self, episode: str) -> None:
+        with self._lock:
+            self._open.pop(episode, None)
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(PULSE):
+            with self._lock:
+                episode = next(iter(self._open), None)
+            if episode is not None:
+                with suppress(AgentPeftError, InfrastructureError, DefectError):  # whoever steps is told
+                    self._connection.get("/state", wire.State, {"episode_id": episode}, patient=False)
 
 
 def next_port(url: str) -> str:

@@ -43,6 +43,10 @@ class _Lost(Exception):
     """No answer, or not ours."""
 
 
+class _Full(_Lost):
+    """The server holds as much as it may, until episodes end."""
+
+
 class Connection:
     """One server. May be shared between threads."""
 
@@ -75,13 +79,15 @@ class Connection:
         params: Mapping[str, Any] | None = None,
         longest: int = LONGEST_ANSWER,
         nodes: int = wire.MOST_NODES,
+        patient: bool = True,
     ) -> Answer:
         """
         Args:
             longest: bytes of the answer.
             nodes: commas and brackets in it.
+            patient: whether it is asked again where no answer comes.
         """
-        return self._parse(model, self._request("GET", path, longest=longest, nodes=nodes, params=params))
+        return self._parse(model, self._request("GET", path, patient=patient, longest=longest, nodes=nodes, params=params))
 
     def post(self, path: str, model: type[Answer], message: BaseModel, patient: bool = True) -> Answer:
         return self._parse(model, self._request("POST", path, content=wire.encode(message), patient=patient))
@@ -97,7 +103,7 @@ class Connection:
         Raises:
             InfrastructureError: no answer came in time, or the episode is lost.
             DefectError: the environment raised.
-            AgentPeftError: the server refuses the request, for a reason that trying again does not change.
+            AgentPeftError: the server refuses the request, for a reason that trying again does not change, or has been full for too long.
         """
         end = time.monotonic() + (self.patience if patient and not self._down else 0.0)
         pause = FIRST_PAUSE
@@ -108,7 +114,9 @@ class Connection:
                 return answer
             except _Lost as error:
                 if time.monotonic() + pause > end:
-                    self._down = True
+                    if isinstance(error, _Full):
+                        raise AgentPeftError(f"{self.url}{path}: {error} (asked again for {self.patience:g} s)") from error
+                    self._down = self._down or patient
                     raise InfrastructureError(f"{self.url}{path}: {wire.one_line(error)}") from error
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
@@ -145,6 +153,8 @@ class Connection:
             raise InfrastructureError(f"{self.url}{path}: {detail}")
         if problem.code == wire.BROKEN:
             raise DefectError(f"{self.url}{path}: {detail}")
+        if problem.code == wire.FULL:
+            raise _Full(detail)
         if status in BUSY:
             raise _Lost(detail)
         if status in (401, 403):

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from agent_peft.environments.base import Environment, Episode
+from agent_peft.environments.contract import ContractError, opened, opening_of, result_of
 from agent_peft.environments.http import wire
 from agent_peft.environments.http.limits import Limits
 from agent_peft.environments.http.wire import Refusal
@@ -171,6 +172,7 @@ class Episodes:
             raise _refusal(error, task.id, mistaken=whole is not None) from error
 
     def state(self, name: str, client: str | None = None) -> wire.State:
+        self.hear(client)
         return self._find(name, client).state
 
     async def reap(self) -> int:
@@ -207,8 +209,8 @@ class Episodes:
 
     async def _begin(self, record: _Episode, environment: Environment, task: Task) -> wire.ResetResponse | Refusal:
         def begin() -> Sequence[Message]:
-            record.episode = environment.episode(task, record.seed)
-            return record.episode.start()
+            record.episode = opened(environment, task, record.seed)
+            return opening_of(record.episode)
 
         answer: wire.ResetResponse | Refusal
         try:
@@ -227,7 +229,7 @@ class Episodes:
         def act() -> StepResult:
             if record.episode is None:
                 raise RuntimeError("the episode was not started")
-            return record.episode.step(text)
+            return result_of(record.episode, text)
 
         answer: wire.StepResponse | Refusal
         try:
@@ -380,6 +382,10 @@ def _refusal(error: BaseException, task: str, *, mistaken: bool = False, acting:
     """
     if isinstance(error, InfrastructureError):
         return Refusal(502, wire.INFRASTRUCTURE, str(error) or "the environment failed")
+    if isinstance(error, ContractError):
+        told = f"task {task!r}: {error}"
+        logger.error("%s", told)
+        return Refusal(422 if mistaken or not acting else 500, wire.BROKEN if acting else "mistake", told)
     if isinstance(error, AgentPeftError):
         return Refusal(422, "mistake", str(error))
     told = f"{type(error).__name__}: {error}"

@@ -48,12 +48,12 @@ class OpenEnvConfig(EnvironmentConfig):
     num_tasks: int = Field(ge=1, description="how many seeds")
     seed: int = Field(default=0, description="another seed gives other seeds to the server")
     token: str | None = Field(default=None, description="the name of the environment variable that holds a bearer token")
-    max_turns: int = Field(default=8, ge=1)
+    max_turns: int = Field(default=8, ge=1, description="then the episode ends, graded all the same")
     threshold: float = Field(default=1.0, allow_inf_nan=False, description="the smallest reward that is correct")
     reward: Literal["last", "sum"] = Field(default="last", description="of an episode: its last step's, or the sum of all")
     action_key: str | None = Field(default=None, description="where the agent's text goes; null: the one text that /schema asks for")
     observation_key: str | None = Field(default=None, description="what the agent reads; null: the one text of /schema, else all, as JSON")
-    system_prompt: str = ""
+    system_prompt: str = Field(default="", description="said first; empty: nothing")
     prompt: str = Field(default="", description="before the first observation")
     reset: dict[str, Any] = Field(default={}, description="what reset is given beside the seed")
     timeout: float = Field(default=60.0, gt=0, description="seconds for one answer")
@@ -145,6 +145,9 @@ class OpenEnvEpisode(Episode):
             raise RuntimeError("the episode was started before")
         config = self._environment.config
         self._session = self._environment.connect()
+        if self._over:  # it was closed meanwhile, by another thread
+            self._session.close()
+            raise RuntimeError("the episode is done or closed")
         answer = self._session.ask("reset", self._reset)
         if answer.error is not None:
             raise InfrastructureError(f"{config.url}: reset failed: {wire.one_line(answer.error)}")
@@ -270,7 +273,7 @@ class Session:
         if told.code == "CAPACITY_REACHED":
             raise AgentPeftError(
                 f"{self.url}: {wire.one_line(told.message)}; let the server hold as many sessions as there are episodes at once "
-                "(tasks_per_step × group_size)"
+                "(engine.rows, and a few), or set engine.rows lower"
             )
         if told.code in ("FACTORY_ERROR", "SESSION_ERROR"):
             raise InfrastructureError(f"{self.url}: {wire.one_line(told.message)}")

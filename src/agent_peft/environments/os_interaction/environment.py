@@ -30,10 +30,10 @@ NEED_IDS = frozenset({"chown", "chgrp"})  # skills that need more users and grou
 class GenerateConfig(EnvironmentConfig):
     """Which tasks to make up; ``train`` and ``heldout`` share no name of a file, user or group, and no phrasing."""
 
-    num_tasks: int = Field(gt=0)
-    seed: int = 0
-    skills: tuple[str, ...] = Field(SKILLS, min_length=1)
-    split: Literal["train", "heldout"] = "train"
+    num_tasks: int = Field(gt=0, description="how many")
+    seed: int = Field(0, description="another seed gives other tasks")
+    skills: tuple[str, ...] = Field(SKILLS, min_length=1, description="they take turns")
+    split: Literal["train", "heldout"] = Field("train", description="which share no name and no phrasing")
     combined: float = Field(0.25, ge=0, le=1, description="the share of tasks that ask for two or three things at once")
 
     @field_validator("skills")
@@ -51,19 +51,22 @@ class OSInteractionConfig(EnvironmentConfig):
     """
 
     kind: Literal["os_interaction"] = "os_interaction"
-    tasks: Path | None = None
-    generate: GenerateConfig | None = None
-    skills: list[str] | None = None
-    limit: int | None = Field(None, gt=0)
-    sandbox: SandboxKind = "namespaces"
-    limits: SandboxLimits = Field(default_factory=SandboxLimits)
-    protocol: ProtocolName = "act"
-    max_turns: int = Field(5, ge=2)  # a command and a finish
-    max_observation_chars: int = Field(800, ge=100)
+    tasks: Path | None = Field(None, description="a file of tasks; this or generate")
+    generate: GenerateConfig | None = Field(None, description="tasks to make up; this or tasks")
+    skills: list[str] | None = Field(None, min_length=1, description="keeps the tasks whose primary skill is named; null: all")
+    limit: int | None = Field(None, gt=0, description="keeps the first so many that can be used; null: all")
+    sandbox: SandboxKind = Field("namespaces", description="each episode's machine; none is this machine itself")
+    limits: SandboxLimits = Field(default_factory=SandboxLimits, description="of one machine")
+    protocol: ProtocolName = Field("act", description="how the agent writes a command")
+    max_turns: int = Field(5, ge=2, description="replies, the finish included; the agent is told")
+    max_observation_chars: int = Field(800, ge=100, description="of a command's output; the middle of what is longer is cut out")
     command_timeout: float = Field(20.0, gt=0, description="seconds of one command of the agent")
     script_timeout: float = Field(30.0, gt=0, description="seconds of a task's initialization, and of its evaluation")
-    replay: bool | None = None
-    replay_threads: int = Field(4, ge=1, le=64)
+    episode_seconds: float | None = Field(
+        None, gt=0, description="seconds that all commands of an episode may take together, then it ends as a timeout; null: no clock"
+    )
+    replay: bool | None = Field(None, description="try every task when it is loaded; null: those of a file")
+    replay_threads: int = Field(4, ge=1, le=64, description="tasks that are tried at a time")
 
     @field_validator("skills")
     @classmethod
@@ -87,6 +90,7 @@ class OSInteractionConfig(EnvironmentConfig):
             self.max_observation_chars,
             self.command_timeout,
             self.script_timeout,
+            self.episode_seconds,
         )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from agent_peft.environments.base import Episode
+from agent_peft.environments.clock import Clock
 from agent_peft.environments.os_interaction.grader import grade
 from agent_peft.environments.os_interaction.problems import Matches, Problem, Script
 from agent_peft.environments.os_interaction.protocol import PROTOCOLS, Command, Finish, Malformed, ProtocolName
@@ -23,7 +25,8 @@ SandboxKind = Literal["namespaces", "bubblewrap", "docker", "podman", "none"]
 
 @dataclass(frozen=True)
 class Rules:
-    """What bounds an episode: turns, seconds of a command and of a task's own scripts, characters of an observation, the sandbox.
+    """What bounds an episode: turns, seconds of a command and of a task's own scripts, characters of an observation, the sandbox, and the
+    seconds of all commands together.
 
     >>> Rules().max_turns
     5
@@ -36,6 +39,7 @@ class Rules:
     max_observation_chars: int = 800
     command_timeout: float = 20.0
     script_timeout: float = 30.0
+    episode_seconds: float | None = None
 
     def prepare(self, problem: Problem) -> Sandbox:
         """A machine on which the task's initialization has run; bash's RANDOM is fixed there, so that all episodes of a task get the same.
@@ -63,7 +67,10 @@ class Rules:
 
 
 class OSEpisode(Episode):
-    """An episode: at most ``max_turns`` replies, of which the last should be a finish (or an answer)."""
+    """An episode: at most ``max_turns`` replies, of which the last should be a finish (or an answer).
+
+    It may be closed from another thread than the one that steps: ``close`` waits until the step is done.
+    """
 
     def __init__(self, problem: Problem, rules: Rules, seed: int) -> None:
         self._problem, self._rules, self._seed = problem, rules, seed
@@ -72,31 +79,35 @@ class OSEpisode(Episode):
         self._before: bytes | None = None  # the machine before the agent acted, for examples to run on
         self._turns = 0
         self._done = False
+        self._clock = Clock(rules.episode_seconds)
+        self._lock = threading.RLock()  # a machine's descriptors must not be closed, and given to another's, while a step reads them
 
     def start(self) -> Sequence[Message]:
-        if self._done or self._sandbox is not None:
-            raise RuntimeError("the episode was started before")
         problem, rules = self._problem, self._rules
-        self._sandbox = rules.prepare(problem)
-        try:
-            if problem.needs_answer and not isinstance(problem.evaluation, Matches):
-                self._before = self._sandbox.snapshot()
-            rules.begin(problem, self._sandbox, self._seed)
-        except BaseException:
-            self.close()
-            raise
+        with self._lock:
+            if self._done or self._sandbox is not None:
+                raise RuntimeError("the episode was started before")
+            self._sandbox = rules.prepare(problem)
+            try:
+                if problem.needs_answer and not isinstance(problem.evaluation, Matches):
+                    self._before = self._sandbox.snapshot()
+                rules.begin(problem, self._sandbox, self._seed)
+            except BaseException:
+                self.close()
+                raise
         prompt = self._protocol.prompt(rules.max_turns, problem.answers)
         return (Message("system", prompt), Message("user", problem.instruction))
 
     def step(self, action: str) -> StepResult:
-        if self._done or self._sandbox is None:
-            raise RuntimeError("the episode is done or closed" if self._done else "the episode was not started")
-        try:
-            return self._act(self._sandbox, action)
-        except MachineLost as error:
-            return self._judge(error)
-        except OSError as error:
-            raise InfrastructureError(f"a sandbox failed: {error}") from error
+        with self._lock:
+            if self._done or self._sandbox is None:
+                raise RuntimeError("the episode is done or closed" if self._done else "the episode was not started")
+            try:
+                return self._act(self._sandbox, action)
+            except MachineLost as error:
+                return self._judge(error)
+            except OSError as error:
+                raise InfrastructureError(f"a sandbox failed: {error}") from error
 
     def _act(self, sandbox: Sandbox, action: str) -> StepResult:
         self._turns += 1
@@ -111,13 +122,17 @@ class OSEpisode(Episode):
             return self._end(StopReason.TURN_LIMIT, Outcome.INCORRECT, valid)
         if isinstance(reply, Malformed):
             return StepResult(reply.why, valid=False)
-        result = sandbox.run(reply.text, self._rules.command_timeout)
+        with self._clock.running():
+            result = sandbox.run(reply.text, min(self._rules.command_timeout, self._clock.left))
+        if self._clock.ran_out:
+            return self._end(StopReason.TIMEOUT, Outcome.INCORRECT, valid=True)
         return StepResult(observation(result, self._rules.max_observation_chars, self._rules.command_timeout))
 
     def close(self) -> None:
-        self._done = True
-        if self._sandbox is not None:
-            self._sandbox.close()
+        with self._lock:
+            self._done = True
+            if self._sandbox is not None:
+                self._sandbox.close()
 
     def _judge(self, error: MachineLost) -> StepResult:
         """The machine was lost. If a new one works, it was the agent's doing, whom nothing shall be forgiven for crashing its world."""

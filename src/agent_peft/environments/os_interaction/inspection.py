@@ -12,7 +12,7 @@ from agent_peft.environments.os_interaction.episode import OSEpisode, Rules, dem
 from agent_peft.environments.os_interaction.problems import Problem
 from agent_peft.environments.os_interaction.protocol import PROTOCOLS, Finish
 from agent_peft.environments.os_interaction.tasks import read_problem
-from agent_peft.types import AgentPeftError, InfrastructureError, Outcome, StepResult, Task
+from agent_peft.types import AgentPeftError, InfrastructureError, Outcome, StepResult, StopReason, Task
 
 ATTEMPTS = 3  # at a replay whose sandbox failed
 PAUSES = (0.0, 2.0)  # seconds between gold and finish: what a gold left running in the background may need them, an agent takes them anyway
@@ -51,6 +51,8 @@ def _fault_of_gold(problem: Problem, rules: Rules) -> str | None:
         results = _replay(problem, rules, replies, pause)
         if results[-1].outcome is Outcome.CORRECT:
             return None
+    if results[-1].stop_reason is StopReason.TIMEOUT:
+        return f"its ground truth takes longer than episode_seconds = {rules.episode_seconds:g}"
     if not all(result.valid for result in results):
         return "its ground truth cannot be written as a reply"
     said = [line for line in results[0].observation.splitlines() if not re.fullmatch(r"\[\d+\][+-]? +\d+", line)]  # no process numbers

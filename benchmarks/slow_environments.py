@@ -1,0 +1,240 @@
+"""Environments that take their time: what of it decoding hides, whether a run repeats bit for bit, and how many episodes are open at once.
+
+    python benchmarks/slow_environments.py [--rows 64]
+
+Random models over an alphabet, so that only time is measured. Beside each time stand decoding alone (environments that answer at once),
+the environments alone (as many threads as rows, and no model), and, where that is no matter of minutes, what a run takes that waits for
+every answer where it is due (it follows an empty schedule). The chain of one episode's actions and answers is a bound, too: nothing can
+hide it from itself. Prints a table and writes benchmarks/results/slow_environments.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from agent_peft.environments import load_environment
+from agent_peft.environments.arithmetic import ALPHABET
+from agent_peft.environments.base import Environment, Episode
+from agent_peft.policies.engine import Engine, EngineConfig, EngineStatistics
+from agent_peft.policies.joining import Schedule
+from agent_peft.policies.language_model import Policy
+from agent_peft.policies.sampling import SamplingConfig
+from agent_peft.policies.tokenization import ChatTokenizer, character_tokenizer
+from agent_peft.rollout.collector import Collector
+from agent_peft.rollout.rewards import RewardConfig
+from agent_peft.seeding import generator
+from agent_peft.types import Message, StepResult, Task
+
+RESULT = Path(__file__).resolve().parent / "results" / "slow_environments.json"
+TURNS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """Episodes of three turns with such a model, whose actions take ``least`` to ``most`` seconds."""
+
+    name: str
+    hidden: int
+    layers: int
+    episodes: int
+    tokens: int  # of an action, at most
+    least: float
+    most: float
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        return SamplingConfig(max_new_tokens=self.tokens, max_tokens=4 * self.tokens + 32)
+
+
+def cases(rows: int) -> list[Case]:
+    return [
+        Case("tiny model, 0.3 s", 16, 1, rows, 60, 0.3, 0.3),
+        Case("tiny model, 2 s", 16, 1, rows, 60, 2.0, 2.0),
+        Case("larger model, 0.3 s", 256, 6, rows, 60, 0.3, 0.3),
+        Case("larger model, 0.3 s, 3 episodes a row", 256, 6, 3 * rows, 40, 0.3, 0.3),
+        Case("larger model, 0 to 2 s, 3 episodes a row", 256, 6, 3 * rows, 40, 0.0, 2.0),
+    ]
+
+
+@dataclass
+class Talk:
+    """An episode whose actions take as long as a clock of its own says; opening it takes nothing."""
+
+    number: int
+    case: Case
+    clock: int  # which latencies are drawn; what is sampled does not hang on them
+    slow: bool
+    actions: list[tuple[int, ...]] = field(default_factory=list)
+    logprobs: list[tuple[float, ...]] = field(default_factory=list)
+
+    @property
+    def prompt(self) -> Sequence[int]:
+        return [1, 5, 6 + self.number // 8 % 8]
+
+    @property
+    def seed(self) -> int:
+        return self.number
+
+    def wait(self, turn: int) -> None:
+        draw = generator(self.clock, self.number, turn).random()
+        time.sleep(self.case.least + draw * (self.case.most - self.case.least))
+
+    def act(self, action: Sequence[int], logprobs: Sequence[float], room: int) -> Sequence[int] | None:
+        if self.slow:
+            self.wait(len(self.actions))
+        self.actions.append(tuple(action))
+        self.logprobs.append(tuple(logprobs))
+        return [4, 5] if len(self.actions) < TURNS else None
+
+
+def make_policy(hidden: int, layers: int) -> Policy:
+    tokenizer = character_tokenizer("".join(map(chr, range(32, 127))))
+    heads = max(2, hidden // 64)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    return Policy(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), ChatTokenizer(tokenizer))
+
+
+def run(
+    engine: Engine, case: Case, slow: bool = True, clock: int = 0, schedule: Schedule | None = None
+) -> tuple[float, EngineStatistics, object]:
+    """Seconds, what the engine says, and all tokens and log-probabilities."""
+    talks = [Talk(number, case, clock, slow) for number in range(case.episodes)]
+    begin = time.perf_counter()
+    statistics = engine.generate(talks, case.sampling, schedule)
+    return time.perf_counter() - begin, statistics, [(talk.actions, talk.logprobs) for talk in talks]
+
+
+def environments_alone(case: Case, rows: int, clock: int) -> float:
+    def play(number: int) -> None:
+        for turn in range(TURNS):
+            Talk(number, case, clock, True).wait(turn)
+
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(rows) as threads:
+        list(threads.map(play, range(case.episodes)))
+    return time.perf_counter() - begin
+
+
+def measure(case: Case, rows: int) -> dict[str, Any]:
+    engine = Engine(make_policy(case.hidden, case.layers), EngineConfig(rows=rows))
+    run(engine, case, slow=False)  # warm
+    decoding, plain, tokens = run(engine, case, slow=False)
+    alone = environments_alone(case, rows, clock=0)
+    seconds, statistics, expected = run(engine, case)
+    waiting = run(engine, case, schedule=())[0] if case.most < 1 else None
+    followed, again, found = run(engine, case, clock=1, schedule=statistics.schedule)
+    if found != expected or again.schedule != statistics.schedule:
+        sys.exit(f"{case.name}: the run that followed the schedule gave other bytes")
+    if [actions for actions, _ in expected] != [actions for actions, _ in tokens]:  # type: ignore[attr-defined]
+        print(f"{case.name}: rounding made another token of one, somewhere: that may happen")
+    return {
+        **asdict(case),
+        "decoding": decoding,
+        "environments": alone,
+        "seconds": seconds,
+        "ratio": seconds / max(decoding, alone),
+        "waited": statistics.waited,
+        "late": statistics.late,
+        "steps": statistics.steps,
+        "steps_alone": plain.steps,
+        "waiting_for_each": waiting,
+        "followed": followed,
+    }
+
+
+class Doors(Environment):
+    """Counts the episodes of another environment that are open at once."""
+
+    def __init__(self, inner: Environment) -> None:
+        self.inner, self.lock, self.open, self.peak = inner, threading.Lock(), 0, 0
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        return self.inner.tasks
+
+    def episode(self, task: Task, seed: int) -> Episode:
+        with self.lock:
+            self.open += 1
+            self.peak = max(self.peak, self.open)
+        return Counted(self.inner.episode(task, seed), self)
+
+
+class Counted(Episode):
+    def __init__(self, inner: Episode, doors: Doors) -> None:
+        self.inner, self.doors, self.closed = inner, doors, False
+
+    def start(self) -> Sequence[Message]:
+        return self.inner.start()
+
+    def step(self, action: str) -> StepResult:
+        return self.inner.step(action)
+
+    def close(self) -> None:
+        self.inner.close()
+        with self.doors.lock:
+            self.doors.open -= not self.closed
+        self.closed = True
+
+
+def measure_doors(rows: int, tasks: int = 1319) -> dict[str, int]:
+    doors = Doors(load_environment({"kind": "arithmetic", "digits": 3, "num_tasks": tasks}))
+    policy = make_policy(16, 1)
+    policy = Policy(policy.model, ChatTokenizer(character_tokenizer(ALPHABET)))
+    engine = Engine(policy, EngineConfig(rows=rows))
+    Collector(doors, engine).collect(doors.tasks, 1, SamplingConfig(max_new_tokens=8), RewardConfig(), 0)
+    return {"tasks": tasks, "rows": rows, "peak_open": doors.peak, "left_open": doors.open}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--only", help="cases whose name begins like this")
+    settings = parser.parse_args()
+    torch.set_num_threads(1)
+    headings = ("decoding alone", "environments alone", "together", "/ the larger", "engine waited", "late answers", "waiting for each")
+    table = Table("case", *headings, title=f"{settings.rows} rows, three turns, seconds")
+    found = []
+    for case in cases(settings.rows):
+        if settings.only and not case.name.startswith(settings.only):
+            continue
+        result = measure(case, settings.rows)
+        found.append(result)
+        numbers = (f"{result[key]:.2f}" for key in ("decoding", "environments", "seconds", "ratio", "waited"))
+        waiting = result["waiting_for_each"]
+        table.add_row(case.name, *numbers, str(result["late"]), "" if waiting is None else f"{waiting:.2f}")
+    Console(width=170).print(table)
+    print("each run was repeated with other latencies, following its schedule: the same bytes")
+    doors = measure_doors(settings.rows)
+    print("{tasks} tasks with {rows} rows: at most {peak_open} episodes were open, and {left_open} are now".format(**doors))
+    if not settings.only:
+        versions = {"python": platform.python_version(), "torch": torch.__version__}
+        RESULT.write_text(json.dumps({"rows": settings.rows, **versions, "cases": found, "evaluation": doors}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

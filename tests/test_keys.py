@@ -1,0 +1,456 @@
+"""Every key of every command has its effect, or is refused in one line. A key that is in no table here fails.
+
+What a value does once it is in the configuration that a command works with, the tests of the part that reads it show.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from typer.main import get_command
+
+from agent_peft import cli
+from agent_peft.cli import run
+from agent_peft.environments import ENVIRONMENTS, download, generation, validation
+from agent_peft.environments.base import EnvironmentConfig
+from agent_peft.environments.http import server
+from agent_peft.training import runs, targets
+from agent_peft.training.config import TrainConfig, resolved
+from agent_peft.training.effective import EFFECTIVE, refuse_ineffective
+from agent_peft.training.loading import load_config
+from agent_peft.training.targets import load_target_config
+from agent_peft.training.yaml12 import dump
+from agent_peft.types import AgentPeftError
+
+# -- the keys of a configuration ------------------------------------------------------------------------------------------------------
+
+# What a section's keys have an effect on, beside train and explain, on which all have one. merge --evaluate is as evaluate.
+ENVIRONMENT_KEYS = {
+    "arithmetic": "kind operation digits answer symbols split num_tasks seed",
+    "db_bench": "kind tasks generate database skills limit max_turns max_observation_chars statement_seconds statement_steps "
+    "episode_seconds",
+    "db_bench.generate": "num_tasks seed skills split",
+    "gsm8k": "kind tasks split offset num_tasks examples examples_from examples_seed instruction answer_format annotations strict",
+    "os_interaction": "kind tasks generate skills limit sandbox protocol max_turns max_observation_chars command_timeout script_timeout "
+    "episode_seconds replay replay_threads",
+    "os_interaction.generate": "num_tasks seed skills split combined",
+    "os_interaction.limits": "memory_mb processes file_size_mb cpu_seconds output_chars",
+    "openenv": "kind url num_tasks seed token max_turns threshold reward action_key observation_key system_prompt prompt reset timeout",
+    "remote": "kind url environment token timeout patience examples examples_url",
+}
+KEYS: dict[str, dict[str, str]] = {
+    "": {"evaluate": "seed threads", "": "run_dir", "evaluate serve": "evaluation"},
+    "policy:pretrained": {"evaluate merge": "model device", "evaluate": "dtype", "": "kind lora adapter packing activation_checkpointing"},
+    "policy:pretrained.lora": {"": "rank alpha dropout target_modules"},
+    "policy:scratch": {
+        "evaluate merge": "device",
+        "evaluate": "dtype",
+        "": "kind architecture alphabet lora packing activation_checkpointing",
+    },
+    "policy:scratch.lora": {"": "rank alpha dropout target_modules"},
+    **{f"environment:{kind}": {"serve": keys} for kind, keys in ENVIRONMENT_KEYS.items()},
+    **{f"evaluation.environment:{kind}": {"evaluate serve": keys} for kind, keys in ENVIRONMENT_KEYS.items()},
+    "engine": {"evaluate": "rows kv_tokens prefill_tokens environment_threads overlap schedule"},
+    "evaluation": {"evaluate": "attempts num_tasks", "": "at every"},
+    "evaluation.sampling": {"evaluate": "temperature top_p top_k max_new_tokens max_tokens stop"},
+    "checkpoint": {"": "every keep_last"},
+    "ranks": {"": "timeout allow_other_number"},
+    "stages": {"": "name steps until tasks_per_step group_size microbatch_tokens reference mask_cut_actions task_order nonfinite"},
+    "stages.until": {"": "metric above below over"},
+    "stages.rewards": {"": "correct incorrect unknown timeout turn_limit token_limit invalid_action cut_action"},
+    "stages.rewards.terms:own": {"": "kind weight when"},
+    "stages.rewards.terms:length_penalty": {"": "kind weight when target_tokens"},
+    "stages.rewards.terms:reasoning_steps": {"": "kind weight when max_steps"},
+    "stages.rewards.terms:format": {"": "kind weight when"},
+    "stages.optimizer": {"": "learning_rate weight_decay betas epsilon max_grad_norm warmup_steps schedule min_lr_ratio"},
+    "stages.sampling": {"": "temperature top_p top_k max_new_tokens max_tokens stop"},
+    "stages.algorithm:reinforce": {"": "kind kl_coef entropy_coef baseline_momentum baseline_start weighting"},
+    "stages.algorithm:rloo": {"": "kind kl_coef entropy_coef update_epochs minibatches weighting"},
+    "stages.algorithm:grpo": {"": "kind kl_coef entropy_coef update_epochs minibatches clip_low clip_high weighting"},
+    "stages.algorithm:dr_grpo": {"": "kind kl_coef entropy_coef update_epochs minibatches clip_low clip_high constant_length"},
+    "stages.algorithm:ppo": {
+        "": "kind gamma gae_lambda normalize_advantages clip_low clip_high value_clip value_coef value_learning_rate value_trunk_gradient "
+        "entropy_coef kl_coef update_epochs minibatches target_kl weighting"
+    },
+    "stages.algorithm:sft": {"": "kind"},
+}
+FIELDS = {
+    f"{section}.{name}".removeprefix("."): set(commands.split())
+    for section, groups in KEYS.items()
+    for commands, names in groups.items()
+    for name in names.split()
+}
+assert len(FIELDS) == sum(len(names.split()) for groups in KEYS.values() for names in groups.values()), "a key is there twice"
+
+
+def models_of(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [configured for configured, _ in ENVIRONMENTS.values()] if annotation is EnvironmentConfig else [annotation]
+    return [model for argument in get_args(annotation) for model in models_of(argument)]
+
+
+def fields_below(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every field that holds a value, or may be null, with its path; where there are several kinds, ``:kind`` says which."""
+    for name, field in model.model_fields.items():
+        below, key = models_of(field.annotation), f"{path}.{name}".removeprefix(".")
+        if not below or type(None) in get_args(field.annotation):
+            yield key, field
+        for inner in below:
+            kind = inner.model_fields["kind"].default if len(below) > 1 else None
+            yield from fields_below(inner, key if kind is None else f"{key}:{kind if isinstance(kind, str) else 'own'}")
+
+
+FOUND = dict(fields_below(TrainConfig))
+
+
+def test_every_key_of_a_configuration_is_in_the_table():
+    assert sorted(FOUND) == sorted(FIELDS)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """Where a user stands, with the files that the overrides below name."""
+    for name in ("tasks.json", "tasks.jsonl", "others.jsonl"):
+        (tmp_path / name).write_text("[]")
+    (tmp_path / "own.py").write_text("def term(trajectory): return 0.0\ndef other(trajectory): return 0.0\n")
+    (tmp_path / "adapter").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+POLICY_OF = {
+    "scratch": {
+        "kind": "scratch",
+        "alphabet": "0123456789+*-= ",
+        "architecture": {"model_type": "gpt2", "n_layer": 1, "n_head": 1, "n_embd": 8, "n_positions": 512},
+        "lora": {"rank": 2},
+    },
+    "pretrained": {"kind": "pretrained", "model": "no-such-model"},
+}
+GENERATED = {"num_tasks": 3}
+ENVIRONMENT_OF = {
+    "arithmetic": {"kind": "arithmetic", "digits": 2, "num_tasks": 4},
+    "db_bench": {"kind": "db_bench", "generate": GENERATED},
+    "gsm8k": {"kind": "gsm8k", "tasks": "tasks.jsonl", "examples": 1, "examples_from": "tasks.jsonl"},
+    "os_interaction": {"kind": "os_interaction", "generate": GENERATED},
+    "openenv": {"kind": "openenv", "url": "http://localhost:1", "num_tasks": 3},
+    "remote": {"kind": "remote", "url": "http://localhost:1", "examples": 1},
+}
+TERM_OF = {"own": {"kind": "own:term", "weight": 2.0}, "length_penalty": {"kind": "length_penalty", "target_tokens": 5}}
+OTHER_KIND = {
+    "policy:scratch": POLICY_OF["pretrained"],
+    "policy:pretrained": POLICY_OF["scratch"],
+    "environment": ENVIRONMENT_OF["openenv"],
+    "environment:openenv": ENVIRONMENT_OF["arithmetic"],
+    "stages.algorithm": {"kind": "reinforce"},
+    "stages.algorithm:reinforce": {"kind": "rloo"},
+    "stages.rewards.terms": {"kind": "format", "weight": 0.5},
+    "stages.rewards.terms:format": TERM_OF["length_penalty"],
+}
+# Where a type alone does not tell another value that is valid. ``{path}`` is there already; several overrides where one needs another.
+NAMED: dict[str, str] = {
+    "run_dir": "run_dir=elsewhere",
+    "policy.device": "{path}=cpu",
+    "policy.lora": "{path}=null",
+    "policy.lora.target_modules": "{path}=[c_attn]",
+    "policy.alphabet": "{path}='0123456789+*-=x '",
+    "evaluation": "evaluation=null",
+    "policy.architecture": "{path}.n_layer=2",
+    "environment.operation": "{path}=multiplication",
+    "environment.digits": "{path}=[1, 2]",
+    "environment:os_interaction.skills": "{path}=[mkdir]",
+    "environment:os_interaction.generate.skills": "{path}=[mkdir]",
+    "environment:gsm8k.tasks": "{path}=others.jsonl",
+    "environment.tasks": "{path}=tasks.json {parent}.generate=null",
+    "environment.generate": "{path}=null {parent}.tasks=tasks.json",
+    "environment.skills": "{path}=[insert]",
+    "environment.generate.skills": "{path}=[insert]",
+    "environment:gsm8k.split": "{path}=test {parent}.tasks=openai/gsm8k",
+    "environment.examples_from": "{path}=others.jsonl",
+    "environment.answer_format": "{path}='= {{answer}}'",
+    "environment.url": "{path}=http://localhost:2",
+    "environment.reset": "{path}={{level: 3}}",
+    "environment.examples_url": "{path}=http://localhost:2",
+    "engine.schedule": "{path}=tasks.json",
+    "evaluation.at": "{path}=[start]",
+    "evaluation.attempts": "{path}=2 evaluation.sampling.temperature=1",
+    "evaluation.sampling.stop": "{path}=[x]",
+    "sampling.max_tokens": "{path}=100",
+    "stages.reference": "{path}=base stages.0.algorithm.kl_coef=0.1",
+    "stages.optimizer.min_lr_ratio": "{path}=0.5 {parent}.schedule=linear",
+    "stages.sampling.stop": "{path}=[x]",
+    "stages.until": "{path}={{metric: reward, above: 0.5}}",
+    "stages.until.above": "{path}=0.25",
+    "stages.until.below": "{parent}.above=null {path}=0.5",
+    "stages.until.metric": "{path}=success",
+    "stages.optimizer.betas": "{path}=[0.8, 0.9]",
+}
+ONE_VALUE = ("environment:db_bench.database",)
+
+
+def settings_for(key: str) -> dict[str, Any]:
+    """A configuration in which the key may stand."""
+    section = key.rpartition(".")[0]
+    kinds = dict(part.split(":") for part in section.replace("evaluation.environment", "evaluation_environment").split(".") if ":" in part)
+    algorithm = {"kind": kinds.get("algorithm", "grpo")} | ({"constant_length": 9} if "dr_grpo" in kinds.values() else {})
+    stage: dict[str, Any] = {"algorithm": algorithm, "steps": 5, "tasks_per_step": 4}
+    if stage["algorithm"]["kind"] != "sft":
+        stage |= {"group_size": 2}
+    if key.startswith("stages.until."):
+        stage["until"] = {"metric": "reward", "above": 0.5}
+    if "terms" in kinds:
+        stage["rewards"] = {"terms": [TERM_OF.get(kinds["terms"], {"kind": kinds["terms"]})]}
+    return {
+        "run_dir": "run",
+        "policy": POLICY_OF[kinds.get("policy", "pretrained" if key == "seed" else "scratch")],
+        "environment": ENVIRONMENT_OF[kinds.get("environment", "arithmetic")],
+        "evaluation": {"environment": ENVIRONMENT_OF[kinds.get("evaluation_environment", "arithmetic")]},
+        "stages": [stage],
+    }
+
+
+def write(content: dict[str, Any], path: Path) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(dump(content))
+    return path
+
+
+def another(value: Any, annotation: Any, name: str) -> Any:
+    """Another value of the type."""
+    parts = (annotation, *(inner for part in get_args(annotation) for inner in (part, *get_args(part))))
+    if choices := [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]:
+        return next(choice for choice in choices if choice != value)
+    if isinstance(value, bool) or bool in parts:
+        return not value
+    if isinstance(value, int | float) or int in parts or float in parts:
+        return 3 if value is None else value + 1 if isinstance(value, int) else value / 2 + 0.001
+    assert str in parts or Path in parts, f"say in NAMED what another value of {name} is"
+    return "adapter" if Path in parts else f"another-{name}"
+
+
+def at(content: Any, path: str) -> Any:
+    for part in path.split("."):
+        content = None if content is None else content[int(part)] if isinstance(content, list) else content.get(part)
+    return content
+
+
+def first_of(table: dict[str, Any], key: str) -> Any:
+    """What a table has for a key, with the kinds that stand in it, or without, as a key of any section, of any section's last part."""
+    plain = re.sub(r":\w+", "", key)
+    forms = (key, key.removeprefix("evaluation."), plain, plain.removeprefix("evaluation."), ".".join(plain.split(".")[-2:]))
+    return next((table[form] for form in forms if form in table), None)
+
+
+def overrides_of(key: str, content: dict[str, Any]) -> tuple[str, list[str]]:
+    """The path of a key in ``content``, and overrides that give it another value."""
+    section, _, name = key.rpartition(".")
+    path = re.sub(r":\w+", "", key).replace("stages.", "stages.0.")
+    parent = path.rpartition(".")[0]
+    other = first_of(OTHER_KIND, section) if name == "kind" else None
+    if ".terms:" in key:
+        term = at(content, f"{parent}.0")
+        return f"{parent}.0.{name}", [f"{parent}={json.dumps([other or {**term, name: another(term[name], FOUND[key].annotation, name)}])}"]
+    if other is not None:
+        return path, [f"{parent}={json.dumps(other)}"]
+    if (named := first_of(NAMED, key)) is not None:
+        return path, [part.format(path=path, parent=parent) for part in _split(named)]
+    return path, [f"{path}={json.dumps(another(at(content, path), FOUND[key].annotation, name))}"]
+
+
+def _split(overrides: str) -> list[str]:
+    """At the blanks before a key.
+
+    >>> _split("a.b=[1, 2] c=3")
+    ['a.b=[1, 2]', 'c=3']
+    """
+    return re.split(r" (?=[\w.{}]+=)", overrides)
+
+
+CONFIGURED = [key for key in FIELDS if key.partition("evaluation.")[2] not in ONE_VALUE and key not in ONE_VALUE]
+
+
+def test_an_environments_key_may_be_called_as_an_environment(folder):
+    """The server's name of it, which is no short form of a kind."""
+    content = {**settings_for(""), "environment": ENVIRONMENT_OF["remote"]}
+    config = load_config(write(content, folder / "c.yaml"), ["environment.environment=evaluation"])[0]
+    assert config.environment.environment == "evaluation"
+
+
+@pytest.mark.parametrize("section", KEYS)
+def test_keys_of_a_configuration(folder, section):
+    """Each with another value, on the command line: a command works with that value, or refuses it and names the key."""
+    for key in (key for key in CONFIGURED if key.rpartition(".")[0] == section):
+        file = write(settings_for(key), folder / "run" / "config.yaml")
+        before = resolved(load_config(file)[0])
+        path, overrides = overrides_of(key, before)
+        assert at(resolved(load_config(file, overrides, warn=False)[0]), path) != at(before, path), overrides
+        if "evaluate" in FIELDS[key]:
+            measured = load_target_config(Path("run"), None, overrides, None, None)
+            if key != "evaluation":  # without it the tasks are those of training
+                assert at(resolved(measured), path) != at(before, path), overrides
+        for command in {"evaluate", "merge", "serve"} - FIELDS[key]:
+            with pytest.raises(AgentPeftError, match=rf"^command line: [\w.]+ has no effect on {command}; ") as told:
+                refuse_ineffective(command, overrides, EFFECTIVE[command])
+            assert str(told.value).split()[2].startswith(overrides[0].partition("=")[0])
+        for command in {"merge", "serve"} & FIELDS[key]:
+            refuse_ineffective(command, overrides[:1], EFFECTIVE[command])
+
+
+# -- commands -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def reached(monkeypatch) -> dict[str, Any]:
+    """What the workers of commands were called with, by the argument's name; there the command ends."""
+    found: dict[str, Any] = {}
+
+    def ending(module: Any, name: str) -> None:
+        signature = inspect.signature(getattr(module, name))
+
+        def take(*arguments: Any, **keywords: Any) -> None:
+            bound = signature.bind(*arguments, **keywords)
+            bound.apply_defaults()
+            found.update(bound.arguments)
+            raise AgentPeftError("reached")
+
+        monkeypatch.setattr(module, name, take)
+
+    for module, name in (
+        (runs, "train"),
+        (targets, "merge_run"),
+        (targets, "evaluate_target"),
+        (server, "serve"),
+        (generation, "generate_entries"),
+        (validation, "validate"),
+        (download, "download"),
+    ):
+        ending(module, name)
+    return found
+
+
+# For each command: what must be given, and for each of its options an argument beside it. ``kept`` are what changes nothing that a worker
+# is called with; the test of each is named.
+COMMANDS: dict[str, tuple[list[str], dict[str, list[str]]]] = {
+    "train": (["run/config.yaml"], {"overrides": ["seed=1"], "fresh": ["--fresh"]}),
+    "evaluate": (
+        ["run"],
+        {
+            "overrides": ["engine.rows=8"],
+            "checkpoint": ["--checkpoint", "step_000001"],
+            "base": ["--base"],
+            "tasks": ["--tasks", "tasks.json"],
+            "attempts": ["--attempts", "2", "evaluation.sampling.temperature=1"],
+        },
+    ),
+    "merge": (
+        ["run", "--output", "merged"],
+        {"overrides": ["policy.device=cpu"], "checkpoint": ["--checkpoint", "step_000001"], "output": ["--output", "other"]},
+    ),
+    "serve": (
+        ["run/config.yaml"],
+        {
+            "overrides": ["environment.digits=1"],
+            "host": ["--host", "::1"],
+            "port": ["--port", "0"],
+            "examples_port": ["--examples-port", "7"],
+            "token": ["--token", "TOKEN_OF_MINE"],
+            "max_episodes": ["--max-episodes", "2"],
+            "idle_seconds": ["--idle-seconds", "2"],
+        },
+    ),
+    "generate": (
+        ["os_interaction", "--num-tasks", "3", "--output", "x.json"],
+        {
+            "num_tasks": ["--num-tasks", "4"],
+            "seed": ["--seed", "1"],
+            "skills": ["--skills", "mkdir"],
+            "split": ["--split", "heldout"],
+            "combined": ["--combined", "0.5"],
+        },
+    ),
+    "validate": (
+        ["os_interaction", "--tasks", "tasks.json"],
+        {
+            "tasks": ["--tasks", "others.jsonl"],
+            "database": ["--database", "sqlite"],
+            "sandbox": ["--sandbox", "docker"],
+            "threads": ["--threads", "2"],
+            "command_timeout": ["--command-timeout", "3"],
+        },
+    ),
+    "download": (["gsm8k"], {"output": ["--output", "there"]}),
+}
+# These change what is shown or done after the worker; each is looked at by a test of its own, here or in the file named.
+SHOWN = {
+    "evaluate": {"as_json", "target", "config"},  # test_cli, below
+    "merge": {"as_json", "both", "run"},  # test_cli
+    "explain": {"as_json", "config", "overrides", "trust"},  # below, test_hostile_inputs
+    "train": {"config"},
+    "serve": {"config"},
+    "generate": {"replay", "output", "environment"},  # test_cli
+    "validate": {"as_json", "environment"},  # test_cli
+    "download": {"name"},  # environments/test_gsm8k
+}
+
+
+def test_every_option_of_every_command_is_in_a_table():
+    commands = get_command(cli.app).commands
+    found = {name: {parameter.name for parameter in command.params} for name, command in commands.items()}
+    assert found == {name: {*COMMANDS.get(name, ([], {}))[1], *SHOWN[name]} for name in SHOWN}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_options_of_a_command(folder, reached, capsys, monkeypatch, command):
+    monkeypatch.setenv("TOKEN_OF_MINE", "x" * 40)
+    write(settings_for("evaluation.environment:db_bench.tasks"), folder / "run" / "config.yaml")
+    needed, options = COMMANDS[command]
+
+    def called(*more: str) -> str:
+        reached.clear()
+        assert run([command, *needed, *more]) == 2
+        assert capsys.readouterr().err == "agent-peft: reached\n"
+        return str({name: value for name, value in reached.items() if name != "environments"})
+
+    plain = called()
+    for name, arguments in options.items():
+        if (command, name) != ("serve", "overrides"):  # which loads its environments first; see below
+            assert called(*arguments) != plain, name
+
+
+def test_serve_serves_what_the_command_line_says(folder, reached, capsys):
+    write(settings_for(""), folder / "run" / "config.yaml")
+    assert run(["serve", "run/config.yaml", "environment.num_tasks=2", "evaluation.environment.num_tasks=3"]) == 2
+    assert [len(environment.tasks) for environment in reached["environments"].values()] == [2, 3]
+    assert run(["serve", "run/config.yaml", "evaluation=null"]) == 2
+    assert list(reached["environments"]) == ["train"]
+    capsys.readouterr()
+    assert run(["serve", "run/config.yaml", "optimizer.learning_rate=1"]) == 2
+    assert capsys.readouterr().err == "agent-peft: command line: optimizer.learning_rate has no effect on serve; leave it out\n"
+
+
+def test_explain_shows_what_the_command_line_says(folder, capsys):
+    file = str(write(settings_for(""), folder / "c.yaml"))
+    shown = []
+    for overrides in ([], ["stages.0.optimizer.learning_rate=0.5"]):
+        assert run(["explain", file, "--json", *overrides]) == 0
+        shown.append(json.loads(capsys.readouterr().out)["values"])
+    assert {key for key in shown[0] if shown[0][key] != shown[1][key]} == {"stages.0.optimizer.learning_rate"}
+    assert shown[1]["stages.0.optimizer.learning_rate"] == {"value": 0.5, "from": "command line"}
+
+
+@pytest.mark.parametrize("file", sorted((Path(__file__).parent.parent / "configs").glob("*.yaml")), ids=lambda file: file.stem)
+def test_our_own_configurations_name_no_file_outside_the_folder_they_are_used_in(file):
+    config = load_config(file, check_files=False)[0]
+    models = [config, config.policy, config.environment, *([config.evaluation.environment] if config.evaluation else [])]
+    paths = [value for model in models for _, value in model if isinstance(value, Path)]
+    assert config.run_dir in paths
+    assert [path for path in paths if path.is_absolute() or ".." in path.parts] == []
