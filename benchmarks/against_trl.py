@@ -110,7 +110,7 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         inner: dict[str, Any] = {"kind": "arithmetic", "operation": "addition", "digits": 3, "answer": "reversed", "symbols": True}
     else:
         model = never_ending(fetch("smollm2-135m"), folder / "model")
-        policy = {"kind": "pretrained", "model": str(model), "device": "cpu", "lora": {"rank": 16, "alpha": 32}}
+        policy = {"kind": "pretrained", "model": str(model), "device": "cpu", "dtype": "float32", "lora": {"rank": 16, "alpha": 32}}
         inner = {"kind": "db_bench", "generate": {"num_tasks": tasks * steps}, "max_turns": turns}
     if arguments.part == "step":
         written = [one_prompt(model, arguments.prompt, seed) for seed in range(tasks * steps)]

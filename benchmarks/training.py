@@ -201,7 +201,11 @@ def main() -> None:
         console.print(show(f"{name} (a tenth of {arguments.model})", rows))
     if not arguments.quick:
         whole = measure(
-            load_policy(PretrainedConfig(model=arguments.model, dtype="float32"), 0), common, arguments.rounds, arguments.microbatch_tokens, limits
+            load_policy(PretrainedConfig(model=arguments.model, dtype="float32"), 0),
+            common,
+            arguments.rounds,
+            arguments.microbatch_tokens,
+            limits,
         )
         console.print(show(f"the whole of {arguments.model}", [whole]))
         content["whole"] = whole

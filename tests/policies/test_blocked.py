@@ -76,9 +76,7 @@ def test_beside_the_product_a_small_change_is_not_rounded_away(bias: bool) -> No
 
 @needs_bf16
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_in_16_bits_the_adapter_is_computed_beside_the_weights(
-    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_in_16_bits_the_adapter_is_computed_beside_the_weights(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(layout, "LEAST", 1)
     policy = make_policy(kind, dtype=torch.bfloat16)
     assert policy.blocks and policy.dtype == torch.bfloat16

@@ -9,10 +9,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 
 from agent_peft.cli import run
+from agent_peft.policies.precision import Precision
+from agent_peft.training import folder as folder_module
 from agent_peft.training.config import TrainConfig
-from agent_peft.training.folder import Lock, clear
+from agent_peft.training.folder import Lock, clear, settle_dtype
 from agent_peft.training.loading import load_config
 from agent_peft.training.runs import train
 from agent_peft.training.yaml12 import dump
@@ -39,6 +42,25 @@ def path(tmp_path, policy_config) -> Path:
 @pytest.fixture
 def config(path) -> TrainConfig:
     return load_config(path)[0]
+
+
+def test_a_run_keeps_the_dtype_that_it_began_in(config, monkeypatch):
+    """``auto`` is measured, and a measurement may come out otherwise when the run goes on."""
+
+    def measured(dtype):
+        monkeypatch.setattr(folder_module, "choose_precision", lambda policy: Precision(dtype, "measured"))
+
+    measured(torch.bfloat16)
+    assert config.policy.dtype == "auto"
+    train(config)
+    assert load_config(config.run_dir / "config.yaml")[0].policy.dtype == "bfloat16"
+    measured(torch.float32)
+    train(config)
+    assert load_config(config.run_dir / "config.yaml")[0].policy.dtype == "bfloat16"
+    with pytest.raises(AgentPeftError, match="policy.dtype differs"):
+        train(settle_dtype(config, "float32"))
+    train(config, fresh=True)
+    assert load_config(config.run_dir / "config.yaml")[0].policy.dtype == "float32"
 
 
 # -- whose a folder is --------------------------------------------------------------------------------------------------------------

@@ -218,3 +218,9 @@ def test_an_evaluation_keeps_the_limits_of_the_stage_that_it_follows(config, mon
     assert seen == [(2, 0), (2, 0), (3, 0), (4, 0)]
     lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 3 and all(math.isfinite(line["learning_rate"]) for line in lines)
+
+
+def test_evaluations_in_between_count_the_steps_of_the_run(config):
+    content = {**dict(config), "evaluation": {**config.evaluation.model_dump(), "sampling": {}, "every": 2}}
+    reports = train(TrainConfig.model_validate(content))
+    assert list(reports) == ["base", "step 2", "after first", "step 4", "after sft", "step 6", "after last"]

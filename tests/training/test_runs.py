@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from agent_peft.policies.language_model import load_policy
 from agent_peft.training import runs
 from agent_peft.training.config import TrainConfig, resolved
+from agent_peft.training.folder import settle_dtype
 from agent_peft.training.loading import load_config
 from agent_peft.training.runs import train
 from agent_peft.training.targets import evaluate_target, merge_run
@@ -80,7 +81,7 @@ def test_a_run_directory_holds_what_it_should(finished):
     assert [p.name for p in sorted((folder / "checkpoints").iterdir())] == ["step_000001", "step_000003", "step_000004"]
     for checkpoint in (folder / "checkpoints").iterdir():
         assert {"adapter_config.json", "adapter_model.safetensors", "trainer.pt", "position.json"} <= {p.name for p in checkpoint.iterdir()}
-    assert load_config(folder / "config.yaml")[0] == finished
+    assert load_config(folder / "config.yaml")[0] == settle_dtype(finished, "float32"), "auto is decided"
     assert resolved(finished)["run_dir"] == str(folder)
 
 

@@ -46,7 +46,8 @@ class PretrainedConfig(_PolicyConfig):
     kind: Literal["pretrained"] = "pretrained"
     model: str = Field(description="a bundled name (smollm2-135m, gemma3-270m), a folder, a .gguf file, or a hub id")
     dtype: Dtype = Field(
-        default="auto", description="auto is bfloat16 where the device multiplies it by itself, and faster than float32; a run keeps what it began in"
+        default="auto",
+        description="auto is bfloat16 where the device multiplies it by itself, and faster than float32; a run keeps what it began in",
     )
     device: Device = Field(default="auto", description="auto, cpu, cuda, cuda:1 …")
     lora: LoraSettings | None = Field(default=LoraSettings(), description="null trains every parameter")

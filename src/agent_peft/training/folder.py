@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +128,11 @@ def dtype_of_run(config: TrainConfig, fresh: bool) -> str:
     if config.policy.dtype != "auto":
         return config.policy.dtype
     written = config.run_dir / CONFIG
-    if not fresh and written.is_file() and _has_results(config.run_dir):
-        policy = yaml12.plain(yaml12.parse(read_text(written, "a YAML file", MEGABYTE), str(written))).get("policy", {})
-        if policy.get("dtype") in ("float32", "bfloat16"):
-            return str(policy["dtype"])
+    with suppress(AgentPeftError, LookupError, TypeError):  # it is no run of ours, which ``claim`` tells
+        if not fresh and written.is_file() and _has_results(config.run_dir):
+            began: Any = yaml12.plain(yaml12.parse(read_text(written, "a YAML file", MEGABYTE), str(written)))
+            if began["policy"]["dtype"] in ("float32", "bfloat16"):
+                return str(began["policy"]["dtype"])
     return choose_precision(config.policy).name
 
 

@@ -145,9 +145,10 @@ class Canary:
             return
         for since, (sampler_then, trainer_then) in (("the last update", self.last), ("the adapter was zero", self.first)):
             if (slope := changed_apart(sampler - sampler_then, trainer - trainer_then)) is not None:
+                share = (2 + slope) / max(2 - slope, 0.01)
                 raise TrustError(
-                    f"since {since}, the sampler's log-probabilities have changed by {100 * (2 + slope) / max(2 - slope, 0.01):.0f} % of what the "
-                    "trainer's have: the sampler does not act with the weights that were just updated"
+                    f"since {since}, the sampler's log-probabilities have changed by {100 * share:.0f} % of what the trainer's have: "
+                    "the sampler does not act with the weights that were just updated"
                 )
         self.last = sampler, trainer
 
