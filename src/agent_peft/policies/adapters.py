@@ -22,10 +22,11 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from agent_peft.policies.adapter_base import check_base
 from agent_peft.policies.blocked import BlockedLora
-from agent_peft.policies.lora_linear import FusedLoraLinear
+from agent_peft.policies.lora_linear import FusedLoraConv1D, FusedLoraLinear
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, TrustError
 
@@ -62,13 +63,12 @@ def attach(model: PreTrainedModel, settings: LoraSettings, seed: int) -> PeftMod
         bias="none",
         task_type="CAUSAL_LM",
     )
-    config._register_custom_module({nn.Linear: FusedLoraLinear})
+    config._register_custom_module({nn.Linear: FusedLoraLinear, Conv1D: FusedLoraConv1D})
     tied = model.get_input_embeddings().weight
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)  # PEFT's business
             warnings.filterwarnings("ignore", message=".*ensure_weight_tying", category=UserWarning)  # refused below
-            warnings.filterwarnings("ignore", message="fan_in_fan_out is set to", category=UserWarning)  # GPT-2's layers; it sees to them
             adapted = cast(PeftModel, get_peft_model(model, config))
     except ValueError as error:
         raise AgentPeftError(f"cannot attach a LoRA adapter: {str(error).splitlines()[0]}") from error

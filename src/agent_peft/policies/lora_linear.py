@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -69,3 +70,11 @@ class FusedLoraLinear(LoraLinear):
         if type(base) is not (Conv1D if self.fan_in_fan_out else nn.Linear) or torch.is_autocast_enabled(x.device.type):
             return False
         return base.weight.dtype == x.dtype and all(weight.dtype in (x.dtype, torch.float32) for weight in low_rank)
+
+
+class FusedLoraConv1D(FusedLoraLinear):
+    """Of GPT-2's linear layer, whose weight lies transposed."""
+
+    def __init__(self, target: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
+        config.fan_in_fan_out = True
+        super().__init__(target, adapter_name, config=config, is_target_conv_1d_layer=True, **kwargs)

@@ -25,6 +25,7 @@ from agent_peft.types import Task, Trajectory, TrustError, Turn
 CANARY_TOKENS = 16  # where each token is compared
 CHANGE_TOKENS = 192  # where changes are
 LEAST_SLOPE = 0.05  # of the difference on the mean of two changes: the sampler's is 5 % too small or too large
+LEAST_TILT = 0.02  # of the difference on the log-probabilities: a temperature of 1.02 or more
 CERTAIN = 6.0  # standard errors
 PARTS = 8  # of the tokens, most of which must agree
 
@@ -92,7 +93,7 @@ def assert_on_policy(policy: Policy, mismatch: Mismatch, sampling: SamplingConfi
             "the sampler's weights are not what the trainer takes them for"
         )
     slope, error = mismatch.slope
-    if not strict and not sampling.truncates and abs(slope) > LEAST_SLOPE + CERTAIN * error:
+    if not strict and not sampling.truncates and abs(slope) > LEAST_TILT + CERTAIN * error:
         raise TrustError(
             f"the trainer's log-probabilities of freshly sampled tokens are {100 * abs(slope):.0f} % "
             f"{'larger' if slope > 0 else 'smaller'} than the sampler's, which is no rounding: they do not mean the same temperature"
