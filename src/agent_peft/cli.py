@@ -147,8 +147,8 @@ def generate(
 
 @app.command()
 def validate(
-    environment: Annotated[str, typer.Argument(help="db_bench or os_interaction", metavar="ENVIRONMENT")],
-    tasks: Annotated[Path, typer.Option(help="a task file")],
+    environment: Annotated[str, typer.Argument(help="db_bench, os_interaction, or package.module:Class", metavar="ENVIRONMENT")],
+    tasks: Annotated[Path | None, typer.Option(help="a task file; a class of your own may do without")] = None,
     database: Annotated[str | None, typer.Option(help="db_bench: what the tasks are replayed on (sqlite)")] = None,
     sandbox: Annotated[str | None, typer.Option(help="os_interaction: where the tasks are replayed (namespaces)")] = None,
     threads: Annotated[int | None, typer.Option(help="os_interaction: how many at a time (4)")] = None,
@@ -221,7 +221,7 @@ def explain(
         print(f"not run and not checked: {printable(', '.join(passed_over), LINE)}; this is code that CONFIG names: --trust runs it")
 
 
-def _replay(environment: str, tasks: Path, options: dict[str, Any], as_json: bool) -> None:
+def _replay(environment: str, tasks: Path | None, options: dict[str, Any], as_json: bool) -> None:
     from agent_peft.environments.validation import validate
 
     found = validate(environment, tasks, options)

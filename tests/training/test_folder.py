@@ -57,7 +57,7 @@ def test_a_run_keeps_the_dtype_that_it_began_in(config, monkeypatch):
     measured(torch.float32)
     train(config)
     assert load_config(config.run_dir / "config.yaml")[0].policy.dtype == "bfloat16"
-    with pytest.raises(AgentPeftError, match="policy.dtype differs"):
+    with pytest.raises(AgentPeftError, match=r"policy\.dtype differs"):
         train(settle_dtype(config, "float32"))
     train(config, fresh=True)
     assert load_config(config.run_dir / "config.yaml")[0].policy.dtype == "float32"

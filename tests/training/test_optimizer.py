@@ -4,7 +4,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from agent_peft.training.optimizer import MasterWeights, OptimizerConfig, build_optimizer, learning_rate_factor
+from agent_peft.training.optimizer import MasterWeights, OptimizerConfig, build_optimizer, learning_rate_factor, rounded
 
 CONFIG = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, warmup_steps=3, schedule="cosine", min_lr_ratio=0.1)
 
@@ -123,7 +123,7 @@ def test_updates_that_16_bits_would_round_away_add_up():
         theirs.step()
         theirs.zero_grad()
     for before, copy, parameter, exact in zip(start, masters.parameters, model.parameters(), wide.parameters(), strict=True):
-        assert torch.equal(copy.bfloat16(), parameter), "what acts is the copy, rounded"
+        assert torch.equal(rounded(copy), parameter), "what acts is the copy, rounded"
         assert (copy - exact).norm() < 0.2 * (exact - before).norm(), "and the copy goes where fp32 goes"
     assert not torch.equal(start[0].bfloat16(), masters.parameters[0].bfloat16())
 
@@ -160,3 +160,16 @@ def test_copies_are_resumed_to_the_bit(tmp_path):
         narrow_step(cut, copies, again, step)
     for ours, theirs in zip(copies.parameters, masters.parameters, strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_rounding_is_right_on_average_and_keeps_what_has_not_moved():
+    generator = torch.Generator().manual_seed(0)
+    grid = torch.randn(1000, 1000, generator=generator).bfloat16()
+    assert torch.equal(rounded(grid.float()), grid)
+    assert torch.equal(rounded(torch.zeros(5)), torch.zeros(5).bfloat16())
+    for step in (1e-5, -1e-5, 1e-4):
+        moved = rounded(grid.float() + step).double() - grid.double()
+        assert float(moved.mean()) == pytest.approx(step, rel=0.1), "by nearest, next to none would have moved"
+        assert (moved.abs() <= grid.double().abs() / 64 + 2 * abs(step)).all(), "and none by more than a step of the grid"
+    nearest = (grid.float() + 1e-5).bfloat16().double() - grid.double()
+    assert abs(float(nearest.mean())) < 0.7e-5

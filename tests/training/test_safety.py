@@ -14,6 +14,7 @@ from agent_peft.environments.arithmetic import Arithmetic, ArithmeticConfig
 from agent_peft.training import runs
 from agent_peft.training.config import EvaluationConfig, TrainConfig
 from agent_peft.training.explain import effective_values, facts
+from agent_peft.training.folder import settle_dtype
 from agent_peft.training.loading import load_config
 from agent_peft.training.runs import train
 from agent_peft.training.trainer import NonFiniteError, Trainer
@@ -258,4 +259,4 @@ def test_what_may_change_during_a_run_is_no_other_configuration(configure, run_c
     train(again)
     after = run_contents(config.run_dir)
     assert [name for name in before if before[name] != after[name]] == ["config.yaml"]
-    assert load_config(config.run_dir / "config.yaml")[0] == again
+    assert load_config(config.run_dir / "config.yaml")[0] == settle_dtype(again, "float32")

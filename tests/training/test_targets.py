@@ -244,7 +244,8 @@ def test_another_kind_on_the_command_line_tells_which_keys_it_drops(settings, ca
     assert not caplog.records
 
 
-def test_what_is_piped_is_not_broken_over_lines(settings, capsys):
+def test_what_is_piped_is_not_broken_over_lines(settings, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
     Path("c.yaml").write_text(
         dump({**settings, "run_dir": "a-run-directory-with-a-name-that-is-longer-than-a-line-of-a-terminal-has-places"})
     )

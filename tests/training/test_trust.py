@@ -283,3 +283,21 @@ def test_nothing_to_train_is_told(make_trainer):
         parameter.requires_grad_(False)
     with pytest.raises((AgentPeftError, ValueError), match="no parameter requires a gradient"):
         Trainer(trainer.stage, trainer.policy, trainer.engine, trainer.environment, seed=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_the_first_update_does_not_change(make_trainer, dtype):
+    """Where everything is trained, there is no delta to look at."""
+    trainer = make_trainer("sft", policy={"lora": None, "dtype": dtype}, optimizer={"learning_rate": 1e-30})
+    stops(trainer, "the first update has changed no weight")
+
+
+def test_in_bfloat16_all_weights_learn_as_in_fp32(make_trainer):
+    """A learning rate of 1e-5 moves no bf16 weight by itself: it does where fp32 copies are what is trained."""
+    fallen = {}
+    for dtype in ("float32", "bfloat16"):
+        trainer = make_trainer("sft", policy={"lora": None, "dtype": dtype}, steps=40, optimizer={"learning_rate": 1e-5})
+        surprisals = [m["surprisal"] for m in run(trainer)]
+        fallen[dtype] = sum(surprisals[:10]) - sum(surprisals[-10:])
+    assert fallen["float32"] > 0
+    assert fallen["bfloat16"] == pytest.approx(fallen["float32"], rel=0.25)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from agent_peft.policies.engine import EngineConfig
 from agent_peft.training.config import TrainConfig, resolved
 from agent_peft.training.loading import load_config
 from agent_peft.training.yaml12 import leaves, parse
@@ -14,8 +15,9 @@ from agent_peft.types import AgentPeftError
 
 POLICY = ("policy.model", "policy.device", "policy.dtype")
 EVALUATION = ("evaluation.environment", "evaluation.attempts", "evaluation.num_tasks", "evaluation.sampling")
+ENGINE = tuple(f"engine.{key}" for key in EngineConfig.model_fields if key != "schedule")  # nothing is recorded, so nothing is repeated
 EFFECTIVE = {
-    "evaluate": ("seed", "threads", *POLICY, "engine", *EVALUATION),
+    "evaluate": ("seed", "threads", *POLICY, *ENGINE, *EVALUATION),
     "merge": ("policy.model", "policy.device"),
     "serve": ("environment", "evaluation.environment"),
 }

@@ -201,10 +201,10 @@ def _nan_last(value: float) -> float:
 
 
 def assert_learning(policy: Policy, changed: bool) -> None:
-    """After the first update the adapter's delta is no longer zero, and the weights that are trained are others."""
+    """After the first update the adapter's delta is no longer zero; of a model without one, the weights are others."""
     if policy.has_adapter and not adapters.delta_norm(policy.model) > 0.0:
         raise TrustError(
             "the adapter's delta is still zero after the first update: its parameters get no gradient, or the optimizer does not hold them"
         )
-    if not changed:
+    if not policy.has_adapter and not changed:
         raise TrustError("the first update has changed no weight: optimizer.learning_rate is too small for fp32, or nothing is trained")
