@@ -8,8 +8,7 @@ from pathlib import Path
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
-from agent_peft.policies.bundled import BUNDLED, cached
-from agent_peft.policies.pretrained import config_here
+from agent_peft.policies.bundled import BUNDLED, cached, config_here
 from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)

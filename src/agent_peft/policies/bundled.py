@@ -23,7 +23,10 @@ from typing import Any
 import torch
 from filelock import FileLock
 from rich.console import Console
+from transformers import PreTrainedConfig
 
+from agent_peft.files import check_regular
+from agent_peft.policies.pretrained import cause, check_config, read_config
 from agent_peft.types import AgentPeftError
 
 Progress = Callable[[str], None]
@@ -234,8 +237,6 @@ def _convert(gguf: Path, folder: Path, origin: Mapping[str, Any], say: Progress)
     """Write the model of a GGUF file into ``folder``, and prove that what is read back gives the same tokens and logits."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    from agent_peft.policies.pretrained import cause, check_config
-
     say(f"converting {gguf.name} to fp32 safetensors (once, up to a minute for a small model)")
     source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True, "trust_remote_code": False}
     try:
@@ -292,3 +293,21 @@ def _restore_pre_tokenizer(gguf: Path, tokenizer: Any) -> None:
         )
     elif kind not in _LIKE_GPT2:
         warnings.warn(f"{gguf.name} splits text as {kind!r}, which is not known here: its tokenizer may cut words otherwise", stacklevel=2)
+
+
+def config_here(name: str) -> PreTrainedConfig | None:
+    """The configuration of a bundled model, a folder or a hub id, without a download: None where it is not here, or damaged.
+
+    Raises:
+        AgentPeftError: see ``check_config``.
+    """
+    folder = cached(name) if name in BUNDLED else Path(name)
+    if folder is None or folder.suffix == ".gguf":
+        return None
+    check_regular(folder)
+    try:
+        return read_config(str(folder), download=False)
+    except AgentPeftError:
+        raise
+    except Exception:  # who loads it is told more
+        return None

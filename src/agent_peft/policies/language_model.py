@@ -152,9 +152,7 @@ class Policy:
         with nullcontext() if dropout_seed is None else self._dropping(dropout_seed), recomputing(again, dropouts):
             return self._score(batch, sampling, entropy, packed, values)
 
-    def reference_logprobs(
-        self, batch: Batch, sampling: SamplingConfig, reference: Reference, dropout_seed: int | None = None
-    ) -> Tensor:
+    def reference_logprobs(self, batch: Batch, sampling: SamplingConfig, reference: Reference, dropout_seed: int | None = None) -> Tensor:
         """(B, T) log-probabilities of the reference, as ``forward`` gives those of the policy. No gradient."""
         with torch.no_grad(), reference.acting(self.model):
             return self.forward(batch, sampling, dropout_seed=dropout_seed).logprobs

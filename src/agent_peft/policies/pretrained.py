@@ -16,7 +16,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from agent_peft.files import check_regular
 from agent_peft.policies import template_probe
-from agent_peft.policies.bundled import BUNDLED, cached
 from agent_peft.types import AgentPeftError
 
 MOST_REPEATED = 1024  # layers, or experts of a layer
@@ -121,24 +120,6 @@ def read_config(folder: str, download: bool = True) -> PreTrainedConfig:
     config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=not download)
     check_config(config, folder)
     return config
-
-
-def config_here(name: str) -> PreTrainedConfig | None:
-    """The configuration of a bundled model, a folder or a hub id, without a download: None where it is not here, or damaged.
-
-    Raises:
-        AgentPeftError: see ``check_config``.
-    """
-    folder = cached(name) if name in BUNDLED else Path(name)
-    if folder is None or folder.suffix == ".gguf":
-        return None
-    check_regular(folder)
-    try:
-        return read_config(str(folder), download=False)
-    except AgentPeftError:
-        raise
-    except Exception:  # who loads it is told more
-        return None
 
 
 def check_config(config: PreTrainedConfig, name: str) -> None:

@@ -15,7 +15,8 @@ from transformers.pytorch_utils import Conv1D
 from agent_peft.lookup import may_import
 from agent_peft.policies.adapters import LoraSettings
 from agent_peft.policies.base import PretrainedConfig, ScratchConfig
-from agent_peft.policies.pretrained import build, cause, config_here
+from agent_peft.policies.bundled import config_here
+from agent_peft.policies.pretrained import build, cause
 from agent_peft.policies.recomputation import layers_of
 from agent_peft.policies.tokenization import character_tokenizer
 from agent_peft.types import AgentPeftError
