@@ -2,9 +2,9 @@
 
     python benchmarks/precision.py [--steps 40] [--rounds 3] [key=value …]
 
-The tasks, the model and the stages are those of configs/quickstart.yaml. First, `lora: null`: supervised steps with a learning rate of 1e-5, whose
-updates are smaller than a step of bfloat16's grid. Then its RLOO stage, whose steps are taken in turn, one in each dtype, from the base model.
-Prints tables and writes benchmarks/results/precision.json.
+The tasks, the model and the stages are those of configs/quickstart.yaml. First, `lora: null`: supervised steps with a learning rate of
+1e-5, whose updates are smaller than a step of bfloat16's grid. Then its RLOO stage, whose steps are taken in turn, one in each dtype, from
+the base model. Prints tables and writes benchmarks/results/precision.json.
 """
 
 from __future__ import annotations
