@@ -134,3 +134,35 @@ def test_what_was_freed_goes_back_to_the_system():
     done = subprocess.run([sys.executable, "-c", RESIDENT], capture_output=True, text=True, check=True)
     kept, left = map(int, done.stdout.split())
     assert kept > 150e6 and left < 20e6
+
+
+KERNELS = r"""
+import re, torch
+{imported}
+
+def resident():
+    return int(re.search(r"^VmRSS:\s+(\d+) kB$", open("/proc/self/status").read(), re.M)[1]) * 1024
+
+torch.set_num_threads(1)
+weight = torch.ones(576, 576, dtype=torch.bfloat16)
+for rows in range(256, 640):
+    if rows == 384:
+        before = resident()
+    torch.ones(rows, 576, dtype=torch.bfloat16) @ weight
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(not has_bf16(CPU), reason="this CPU does not multiply bfloat16 by itself")
+def test_kernels_of_other_shapes_are_not_kept_for_ever():
+    """Each batch has lengths of its own: in bfloat16 a process grew with every step."""
+
+    def growth(imported):
+        clean = {k: v for k, v in os.environ.items() if k not in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")}
+        done = subprocess.run(
+            [sys.executable, "-c", KERNELS.format(imported=imported)], env=clean, capture_output=True, text=True, check=True
+        )
+        return int(done.stdout)
+
+    kept, left = growth(""), growth("import agent_peft.policies.hardware")
+    assert left < max(kept / 2, 4e6), (kept, left)

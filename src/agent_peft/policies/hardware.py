@@ -19,6 +19,10 @@ from agent_peft.types import AgentPeftError
 logger = logging.getLogger(__name__)
 
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+# oneDNN, and torch above it, keep a kernel for each shape that was multiplied, by default the last 1,024; in bfloat16 a process grows by
+# hundreds of megabytes so. Lengths differ from batch to batch: only those of one batch's layers are asked for again. Both read this once.
+for _name, _kernels in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128"), ("LRU_CACHE_CAPACITY", "1")):
+    os.environ.setdefault(_name, _kernels)
 _BF16 = frozenset({"avx512_bf16", "amx_bf16", "avx10_2", "bf16", "sve_bf16"})  # x86, then ARM
 
 
