@@ -192,7 +192,7 @@ def main() -> None:
         "clipping": (torch.nn.utils, "clip_grad_norm_"),
         "optimizer": (trainer.optimizer, "step"),
         "check: on policy": (trust, "assert_on_policy"),
-        "check: same policy": (trust, "assert_same_policy"),
+        "check: same policy": (trust.Canary, "after_update"),
         "describing": (training, "describe"),
     }
     with split.watch(parts):

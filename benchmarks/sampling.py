@@ -192,7 +192,7 @@ def main() -> None:
     policy = load_policy(PretrainedConfig(model=arguments.model, dtype="float32"), 0)
     policy.base.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
     engine = Engine(policy, EngineConfig(rows=arguments.groups * 8))
-    engine.ends = frozenset()
+    policy.chat.end_of_turn = frozenset()
     plain = load_policy(PretrainedConfig(model=arguments.model, dtype="float32", lora=None), 0)  # the others get a model without an adapter
     plain.base.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
     ways: dict[str, Callable[[Job], int]] = {

@@ -156,7 +156,7 @@ def main() -> None:
     plain = load_policy(PretrainedConfig(model=arguments.model, dtype="float32", lora=None), 0)
     plain.base.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
     engine = Engine(policy, EngineConfig(rows=8))
-    engine.ends = frozenset()
+    policy.chat.end_of_turn = frozenset()
     sampling = SamplingConfig(max_new_tokens=SAMPLED, max_tokens=arguments.turns * (OBSERVED + SAMPLED))
 
     ways: dict[str, Callable[[list[Talk]], Measured]] = {

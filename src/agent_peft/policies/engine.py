@@ -5,7 +5,7 @@ The engine knows tokens only. A conversation hands it a prompt, is handed an act
 thread, while the other rows decode) or with None when it is over.
 
 Everything the numerics depend on (who decodes beside whom) follows a clock of decode steps: an environment's answer, asked for at step
-t, joins at step t + ``overlap``. One that is late there holds nobody up; it joins as soon as it is there, and is written into a schedule.
+t, joins at step t + ``overlap``. Nobody waits for one that is late; it joins as soon as it comes, and that is written into a schedule.
 A run that follows its schedule repeats bit for bit (``joining``).
 """
 
@@ -42,7 +42,6 @@ class Engine:
     def __init__(self, policy: Policy, config: EngineConfig) -> None:
         self.policy, self.config = policy, config
         self.rows = config.rows  # fewer, once the memory was too small for so many
-        self.ends = policy.chat.end_of_turn
         with telling_out_of_memory("as the sampler read its first tokens", "set policy.dtype=auto or a smaller policy.model"):
             self._prove()
 
@@ -96,7 +95,8 @@ class Engine:
             finally:
                 threads.shutdown(cancel_futures=True)
         give_back_memory()
-        self.rows = max(1, min(self.rows, self.rows if not statistics.row_halvings else capacity >> statistics.row_halvings))
+        if statistics.row_halvings:
+            self.rows = max(1, capacity >> statistics.row_halvings)
         return statistics
 
     def score(self, tokens: Sequence[int], sampling: SamplingConfig, blocks: bool = False) -> list[float]:
