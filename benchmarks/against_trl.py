@@ -1,38 +1,50 @@
-"""A GRPO step of Agent-PEFT beside one of TRL 1.16's GRPOTrainer, on this machine's CPU: time, memory, and the floor under both.
+"""A GRPO step of Agent-PEFT beside one of TRL 1.16's GRPOTrainer, on this machine's CPU: time, memory, and
+the floor under both.
 
-    python benchmarks/against_trl.py PART [--pairs 3] [--peer-python PATH] [--peer generate|continuous] [--peer-microbatch N] [--prompt N] …
+    python benchmarks/against_trl.py PART [--pairs 3] [--peer-python PATH] [--peer generate|continuous]
+    [--peer-microbatch N] [--prompt N] …
 
-PART: `step`: SmolLM2-135M with LoRA, one reply to a prompt of --prompt tokens; `episodes`: the same on generated DB Bench tasks, five
-turns; `arithmetic`: the adder's model of configs/adder_reinforce.yaml from random weights. Prints a table and puts the part into
-benchmarks/results/against_trl.json. Without --peer-python, TRL gets a virtual environment of its own in .venv-trl.
+PART: `step`: SmolLM2-135M with LoRA, one reply to a prompt of --prompt tokens; `episodes`: the same on
+generated DB Bench tasks, five turns; `arithmetic`: the adder's model of configs/adder_reinforce.yaml from
+random weights. Prints a table and puts the part into benchmarks/results/against_trl.json. Without
+--peer-python, TRL gets a virtual environment of its own in .venv-trl.
 
-Each side is a process of its own and holds still while the other makes a step, so every pair of steps is made side by side; the first step
-of each is left out. Ours is what `agent-peft train` does: a configuration file, read by `load_config`, and the Trainer stepped through.
+Each side is a process of its own and holds still while the other makes a step, so every pair of steps is made
+side by side; the first step of each is left out. Ours is what `agent-peft train` does: a configuration file,
+read by `load_config`, and the Trainer stepped through.
 
-Equal: the weights and the tokenizer's folder; the prompts, token for token (this is checked); how many tokens are sampled (counted, and
-shown); temperature 1 without top-p or top-k; GRPO with no KL, one AdamW update over all episodes of a step, their gradients clipped at 1,
-constant learning rate; LoRA of rank 16, alpha 32 on all linear layers; fp32 (TRL's default is bf16, here `bf16=False`); no gradient
-checkpointing (TRL's default is on), no dropout; the threads; every second episode is worth 1, the others 0, so all of them are learnt from.
+Equal: the weights and the tokenizer's folder; the prompts, token for token (this is checked); how many tokens
+are sampled (counted, and shown); temperature 1 without top-p or top-k; GRPO with no KL, one AdamW update over
+all episodes of a step, their gradients clipped at 1, constant learning rate; LoRA of rank 16, alpha 32 on all
+linear layers; fp32 (TRL's default is bf16, here `bf16=False`); no gradient checkpointing (TRL's default is
+on), no dropout; the threads; every second episode is worth 1, the others 0, so all of them are learnt from.
 The end token is one that SmolLM2 does not write (`<issue_closed>`), so every reply is as long as it may be.
-Microbatches are not equal. Ours holds a group in `step` (prompt + 8 × 64 positions), 1,792 positions in `episodes`, 8,192 in `arithmetic`.
-TRL's holds --peer-microbatch rows: 8 (a group, too) in `step` up to a prompt of 256, 4 beyond it and in `episodes`, so that both sides
-together fit into 24 GB, all 512 in `arithmetic`. TRL does not compute the old log-probabilities a second time in this setting (its own
-default), nor do we: ours are recorded as they are sampled. Our checks of each step (on-policy ratio, canary after the update) stay on.
+Microbatches are not equal. Ours holds a group in `step` (prompt + 8 × 64 positions), 1,792 positions in
+`episodes`, 8,192 in `arithmetic`. TRL's holds --peer-microbatch rows: 8 (a group, too) in `step` up to a
+prompt of 256, 4 beyond it and in `episodes`, so that both sides together fit into 24 GB, all 512 in
+`arithmetic`. TRL does not compute the old log-probabilities a second time in this setting (its own default),
+nor do we: ours are recorded as they are sampled. Our checks of each step (on-policy ratio, canary after the
+update) stay on.
 
-`episodes`: both sides act in the same DBBench environment, with the same observations. TRL gets it through `environment_factory`; a
-`response_template` makes every reply a call of the one tool, since SmolLM2 makes no valid calls, and `max_tool_calling_iterations` ends the
-episode after the fifth reply, which neither side carries out. TRL's max_completion_length is the whole episode's, so `generation_kwargs`
-bounds a turn. Not equal: the tool's observation is a message of role `tool` there and `user` here; the chat template writes both the same.
+`episodes`: both sides act in the same DBBench environment, with the same observations. TRL gets it through
+`environment_factory`; a `response_template` makes every reply a call of the one tool, since SmolLM2 makes no
+valid calls, and `max_tool_calling_iterations` ends the episode after the fifth reply, which neither side
+carries out. TRL's max_completion_length is the whole episode's, so `generation_kwargs` bounds a turn. Not
+equal: the tool's observation is a message of role `tool` there and `user` here; the chat template writes both
+the same.
 
-`arithmetic`: an episode may end early, at the end token. Both sides start from the same weights and draw their own tokens.
+`arithmetic`: an episode may end early, at the end token. Both sides start from the same weights and draw
+their own tokens.
 
-A pair begins when the cores have been idle for a second, or after two minutes of waiting for that.
-Pairs whose sides sampled numbers of tokens more than a twentieth apart end the program: the work was not equal. What others made the cores
-do meanwhile is kept as `others_cpu` (seconds, from /proc/stat), and told where it is more than a twentieth of the cores' time.
+A pair begins when the cores have been idle for a second, or after two minutes of waiting for that. Pairs
+whose sides sampled numbers of tokens more than a twentieth apart end the program: the work was not equal.
+What others made the cores do meanwhile is kept as `others_cpu` (seconds, from /proc/stat), and told where it
+is more than a twentieth of the cores' time.
 
-The floor: multiply-adds of matrix products and attention, with every distinct token of the trie computed once by the sampler, once forward
-and once backward by the trainer, the head only where a token is sampled; bytes: the weights once for each sequential pass. Its seconds are
-what these would take at the speed of this machine's matrix product and of its memory, whichever is longer.
+The floor: multiply-adds of matrix products and attention, with every distinct token of the trie computed once
+by the sampler, once forward and once backward by the trainer, the head only where a token is sampled; bytes:
+the weights once for each sequential pass. Its seconds are what these would take at the speed of this
+machine's matrix product and of its memory, whichever is longer.
 """
 
 from __future__ import annotations
@@ -57,14 +69,15 @@ from transformers.utils.logging import set_verbosity_error
 
 from agent_peft.environments import load_environment
 from agent_peft.environments.arithmetic import ALPHABET
-from agent_peft.policies.base import ScratchConfig
-from agent_peft.policies.bundled import fetch
-from agent_peft.policies.language_model import load_policy
+from agent_peft.policies.config import ScratchConfig
+from agent_peft.policies.models.bundled import fetch
+from agent_peft.policies.policy import load_policy
 
 HERE = Path(__file__).resolve().parent
 TRL = ["trl==1.16.*", "sqlglot"]  # sqlglot: our environments run on TRL's side, too
 END = "<issue_closed>"
-# one chat template for both: SmolLM2's own frames, but a reply is closed by plain text, so that only END ends one; tools write as users
+# one chat template for both: SmolLM2's own frames, but a reply is closed by plain text, so that only END ends
+# one; tools write as users
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|im_start|>assistant\n' + (m['content'] or '') }}"
     "{% for call in m['tool_calls'] or [] %}{{ call['function']['name'] + (call['function']['arguments'] | tojson) }}{% endfor %}"
@@ -86,7 +99,8 @@ ADDER = {
         "initializer_range": 0.1,
     },
 }
-# tasks, group, new tokens a turn, turns, most tokens of an episode, our microbatch (positions), our prefill, TRL's microbatch (rows)
+# tasks, group, new tokens a turn, turns, most tokens of an episode, our microbatch (positions), our prefill,
+# TRL's microbatch (rows)
 SHAPES = {
     "step": (4, 8, 64, 1, None, None, 2048, 8),
     "episodes": (2, 8, 32, 5, 1536, 1792, 2048, 4),
@@ -94,7 +108,7 @@ SHAPES = {
 }
 
 
-# -- what both sides are given ------------------------------------------------------------------------------------------------------------
+# -- what both sides are given -------------------------------------------------------------------------------
 
 
 def prepare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -107,10 +121,22 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         policy, scratch = ADDER, load_policy(ScratchConfig(**ADDER), seed=0)
         scratch.save(model)
         scratch.chat.tokenizer.save_pretrained(model)
-        inner: dict[str, Any] = {"kind": "arithmetic", "operation": "addition", "digits": 3, "answer": "reversed", "symbols": True}
+        inner: dict[str, Any] = {
+            "kind": "arithmetic",
+            "operation": "addition",
+            "digits": 3,
+            "answer": "reversed",
+            "symbols": True,
+        }
     else:
         model = never_ending(fetch("smollm2-135m"), folder / "model")
-        policy = {"kind": "pretrained", "model": str(model), "device": "cpu", "dtype": "float32", "lora": {"rank": 16, "alpha": 32}}
+        policy = {
+            "kind": "pretrained",
+            "model": str(model),
+            "device": "cpu",
+            "dtype": "float32",
+            "lora": {"rank": 16, "alpha": 32},
+        }
         inner = {"kind": "db_bench", "generate": {"num_tasks": tasks * steps}, "max_turns": turns}
     if arguments.part == "step":
         written = [one_prompt(model, arguments.prompt, seed) for seed in range(tasks * steps)]
@@ -141,7 +167,9 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "prefill_tokens": prefill,
         "microbatch": min(arguments.peer_microbatch or rows, tasks * group),
         # by default it takes half of the memory; this much holds every episode
-        "continuous": {"num_blocks": 4 * tasks * group, "max_batch_tokens": 2048} if arguments.peer == "continuous" else None,
+        "continuous": {"num_blocks": 4 * tasks * group, "max_batch_tokens": 2048}
+        if arguments.peer == "continuous"
+        else None,
     }
 
 
@@ -155,7 +183,9 @@ def never_ending(model: Path, folder: Path) -> Path:
         changed = {"eos_token_id": end, "pad_token_id": end}
         (folder / file).write_text(json.dumps({**json.loads((model / file).read_text()), **changed}))
     settings = json.loads((model / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "eos_token": END, "pad_token": END}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "eos_token": END, "pad_token": END})
+    )
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
@@ -163,7 +193,20 @@ def never_ending(model: Path, folder: Path) -> Path:
 def one_prompt(model: Path, length: int, seed: int) -> list[dict[str, str]]:
     """A conversation of one message that is exactly ``length`` tokens."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    words = [" time", " water", " house", " small", " green", " book", " run", " light", " old", " paper", " river", " music"]
+    words = [
+        " time",
+        " water",
+        " house",
+        " small",
+        " green",
+        " book",
+        " run",
+        " light",
+        " old",
+        " paper",
+        " river",
+        " music",
+    ]
     chosen = [" " + random.Random(seed).choice(words).strip() for _ in range(length)]
     random.Random(seed).shuffle(chosen)
     for size in range(length, 0, -1):
@@ -173,7 +216,7 @@ def one_prompt(model: Path, length: int, seed: int) -> list[dict[str, str]]:
     sys.exit(f"--prompt {length}: no prompt of this length can be made; raise it")
 
 
-# -- the driver ---------------------------------------------------------------------------------------------------------------------------
+# -- the driver ----------------------------------------------------------------------------------------------
 
 
 class Side:
@@ -183,9 +226,16 @@ class Side:
         self.name, self.steps = name, []
         self._log: IO[str] = (folder / f"{name}.log").open("w+")
         source = str(HERE.parent / "src")
-        own = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": source, "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+        own = {
+            "OMP_NUM_THREADS": str(threads),
+            "PYTHONPATH": source,
+            "HF_HUB_OFFLINE": "1",
+            "TRL_EXPERIMENTAL_SILENCE": "1",
+        }
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
-        self._process = subprocess.Popen(command, text=True, env={**os.environ, **own, "TOKENIZERS_PARALLELISM": "false"}, **pipes)
+        self._process = subprocess.Popen(
+            command, text=True, env={**os.environ, **own, "TOKENIZERS_PARALLELISM": "false"}, **pipes
+        )
         self.trained = self._hear()["trained"]
 
     def step(self) -> dict[str, Any]:
@@ -195,8 +245,15 @@ class Side:
         self._process.stdin.flush()
         found = self._hear()
         others = max(0.0, busy_seconds() - before - found["cpu"])
-        told = f"; others took {others:.1f} CPU-seconds" if others > 0.05 * (os.cpu_count() or 1) * found["wall"] else ""
-        print(f"{self.name}: {found['wall']:.2f} s, {found['cpu']:.2f} CPU-seconds, {found['peak_bytes'] / 1e9:.2f} GB{told}", flush=True)
+        told = (
+            f"; others took {others:.1f} CPU-seconds"
+            if others > 0.05 * (os.cpu_count() or 1) * found["wall"]
+            else ""
+        )
+        print(
+            f"{self.name}: {found['wall']:.2f} s, {found['cpu']:.2f} CPU-seconds, {found['peak_bytes'] / 1e9:.2f} GB{told}",
+            flush=True,
+        )
         return {**found, "others_cpu": others}
 
     def _hear(self) -> dict[str, Any]:
@@ -204,7 +261,9 @@ class Side:
         line = self._process.stdout.readline()
         if not line:
             self._log.seek(0)
-            sys.exit(f"{self.name} ended early, exit code {self._process.wait()} (-9: out of memory?):\n{self._log.read()[-4000:]}")
+            sys.exit(
+                f"{self.name} ended early, exit code {self._process.wait()} (-9: out of memory?):\n{self._log.read()[-4000:]}"
+            )
         return json.loads(line)
 
     def close(self) -> None:
@@ -250,7 +309,9 @@ def make_peer() -> str:
 
 
 def machine_speed(threads: int) -> tuple[float, float]:
-    """Multiply-adds a second of an fp32 matrix product, bytes a second read from memory: the best of several tries."""
+    """Multiply-adds a second of an fp32 matrix product, bytes a second read from memory: the best of
+    several tries.
+    """
     torch.set_num_threads(threads)
     a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
     large = torch.randn(1 << 27)  # 512 MiB: no cache holds it
@@ -270,7 +331,9 @@ def median(steps: list[dict[str, Any]], key: str) -> float:
     return statistics.median(float(step[key]) for step in steps)
 
 
-def summarize(settings: dict[str, Any], sides: list[Side], speed: tuple[float, float], arguments: argparse.Namespace) -> dict[str, Any]:
+def summarize(
+    settings: dict[str, Any], sides: list[Side], speed: tuple[float, float], arguments: argparse.Namespace
+) -> dict[str, Any]:
     ours, peer = (side.steps for side in sides)
     rows = {
         side.name: {
@@ -279,9 +342,11 @@ def summarize(settings: dict[str, Any], sides: list[Side], speed: tuple[float, f
             "training_cpu": statistics.median(s["cpu"] - s["sampling_cpu"] for s in side.steps),
             "episodes_per_second": statistics.median(s["episodes"] / s["wall"] for s in side.steps),
             "peak_bytes": max(s["peak_bytes"] for s in side.steps),
-            "sampled_per_episode": sum(s["sampled"] for s in side.steps) / sum(s["episodes"] for s in side.steps),
+            "sampled_per_episode": sum(s["sampled"] for s in side.steps)
+            / sum(s["episodes"] for s in side.steps),
             "others_cpu": median(side.steps, "others_cpu"),
-            "tokens_per_episode": sum(s["tokens"] for s in side.steps) / sum(s["episodes"] for s in side.steps),
+            "tokens_per_episode": sum(s["tokens"] for s in side.steps)
+            / sum(s["episodes"] for s in side.steps),
             "turns_per_episode": sum(s["turns"] for s in side.steps) / sum(s["episodes"] for s in side.steps),
         }
         for side in sides
@@ -292,7 +357,10 @@ def summarize(settings: dict[str, Any], sides: list[Side], speed: tuple[float, f
     return {
         "part": settings["part"],
         "prompt_tokens": len(ours[0]["prompts"][0]),
-        **{key: settings[key] for key in ("tasks_per_step", "group_size", "new_tokens", "turns", "threads", "microbatch_tokens")},
+        **{
+            key: settings[key]
+            for key in ("tasks_per_step", "group_size", "new_tokens", "turns", "threads", "microbatch_tokens")
+        },
         "peer": arguments.peer,
         "peer_microbatch_rows": settings["microbatch"],
         "pairs": len(paired),
@@ -307,32 +375,56 @@ def summarize(settings: dict[str, Any], sides: list[Side], speed: tuple[float, f
         "bytes_per_second": speed[1],
         "cores": os.cpu_count(),
         "torch": torch.__version__,
-        "steps": {side.name: [{k: v for k, v in s.items() if k not in ("prompts", "floor")} for s in side.steps] for side in sides},
+        "steps": {
+            side.name: [{k: v for k, v in s.items() if k not in ("prompts", "floor")} for s in side.steps]
+            for side in sides
+        },
     }
 
 
 def show(found: dict[str, Any]) -> Table:
-    least, title = found["floor"], f"{found['part']}: {found['tasks_per_step']} tasks × {found['group_size']} episodes, prompt"
-    title += (
-        f" {found['prompt_tokens']}, {found['turns']} × {found['new_tokens']} tokens, {found['threads']} threads, {found['pairs']} pairs"
+    least, title = (
+        found["floor"],
+        f"{found['part']}: {found['tasks_per_step']} tasks × {found['group_size']} episodes, prompt",
     )
-    table = Table("median of a step", "s", "CPU s", "sampling s", "training s", "episodes/s", "peak GB", "sampled", "turns", title=title)
+    title += f" {found['prompt_tokens']}, {found['turns']} × {found['new_tokens']} tokens, {found['threads']} threads, {found['pairs']} pairs"
+    table = Table(
+        "median of a step",
+        "s",
+        "CPU s",
+        "sampling s",
+        "training s",
+        "episodes/s",
+        "peak GB",
+        "sampled",
+        "turns",
+        title=title,
+    )
     for name, row in found["sides"].items():
         cells = [f"{row[key]:.2f}" for key in ("wall", "cpu", "sampling_wall", "training_wall")]
         cells += [f"{row['episodes_per_second']:.3f}", f"{row['peak_bytes'] / 1e9:.2f}"]
         table.add_row(name, *cells, f"{row['sampled_per_episode']:.1f}", f"{row['turns_per_episode']:.2f}")
-    ratio, split = found["ratio"], [found["sides"]["trl"][k] / found["sides"]["ours"][k] for k in ("sampling_wall", "training_wall")]
+    ratio, split = (
+        found["ratio"],
+        [found["sides"]["trl"][k] / found["sides"]["ours"][k] for k in ("sampling_wall", "training_wall")],
+    )
     times = [f"{x:.2f} ×" for x in (ratio, found["cpu_ratio"], *split, ratio, found["memory_ratio"])]
     table.add_row("TRL / ours", *times, "", "")
     work = f"{least['multiply_adds'] / 1e9:.0f} G multiply-adds"
-    table.add_row("floor", f"{least['seconds']:.2f}", "", work, f"{least['bytes'] / 1e9:.1f} GB read", "", "", "", "")
+    table.add_row(
+        "floor", f"{least['seconds']:.2f}", "", work, f"{least['bytes'] / 1e9:.1f} GB read", "", "", "", ""
+    )
     return table
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("part", choices=SHAPES)
-    parser.add_argument("--pairs", type=int, default=3, help="measured steps of each side, after one that is not")
+    parser.add_argument(
+        "--pairs", type=int, default=3, help="measured steps of each side, after one that is not"
+    )
     parser.add_argument("--prompt", type=int, default=256, help="tokens, of part step")
     parser.add_argument("--tasks", type=int)
     parser.add_argument("--group", type=int)
@@ -340,7 +432,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--microbatch-tokens", type=int)
     parser.add_argument("--peer-python")
-    parser.add_argument("--peer", choices=["generate", "continuous"], default="generate", help="how TRL samples")
+    parser.add_argument(
+        "--peer", choices=["generate", "continuous"], default="generate", help="how TRL samples"
+    )
     parser.add_argument("--peer-microbatch", type=int, help="rows")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "against_trl.json")
     arguments = parser.parse_args()
@@ -355,7 +449,10 @@ def main() -> None:
             "ours": [sys.executable, str(HERE / "our_side.py")],
             "trl": [peer_python, str(HERE / "trl_peer.py")],
         }
-        sides = [Side(name, [*command, str(folder / "settings.json")], folder, arguments.threads) for name, command in commands.items()]
+        sides = [
+            Side(name, [*command, str(folder / "settings.json")], folder, arguments.threads)
+            for name, command in commands.items()
+        ]
         ours, peer = sides
         if ours.trained != peer.trained:
             sys.exit(f"ours trains {ours.trained} parameters, TRL {peer.trained}")
@@ -365,7 +462,9 @@ def main() -> None:
             if pair[0]["prompts"] != pair[1]["prompts"]:
                 sys.exit(f"step {number}: the two sides read different prompts")
             if abs(pair[0]["sampled"] / pair[1]["sampled"] - 1) > 0.05:
-                sys.exit(f"step {number}: ours sampled {pair[0]['sampled']} tokens, TRL {pair[1]['sampled']}: the work was not equal")
+                sys.exit(
+                    f"step {number}: ours sampled {pair[0]['sampled']} tokens, TRL {pair[1]['sampled']}: the work was not equal"
+                )
             if number:
                 for side, step in zip(sides, pair, strict=True):
                     side.steps.append(step)
@@ -373,7 +472,9 @@ def main() -> None:
             side.close()
         found = summarize(settings, sides, speed, arguments)
     Console(width=150).print(show(found))
-    name = " ".join([arguments.part, *([f"{arguments.prompt}"] if arguments.part == "step" else []), arguments.peer])
+    name = " ".join(
+        [arguments.part, *([f"{arguments.prompt}"] if arguments.part == "step" else []), arguments.peer]
+    )
     before = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
     arguments.output.parent.mkdir(exist_ok=True)
     arguments.output.write_text(json.dumps({**before, name: found}, indent=1, sort_keys=True) + "\n")

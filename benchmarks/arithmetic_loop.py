@@ -1,11 +1,13 @@
-"""A step of the arithmetic model's loop against a loop written by hand for this one case: 64 tasks x 8 rollouts, REINFORCE.
+"""A step of the arithmetic model's loop against a loop written by hand for this one case: 64 tasks x 8
+rollouts, REINFORCE.
 
     python benchmarks/arithmetic_loop.py [--steps 8] [--threads 1] [--profile] [key=value …]
 
-Both start from one supervised snapshot (the configuration's first stage, about a minute), then take turns, a step each. The loop by hand
-is plain PyTorch on the same Transformers model: 512 rows that share nothing, a KV cache, multinomial draws until every row has ended,
-strings graded by comparison, one padded forward, backward, clipping, AdamW. It checks nothing and writes nothing down. A second one
-reads each prompt once. Bound: ours at most 1.3 times the first. Prints tables and writes benchmarks/results/arithmetic_loop.json.
+Both start from one supervised snapshot (the configuration's first stage, about a minute), then take turns, a
+step each. The loop by hand is plain PyTorch on the same Transformers model: 512 rows that share nothing, a KV
+cache, multinomial draws until every row has ended, strings graded by comparison, one padded forward,
+backward, clipping, AdamW. It checks nothing and writes nothing down. A second one reads each prompt once.
+Bound: ours at most 1.3 times the first. Prints tables and writes benchmarks/results/arithmetic_loop.json.
 """
 
 from __future__ import annotations
@@ -22,14 +24,15 @@ from rich.console import Console
 from rich.table import Table
 from transformers import DynamicCache, PreTrainedModel
 
+from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment
-from agent_peft.policies.engine import Engine
-from agent_peft.policies.language_model import Policy, load_policy
+from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.policy import Policy, load_policy
+from agent_peft.training import checks
 from agent_peft.training import trainer as training
-from agent_peft.training import trust
-from agent_peft.training.config import StageConfig, TrainConfig
-from agent_peft.training.loading import load_config
+from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Step, Trainer
 
 CONFIG = Path(__file__).resolve().parent.parent / "configs" / "adder_reinforce.yaml"
@@ -39,11 +42,23 @@ BOUND = 1.3
 class HandWritten:
     """REINFORCE with a moving baseline on sums of three digits, and nothing else."""
 
-    def __init__(self, model: PreTrainedModel, policy: Policy, environment: Environment, stage: StageConfig, read_once: bool) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        policy: Policy,
+        environment: Environment,
+        stage: StageConfig,
+        read_once: bool,
+    ) -> None:
         self.model, self.stage, self.read_once = model, stage, read_once
         rate, o = stage.optimizer.learning_rate, stage.optimizer
-        matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) is many] for many in (True, False))
-        groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        matrices, vectors = (
+            [p for p in model.parameters() if (p.ndim > 1) is many] for many in (True, False)
+        )
+        groups = [
+            {"params": matrices, "weight_decay": o.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
         self.optimizer = torch.optim.AdamW(groups, lr=rate, betas=o.betas, eps=o.epsilon)
         self.end = min(policy.chat.end_of_turn)
         self.characters = [policy.chat.decode_action([token]) for token in range(len(policy.chat.tokenizer))]
@@ -62,13 +77,18 @@ class HandWritten:
         prompts = torch.tensor([self.prompts[task] for task in tasks])
         tokens = self.sample(prompts, siblings)
         prompt = prompts.shape[1]
-        written = ["".join(self.characters[t] for t in row if t != self.end) for row in self.actions(tokens[:, prompt:])]
+        written = [
+            "".join(self.characters[t] for t in row if t != self.end)
+            for row in self.actions(tokens[:, prompt:])
+        ]
         answers = [self.answers[task] for task in tasks for _ in range(siblings)]
         rewards = torch.tensor([float(text == answer) for text, answer in zip(written, answers, strict=True)])
         self.success = float(rewards.mean())
         self.baseline = 0.9 * self.baseline + 0.1 * self.success
         ended = (tokens[:, prompt:] == self.end).cumsum(1)
-        mask = (ended - (tokens[:, prompt:] == self.end).long()) == 0  # up to the end token, which is an action, too
+        mask = (
+            ended - (tokens[:, prompt:] == self.end).long()
+        ) == 0  # up to the end token, which is an action, too
         logits = self.model(tokens[:, :-1], use_cache=False, logits_to_keep=tokens.shape[1] - prompt).logits
         logp = logits.log_softmax(-1).gather(-1, tokens[:, prompt:, None])[..., 0]
         loss = -((rewards - self.baseline)[:, None] * logp * mask).sum() / len(tokens)
@@ -83,7 +103,9 @@ class HandWritten:
         """(tasks x siblings, T): prompts and what was drawn; behind an end token, end tokens."""
         rows = prompts.repeat_interleave(siblings, 0)
         cache = DynamicCache(config=self.model.config)
-        logits = self.model(prompts if self.read_once else rows, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+        logits = self.model(
+            prompts if self.read_once else rows, past_key_values=cache, logits_to_keep=1
+        ).logits[:, -1]
         if self.read_once:
             cache.batch_repeat_interleave(siblings)
             logits = logits.repeat_interleave(siblings, 0)
@@ -114,11 +136,19 @@ def warm_up(config: TrainConfig, policy: Policy, environment: Environment) -> fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=8, help="of each way, timed")
     parser.add_argument("--threads", type=int, default=1, help="the configuration says 1")
-    parser.add_argument("--snapshot", type=Path, help="a folder to keep the supervised snapshot in, and to take it from when it is there")
-    parser.add_argument("--profile", action="store_true", help="also say which operators our step spends its time in")
+    parser.add_argument(
+        "--snapshot",
+        type=Path,
+        help="a folder to keep the supervised snapshot in, and to take it from when it is there",
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="also say which operators our step spends its time in"
+    )
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_intermixed_args()
     torch.set_num_threads(arguments.threads)
@@ -130,12 +160,16 @@ def main() -> None:
     if arguments.snapshot is not None and arguments.snapshot.is_dir():
         policy.load(arguments.snapshot)
     else:
-        console.print(f"supervised snapshot: surprisal {warm_up(config, policy, environment):.3f} nats a token")
+        console.print(
+            f"supervised snapshot: surprisal {warm_up(config, policy, environment):.3f} nats a token"
+        )
         if arguments.snapshot is not None:
             policy.save(arguments.snapshot)
     stage = config.stages[1]
     models = {name: copy.deepcopy(policy.base) for name in ("by hand", "by hand, prompts read once")}
-    hands = {name: HandWritten(model, policy, environment, stage, "once" in name) for name, model in models.items()}
+    hands = {
+        name: HandWritten(model, policy, environment, stage, "once" in name) for name, model in models.items()
+    }
     trainer = build_trainer(config, 1, policy, environment)
     steps = iter(trainer)
     last: list[Step] = []
@@ -143,21 +177,42 @@ def main() -> None:
     def our_step() -> None:
         last[:] = [next(steps)]
 
-    ways: dict[str, Callable[[], object]] = {"ours": our_step, **{name: hand.step for name, hand in hands.items()}}
+    ways: dict[str, Callable[[], object]] = {
+        "ours": our_step,
+        **{name: hand.step for name, hand in hands.items()},
+    }
     found = alternate(ways, arguments.steps)
     step, hand = last[0], hands["by hand"]
     sequences = [list(t.tokens) for group in step.collection.groups for t in group.trajectories]
     nodes, tokens = policy.count_nodes(sequences), sum(map(len, sequences))
 
-    # operations: 2 a weight and token read or sampled, 6 a weight and token trained on; the head is a weight like others
-    weights = sum(p.numel() for m in policy.base.modules() if not isinstance(m, torch.nn.Embedding) for p in m.parameters(recurse=False))
+    # operations: 2 a weight and token read or sampled, 6 a weight and token trained on; the head is a weight
+    # like others
+    weights = sum(
+        p.numel()
+        for m in policy.base.modules()
+        if not isinstance(m, torch.nn.Embedding)
+        for p in m.parameters(recurse=False)
+    )
     read = {
         "ours": step.collection.statistics.prefilled + step.collection.statistics.sampled,
         "by hand": hand.tokens,
-        "by hand, prompts read once": hand.tokens - len(sequences) * len(hand.prompts[0]) * (stage.group_size - 1) // stage.group_size,
+        "by hand, prompts read once": hand.tokens
+        - len(sequences) * len(hand.prompts[0]) * (stage.group_size - 1) // stage.group_size,
     }
     trained = {"ours": nodes, "by hand": hand.tokens, "by hand, prompts read once": hand.tokens}
-    table = Table("", "s a step", "fastest", "slowest", "times by hand", "tokens read", "trained on", "GFLOP", "floor, s", "success, %")
+    table = Table(
+        "",
+        "s a step",
+        "fastest",
+        "slowest",
+        "times by hand",
+        "tokens read",
+        "trained on",
+        "GFLOP",
+        "floor, s",
+        "success, %",
+    )
     rows = []
     for name, times in found.items():
         work = weights * (2 * read[name] + 6 * trained[name])
@@ -174,10 +229,25 @@ def main() -> None:
             "success": success,
         }
         rows.append(row)
-        shown = [f"{row['median']:.3f}", f"{min(times):.3f}", f"{max(times):.3f}", f"{row['times_by_hand']:.2f}", str(read[name])]
-        table.add_row(name, *shown, str(trained[name]), f"{work / 1e9:.1f}", f"{row['floor']:.3f}", f"{100 * success:.0f}")
+        shown = [
+            f"{row['median']:.3f}",
+            f"{min(times):.3f}",
+            f"{max(times):.3f}",
+            f"{row['times_by_hand']:.2f}",
+            str(read[name]),
+        ]
+        table.add_row(
+            name,
+            *shown,
+            str(trained[name]),
+            f"{work / 1e9:.1f}",
+            f"{row['floor']:.3f}",
+            f"{100 * success:.0f}",
+        )
     console.print(table)
-    console.print(f"{tokens} tokens of {len(sequences)} trajectories are {nodes} nodes of the trie; {limits.text}")
+    console.print(
+        f"{tokens} tokens of {len(sequences)} trajectories are {nodes} nodes of the trie; {limits.text}"
+    )
 
     split = Split()
     parts = {
@@ -191,8 +261,8 @@ def main() -> None:
         "backward": (torch.Tensor, "backward"),
         "clipping": (torch.nn.utils, "clip_grad_norm_"),
         "optimizer": (trainer.optimizer, "step"),
-        "check: on policy": (trust, "assert_on_policy"),
-        "check: same policy": (trust.Canary, "after_update"),
+        "check: on policy": (checks, "assert_on_policy"),
+        "check: same policy": (checks.Canary, "after_update"),
         "describing": (training, "describe"),
     }
     with split.watch(parts):
@@ -204,13 +274,27 @@ def main() -> None:
     for name, took in sorted(split.seconds.items(), key=lambda item: -item[1]):
         table.add_row(name, f"{1000 * took / 3:.1f}", f"{100 * took / total:.1f}")
     console.print(table)
-    content = {"limits": vars(limits), "rows": rows, "tokens": tokens, "nodes": nodes, "overrides": arguments.overrides}
+    content = {
+        "limits": vars(limits),
+        "rows": rows,
+        "tokens": tokens,
+        "nodes": nodes,
+        "overrides": arguments.overrides,
+    }
     content |= {"split_ms": {name: 1000 * took / 3 for name, took in split.seconds.items()}}
     if arguments.profile:
         content["hot_spots"] = hot_spots(our_step)
-        console.print(*(f"{spot['percent']:5.1f} %  {spot['calls']:6d} x  {spot['operator']}" for spot in content["hot_spots"]), sep="\n")
+        console.print(
+            *(
+                f"{spot['percent']:5.1f} %  {spot['calls']:6d} x  {spot['operator']}"
+                for spot in content["hot_spots"]
+            ),
+            sep="\n",
+        )
     ours_ratio = rows[0]["times_by_hand"]
-    console.print(f"bound: at most {BOUND} times by hand: {ours_ratio:.2f}, {'met' if ours_ratio <= BOUND else 'MISSED'}")
+    console.print(
+        f"bound: at most {BOUND} times by hand: {ours_ratio:.2f}, {'met' if ours_ratio <= BOUND else 'MISSED'}"
+    )
     write("arithmetic_loop", content)
 
 

@@ -1,12 +1,16 @@
-"""Everything worth knowing on a GPU that is lent for minutes: the tests that need one, then two models of random weights, then a real one.
+"""Everything worth knowing on a GPU that is lent for minutes: the tests that need one, then two models of
+random weights, then a real one.
 
-    python benchmarks/gpu.py [--seconds 480] [--output gpu.json] [--only limits tests 0.5B 7B smollm2-135m] [--device cuda]
-    python benchmarks/gpu.py --device cpu --tiny     # the same code on small shapes, to try it
+    python benchmarks/gpu.py [--seconds 480] [--output gpu.json] [--only limits tests 0.5B 7B smollm2-135m]
+    [--device cuda] python benchmarks/gpu.py --device cpu --tiny     # the same code on small shapes, to try
+    it
 
-Of each model, in bfloat16 with a LoRA adapter: tokens a second as 32 rows decode, against Transformers' generate with the same adapter, and
-against the time that reading the weights takes; how far the log-probabilities of sampler and trainer are apart; the part of the GPU's
-arithmetic that training uses, packed and padded; and the memory that `explain` would predict, against what was allocated. "Useful" are the
-operations that either way needs at the least: attention to what is seen only, and no weight's gradient but the adapter's.
+Of each model, in bfloat16 with a LoRA adapter: tokens a second as 32 rows decode, against Transformers'
+generate with the same adapter, and against the time that reading the weights takes; how far the
+log-probabilities of sampler and trainer are apart; the part of the GPU's arithmetic that training uses,
+packed and padded; and the memory that `explain` would predict, against what was allocated. "Useful" are the
+operations that either way needs at the least: attention to what is seen only, and no weight's gradient but
+the adapter's.
 
 It ends in --seconds and prints what it has by then. Each section is written to the JSON file as it ends.
 """
@@ -38,9 +42,9 @@ from measuring import RESULTS
 from rich.console import Console
 from rich.table import Table
 
-from agent_peft.policies.bundled import cached
-from agent_peft.policies.language_model import Policy
-from agent_peft.policies.shape import ModelShape
+from agent_peft.policies.models.bundled import cached
+from agent_peft.policies.models.shape import ModelShape
+from agent_peft.policies.policy import Policy
 
 ROOT = Path(__file__).resolve().parent.parent
 REAL = "smollm2-135m"
@@ -95,24 +99,58 @@ def run_tests(session: Session, files: Sequence[str]) -> dict[str, Any]:
     """Every test marked ``gpu``, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "-W", "default", "--tb=short", f"--junitxml={report}"]
+        options = [
+            "-q",
+            "-m",
+            "gpu",
+            "-p",
+            "no:cacheprovider",
+            "-W",
+            "default",
+            "--tb=short",
+            f"--junitxml={report}",
+        ]
         command = [sys.executable, "-m", "pytest", *options, *files]
         try:
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=max(1.0, min(240.0, session.left - 5)))
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                capture_output=True,
+                text=True,
+                timeout=max(1.0, min(240.0, session.left - 5)),
+            )
         except subprocess.TimeoutExpired:
             return {"error": "the tests did not end in time"}
         cases = list(ElementTree.parse(report).iter("testcase")) if report.is_file() else []
-    wrong = [case.get("name", "") for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    wrong = [
+        case.get("name", "")
+        for case in cases
+        if case.find("failure") is not None or case.find("error") is not None
+    ]
     skipped = sum(case.find("skipped") is not None for case in cases)
     counts = {"passed": len(cases) - len(wrong) - skipped, "failed": wrong, "skipped": skipped}
-    return counts if done.returncode in (0, 5) else {**counts, "output": done.stdout[-6000:] + done.stderr[-2000:]}
+    return (
+        counts
+        if done.returncode in (0, 5)
+        else {**counts, "output": done.stdout[-6000:] + done.stderr[-2000:]}
+    )
 
 
-def model_section(session: Session, make: Callable[[], tuple[Policy, ModelShape]]) -> Iterator[tuple[str, dict[str, Any]]]:
+def model_section(
+    session: Session, make: Callable[[], tuple[Policy, ModelShape]]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each part of what is found of a model, as it is found."""
     found, bench = session.found["limits"], session.bench
     policy, shape = make()
-    yield "model", {"parameters": shape.parameters, "packs": policy.packing, "device": str(policy.device), "dtype": str(policy.dtype)}
+    yield (
+        "model",
+        {
+            "parameters": shape.parameters,
+            "packs": policy.packing,
+            "device": str(policy.device),
+            "dtype": str(policy.dtype),
+        },
+    )
     yield "decoding", decoding(bench, policy, shape, found)
     for packed in (True, False):
         yield "packed" if packed else "padded", training(bench, policy, shape, found, packed)
@@ -134,7 +172,10 @@ def ending_in(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def run(session: Session, sections: Mapping[str, Callable[[], Mapping[str, Any] | Iterator[tuple[str, dict[str, Any]]]]]) -> None:
+def run(
+    session: Session,
+    sections: Mapping[str, Callable[[], Mapping[str, Any] | Iterator[tuple[str, dict[str, Any]]]]],
+) -> None:
     """One after the other. What fails is written down, and the next one runs."""
     for name, work in sections.items():
         content: dict[str, Any] = {}
@@ -188,7 +229,9 @@ def sentence(part: str, row: Mapping[str, Any]) -> str:
     if part in ("packed", "padded"):
         bytes_ = row["allocated_bytes"]
         memory = (
-            "" if bytes_ is None else f", allocated {bytes_ / 1e9:.2f} GB ({row['predicted_bytes'] / bytes_:.2f} × predicted/allocated)"
+            ""
+            if bytes_ is None
+            else f", allocated {bytes_ / 1e9:.2f} GB ({row['predicted_bytes'] / bytes_:.2f} × predicted/allocated)"
         )
         speed = f"{row['positions_per_second']:.0f} positions/s, {100 * row['utilisation']:.0f} % of the arithmetic"
         return f"{speed}; predicted {row['predicted_bytes'] / 1e9:.2f} GB{memory}"
@@ -196,11 +239,17 @@ def sentence(part: str, row: Mapping[str, Any]) -> str:
 
 
 def marked_tests() -> list[str]:
-    return [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
+    return [
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        if "mark.gpu" in path.read_text()
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=480.0)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--output", type=Path, default=RESULTS / "gpu.json")
@@ -213,15 +262,25 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     bench = Bench(device, size)
     session = Session(bench, given.seconds, given.output)
     name = torch.cuda.get_device_name(device) if bench.on_gpu else platform.processor() or "CPU"
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
+    versions = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }
     session.found["machine"] = {"device": name, **versions, "tiny": given.tiny}
     shapes = {model: {**settings, **(TINY if given.tiny else {})} for model, settings in SHAPES.items()}
-    sections: dict[str, Callable[[], Any]] = {"limits": partial(limits, bench), "tests": partial(run_tests, session, given.tests)}
+    sections: dict[str, Callable[[], Any]] = {
+        "limits": partial(limits, bench),
+        "tests": partial(run_tests, session, given.tests),
+    }
     for model, settings in shapes.items():
         sections[model] = partial(model_section, session, partial(random_policy, bench, settings))
     if cached(REAL) is not None and not given.tiny:
         sections[REAL] = partial(model_section, session, partial(real_policy, bench, REAL))
-    run(session, {name: work for name, work in sections.items() if not given.only or name in (*given.only, "limits")})
+    run(
+        session,
+        {name: work for name, work in sections.items() if not given.only or name in (*given.only, "limits")},
+    )
     show(session, Console(width=170))
     return session.found
 

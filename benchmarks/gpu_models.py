@@ -1,4 +1,6 @@
-"""What ``gpu.py`` measures of a model: how fast it decodes and trains, what it takes of memory, how far sampler and trainer are apart."""
+"""What ``gpu.py`` measures of a model: how fast it decodes and trains, what it takes of memory, how far
+sampler and trainer are apart.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,22 @@ from training import Point
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Qwen2Config
 
 from agent_peft.batch import Batch, collate
+from agent_peft.configuration.memory import Learner, Part, stage_memory
 from agent_peft.environments.arithmetic import ALPHABET
 from agent_peft.policies import adapters
 from agent_peft.policies.adapters import LoraSettings
-from agent_peft.policies.base import PretrainedConfig
-from agent_peft.policies.bundled import cached
-from agent_peft.policies.engine import Engine, EngineConfig
-from agent_peft.policies.language_model import Policy, load_policy
-from agent_peft.policies.packing import build_trie
+from agent_peft.policies.config import PretrainedConfig
+from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.forward.trie import build_trie
+from agent_peft.policies.models.bundled import cached
+from agent_peft.policies.models.shape import ModelShape, measure
+from agent_peft.policies.policy import Policy, load_policy
 from agent_peft.policies.sampling import SamplingConfig
-from agent_peft.policies.shape import ModelShape, measure
 from agent_peft.policies.tokenization import ChatTokenizer, character_tokenizer
 from agent_peft.seeding import derive, generator
-from agent_peft.training.config import StageConfig
-from agent_peft.training.memory import Learner, Part, stage_memory
 from agent_peft.training.optimizer import build_optimizer
+from agent_peft.training.stage import StageConfig
 from agent_peft.types import Task, Trajectory, Turn
 
 LORA, DTYPE = LoraSettings(), torch.bfloat16
@@ -37,7 +40,9 @@ GROUPS, SIBLINGS = 4, 8
 
 @dataclass(frozen=True)
 class Size:
-    """How much is done: prompts and new tokens of a rollout, a group's trajectories to train on, a matrix to measure with."""
+    """How much is done: prompts and new tokens of a rollout, a group's trajectories to train on, a matrix
+    to measure with.
+    """
 
     prompt: int = 256
     new: int = 64
@@ -81,7 +86,9 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def peak(self, work: Callable[[], object]) -> int | None:
-        """The most bytes of tensors there were meanwhile, those from before included; None where they are not counted."""
+        """The most bytes of tensors there were meanwhile, those from before included; None where they are
+        not counted.
+        """
         gc.collect()
         if not self.on_gpu:
             work()
@@ -94,7 +101,9 @@ class Bench:
 
 
 def limits(bench: Bench) -> dict[str, float]:
-    """Operations a second of a square matrix product in bfloat16, and bytes a second of a copy, read and written. Medians."""
+    """Operations a second of a square matrix product in bfloat16, and bytes a second of a copy, read and
+    written. Medians.
+    """
     size, device = bench.size.matrix, bench.device
     a, b = (torch.randn(size, size, device=device, dtype=DTYPE) for _ in range(2))
     product = bench.repeated(lambda: a @ b)
@@ -105,13 +114,19 @@ def limits(bench: Bench) -> dict[str, float]:
 
 
 def random_policy(bench: Bench, settings: Mapping[str, Any]) -> tuple[Policy, ModelShape]:
-    """A model of such a shape with random weights and an adapter that counts, in bfloat16, made where it is to be."""
-    config = Qwen2Config(**settings, max_position_embeddings=32768, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    """A model of such a shape with random weights and an adapter that counts, in bfloat16, made where it
+    is to be.
+    """
+    config = Qwen2Config(
+        **settings, max_position_embeddings=32768, pad_token_id=0, bos_token_id=1, eos_token_id=2
+    )
     torch.manual_seed(0)
     with bench.device:
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
     shape = measure(model, LORA)
-    return counting(Policy(adapters.attach(model, LORA, 0), ChatTokenizer(character_tokenizer(ALPHABET)))), shape
+    return counting(
+        Policy(adapters.attach(model, LORA, 0), ChatTokenizer(character_tokenizer(ALPHABET)))
+    ), shape
 
 
 def counting(policy: Policy) -> Policy:
@@ -140,11 +155,17 @@ class OneTurn:
 def conversations(size: Size, vocabulary: int, number: int) -> list[OneTurn]:
     draw = generator(0, "prompts", number)
     prompts = [[draw.randrange(3, vocabulary) for _ in range(size.prompt)] for _ in range(GROUPS)]
-    return [OneTurn(prompt, derive(0, number, group, row)) for group, prompt in enumerate(prompts) for row in range(SIBLINGS)]
+    return [
+        OneTurn(prompt, derive(0, number, group, row))
+        for group, prompt in enumerate(prompts)
+        for row in range(SIBLINGS)
+    ]
 
 
 def decoding(bench: Bench, policy: Policy, shape: ModelShape, found: Mapping[str, float]) -> dict[str, Any]:
-    """Tokens a second, beside Transformers' and what the memory's bandwidth allows; the mismatch of what was sampled."""
+    """Tokens a second, beside Transformers' and what the memory's bandwidth allows; the mismatch of what
+    was sampled.
+    """
     size, vocabulary, rows = bench.size, shape.vocabulary, GROUPS * SIBLINGS
     engine = Engine(policy, EngineConfig(rows=rows))
     sampling = SamplingConfig(max_new_tokens=size.new, max_tokens=size.prompt + size.new)
@@ -173,17 +194,33 @@ def decoding(bench: Bench, policy: Policy, shape: ModelShape, found: Mapping[str
 
 
 def generate(policy: Policy, tokens: torch.Tensor, new: int) -> None:
-    settings = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=new, eos_token_id=None, pad_token_id=0)
+    settings = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=new,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     with torch.no_grad():
         policy.base.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=settings)
 
 
 def mismatch(policy: Policy, talks: Sequence[OneTurn]) -> dict[str, float]:
-    """Of the trainer's log-probabilities to the sampler's, in nats a token; k3 estimates their KL divergence."""
-    trajectories = [Trajectory(Task("t"), (Turn(tuple(t.prompt), tuple(t.action), tuple(t.logprobs)),)) for t in talks if t.action]
+    """Of the trainer's log-probabilities to the sampler's, in nats a token; k3 estimates their KL
+    divergence.
+    """
+    trajectories = [
+        Trajectory(Task("t"), (Turn(tuple(t.prompt), tuple(t.action), tuple(t.logprobs)),))
+        for t in talks
+        if t.action
+    ]
     apart = []
     for start in range(0, len(trajectories), SIBLINGS):
-        batch = collate(trajectories[start : start + SIBLINGS], [0] * len(trajectories[start : start + SIBLINGS]))
+        batch = collate(
+            trajectories[start : start + SIBLINGS], [0] * len(trajectories[start : start + SIBLINGS])
+        )
         with torch.no_grad():
             scored = policy.forward(batch, SamplingConfig()).logprobs.cpu()
         apart.append((scored - batch.logprobs)[batch.action_mask].double())
@@ -195,11 +232,26 @@ def mismatch(policy: Policy, talks: Sequence[OneTurn]) -> dict[str, float]:
     }
 
 
-def training(bench: Bench, policy: Policy, shape: ModelShape, found: Mapping[str, float], packed: bool) -> dict[str, Any]:
-    """Forward, backward and update of one group: the part of the arithmetic that is useful, and memory beside its prediction."""
+def training(
+    bench: Bench, policy: Policy, shape: ModelShape, found: Mapping[str, float], packed: bool
+) -> dict[str, Any]:
+    """Forward, backward and update of one group: the part of the arithmetic that is useful, and memory
+    beside its prediction.
+    """
     size = bench.size
-    point = Point("group", SIBLINGS, size=SIBLINGS, turns=1, observed=size.observed, sampled=size.sampled, shared=size.observed)
-    batch, way = point.batch(shape.vocabulary), policy if packed else Policy(policy.model, policy.chat, packing=False)
+    point = Point(
+        "group",
+        SIBLINGS,
+        size=SIBLINGS,
+        turns=1,
+        observed=size.observed,
+        sampled=size.sampled,
+        shared=size.observed,
+    )
+    batch, way = (
+        point.batch(shape.vocabulary),
+        policy if packed else Policy(policy.model, policy.chat, packing=False),
+    )
     positions = point.nodes if packed else point.padded
     stage = StageConfig.model_validate(
         {
@@ -241,13 +293,27 @@ def total(parts: Sequence[Part]) -> int:
 
 
 def operations(policy: Policy, batch: Batch, packed: bool) -> float:
-    """At the least: 2 a weight forward and 2 backward (frozen), 6 an adapter's weight; the head's alike, for sampled tokens only;
-    attention's two products forward and five backward, over the pairs that are seen."""
+    """At the least: 2 a weight forward and 2 backward (frozen), 6 an adapter's weight; the head's alike,
+    for sampled tokens only; attention's two products forward and five backward, over the pairs that are
+    seen.
+    """
     lora = sum(p.numel() for p in policy.trainable_parameters())
-    frozen = sum(p.numel() for m in policy.decoder.modules() if isinstance(m, torch.nn.Linear) for p in m.parameters()) - lora
+    frozen = (
+        sum(
+            p.numel()
+            for m in policy.decoder.modules()
+            if isinstance(m, torch.nn.Linear)
+            for p in m.parameters()
+        )
+        - lora
+    )
     shape = policy.base.config
     sequences = [batch.tokens[row, : int(batch.lengths[row])].tolist() for row in range(len(batch))]
-    depths = build_trie(sequences).positions if packed else [depth for sequence in sequences for depth in range(len(sequence))]
+    depths = (
+        build_trie(sequences).positions
+        if packed
+        else [depth for sequence in sequences for depth in range(len(sequence))]
+    )
     attention = 14 * shape.num_hidden_layers * shape.hidden_size * sum(depth + 1 for depth in depths)
     head = 4 * shape.hidden_size * shape.vocab_size * int(batch.action_mask.sum())
     return float(len(depths) * (4 * frozen + 6 * lora) + attention + head)

@@ -54,14 +54,25 @@ def shell(command: str) -> str:
 
 SHELL = tuple(
     shell(command)
-    for command in (*(r.command for r in attacks.REACHES), *(t.command for t in attacks.TRICKS), *(c for _, c in BLIND_REPLIES))
+    for command in (
+        *(r.command for r in attacks.REACHES),
+        *(t.command for t in attacks.TRICKS),
+        *(c for _, c in BLIND_REPLIES),
+    )
 )
 
 
 def environments(folder: Path) -> dict[str, tuple[Environment, Sequence[str]]]:
     problems = folder / "problems.jsonl"
-    problems.write_text("".join(json.dumps({"question": f"{i} + {i}?", "answer": f"It is so.\n#### {2 * i}"}) + "\n" for i in range(1, 41)))
-    columns = [{"name": name, "type": kind} for name, kind in zip(COLUMNS, ("INT", "TEXT", "INT"), strict=True)]
+    problems.write_text(
+        "".join(
+            json.dumps({"question": f"{i} + {i}?", "answer": f"It is so.\n#### {2 * i}"}) + "\n"
+            for i in range(1, 41)
+        )
+    )
+    columns = [
+        {"name": name, "type": kind} for name, kind in zip(COLUMNS, ("INT", "TEXT", "INT"), strict=True)
+    ]
     table = {"name": TABLE, "column_info_list": columns, "row_list": [list(row) for row in ROWS]}
     tables = folder / "tables.json"
     tables.write_text(
@@ -70,21 +81,36 @@ def environments(folder: Path) -> dict[str, tuple[Environment, Sequence[str]]]:
                 str(i): {
                     "instruction": f"Set the score of {i} to 5.",
                     "table_info": table,
-                    "answer_info": {"sql": f"UPDATE {TABLE} SET score = 5 WHERE id = {i}", "direct": None, "md5": None},
+                    "answer_info": {
+                        "sql": f"UPDATE {TABLE} SET score = 5 WHERE id = {i}",
+                        "direct": None,
+                        "md5": None,
+                    },
                     "skill_list": ["update"],
                 }
                 for i in range(1, len(ROWS))
             }
         )
     )
-    bounds: dict[str, Any] = {"limits": {"memory_mb": 128, "processes": 40, "file_size_mb": 16, "cpu_seconds": 4}}
+    bounds: dict[str, Any] = {
+        "limits": {"memory_mb": 128, "processes": 40, "file_size_mb": 16, "cpu_seconds": 4}
+    }
     bounds |= {"command_timeout": 4, "script_timeout": 6, "max_turns": 4}
     return {
         "arithmetic": (load_environment({"kind": "arithmetic", "digits": 2, "num_tasks": 40}), TEXTS),
         "gsm8k": (load_environment({"kind": "gsm8k", "tasks": str(problems)}), TEXTS),
-        "db_bench": (load_environment({"kind": "db_bench", "tasks": str(tables)}), (*HOSTILE_REPLIES, *TEXTS)),
+        "db_bench": (
+            load_environment({"kind": "db_bench", "tasks": str(tables)}),
+            (*HOSTILE_REPLIES, *TEXTS),
+        ),
         "os_interaction": (
-            load_environment({"kind": "os_interaction", "generate": {"num_tasks": 58, "seed": 5, "split": "heldout"}, **bounds}),
+            load_environment(
+                {
+                    "kind": "os_interaction",
+                    "generate": {"num_tasks": 58, "seed": 5, "split": "heldout"},
+                    **bounds,
+                }
+            ),
             (*SHELL, *SHELL, *TEXTS),
         ),
     }
@@ -109,7 +135,9 @@ def left() -> dict[str, int]:
         "mounts": len(Path("/proc/self/mountinfo").read_text().splitlines()),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "files": len(os.listdir(tempfile.gettempdir())) + len(os.listdir("/dev/shm")),
-        "ipc": sum(len(Path(f"/proc/sysvipc/{name}").read_text().splitlines()) - 1 for name in ("shm", "sem", "msg")),
+        "ipc": sum(
+            len(Path(f"/proc/sysvipc/{name}").read_text().splitlines()) - 1 for name in ("shm", "sem", "msg")
+        ),
         "threads": threading.active_count(),
     }
 
@@ -143,7 +171,9 @@ def play(environment: Environment, replies: Sequence[str], seed: int) -> str:
         return f"EXCEPTION {type(error).__name__}: {error}"[:200]
 
 
-def run(name: str, environment: Environment, replies: Sequence[str], episodes: int, threads: int, seed: int) -> dict[str, Any]:
+def run(
+    name: str, environment: Environment, replies: Sequence[str], episodes: int, threads: int, seed: int
+) -> dict[str, Any]:
     seeds = [derive(seed, "hostile", name, i) % 2**31 for i in range(episodes)]
     begun, before, early = time.monotonic(), {}, 0.0
     ends: Counter[str] = Counter()
@@ -177,7 +207,9 @@ def settle() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--episodes", type=int, default=1000)
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)

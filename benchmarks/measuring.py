@@ -1,4 +1,6 @@
-"""What the benchmarks of the engines share: fair timing of several ways, and what this machine could do at best."""
+"""What the benchmarks of the engines share: fair timing of several ways, and what this machine could do at
+best.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,12 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - begun
 
 
-def alternate(ways: Mapping[str, Callable[[], object]], rounds: int, warm_up: bool = True) -> dict[str, list[float]]:
-    """Seconds of each way, ``rounds`` times, after one that does not count. Ways take turns, in opposite orders: a noise hits all."""
+def alternate(
+    ways: Mapping[str, Callable[[], object]], rounds: int, warm_up: bool = True
+) -> dict[str, list[float]]:
+    """Seconds of each way, ``rounds`` times, after one that does not count. Ways take turns, in opposite
+    orders: a noise hits all.
+    """
     found: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(-1 if warm_up else 0, rounds):
         for name in list(ways)[:: -1 if turn % 2 else 1]:
@@ -90,7 +96,9 @@ class Split:
 
     @contextmanager
     def watch(self, parts: Mapping[str, tuple[object, str]]) -> Iterator[None]:
-        """Inside, a call of ``(object, method)`` is the part's. An object may be a module or a class; what is not there is not timed."""
+        """Inside, a call of ``(object, method)`` is the part's. An object may be a module or a class; what
+        is not there is not timed.
+        """
         parts = {name: (owner, method) for name, (owner, method) in parts.items() if hasattr(owner, method)}
         before = [(owner, method, vars(owner).get(method)) for owner, method in parts.values()]
         for name, (owner, method) in parts.items():
@@ -119,7 +127,10 @@ def hot_spots(work: Callable[[], object], most: int = 12) -> list[dict[str, Any]
     rows = profile.key_averages()
     total = sum(row.self_cpu_time_total for row in rows)
     rows = sorted(rows, key=lambda row: -row.self_cpu_time_total)[:most]
-    return [{"operator": row.key, "percent": round(100 * row.self_cpu_time_total / total, 1), "calls": row.count} for row in rows]
+    return [
+        {"operator": row.key, "percent": round(100 * row.self_cpu_time_total / total, 1), "calls": row.count}
+        for row in rows
+    ]
 
 
 def write(name: str, content: Mapping[str, Any]) -> None:

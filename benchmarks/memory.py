@@ -1,10 +1,11 @@
-"""Memory that `agent-peft explain` predicts, against what a process really takes: its peak resident size as it samples, and as it trains.
+"""Memory that `agent-peft explain` predicts, against what a process really takes: its peak resident size as
+it samples, and as it trains.
 
     python benchmarks/memory.py [--rows 16] [--max-tokens 512] [--microbatch-tokens 768] [--only lora]
 
-Each point is a process of its own. What it has taken before the model is loaded (Python, torch, Transformers) is subtracted. Episodes are
-as long, and a microbatch is as full, as they may be, which is what the prediction assumes. Prints a table and writes
-benchmarks/results/memory.json.
+Each point is a process of its own. What it has taken before the model is loaded (Python, torch, Transformers)
+is subtracted. Episodes are as long, and a microbatch is as full, as they may be, which is what the prediction
+assumes. Prints a table and writes benchmarks/results/memory.json.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_peft.batch import Batch, collate
+from agent_peft.configuration.memory import Learner, stage_memory
+from agent_peft.hardware import take_peak
 from agent_peft.policies.adapters import LoraSettings
-from agent_peft.policies.base import PretrainedConfig
-from agent_peft.policies.engine import Engine, EngineConfig
-from agent_peft.policies.hardware import take_peak
-from agent_peft.policies.language_model import Policy, load_policy
-from agent_peft.policies.shape import shape_of
-from agent_peft.training.config import StageConfig
-from agent_peft.training.memory import Learner, stage_memory
+from agent_peft.policies.config import PretrainedConfig
+from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.models.shape import shape_of
+from agent_peft.policies.policy import Policy, load_policy
 from agent_peft.training.optimizer import build_optimizer
+from agent_peft.training.stage import StageConfig
 from agent_peft.types import Task, Trajectory, Turn
 
 HERE = Path(__file__).resolve().parent
@@ -76,7 +78,9 @@ def make_batch(positions: int, depth: int, vocabulary: int) -> Batch:
 def sample(policy: Policy, stage: StageConfig, engine: EngineConfig) -> int:
     """Peak bytes of one rollout."""
     acting = Engine(policy, engine)
-    prompts = [[10 + group, *range(20, 20 + stage.sampling.max_tokens // 2)] for group in range(stage.tasks_per_step)]
+    prompts = [
+        [10 + group, *range(20, 20 + stage.sampling.max_tokens // 2)] for group in range(stage.tasks_per_step)
+    ]
     conversations = [Long(seed, prompts[seed // stage.group_size]) for seed in range(stage.episodes_per_step)]
     take_peak(policy.device)
     acting.generate(conversations, stage.sampling)
@@ -84,9 +88,13 @@ def sample(policy: Policy, stage: StageConfig, engine: EngineConfig) -> int:
 
 
 def learn(policy: Policy, stage: StageConfig) -> int:
-    """Peak bytes of two updates of one microbatch each: the second has gradients and AdamW's moments beside it."""
+    """Peak bytes of two updates of one microbatch each: the second has gradients and AdamW's moments
+    beside it.
+    """
     optimizer, _ = build_optimizer(policy.trainable_parameters(), stage.optimizer, 2)
-    batch = make_batch(stage.microbatch_tokens, stage.sampling.max_tokens, policy.base.config.get_text_config().vocab_size)
+    batch = make_batch(
+        stage.microbatch_tokens, stage.sampling.max_tokens, policy.base.config.get_text_config().vocab_size
+    )
     policy._packing_proven = True  # the proof is of the first step alone
     take_peak(policy.device)
     for _ in range(2):
@@ -131,13 +139,18 @@ def measure(name: str, phase: str, settings: argparse.Namespace) -> dict[str, in
     if phase == "sampling":
         # there is no optimizer yet: of what is always there, only the weights and the adapter
         held = sum(part.size for part in expected.held[:1]) + (learner.trained * 4 if rank is not None else 0)
-        return {"predicted": held + sum(part.size for part in expected.sampling), "measured": sample(policy, stage, engine) - before}
+        return {
+            "predicted": held + sum(part.size for part in expected.sampling),
+            "measured": sample(policy, stage, engine) - before,
+        }
     predicted = sum(part.size for part in (*expected.held, *expected.training))
     return {"predicted": predicted, "measured": learn(policy, stage) - before}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--microbatch-tokens", type=int, default=768)
@@ -148,7 +161,14 @@ def main() -> None:
         print(json.dumps(measure(*settings.point, settings)))
         return
     results = []
-    table = Table("point", "phase", "predicted", "measured", "predicted / measured", title="SmolLM2-135M, peak memory in MB")
+    table = Table(
+        "point",
+        "phase",
+        "predicted",
+        "measured",
+        "predicted / measured",
+        title="SmolLM2-135M, peak memory in MB",
+    )
     for name in POINTS:
         if settings.only and not name.startswith(settings.only):
             continue
@@ -166,8 +186,15 @@ def main() -> None:
     Console().print(table)
     if not settings.only:
         versions = {"python": platform.python_version(), "torch": torch.__version__}
-        content = {"rows": settings.rows, "max_tokens": settings.max_tokens, "microbatch_tokens": settings.microbatch_tokens, **versions}
-        (HERE / "results" / "memory.json").write_text(json.dumps({**content, "points": results}, indent=1) + "\n")
+        content = {
+            "rows": settings.rows,
+            "max_tokens": settings.max_tokens,
+            "microbatch_tokens": settings.microbatch_tokens,
+            **versions,
+        }
+        (HERE / "results" / "memory.json").write_text(
+            json.dumps({**content, "points": results}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Our side of ``against_trl.py``: one Trainer that makes a step each time the driver says so, built from a configuration file.
+"""Our side of ``against_trl.py``: one Trainer that makes a step each time the driver says so, built from a
+configuration file.
 
-python benchmarks/our_side.py SETTINGS.json     (the driver writes the file, and talks over standard input and output)
+python benchmarks/our_side.py SETTINGS.json     (the driver writes the file, and talks over standard input and
+output)
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ from typing import Any
 import torch
 from paired_episodes import Turnstile
 
+from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.yaml12 import dump
 from agent_peft.environments import load_environment
-from agent_peft.policies.engine import Engine
-from agent_peft.policies.language_model import Policy, load_policy
-from agent_peft.policies.packing import build_trie
+from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.forward.trie import build_trie
+from agent_peft.policies.policy import Policy, load_policy
 from agent_peft.rollout.collector import Collection
-from agent_peft.training.loading import load_config
 from agent_peft.training.trainer import Trainer
-from agent_peft.training.yaml12 import dump
 from agent_peft.types import Trajectory
 
 
@@ -35,13 +37,19 @@ class Timed(Trainer):
 def main() -> None:
     turnstile, settings = Turnstile(), json.loads(Path(sys.argv[1]).read_text())
     folder = Path(settings["folder"])
-    same = {key: settings[key] for key in ("tasks_per_step", "group_size", "steps", "threads", "seed", "microbatch_tokens")}
+    same = {
+        key: settings[key]
+        for key in ("tasks_per_step", "group_size", "steps", "threads", "seed", "microbatch_tokens")
+    }
     content = {
         **same,
         "run_dir": str(folder / "run"),
         "policy": settings["policy"],
         "environment": {"kind": "paired_episodes:EverySecond", **settings["environment"]},
-        "engine": {"rows": settings["tasks_per_step"] * settings["group_size"], "prefill_tokens": settings["prefill_tokens"]},
+        "engine": {
+            "rows": settings["tasks_per_step"] * settings["group_size"],
+            "prefill_tokens": settings["prefill_tokens"],
+        },
         "sampling": {"max_new_tokens": settings["new_tokens"], "max_tokens": settings["max_tokens"]},
         "algorithm": "grpo",
         "task_order": "sequential",
@@ -51,7 +59,13 @@ def main() -> None:
     config, _ = load_config(folder / "config.yaml")
     torch.set_num_threads(settings["threads"])
     policy = load_policy(config.policy, config.seed)
-    trainer = Timed(config.stages[0], policy, Engine(policy, config.engine), load_environment(config.environment), config.seed)
+    trainer = Timed(
+        config.stages[0],
+        policy,
+        Engine(policy, config.engine),
+        load_environment(config.environment),
+        config.seed,
+    )
     trainer.turnstile = turnstile
     turnstile.tell(trained=sum(p.numel() for p in policy.trainable_parameters()))
     turnstile.wait()
@@ -79,14 +93,29 @@ def floor(policy: Policy, trajectories: list[Trajectory]) -> dict[str, int]:
     trained_weights = sum(p.numel() for name, p in layers.items() if "lora_" not in name and p.requires_grad)
     trie = build_trie([t.tokens for t in trajectories])
     read = {node for path in trie.paths for node in path[:-1]}  # an episode's last token is never read
-    predict = {path[t - 1] for path, x in zip(trie.paths, trajectories, strict=True) for t, acted in enumerate(x.action_mask) if acted}
+    predict = {
+        path[t - 1]
+        for path, x in zip(trie.paths, trajectories, strict=True)
+        for t, acted in enumerate(x.action_mask)
+        if acted
+    }
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    attended = sum(trie.positions[node] + 1 for node in read) * 2 * text.num_hidden_layers * text.num_attention_heads * width
+    attended = (
+        sum(trie.positions[node] + 1 for node in read)
+        * 2
+        * text.num_hidden_layers
+        * text.num_attention_heads
+        * width
+    )
     heads = len(predict) * head.numel()
     passes = max(t.num_action_tokens for t in trajectories)
     sampling = len(read) * weights + heads + attended
     forward = len(read) * (weights + adapter) + heads + attended
-    backward = len(read) * (weights + 2 * adapter + trained_weights) + heads * (1 + head.requires_grad) + 2 * attended
+    backward = (
+        len(read) * (weights + 2 * adapter + trained_weights)
+        + heads * (1 + head.requires_grad)
+        + 2 * attended
+    )
     size = head.element_size()
     return {
         "distinct_tokens": len(trie),
@@ -99,7 +128,12 @@ def floor(policy: Policy, trajectories: list[Trajectory]) -> dict[str, int]:
 
 def matrices(policy: Policy) -> list[tuple[Any, str, Any]]:
     """Every weight that tokens are multiplied with: (module, name, parameter)."""
-    found = [(m, f"{name}.{n}", p) for name, m in policy.model.named_modules() for n, p in m.named_parameters(recurse=False) if p.ndim == 2]
+    found = [
+        (m, f"{name}.{n}", p)
+        for name, m in policy.model.named_modules()
+        for n, p in m.named_parameters(recurse=False)
+        if p.ndim == 2
+    ]
     return [(m, name, p) for m, name, p in found if not isinstance(m, torch.nn.Embedding)]
 
 

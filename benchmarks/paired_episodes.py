@@ -1,4 +1,6 @@
-"""What both sides of ``against_trl.py`` import: its environments, and how the driver lets one side at a time make a step. No torch."""
+"""What both sides of ``against_trl.py`` import: its environments, and how the driver lets one side at a
+time make a step. No torch.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ class Prompts(Environment):
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         opened = json.loads(Path(settings["tasks"]).read_text())
-        self._openings = {str(number): [Message(**message) for message in messages] for number, messages in enumerate(opened)}
+        self._openings = {
+            str(number): [Message(**message) for message in messages]
+            for number, messages in enumerate(opened)
+        }
         self._tasks = [Task(name) for name in self._openings]
 
     @property
@@ -50,9 +55,11 @@ class _OneReply(Episode):
 
 
 class EverySecond(Environment):
-    """``inner``, another environment, with another verdict: every second episode of a task is correct, in the order in which they are
-    made, so that nothing they do decides it. So every group has a gradient: a step costs what it costs when all of it is learnt from, and
-    the policy drifts nowhere (a verdict by the order in which they end would teach it to end early)."""
+    """``inner``, another environment, with another verdict: every second episode of a task is correct, in
+    the order in which they are made, so that nothing they do decides it. So every group has a gradient: a
+    step costs what it costs when all of it is learnt from, and the policy drifts nowhere (a verdict by the
+    order in which they end would teach it to end early).
+    """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.inner = load_environment(settings["inner"])
@@ -85,7 +92,9 @@ class _EverySecond(Episode):
 
 
 class Turnstile:
-    """One side's end of the pipe to the driver. Standard output is the driver's; what libraries print goes to standard error."""
+    """One side's end of the pipe to the driver. Standard output is the driver's; what libraries print goes
+    to standard error.
+    """
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w")

@@ -1,10 +1,12 @@
-"""bfloat16 beside float32 on one machine: how all parameters learn at a small learning rate, and what a step takes.
+"""bfloat16 beside float32 on one machine: how all parameters learn at a small learning rate, and what a step
+takes.
 
     python benchmarks/precision.py [--steps 40] [--rounds 3] [key=value …]
 
-The tasks, the model and the stages are those of configs/quickstart.yaml. First, `lora: null`: supervised steps with a learning rate of
-1e-5, whose updates are smaller than a step of bfloat16's grid. Then its RLOO stage, whose steps are taken in turn, one in each dtype, from
-the base model. Prints tables and writes benchmarks/results/precision.json.
+The tasks, the model and the stages are those of configs/quickstart.yaml. First, `lora: null`: supervised
+steps with a learning rate of 1e-5, whose updates are smaller than a step of bfloat16's grid. Then its RLOO
+stage, whose steps are taken in turn, one in each dtype, from the base model. Prints tables and writes
+benchmarks/results/precision.json.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from agent_peft.configuration.loading import load_config
 from agent_peft.environments import load_environment
-from agent_peft.policies.engine import Engine
-from agent_peft.policies.hardware import set_threads
-from agent_peft.policies.language_model import load_policy
-from agent_peft.training.loading import load_config
+from agent_peft.hardware import set_threads
+from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.policy import load_policy
 from agent_peft.training.trainer import Step, Trainer
 
 HERE = Path(__file__).resolve().parent
@@ -44,7 +46,13 @@ def steps_of(stage: int, dtype: str, overrides: Sequence[str]) -> Iterator[Step]
     config = load_config(CONFIG, ["evaluation=null", f"policy.dtype={dtype}", *overrides])[0]
     set_threads(config.threads)
     policy = load_policy(config.policy, config.seed)
-    trainer = Trainer(config.stages[stage], policy, Engine(policy, config.engine), load_environment(config.environment), config.seed)
+    trainer = Trainer(
+        config.stages[stage],
+        policy,
+        Engine(policy, config.engine),
+        load_environment(config.environment),
+        config.seed,
+    )
     yield from trainer
 
 
@@ -53,7 +61,10 @@ def learning(steps: int, overrides: Sequence[str]) -> dict[str, Any]:
     found = {}
     for dtype in DTYPES:
         begin = time.perf_counter()
-        curve = [step.metrics["surprisal"] for step in steps_of(0, dtype, [*ALL_PARAMETERS, f"stages.0.steps={steps}", *overrides])]
+        curve = [
+            step.metrics["surprisal"]
+            for step in steps_of(0, dtype, [*ALL_PARAMETERS, f"stages.0.steps={steps}", *overrides])
+        ]
         found[dtype] = {"surprisal": curve, "seconds": time.perf_counter() - begin}
     return found
 
@@ -74,32 +85,65 @@ def stepping(rounds: int, overrides: Sequence[str]) -> list[dict[str, dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("overrides", nargs="*", help="such as threads=2")
     arguments = parser.parse_args()
-    found = {"all parameters": learning(arguments.steps, arguments.overrides), "steps": stepping(arguments.rounds, arguments.overrides)}
+    found = {
+        "all parameters": learning(arguments.steps, arguments.overrides),
+        "steps": stepping(arguments.rounds, arguments.overrides),
+    }
     curves = {dtype: found["all parameters"][dtype]["surprisal"] for dtype in DTYPES}
     tenth = max(1, arguments.steps // 8)
-    fallen = {dtype: sum(curve[:tenth]) / tenth - sum(curve[-tenth:]) / tenth for dtype, curve in curves.items()}
+    fallen = {
+        dtype: sum(curve[:tenth]) / tenth - sum(curve[-tenth:]) / tenth for dtype, curve in curves.items()
+    }
     learnt = Table(
-        "dtype", f"surprisal, first {tenth} steps", f"last {tenth}", "fallen by", "of float32's", title="all parameters, learning rate 1e-5"
+        "dtype",
+        f"surprisal, first {tenth} steps",
+        f"last {tenth}",
+        "fallen by",
+        "of float32's",
+        title="all parameters, learning rate 1e-5",
     )
     for dtype, curve in curves.items():
         means = f"{sum(curve[:tenth]) / tenth:.3f}", f"{sum(curve[-tenth:]) / tenth:.3f}"
         learnt.add_row(dtype, *means, f"{fallen[dtype]:.3f}", f"{fallen[dtype] / fallen['float32']:.2f}")
-    taken = Table("step", "dtype", "seconds", "tokens sampled", "a second", "mismatch", "largest", "k3", title="RLOO steps, in turn")
+    taken = Table(
+        "step",
+        "dtype",
+        "seconds",
+        "tokens sampled",
+        "a second",
+        "mismatch",
+        "largest",
+        "k3",
+        title="RLOO steps, in turn",
+    )
     for number, pair in enumerate(found["steps"]):
         for dtype, one in pair.items():
             rate = one["sampled"] / one["seconds"]
-            off = [f"{one[name]:.2g}" if name in one else "-" for name in ("mismatch", "mismatch_max", "mismatch_k3")]
-            taken.add_row(str(number), dtype, f"{one['seconds']:.1f}", f"{one['sampled']:.0f}", f"{rate:.0f}", *off)
+            off = [
+                f"{one[name]:.2g}" if name in one else "-"
+                for name in ("mismatch", "mismatch_max", "mismatch_k3")
+            ]
+            taken.add_row(
+                str(number), dtype, f"{one['seconds']:.1f}", f"{one['sampled']:.0f}", f"{rate:.0f}", *off
+            )
     ratios = [
-        (p["bfloat16"]["sampled"] / p["bfloat16"]["seconds"]) / (p["float32"]["sampled"] / p["float32"]["seconds"]) for p in found["steps"]
+        (p["bfloat16"]["sampled"] / p["bfloat16"]["seconds"])
+        / (p["float32"]["sampled"] / p["float32"]["seconds"])
+        for p in found["steps"]
     ]
     console = Console()
-    console.print(learnt, taken, f"bfloat16 takes a token in 1/{median(ratios):.2f} of float32's time (median of {len(ratios)} pairs)")
+    console.print(
+        learnt,
+        taken,
+        f"bfloat16 takes a token in 1/{median(ratios):.2f} of float32's time (median of {len(ratios)} pairs)",
+    )
     content = {**found, "threads": torch.get_num_threads(), "torch": torch.__version__}
     (HERE / "results" / "precision.json").write_text(json.dumps(content, indent=1) + "\n")
 

@@ -1,8 +1,10 @@
 """A run's adapters on LifelongAgentBench's real DB Bench tasks: the base model, after each stage, by skill.
 
-    python benchmarks/real_db_bench.py RUN [--tasks data/lifelong_agent_bench/db_bench/entry_dict.json] [--limit N]
+    python benchmarks/real_db_bench.py RUN [--tasks data/lifelong_agent_bench/db_bench/entry_dict.json]
+    [--limit N]
 
-The stages' last checkpoints are kept by every run. Prints the tables and writes benchmarks/results/real_db_bench.json.
+The stages' last checkpoints are kept by every run. Prints the tables and writes
+benchmarks/results/real_db_bench.json.
 """
 
 from __future__ import annotations
@@ -16,16 +18,17 @@ from rich.console import Console
 
 from agent_peft.environments import load_environment
 from agent_peft.environments.db_bench import DBBenchConfig
-from agent_peft.policies.engine import Engine
-from agent_peft.policies.language_model import load_policy
+from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.policy import load_policy
 from agent_peft.policies.sampling import SamplingConfig
-from agent_peft.rollout.evaluation import skill_table, table
-from agent_peft.training.config import EvaluationConfig
-from agent_peft.training.runs import evaluate
-from agent_peft.training.targets import load_run
+from agent_peft.rollout.evaluation import EvaluationConfig, evaluate
+from agent_peft.rollout.statistics import skill_table, table
+from agent_peft.runs.targets import load_run
 
 HERE = Path(__file__).resolve().parent
-REAL = HERE.parent / "data/lifelong_agent_bench/db_bench/entry_dict.json"  # where `agent-peft download lifelong_agent_bench` puts it
+REAL = (
+    HERE.parent / "data/lifelong_agent_bench/db_bench/entry_dict.json"
+)  # where `agent-peft download lifelong_agent_bench` puts it
 
 
 def main() -> None:
@@ -40,7 +43,9 @@ def main() -> None:
     policy = load_policy(config.policy, config.seed)
     # real results are longer than generated ones
     environment = DBBenchConfig(tasks=arguments.tasks, limit=arguments.limit, max_observation_chars=1000)
-    sampling = SamplingConfig(temperature=0.0, max_new_tokens=160, max_tokens=1536, stop=config.stages[-1].sampling.stop)
+    sampling = SamplingConfig(
+        temperature=0.0, max_new_tokens=160, max_tokens=1536, stop=config.stages[-1].sampling.stop
+    )
     evaluation = EvaluationConfig(environment=environment, sampling=sampling)
     tasks = load_environment(environment)
     reports = {"base": evaluate(Engine(policy, config.engine), tasks, evaluation, config.seed)}
@@ -48,12 +53,16 @@ def main() -> None:
     for stage in config.stages:
         steps += stage.steps
         policy.load(arguments.run / "checkpoints" / f"step_{steps:06d}")
-        reports[f"after {stage.name}"] = evaluate(Engine(policy, config.engine), tasks, evaluation, config.seed)
+        reports[f"after {stage.name}"] = evaluate(
+            Engine(policy, config.engine), tasks, evaluation, config.seed
+        )
         Console().print(f"after {stage.name}: {reports[f'after {stage.name}'].summary}")
     Console(width=140).print(table(reports), skill_table(reports))
     output = HERE / "results" / "real_db_bench.json"
     output.parent.mkdir(exist_ok=True)
-    output.write_text(json.dumps({name: report.to_json() for name, report in reports.items()}, indent=1) + "\n")
+    output.write_text(
+        json.dumps({name: report.to_json() for name, report in reports.items()}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

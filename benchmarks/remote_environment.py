@@ -1,8 +1,11 @@
-"""What a step costs over HTTP: the same episodes in this process, and against a server in another, over loopback.
+"""What a step costs over HTTP: the same episodes in this process, and against a server in another, over
+loopback.
 
-    python benchmarks/remote_environment.py [--episodes 300] [--output benchmarks/results/remote_environment.json]
+    python benchmarks/remote_environment.py [--episodes 300] [--output
+    benchmarks/results/remote_environment.json]
 
-Prints a table; times are milliseconds of wall clock, CPU times those of this process alone. Needs ``pip install 'agent-peft[server]'``.
+Prints a table; times are milliseconds of wall clock, CPU times those of this process alone. Needs ``pip
+install 'agent-peft[server]'``.
 """
 
 from __future__ import annotations
@@ -44,7 +47,9 @@ asyncio.run(host.run(lambda: print(host.url, flush=True)))
 @contextmanager
 def server(settings: Mapping[str, Any]) -> Iterator[str]:
     """The URL of a server in a process of its own."""
-    with subprocess.Popen([sys.executable, "-c", SERVER, json.dumps(settings)], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER, json.dumps(settings)], stdout=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         try:
             yield process.stdout.readline().strip()
@@ -75,7 +80,9 @@ def play(environment: Environment, number: int) -> dict[str, list[float]]:
 
 
 def measure(environment: Environment, episodes: int, threads: int) -> dict[str, Any]:
-    """Medians and 95th percentiles over all calls, and the throughput, of ``episodes`` episodes on ``threads`` threads."""
+    """Medians and 95th percentiles over all calls, and the throughput, of ``episodes`` episodes on
+    ``threads`` threads.
+    """
     for number in range(20):
         play(environment, number)
     begun, cpu = time.perf_counter(), time.process_time()
@@ -95,20 +102,45 @@ def measure(environment: Environment, episodes: int, threads: int) -> dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--episodes", type=int, default=300)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "remote_environment.json")
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent / "results" / "remote_environment.json"
+    )
     arguments = parser.parse_args()
     rows = []
     for name, settings in ENVIRONMENTS.items():
         with server(settings) as url:
             for where in ("in process", "over HTTP"):
-                environment = load_environment(settings if where == "in process" else {"kind": "remote", "url": url})
+                environment = load_environment(
+                    settings if where == "in process" else {"kind": "remote", "url": url}
+                )
                 for threads in (1, 8):
-                    rows.append({"environment": name, "where": where, **measure(environment, arguments.episodes, threads)})
+                    rows.append(
+                        {
+                            "environment": name,
+                            "where": where,
+                            **measure(environment, arguments.episodes, threads),
+                        }
+                    )
                 environment.close()
-    machine = {"cores": os.cpu_count(), "python": platform.python_version(), "load_average": round(os.getloadavg()[0], 2)}
-    table = Table("environment", "where", "threads", "start, ms", "step, ms", "p95", "episodes/s", "client's CPU, ms/episode")
+    machine = {
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+    table = Table(
+        "environment",
+        "where",
+        "threads",
+        "start, ms",
+        "step, ms",
+        "p95",
+        "episodes/s",
+        "client's CPU, ms/episode",
+    )
     for row in rows:
         steps = row["step"]
         shown = (row["start"]["median_ms"], steps["median_ms"], steps["p95_ms"])

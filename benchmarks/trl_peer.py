@@ -1,6 +1,8 @@
-"""TRL's side of ``against_trl.py``: one GRPOTrainer that makes a step each time the driver says so. Runs in TRL's own environment.
+"""TRL's side of ``against_trl.py``: one GRPOTrainer that makes a step each time the driver says so. Runs in
+TRL's own environment.
 
-python benchmarks/trl_peer.py SETTINGS.json     (the driver writes the file, and talks over standard input and output)
+python benchmarks/trl_peer.py SETTINGS.json     (the driver writes the file, and talks over standard input and
+output)
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-# A reply of any form is a call of the one tool, so that a small model, which makes no valid calls, has all its turns.
+# A reply of any form is a call of the one tool, so that a small model, which makes no valid calls, has all
+# its turns.
 EVERY_REPLY_ACTS = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|im_start|>assistant\n",
@@ -26,7 +29,10 @@ EVERY_REPLY_ACTS = {
         "tool_calls": {
             "repeats": True,
             "content": "text",
-            "transform": {"type": "function", "function": {"name": "act", "arguments": {"reply": "{content}"}}},
+            "transform": {
+                "type": "function",
+                "function": {"name": "act", "arguments": {"reply": "{content}"}},
+            },
         }
     },
 }
@@ -63,7 +69,9 @@ def every_second(completions: list[Any], **_: Any) -> list[float]:
 
 
 class Timed(GRPOTrainer):
-    """Counts what is sampled, and how long that takes: the environment's answers and TRL's bookkeeping of them are part of it."""
+    """Counts what is sampled, and how long that takes: the environment's answers and TRL's bookkeeping of
+    them are part of it.
+    """
 
     turnstile: Turnstile
 
@@ -77,7 +85,9 @@ class Timed(GRPOTrainer):
             "episodes": len(completion_ids),
             "tokens": sum(len(p) + len(c) for p, c in zip(prompt_ids, completion_ids, strict=True)),
             "sampled": sum(map(sum, masks)),
-            "turns": sum(now and not before for mask in masks for before, now in zip([0, *mask], mask, strict=False)),
+            "turns": sum(
+                now and not before for mask in masks for before, now in zip([0, *mask], mask, strict=False)
+            ),
         }
         return made
 
@@ -145,9 +155,13 @@ def main() -> None:
         model=settings["model"],
         reward_funcs=every_second,
         args=config,
-        train_dataset=Dataset.from_list([{"prompt": messages, "task": number} for number, messages in enumerate(settings["openings"])]),
+        train_dataset=Dataset.from_list(
+            [{"prompt": messages, "task": number} for number, messages in enumerate(settings["openings"])]
+        ),
         processing_class=tokenizer,
-        peft_config=LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+        peft_config=LoraConfig(
+            r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
         if settings["lora"]
         else None,
         callbacks=[steps],

@@ -1,12 +1,15 @@
-"""Ten turns of 32 tokens read and 32 written, 8 conversations (4 x 2): keys and values kept, against reading everything again each turn.
+"""Ten turns of 32 tokens read and 32 written, 8 conversations (4 x 2): keys and values kept, against reading
+everything again each turn.
 
     python benchmarks/turns.py [--turns 10] [--rounds 2] [--threads 2] [--model smollm2-135m]
 
-Three ways: ours, one call whose conversations go on; ours without memory, a fresh conversation for every turn with the whole history as its
-prompt; Transformers' generate in the same manner, 8 rows at once. Random tokens are read; no token ends a turn. CPU seconds of the process.
-What must be seen: kept, a turn reads its new tokens only, so tokens read and seconds grow with the tokens that are new, not with turns x
-length. "Floor" of a turn, on all cores: 2 operations a weight and token that is read or written, at this machine's rate of matrix products,
-or each weight read once a decode step, whatever takes longer. Prints tables and writes benchmarks/results/turns.json.
+Three ways: ours, one call whose conversations go on; ours without memory, a fresh conversation for every turn
+with the whole history as its prompt; Transformers' generate in the same manner, 8 rows at once. Random tokens
+are read; no token ends a turn. CPU seconds of the process. What must be seen: kept, a turn reads its new
+tokens only, so tokens read and seconds grow with the tokens that are new, not with turns x length. "Floor" of
+a turn, on all cores: 2 operations a weight and token that is read or written, at this machine's rate of
+matrix products, or each weight read once a decode step, whatever takes longer. Prints tables and writes
+benchmarks/results/turns.json.
 """
 
 from __future__ import annotations
@@ -25,9 +28,10 @@ from rich.table import Table
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from agent_peft.policies.base import PretrainedConfig
-from agent_peft.policies.engine import Engine, EngineConfig
-from agent_peft.policies.language_model import Policy, load_policy
+from agent_peft.policies.config import PretrainedConfig
+from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.policy import Policy, load_policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.seeding import derive, generator
 
@@ -36,7 +40,9 @@ OBSERVED, SAMPLED = 32, 32
 
 @dataclass
 class Clock:
-    """CPU seconds at the end of each turn, and tokens read by then: of the last conversation that gets there."""
+    """CPU seconds at the end of each turn, and tokens read by then: of the last conversation that gets
+    there.
+    """
 
     begun: float = field(default_factory=time.process_time)
     ends: dict[int, float] = field(default_factory=dict)
@@ -111,11 +117,14 @@ def kept(engine: Engine, talks: list[Talk], sampling: SamplingConfig) -> Measure
         talk.clock = clock
     statistics_ = engine.generate(talks, sampling)
     first = len({tuple(talk.history[:OBSERVED]) for talk in talks}) * OBSERVED
-    # from the second turn on: what is new, and the last token of the action before, which was sampled but not read; checked against the sum
+    # from the second turn on: what is new, and the last token of the action before, which was sampled but not
+    # read; checked against the sum
     later = len(talks) * (OBSERVED + 1)
     read = [first] + [later] * (len(clock.turns) - 1)
     if sum(read) != statistics_.prefilled:
-        raise SystemExit(f"the engine read {statistics_.prefilled} tokens, not {sum(read)}: it no longer does what this table says")
+        raise SystemExit(
+            f"the engine read {statistics_.prefilled} tokens, not {sum(read)}: it no longer does what this table says"
+        )
     return clock.turns, read
 
 
@@ -130,7 +139,15 @@ def again(engine: Engine, talks: list[Talk], sampling: SamplingConfig) -> Measur
 
 def transformers(policy: Policy, talks: list[Talk]) -> Measured:
     clock, read = Clock(), []
-    how = GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=SAMPLED, eos_token_id=None, pad_token_id=0)
+    how = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=SAMPLED,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     for turn in range(talks[0].turns):
         rows = torch.tensor([talk.history for talk in talks])
         with torch.no_grad():
@@ -143,7 +160,9 @@ def transformers(policy: Policy, talks: list[Talk]) -> Measured:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
@@ -172,7 +191,9 @@ def main() -> None:
             if turn >= 0:
                 found[name].append(measured)
 
-    trunk = sum(p.numel() for m in plain.decoder.modules() if isinstance(m, torch.nn.Linear) for p in m.parameters())
+    trunk = sum(
+        p.numel() for m in plain.decoder.modules() if isinstance(m, torch.nn.Linear) for p in m.parameters()
+    )
     weights = trunk + plain.head.weight.numel()
     cores = torch.get_num_threads()
     step = cores * max(2 * weights * 8 / limits.flops, 4 * weights / limits.bytes)
@@ -181,22 +202,42 @@ def main() -> None:
         for what in ("read", "CPU s"):
             table.add_column(f"{name}: {what}")
     table.add_column("floor of kept, CPU s")
-    cpu = {name: [statistics.median(run[0][turn] for run in runs) for turn in range(arguments.turns)] for name, runs in found.items()}
+    cpu = {
+        name: [statistics.median(run[0][turn] for run in runs) for turn in range(arguments.turns)]
+        for name, runs in found.items()
+    }
     read = {name: runs[0][1] for name, runs in found.items()}
     floors = [cores * 2 * trunk * tokens / limits.flops + SAMPLED * step for tokens in read["kept"]]
     for turn in range(arguments.turns):
-        cells = [cell for name in ways for cell in (str(sum(read[name][: turn + 1])), f"{cpu[name][turn]:.2f}")]
+        cells = [
+            cell for name in ways for cell in (str(sum(read[name][: turn + 1])), f"{cpu[name][turn]:.2f}")
+        ]
         table.add_row(str(turn + 1), *cells, f"{floors[turn]:.2f}")
     cells = [cell for name in ways for cell in (str(sum(read[name])), f"{sum(cpu[name]):.2f}")]
     table.add_row("all", *cells, f"{sum(floors):.2f}")
     console.print(table)
     growth = {name: times[-1] / times[1] for name, times in cpu.items()}
-    console.print(", ".join(f"{name}: the last turn costs {times:.2f} times the second" for name, times in growth.items()))
+    console.print(
+        ", ".join(
+            f"{name}: the last turn costs {times:.2f} times the second" for name, times in growth.items()
+        )
+    )
     console.print(limits.text)
-    content = {"limits": vars(limits), "turns": arguments.turns, "conversations": 8, "cpu_seconds": cpu, "tokens_read": read}
+    content = {
+        "limits": vars(limits),
+        "turns": arguments.turns,
+        "conversations": 8,
+        "cpu_seconds": cpu,
+        "tokens_read": read,
+    }
     write(
         "turns",
-        {**content, "floor": floors, "last_to_second": growth, "runs": {name: [run[0] for run in runs] for name, runs in found.items()}},
+        {
+            **content,
+            "floor": floors,
+            "last_to_second": growth,
+            "runs": {name: [run[0] for run in runs] for name, runs in found.items()},
+        },
     )
 
 

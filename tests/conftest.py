@@ -1,4 +1,6 @@
-"""Fixtures that many tests share. Models are small and random; the real ones skip, with the reason, where they cannot be had."""
+"""Fixtures that many tests share. Models are small and random; the real ones skip, with the reason, where
+they cannot be had.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from agent_peft.policies import bundled
+from agent_peft.policies.models import bundled
 from agent_peft.policies.tokenization import character_tokenizer
 from agent_peft.types import AgentPeftError
 
@@ -21,7 +23,9 @@ torch.set_num_threads(1)
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that operators have made and that are still there: exact, and the same each time."""
+    """Counts the bytes of tensors that operators have made and that are still there: exact, and the same
+    each time.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,13 +33,17 @@ class _LiveBytes(TorchDispatchMode):
         self.known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        given = {
+            x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)
+        }
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 storage = tensor.untyped_storage()
                 key, size = storage._cdata, storage.nbytes()
-                if key not in self.known and key not in given:  # made here, and no view of what was there before
+                if (
+                    key not in self.known and key not in given
+                ):  # made here, and no view of what was there before
                     self.known.add(key)
                     self.now += size
                     weakref.finalize(storage, self.forget, key, size)
@@ -49,7 +57,9 @@ class _LiveBytes(TorchDispatchMode):
 
 @pytest.fixture
 def peak_bytes() -> Callable[[Callable[[], object]], int]:
-    """``peak_bytes(work)``: the most bytes of tensors that ``work`` has made and holds at once, its backward included."""
+    """``peak_bytes(work)``: the most bytes of tensors that ``work`` has made and holds at once, its
+    backward included.
+    """
 
     def measure(work: Callable[[], object]) -> int:
         with _LiveBytes() as live:
@@ -75,7 +85,9 @@ def char_tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def tiny_llama(char_tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """Two random layers over ``char_tokenizer``'s tokens, tied embeddings, grouped heads, fp32, in evaluation mode."""
+    """Two random layers over ``char_tokenizer``'s tokens, tied embeddings, grouped heads, fp32, in
+    evaluation mode.
+    """
     config = LlamaConfig(
         vocab_size=len(char_tokenizer),
         hidden_size=32,

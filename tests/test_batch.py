@@ -7,7 +7,9 @@ from agent_peft.batch import collate
 from agent_peft.types import Task, Trajectory, Turn
 
 SHORT = Trajectory(Task("a"), (Turn((1,), (2,), (-0.5,)),), rewards=(1.0,))
-LONG = Trajectory(Task("b"), (Turn((1, 2), (3,), (-0.25,)), Turn((4,), (5, 6), (-0.1, -0.2))), rewards=(0.5, -2.0))
+LONG = Trajectory(
+    Task("b"), (Turn((1, 2), (3,), (-0.25,)), Turn((4,), (5, 6), (-0.1, -0.2))), rewards=(0.5, -2.0)
+)
 
 
 def test_collate_pads_on_the_right():
@@ -15,14 +17,18 @@ def test_collate_pads_on_the_right():
     assert batch.tokens.tolist() == [[1, 2, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6]]
     assert batch.lengths.tolist() == [2, 6]
     assert batch.action_mask.int().tolist() == [[0, 1, 0, 0, 0, 0], [0, 0, 1, 0, 1, 1]]
-    torch.testing.assert_close(batch.logprobs, torch.tensor([[0, -0.5, 0, 0, 0, 0], [0, 0, -0.25, 0, -0.1, -0.2]]))
+    torch.testing.assert_close(
+        batch.logprobs, torch.tensor([[0, -0.5, 0, 0, 0, 0], [0, 0, -0.25, 0, -0.1, -0.2]])
+    )
     assert batch.returns.tolist() == [1.0, -1.5]
     assert batch.groups.tolist() == [4, 7]
     assert not batch.weights.any() and not batch.advantages.any()
 
 
 def test_the_first_token_is_never_learnt_since_nothing_predicts_it():
-    assert collate([Trajectory(Task("t"), (Turn((), (1, 2), (-1.0, -1.0)),))], [0]).action_mask.tolist() == [[False, True]]
+    assert collate([Trajectory(Task("t"), (Turn((), (1, 2), (-1.0, -1.0)),))], [0]).action_mask.tolist() == [
+        [False, True]
+    ]
 
 
 def test_select_cuts_to_the_longest_row_chosen():
@@ -51,15 +57,19 @@ def test_each_turns_reward_is_on_its_last_sampled_token():
 
 def test_no_reward_is_lost_where_a_turn_sampled_nothing():
     empty = Turn((7, 8), (), ())
-    for turns in ((empty, LONG.turns[0], LONG.turns[1]), (LONG.turns[0], empty, LONG.turns[1]), (*LONG.turns, empty)):
+    for turns in (
+        (empty, LONG.turns[0], LONG.turns[1]),
+        (LONG.turns[0], empty, LONG.turns[1]),
+        (*LONG.turns, empty),
+    ):
         batch = collate([Trajectory(Task("t"), turns, rewards=(1.0, 2.0, 4.0))], [0])
         assert batch.rewards.sum(1).tolist() == batch.returns.tolist() == [7.0]
         assert not batch.rewards[~batch.action_mask].any()
     # a turn that sampled nothing pays with the token before it; the first with the first token to come
     assert batch.rewards[0].tolist() == [0, 0, 1.0, 0, 0, 6.0, 0, 0]
-    assert collate([Trajectory(Task("t"), (Turn((), (1,), (-1.0,)), LONG.turns[0]), rewards=(1.0, 2.0))], [0]).rewards.tolist() == [
-        [0, 0, 0, 3.0]
-    ]
+    assert collate(
+        [Trajectory(Task("t"), (Turn((), (1,), (-1.0,)), LONG.turns[0]), rewards=(1.0, 2.0))], [0]
+    ).rewards.tolist() == [[0, 0, 0, 3.0]]
 
 
 def test_rewards_are_one_for_each_turn():
@@ -69,7 +79,11 @@ def test_rewards_are_one_for_each_turn():
 
 CUT = Trajectory(
     Task("c"),
-    (Turn((1,), (2, 3), (-0.5, -0.25)), Turn((4,), (5, 6), (-0.1, float("-inf")), cut=True), Turn((7,), (8,), (-0.2,))),
+    (
+        Turn((1,), (2, 3), (-0.5, -0.25)),
+        Turn((4,), (5, 6), (-0.1, float("-inf")), cut=True),
+        Turn((7,), (8,), (-0.2,)),
+    ),
     rewards=(1.0, -0.5, 0.25),
 )
 
@@ -82,4 +96,6 @@ def test_cut_actions_are_left_out_where_that_is_asked_for():
     assert masked.tokens.tolist() == whole.tokens.tolist() and masked.returns.tolist() == [0.75]
     assert masked.rewards.tolist() == [[0, 0, 0.5, 0, 0, 0, 0, 0.25]]
     torch.testing.assert_close(masked.logprobs, torch.tensor([[0, -0.5, -0.25, 0, 0, 0, 0, -0.2]]))
-    assert collate([SHORT, LONG], [0, 1], mask_cut=True).action_mask.equal(collate([SHORT, LONG], [0, 1]).action_mask)
+    assert collate([SHORT, LONG], [0, 1], mask_cut=True).action_mask.equal(
+        collate([SHORT, LONG], [0, 1]).action_mask
+    )

@@ -51,8 +51,14 @@ def test_help_and_version_do_not_wait_for_torch():
         (["train"], "Missing argument 'CONFIG'. (agent-peft train --help tells more)"),
         (["train", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
         (["explain", "nowhere.yaml"], "nowhere.yaml: cannot be read"),
-        (["evaluate", "nowhere"], "nowhere: there is no run directory, adapter or model of this name (seen from "),
-        (["evaluate", "runs/a/nowhere", "--config", "c.yaml"], "runs/a/nowhere: there is no run directory, adapter or model of this name"),
+        (
+            ["evaluate", "nowhere"],
+            "nowhere: there is no run directory, adapter or model of this name (seen from ",
+        ),
+        (
+            ["evaluate", "runs/a/nowhere", "--config", "c.yaml"],
+            "runs/a/nowhere: there is no run directory, adapter or model of this name",
+        ),
         (["merge", "nowhere", "--output", "x"], "nowhere: there is no such run directory (seen from "),
         (["generate", "db_bench", "--num-tasks", "few", "--output", "x"], "Invalid value for '--num-tasks'"),
         (["generate", "db_bench", "--num-tasks", "3"], "Missing option '--output'"),
@@ -60,7 +66,10 @@ def test_help_and_version_do_not_wait_for_torch():
             ["generate", "db_bench", "--num-tasks", "3", "--output", "x", "--split", "test"],
             "there is no split 'test'; choose train or heldout",
         ),
-        (["generate", "chess", "--num-tasks", "3", "--output", "x"], "no tasks can be generated for 'chess'; choose db_bench"),
+        (
+            ["generate", "chess", "--num-tasks", "3", "--output", "x"],
+            "no tasks can be generated for 'chess'; choose db_bench",
+        ),
         (["validate", "db_bench", "--tasks", "nowhere.json"], "nowhere.json: cannot be read"),
     ],
 )
@@ -81,7 +90,9 @@ def test_a_mistake_in_an_override_is_one_line(config, capsys):
     )
 
 
-@pytest.mark.parametrize(("error", "code"), [("TrustError", 1), ("InfrastructureError", 1), ("AgentPeftError", 2)])
+@pytest.mark.parametrize(
+    ("error", "code"), [("TrustError", 1), ("InfrastructureError", 1), ("AgentPeftError", 2)]
+)
 def test_what_failed_decides_the_exit_code(error, code, config, capsys, tmp_path, monkeypatch):
     name = f"failing_{error.lower()}"
     lines = (
@@ -104,14 +115,32 @@ def test_explain(config, capsys):
 
 def test_generate_says_what_it_wrote_and_validate_accepts_it(tmp_path, capsys):
     output = tmp_path / "deep" / "tasks.json"
-    arguments = ["generate", "db_bench", "--num-tasks", "4", "--seed", "3", "--skills", "insert, limit_only", "--split", "heldout"]
+    arguments = [
+        "generate",
+        "db_bench",
+        "--num-tasks",
+        "4",
+        "--seed",
+        "3",
+        "--skills",
+        "insert, limit_only",
+        "--split",
+        "heldout",
+    ]
     assert run([*arguments, "--output", str(output)]) == 0
     assert capsys.readouterr().out == f"wrote {output}: 4 tasks of the heldout split, seed 3\n"
     entries = json.loads(output.read_text())
-    assert [entry["skill_list"][0] for entry in entries.values()] == ["insert", "limit_only"] * 2 or len(entries) == 4
+    assert [entry["skill_list"][0] for entry in entries.values()] == ["insert", "limit_only"] * 2 or len(
+        entries
+    ) == 4
     assert run(["validate", "db_bench", "--tasks", str(output), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["tasks"], found["gold_correct"], found["nothing_correct"], found["rejected"]) == (4, 4, 0, [])
+    assert (found["tasks"], found["gold_correct"], found["nothing_correct"], found["rejected"]) == (
+        4,
+        4,
+        0,
+        [],
+    )
 
     entries["broken"] = {**next(iter(entries.values()))}
     entries["broken"]["answer_info"] = {
@@ -126,7 +155,21 @@ def test_generate_says_what_it_wrote_and_validate_accepts_it(tmp_path, capsys):
 
 
 def test_unknown_skills_are_told_with_the_valid_ones(tmp_path, capsys):
-    assert run(["generate", "db_bench", "--num-tasks", "4", "--skills", "inserting", "--output", str(tmp_path / "x.json")]) == 2
+    assert (
+        run(
+            [
+                "generate",
+                "db_bench",
+                "--num-tasks",
+                "4",
+                "--skills",
+                "inserting",
+                "--output",
+                str(tmp_path / "x.json"),
+            ]
+        )
+        == 2
+    )
     said = capsys.readouterr().err
     assert "'inserting'" in said
     assert "limit_only" in said
@@ -154,7 +197,19 @@ def test_a_run_from_its_start_to_a_merged_model(config, tmp_path, capsys):
     stored = json.loads((tmp_path / "run" / "evaluations" / "after_rloo.json").read_text())
     assert json.loads(capsys.readouterr().out)["outcomes"] == stored["outcomes"]
 
-    assert run(["evaluate", str(tmp_path / "run"), "--attempts", "2", "--base", "evaluation.sampling.temperature=1"]) == 0
+    assert (
+        run(
+            [
+                "evaluate",
+                str(tmp_path / "run"),
+                "--attempts",
+                "2",
+                "--base",
+                "evaluation.sampling.temperature=1",
+            ]
+        )
+        == 0
+    )
     assert "pass@2" in capsys.readouterr().out
     assert run(["evaluate", str(tmp_path / "run"), "--attempts", "2"]) == 2  # alike at temperature 0
     assert "attempts: 2 has no effect" in capsys.readouterr().err
@@ -162,14 +217,20 @@ def test_a_run_from_its_start_to_a_merged_model(config, tmp_path, capsys):
     assert run(["merge", str(tmp_path / "run"), "--output", str(tmp_path / "merged")]) == 0
     assert (tmp_path / "merged" / "config.json").is_file()
     assert run(["evaluate", str(tmp_path / "merged"), "--config", str(config), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out.removeprefix(f"wrote {tmp_path / 'merged'}\n"))["outcomes"] == stored["outcomes"]
+    assert (
+        json.loads(capsys.readouterr().out.removeprefix(f"wrote {tmp_path / 'merged'}\n"))["outcomes"]
+        == stored["outcomes"]
+    )
 
 
 def test_merging_and_evaluating_in_one_go(tmp_path, capsys):
     """Each checkpoint's adapter and the model merged from it answer alike, and not all checkpoints do."""
     path, folder = tmp_path / "c.yaml", tmp_path / "run"
     path.write_text(CONFIG.format(folder=tmp_path))
-    assert run(["train", str(path), "stages.0.steps=40", "tasks_per_step=8", "optimizer.learning_rate=0.01"]) == 0
+    assert (
+        run(["train", str(path), "stages.0.steps=40", "tasks_per_step=8", "optimizer.learning_rate=0.01"])
+        == 0
+    )
     both = ["merge", str(folder), "--evaluate", "--json", "--output"]
     asked = ["evaluation.sampling.temperature=1", "evaluation.attempts=8"]
     different = []
@@ -191,7 +252,10 @@ def test_merging_and_evaluating_in_one_go(tmp_path, capsys):
     assert run([*both, str(tmp_path / "tabled"), *asked]) == 2
     assert "exists and is no empty folder" in capsys.readouterr().err
     assert run(["merge", str(folder), "--output", str(tmp_path / "x"), *asked]) == 2
-    assert "evaluation.sampling.temperature has no effect on merge; with --evaluate it may have" in capsys.readouterr().err
+    assert (
+        "evaluation.sampling.temperature has no effect on merge; with --evaluate it may have"
+        in capsys.readouterr().err
+    )
     assert run(["merge", str(folder), "--output", str(tmp_path / "x"), "--json"]) == 2
     assert "--json has an effect with --evaluate only" in capsys.readouterr().err
     assert run(["merge", str(tmp_path), "--evaluate", "--output", str(tmp_path / "x")]) == 2
@@ -210,7 +274,11 @@ def test_interrupted(config, tmp_path):
     try:
         metrics = tmp_path / "run" / "metrics.jsonl"
         deadline = time.monotonic() + 60
-        while not (metrics.exists() and metrics.read_text().count("\n") > 2) and process.poll() is None and time.monotonic() < deadline:
+        while (
+            not (metrics.exists() and metrics.read_text().count("\n") > 2)
+            and process.poll() is None
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=30)

@@ -1,4 +1,6 @@
-"""The pages that say how something is done: their files are written, their commands run, as a reader would."""
+"""The pages that say how something is done: their files are written, their commands run, as a reader
+would.
+"""
 
 import json
 import os
@@ -10,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from agent_peft.configuration import yaml12
 from agent_peft.environments import load_environment
 from agent_peft.environments.arithmetic import ALPHABET
-from agent_peft.training import yaml12
 from agent_peft.types import Outcome
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -58,7 +60,10 @@ def test_adding_an_operation_takes_at_most_forty_lines():
 
 def test_subtraction_is_learnt(subtraction):
     lines = (subtraction / "runs/subtraction/metrics.jsonl").read_text().splitlines()
-    success = {stage: [m["success"] for m in map(json.loads, lines) if m["stage"] == stage] for stage in ("sft", "rloo")}
+    success = {
+        stage: [m["success"] for m in map(json.loads, lines) if m["stage"] == stage]
+        for stage in ("sft", "rloo")
+    }
     assert set(success["sft"]) == {1.0}  # every demonstration is graded correct
     attempts = success["rloo"]
     assert sum(attempts[:5]) / 5 > 0.1, "the supervised stage has taught nothing"
@@ -85,7 +90,9 @@ def test_subtraction_is_graded_right(subtraction, monkeypatch):
 def test_a_module_of_ones_own_learns(tmp_path):
     follow(section("models.md", "A module of your own"), tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "runs/own/metrics.jsonl").read_text().splitlines()]
-    assert [m["success"] for m in lines if m["stage"] == "rloo"][-1] > 0.3, "guessing is right about one time in ten"
+    assert [m["success"] for m in lines if m["stage"] == "rloo"][-1] > 0.3, (
+        "guessing is right about one time in ten"
+    )
 
 
 def test_the_page_says_what_the_code_has():
@@ -94,7 +101,10 @@ def test_the_page_says_what_the_code_has():
     first = next(block for language, block in _BLOCK.findall(text) if language == "yaml")
     keys = yaml12.plain(yaml12.parse(first, "arithmetic.md"))["environment"]
     assert set(keys) == set(load_environment(keys).config.model_dump())
-    for row, settings in (("| `312101=3201` | `840+0630=804` |", {"answer": "worked"}), ("| `3201` | `804` |", {"answer": "reversed"})):
+    for row, settings in (
+        ("| `312101=3201` | `840+0630=804` |", {"answer": "worked"}),
+        ("| `3201` | `804` |", {"answer": "reversed"}),
+    ):
         shown = re.findall(r"`(.+?)`", row)
         for gold, operation, a, b in ((shown[0], "addition", 345, 678), (shown[1], "multiplication", 12, 34)):
             environment = load_environment({"kind": "arithmetic", "operation": operation, **settings})
@@ -104,7 +114,11 @@ def test_the_page_says_what_the_code_has():
 
 
 def test_every_attack_of_the_table_names_a_test_that_is_there():
-    rows = [line for line in (DOCS / "attacks.md").read_text(encoding="utf-8").splitlines() if re.match(r"\| \d+ \|", line)]
+    rows = [
+        line
+        for line in (DOCS / "attacks.md").read_text(encoding="utf-8").splitlines()
+        if re.match(r"\| \d+ \|", line)
+    ]
     assert len(rows) == 128 + 40
     for row in rows:
         tests = re.findall(r"`([\w/]+\.py)`(?: (\w+))?", row)

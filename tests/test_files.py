@@ -50,7 +50,18 @@ def test_what_is_too_large_or_no_text_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text", ["[" * 100_000, "[" * 5_000 + "]" * 5_000, '{"a":' * 5_000, "9" * 5_000, '"\\ud800"', "", "nul", "\xff", b"\xff"]
+    "text",
+    [
+        "[" * 100_000,
+        "[" * 5_000 + "]" * 5_000,
+        '{"a":' * 5_000,
+        "9" * 5_000,
+        '"\\ud800"',
+        "",
+        "nul",
+        "\xff",
+        b"\xff",
+    ],
 )
 def test_json_that_is_not_fit(text):
     with pytest.raises(ValueError, match=r"."):
@@ -58,7 +69,10 @@ def test_json_that_is_not_fit(text):
 
 
 @given(
-    st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner))
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(),
+        lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    )
 )
 def test_json_that_is_fit_is_read_as_it_is(content):
     assert parse_json(json.dumps(content)) == content

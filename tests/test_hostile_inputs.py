@@ -1,4 +1,6 @@
-"""The command line on what anybody may bring: each command ends with 0, 1 or 2, in one line, and within a time and a memory."""
+"""The command line on what anybody may bring: each command ends with 0, 1 or 2, in one line, and within a
+time and a memory.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 
 import agent_peft
 from agent_peft.cli import run
-from agent_peft.training.yaml12 import dump
+from agent_peft.configuration.yaml12 import dump
 
 SRC = str(Path(agent_peft.__file__).parents[1])
 SETTINGS = {
@@ -38,7 +40,9 @@ HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202e\ud800\r\nforged line"
 
 @pytest.fixture
 def said(capsys, tmp_path, monkeypatch):
-    """``said(*arguments)``: the exit code, what was printed, and the one line of an error without its beginning."""
+    """``said(*arguments)``: the exit code, what was printed, and the one line of an error without its
+    beginning.
+    """
     monkeypatch.chdir(tmp_path)
 
     def command(*arguments: str) -> tuple[int, str, str]:
@@ -59,7 +63,7 @@ def write(**changes) -> str:
     return "c.yaml"
 
 
-# -- code that a configuration names ----------------------------------------------------------------------------------------------------
+# -- code that a configuration names -------------------------------------------------------------------------
 
 NAMED = {
     "environment": {"environment": {"kind": "subprocess:Popen", "args": ["touch", "PWNED"]}},
@@ -110,7 +114,11 @@ def test_nothing_but_the_right_class_is_ever_called(said, evil, command, name, t
     if command == "evaluate":
         Path("run").mkdir()
         Path(write(**NAMED[name])).rename("run/config.yaml")
-    code, _, error = said(command, *(["--trust"] if command == "explain" else []), "run" if command == "evaluate" else write(**NAMED[name]))
+    code, _, error = said(
+        command,
+        *(["--trust"] if command == "explain" else []),
+        "run" if command == "evaluate" else write(**NAMED[name]),
+    )
     assert code == 2
     assert told in error
     assert not (evil / "CALLED").exists()
@@ -130,15 +138,19 @@ def test_explain_runs_no_commands_of_tasks_without_a_sandbox(said, tmp_path):
         "evaluation": {"match": "a", "example": f"touch {tmp_path}/PWNED; echo a"},
     }
     (tmp_path / "t.json").write_text(json.dumps([task]))
-    code, out, _ = said("explain", write(environment={"kind": "os_interaction", "tasks": "t.json", "sandbox": "none"}))
+    code, out, _ = said(
+        "explain", write(environment={"kind": "os_interaction", "tasks": "t.json", "sandbox": "none"})
+    )
     assert code == 0
     assert "sandbox: none" in out.split("not run and not checked: ")[1]
     assert not (tmp_path / "PWNED").exists()
 
 
-# -- files ----------------------------------------------------------------------------------------------------------------------------
+# -- files ---------------------------------------------------------------------------------------------------
 
-LAUGHS = "x: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(f"x{i}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(9))
+LAUGHS = "x: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
+    f"x{i}: &{chr(98 + i)} [{','.join([f'*{chr(97 + i)}'] * 9)}]\n" for i in range(9)
+)
 FILES = {
     "empty": b"",
     "laughs": LAUGHS.encode(),
@@ -180,7 +192,12 @@ def test_any_file_in_the_place_of_the_right_one(said, command):
         assert code in (1, 2), name
         assert len(error) <= 8_100, name  # 2,000 characters, each an escape at worst
     Path("FILE").unlink()
-    for make in (lambda: os.mkfifo("FILE"), lambda: Path("FILE").mkdir(), lambda: Path("FILE").symlink_to("/dev/zero"), lambda: None):
+    for make in (
+        lambda: os.mkfifo("FILE"),
+        lambda: Path("FILE").mkdir(),
+        lambda: Path("FILE").symlink_to("/dev/zero"),
+        lambda: None,
+    ):
         make()
         assert said(*COMMANDS[command])[0] == 2
         Path("FILE").rmdir() if Path("FILE").is_dir() else Path("FILE").unlink(missing_ok=True)
@@ -201,7 +218,7 @@ def test_ids_and_causes_are_printed_with_escapes(said):
     assert json.loads(out)["rejected"][0]["id"] == HOSTILE.replace("\ud800", "")
 
 
-# -- values ---------------------------------------------------------------------------------------------------------------------------
+# -- values --------------------------------------------------------------------------------------------------
 
 LEAVES = [
     "seed", "threads", "steps", "tasks_per_step", "group_size", "run_dir", "name", "algorithm", "rewards", "stages", "engine",
@@ -235,7 +252,20 @@ VALUES = st.one_of(
         ]
     ),
     st.sampled_from(
-        ["cuda:99", "meta", "nothing", "x" * 10_000, HOSTILE.replace("\ud800", ""), "/", "..", [], {}, [[]], {"kind": ":"}, {"kind": 3}]
+        [
+            "cuda:99",
+            "meta",
+            "nothing",
+            "x" * 10_000,
+            HOSTILE.replace("\ud800", ""),
+            "/",
+            "..",
+            [],
+            {},
+            [[]],
+            {"kind": ":"},
+            {"kind": 3},
+        ]
     ),
     st.text(max_size=5),
     st.integers(),
@@ -278,7 +308,7 @@ def test_any_override_is_refused_in_one_line(said, override):
     assert said("explain", write(), override)[0] == 2
 
 
-# -- as a process ---------------------------------------------------------------------------------------------------------------------
+# -- as a process --------------------------------------------------------------------------------------------
 
 
 def test_a_process_is_bounded_and_its_warnings_are_printable(tmp_path):

@@ -1,6 +1,7 @@
 """Every key of every command has its effect, or is refused in one line. A key that is in no table here fails.
 
-What a value does once it is in the configuration that a command works with, the tests of the part that reads it show.
+What a value does once it is in the configuration that a command works with, the tests of the part that reads
+it show.
 """
 
 from __future__ import annotations
@@ -19,20 +20,23 @@ from typer.main import get_command
 
 from agent_peft import cli
 from agent_peft.cli import run
-from agent_peft.environments import ENVIRONMENTS, download, generation, validation
+from agent_peft.configuration.effective import EFFECTIVE, refuse_ineffective
+from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.run_config import TrainConfig, resolved
+from agent_peft.configuration.yaml12 import dump
+from agent_peft.environments import ENVIRONMENTS
 from agent_peft.environments.base import EnvironmentConfig
 from agent_peft.environments.http import server
-from agent_peft.training import runs, targets
-from agent_peft.training.config import TrainConfig, resolved
-from agent_peft.training.effective import EFFECTIVE, refuse_ineffective
-from agent_peft.training.loading import load_config
-from agent_peft.training.targets import load_target_config
-from agent_peft.training.yaml12 import dump
+from agent_peft.environments.task_files import download, generation, validation
+from agent_peft.runs import run as runs
+from agent_peft.runs import targets
+from agent_peft.runs.targets import load_target_config
 from agent_peft.types import AgentPeftError
 
-# -- the keys of a configuration ------------------------------------------------------------------------------------------------------
+# -- the keys of a configuration -----------------------------------------------------------------------------
 
-# What a section's keys have an effect on, beside train and explain, on which all have one. merge --evaluate is as evaluate.
+# What a section's keys have an effect on, beside train and explain, on which all have one. merge --evaluate
+# is as evaluate.
 ENVIRONMENT_KEYS = {
     "arithmetic": "kind operation digits answer symbols split num_tasks seed",
     "db_bench": "kind tasks generate database skills limit max_turns max_observation_chars statement_seconds statement_steps "
@@ -48,7 +52,11 @@ ENVIRONMENT_KEYS = {
 }
 KEYS: dict[str, dict[str, str]] = {
     "": {"evaluate": "seed threads", "": "run_dir", "evaluate serve": "evaluation"},
-    "policy:pretrained": {"evaluate merge": "model device", "evaluate": "dtype", "": "kind lora adapter packing activation_checkpointing"},
+    "policy:pretrained": {
+        "evaluate merge": "model device",
+        "evaluate": "dtype",
+        "": "kind lora adapter packing activation_checkpointing",
+    },
     "policy:pretrained.lora": {"": "rank alpha dropout target_modules"},
     "policy:scratch": {
         "evaluate merge": "device",
@@ -63,19 +71,31 @@ KEYS: dict[str, dict[str, str]] = {
     "evaluation.sampling": {"evaluate": "temperature top_p top_k max_new_tokens max_tokens stop"},
     "checkpoint": {"": "every keep_last"},
     "ranks": {"": "timeout allow_other_number"},
-    "stages": {"": "name steps until tasks_per_step group_size microbatch_tokens reference mask_cut_actions task_order nonfinite"},
+    "stages": {
+        "": "name steps until tasks_per_step group_size microbatch_tokens reference mask_cut_actions task_order nonfinite"
+    },
     "stages.until": {"": "metric above below over"},
-    "stages.rewards": {"": "correct incorrect unknown timeout turn_limit token_limit invalid_action cut_action"},
+    "stages.rewards": {
+        "": "correct incorrect unknown timeout turn_limit token_limit invalid_action cut_action"
+    },
     "stages.rewards.terms:own": {"": "kind weight when"},
     "stages.rewards.terms:length_penalty": {"": "kind weight when target_tokens"},
     "stages.rewards.terms:reasoning_steps": {"": "kind weight when max_steps"},
     "stages.rewards.terms:format": {"": "kind weight when"},
-    "stages.optimizer": {"": "learning_rate weight_decay betas epsilon max_grad_norm warmup_steps schedule min_lr_ratio"},
+    "stages.optimizer": {
+        "": "learning_rate weight_decay betas epsilon max_grad_norm warmup_steps schedule min_lr_ratio"
+    },
     "stages.sampling": {"": "temperature top_p top_k max_new_tokens max_tokens stop"},
-    "stages.algorithm:reinforce": {"": "kind kl_coef entropy_coef baseline_momentum baseline_start weighting"},
+    "stages.algorithm:reinforce": {
+        "": "kind kl_coef entropy_coef baseline_momentum baseline_start weighting"
+    },
     "stages.algorithm:rloo": {"": "kind kl_coef entropy_coef update_epochs minibatches weighting"},
-    "stages.algorithm:grpo": {"": "kind kl_coef entropy_coef update_epochs minibatches clip_low clip_high weighting"},
-    "stages.algorithm:dr_grpo": {"": "kind kl_coef entropy_coef update_epochs minibatches clip_low clip_high constant_length"},
+    "stages.algorithm:grpo": {
+        "": "kind kl_coef entropy_coef update_epochs minibatches clip_low clip_high weighting"
+    },
+    "stages.algorithm:dr_grpo": {
+        "": "kind kl_coef entropy_coef update_epochs minibatches clip_low clip_high constant_length"
+    },
     "stages.algorithm:ppo": {
         "": "kind gamma gae_lambda normalize_advantages clip_low clip_high value_clip value_coef value_learning_rate value_trunk_gradient "
         "entropy_coef kl_coef update_epochs minibatches target_kl weighting"
@@ -88,24 +108,34 @@ FIELDS = {
     for commands, names in groups.items()
     for name in names.split()
 }
-assert len(FIELDS) == sum(len(names.split()) for groups in KEYS.values() for names in groups.values()), "a key is there twice"
+assert len(FIELDS) == sum(len(names.split()) for groups in KEYS.values() for names in groups.values()), (
+    "a key is there twice"
+)
 
 
 def models_of(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [configured for configured, _ in ENVIRONMENTS.values()] if annotation is EnvironmentConfig else [annotation]
+        return (
+            [configured for configured, _ in ENVIRONMENTS.values()]
+            if annotation is EnvironmentConfig
+            else [annotation]
+        )
     return [model for argument in get_args(annotation) for model in models_of(argument)]
 
 
 def fields_below(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every field that holds a value, or may be null, with its path; where there are several kinds, ``:kind`` says which."""
+    """Every field that holds a value, or may be null, with its path; where there are several kinds,
+    ``:kind`` says which.
+    """
     for name, field in model.model_fields.items():
         below, key = models_of(field.annotation), f"{path}.{name}".removeprefix(".")
         if not below or type(None) in get_args(field.annotation):
             yield key, field
         for inner in below:
             kind = inner.model_fields["kind"].default if len(below) > 1 else None
-            yield from fields_below(inner, key if kind is None else f"{key}:{kind if isinstance(kind, str) else 'own'}")
+            yield from fields_below(
+                inner, key if kind is None else f"{key}:{kind if isinstance(kind, str) else 'own'}"
+            )
 
 
 FOUND = dict(fields_below(TrainConfig))
@@ -145,7 +175,10 @@ ENVIRONMENT_OF = {
     "openenv": {"kind": "openenv", "url": "http://localhost:1", "num_tasks": 3},
     "remote": {"kind": "remote", "url": "http://localhost:1", "examples": 1},
 }
-TERM_OF = {"own": {"kind": "own:term", "weight": 2.0}, "length_penalty": {"kind": "length_penalty", "target_tokens": 5}}
+TERM_OF = {
+    "own": {"kind": "own:term", "weight": 2.0},
+    "length_penalty": {"kind": "length_penalty", "target_tokens": 5},
+}
 OTHER_KIND = {
     "policy:scratch": POLICY_OF["pretrained"],
     "policy:pretrained": POLICY_OF["scratch"],
@@ -156,7 +189,8 @@ OTHER_KIND = {
     "stages.rewards.terms": {"kind": "format", "weight": 0.5},
     "stages.rewards.terms:format": TERM_OF["length_penalty"],
 }
-# Where a type alone does not tell another value that is valid. ``{path}`` is there already; several overrides where one needs another.
+# Where a type alone does not tell another value that is valid. ``{path}`` is there already; several overrides
+# where one needs another.
 NAMED: dict[str, str] = {
     "run_dir": "run_dir=elsewhere",
     "policy.device": "{path}=cpu",
@@ -200,8 +234,14 @@ ONE_VALUE = ("environment:db_bench.database",)
 def settings_for(key: str) -> dict[str, Any]:
     """A configuration in which the key may stand."""
     section = key.rpartition(".")[0]
-    kinds = dict(part.split(":") for part in section.replace("evaluation.environment", "evaluation_environment").split(".") if ":" in part)
-    algorithm = {"kind": kinds.get("algorithm", "grpo")} | ({"constant_length": 9} if "dr_grpo" in kinds.values() else {})
+    kinds = dict(
+        part.split(":")
+        for part in section.replace("evaluation.environment", "evaluation_environment").split(".")
+        if ":" in part
+    )
+    algorithm = {"kind": kinds.get("algorithm", "grpo")} | (
+        {"constant_length": 9} if "dr_grpo" in kinds.values() else {}
+    )
     stage: dict[str, Any] = {"algorithm": algorithm, "steps": 5, "tasks_per_step": 4}
     if stage["algorithm"]["kind"] != "sft":
         stage |= {"group_size": 2}
@@ -239,14 +279,28 @@ def another(value: Any, annotation: Any, name: str) -> Any:
 
 def at(content: Any, path: str) -> Any:
     for part in path.split("."):
-        content = None if content is None else content[int(part)] if isinstance(content, list) else content.get(part)
+        content = (
+            None
+            if content is None
+            else content[int(part)]
+            if isinstance(content, list)
+            else content.get(part)
+        )
     return content
 
 
 def first_of(table: dict[str, Any], key: str) -> Any:
-    """What a table has for a key, with the kinds that stand in it, or without, as a key of any section, of any section's last part."""
+    """What a table has for a key, with the kinds that stand in it, or without, as a key of any section, of
+    any section's last part.
+    """
     plain = re.sub(r":\w+", "", key)
-    forms = (key, key.removeprefix("evaluation."), plain, plain.removeprefix("evaluation."), ".".join(plain.split(".")[-2:]))
+    forms = (
+        key,
+        key.removeprefix("evaluation."),
+        plain,
+        plain.removeprefix("evaluation."),
+        ".".join(plain.split(".")[-2:]),
+    )
     return next((table[form] for form in forms if form in table), None)
 
 
@@ -258,7 +312,9 @@ def overrides_of(key: str, content: dict[str, Any]) -> tuple[str, list[str]]:
     other = first_of(OTHER_KIND, section) if name == "kind" else None
     if ".terms:" in key:
         term = at(content, f"{parent}.0")
-        return f"{parent}.0.{name}", [f"{parent}={json.dumps([other or {**term, name: another(term[name], FOUND[key].annotation, name)}])}"]
+        return f"{parent}.0.{name}", [
+            f"{parent}={json.dumps([other or {**term, name: another(term[name], FOUND[key].annotation, name)}])}"
+        ]
     if other is not None:
         return path, [f"{parent}={json.dumps(other)}"]
     if (named := first_of(NAMED, key)) is not None:
@@ -275,7 +331,9 @@ def _split(overrides: str) -> list[str]:
     return re.split(r" (?=[\w.{}]+=)", overrides)
 
 
-CONFIGURED = [key for key in FIELDS if key.partition("evaluation.")[2] not in ONE_VALUE and key not in ONE_VALUE]
+CONFIGURED = [
+    key for key in FIELDS if key.partition("evaluation.")[2] not in ONE_VALUE and key not in ONE_VALUE
+]
 
 
 def test_an_environments_key_may_be_called_as_an_environment(folder):
@@ -287,7 +345,9 @@ def test_an_environments_key_may_be_called_as_an_environment(folder):
 
 @pytest.mark.parametrize("section", KEYS)
 def test_keys_of_a_configuration(folder, section):
-    """Each with another value, on the command line: a command works with that value, or refuses it and names the key."""
+    """Each with another value, on the command line: a command works with that value, or refuses it and
+    names the key.
+    """
     for key in (key for key in CONFIGURED if key.rpartition(".")[0] == section):
         file = write(settings_for(key), folder / "run" / "config.yaml")
         before = resolved(load_config(file)[0])
@@ -298,14 +358,16 @@ def test_keys_of_a_configuration(folder, section):
             if key != "evaluation":  # without it the tasks are those of training
                 assert at(resolved(measured), path) != at(before, path), overrides
         for command in {"evaluate", "merge", "serve"} - FIELDS[key]:
-            with pytest.raises(AgentPeftError, match=rf"^command line: [\w.]+ has no effect on {command}; ") as told:
+            with pytest.raises(
+                AgentPeftError, match=rf"^command line: [\w.]+ has no effect on {command}; "
+            ) as told:
                 refuse_ineffective(command, overrides, EFFECTIVE[command])
             assert str(told.value).split()[2].startswith(overrides[0].partition("=")[0])
         for command in {"merge", "serve"} & FIELDS[key]:
             refuse_ineffective(command, overrides[:1], EFFECTIVE[command])
 
 
-# -- commands -------------------------------------------------------------------------------------------------------------------------
+# -- commands ------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -337,8 +399,8 @@ def reached(monkeypatch) -> dict[str, Any]:
     return found
 
 
-# For each command: what must be given, and for each of its options an argument beside it. ``kept`` are what changes nothing that a worker
-# is called with; the test of each is named.
+# For each command: what must be given, and for each of its options an argument beside it. ``kept`` are what
+# changes nothing that a worker is called with; the test of each is named.
 COMMANDS: dict[str, tuple[list[str], dict[str, list[str]]]] = {
     "train": (["run/config.yaml"], {"overrides": ["seed=1"], "fresh": ["--fresh"]}),
     "evaluate": (
@@ -353,7 +415,11 @@ COMMANDS: dict[str, tuple[list[str], dict[str, list[str]]]] = {
     ),
     "merge": (
         ["run", "--output", "merged"],
-        {"overrides": ["policy.device=cpu"], "checkpoint": ["--checkpoint", "step_000001"], "output": ["--output", "other"]},
+        {
+            "overrides": ["policy.device=cpu"],
+            "checkpoint": ["--checkpoint", "step_000001"],
+            "output": ["--output", "other"],
+        },
     ),
     "serve": (
         ["run/config.yaml"],
@@ -389,7 +455,8 @@ COMMANDS: dict[str, tuple[list[str], dict[str, list[str]]]] = {
     ),
     "download": (["gsm8k"], {"output": ["--output", "there"]}),
 }
-# These change what is shown or done after the worker; each is looked at by a test of its own, here or in the file named.
+# These change what is shown or done after the worker; each is looked at by a test of its own, here or in the
+# file named.
 SHOWN = {
     "evaluate": {"as_json", "target", "config"},  # test_cli, below
     "merge": {"as_json", "both", "run"},  # test_cli
@@ -428,13 +495,19 @@ def test_options_of_a_command(folder, reached, capsys, monkeypatch, command):
 
 def test_serve_serves_what_the_command_line_says(folder, reached, capsys):
     write(settings_for(""), folder / "run" / "config.yaml")
-    assert run(["serve", "run/config.yaml", "environment.num_tasks=2", "evaluation.environment.num_tasks=3"]) == 2
+    assert (
+        run(["serve", "run/config.yaml", "environment.num_tasks=2", "evaluation.environment.num_tasks=3"])
+        == 2
+    )
     assert [len(environment.tasks) for environment in reached["environments"].values()] == [2, 3]
     assert run(["serve", "run/config.yaml", "evaluation=null"]) == 2
     assert list(reached["environments"]) == ["train"]
     capsys.readouterr()
     assert run(["serve", "run/config.yaml", "optimizer.learning_rate=1"]) == 2
-    assert capsys.readouterr().err == "agent-peft: command line: optimizer.learning_rate has no effect on serve; leave it out\n"
+    assert (
+        capsys.readouterr().err
+        == "agent-peft: command line: optimizer.learning_rate has no effect on serve; leave it out\n"
+    )
 
 
 def test_explain_shows_what_the_command_line_says(folder, capsys):
@@ -447,10 +520,17 @@ def test_explain_shows_what_the_command_line_says(folder, capsys):
     assert shown[1]["stages.0.optimizer.learning_rate"] == {"value": 0.5, "from": "command line"}
 
 
-@pytest.mark.parametrize("file", sorted((Path(__file__).parent.parent / "configs").glob("*.yaml")), ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    "file", sorted((Path(__file__).parent.parent / "configs").glob("*.yaml")), ids=lambda file: file.stem
+)
 def test_our_own_configurations_name_no_file_outside_the_folder_they_are_used_in(file):
     config = load_config(file, check_files=False)[0]
-    models = [config, config.policy, config.environment, *([config.evaluation.environment] if config.evaluation else [])]
+    models = [
+        config,
+        config.policy,
+        config.environment,
+        *([config.evaluation.environment] if config.evaluation else []),
+    ]
     paths = [value for model in models for _, value in model if isinstance(value, Path)]
     assert config.run_dir in paths
     assert [path for path in paths if path.is_absolute() or ".." in path.parts] == []

@@ -1,7 +1,8 @@
 """Every algorithm raises the reward of an agent that adds one-digit numbers, within seconds.
 
-From random weights an agent is never right, and RL has nothing to make likelier. So each RL test starts from the same model, which a
-little supervised training has made right about one time in three, and trains a LoRA adapter on it.
+From random weights an agent is never right, and RL has nothing to make likelier. So each RL test starts from
+the same model, which a little supervised training has made right about one time in three, and trains a LoRA
+adapter on it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import pytest
 
 from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticConfig
 from agent_peft.policies.adapters import LoraSettings
-from agent_peft.policies.base import PretrainedConfig, ScratchConfig
-from agent_peft.policies.engine import Engine, EngineConfig
-from agent_peft.policies.language_model import Policy, load_policy
-from agent_peft.training.config import StageConfig
+from agent_peft.policies.config import PretrainedConfig, ScratchConfig
+from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.policy import Policy, load_policy
+from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Trainer
 
 TASKS = Arithmetic(ArithmeticConfig(digits=1, num_tasks=24))
@@ -33,10 +35,19 @@ ARCHITECTURE = {
 }
 
 
-def rewards(policy: Policy, algorithm: dict[str, Any], steps: int, learning_rate: float, **stage: Any) -> list[dict[str, float]]:
+def rewards(
+    policy: Policy, algorithm: dict[str, Any], steps: int, learning_rate: float, **stage: Any
+) -> list[dict[str, float]]:
     """The metrics of ``steps`` steps."""
-    settings = {"algorithm": algorithm, "steps": steps, "optimizer": {"learning_rate": learning_rate}, **stage}
-    trainer = Trainer(StageConfig.model_validate(settings), policy, Engine(policy, EngineConfig()), TASKS, seed=0)
+    settings = {
+        "algorithm": algorithm,
+        "steps": steps,
+        "optimizer": {"learning_rate": learning_rate},
+        **stage,
+    }
+    trainer = Trainer(
+        StageConfig.model_validate(settings), policy, Engine(policy, EngineConfig()), TASKS, seed=0
+    )
     return [step.metrics for step in trainer]
 
 
@@ -70,7 +81,12 @@ def test_rl_raises_the_reward(warm, algorithm):
 def test_ppo_raises_the_reward_and_its_critic_explains_it(warm):
     """Four epochs of each batch, so half the batches do; and no group is compared, so there are none."""
     policy = load_policy(PretrainedConfig(model=str(warm), lora=LoraSettings(rank=16), device="cpu"), seed=0)
-    on_policy = {"tasks_per_step": 96, "group_size": 1, "sampling": {"max_new_tokens": 3}, "rewards": {"incorrect": 0.0}}
+    on_policy = {
+        "tasks_per_step": 96,
+        "group_size": 1,
+        "sampling": {"max_new_tokens": 3},
+        "rewards": {"incorrect": 0.0},
+    }
     steps = rewards(policy, {"kind": "ppo"}, steps=20, learning_rate=3e-3, **on_policy)
     curve = [m["reward"] for m in steps]
     explained = [m["explained_variance"] for m in steps]
@@ -85,7 +101,9 @@ def test_sft_raises_the_reward():
     policy = scratch()
 
     def reward() -> float:
-        """Of the policy as it stands, which demonstrations cannot tell: a step of a vanishing learning rate."""
+        """Of the policy as it stands, which demonstrations cannot tell: a step of a vanishing learning
+        rate.
+        """
         look = {"tasks_per_step": 24, "sampling": {"max_new_tokens": 3}, "rewards": {"incorrect": 0.0}}
         return rewards(policy, {"kind": "reinforce"}, steps=1, learning_rate=1e-12, **look)[0]["reward"]
 

@@ -12,14 +12,31 @@ from agent_peft.lookup import NotImportedError, find, may_import, without_import
 
 
 @pytest.mark.parametrize(
-    "name", ["", ":", "a:", ":b", "..:x", ".a:b", "a..b:c", "math:", "math:nothing", "no.such:X", "a b:c", "a\0b:c", "é:é"]
+    "name",
+    [
+        "",
+        ":",
+        "a:",
+        ":b",
+        "..:x",
+        ".a:b",
+        "a..b:c",
+        "math:",
+        "math:nothing",
+        "no.such:X",
+        "a b:c",
+        "a\0b:c",
+        "é:é",
+    ],
 )
 def test_whatever_is_no_name_of_anything(name):
     with pytest.raises(ValueError, match=r"write it as package\.module:Class"):
         find(name)
 
 
-@pytest.mark.parametrize("line", ["raise SystemExit(0)", "1 / 0", "def", "raise RecursionError", "raise MemoryError"])
+@pytest.mark.parametrize(
+    "line", ["raise SystemExit(0)", "1 / 0", "def", "raise RecursionError", "raise MemoryError"]
+)
 def test_a_module_that_fails_in_any_way(tmp_path, monkeypatch, line):
     (tmp_path / "failing_module.py").write_text(line + "\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -45,5 +62,7 @@ def test_nothing_else_imports_by_name():
     """So that no new kind of name can forget to ask."""
     root = Path(agent_peft.__file__).parent
     for path in root.rglob("*.py"):
-        words = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
+        words = {
+            node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
+        }
         assert path.name == "lookup.py" or "import_module" not in words, path

@@ -18,7 +18,10 @@ HOSTILE = "\x1b]0;owned\x07\x1b[2J\r\x9b31m\u202egnp.exe\u2066\u2028\ud800\U000e
 
 def test_what_has_a_shape_stays_and_the_rest_is_escaped():
     assert printable("déjà vu — 日本\xa0語 😀") == "déjà vu — 日本\xa0語 😀"
-    assert printable(HOSTILE) == "\\x1b]0;owned\\x07\\x1b[2J\\r\\x9b31m\\u202egnp.exe\\u2066\\u2028\\ud800\\U000e0041\\n"
+    assert (
+        printable(HOSTILE)
+        == "\\x1b]0;owned\\x07\\x1b[2J\\r\\x9b31m\\u202egnp.exe\\u2066\\u2028\\ud800\\U000e0041\\n"
+    )
     assert printable(7) == "7"
     assert len(printable("\x1b" * 1000, limit=100)) <= 400
 

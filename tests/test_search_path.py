@@ -40,10 +40,29 @@ def test_a_current_folder_that_is_gone(monkeypatch, tmp_path):
     assert sys.path == ["/usr/lib", ""]
 
 
-@pytest.mark.parametrize("start", [["-c", "from agent_peft.cli import main; main()"], ["-m", "agent_peft"]], ids=["script", "module"])
+@pytest.mark.parametrize(
+    "start",
+    [["-c", "from agent_peft.cli import main; main()"], ["-m", "agent_peft"]],
+    ids=["script", "module"],
+)
 def test_modules_of_installed_names_are_not_imported_and_ones_own_are(tmp_path, start):
-    names = ("yaml", "rich", "torch", "pydantic", "typer", "transformers", "peft", "gguf", "filelock", "sqlite3", "jinja2", "__future__")
-    for name in names[:-1] if start[0] == "-c" else names:  # -c itself would import the latter before any of our code
+    names = (
+        "yaml",
+        "rich",
+        "torch",
+        "pydantic",
+        "typer",
+        "transformers",
+        "peft",
+        "gguf",
+        "filelock",
+        "sqlite3",
+        "jinja2",
+        "__future__",
+    )
+    for name in (
+        names[:-1] if start[0] == "-c" else names
+    ):  # -c itself would import the latter before any of our code
         (tmp_path / f"{name}.py").write_text(f"open('PWNED_{name}', 'w').close()\nraise SystemExit(7)\n")
     (tmp_path / "own_operations.py").write_text(OWN)
     (tmp_path / "c.yaml").write_text(CONFIG)

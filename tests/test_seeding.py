@@ -6,11 +6,16 @@ from hypothesis import strategies as st
 
 from agent_peft.seeding import derive, generator
 
-parts = st.lists(st.one_of(st.integers(), st.text(alphabet=st.characters(exclude_characters="\x1f", codec="utf-8"))), max_size=4)
+parts = st.lists(
+    st.one_of(st.integers(), st.text(alphabet=st.characters(exclude_characters="\x1f", codec="utf-8"))),
+    max_size=4,
+)
 
 
 def test_a_seed_never_changes():
-    assert derive(0, "episode", 3) == 2372942966552740652  # a change would make every checkpoint resume into another run
+    assert (
+        derive(0, "episode", 3) == 2372942966552740652
+    )  # a change would make every checkpoint resume into another run
 
 
 def test_a_seed_is_the_same_in_another_process():

@@ -16,8 +16,9 @@ from agent_peft.types import Trajectory
 class Batch:
     """Right-padded trajectories. Index t of a (B, T) tensor speaks of token t given tokens[:t].
 
-    ``weights`` is zero off the action mask; an algorithm sets it once per minibatch, with one global denominator, so that the loss of
-    the minibatch is the *sum* over its microbatches (and ranks) of ``(weights * per-token loss).sum()``.
+    ``weights`` is zero off the action mask; an algorithm sets it once per minibatch, with one global
+    denominator, so that the loss of the minibatch is the *sum* over its microbatches (and ranks) of
+    ``(weights * per-token loss).sum()``.
 
     >>> from agent_peft.types import Task, Turn
     >>> batch = collate([Trajectory(Task("t"), (Turn((1, 2), (3,), (-0.5,)),), rewards=(1.0,))], groups=[0])
@@ -35,7 +36,10 @@ class Batch:
     advantages: Tensor  # (B, T) fp32, zero until an algorithm sets them
     weights: Tensor  # (B, T) fp32, zero until an algorithm sets them
     reference_logprobs: Tensor | None = None  # (B, T) fp32, only where a penalty asks for them
-    values: Tensor | None = None  # (B, T) fp32: the critic's before the update, zero off the mask; only where an algorithm has a critic
+    values: Tensor | None = (
+        # (B, T) fp32: the critic's before the update, zero off the mask; only where an algorithm has a critic
+        None
+    )
     value_targets: Tensor | None = None  # (B, T) fp32: what the critic is to learn, set with the advantages
 
     def __len__(self) -> int:
@@ -58,8 +62,20 @@ class Batch:
         return replace(self, **{name: value.to(device) for name, value in present.items()})
 
 
+@dataclass(frozen=True)
+class PolicyOutput:
+    """What one forward says of a batch of trajectories. Index t speaks of token t given tokens[:t]."""
+
+    logprobs: Tensor  # (B, T) fp32, under the sampling distribution; zero off the action mask
+    entropy: Tensor | None  # (B, T) fp32 nats, only where asked for
+    values: Tensor | None = (
+        None  # (B, T) fp32, the critic's V(tokens[:t]), zero off the action mask; only where asked for
+    )
+
+
 def collate(trajectories: Sequence[Trajectory], groups: Sequence[int], mask_cut: bool = False) -> Batch:
-    """Trajectories to tensors, right-padded with token 0 (padding is told by ``lengths``, never by a token id).
+    """Trajectories to tensors, right-padded with token 0 (padding is told by ``lengths``, never by a token
+    id).
 
     Args:
         trajectories: B of them; empty ones are refused.
@@ -78,7 +94,9 @@ def collate(trajectories: Sequence[Trajectory], groups: Sequence[int], mask_cut:
         tokens[row, : lengths[row]] = torch.tensor(trajectory.tokens)
         mask = trained_mask(trajectory, mask_cut)
         action_mask[row, : lengths[row]] = torch.tensor(mask)
-        logprobs[row, : lengths[row]] = torch.tensor(trajectory.logprobs).masked_fill(~torch.tensor(mask), 0.0)
+        logprobs[row, : lengths[row]] = torch.tensor(trajectory.logprobs).masked_fill(
+            ~torch.tensor(mask), 0.0
+        )
         for place, reward in _places(trajectory, mask):
             rewards[row, place] += reward
     action_mask[:, 0] = False  # the first token has no predictor
@@ -106,11 +124,15 @@ def trained_mask(trajectory: Trajectory, mask_cut: bool) -> tuple[bool, ...]:
     if not mask_cut:
         return trajectory.action_mask
     turns = trajectory.turns
-    return tuple(m for turn in turns for m in (*(False,) * len(turn.observation), *(not turn.cut,) * len(turn.action)))
+    return tuple(
+        m for turn in turns for m in (*(False,) * len(turn.observation), *(not turn.cut,) * len(turn.action))
+    )
 
 
 def _places(trajectory: Trajectory, mask: Sequence[bool]) -> Iterator[tuple[int, float]]:
-    """Where each turn's reward goes: to the last trained token sampled by its end; before any was, to the first that will be."""
+    """Where each turn's reward goes: to the last trained token sampled by its end; before any was, to the
+    first that will be.
+    """
     sampled = [t for t, mine in enumerate(mask) if mine and t > 0]
     end = 0
     for turn, reward in zip(trajectory.turns, trajectory.rewards, strict=bool(trajectory.rewards)):

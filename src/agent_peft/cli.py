@@ -1,4 +1,5 @@
-"""The command line. Exit codes: 0 worked, 1 failed, 2 bad input, 130 interrupted; an error is one line on stderr.
+"""The command line. Exit codes: 0 worked, 1 failed, 2 bad input, 130 interrupted; an error is one line on
+stderr.
 
 What a command needs is imported inside it, so that ``agent-peft --help`` does not wait for torch.
 """
@@ -36,12 +37,17 @@ TRACEBACK = "AGENT_PEFT_TRACEBACK"
 _UsageError: Any = typer.BadParameter.__bases__[0]  # typer does not export it
 
 Config = Annotated[Path, typer.Argument(help="a YAML file", metavar="CONFIG")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="such as optimizer.learning_rate=1e-4", metavar="[KEY=VALUE]...")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="such as optimizer.learning_rate=1e-4", metavar="[KEY=VALUE]...")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
 
 
 @app.callback(invoke_without_command=True)
-def _root(context: typer.Context, version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
+) -> None:
     if version:
         print(__version__)
     elif context.invoked_subcommand is None:
@@ -52,13 +58,15 @@ def _root(context: typer.Context, version: Annotated[bool, typer.Option("--versi
 def train(
     config: Config,
     overrides: Overrides = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="start over, instead of going on where the run directory stands")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="start over, instead of going on where the run directory stands")
+    ] = False,
 ) -> None:
     """Train as CONFIG says, going on where an interrupted run of it stopped."""
-    from agent_peft.training.effective import keys_of
-    from agent_peft.training.folder import check_place
-    from agent_peft.training.loading import load_config
-    from agent_peft.training.runs import train
+    from agent_peft.configuration.effective import keys_of
+    from agent_peft.configuration.loading import load_config
+    from agent_peft.runs.folder import check_place
+    from agent_peft.runs.run import train
 
     settings = load_config(config, overrides or ())[0]
     if "run_dir" not in keys_of(overrides or ()):
@@ -68,9 +76,13 @@ def train(
 
 @app.command()
 def evaluate(
-    target: Annotated[Path, typer.Argument(help="a run directory, an adapter, or a model", metavar="RUN|MODEL")],
+    target: Annotated[
+        Path, typer.Argument(help="a run directory, an adapter, or a model", metavar="RUN|MODEL")
+    ],
     overrides: Overrides = None,
-    config: Annotated[Path | None, typer.Option(help="a YAML file, where the target is no run directory")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="a YAML file, where the target is no run directory")
+    ] = None,
     checkpoint: Annotated[str | None, typer.Option(help="such as step_000012 (default: the newest)")] = None,
     base: Annotated[bool, typer.Option("--base", help="the model before any training")] = False,
     tasks: Annotated[Path | None, typer.Option(help="a task file, instead of the configuration's")] = None,
@@ -78,8 +90,8 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Measure a trained policy, or a model that was never trained."""
-    from agent_peft.rollout.evaluation import skill_table, table
-    from agent_peft.training.targets import evaluate_target, load_target_config
+    from agent_peft.rollout.statistics import skill_table, table
+    from agent_peft.runs.targets import evaluate_target, load_target_config
 
     settings = load_target_config(target, config, overrides or (), tasks, attempts)
     report = evaluate_target(target, settings, checkpoint=checkpoint, base=base)
@@ -96,12 +108,14 @@ def merge(
     output: Annotated[Path, typer.Option(help="the folder to write")],
     overrides: Overrides = None,
     checkpoint: Annotated[str | None, typer.Option(help="such as step_000012 (default: the newest)")] = None,
-    both: Annotated[bool, typer.Option("--evaluate", help="measure the adapter and the merged model, too")] = False,
+    both: Annotated[
+        bool, typer.Option("--evaluate", help="measure the adapter and the merged model, too")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a run's policy as a model of its own, its adapter folded in."""
-    from agent_peft.rollout.evaluation import skill_table, table
-    from agent_peft.training.targets import evaluate_target, load_for_merging, merge_run
+    from agent_peft.rollout.statistics import skill_table, table
+    from agent_peft.runs.targets import evaluate_target, load_for_merging, merge_run
 
     if as_json and not both:
         raise AgentPeftError("--json has an effect with --evaluate only; add it, or leave --json out")
@@ -110,7 +124,10 @@ def merge(
     if not both:
         print(f"wrote {output}")
         return
-    reports = {"adapter": evaluate_target(run, settings, checkpoint=checkpoint), "merged": evaluate_target(output, settings)}
+    reports = {
+        "adapter": evaluate_target(run, settings, checkpoint=checkpoint),
+        "merged": evaluate_target(output, settings),
+    }
     if as_json:
         _show({name: report.to_json() for name, report in reports.items()})
     else:
@@ -125,21 +142,32 @@ def generate(
     output: Annotated[Path, typer.Option(help="the JSON file to write")],
     num_tasks: Annotated[int, typer.Option(help="how many")],
     seed: Annotated[int, typer.Option(help="another seed gives other tasks")] = 0,
-    skills: Annotated[str | None, typer.Option(help="such as insert,limit_only or mkdir,chmod (default: all)")] = None,
-    split: Annotated[str, typer.Option(help="train or heldout, which share no name and no phrasing")] = "train",
-    combined: Annotated[float | None, typer.Option(help="os_interaction: the share of tasks that ask for several things (0.25)")] = None,
-    replay: Annotated[bool, typer.Option("--validate", help="replay them too, as agent-peft validate does")] = False,
+    skills: Annotated[
+        str | None, typer.Option(help="such as insert,limit_only or mkdir,chmod (default: all)")
+    ] = None,
+    split: Annotated[
+        str, typer.Option(help="train or heldout, which share no name and no phrasing")
+    ] = "train",
+    combined: Annotated[
+        float | None,
+        typer.Option(help="os_interaction: the share of tasks that ask for several things (0.25)"),
+    ] = None,
+    replay: Annotated[
+        bool, typer.Option("--validate", help="replay them too, as agent-peft validate does")
+    ] = False,
 ) -> None:
     """Make up tasks with known answers."""
-    from agent_peft.environments.generation import generate_entries
-    from agent_peft.training.checkpoint import write_json_atomic
+    from agent_peft.environments.task_files.generation import generate_entries
+    from agent_peft.runs.checkpoint import write_json_atomic
 
     wanted = [name.strip() for name in skills.split(",")] if skills is not None else None
     entries = generate_entries(environment, num_tasks, seed, wanted, split, {"combined": combined})
     try:
         write_json_atomic(output, entries)
     except OSError as error:
-        raise AgentPeftError(f"{output}: cannot be written ({error.strerror}); give another --output") from error
+        raise AgentPeftError(
+            f"{output}: cannot be written ({error.strerror}); give another --output"
+        ) from error
     print(f"wrote {output}: {len(entries)} tasks of the {split} split, seed {seed}")
     if replay:
         _replay(environment, output, {}, as_json=False)
@@ -147,16 +175,31 @@ def generate(
 
 @app.command()
 def validate(
-    environment: Annotated[str, typer.Argument(help="db_bench, os_interaction, or package.module:Class", metavar="ENVIRONMENT")],
-    tasks: Annotated[Path | None, typer.Option(help="a task file; a class of your own may do without")] = None,
-    database: Annotated[str | None, typer.Option(help="db_bench: what the tasks are replayed on (sqlite)")] = None,
-    sandbox: Annotated[str | None, typer.Option(help="os_interaction: where the tasks are replayed (namespaces)")] = None,
+    environment: Annotated[
+        str, typer.Argument(help="db_bench, os_interaction, or package.module:Class", metavar="ENVIRONMENT")
+    ],
+    tasks: Annotated[
+        Path | None, typer.Option(help="a task file; a class of your own may do without")
+    ] = None,
+    database: Annotated[
+        str | None, typer.Option(help="db_bench: what the tasks are replayed on (sqlite)")
+    ] = None,
+    sandbox: Annotated[
+        str | None, typer.Option(help="os_interaction: where the tasks are replayed (namespaces)")
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="os_interaction: how many at a time (4)")] = None,
-    command_timeout: Annotated[float | None, typer.Option(help="os_interaction: seconds a ground truth may take (60)")] = None,
+    command_timeout: Annotated[
+        float | None, typer.Option(help="os_interaction: seconds a ground truth may take (60)")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Replay the golds of a task file, and doing nothing. Exit code 1 if some tasks cannot be used."""
-    options = {"database": database, "sandbox": sandbox, "threads": threads, "command_timeout": command_timeout}
+    options = {
+        "database": database,
+        "sandbox": sandbox,
+        "threads": threads,
+        "command_timeout": command_timeout,
+    }
     _replay(environment, tasks, options, as_json)
 
 
@@ -166,7 +209,7 @@ def download(
     output: Annotated[Path | None, typer.Option(help="the folder to write (default: data/NAME)")] = None,
 ) -> None:
     """Fetch a set of tasks from the Hugging Face hub."""
-    from agent_peft.environments.download import download
+    from agent_peft.environments.task_files.download import download
 
     for file in download(name, output or Path("data") / name):
         print(f"wrote {file}")
@@ -178,18 +221,25 @@ def serve(
     overrides: Overrides = None,
     host: Annotated[str, typer.Option(help="another than this machine's own needs a token")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one")] = 8000,
-    examples_port: Annotated[int | None, typer.Option(help="of the example conversations (default: the next one)")] = None,
-    token: Annotated[str | None, typer.Option(help="the name of the environment variable that holds it", metavar="VARIABLE")] = None,
+    examples_port: Annotated[
+        int | None, typer.Option(help="of the example conversations (default: the next one)")
+    ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(help="the name of the environment variable that holds it", metavar="VARIABLE"),
+    ] = None,
     max_episodes: Annotated[int, typer.Option(min=1, help="at once")] = 1024,
-    idle_seconds: Annotated[float, typer.Option(min=1, help="until an episode whose client is silent is closed")] = 600.0,
+    idle_seconds: Annotated[
+        float, typer.Option(min=1, help="until an episode whose client is silent is closed")
+    ] = 600.0,
 ) -> None:
     """Serve CONFIG's environments over HTTP, until SIGTERM or SIGINT."""
+    from agent_peft.configuration.effective import EFFECTIVE, refuse_ineffective
+    from agent_peft.configuration.loading import load_config
     from agent_peft.environments import load_environment
     from agent_peft.environments.http.connection import read_token
     from agent_peft.environments.http.limits import Limits
     from agent_peft.environments.http.server import Address, serve
-    from agent_peft.training.effective import EFFECTIVE, refuse_ineffective
-    from agent_peft.training.loading import load_config
 
     settings = load_config(config, overrides or ())[0]
     refuse_ineffective("serve", overrides or (), EFFECTIVE["serve"])
@@ -204,31 +254,39 @@ def serve(
 def explain(
     config: Config,
     overrides: Overrides = None,
-    trust: Annotated[bool, typer.Option("--trust", help="import and run the code that CONFIG names, as train does")] = False,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="import and run the code that CONFIG names, as train does")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print what CONFIG will really do: every effective value, and where it came from. Code that CONFIG names (package.module:Name, or
-    commands without a sandbox) is run only with --trust; train, evaluate, merge and serve run it always."""
+    """Print what CONFIG will really do: every effective value, and where it came from. Code that CONFIG
+    names (package.module:Name, or commands without a sandbox) is run only with --trust; train, evaluate,
+    merge and serve run it always.
+    """
+    from agent_peft.configuration.explain import explain, explanation
+    from agent_peft.configuration.loading import load_config
     from agent_peft.lookup import without_imports
-    from agent_peft.training.explain import explain, explanation
-    from agent_peft.training.loading import load_config
 
     with nullcontext(()) if trust else without_imports() as passed_over:
         found = load_config(config, overrides or ())
         shown = explanation(*found) if as_json else explain(*found)
     _show({**shown, "not_run": list(passed_over)} if isinstance(shown, dict) else shown)
     if passed_over and not as_json:
-        print(f"not run and not checked: {printable(', '.join(passed_over), LINE)}; this is code that CONFIG names: --trust runs it")
+        print(
+            f"not run and not checked: {printable(', '.join(passed_over), LINE)}; this is code that CONFIG names: --trust runs it"
+        )
 
 
 def _replay(environment: str, tasks: Path | None, options: dict[str, Any], as_json: bool) -> None:
-    from agent_peft.environments.validation import validate
+    from agent_peft.environments.task_files.validation import validate
 
     found = validate(environment, tasks, options)
     if as_json:
         _show(found)
     else:
-        print(f"{found['tasks']} tasks: {found['gold_correct']} golds are correct, doing nothing is correct in {found['nothing_correct']}")
+        print(
+            f"{found['tasks']} tasks: {found['gold_correct']} golds are correct, doing nothing is correct in {found['nothing_correct']}"
+        )
         for rejection in found["rejected"]:
             print(f"cannot be used: {printable(rejection['id'], 200)}: {printable(rejection['cause'], LINE)}")
     if found["rejected"]:
@@ -254,7 +312,10 @@ def run(arguments: Sequence[str]) -> int:
         if code != INTERRUPTED:
             return code
     except _UsageError as error:
-        return _fail(f"{error.format_message()} ({error.ctx.command_path if error.ctx else 'agent-peft'} --help tells more)", 2)
+        return _fail(
+            f"{error.format_message()} ({error.ctx.command_path if error.ctx else 'agent-peft'} --help tells more)",
+            2,
+        )
     except (TrustError, InfrastructureError) as error:
         return _fail(str(error), 1)
     except AgentPeftError as error:
@@ -264,13 +325,19 @@ def run(arguments: Sequence[str]) -> int:
     except (SystemExit, GeneratorExit):
         raise
     except BrokenPipeError:  # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain once more at its end
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # or Python would complain once more at its end
         return 1
     except BaseException as error:  # also what a library in Rust raises when it panics
         if os.environ.get(TRACEBACK):
             raise
         return _fail(_unforeseen(error), 1)
-    return _fail("interrupted" + ("; run the same command (without --fresh) to go on" if arguments[:1] == ["train"] else ""), INTERRUPTED)
+    return _fail(
+        "interrupted"
+        + ("; run the same command (without --fresh) to go on" if arguments[:1] == ["train"] else ""),
+        INTERRUPTED,
+    )
 
 
 def _unforeseen(error: BaseException) -> str:
@@ -282,7 +349,9 @@ def _unforeseen(error: BaseException) -> str:
         return "there is not enough memory; give it a smaller input, or more memory"
     last = traceback.extract_tb(error.__traceback__)[-1]
     where = f"{Path(last.filename).name}:{last.lineno}"
-    return f"unforeseen: {type(error).__name__}: {error} (at {where}; {TRACEBACK}=1 shows the whole traceback)"
+    return (
+        f"unforeseen: {type(error).__name__}: {error} (at {where}; {TRACEBACK}=1 shows the whole traceback)"
+    )
 
 
 def _fail(message: str, code: int) -> int:
@@ -296,7 +365,9 @@ class _Printable(logging.Formatter):
 
 
 def _make_output_printable() -> None:
-    """Warnings too are one line each, without raw control characters; what a terminal's encoding lacks is shown as an escape."""
+    """Warnings too are one line each, without raw control characters; what a terminal's encoding lacks is
+    shown as an escape.
+    """
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     handler = logging.StreamHandler()

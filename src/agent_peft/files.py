@@ -1,5 +1,7 @@
-"""Files. Those that others have made are read only if they are regular and no larger than they may be, and every fault is told in one
-line; those that we make are whole or absent, whenever the process is killed: written aside, synced, renamed."""
+"""Files. Those that others have made are read only if they are regular and no larger than they may be, and
+every fault is told in one line; those that we make are whole or absent, whenever the process is killed:
+written aside, synced, renamed.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def read_bytes(path: Path, what: str, limit: int) -> bytes:
     except ValueError as error:  # a NUL in the path
         raise AgentPeftError(f"{str(path)!r}: cannot be read ({error}); give the path of {what}") from error
     if len(content) > limit:
-        raise AgentPeftError(f"{path}: is larger than {limit / MEGABYTE:g} MB, which is the most that is read; give {what} that is smaller")
+        raise AgentPeftError(
+            f"{path}: is larger than {limit / MEGABYTE:g} MB, which is the most that is read; give {what} that is smaller"
+        )
     return content
 
 
@@ -62,7 +66,8 @@ def check_regular(folder: Path) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a JSON text says. It is fit to be written again: no nesting that is too deep, and no half of a character.
+    """What a JSON text says. It is fit to be written again: no nesting that is too deep, and no half of a
+    character.
 
     Raises:
         ValueError: it is not JSON, or not fit.
@@ -85,7 +90,9 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write the file, or, if killed, leave what was there. Its folder is made. A link at its place, or aside, is replaced, not followed."""
+    """Write the file, or, if killed, leave what was there. Its folder is made. A link at its place, or
+    aside, is replaced, not followed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.aside")
     aside.unlink(missing_ok=True)  # left by a process that was killed

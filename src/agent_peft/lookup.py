@@ -1,4 +1,6 @@
-"""Code of a user's own, which a configuration names as ``package.module:Name``. Only this module imports what is named there."""
+"""Code of a user's own, which a configuration names as ``package.module:Name``. Only this module imports
+what is named there.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ class NotImportedError(AgentPeftError):
     """Code that a configuration names is needed, and the command was not told to trust it."""
 
 
-_passed_over: list[str] | None = None  # the names that were met while nothing may be imported; None where all may be
+_passed_over: list[str] | None = (
+    None  # the names that were met while nothing may be imported; None where all may be
+)
 
 
 @contextmanager
@@ -36,7 +40,9 @@ def without_imports() -> Iterator[list[str]]:
 
 
 def may_import(name: str) -> bool:
-    """Whether what is named may be imported and run now. A check that gets False believes the name; who needs the code asks ``find``."""
+    """Whether what is named may be imported and run now. A check that gets False believes the name; who
+    needs the code asks ``find``.
+    """
     if _passed_over is not None and name not in _passed_over:
         _passed_over.append(name)
     return _passed_over is None
@@ -53,9 +59,13 @@ def find(name: str, form: str = "package.module:Class") -> Any:
     6
     """
     if not may_import(name):
-        raise NotImportedError(f"{name!r} is code that the configuration names; it is imported only with --trust")
+        raise NotImportedError(
+            f"{name!r} is code that the configuration names; it is imported only with --trust"
+        )
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:  # a module of the user's may fail in any way
-        raise ValueError(f"{name!r} cannot be imported ({type(error).__name__}: {error}); write it as {form}") from error
+        raise ValueError(
+            f"{name!r} cannot be imported ({type(error).__name__}: {error}); write it as {form}"
+        ) from error

@@ -1,4 +1,6 @@
-"""Text of strangers on a terminal: what would move the cursor, recolour, reorder or forge lines is shown as an escape."""
+"""Text of strangers on a terminal: what would move the cursor, recolour, reorder or forge lines is shown
+as an escape.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from rich.segment import Segment
 
 
 def printable(text: object, limit: int | None = None) -> str:
-    r"""One line of a text, of at most ``limit`` characters. A backslash escape stands for each character that has no shape of its own.
+    r"""One line of a text, of at most ``limit`` characters. A backslash escape stands for each character that
+    has no shape of its own.
 
     >>> print(printable("a\x1b[31m\nb\u202ec é"))
     a\x1b[31m\nb\u202ec é
@@ -22,11 +25,16 @@ def printable(text: object, limit: int | None = None) -> str:
         whole = whole[: limit - 3] + "..."
     if whole.isprintable():
         return whole
-    return "".join(c if c.isprintable() or unicodedata.category(c) == "Zs" else c.encode("unicode_escape").decode() for c in whole)
+    return "".join(
+        c if c.isprintable() or unicodedata.category(c) == "Zs" else c.encode("unicode_escape").decode()
+        for c in whole
+    )
 
 
 class Printable:
-    """A table, or anything else that rich can draw, with the characters of its texts as ``printable`` shows them."""
+    """A table, or anything else that rich can draw, with the characters of its texts as ``printable``
+    shows them.
+    """
 
     def __init__(self, drawn: RenderableType) -> None:
         self._drawn = drawn

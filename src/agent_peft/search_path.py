@@ -1,11 +1,14 @@
-"""Where Python looks for modules. This one imports only what every start of Python has imported already (not even ``__future__``)."""
+"""Where Python looks for modules. This one imports only what every start of Python has imported already
+(not even ``__future__``).
+"""
 
 import os
 import sys
 
 
 def search_current_folder_last() -> None:
-    """A user's own modules are found in the current folder, but a file there never takes the place of a module that is installed.
+    """A user's own modules are found in the current folder, but a file there never takes the place of a
+    module that is installed.
 
     ``python -m`` puts the current folder first, and so does an empty part of PYTHONPATH.
     """

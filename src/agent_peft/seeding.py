@@ -1,4 +1,6 @@
-"""All randomness is ``derive(seed, …)``: a number that depends on what is drawn, never on what was drawn before it."""
+"""All randomness is ``derive(seed, …)``: a number that depends on what is drawn, never on what was drawn
+before it.
+"""
 
 from __future__ import annotations
 

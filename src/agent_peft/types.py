@@ -1,7 +1,8 @@
 """The vocabulary: what every floor above may speak of. Standard library only, no torch.
 
-One noun, one meaning. A *task* is one problem, a *skill* its tag; an *environment* holds the dynamics and an *episode* is one
-run of it; a *turn* is one exchange, a *trajectory* the record of an episode, and a *group* the trajectories of one task.
+One noun, one meaning. A *task* is one problem, a *skill* its tag; an *environment* holds the dynamics and an
+*episode* is one run of it; a *turn* is one exchange, a *trajectory* the record of an episode, and a *group*
+the trajectories of one task.
 """
 
 from __future__ import annotations
@@ -15,16 +16,21 @@ Role = Literal["system", "user", "assistant"]
 
 
 class AgentPeftError(Exception):
-    """A user's mistake or a broken promise, told in one line that says what to do. The command line prints it, without a traceback."""
+    """A user's mistake or a broken promise, told in one line that says what to do. The command line prints
+    it, without a traceback.
+    """
 
 
 class TrustError(AgentPeftError):
-    """A check that is always on has failed: the run's numbers could not have been trusted, so the run stops."""
+    """A check that is always on has failed: the run's numbers could not have been trusted, so the run
+    stops.
+    """
 
 
 class InfrastructureError(Exception):
-    """The world under an environment failed (a server died, a disk is full). The episode is retried; what the agent may have caused, by
-    replaying its actions."""
+    """The world under an environment failed (a server died, a disk is full). The episode is retried; what
+    the agent may have caused, by replaying its actions.
+    """
 
 
 class Outcome(StrEnum):
@@ -42,9 +48,14 @@ class StopReason(StrEnum):
     TURN_LIMIT = "turn_limit"  # it used all its turns without finishing
     TOKEN_LIMIT = "token_limit"  # it ran into the context limit: truncated
     TIMEOUT = "timeout"  # the environment's clock ran out
-    CRASHED = "crashed"  # the world failed after the agent's action, and again when the action was replayed: counted as the agent's doing
-    DEFECT = "defect"  # the environment's code raised at the agent's action: told as a fault of ours, and never worth raising
-    INFRASTRUCTURE = "infrastructure"  # the world failed before the agent had acted, after retries: counts for nothing
+    # the world failed after the agent's action, and again when the action was replayed: counted as the
+    # agent's doing
+    CRASHED = "crashed"
+    # the environment's code raised at the agent's action: told as a fault of ours, and never worth raising
+    DEFECT = "defect"
+    INFRASTRUCTURE = (
+        "infrastructure"  # the world failed before the agent had acted, after retries: counts for nothing
+    )
 
 
 @dataclass(frozen=True)
@@ -61,7 +72,8 @@ class Message:
 
 @dataclass(frozen=True)
 class Task:
-    """One problem. ``content`` is the environment's own description of it, as read from a file, and is never shown to the agent whole.
+    """One problem. ``content`` is the environment's own description of it, as read from a file, and is never
+    shown to the agent whole.
 
     >>> Task(id="insert-0007", skills=("insert",), content={"instruction": "Add a row."}).skills
     ('insert',)
@@ -76,8 +88,9 @@ class Task:
 class StepResult:
     """What the environment answers to one action.
 
-    ``observation`` is the text the agent reads next, empty when ``done``. ``stop_reason`` is set exactly when ``done``; until then
-    the outcome is UNKNOWN. ``valid`` is False when the action could not be understood (and the observation says why).
+    ``observation`` is the text the agent reads next, empty when ``done``. ``stop_reason`` is set exactly when
+    ``done``; until then the outcome is UNKNOWN. ``valid`` is False when the action could not be understood
+    (and the observation says why).
 
     >>> StepResult("[(1,)]").done
     False
@@ -96,10 +109,11 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Turn:
-    """One exchange in tokens: what the policy read, then what it sampled. Nothing here was decoded and encoded again.
+    """One exchange in tokens: what the policy read, then what it sampled. Nothing here was decoded and
+    encoded again.
 
-    ``logprobs[i]`` is the log-probability (nats) with which ``action[i]`` was sampled, under the sampling temperature, top-p and top-k.
-    ``cut`` says that a limit on tokens ended the action, not the policy.
+    ``logprobs[i]`` is the log-probability (nats) with which ``action[i]`` was sampled, under the sampling
+    temperature, top-p and top-k. ``cut`` says that a limit on tokens ended the action, not the policy.
 
     >>> Turn(observation=(5, 6), action=(7,), logprobs=(-0.1,)).action
     (7,)
@@ -120,7 +134,8 @@ class Turn:
 class Trajectory:
     """The record of an episode. Flattens to ``o1 y1 o2 y2 …`` with mask ``0 1 0 1`` (per token).
 
-    ``rewards`` has one price per turn; their sum is the return. ``messages`` is for people; training reads only ``turns``.
+    ``rewards`` has one price per turn; their sum is the return. ``messages`` is for people; training reads
+    only ``turns``.
 
     >>> t = Trajectory(Task("t"), turns=(Turn((1, 2), (3,), (-0.5,)), Turn((4,), (5, 6), (-0.1, -0.2))))
     >>> t.tokens, t.action_mask
@@ -140,7 +155,9 @@ class Trajectory:
 
     @property
     def action_mask(self) -> tuple[bool, ...]:
-        return tuple(m for turn in self.turns for m in (*(False,) * len(turn.observation), *(True,) * len(turn.action)))
+        return tuple(
+            m for turn in self.turns for m in (*(False,) * len(turn.observation), *(True,) * len(turn.action))
+        )
 
     @property
     def logprobs(self) -> tuple[float, ...]:

@@ -1,7 +1,13 @@
 import pytest
 import torch
 
-from agent_peft.algorithms.advantages import MovingAverageBaseline, group_centered, group_normalized, leave_one_out, plain_return
+from agent_peft.algorithms.advantages import (
+    MovingAverageBaseline,
+    group_centered,
+    group_normalized,
+    leave_one_out,
+    plain_return,
+)
 from agent_peft.types import AgentPeftError
 
 RETURNS = torch.tensor([1.0, 5.0, 0.0, 7.0, 2.0])
@@ -24,7 +30,9 @@ def test_group_centered_by_hand():
 
 def test_group_normalized_by_hand():
     # group 9: std sqrt((0 + 1 + 1) / 2) = 1; group 4: std sqrt((1 + 1) / 1) = 1.41421
-    torch.testing.assert_close(group_normalized(RETURNS, GROUPS), torch.tensor([0.0, -0.7071, -1.0, 0.7071, 1.0]), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        group_normalized(RETURNS, GROUPS), torch.tensor([0.0, -0.7071, -1.0, 0.7071, 1.0]), atol=1e-4, rtol=0
+    )
     torch.testing.assert_close(group_normalized(RETURNS, GROUPS, epsilon=1.0)[2], torch.tensor(-0.5))
 
 

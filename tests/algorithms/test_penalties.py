@@ -19,7 +19,9 @@ def exact_kl(logprobs):
 
 
 def expected(estimator, sampler=None):
-    """The expectation over tokens of ``sampler``; its probabilities are no part of the graph, as sampling is not."""
+    """The expectation over tokens of ``sampler``; its probabilities are no part of the graph, as sampling
+    is not.
+    """
 
     def expression(logprobs):
         probabilities = (logprobs if sampler is None else sampler).exp().detach()
@@ -48,7 +50,9 @@ def test_k3_is_zero_for_equal_policies_and_never_negative():
 
 def test_reverse_kl_has_the_exact_gradient_on_policy():
     sampled = LOGITS.log_softmax(0)
-    torch.testing.assert_close(gradient_of(expected(lambda lp: reverse_kl(lp, sampled, OTHER))), gradient_of(exact_kl))
+    torch.testing.assert_close(
+        gradient_of(expected(lambda lp: reverse_kl(lp, sampled, OTHER))), gradient_of(exact_kl)
+    )
 
 
 def test_reverse_kl_has_the_exact_value_and_gradient_off_policy():

@@ -54,7 +54,9 @@ def policy(seed: int, rows: int = 6, length: int = 20) -> Tensor:
 
 
 def rollout(parameters: Tensor) -> Batch:
-    """Trajectories of one and of two turns and of different lengths, with the log-probabilities of ``parameters``."""
+    """Trajectories of one and of two turns and of different lengths, with the log-probabilities of
+    ``parameters``.
+    """
     trajectories = []
     for row, reward in enumerate(REWARDS):
         first = Turn((1,) * (row + 1), (2, 3), (0.0, 0.0))
@@ -62,7 +64,11 @@ def rollout(parameters: Tensor) -> Batch:
         turns = (first, second) if row % 2 else (first,)
         trajectories.append(Trajectory(Task("t"), turns, rewards=(reward,) + (0.0,) * (len(turns) - 1)))
     batch = collate(trajectories, GROUPS)
-    return replace(batch, logprobs=forward(parameters, batch).logprobs, reference_logprobs=forward(policy(9), batch).logprobs)
+    return replace(
+        batch,
+        logprobs=forward(parameters, batch).logprobs,
+        reference_logprobs=forward(policy(9), batch).logprobs,
+    )
 
 
 def normalized(algorithm, batch):
@@ -162,12 +168,16 @@ def test_metrics_off_policy_by_hand():
     assert shown["ratio"] == pytest.approx(float(rho.mean()), rel=1e-5)
     assert shown["approx_kl"] == pytest.approx(float((rho - 1 - log_ratio).mean()), rel=1e-5)
     assert 0 < shown["clip_fraction"] == pytest.approx(float(cut.float().mean()), rel=1e-5)
-    assert shown["surprisal"] == pytest.approx(float(-forward(policy(1), batch).logprobs[mask].mean()), rel=1e-5)
+    assert shown["surprisal"] == pytest.approx(
+        float(-forward(policy(1), batch).logprobs[mask].mean()), rel=1e-5
+    )
     assert shown["entropy"] == pytest.approx(float(forward(policy(1), batch).entropy[mask].mean()), rel=1e-5)
 
 
 def test_grpo_by_its_formula():
-    """Shao et al., 2024, equation 3, with the penalty's right gradient; trajectory by trajectory, without the code under test."""
+    """Shao et al., 2024, equation 3, with the penalty's right gradient; trajectory by trajectory, without
+    the code under test.
+    """
     algorithm = build_algorithm(GrpoConfig(kl_coef=0.1, entropy_coef=0.01, clip_low=0.1, clip_high=0.3))
     batch = rollout(policy(0))
     _, gradient, _ = loss_and_gradient(algorithm, [normalized(algorithm, batch)], policy(1), [list(range(6))])
@@ -177,7 +187,11 @@ def test_grpo_by_its_formula():
         peers = torch.tensor([r for r, g in zip(REWARDS, GROUPS, strict=True) if g == group])
         advantage = (reward - peers.mean()) / (peers.std() + 1e-6)
         mask = batch.action_mask[row]
-        lp, old, ref = output.logprobs[row, mask], batch.logprobs[row, mask], batch.reference_logprobs[row, mask]
+        lp, old, ref = (
+            output.logprobs[row, mask],
+            batch.logprobs[row, mask],
+            batch.reference_logprobs[row, mask],
+        )
         rho = (lp - old).exp()
         objective = torch.minimum(rho * advantage, rho.clamp(0.9, 1.3) * advantage)
         kl = rho.detach() * (lp - ref).square() / 2
@@ -189,7 +203,9 @@ def test_grpo_by_its_formula():
 def test_reinforce_by_its_formula():
     algorithm = build_algorithm(ReinforceConfig(baseline_start=0.25))
     batch = rollout(policy(0))
-    loss, gradient, _ = loss_and_gradient(algorithm, [normalized(algorithm, batch)], policy(0), [list(range(6))])
+    loss, gradient, _ = loss_and_gradient(
+        algorithm, [normalized(algorithm, batch)], policy(0), [list(range(6))]
+    )
     leaf = policy(0).requires_grad_()
     by_hand = -((torch.tensor(REWARDS) - 0.25) * forward(leaf, batch).logprobs.sum(dim=1)).mean()
     by_hand.backward()
@@ -202,7 +218,9 @@ def test_sft_is_cross_entropy():
     batch = normalized(algorithm, rollout(policy(0)))
     loss, _, metrics = loss_and_gradient(algorithm, [batch], policy(1), [list(range(6))])
     logits, mask = policy(1)[:, : batch.tokens.shape[1]], batch.action_mask
-    assert loss == pytest.approx(float(torch.nn.functional.cross_entropy(logits[mask], batch.tokens[mask])), rel=1e-6)
+    assert loss == pytest.approx(
+        float(torch.nn.functional.cross_entropy(logits[mask], batch.tokens[mask])), rel=1e-6
+    )
     assert averages(metrics)["surprisal"] == pytest.approx(loss, rel=1e-6)
 
 
@@ -216,7 +234,9 @@ def test_groups_without_variance_teach_nothing():
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.kind)
 def test_rows_without_advantage_may_be_left_out_exactly_where_the_algorithm_says_so(config):
     algorithm = build_algorithm(config)
-    batch = normalized(algorithm, replace(rollout(policy(0)), returns=torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0])))
+    batch = normalized(
+        algorithm, replace(rollout(policy(0)), returns=torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0]))
+    )
     rows = [row for row in range(6) if batch.advantages[row].any()]
     _, whole, _ = loss_and_gradient(algorithm, [batch], policy(1), [list(range(6))])
     left = [] if not rows else [batch.select(rows)]
@@ -235,7 +255,8 @@ def test_the_moving_average_survives_a_checkpoint():
 
 
 @pytest.mark.parametrize(
-    ("config", "state"), [(GrpoConfig(), {"baseline": 0.1}), (ReinforceConfig(), {}), (SftConfig(), {"baseline": 0.1})]
+    ("config", "state"),
+    [(GrpoConfig(), {"baseline": 0.1}), (ReinforceConfig(), {}), (SftConfig(), {"baseline": 0.1})],
 )
 def test_the_state_of_another_algorithm_is_refused(config, state):
     with pytest.raises(AgentPeftError, match="checkpoint's algorithm state"):
@@ -264,12 +285,22 @@ def test_the_union_of_configurations_and_the_table_agree(kind):
     assert TypeAdapter(AlgorithmConfig).validate_python(config.model_dump()) == config
     algorithm = build_algorithm(config)
     assert algorithm.kind == kind
-    assert (algorithm.needs_reference, algorithm.needs_entropy, algorithm.on_policy) == (False, False, kind != "sft")
+    assert (algorithm.needs_reference, algorithm.needs_entropy, algorithm.on_policy) == (
+        False,
+        False,
+        kind != "sft",
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "key"),
-    [("reinforce", "clip_low"), ("reinforce", "update_epochs"), ("rloo", "clip_high"), ("grpo", "baseline_momentum"), ("sft", "kl_coef")],
+    [
+        ("reinforce", "clip_low"),
+        ("reinforce", "update_epochs"),
+        ("rloo", "clip_high"),
+        ("grpo", "baseline_momentum"),
+        ("sft", "kl_coef"),
+    ],
 )
 def test_a_key_without_effect_is_an_unknown_key(kind, key):
     with pytest.raises(ValidationError, match="Extra inputs"):

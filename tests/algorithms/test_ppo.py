@@ -1,4 +1,6 @@
-"""PPO: GAE against its definition, the losses against theirs, on a small softmax policy with a table of values."""
+"""PPO: GAE against its definition, the losses against theirs, on a small softmax policy with a table of
+values.
+"""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,26 +17,31 @@ from agent_peft.algorithms import PpoConfig, averages, build_algorithm
 from agent_peft.algorithms.advantages import generalized, moments, standardized
 from agent_peft.algorithms.ppo import squared_error
 from agent_peft.batch import Batch, collate
-from agent_peft.training import yaml12
+from agent_peft.configuration import yaml12
 from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
 
 VOCABULARY = 5
 REWARDS = (1.0, 0.0, 0.5, -0.25, 1.0, 1.0)
 CONFIGS = [
     PpoConfig(),
-    PpoConfig(gamma=0.9, gae_lambda=0.5, value_clip=None, normalize_advantages=False, weighting="sequence_sum"),
+    PpoConfig(
+        gamma=0.9, gae_lambda=0.5, value_clip=None, normalize_advantages=False, weighting="sequence_sum"
+    ),
     PpoConfig(kl_coef=0.1, entropy_coef=0.01, value_clip=0.05, weighting="sequence_mean"),
 ]
 
 
-# -- advantages ---------------------------------------------------------------------------------------------------------------------
+# -- advantages ----------------------------------------------------------------------------------------------
 
 
 def slow_gae(rewards: list[float], values: list[float], gamma: float, gae_lambda: float) -> list[float]:
     """Equation 16 of Schulman et al. (2016), each sum written out, over one trajectory's sampled tokens."""
     values = [*values, 0.0]
     deltas = [rewards[t] + gamma * values[t + 1] - values[t] for t in range(len(rewards))]
-    return [sum((gamma * gae_lambda) ** (k - t) * deltas[k] for k in range(t, len(deltas))) for t in range(len(deltas))]
+    return [
+        sum((gamma * gae_lambda) ** (k - t) * deltas[k] for k in range(t, len(deltas)))
+        for t in range(len(deltas))
+    ]
 
 
 numbers = st.floats(-2, 2, width=32)
@@ -68,7 +75,8 @@ def two_turns() -> tuple[Batch, Tensor]:
 def test_gae_of_two_turns_by_hand():
     batch, values = two_turns()
     found = generalized(batch.rewards, values, batch.action_mask, gamma=0.5, gae_lambda=0.5)
-    # last: 2 - 1; before it, past the observation: 0.5 + 0.5 * 1 - 0.5, and a quarter of what follows; first: 0.5 * 0.5 - 0.25, and so on
+    # last: 2 - 1; before it, past the observation: 0.5 + 0.5 * 1 - 0.5, and a quarter of what follows; first:
+    # 0.5 * 0.5 - 0.25, and so on
     assert found.tolist() == [[0, 0, 0.1875, 0.75, 0, 0, 1.0]]
 
 
@@ -100,7 +108,10 @@ def test_advantages_that_are_all_alike_become_zero():
 
 
 def test_what_is_standardized_is_the_step_of_all_ranks():
-    advantages, mask = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)), torch.ones(4, 6, dtype=torch.bool)
+    advantages, mask = (
+        torch.randn(4, 6, generator=torch.Generator().manual_seed(0)),
+        torch.ones(4, 6, dtype=torch.bool),
+    )
     whole = standardized(advantages, mask)
     shares = [(advantages[:1], mask[:1]), (advantages[1:], mask[1:])]
     sums: list[list[Tensor]] = [[], []]  # what each rank gave, in its order
@@ -117,7 +128,7 @@ def test_what_is_standardized_is_the_step_of_all_ranks():
     torch.testing.assert_close(found, whole)
 
 
-# -- the loss -----------------------------------------------------------------------------------------------------------------------
+# -- the loss ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -142,7 +153,9 @@ def policy(seed: int) -> Tensor:
 
 
 def rollout(seed: int = 0) -> Batch:
-    """Trajectories of one and of two turns and of different lengths, as ``policy(seed)`` scores and values them."""
+    """Trajectories of one and of two turns and of different lengths, as ``policy(seed)`` scores and values
+    them.
+    """
     trajectories = []
     for row, reward in enumerate(REWARDS):
         first = Turn((1,) * (row + 1), (2, 3), (0.0, 0.0))
@@ -151,7 +164,12 @@ def rollout(seed: int = 0) -> Batch:
         trajectories.append(Trajectory(Task("t"), turns, rewards=(reward,) + (0.25,) * (len(turns) - 1)))
     batch = collate(trajectories, [0, 0, 0, 0, 1, 1])
     output = forward(policy(seed), batch)
-    return replace(batch, logprobs=output.logprobs, values=output.values, reference_logprobs=forward(policy(9), batch).logprobs)
+    return replace(
+        batch,
+        logprobs=output.logprobs,
+        values=output.values,
+        reference_logprobs=forward(policy(9), batch).logprobs,
+    )
 
 
 def normalized(algorithm, batch: Batch) -> Batch:
@@ -188,9 +206,21 @@ def test_microbatches_sum_to_the_minibatch(config):
 @pytest.mark.parametrize("config", CONFIGS, ids=["default", "plain", "penalized"])
 def test_padding_changes_nothing(config):
     algorithm, batch = build_algorithm(config), rollout()
-    long = ("tokens", "action_mask", "logprobs", "rewards", "advantages", "weights", "reference_logprobs", "values")
+    long = (
+        "tokens",
+        "action_mask",
+        "logprobs",
+        "rewards",
+        "advantages",
+        "weights",
+        "reference_logprobs",
+        "values",
+    )
     wider = replace(batch, **{name: pad(getattr(batch, name), (0, 3)) for name in long})
-    narrow, wide = (loss_and_gradient(algorithm, [normalized(algorithm, one)], policy(1), [list(range(6))]) for one in (batch, wider))
+    narrow, wide = (
+        loss_and_gradient(algorithm, [normalized(algorithm, one)], policy(1), [list(range(6))])
+        for one in (batch, wider)
+    )
     assert narrow[0] == pytest.approx(wide[0], rel=1e-6)
     torch.testing.assert_close(narrow[1], wide[1], atol=1e-6, rtol=1e-6)
 
@@ -208,20 +238,26 @@ def test_tokens_of_the_environment_get_no_gradient(config):
 @pytest.mark.parametrize("config", CONFIGS, ids=["default", "plain", "penalized"])
 def test_before_the_first_update_nothing_has_moved(config):
     algorithm = build_algorithm(config)
-    _, _, metrics = loss_and_gradient(algorithm, [normalized(algorithm, rollout())], policy(0), [list(range(6))])
+    _, _, metrics = loss_and_gradient(
+        algorithm, [normalized(algorithm, rollout())], policy(0), [list(range(6))]
+    )
     shown = averages(metrics)
     assert shown["ratio"] == pytest.approx(1.0, abs=1e-6)
     assert (shown["approx_kl"], shown["clip_fraction"], shown["value_clip_fraction"]) == (0.0, 0.0, 0.0)
 
 
 def test_the_loss_is_ppos_written_out():
-    """Token by token, from the batch alone: -min(ρÂ, clip(ρ)Â) + c1 ½ max((V-T)², (clip(V)-T)²), and the mean over tokens."""
+    """Token by token, from the batch alone: -min(ρÂ, clip(ρ)Â) + c1 ½ max((V-T)², (clip(V)-T)²), and the
+    mean over tokens.
+    """
     algorithm = build_algorithm(PpoConfig(normalize_advantages=False, value_coef=0.7))
     batch, moved = normalized(algorithm, rollout()), policy(1)
     output, expected, clips, count = forward(moved, batch), 0.0, 0, 0
     for b in range(6):
         steps = [t for t in range(batch.tokens.shape[1]) if batch.action_mask[b, t]]
-        advantages = slow_gae([float(batch.rewards[b, t]) for t in steps], [float(batch.values[b, t]) for t in steps], 1.0, 0.95)
+        advantages = slow_gae(
+            [float(batch.rewards[b, t]) for t in steps], [float(batch.values[b, t]) for t in steps], 1.0, 0.95
+        )
         for t, advantage in zip(steps, advantages, strict=True):
             rho = float((output.logprobs[b, t] - batch.logprobs[b, t]).exp())
             old, new = float(batch.values[b, t]), float(output.values[b, t])
@@ -249,14 +285,19 @@ def test_a_clipped_value_has_no_gradient_and_one_that_runs_away_has():
 
 def test_targets_are_set_before_advantages_are_standardized():
     batch = rollout()
-    plain, standard = (build_algorithm(PpoConfig(normalize_advantages=flag)).prepare(batch) for flag in (False, True))
+    plain, standard = (
+        build_algorithm(PpoConfig(normalize_advantages=flag)).prepare(batch) for flag in (False, True)
+    )
     torch.testing.assert_close(standard.value_targets, plain.value_targets)
     torch.testing.assert_close(plain.value_targets, plain.advantages + batch.values)
     chosen = standard.advantages[batch.action_mask]
-    assert (float(chosen.mean()), float(chosen.std(correction=0))) == (pytest.approx(0, abs=1e-6), pytest.approx(1, abs=1e-6))
+    assert (float(chosen.mean()), float(chosen.std(correction=0))) == (
+        pytest.approx(0, abs=1e-6),
+        pytest.approx(1, abs=1e-6),
+    )
 
 
-# -- what it says, and when it ends ---------------------------------------------------------------------------------------------------
+# -- what it says, and when it ends --------------------------------------------------------------------------
 
 
 def test_explained_variance():
@@ -269,7 +310,9 @@ def test_explained_variance():
     assert explained(returns) == 1.0
     assert explained(torch.full_like(returns, 3.0) * batch.action_mask) == pytest.approx(0, abs=1e-6)
     assert explained(-returns) == pytest.approx(-3)
-    assert explained((returns / 2 + 7) * batch.action_mask) == pytest.approx(0.75), "a constant that is off explains as much"
+    assert explained((returns / 2 + 7) * batch.action_mask) == pytest.approx(0.75), (
+        "a constant that is off explains as much"
+    )
     alike = replace(batch, rewards=torch.zeros_like(batch.rewards))
     assert algorithm.observe(algorithm.prepare(alike)) == {}
 
@@ -283,9 +326,16 @@ def test_target_kl_ends_the_epochs():
 
 
 def test_what_it_needs():
-    algorithm = build_algorithm(PpoConfig(value_learning_rate=0.5, value_trunk_gradient=False, update_epochs=3, minibatches=2))
+    algorithm = build_algorithm(
+        PpoConfig(value_learning_rate=0.5, value_trunk_gradient=False, update_epochs=3, minibatches=2)
+    )
     assert (algorithm.critic.learning_rate, algorithm.critic.trunk_gradient) == (0.5, False)
-    assert (algorithm.needs_reference, algorithm.needs_entropy, algorithm.learns_at_zero_advantage, algorithm.on_policy) == (
+    assert (
+        algorithm.needs_reference,
+        algorithm.needs_entropy,
+        algorithm.learns_at_zero_advantage,
+        algorithm.on_policy,
+    ) == (
         False,
         False,
         True,

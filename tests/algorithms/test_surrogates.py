@@ -33,8 +33,12 @@ def test_ratio_by_hand():
 
 def test_clipped_by_hand():
     loss, grad, cut = gradient(clipped(0.2, 0.3), SAMPLED + RATIO.log())
-    torch.testing.assert_close(loss, -torch.tensor([[1.0, 1.8, 2.0, 2.2, 2.6], [-1.6, -1.8, -2.0, -2.2, -4.0]]))
-    torch.testing.assert_close(grad, -torch.tensor([[1.0, 1.8, 2.0, 2.2, 0.0], [0.0, -1.8, -2.0, -2.2, -4.0]]))
+    torch.testing.assert_close(
+        loss, -torch.tensor([[1.0, 1.8, 2.0, 2.2, 2.6], [-1.6, -1.8, -2.0, -2.2, -4.0]])
+    )
+    torch.testing.assert_close(
+        grad, -torch.tensor([[1.0, 1.8, 2.0, 2.2, 0.0], [0.0, -1.8, -2.0, -2.2, -4.0]])
+    )
     assert cut.tolist() == [[False, False, False, False, True], [True, False, False, False, False]]
 
 

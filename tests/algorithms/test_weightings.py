@@ -1,7 +1,13 @@
 import pytest
 import torch
 
-from agent_peft.algorithms.weightings import WEIGHTINGS, constant_length, sequence_mean, sequence_sum, token_mean
+from agent_peft.algorithms.weightings import (
+    WEIGHTINGS,
+    constant_length,
+    sequence_mean,
+    sequence_sum,
+    token_mean,
+)
 
 MASK = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]).bool()
 LOSS = torch.tensor([[9.0, 1.0, 3.0, 9.0], [1.0, 2.0, 3.0, 2.0], [9.0, 9.0, 9.0, 9.0]])
@@ -18,7 +24,9 @@ def test_token_mean_by_hand():
 
 
 def test_sequence_mean_by_hand():
-    assert weighted(sequence_mean) == pytest.approx((2.0 + 2.0) / 2)  # the trajectory without an action has no mean
+    assert weighted(sequence_mean) == pytest.approx(
+        (2.0 + 2.0) / 2
+    )  # the trajectory without an action has no mean
 
 
 def test_sequence_sum_by_hand():

@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 TRANSFERS = ("aten::copy_", "aten::_to_copy", "aten::set_")  # what may read one device and write another
 LOOKUPS = ("aten::index.", "aten::index_put")  # whose indices may lie on the CPU
-ONLY_CUDA: dict[Any, Callable[..., Any]] = {torch.ops.aten.mm.dtype: lambda a, b, dtype: a.to(dtype) @ b.to(dtype)}
+ONLY_CUDA: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten.mm.dtype: lambda a, b, dtype: a.to(dtype) @ b.to(dtype)
+}
 GETTERS: dict[str, Callable[[torch.device], Any]] = {
     "device": lambda device: device,
     "is_cuda": lambda device: device.type == "cuda",
@@ -34,25 +36,37 @@ def tensors_of(given: Any) -> list[torch.Tensor]:
 
 
 class PretendedGpu(TorchFunctionMode):
-    """Inside, ``cuda`` is a device whose tensors lie in the CPU's memory, each with a mark that it is not the CPU's.
+    """Inside, ``cuda`` is a device whose tensors lie in the CPU's memory, each with a mark that it is not the
+    CPU's.
 
-    They say that they are on ``cuda:0``, so that branches for a GPU are taken; results are real, and so are gradients. An operator that
-    is given tensors of both devices raises, as on a GPU, at whatever depth it is called, in a backward too. What only a GPU's own kernels
-    could show (their rounding, what they do not implement, its memory, its random numbers) stays unseen.
+    They say that they are on ``cuda:0``, so that branches for a GPU are taken; results are real, and so are
+    gradients. An operator that is given tensors of both devices raises, as on a GPU, at whatever depth it is
+    called, in a backward too. What only a GPU's own kernels could show (their rounding, what they do not
+    implement, its memory, its random numbers) stays unseen.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.marked: set[int] = set()  # storages
-        self.made_on: list[Any] = [CPU]  # where a tensor that comes from none is made: a device, or that of some arguments
+        self.made_on: list[Any] = [
+            CPU
+        ]  # where a tensor that comes from none is made: a device, or that of some arguments
         self.below = _Operators(self)
 
     def __enter__(self) -> PretendedGpu:
         super().__enter__()
         self.below.__enter__()
-        for name, getter in GETTERS.items():  # asked by Python's code in a hook or a backward, too, where a mode is off
-            setattr(torch.Tensor, name, property(lambda tensor, getter=getter: getter(self.device_of(tensor))))
-        self.run_backward, torch.autograd._engine_run_backward = torch.autograd._engine_run_backward, self._backward
+        for (
+            name,
+            getter,
+        ) in GETTERS.items():  # asked by Python's code in a hook or a backward, too, where a mode is off
+            setattr(
+                torch.Tensor, name, property(lambda tensor, getter=getter: getter(self.device_of(tensor)))
+            )
+        self.run_backward, torch.autograd._engine_run_backward = (
+            torch.autograd._engine_run_backward,
+            self._backward,
+        )
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -84,7 +98,9 @@ class PretendedGpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         where: Any = (*args, *kwargs.values())  # what it is made of says where, if it is asked
         if func is torch.Tensor.numpy and self.device_of(args[0]) == GPU:
-            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.")
+            raise TypeError(
+                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+            )
         if func in (torch.Tensor.cpu, torch.Tensor.cuda):
             func, args = torch.Tensor.to, (args[0], GPU if func is torch.Tensor.cuda else CPU)
         if func is torch.Tensor.to:
@@ -105,7 +121,9 @@ class PretendedGpu(TorchFunctionMode):
         return found
 
     def _backward(self, *args: Any, **kwargs: Any) -> Any:
-        """What a backward calls of Python's, custom functions and what is computed again, is to be seen, too."""
+        """What a backward calls of Python's, custom functions and what is computed again, is to be seen,
+        too.
+        """
         super().__enter__()  # a mode is off while it works
         try:
             return self.run_backward(*args, **kwargs)
@@ -147,9 +165,13 @@ class _Operators(TorchDispatchMode):
         if lookup:  # self, indices, values
             devices = {places[id(x)] for x in (args[0], *args[2:3]) if isinstance(x, torch.Tensor) and x.ndim}
             if places[id(args[0])] == CPU and any(x is not None and places[id(x)] == GPU for x in args[1]):
-                raise RuntimeError(f"indices should be either on cpu or on the same device as the indexed tensor (cpu), in {name}")
+                raise RuntimeError(
+                    f"indices should be either on cpu or on the same device as the indexed tensor (cpu), in {name}"
+                )
         if {CPU, GPU} <= devices and not name.startswith(TRANSFERS):
-            raise RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! in {name}")
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! in {name}"
+            )
         out = ONLY_CUDA.get(func, func)(*args, **(kwargs or {}))
         if self.crossing or not given:
             where = self.above.place

@@ -1,5 +1,7 @@
-"""What works on a CPU works on a GPU. Each test runs on a real one where there is one, and everywhere on one that is pretended, which finds
-tensors that were made in the wrong place. The pretended one is tested at the end."""
+"""What works on a CPU works on a GPU. Each test runs on a real one where there is one, and everywhere on
+one that is pretended, which finds tensors that were made in the wrong place. The pretended one is tested
+at the end.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +19,28 @@ from transformers import AutoModelForCausalLM
 from agent_peft.algorithms import ALGORITHMS
 from agent_peft.batch import Batch, collate
 from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticConfig
-from agent_peft.policies import adapters, kv_cache
+from agent_peft.policies import adapters
 from agent_peft.policies.adapters import LoraSettings
-from agent_peft.policies.base import ScratchConfig
-from agent_peft.policies.engine import Engine, EngineConfig
-from agent_peft.policies.language_model import Policy
-from agent_peft.policies.pretrained import build
+from agent_peft.policies.config import ScratchConfig
+from agent_peft.policies.engine import kv_cache
+from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.engine.shared_attention import Relatives, relatives
+from agent_peft.policies.models.pretrained import build
+from agent_peft.policies.models.shape import scratch_architecture
+from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
-from agent_peft.policies.shape import scratch_architecture
-from agent_peft.policies.shared_attention import Relatives, relatives
 from agent_peft.policies.tokenization import ChatTokenizer, character_tokenizer
+from agent_peft.ranks import Ranks
 from agent_peft.seeding import derive, generator
-from agent_peft.training.config import StageConfig
-from agent_peft.training.distributed import Ranks
 from agent_peft.training.microbatching import Microbatching
+from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import Task, Trajectory, Turn
 
-pytestmark = pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda', but CUDA is not available")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:User provided device_type of 'cuda', but CUDA is not available"
+)
 
 PLAIN = SamplingConfig(max_new_tokens=4, max_tokens=48)
 ARCHITECTURE = {
@@ -56,7 +62,9 @@ lora_or_whole = pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "whol
 
 def real(test: Callable[[], None]) -> Callable[[], None]:
     """Only on a GPU that is there."""
-    skips = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none here")
+    skips = pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a CUDA device, and there is none here"
+    )
     found: Callable[[], None] = pytest.mark.gpu(skips(test))
     return found
 
@@ -95,7 +103,11 @@ class Talk:
 
     def act(self, action: Sequence[int], logprobs: Sequence[float], room: int) -> Sequence[int] | None:
         place = len(self.turns)
-        self.turns.append(Turn(tuple(self.prompt if place == 0 else self.answers[place - 1]), tuple(action), tuple(logprobs)))
+        self.turns.append(
+            Turn(
+                tuple(self.prompt if place == 0 else self.answers[place - 1]), tuple(action), tuple(logprobs)
+            )
+        )
         return self.answers[place] if place < len(self.answers) and len(self.answers[place]) < room else None
 
 
@@ -103,8 +115,14 @@ def make_talks(groups: int = 2, siblings: int = 2) -> list[Talk]:
     """Prompts of several lengths that begin alike, each with siblings."""
     draw = generator(0, "talks")
     beginning = [draw.randrange(3, 12) for _ in range(5)]
-    prompts = [[*beginning, *(draw.randrange(3, 12) for _ in range(4 + 2 * group))] for group in range(groups)]
-    return [Talk(prompt, derive(0, group, sibling)) for group, prompt in enumerate(prompts) for sibling in range(siblings)]
+    prompts = [
+        [*beginning, *(draw.randrange(3, 12) for _ in range(4 + 2 * group))] for group in range(groups)
+    ]
+    return [
+        Talk(prompt, derive(0, group, sibling))
+        for group, prompt in enumerate(prompts)
+        for sibling in range(siblings)
+    ]
 
 
 def make_batch(length: int = 20, count: int = 6) -> Batch:
@@ -160,7 +178,9 @@ def test_the_engine_says_what_a_forward_says(gpu, dtype, lora):
     assert policy.drift((scored - batch.logprobs)[batch.action_mask]) <= policy.rounding
     tokens = batch.tokens[0, : int(batch.lengths[0])].tolist()
     assert policy.drift(
-        (torch.tensor(engine.score(tokens, PLAIN)) - scored[0, 1 : len(tokens)])[batch.action_mask[0, 1 : len(tokens)]]
+        (torch.tensor(engine.score(tokens, PLAIN)) - scored[0, 1 : len(tokens)])[
+            batch.action_mask[0, 1 : len(tokens)]
+        ]
     ) <= (policy.rounding)
 
 
@@ -169,15 +189,30 @@ def test_the_gradient_is_that_of_a_cpu_with_less_memory_too(gpu, lora):
     batch = make_batch()
     expected = gradient(make_policy(torch.device("cpu"), lora=lora), batch)
     for more in ({}, {"packing": False}, {"activation_checkpointing": True}):
-        torch.testing.assert_close(gradient(make_policy(gpu, lora=lora, **more), batch), expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(
+            gradient(make_policy(gpu, lora=lora, **more), batch), expected, rtol=1e-3, atol=1e-4
+        )
 
 
 def make_trainer(policy: Policy, algorithm: str, **more: Any) -> Trainer:
     on_policy = {} if algorithm == "sft" else {"group_size": 4, "rewards": {"invalid_action": -0.5}}
     kind = {"kind": algorithm, **({"constant_length": 8} if algorithm == "dr_grpo" else {})}
-    stage = {"algorithm": kind, "steps": 1, "tasks_per_step": 2, "optimizer": {"learning_rate": 1e-2}, **on_policy, **more}
+    stage = {
+        "algorithm": kind,
+        "steps": 1,
+        "tasks_per_step": 2,
+        "optimizer": {"learning_rate": 1e-2},
+        **on_policy,
+        **more,
+    }
     settings = StageConfig.model_validate({"sampling": {"max_new_tokens": 3, "max_tokens": 64}, **stage})
-    return Trainer(settings, policy, Engine(policy, EngineConfig()), Arithmetic(ArithmeticConfig(digits=1, num_tasks=10)), 0)
+    return Trainer(
+        settings,
+        policy,
+        Engine(policy, EngineConfig()),
+        Arithmetic(ArithmeticConfig(digits=1, num_tasks=10)),
+        0,
+    )
 
 
 @pytest.mark.parametrize("algorithm", list(ALGORITHMS))
@@ -216,14 +251,19 @@ def test_merged_it_says_the_same(gpu, tmp_path):
     policy.save_merged(tmp_path)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path).to(gpu)
     with torch.no_grad():
-        torch.testing.assert_close(merged(input_ids=tokens.to(gpu)).logits.cpu(), expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            merged(input_ids=tokens.to(gpu)).logits.cpu(), expected, rtol=1e-3, atol=1e-3
+        )
 
 
 def test_a_group_of_one_rank_sums_to_itself(gpu, tmp_path):
     """NCCL between GPUs."""
     real = torch.cuda.is_available()
     distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if real else "gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1
+        "cpu:gloo,cuda:nccl" if real else "gloo",
+        init_method=f"file://{tmp_path / 'rendezvous'}",
+        rank=0,
+        world_size=1,
     )
     try:
         ranks = Ranks(rank=0, world=2)  # two, lest it asks nobody
@@ -237,7 +277,7 @@ def test_a_group_of_one_rank_sums_to_itself(gpu, tmp_path):
         distributed.destroy_process_group()
 
 
-# -- what a pretended GPU has not -----------------------------------------------------------------------------------------------------
+# -- what a pretended GPU has not ----------------------------------------------------------------------------
 
 
 @real
@@ -260,7 +300,9 @@ def test_a_full_memory_halves_the_microbatch_and_the_gradient_stays():
             parameter.grad = None
         for rows in microbatching.cut(batch, torch.ones(len(batch), dtype=torch.bool)):
             policy.forward(batch.select(rows), PLAIN).logprobs.sum().backward()
-        return torch.cat([p.grad.flatten().cpu() for p in policy.trainable_parameters() if p.grad is not None])
+        return torch.cat(
+            [p.grad.flatten().cpu() for p in policy.trainable_parameters() if p.grad is not None]
+        )
 
     microbatching = Microbatching(1 << 20, policy.count_nodes)
     torch.cuda.empty_cache()
@@ -272,7 +314,9 @@ def test_a_full_memory_halves_the_microbatch_and_the_gradient_stays():
     policy = make_policy(gpu, packing=False, architecture=wide)
     torch.cuda.empty_cache()
     allowed = torch.cuda.memory_reserved(gpu) + needed // 2
-    torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(gpu).total_memory, gpu)
+    torch.cuda.set_per_process_memory_fraction(
+        allowed / torch.cuda.get_device_properties(gpu).total_memory, gpu
+    )
     try:
         found = microbatching.within_memory(work)
     finally:
@@ -281,7 +325,7 @@ def test_a_full_memory_halves_the_microbatch_and_the_gradient_stays():
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-# -- the pretended GPU ----------------------------------------------------------------------------------------------------------------
+# -- the pretended GPU ---------------------------------------------------------------------------------------
 
 
 def mixed() -> dict[str, Callable[[Tensor, Tensor], object]]:
@@ -317,14 +361,28 @@ def test_two_devices_in_one_operator_are_found(pretended_gpu, mistake):
         cpu, gpu = torch.ones(3), torch.ones(3, device="cuda")
         with pytest.raises((RuntimeError, TypeError), match=r"same device|to numpy"):
             mixed()[mistake](cpu, gpu)
-        assert gpu.device == gpu.to("cuda").device == cpu.cuda().device == torch.zeros_like(gpu).device == (gpu * cpu[0].sum()).device
-        assert cpu.device == gpu.cpu().device == cpu.to(gpu).cpu().device == torch.zeros(2).device == torch.device("cpu")
+        assert (
+            gpu.device
+            == gpu.to("cuda").device
+            == cpu.cuda().device
+            == torch.zeros_like(gpu).device
+            == (gpu * cpu[0].sum()).device
+        )
+        assert (
+            cpu.device
+            == gpu.cpu().device
+            == cpu.to(gpu).cpu().device
+            == torch.zeros(2).device
+            == torch.device("cpu")
+        )
         assert gpu[torch.tensor([0])].is_cuda and not cpu.is_cuda and (gpu.cpu() == cpu).all()
     assert gpu.device == torch.device("cpu"), "outside there is no such thing"
 
 
 def test_a_tensor_that_the_engine_makes_in_the_wrong_place_is_found(pretended_gpu, monkeypatch):
-    def wrong(parents: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, device: torch.device) -> Relatives:
+    def wrong(
+        parents: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Relatives:
         return relatives(parents, lengths, dtype, torch.device("cpu"))
 
     with pretended_gpu():

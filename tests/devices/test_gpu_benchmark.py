@@ -1,4 +1,6 @@
-"""The benchmark for a GPU that is lent for minutes must work there at the first try: so it runs here, on shapes of nothing."""
+"""The benchmark for a GPU that is lent for minutes must work there at the first try: so it runs here, on
+shapes of nothing.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +49,16 @@ def test_it_measures_every_part(device, gpu_benchmark, pretended_gpu, tmp_path, 
         }.items():
             monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
     with pretended_gpu() if pretending else nullcontext():
-        gpu_benchmark.main(["--tiny", "--device", device, "--only", "0.5B", "7B", "--output", str(tmp_path / "gpu.json")])
+        gpu_benchmark.main(
+            ["--tiny", "--device", device, "--only", "0.5B", "7B", "--output", str(tmp_path / "gpu.json")]
+        )
     found = json.loads((tmp_path / "gpu.json").read_text())
     for model in ("0.5B", "7B"):
         parts = found[model]
         assert "error" not in parts, parts.get("traceback")
-        assert parts["model"]["device"] == ("cpu" if device == "cpu" else "cuda:0") and parts["model"]["packs"]
+        assert (
+            parts["model"]["device"] == ("cpu" if device == "cpu" else "cuda:0") and parts["model"]["packs"]
+        )
         assert parts["decoding"]["rows"] == 32 and 0 < parts["decoding"]["tokens_per_second"] < math.inf
         assert 0 <= parts["decoding"]["mismatch_mean"] < 0.1
         assert parts["packed"]["packed"] and not parts["padded"]["packed"]
@@ -84,6 +90,10 @@ def test_it_runs_the_tests_that_need_a_gpu(gpu_benchmark, tmp_path):
         "import pytest\n@pytest.mark.gpu\ndef test_a(): pass\n@pytest.mark.gpu\ndef test_b(): assert 0\ndef test_c(): assert 0\n"
     )
     bench = gpu_benchmark.Bench(torch.device("cpu"), gpu_benchmark.Size())
-    found = gpu_benchmark.run_tests(gpu_benchmark.Session(bench, 100.0, tmp_path / "gpu.json"), [str(tmp_path / "test_x.py")])
-    assert (found["passed"], found["failed"], found["skipped"]) == (1, ["test_b"], 0) and "assert 0" in found["output"]
+    found = gpu_benchmark.run_tests(
+        gpu_benchmark.Session(bench, 100.0, tmp_path / "gpu.json"), [str(tmp_path / "test_x.py")]
+    )
+    assert (found["passed"], found["failed"], found["skipped"]) == (1, ["test_b"], 0) and "assert 0" in found[
+        "output"
+    ]
     assert "tests/devices/test_devices.py" in gpu_benchmark.marked_tests()

@@ -1,4 +1,6 @@
-"""Servers on free loopback ports, for whatever test wants to see an environment from the other end of a wire."""
+"""Servers on free loopback ports, for whatever test wants to see an environment from the other end of a
+wire.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,15 @@ import pytest
 from agent_peft.environments.base import Environment
 from agent_peft.environments.http.limits import Limits
 from agent_peft.environments.http.server import Address, Host
-from agent_peft.environments.os_interaction.sandbox import SandboxLimits
-from agent_peft.environments.os_interaction.sandboxes import build_sandbox
+from agent_peft.sandbox.base import SandboxLimits
+from agent_peft.sandbox.build import build_sandbox
 from agent_peft.types import AgentPeftError
 
 
 @contextmanager
-def running(environments: Mapping[str, Environment], limits: Limits | None = None, token: str | None = None) -> Iterator[Host]:
+def running(
+    environments: Mapping[str, Environment], limits: Limits | None = None, token: str | None = None
+) -> Iterator[Host]:
     """A server on a thread. Nothing of it may be left at the end."""
     host = Host(environments, Address("127.0.0.1", 0), limits or Limits(), token)
     ready = threading.Event()
@@ -37,7 +41,9 @@ def running(environments: Mapping[str, Environment], limits: Limits | None = Non
 
 @pytest.fixture
 def serving() -> Iterator[Callable[..., Host]]:
-    """``serving({"train": environment}, limits=..., token=...)``: a server that runs until the test is over."""
+    """``serving({"train": environment}, limits=..., token=...)``: a server that runs until the test is
+    over.
+    """
     with ExitStack() as stack:
         yield lambda environments, **more: stack.enter_context(running(environments, **more))
 

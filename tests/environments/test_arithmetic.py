@@ -55,7 +55,7 @@ configurations = st.fixed_dictionaries(
 )
 
 
-# -- what is asked, and what is correct ---------------------------------------------------------------------------------------------
+# -- what is asked, and what is correct ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,12 @@ def test_one_problem_by_hand(operation, answer, symbols, question, gold):
     assert environment.episode(task, seed=0).start() == [Message("user", question)]
     assert environment.demonstration(task) == [gold]
     result = step(environment, task, f" {gold}\n")
-    assert (result.done, result.outcome, result.stop_reason, result.valid) == (True, Outcome.CORRECT, StopReason.FINISHED, True)
+    assert (result.done, result.outcome, result.stop_reason, result.valid) == (
+        True,
+        Outcome.CORRECT,
+        StopReason.FINISHED,
+        True,
+    )
 
 
 @given(keys=configurations, place=st.integers(0, 2**70), wrong=st.integers(0, 10**19))
@@ -97,7 +102,16 @@ def test_gold_is_correct_and_any_other_number_is_not(keys, place, wrong):
 
 
 @pytest.mark.parametrize(
-    ("action", "valid"), [("580", True), ("0579", True), ("-579", True), ("", False), ("579.", False), ("５７９", False), ("5 79", False)]
+    ("action", "valid"),
+    [
+        ("580", True),
+        ("0579", True),
+        ("-579", True),
+        ("", False),
+        ("579.", False),
+        ("５７９", False),
+        ("5 79", False),
+    ],
 )
 def test_all_but_the_exact_answer_is_incorrect(action, valid):
     result = step(arithmetic(), problem(123, 456), action)
@@ -107,7 +121,11 @@ def test_all_but_the_exact_answer_is_incorrect(action, valid):
 @pytest.mark.parametrize(
     ("action", "outcome", "valid"),
     [
-        ("804", Outcome.CORRECT, True),  # the question ends with "=", so this stands where the answer is expected
+        (
+            "804",
+            Outcome.CORRECT,
+            True,
+        ),  # the question ends with "=", so this stands where the answer is expected
         ("work of any kind\nis free=804", Outcome.CORRECT, True),
         ("=804", Outcome.CORRECT, True),
         ("804=805", Outcome.INCORRECT, True),  # the last number counts, and no other
@@ -132,15 +150,21 @@ def test_a_symbol_closes_the_answer_once(action):
     assert (result.outcome, result.valid) == (Outcome.INCORRECT, False)
 
 
-@pytest.mark.parametrize("action", ["=" * 100_000, "1=" * 50_000 + "x", "1" * 100_000 + "x", "=" + "1" * 100_000 + "$"])
+@pytest.mark.parametrize(
+    "action", ["=" * 100_000, "1=" * 50_000 + "x", "1" * 100_000 + "x", "=" + "1" * 100_000 + "$"]
+)
 def test_grading_hostile_text_takes_no_time_to_speak_of(action):
     assert step(arithmetic(answer="worked"), problem(123, 456), action).outcome is Outcome.INCORRECT
 
 
-# -- the work -----------------------------------------------------------------------------------------------------------------------
+# -- the work ------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 9).flatmap(lambda d: st.tuples(st.just(d), *[st.integers(10 ** (d - 1) if d > 1 else 0, 10**d - 1)] * 2)))
+@given(
+    st.integers(1, 9).flatmap(
+        lambda d: st.tuples(st.just(d), *[st.integers(10 ** (d - 1) if d > 1 else 0, 10**d - 1)] * 2)
+    )
+)
 def test_the_work_leads_to_the_answer(drawn):
     digits, a, b = drawn
     written = columns(a, b, digits)
@@ -148,7 +172,9 @@ def test_the_work_leads_to_the_answer(drawn):
     equations = partial_products(a, b, digits).split("=")
     sums = [sum(int(term[::-1]) for term in equation.split("+")) for equation in equations]
     assert sums[-1] == a * b
-    assert [int(equation.split("+")[0][::-1]) for equation in equations[1:]] == sums[:-1]  # each begins with the sum before it
+    assert [int(equation.split("+")[0][::-1]) for equation in equations[1:]] == sums[
+        :-1
+    ]  # each begins with the sum before it
 
 
 @pytest.mark.parametrize("worked", [columns, partial_products])
@@ -165,13 +191,18 @@ def test_the_work_of_as_many_digits_has_one_layout(worked, digits):
     [("addition", 999, (4, 4, 11)), ("multiplication", 99, (4, 4, 13)), ("multiplication", 999, (6, 6, 30))],
 )
 def test_the_longest_answers(operation, most, lengths):
-    """What configurations rely on for ``max_new_tokens``, which also counts the end of the turn (and the closing symbol)."""
+    """What configurations rely on for ``max_new_tokens``, which also counts the end of the turn (and the
+    closing symbol).
+    """
     symbol = OPERATIONS[operation].symbol
-    answers = [arithmetic(operation=operation, answer=form).demonstration(problem(most, most, symbol))[0] for form in FORMS]
+    answers = [
+        arithmetic(operation=operation, answer=form).demonstration(problem(most, most, symbol))[0]
+        for form in FORMS
+    ]
     assert tuple(map(len, answers)) == lengths
 
 
-# -- which problems there are -------------------------------------------------------------------------------------------------------
+# -- which problems there are --------------------------------------------------------------------------------
 
 
 @given(size=st.integers(1, 400), seed=st.integers())
@@ -179,7 +210,11 @@ def test_a_permutation_is_a_bijection(size, seed):
     assert sorted(map(Permutation(size, seed), range(size))) == list(range(size))
 
 
-@given(size=st.integers(1, 10**18), seed=st.integers(0, 2**62), places=st.sets(st.integers(0, 10**18), min_size=2))
+@given(
+    size=st.integers(1, 10**18),
+    seed=st.integers(0, 2**62),
+    places=st.sets(st.integers(0, 10**18), min_size=2),
+)
 def test_a_large_permutation_stays_inside_and_repeats_nothing(size, seed, places):
     places = {place % size for place in places}
     images = {Permutation(size, seed)(place) for place in places}
@@ -188,8 +223,9 @@ def test_a_large_permutation_stays_inside_and_repeats_nothing(size, seed, places
 
 
 def test_permutations_are_as_good_as_random():
-    """Of 24 orders of 4 numbers, 4,800 seeds give each about 200 times: χ² of 23 degrees of freedom stays below its 99.99 % point.
-    A fixed set of seeds, so that this either holds or does not."""
+    """Of 24 orders of 4 numbers, 4,800 seeds give each about 200 times: χ² of 23 degrees of freedom stays
+    below its 99.99 % point. A fixed set of seeds, so that this either holds or does not.
+    """
     orders = Counter(tuple(map(Permutation(4, seed), range(4))) for seed in range(4800))
     assert sum((count - 200) ** 2 / 200 for count in orders.values()) + 200 * (24 - len(orders)) < 60
 
@@ -197,7 +233,10 @@ def test_permutations_are_as_good_as_random():
 @pytest.mark.parametrize("digits", [1, 2])
 def test_splits_are_disjoint_complete_a_fifth_and_blind_to_the_order_of_operands(digits):
     low, high = (0, 10) if digits == 1 else (10, 100)
-    sides = {split: [operands_of(digits, split, i) for i in range(count_problems(digits, split))] for split in ("train", "heldout")}
+    sides = {
+        split: [operands_of(digits, split, i) for i in range(count_problems(digits, split))]
+        for split in ("train", "heldout")
+    }
     everything = [pair for side in sides.values() for pair in side]
     assert sorted(everything) == [(a, b) for a in range(low, high) for b in range(low, high)]
     assert len(sides["heldout"]) * 5 == len(everything)
@@ -234,7 +273,9 @@ def test_digits_take_turns_until_the_short_ones_run_out():
     tasks = arithmetic(digits=(1, 3), split="heldout", num_tasks=None).tasks
     assert [task.skills for task in tasks[:4]] == [(f"addition_{n}_digits",) for n in (1, 2, 3, 1)]
     assert Counter(task.skills[0] for task in tasks[:60]) == {f"addition_{n}_digits": 20 for n in (1, 2, 3)}
-    assert Counter(task.skills[0] for task in tasks[60:3260]) == {f"addition_{n}_digits": 1600 for n in (2, 3)}
+    assert Counter(task.skills[0] for task in tasks[60:3260]) == {
+        f"addition_{n}_digits": 1600 for n in (2, 3)
+    }
     assert len(tasks) == 20 + 1620 + 162_000 == len({tasks[i].id for i in range(len(tasks))})
     assert {tasks[i].skills[0] for i in range(3260, len(tasks), 997)} == {"addition_3_digits"}
     assert arithmetic().tasks[0].skills == ("addition",)
@@ -246,25 +287,43 @@ def test_nothing_is_listed_up_front():
     assert len({tasks[place].id for place in range(0, len(tasks), len(tasks) // 100)}) == 100
 
 
-# -- mistakes -----------------------------------------------------------------------------------------------------------------------
+# -- mistakes ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        ({"digits": 1, "num_tasks": 81}, "1-digit addition has only 80 problems in its train split: set num_tasks to at most 80, or raise"),
-        ({"digits": [1, 2], "num_tasks": 1641, "split": "heldout"}, "1- to 2-digit addition has only 1640 problems in its heldout split"),
-        ({"digits": [3, 2]}, r"environment.digits: .*\[3, 2\] is neither a number from 1 to 9 nor two of them, \[low, high\]"),
+        (
+            {"digits": 1, "num_tasks": 81},
+            "1-digit addition has only 80 problems in its train split: set num_tasks to at most 80, or raise",
+        ),
+        (
+            {"digits": [1, 2], "num_tasks": 1641, "split": "heldout"},
+            "1- to 2-digit addition has only 1640 problems in its heldout split",
+        ),
+        (
+            {"digits": [3, 2]},
+            r"environment.digits: .*\[3, 2\] is neither a number from 1 to 9 nor two of them, \[low, high\]",
+        ),
         ({"digits": [2, 2]}, "environment.digits"),
         ({"digits": [1, 2, 3]}, "environment.digits"),
         ({"digits": 10}, "environment.digits: .*10 is neither"),
         ({"digits": 0}, "environment.digits: .*0 is neither"),
         ({"digits": "2"}, "environment.digits: .*'2' is neither"),
         ({"answer": "backwards"}, "environment.answer"),
-        ({"operation": "division"}, "there is no operation 'division'; give addition, multiplication, or your own as package.module:NAME"),
+        (
+            {"operation": "division"},
+            "there is no operation 'division'; give addition, multiplication, or your own as package.module:NAME",
+        ),
         ({"operation": "nowhere:division"}, "'nowhere:division' cannot be imported"),
-        ({"operation": "own_operations:nothing"}, "'own_operations:nothing' is a NoneType, not an agent_peft.*Operation; name one"),
-        ({"operation": "own_operations:subtraction", "answer": "worked"}, "has no worked form; give its Operation one, or set answer"),
+        (
+            {"operation": "own_operations:nothing"},
+            "'own_operations:nothing' is a NoneType, not an agent_peft.*Operation; name one",
+        ),
+        (
+            {"operation": "own_operations:subtraction", "answer": "worked"},
+            "has no worked form; give its Operation one, or set answer",
+        ),
     ],
 )
 def test_mistakes_are_told_in_one_line(own, keys, told):
@@ -302,7 +361,7 @@ def test_the_old_key_is_gone():
         ArithmeticConfig(reversed=True)
 
 
-# -- episodes -----------------------------------------------------------------------------------------------------------------------
+# -- episodes ------------------------------------------------------------------------------------------------
 
 
 def test_an_episode_is_one_turn():

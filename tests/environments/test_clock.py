@@ -1,4 +1,6 @@
-"""An episode's clock: what it counts, what its end costs, and tasks that do not fit in it. How it ends episodes: test_conformance."""
+"""An episode's clock: what it counts, what its end costs, and tasks that do not fit in it. How it ends
+episodes: test_conformance.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from agent_peft.environments import clock, load_environment
 from agent_peft.environments.clock import Clock
 from agent_peft.environments.db_bench import DBBench, DBBenchConfig, DBBenchEpisode
 from agent_peft.environments.db_bench.protocol import operation
-from agent_peft.policies.engine import Engine, EngineConfig
-from agent_peft.policies.language_model import Policy
+from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.rollout.collector import Collector
@@ -61,14 +64,20 @@ class DawdlingEpisode(DBBenchEpisode):
         return super().step(operation(ENDLESS))
 
 
-def test_running_out_has_its_price(tiny_llama: LlamaForCausalLM, char_tokenizer: PreTrainedTokenizerFast) -> None:
+def test_running_out_has_its_price(
+    tiny_llama: LlamaForCausalLM, char_tokenizer: PreTrainedTokenizerFast
+) -> None:
     environment = Dawdling(DBBenchConfig.model_validate({**PATIENT, "generate": {"num_tasks": 2}}))
     engine = Engine(Policy(tiny_llama, ChatTokenizer(char_tokenizer)), EngineConfig(rows=4))
     rewards = RewardConfig(incorrect=-0.1, timeout=-0.4)
-    collection = Collector(environment, engine).collect(environment.tasks, 2, SamplingConfig(max_new_tokens=3, max_tokens=50), rewards, 0)
+    collection = Collector(environment, engine).collect(
+        environment.tasks, 2, SamplingConfig(max_new_tokens=3, max_tokens=50), rewards, 0
+    )
     environment.close()
     found = [t for group in collection.groups for t in group.trajectories]
-    assert [(t.outcome, t.stop_reason, t.reward) for t in found] == [(Outcome.INCORRECT, StopReason.TIMEOUT, -0.4)] * 4
+    assert [(t.outcome, t.stop_reason, t.reward) for t in found] == [
+        (Outcome.INCORRECT, StopReason.TIMEOUT, -0.4)
+    ] * 4
 
 
 def os_entry(gold: str) -> dict[str, Any]:
@@ -76,21 +85,35 @@ def os_entry(gold: str) -> dict[str, Any]:
     return {
         "instruction": "Make /srv/a.",
         "initialization_command_item": {"command_name": "bash", "script": ""},
-        "evaluation_info": {name: {"command_name": "bash", "script": script} for name, script in commands.items()},
+        "evaluation_info": {
+            name: {"command_name": "bash", "script": script} for name, script in commands.items()
+        },
         "skill_list": ["mkdir"],
     }
 
 
 def db_entry(sql: str, direct: list[list[int]]) -> dict[str, Any]:
     table = {"name": "t", "column_info_list": [{"name": "a", "type": "INT"}], "row_list": [[1]]}
-    return {"instruction": "Ask.", "table_info": table, "answer_info": {"sql": sql, "direct": direct, "md5": None}}
+    return {
+        "instruction": "Ask.",
+        "table_info": table,
+        "answer_info": {"sql": sql, "direct": direct, "md5": None},
+    }
 
 
 @pytest.mark.parametrize(
     ("kind", "entry", "cause"),
     [
-        ("os_interaction", os_entry("mkdir /srv/a"), "its ground truth takes longer than episode_seconds = 1e-06"),
-        ("db_bench", db_entry("SELECT a FROM t", [[1]]), "the gold SQL takes longer than episode_seconds = 1e-06"),
+        (
+            "os_interaction",
+            os_entry("mkdir /srv/a"),
+            "its ground truth takes longer than episode_seconds = 1e-06",
+        ),
+        (
+            "db_bench",
+            db_entry("SELECT a FROM t", [[1]]),
+            "the gold SQL takes longer than episode_seconds = 1e-06",
+        ),
     ],
 )
 def test_a_gold_that_takes_longer_is_rejected_with_the_cause(

@@ -15,7 +15,8 @@ from agent_peft.types import AgentPeftError, Outcome, StopReason
 
 PROBLEMS = str(Path(__file__).parent / "own_problems.jsonl")
 
-# for each kind: a configuration with a few tasks, one with another seed, and a reply that answers wrongly and finishes
+# for each kind: a configuration with a few tasks, one with another seed, and a reply that answers wrongly and
+# finishes
 CASES = {
     "arithmetic": ({"num_tasks": 12, "seed": 3}, {"num_tasks": 12, "seed": 4}, "-1"),
     "db_bench": (
@@ -28,7 +29,11 @@ CASES = {
         {"generate": {"num_tasks": 3, "seed": 4, "skills": ["mkdir", "gpasswd", "echo"]}},
         "Act: finish",
     ),
-    "gsm8k": ({"tasks": PROBLEMS, "num_tasks": 5}, {"tasks": PROBLEMS, "offset": 1}, "#### -1"),  # problems of a file: another part of it
+    "gsm8k": (
+        {"tasks": PROBLEMS, "num_tasks": 5},
+        {"tasks": PROBLEMS, "offset": 1},
+        "#### -1",
+    ),  # problems of a file: another part of it
 }
 # a reply that takes longer than anybody waits, for those whose episodes have a clock, and what lets it
 PATIENCE = {
@@ -153,7 +158,9 @@ def test_a_step_after_close_raises_and_close_is_idempotent(load, kind):
     environment.close()
 
 
-@pytest.mark.parametrize("reply", ["", "\0", "\ud800", "Action: Operation\n```sql\nDROP TABLE t\n```", "9" * 5000, "x" * 100_000])
+@pytest.mark.parametrize(
+    "reply", ["", "\0", "\ud800", "Action: Operation\n```sql\nDROP TABLE t\n```", "9" * 5000, "x" * 100_000]
+)
 def test_whatever_is_written_ends_in_a_result(load, kind, reply):
     environment = load(kind)
     result = play(environment, environment.tasks[0], [reply])[0]
@@ -161,7 +168,9 @@ def test_whatever_is_written_ends_in_a_result(load, kind, reply):
 
 
 def test_every_clock_is_covered():
-    assert set(ENDLESS) == {kind for kind, (config, _) in ENVIRONMENTS.items() if "episode_seconds" in config.model_fields}
+    assert set(ENDLESS) == {
+        kind for kind, (config, _) in ENVIRONMENTS.items() if "episode_seconds" in config.model_fields
+    }
 
 
 @pytest.mark.parametrize("where", ["", "remote "])
@@ -170,13 +179,22 @@ def test_a_clock_that_runs_out_stops_the_command_and_ends_the_episode(kind, wher
     if kind == "os_interaction":
         request.getfixturevalue("sandboxed")
     environment = load_environment({"kind": kind, **CASES[kind][0], **PATIENCE[kind], "episode_seconds": 1.0})
-    elsewhere = load_environment({"kind": "remote", "url": serving({"train": environment}).url}) if where else environment
+    elsewhere = (
+        load_environment({"kind": "remote", "url": serving({"train": environment}).url})
+        if where
+        else environment
+    )
     task = elsewhere.tasks[0]
     assert play(elsewhere, task, elsewhere.demonstration(task))[-1].outcome is Outcome.CORRECT
     episode = elsewhere.episode(task, seed=0)
     episode.start()
     result = episode.step(ENDLESS[kind])
-    assert (result.done, result.outcome, result.stop_reason, result.valid) == (True, Outcome.INCORRECT, StopReason.TIMEOUT, True)
+    assert (result.done, result.outcome, result.stop_reason, result.valid) == (
+        True,
+        Outcome.INCORRECT,
+        StopReason.TIMEOUT,
+        True,
+    )
     with pytest.raises(RuntimeError):
         episode.step(CASES[kind][2])
     episode.close()
@@ -218,7 +236,7 @@ def test_a_class_of_the_users_own(tmp_path, monkeypatch):
 
 
 def test_torch_stays_unloaded():
-    script = "import sys, agent_peft.environments, agent_peft.environments.validation; sys.exit('torch' in sys.modules)"
+    script = "import sys, agent_peft.environments, agent_peft.environments.task_files.validation; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], env=_environment()).returncode == 0
 
 

@@ -12,9 +12,10 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment
-from agent_peft.environments.validation import validate
-from agent_peft.policies.engine import Engine, EngineConfig
-from agent_peft.policies.language_model import Policy
+from agent_peft.environments.task_files.validation import validate
+from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.rollout.collector import Collection, Collector
@@ -98,7 +99,7 @@ def test_the_example_of_the_page_is_valid(tmp_path: Path, monkeypatch: pytest.Mo
         load_environment({"kind": "guessing_of_the_page:Higher", "num_task": 20})
 
 
-# -- when it is loaded ----------------------------------------------------------------------------------------------------------------
+# -- when it is loaded ---------------------------------------------------------------------------------------
 
 NO_TASKS = r"World\.tasks \(own_\w+\.py:8\) "
 LOADING = {
@@ -108,26 +109,46 @@ LOADING = {
         r"World cannot be made: TypeError: 'dict' object cannot be interpreted as an integer, at own_\w+\.py:6; a class is called with one "
         r"argument, a dict of the keys beside kind: def __init__\(self, config\)",
     ),
-    "no argument": ("def __init__(self, config):", "def __init__(self):", r"World cannot be made: TypeError: .*; a class is called with"),
+    "no argument": (
+        "def __init__(self, config):",
+        "def __init__(self):",
+        r"World cannot be made: TypeError: .*; a class is called with",
+    ),
     "abstract": (
         "def episode(self, task, seed):",
         "def other(self):",
         r"World cannot be made: TypeError: Can't instantiate abstract class",
     ),
     "raises": (INIT, "config['nothing']", r"World cannot be made: KeyError: 'nothing', at own_\w+\.py:6; "),
-    "no tasks": (INIT, "self._tasks = []", NO_TASKS + r"has no tasks; give a list of agent_peft\.types\.Task"),
+    "no tasks": (
+        INIT,
+        "self._tasks = []",
+        NO_TASKS + r"has no tasks; give a list of agent_peft\.types\.Task",
+    ),
     "tasks are None": (INIT, "self._tasks = None", NO_TASKS + r"is None; give a list"),
     "tasks are a text": (INIT, "self._tasks = 'abc'", NO_TASKS + r"is 'abc'; give a list"),
-    "tasks are made once": (INIT, "self._tasks = (Task(str(i)) for i in range(3))", NO_TASKS + r"is <generator object .*; give a list"),
+    "tasks are made once": (
+        INIT,
+        "self._tasks = (Task(str(i)) for i in range(3))",
+        NO_TASKS + r"is <generator object .*; give a list",
+    ),
     "tasks are dicts": (INIT, "self._tasks = [{'id': 'a'}]", NO_TASKS + r"holds \{'id': 'a'\}; give a list"),
     "an id is a number": (INIT, "self._tasks = [Task(3)]", NO_TASKS + r"holds Task\(id=3, .*; give a list"),
-    "skills are a text": (INIT, "self._tasks = [Task('a', 'add')]", NO_TASKS + r"holds Task\(id='a', .*: skills are a list of texts"),
+    "skills are a text": (
+        INIT,
+        "self._tasks = [Task('a', 'add')]",
+        NO_TASKS + r"holds Task\(id='a', .*: skills are a list of texts",
+    ),
     "one id": (
         INIT,
         "self._tasks = [Task('first'), *[Task('x') for _ in range(36)]]",
         NO_TASKS + r"has 36 tasks whose id is 'x', which would count as one; give each task an id of its own",
     ),
-    "tasks raise": (TASKS, "return self._nothing", NO_TASKS[:-1] + r": AttributeError: .*, at own_\w+\.py:10; give a list"),
+    "tasks raise": (
+        TASKS,
+        "return self._nothing",
+        NO_TASKS[:-1] + r": AttributeError: .*, at own_\w+\.py:10; give a list",
+    ),
 }
 
 
@@ -143,28 +164,40 @@ def test_a_mistake_that_loading_shows(mistake: str, world: Any) -> None:
 def test_a_function_and_a_class_that_is_no_environment(world: Any) -> None:
     module = world().partition(":")[0]
     for name in ("Run", "Task", "__name__"):
-        with pytest.raises(AgentPeftError, match=r"is no subclass of agent_peft\.environments\.Environment; name one"):
+        with pytest.raises(
+            AgentPeftError, match=r"is no subclass of agent_peft\.environments\.Environment; name one"
+        ):
             load_environment({"kind": f"{module}:{name}"})
 
 
 def test_an_annotated_argument_gets_its_configuration_and_unknown_keys_are_errors(world: Any) -> None:
     kind = world(
         ("class World(", "class Settings(EnvironmentConfig):\n    num_tasks: int = 2\n\nclass World("),
-        ("def __init__(self, config):", "def __init__(self, config: Settings):\n        self.config = config"),
+        (
+            "def __init__(self, config):",
+            "def __init__(self, config: Settings):\n        self.config = config",
+        ),
     )
     assert load_environment({"kind": kind, "num_tasks": 5}).config.num_tasks == 5  # type: ignore[attr-defined]
-    with pytest.raises(AgentPeftError, match=r"environment\.num_task: Extra inputs are not permitted \(did you mean 'num_tasks'\?\)"):
+    with pytest.raises(
+        AgentPeftError,
+        match=r"environment\.num_task: Extra inputs are not permitted \(did you mean 'num_tasks'\?\)",
+    ):
         load_environment({"kind": kind, "num_task": 5})
     with pytest.raises(AgentPeftError, match=r"environment\.num_tasks: Input should be a valid integer"):
         load_environment({"kind": kind, "num_tasks": "many"})
 
 
-# -- when an episode begins -----------------------------------------------------------------------------------------------------------
+# -- when an episode begins ----------------------------------------------------------------------------------
 
 FILE = r"own_\w+\.py"
 WHERE = r"^task 't0', seed \d+, at its start: "
 BEGINNING = {
-    "no episode": (EPISODE, "return None", r"World\.episode \({file}:12\) returned None; give an agent_peft\.environments\.Episode$"),
+    "no episode": (
+        EPISODE,
+        "return None",
+        r"World\.episode \({file}:12\) returned None; give an agent_peft\.environments\.Episode$",
+    ),
     "nothing": (
         START,
         "return None",
@@ -172,13 +205,21 @@ BEGINNING = {
     ),
     "no message": (START, "return []", r"Run\.start \({file}:16\) returned no message; give a list"),
     "a text": (START, "return '1+1='", r"Run\.start \({file}:16\) returned '1\+1='; give a list"),
-    "texts": (START, "return ['1+1=']", r"Run\.start \({file}:16\) returned the message '1\+1='; give a list"),
+    "texts": (
+        START,
+        "return ['1+1=']",
+        r"Run\.start \({file}:16\) returned the message '1\+1='; give a list",
+    ),
     "dicts": (
         START,
         "return [{'role': 'user', 'content': '1'}]",
         r"Run\.start \({file}:16\) returned the message \{{'role': 'user', .*; give",
     ),
-    "no content": (START, "return [Message('user', None)]", r"Run\.start \({file}:16\) returned the message Message\(.*; give a list"),
+    "no content": (
+        START,
+        "return [Message('user', None)]",
+        r"Run\.start \({file}:16\) returned the message Message\(.*; give a list",
+    ),
     "a role": (
         START,
         "return [Message('human', '1+1=')]",
@@ -196,7 +237,9 @@ def test_a_mistake_at_the_beginning_of_an_episode(mistake: str, world: Any, engi
 
 
 @pytest.mark.parametrize("mistake", BEGINNING)
-def test_a_mistake_at_the_beginning_comes_over_http_as_one_line(mistake: str, world: Any, serving: Any, engine: Engine) -> None:
+def test_a_mistake_at_the_beginning_comes_over_http_as_one_line(
+    mistake: str, world: Any, serving: Any, engine: Engine
+) -> None:
     line, written, message = BEGINNING[mistake]
     host = serving({"train": load_environment({"kind": world((line, written))})})
     elsewhere = load_environment({"kind": "remote", "url": host.url})
@@ -206,14 +249,19 @@ def test_a_mistake_at_the_beginning_comes_over_http_as_one_line(mistake: str, wo
 
 
 @pytest.mark.parametrize(("line", "number"), [(EPISODE, 13), (START, 17)])
-def test_an_environment_that_begins_no_episode_stops_the_run(line: str, number: int, world: Any, engine: Engine) -> None:
+def test_an_environment_that_begins_no_episode_stops_the_run(
+    line: str, number: int, world: Any, engine: Engine
+) -> None:
     kind = world((line, "raise KeyError('x')"))
-    message = WHERE + rf"KeyError: 'x', at own_\w+\.py:{number}; every one of the first 6 episodes ended by a defect$"
+    message = (
+        WHERE
+        + rf"KeyError: 'x', at own_\w+\.py:{number}; every one of the first 6 episodes ended by a defect$"
+    )
     with pytest.raises(AgentPeftError, match=message):
         collect(engine, load_environment({"kind": kind}))
 
 
-# -- when the agent acts --------------------------------------------------------------------------------------------------------------
+# -- when the agent acts -------------------------------------------------------------------------------------
 
 PLACE = r"Run\.step \(own_\w+\.py:19\) returned "
 ACTING = {
@@ -223,24 +271,41 @@ ACTING = {
     "a text": ("return '2'", PLACE + r"'2'; give an agent_peft\.types\.StepResult"),
     "outcome True": (
         "return StepResult('', True, True, StopReason.FINISHED)",
-        PLACE + r"a StepResult whose outcome is True; give Outcome\.CORRECT, Outcome\.INCORRECT or Outcome\.UNKNOWN",
+        PLACE
+        + r"a StepResult whose outcome is True; give Outcome\.CORRECT, Outcome\.INCORRECT or Outcome\.UNKNOWN",
     ),
-    "outcome 0.5": ("return StepResult('', True, 0.5, StopReason.FINISHED)", PLACE + r"a StepResult whose outcome is 0\.5; give Outcome"),
+    "outcome 0.5": (
+        "return StepResult('', True, 0.5, StopReason.FINISHED)",
+        PLACE + r"a StepResult whose outcome is 0\.5; give Outcome",
+    ),
     "outcome won": (
         "return StepResult('', True, 'won', StopReason.FINISHED)",
         PLACE + r"a StepResult whose outcome is 'won'; give Outcome",
     ),
-    "stop reason": ("return StepResult('', True, Outcome.CORRECT, True)", PLACE + r"a StepResult whose stop_reason is True; give None, or"),
-    "no reason": ("return StepResult('', True)", r"ValueError: a step result carries a stop reason exactly when .*, at own_\w+\.py:20"),
-    "observation": ("return StepResult(None)", PLACE + r"a StepResult whose observation is None; give a text, empty at the end"),
+    "stop reason": (
+        "return StepResult('', True, Outcome.CORRECT, True)",
+        PLACE + r"a StepResult whose stop_reason is True; give None, or",
+    ),
+    "no reason": (
+        "return StepResult('', True)",
+        r"ValueError: a step result carries a stop reason exactly when .*, at own_\w+\.py:20",
+    ),
+    "observation": (
+        "return StepResult(None)",
+        PLACE + r"a StepResult whose observation is None; give a text, empty at the end",
+    ),
 }
 
 
 @pytest.mark.parametrize("mistake", ACTING)
-def test_a_mistake_at_an_action_stops_the_run_where_every_first_episode_meets_it(mistake: str, world: Any, engine: Engine) -> None:
+def test_a_mistake_at_an_action_stops_the_run_where_every_first_episode_meets_it(
+    mistake: str, world: Any, engine: Engine
+) -> None:
     written, message = ACTING[mistake]
     kind = world((STEP, written))
-    message = rf"^task 't\d', seed \d+, turn 1: {message}.*; every one of the first 6 episodes ended by a defect$"
+    message = (
+        rf"^task 't\d', seed \d+, turn 1: {message}.*; every one of the first 6 episodes ended by a defect$"
+    )
     with pytest.raises(AgentPeftError, match=message):
         collect(engine, load_environment({"kind": kind}))
 
@@ -260,13 +325,19 @@ def test_where_other_episodes_are_well_it_is_told_once_and_ends_nothing(
     mistake: str, world: Any, engine: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     written, message = ACTING[mistake]
-    kind = world((STEP, written), (EPISODE, "return Run() if task.id == 't1' else Well()"), ("    def close(self):\n        pass\n", WELL))
+    kind = world(
+        (STEP, written),
+        (EPISODE, "return Run() if task.id == 't1' else Well()"),
+        ("    def close(self):\n        pass\n", WELL),
+    )
     collection = collect(engine, load_environment({"kind": kind}))
     assert collection.defects == 2
     reasons = [{t.stop_reason for t in group.trajectories} for group in collection.groups]
     assert reasons == [{StopReason.FINISHED}, {StopReason.DEFECT}, {StopReason.FINISHED}]
     told = [line for line in caplog.messages if ": a defect; " in line]
-    assert len(told) == 1 and re.match(rf"task 't1', seed \d+, turn 1: {message}.*: a defect; every episode", told[0])
+    assert len(told) == 1 and re.match(
+        rf"task 't1', seed \d+, turn 1: {message}.*: a defect; every episode", told[0]
+    )
     if "returned" in message:
         assert caplog.messages == told, "no traceback, since nothing was raised"
 
@@ -298,13 +369,18 @@ def test_the_demonstrations_of_a_users_class_are_validated(case: str, world: Any
     if cause is None:
         assert found == {"tasks": 3, "gold_correct": 3, "nothing_correct": 0, "rejected": []}
     else:
-        assert (found["gold_correct"], [entry["id"] for entry in found["rejected"]]) == (0, ["t0", "t1", "t2"])
+        assert (found["gold_correct"], [entry["id"] for entry in found["rejected"]]) == (
+            0,
+            ["t0", "t1", "t2"],
+        )
         assert re.match(cause, found["rejected"][0]["cause"])
 
 
 def test_doing_nothing_must_not_pass_and_a_task_file_is_handed_over(world: Any) -> None:
     kind = world((INIT, "self._tasks = [Task(config['tasks'])]"))
-    assert validate(kind, "some.json")["rejected"] == [{"id": "some.json", "cause": "it has no demonstration that could be replayed"}]
+    assert validate(kind, "some.json")["rejected"] == [
+        {"id": "some.json", "cause": "it has no demonstration that could be replayed"}
+    ]
     assert validate(kind, "some.json")["nothing_correct"] == 1
     with pytest.raises(AgentPeftError, match="takes no sandbox; leave it out"):
         validate(kind, "some.json", {"sandbox": "none"})
@@ -315,4 +391,6 @@ def test_doing_nothing_must_not_pass_and_a_task_file_is_handed_over(world: Any) 
 def test_a_result_written_as_text_is_right(world: Any, engine: Engine) -> None:
     kind = world((STEP, "return StepResult('', True, 'correct', 'finished')"))
     collection = collect(engine, load_environment({"kind": kind}))
-    assert {(t.outcome, t.stop_reason) for g in collection.groups for t in g.trajectories} == {(Outcome.CORRECT, StopReason.FINISHED)}
+    assert {(t.outcome, t.stop_reason) for g in collection.groups for t in g.trajectories} == {
+        (Outcome.CORRECT, StopReason.FINISHED)
+    }

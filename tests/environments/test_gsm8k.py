@@ -1,4 +1,6 @@
-"""GSM8K: what is an answer, what the agent is shown, and where the problems come from. The problems here are our own."""
+"""GSM8K: what is an answer, what the agent is shown, and where the problems come from. The problems here
+are our own.
+"""
 
 import json
 import os
@@ -14,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from agent_peft.configuration.explain import effective_values
+from agent_peft.configuration.loading import dump_config, load_config
 from agent_peft.environments import load_environment
-from agent_peft.environments.download import SETS, convert, download
 from agent_peft.environments.gsm8k import GSM8K, GSM8KConfig, answer_pattern, last_number, parse_number
-from agent_peft.training.explain import effective_values
-from agent_peft.training.loading import dump_config, load_config
+from agent_peft.environments.task_files.download import SETS, convert, download
 from agent_peft.types import AgentPeftError, Message, Outcome, StopReason
 
 OWN = Path(__file__).parent / "own_problems.jsonl"
@@ -35,7 +37,7 @@ def step(environment, line, reply):
     return episode.step(reply)
 
 
-# -- what is an answer --------------------------------------------------------------------------------------------------------------
+# -- what is an answer ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -63,7 +65,12 @@ def step(environment, line, reply):
 )
 def test_spelling_makes_no_difference(line, reply):
     result = step(gsm8k(), line, reply)
-    assert (result.outcome, result.valid, result.done, result.stop_reason) == (Outcome.CORRECT, True, True, StopReason.FINISHED)
+    assert (result.outcome, result.valid, result.done, result.stop_reason) == (
+        Outcome.CORRECT,
+        True,
+        True,
+        StopReason.FINISHED,
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,7 +139,12 @@ def test_other_formats(answer_format, reply, other):
     assert answer_format.replace("{answer}", "<number>") in environment.prompt
 
 
-@given(number=st.integers(-(10**12), 10**12), decimals=st.sampled_from(["", ".", ".0", ".00"]), commas=st.booleans(), dollar=st.booleans())
+@given(
+    number=st.integers(-(10**12), 10**12),
+    decimals=st.sampled_from(["", ".", ".0", ".00"]),
+    commas=st.booleans(),
+    dollar=st.booleans(),
+)
 def test_any_spelling_of_any_number_is_that_number(number, decimals, commas, dollar):
     digits = f"{abs(number):,}" if commas else str(abs(number))
     written = ("-" if number < 0 else "") + ("$" if dollar else "") + digits + decimals
@@ -149,7 +161,15 @@ def test_whatever_looks_like_an_answer_can_be_read(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["#### " * 20_000, "1,234" * 20_000, "#### " + "1,234," * 20_000, "-$ " * 30_000, "\n" * 100_000, "." * 100_000]
+    "text",
+    [
+        "#### " * 20_000,
+        "1,234" * 20_000,
+        "#### " + "1,234," * 20_000,
+        "-$ " * 30_000,
+        "\n" * 100_000,
+        "." * 100_000,
+    ],
 )
 def test_hostile_replies_take_linear_time(text):
     pattern = answer_pattern("#### {answer}")  # a quadratic pattern would take minutes here
@@ -182,7 +202,7 @@ def test_every_gold_of_the_real_set(shared, split):
             assert episode.step(written).outcome is outcome, (task.id, written)
 
 
-# -- what the agent is shown --------------------------------------------------------------------------------------------------------
+# -- what the agent is shown ---------------------------------------------------------------------------------
 
 
 def test_the_opening_by_hand():
@@ -206,22 +226,42 @@ def test_an_instruction_of_ones_own_or_none():
 
 def test_demonstrations_with_and_without_annotations():
     plain, kept = gsm8k(), gsm8k(annotations=True)
-    assert plain.demonstration(plain.tasks[3]) == ["A pen costs 12 / 3 = $4.\n5 pens cost 5 * 4 = $20.\n#### 20"]
+    assert plain.demonstration(plain.tasks[3]) == [
+        "A pen costs 12 / 3 = $4.\n5 pens cost 5 * 4 = $20.\n#### 20"
+    ]
     assert kept.demonstration(kept.tasks[0]) == ["Mia has 3 + 4 = <<3+4=7>>7 apples.\n#### 7"]
 
 
 def test_tasks_know_how_many_steps_they_take(tmp_path):
-    assert [task.skills for task in gsm8k().tasks] == [("steps_1",), ("steps_1",), ("steps_3",), ("steps_2",), ("steps_2",), ("steps_1",)]
+    assert [task.skills for task in gsm8k().tasks] == [
+        ("steps_1",),
+        ("steps_1",),
+        ("steps_3",),
+        ("steps_2",),
+        ("steps_2",),
+        ("steps_1",),
+    ]
     long = tmp_path / "long.jsonl"
-    long.write_text("".join(json.dumps({"question": f"q{n}", "answer": "a\n\n" * n + "#### 1"}) + "\n" for n in (0, 7, 8, 12)))
-    assert [task.skills[0] for task in gsm8k(tasks=long).tasks] == ["steps_0", "steps_7", "steps_8+", "steps_8+"]
+    long.write_text(
+        "".join(
+            json.dumps({"question": f"q{n}", "answer": "a\n\n" * n + "#### 1"}) + "\n" for n in (0, 7, 8, 12)
+        )
+    )
+    assert [task.skills[0] for task in gsm8k(tasks=long).tasks] == [
+        "steps_0",
+        "steps_7",
+        "steps_8+",
+        "steps_8+",
+    ]
 
 
 def test_examples_come_from_the_problems_left_out_and_are_the_same_in_every_episode():
     environment = gsm8k(offset=2, num_tasks=2, examples=3)
     left_out = [task for task in gsm8k().tasks if task not in environment.tasks]
     assert [task.id for task in environment.tasks] == ["own_problems:3", "own_problems:4"]
-    openings = {environment.episode(task, seed).start()[0].content for task in environment.tasks for seed in (0, 1)}
+    openings = {
+        environment.episode(task, seed).start()[0].content for task in environment.tasks for seed in (0, 1)
+    }
     (prompt,) = openings
     assert prompt.count("Problem: ") == prompt.count("\nSolution:\n") == 3
     assert sum(task.content["question"] in prompt for task in left_out) == 3
@@ -234,16 +274,22 @@ def test_examples_come_from_the_problems_left_out_and_are_the_same_in_every_epis
 
 
 def test_examples_from_a_file_never_show_a_task(tmp_path):
-    environment = gsm8k(num_tasks=4, examples=2, examples_from=OWN)  # the first four of that file are the tasks
+    environment = gsm8k(
+        num_tasks=4, examples=2, examples_from=OWN
+    )  # the first four of that file are the tasks
     assert sum(task.content["question"] in environment.prompt for task in gsm8k().tasks[4:]) == 2
     assert not any(task.content["question"] in environment.prompt for task in environment.tasks)
-    with pytest.raises(AgentPeftError, match=r"examples: 3, but only 2 problems of .*own_problems.jsonl are not tasks"):
+    with pytest.raises(
+        AgentPeftError, match=r"examples: 3, but only 2 problems of .*own_problems.jsonl are not tasks"
+    ):
         gsm8k(num_tasks=4, examples=3, examples_from=OWN)
-    with pytest.raises(AgentPeftError, match="examples: 1, but only 0 problems are left out by num_tasks and offset"):
+    with pytest.raises(
+        AgentPeftError, match="examples: 1, but only 0 problems are left out by num_tasks and offset"
+    ):
         gsm8k(examples=1)
 
 
-# -- where the problems come from ---------------------------------------------------------------------------------------------------
+# -- where the problems come from ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -253,7 +299,10 @@ def test_examples_from_a_file_never_show_a_task(tmp_path):
         ("nonsense\n", "line 1: is not JSON"),
         ('\n{"question": "q"}\n', "line 2: must be an object with two texts, question and answer"),
         ("[1]\n", "line 1: must be an object"),
-        ('{"question": "q", "answer": "72"}\n', "line 1: needs a question, and an answer that ends with '#### ' and a number"),
+        (
+            '{"question": "q", "answer": "72"}\n',
+            "line 1: needs a question, and an answer that ends with '#### ' and a number",
+        ),
         ('{"question": "q", "answer": "#### many"}\n', "line 1: needs a question, and an answer"),
         ('{"question": " ", "answer": "#### 1"}\n', "line 1: needs a question, and an answer"),
     ],
@@ -280,7 +329,9 @@ def test_unreadable_files_and_too_few_problems(tmp_path):
 
 def test_lines_end_where_json_lines_end(tmp_path):
     entry = {"question": "a\u2028b\x85c?", "answer": "one\n#### 1"}
-    (tmp_path / "x.jsonl").write_text("\ufeff" + json.dumps(entry, ensure_ascii=False) + "\r\n\r\n", encoding="utf-8", newline="")
+    (tmp_path / "x.jsonl").write_text(
+        "\ufeff" + json.dumps(entry, ensure_ascii=False) + "\r\n\r\n", encoding="utf-8", newline=""
+    )
     (task,) = gsm8k(tasks=tmp_path / "x.jsonl").tasks
     assert (task.id, task.content["question"]) == ("x:1", "a\u2028b\x85c?")
 
@@ -293,18 +344,33 @@ def test_lines_end_where_json_lines_end(tmp_path):
             "{tasks: openai/gsm8k}",
             "split is missing: 'openai/gsm8k' is taken for a hub id (a file ends in .jsonl); set it to train or test",
         ),
-        ("{tasks: openai/gsm8k, split: valid}", "x.yaml:5: environment.split: must be 'train' or 'test', got \"valid\""),
+        (
+            "{tasks: openai/gsm8k, split: valid}",
+            "x.yaml:5: environment.split: must be 'train' or 'test', got \"valid\"",
+        ),
         (f"{{tasks: {OWN}, examples_from: {OWN}}}", "examples_from has no effect with examples: 0"),
         (f"{{tasks: {OWN}, examples_seed: 3}}", "examples_seed has no effect with examples: 0"),
         (
             f"{{tasks: {OWN}, answer_format: '####'}}",
             "x.yaml:5: environment.answer_format: '####' must be one line with {answer} in it once",
         ),
-        (f"{{tasks: {OWN}, example: 3}}", "x.yaml:5: environment.example: unknown key; did you mean environment.examples?"),
-        (f"{{tasks: {OWN}, num_task: 3}}", "x.yaml:5: environment.num_task: unknown key; did you mean environment.num_tasks?"),
-        (f"{{tasks: {OWN}, num_tasks: 0}}", "x.yaml:5: environment.num_tasks: must be greater than or equal to 1"),
+        (
+            f"{{tasks: {OWN}, example: 3}}",
+            "x.yaml:5: environment.example: unknown key; did you mean environment.examples?",
+        ),
+        (
+            f"{{tasks: {OWN}, num_task: 3}}",
+            "x.yaml:5: environment.num_task: unknown key; did you mean environment.num_tasks?",
+        ),
+        (
+            f"{{tasks: {OWN}, num_tasks: 0}}",
+            "x.yaml:5: environment.num_tasks: must be greater than or equal to 1",
+        ),
         ("{tasks: nowhere.jsonl}", "x.yaml:5: environment.tasks: there is no file or folder 'nowhere.jsonl'"),
-        (f"{{tasks: {OWN}, examples: 1, examples_from: no.jsonl}}", "environment.examples_from: there is no file or folder 'no.jsonl'"),
+        (
+            f"{{tasks: {OWN}, examples: 1, examples_from: no.jsonl}}",
+            "environment.examples_from: there is no file or folder 'no.jsonl'",
+        ),
         ("{tasks: 3}", "x.yaml:5: environment.tasks: must be"),
         ("{split: test}", "environment.tasks is missing (a .jsonl file, or a hub id such as openai/gsm8k)"),
     ],
@@ -320,7 +386,9 @@ def test_mistakes_in_a_configuration(tmp_path, written, told):
 @pytest.mark.parametrize("source", [str(OWN), "openai/gsm8k"])
 def test_a_configuration_goes_there_and_back(tmp_path, source):
     split = "" if source.endswith("jsonl") else ", split: test"
-    (tmp_path / "x.yaml").write_text(f"{TOP}{{kind: gsm8k, tasks: {source}{split}, examples: 2, examples_seed: 5}}\n")
+    (tmp_path / "x.yaml").write_text(
+        f"{TOP}{{kind: gsm8k, tasks: {source}{split}, examples: 2, examples_seed: 5}}\n"
+    )
     config, _ = load_config(tmp_path / "x.yaml")
     dump_config(config, tmp_path / "again.yaml")
     again, _ = load_config(tmp_path / "again.yaml")
@@ -337,7 +405,7 @@ def test_a_path_needs_no_configuration_file():
     assert GSM8KConfig(tasks="/data/gsm8k/train").tasks == Path("/data/gsm8k/train")
 
 
-# -- the hub, without a network -----------------------------------------------------------------------------------------------------
+# -- the hub, without a network ------------------------------------------------------------------------------
 
 
 def table(rows):
@@ -358,8 +426,14 @@ def repository(tmp_path):
 
 def test_parquet_becomes_the_files_that_the_environment_reads(repository, tmp_path):
     written = convert(SETS["gsm8k"], repository, tmp_path / "out")
-    assert [path.relative_to(tmp_path / "out").as_posix() for path in written] == ["train.jsonl", "test.jsonl"]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["test.jsonl", "train.jsonl"]  # nothing is left aside
+    assert [path.relative_to(tmp_path / "out").as_posix() for path in written] == [
+        "train.jsonl",
+        "test.jsonl",
+    ]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "test.jsonl",
+        "train.jsonl",
+    ]  # nothing is left aside
     train, test = (gsm8k(tasks=path).tasks for path in written)
     assert [task.content for task in (*train, *test)] == [task.content for task in gsm8k().tasks]
     assert (train[3].id, test[0].id) == ("train:4", "test:1")
@@ -370,22 +444,38 @@ def test_the_other_set_gets_its_structures_back(tmp_path):
         "sample_index": 8,
         "instruction": "[Add] a row.",
         "answer_info": {"direct": None, "md5": None, "sql": "INSERT INTO t VALUES (1, 'a')"},
-        "table_info": {"name": "t", "column_info_list": [{"name": "a", "type": "INT"}], "row_list": "[[1, 'it''s'], [2, \"b\"]]"},
+        "table_info": {
+            "name": "t",
+            "column_info_list": [{"name": "a", "type": "INT"}],
+            "row_list": "[[1, 'it''s'], [2, \"b\"]]",
+        },
         "skill_list": ["insert"],
     }
-    other = {**entry, "sample_index": 3, "answer_info": {"direct": "[[1, null]]", "md5": None, "sql": "SELECT 1"}}
-    system = {"sample_index": 0, "instruction": "x", "evaluation_info": '{"evaluation_command_item": {"script": "[ -f a ]"}}'}
+    other = {
+        **entry,
+        "sample_index": 3,
+        "answer_info": {"direct": "[[1, null]]", "md5": None, "sql": "SELECT 1"},
+    }
+    system = {
+        "sample_index": 0,
+        "instruction": "x",
+        "evaluation_info": '{"evaluation_command_item": {"script": "[ -f a ]"}}',
+    }
     for name, rows in {"db_bench": [entry, other], "os_interaction": [system]}.items():
         (tmp_path / "repository" / name).mkdir(parents=True)
         parquet.write_table(table(rows), tmp_path / "repository" / name / "train-00000-of-00001.parquet")
-    db_bench, os_interaction = convert(SETS["lifelong_agent_bench"], tmp_path / "repository", tmp_path / "out")
+    db_bench, os_interaction = convert(
+        SETS["lifelong_agent_bench"], tmp_path / "repository", tmp_path / "out"
+    )
     assert db_bench == tmp_path / "out" / "db_bench" / "entry_dict.json"
     found = json.loads(db_bench.read_text())
     assert list(found) == ["8", "3"]
     assert found["8"]["table_info"]["row_list"] == [[1, "its"], [2, "b"]]
     assert found["8"]["instruction"] == "[Add] a row."
     assert found["3"]["answer_info"]["direct"] == [[1, None]]
-    assert json.loads(os_interaction.read_text())["0"]["evaluation_info"] == {"evaluation_command_item": {"script": "[ -f a ]"}}
+    assert json.loads(os_interaction.read_text())["0"]["evaluation_info"] == {
+        "evaluation_command_item": {"script": "[ -f a ]"}
+    }
 
 
 def test_a_set_that_has_changed_is_told(tmp_path):
@@ -405,7 +495,10 @@ def test_a_set_that_has_changed_is_told(tmp_path):
 def test_files_that_cannot_be_read_are_told(repository, tmp_path, monkeypatch):
     with monkeypatch.context() as context:
         context.setitem(sys.modules, "pyarrow.parquet", None)
-        with pytest.raises(AgentPeftError, match=r"train-0.*parquet: reading parquet needs pyarrow: pip install 'agent-peft\[datasets\]'"):
+        with pytest.raises(
+            AgentPeftError,
+            match=r"train-0.*parquet: reading parquet needs pyarrow: pip install 'agent-peft\[datasets\]'",
+        ):
             convert(SETS["gsm8k"], repository, tmp_path / "out")
     (repository / "main" / "train-00000-of-00002.parquet").write_bytes(b"nonsense")
     with pytest.raises(AgentPeftError, match=r"train-0.*parquet: cannot be read \("):
@@ -414,7 +507,12 @@ def test_files_that_cannot_be_read_are_told(repository, tmp_path, monkeypatch):
 
 def offline(home, *arguments):
     """Our command line with a hub cache of its own and no network."""
-    environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = {
+        **os.environ,
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
     environment.pop("HF_HUB_CACHE", None)
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
 
@@ -441,7 +539,9 @@ def test_a_hub_id_through_the_hubs_own_cache(repository, tmp_path):
     found = offline(tmp_path, "-c", script)
     assert found.stdout == "['test:1', 'test:2'] Half of 18 birds fly away. How many stay?\n", found.stderr
     found = offline(tmp_path, "-m", "agent_peft", "download", "gsm8k", "--output", str(tmp_path / "out"))
-    assert found.stdout == f"wrote {tmp_path / 'out' / 'train.jsonl'}\nwrote {tmp_path / 'out' / 'test.jsonl'}\n", found.stderr
+    assert (
+        found.stdout == f"wrote {tmp_path / 'out' / 'train.jsonl'}\nwrote {tmp_path / 'out' / 'test.jsonl'}\n"
+    ), found.stderr
 
 
 def test_the_table_has_it():

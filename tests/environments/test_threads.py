@@ -44,7 +44,10 @@ def played(request: Any, serving: Any) -> tuple[Environment, str]:
 
 
 def play(
-    environment: Environment, action: str, number: int, closing: Callable[[Callable[[], None]], threading.Timer] | None
+    environment: Environment,
+    action: str,
+    number: int,
+    closing: Callable[[Callable[[], None]], threading.Timer] | None,
 ) -> Counter[str]:
     """Three steps, or as many as there are until it is closed. What came of them."""
     found = Counter[str]()
@@ -69,7 +72,9 @@ def play(
 def test_many_episodes_at_once_do_not_meet(played: tuple[Environment, str]) -> None:
     environment, action = played
     with ThreadPoolExecutor(THREADS) as threads:
-        found = sum(threads.map(lambda number: play(environment, action, number, None), range(THREADS)), Counter())
+        found = sum(
+            threads.map(lambda number: play(environment, action, number, None), range(THREADS)), Counter()
+        )
     assert found == {"right": 3 * THREADS}
 
 
@@ -85,7 +90,10 @@ def test_an_episode_may_be_closed_while_it_steps(played: tuple[Environment, str]
         return timer
 
     with ThreadPoolExecutor(THREADS) as threads:
-        found = sum(threads.map(lambda number: play(environment, action, number, closing), range(1, 2 * THREADS)), Counter())
+        found = sum(
+            threads.map(lambda number: play(environment, action, number, closing), range(1, 2 * THREADS)),
+            Counter(),
+        )
     assert set(found) <= {"right", "closed"} and found["closed"] == 2 * THREADS - 1
 
 
@@ -94,6 +102,10 @@ def test_nothing_of_a_machine_is_left(sandboxed: None) -> None:
     play(environment, ACTIONS["os_interaction"], 0, None)
     before = len(os.listdir("/proc/self/fd"))
     with ThreadPoolExecutor(THREADS) as threads:
-        list(threads.map(lambda number: play(environment, ACTIONS["os_interaction"], number, None), range(THREADS)))
+        list(
+            threads.map(
+                lambda number: play(environment, ACTIONS["os_interaction"], number, None), range(THREADS)
+            )
+        )
     assert len(os.listdir("/proc/self/fd")) == before
     environment.close()

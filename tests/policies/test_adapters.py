@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from agent_peft.policies import adapters
 from agent_peft.policies.adapters import LoraSettings
-from agent_peft.policies.blocked import BlockedLinear
+from agent_peft.policies.engine.onednn_linear import BlockedLinear
 from agent_peft.types import AgentPeftError, TrustError
 
 TOKENS = torch.tensor([[1, 4, 7, 13, 5, 2], [1, 9, 3, 3, 8, 2]])
@@ -63,7 +63,9 @@ def test_initial_a_comes_from_the_seed_and_from_nothing_else(tiny_llama: LlamaFo
     assert not any(torch.equal(first[name], other[name]) for name in first)
     assert len({round(a.sum().item(), 6) for a in first.values()}) == len(first)  # each layer has its own
     a = next(iter(first.values()))
-    assert a.abs().max() <= 1 / math.sqrt(32) and a.std().item() == pytest.approx(1 / math.sqrt(3 * 32), rel=0.2)
+    assert a.abs().max() <= 1 / math.sqrt(32) and a.std().item() == pytest.approx(
+        1 / math.sqrt(3 * 32), rel=0.2
+    )
 
 
 def test_one_planted_element_of_b_breaks_the_proof(tiny_llama: LlamaForCausalLM) -> None:
@@ -77,7 +79,9 @@ def test_one_planted_element_of_b_breaks_the_proof(tiny_llama: LlamaForCausalLM)
 
 def test_delta_norm_is_the_norm_of_the_product(tiny_llama: LlamaForCausalLM) -> None:
     model = trained(tiny_llama)
-    deltas = [layer.get_delta_weight("default") for layer in model.modules() if hasattr(layer, "get_delta_weight")]
+    deltas = [
+        layer.get_delta_weight("default") for layer in model.modules() if hasattr(layer, "get_delta_weight")
+    ]
     expected = math.sqrt(sum(float((d.detach().double() ** 2).sum()) for d in deltas))
     assert adapters.delta_norm(model) == pytest.approx(expected, rel=1e-5) and expected > 0
 
@@ -129,7 +133,11 @@ def test_loading_is_strict(tiny_llama: LlamaForCausalLM, tmp_path: Path) -> None
     with pytest.raises(AgentPeftError, match="cannot be read"):
         adapters.load(model, tmp_path)
     save_file(good, weights)
-    for key, value in (("r", 8), ("lora_alpha", 16), ("use_rslora", True)):  # the last two keep every shape and change the outcome
+    for key, value in (
+        ("r", 8),
+        ("lora_alpha", 16),
+        ("use_rslora", True),
+    ):  # the last two keep every shape and change the outcome
         config.write_text(json.dumps({**settings, key: value}))
         with pytest.raises(AgentPeftError, match=f"has {key} {value}"):
             adapters.load(model, tmp_path)
@@ -147,7 +155,11 @@ def test_a_model_without_an_adapter_is_saved_whole(tiny_llama: LlamaForCausalLM,
     assert torch.equal(logits(tiny_llama), expected)
 
     good = load_file(tmp_path / "model.safetensors")
-    save_file({name: t for name, t in good.items() if "down_proj" not in name}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: t for name, t in good.items() if "down_proj" not in name},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     with pytest.raises(AgentPeftError, match="2 missing tensors"):
         adapters.load(tiny_llama, tmp_path)
     with pytest.raises(AgentPeftError, match="holds no adapter"):
@@ -201,7 +213,11 @@ def test_folded_into_layers_of_another_make(tiny_llama: LlamaForCausalLM) -> Non
 
 def test_transposed_layers_fold_and_merge_too() -> None:
     torch.manual_seed(0)
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=20, n_embd=32, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2)).eval()
+    gpt2 = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=20, n_embd=32, n_layer=2, n_head=2, n_positions=32, bos_token_id=1, eos_token_id=2
+        )
+    ).eval()
     model = trained(gpt2, target_modules=["c_attn", "c_fc"])  # type: ignore[arg-type]
     expected = logits(model)
     with adapters.folded(model):
@@ -210,8 +226,12 @@ def test_transposed_layers_fold_and_merge_too() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_merged_in_fp32_whatever_the_dtype(tiny_llama: LlamaForCausalLM, tmp_path: Path, dtype: torch.dtype) -> None:
-    for parameter in tiny_llama.parameters():  # not .to(dtype): that would round the rotary frequencies, which from_pretrained keeps
+def test_merged_in_fp32_whatever_the_dtype(
+    tiny_llama: LlamaForCausalLM, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    for parameter in (
+        tiny_llama.parameters()
+    ):  # not .to(dtype): that would round the rotary frequencies, which from_pretrained keeps
         parameter.data = parameter.data.to(dtype)
     model = trained(tiny_llama)
     before = bits(model)
@@ -241,6 +261,11 @@ def test_a_tied_head_gets_no_adapter(tiny_llama: LlamaForCausalLM) -> None:
 
 
 def test_a_model_without_an_adapter_has_nothing_to_prove_or_merge(tiny_llama: LlamaForCausalLM) -> None:
-    for act in (adapters.assert_zero_delta, adapters.delta_norm, lambda m: adapters.folded(m).__enter__(), adapters.merge):
+    for act in (
+        adapters.assert_zero_delta,
+        adapters.delta_norm,
+        lambda m: adapters.folded(m).__enter__(),
+        adapters.merge,
+    ):
         with pytest.raises(AgentPeftError, match=r"no LoRA layers|no adapter"):
             act(tiny_llama)  # type: ignore[no-untyped-call,operator]

@@ -23,7 +23,11 @@ def test_character_tokenizer(tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path)
     again = ChatTokenizer(AutoTokenizer.from_pretrained(tmp_path))
     assert again.opening([Message("user", "12+é=\n<")]) == opening and again.end_of_turn == {2}
-    assert (again.tokenizer.pad_token_id, again.tokenizer.bos_token_id, len(again.tokenizer)) == (0, 1, 3 + 17)
+    assert (again.tokenizer.pad_token_id, again.tokenizer.bos_token_id, len(again.tokenizer)) == (
+        0,
+        1,
+        3 + 17,
+    )
     for wrong in ("", "0120"):
         with pytest.raises(AgentPeftError, match="alphabet"):
             character_tokenizer(wrong)

@@ -1,9 +1,10 @@
 import pytest
 import torch
 
-from agent_peft.policies import hardware, precision
-from agent_peft.policies.base import PretrainedConfig, ScratchConfig
-from agent_peft.policies.language_model import load_policy
+from agent_peft import hardware
+from agent_peft.policies import precision
+from agent_peft.policies.config import PretrainedConfig, ScratchConfig
+from agent_peft.policies.policy import load_policy
 from agent_peft.policies.precision import choose_precision, speed_of_bf16
 
 NATIVE = {"avx512_bf16"}
@@ -12,7 +13,9 @@ LARGE = SMALL | {"n_embd": 1024, "n_layer": 4}
 
 
 def policy(architecture: dict[str, object] = LARGE, **more: object) -> ScratchConfig:
-    return ScratchConfig.model_validate({"architecture": architecture, "alphabet": "0123456789", "device": "cpu", **more})
+    return ScratchConfig.model_validate(
+        {"architecture": architecture, "alphabet": "0123456789", "device": "cpu", **more}
+    )
 
 
 @pytest.fixture
@@ -26,16 +29,24 @@ def features(monkeypatch):
     return have
 
 
-@pytest.mark.parametrize(("found", "native"), [({"avx512_f"}, False), ({"avx512_bf16"}, True), ({"amx_bf16"}, True), ({"bf16"}, True)])
+@pytest.mark.parametrize(
+    ("found", "native"),
+    [({"avx512_f"}, False), ({"avx512_bf16"}, True), ({"amx_bf16"}, True), ({"bf16"}, True)],
+)
 def test_bfloat16_is_told_where_it_is_emulated(features, caplog, found, native):
     features(found)
-    assert load_policy(policy(SMALL, dtype="bfloat16"), 0).dtype == torch.bfloat16, "the user's word is the last"
+    assert load_policy(policy(SMALL, dtype="bfloat16"), 0).dtype == torch.bfloat16, (
+        "the user's word is the last"
+    )
     told = [record.getMessage() for record in caplog.records if record.name.startswith("agent_peft")]
     expected = "policy.dtype: bfloat16 is emulated on this CPU, several times slower than float32: set policy.dtype=auto"
     assert told == ([] if native else [expected])
 
 
-@pytest.mark.parametrize(("times", "dtype"), [(2.0, torch.bfloat16), (1.3, torch.bfloat16), (1.2, torch.float32), (0.5, torch.float32)])
+@pytest.mark.parametrize(
+    ("times", "dtype"),
+    [(2.0, torch.bfloat16), (1.3, torch.bfloat16), (1.2, torch.float32), (0.5, torch.float32)],
+)
 def test_auto_on_a_cpu_is_what_is_measured_to_be_faster(features, monkeypatch, times, dtype):
     asked = []
     monkeypatch.setattr(precision, "speed_of_bf16", lambda *sizes: asked.append(sizes) or times)
@@ -47,7 +58,10 @@ def test_auto_on_a_cpu_is_what_is_measured_to_be_faster(features, monkeypatch, t
 def test_auto_measures_nothing_where_nothing_could_come_of_it(features, monkeypatch):
     monkeypatch.setattr(precision, "speed_of_bf16", None)
     assert "so small a model" in choose_precision(policy(SMALL)).reason
-    assert "not known before it is loaded" in choose_precision(PretrainedConfig(model="nobody/nothing", device="cpu")).reason
+    assert (
+        "not known before it is loaded"
+        in choose_precision(PretrainedConfig(model="nobody/nothing", device="cpu")).reason
+    )
     features({"avx2"})
     assert "does not multiply bfloat16 by itself" in choose_precision(policy()).reason
     for dtype in ("float32", "bfloat16"):

@@ -9,7 +9,7 @@ import torch
 
 from agent_peft.batch import Batch, collate
 from agent_peft.policies.adapters import LoraSettings, attach
-from agent_peft.policies.language_model import Policy
+from agent_peft.policies.policy import Policy
 from agent_peft.policies.reference import put_back, reference_of
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
@@ -20,13 +20,18 @@ PLAIN = SamplingConfig()
 
 def make_batch() -> Batch:
     actions = [(3, 4, 5), (3, 4, 6, 7), (8,)]
-    return collate([Trajectory(Task("t"), (Turn((1, 2, 9), a, (0.0,) * len(a)),)) for a in actions], [0, 0, 1])
+    return collate(
+        [Trajectory(Task("t"), (Turn((1, 2, 9), a, (0.0,) * len(a)),)) for a in actions], [0, 0, 1]
+    )
 
 
 def move(policy: Policy) -> None:
     with torch.no_grad():
         for parameter in policy.trainable_parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())) * 0.05)
+            parameter.add_(
+                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+                * 0.05
+            )
 
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
@@ -44,10 +49,14 @@ def test_it_stays_the_policy_of_then(lora: bool, packing: bool, make_policy: Mak
     assert torch.equal(found, before) and not found.requires_grad
     assert all(torch.equal(p, w) for p, w in zip(policy.trainable_parameters(), weights, strict=True))
     now.sum().backward()
-    assert all(p.grad is not None for p in policy.trainable_parameters()), "a graph from before is still whole"
+    assert all(p.grad is not None for p in policy.trainable_parameters()), (
+        "a graph from before is still whole"
+    )
 
 
-def test_activation_checkpointing_computes_the_policy_again_and_not_its_reference(make_policy: MakePolicy) -> None:
+def test_activation_checkpointing_computes_the_policy_again_and_not_its_reference(
+    make_policy: MakePolicy,
+) -> None:
     batch, gradients = make_batch(), []
     for checkpointing in (False, True):
         made = make_policy()
@@ -64,9 +73,16 @@ def test_activation_checkpointing_computes_the_policy_again_and_not_its_referenc
 def test_the_base_is_the_model_without_its_adapter(make_policy: MakePolicy) -> None:
     policy, bare, batch = make_policy(), make_policy(lora=False), make_batch()
     expected = bare.forward(batch, PLAIN).logprobs
-    assert torch.allclose(policy.reference_logprobs(batch, PLAIN, reference_of(policy.model, "base")), expected, atol=1e-5)
-    assert not torch.allclose(policy.reference_logprobs(batch, PLAIN, reference_of(policy.model)), expected, atol=1e-2)
-    with pytest.raises(AgentPeftError, match=r"reference: base is the policy with its adapter off, and there is none; set policy\.lora"):
+    assert torch.allclose(
+        policy.reference_logprobs(batch, PLAIN, reference_of(policy.model, "base")), expected, atol=1e-5
+    )
+    assert not torch.allclose(
+        policy.reference_logprobs(batch, PLAIN, reference_of(policy.model)), expected, atol=1e-2
+    )
+    with pytest.raises(
+        AgentPeftError,
+        match=r"reference: base is the policy with its adapter off, and there is none; set policy\.lora",
+    ):
         reference_of(bare.model, "base")
 
 

@@ -20,10 +20,19 @@ def support(logits: torch.Tensor, **settings: float) -> list[int]:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"temperature": 0.5}, {"temperature": 2.0}, {"top_k": 3}, {"top_p": 0.8}, {"top_k": 4, "top_p": 0.9, "temperature": 1.5}],
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 2.0},
+        {"top_k": 3},
+        {"top_p": 0.8},
+        {"top_k": 4, "top_p": 0.9, "temperature": 1.5},
+    ],
 )
 def test_draw_inverts_the_distribution(settings: dict[str, float]) -> None:
-    """Over an even grid of uniforms each token comes as often as it is likely, to one cell of the grid at either border."""
+    """Over an even grid of uniforms each token comes as often as it is likely, to one cell of the grid at
+    either border.
+    """
     sampling, cells = SamplingConfig(**settings), 20_000
     uniforms = (torch.arange(cells, dtype=torch.float64) + 0.5) / cells
     tokens, logprobs = draw(LOGITS.expand(cells, -1), uniforms, sampling)
@@ -35,7 +44,9 @@ def test_draw_inverts_the_distribution(settings: dict[str, float]) -> None:
 
 
 def test_log_distribution_is_the_definition() -> None:
-    assert torch.allclose(log_distribution(LOGITS, SamplingConfig(temperature=0.7)), (LOGITS / 0.7).log_softmax(-1))
+    assert torch.allclose(
+        log_distribution(LOGITS, SamplingConfig(temperature=0.7)), (LOGITS / 0.7).log_softmax(-1)
+    )
     kept = torch.tensor([2, 5, 0])
     expected = torch.full_like(LOGITS, -torch.inf).scatter(0, kept, LOGITS[kept].log_softmax(-1))
     assert torch.allclose(log_distribution(LOGITS, SamplingConfig(top_k=3)), expected)
@@ -72,8 +83,15 @@ def test_ties_keep_the_lower_tokens() -> None:
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(-20, 20), min_size=2, max_size=9), st.integers(0, 10), st.sampled_from([0.05, 0.3, 0.9, 1.0]), st.data())
-def test_any_distribution_sums_to_one_and_holds_its_mode(values: list[int], top_k: int, top_p: float, chosen: st.DataObject) -> None:
+@given(
+    st.lists(st.integers(-20, 20), min_size=2, max_size=9),
+    st.integers(0, 10),
+    st.sampled_from([0.05, 0.3, 0.9, 1.0]),
+    st.data(),
+)
+def test_any_distribution_sums_to_one_and_holds_its_mode(
+    values: list[int], top_k: int, top_p: float, chosen: st.DataObject
+) -> None:
     logits, sampling = torch.tensor(values) / 4, SamplingConfig(top_k=top_k, top_p=top_p)
     plain = log_distribution(logits, sampling)
     assert math.isclose(float(plain.exp().sum()), 1.0, rel_tol=1e-5)
@@ -104,26 +122,37 @@ def test_keep_speaks_of_each_row_apart() -> None:
 def test_temperature_zero_is_the_first_of_the_most_likely() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, 3.0, 3.0]])
     for u in (0.0, 0.5, 0.999):
-        tokens, logprobs = draw(logits, torch.full((2,), u, dtype=torch.float64), SamplingConfig(temperature=0.0))
+        tokens, logprobs = draw(
+            logits, torch.full((2,), u, dtype=torch.float64), SamplingConfig(temperature=0.0)
+        )
         assert tokens.tolist() == [1, 0]
         assert torch.allclose(logprobs, logits.log_softmax(-1)[[0, 1], [1, 0]])
 
 
 def test_the_borders_of_the_uniform_stay_inside_the_support() -> None:
-    """u = 0 must not give a token of probability zero that stands first, nor the largest u one that stands last."""
+    """u = 0 must not give a token of probability zero that stands first, nor the largest u one that stands
+    last.
+    """
     logits = torch.tensor([-9.0, 1.0, 2.0, 0.5, -9.0, -9.0])
     largest = 1.0 - 2.0**-53
     for sampling in (SamplingConfig(top_k=3), SamplingConfig(top_p=0.99), SamplingConfig(temperature=0.01)):
-        tokens, logprobs = draw(logits.expand(2, -1), torch.tensor([0.0, largest], dtype=torch.float64), sampling)
+        tokens, logprobs = draw(
+            logits.expand(2, -1), torch.tensor([0.0, largest], dtype=torch.float64), sampling
+        )
         assert torch.isfinite(logprobs).all(), (sampling, tokens)
     for scale in torch.linspace(0.1, 3.0, 40):  # sums that rounding leaves a little over and under one
-        _, logprobs = draw((logits * scale)[None], torch.tensor([largest], dtype=torch.float64), SamplingConfig(top_k=3))
+        _, logprobs = draw(
+            (logits * scale)[None], torch.tensor([largest], dtype=torch.float64), SamplingConfig(top_k=3)
+        )
         assert torch.isfinite(logprobs).all()
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
     generator = torch.Generator().manual_seed(0)
-    logits, uniforms = torch.randn(32, 50, generator=generator), torch.rand(32, generator=generator, dtype=torch.float64)
+    logits, uniforms = (
+        torch.randn(32, 50, generator=generator),
+        torch.rand(32, generator=generator, dtype=torch.float64),
+    )
     for sampling in (SamplingConfig(), SamplingConfig(top_p=0.8, top_k=20, temperature=0.9)):
         tokens, logprobs = draw(logits, uniforms, sampling)
         alone = [draw(logits[i : i + 1], uniforms[i : i + 1], sampling) for i in range(32)]
@@ -149,7 +178,10 @@ def test_uniforms_are_even_and_named_by_seed_and_position() -> None:
     assert uniform(3, 4) == uniform(3, 4) != uniform(4, 3)
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -0.1}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"max_tokens": 1}, {"topp": 0.5}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"temperature": -0.1}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"max_tokens": 1}, {"topp": 0.5}],
+)
 def test_what_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         SamplingConfig(**wrong)

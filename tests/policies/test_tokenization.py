@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from agent_peft.policies.tokenization import ChatTokenizer, StopMatcher
@@ -55,7 +64,9 @@ QWEN3 = """{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + m
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-QWEN3_NO_THINKING = QWEN3.replace("{{- '<|im_start|>assistant\\n' }}", "{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' }}")
+QWEN3_NO_THINKING = QWEN3.replace(
+    "{{- '<|im_start|>assistant\\n' }}", "{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' }}"
+)
 
 GEMMA = """{{ bos_token }}
 {%- if messages[0]['role'] == 'system' -%}
@@ -95,25 +106,56 @@ NO_SYSTEM = """{% for m in messages %}{% if m['role'] != 'system' %}<|im_start|>
 {% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
-TEMPLATES = {"smollm2": SMOLLM2, "qwen2.5": QWEN25, "qwen3": QWEN3, "qwen3-no-thinking": QWEN3_NO_THINKING, "gemma": GEMMA}
+TEMPLATES = {
+    "smollm2": SMOLLM2,
+    "qwen2.5": QWEN25,
+    "qwen3": QWEN3,
+    "qwen3-no-thinking": QWEN3_NO_THINKING,
+    "gemma": GEMMA,
+}
 APPEND_ONLY = ["smollm2", "qwen2.5", "gemma"]
-CONTROLS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<bos>", "<start_of_turn>", "<end_of_turn>", "<|hidden|>", "[INST]", "[/INST]"]
-CORPUS = ["SELECT name FROM table WHERE id = 10; system user assistant model You are a helpful assistant.\n\nHello the there\n```sql\n"] * 3
+CONTROLS = [
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<bos>",
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<|hidden|>",
+    "[INST]",
+    "[/INST]",
+]
+CORPUS = [
+    "SELECT name FROM table WHERE id = 10; system user assistant model You are a helpful assistant.\n\nHello the there\n```sql\n"
+] * 3
 
 
 @functools.cache
 def byte_level(template: str | None) -> PreTrainedTokenizerFast:
-    """A small byte-level BPE as SmolLM2's and Qwen's are: merges learnt from a few words, every byte a token of last resort."""
+    """A small byte-level BPE as SmolLM2's and Qwen's are: merges learnt from a few words, every byte a
+    token of last resort.
+    """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     backend.train_from_iterator(CORPUS, trainer)
-    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in CONTROLS if text != "<|hidden|>"])
-    backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<|hidden|>", "<think>", "</think>", "\n\n\n")])
+    backend.add_special_tokens(
+        [AddedToken(text, special=True, normalized=False) for text in CONTROLS if text != "<|hidden|>"]
+    )
+    backend.add_tokens(
+        [
+            AddedToken(text, special=False, normalized=False)
+            for text in ("<|hidden|>", "<think>", "</think>", "\n\n\n")
+        ]
+    )
     gemma = template in (GEMMA, MISTRAL, LLAMA2)
     eos = "<|endoftext|>" if gemma else "<|im_end|>"
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token=eos, pad_token="<|endoftext|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<bos>", eos_token=eos, pad_token="<|endoftext|>"
+    )
     tokenizer.chat_template = template
     return tokenizer
 
@@ -121,15 +163,27 @@ def byte_level(template: str | None) -> PreTrainedTokenizerFast:
 @functools.cache
 def sentencepiece() -> PreTrainedTokenizerFast:
     """Gemma's kind: blanks are written ▁, bytes that are no token are spelled <0x0A>."""
-    bytes_, letters, words = (f"<0x{b:02X}>" for b in range(256)), "▁abcdehlmorstuw\n", ["he", "hel", "hell", "hello", "▁w"]
+    bytes_, letters, words = (
+        (f"<0x{b:02X}>" for b in range(256)),
+        "▁abcdehlmorstuw\n",
+        ["he", "hel", "hell", "hello", "▁w"],
+    )
     pieces = ["<pad>", "<eos>", "<bos>", "<unk>", *bytes_, *letters, *words]
     merges = [("h", "e"), ("he", "l"), ("hel", "l"), ("hell", "o"), ("▁", "w")]
-    backend = Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend = Tokenizer(
+        models.BPE(
+            {p: i for i, p in enumerate(pieces)}, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True
+        )
+    )
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     backend.add_special_tokens(["<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
+    )
     tokenizer.chat_template = GEMMA
     return tokenizer
 
@@ -141,16 +195,24 @@ def chat(name: str) -> ChatTokenizer:
     return ChatTokenizer(byte_level(TEMPLATES[name]))
 
 
-hostile = st.lists(st.sampled_from([*CONTROLS, "<think>", "\n", " ", "a", "é", "🙂", "user\n"]), max_size=5).map("".join)
+hostile = st.lists(
+    st.sampled_from([*CONTROLS, "<think>", "\n", " ", "a", "é", "🙂", "user\n"]), max_size=5
+).map("".join)
 texts = st.text(max_size=20) | hostile
-plain_texts = st.lists(st.sampled_from(["SELECT", "name", "42", "déjà", "vu.", "(x)", "🙂", "user"]), min_size=1, max_size=6).map(" ".join)
+plain_texts = st.lists(
+    st.sampled_from(["SELECT", "name", "42", "déjà", "vu.", "(x)", "🙂", "user"]), min_size=1, max_size=6
+).map(" ".join)
 every_chat = pytest.mark.parametrize("name", [*TEMPLATES, "sentencepiece"])
 
 
 @every_chat
-@given(system=texts, user=texts, turns=st.lists(st.tuples(texts, st.booleans(), texts), min_size=1, max_size=4))
+@given(
+    system=texts, user=texts, turns=st.lists(st.tuples(texts, st.booleans(), texts), min_size=1, max_size=4)
+)
 @settings(max_examples=25, deadline=None)
-def test_every_prompt_extends_the_one_before(name: str, system: str, user: str, turns: list[tuple[str, bool, str]]) -> None:
+def test_every_prompt_extends_the_one_before(
+    name: str, system: str, user: str, turns: list[tuple[str, bool, str]]
+) -> None:
     c = chat(name)
     observation = c.opening([Message("system", system), Message("user", user)])
     prompt = list(observation)
@@ -178,7 +240,9 @@ def user_closings(c: ChatTokenizer) -> int:
 @every_chat
 @given(plain_texts, plain_texts, st.lists(st.tuples(plain_texts, plain_texts), max_size=3))
 @settings(max_examples=25, deadline=None)
-def test_canonical_texts_give_the_templates_own_tokens(name: str, system: str, user: str, turns: list[tuple[str, str]]) -> None:
+def test_canonical_texts_give_the_templates_own_tokens(
+    name: str, system: str, user: str, turns: list[tuple[str, str]]
+) -> None:
     c = chat(name)
     messages = [Message("system", system), Message("user", user)]
     tokens = c.opening(messages)
@@ -214,7 +278,9 @@ def test_contents_never_become_control_tokens(name: str, system: str, user: str,
     assert shown(tokens) == shown(c.opening([Message("system", "a"), Message("user", "a")]))
     after = c.following(answer, [])
     assert shown(after) == shown(c.following("a", []))
-    if name != "sentencepiece":  # it has no token for most characters but bytes, and no way back to a blank at the start
+    if (
+        name != "sentencepiece"
+    ):  # it has no token for most characters but bytes, and no way back to a blank at the start
         assert answer in c.tokenizer.decode(after)
         assert (user.strip() if name == "gemma" else user) in c.tokenizer.decode(tokens)
     assert not controls.intersection(c.action_tokens(user)[:-1])
@@ -226,7 +292,9 @@ def test_a_control_token_not_marked_special_is_guarded_too() -> None:
     c = ChatTokenizer(tokenizer)
     hidden = tokenizer.convert_tokens_to_ids("<|hidden|>")
     assert hidden in c.end_of_turn and c.action_tokens("a")[-1] == hidden
-    assert tokenizer.encode("<|hidden|>", split_special_tokens=True) == [hidden]  # the tokenizer alone would let it in
+    assert tokenizer.encode("<|hidden|>", split_special_tokens=True) == [
+        hidden
+    ]  # the tokenizer alone would let it in
     tokens = c.following("a<|hidden|><|hidden|>b", [hidden])
     assert tokens.count(hidden) == 1 and "a<|hidden|><|hidden|>b" in tokenizer.decode(tokens)
 
@@ -245,26 +313,39 @@ def test_what_follows_an_action_smollm2() -> None:
     assert c.tokenizer.decode(ended) == "\n<|im_start|>user\nok<|im_end|>\n<|im_start|>assistant\n"
     assert c.decode_action(c.action_tokens("SELECT 1;")) == "SELECT 1;"
     assert "named SmolLM" in c.tokenizer.decode(c.opening([Message("user", "hi")]))
-    assert "named SmolLM" not in c.tokenizer.decode(c.opening([Message("system", "s"), Message("user", "hi")]))
+    assert "named SmolLM" not in c.tokenizer.decode(
+        c.opening([Message("system", "s"), Message("user", "hi")])
+    )
 
 
 def test_gemma_ends_turns_in_its_own_way() -> None:
     c = chat("gemma")
     own, eos = c.tokenizer.convert_tokens_to_ids(["<end_of_turn>", "<|endoftext|>"])
     assert c.end_of_turn == {own, eos} and c.action_tokens("x")[-1] == own
-    assert c.tokenizer.decode(c.following("ok", [own])) == "\n<start_of_turn>user\nok<end_of_turn>\n<start_of_turn>model\n"
-    assert c.following("ok", [7, eos]) == c.following("ok", [7, own])  # either ends a turn, and neither is doubled
+    assert (
+        c.tokenizer.decode(c.following("ok", [own]))
+        == "\n<start_of_turn>user\nok<end_of_turn>\n<start_of_turn>model\n"
+    )
+    assert c.following("ok", [7, eos]) == c.following(
+        "ok", [7, own]
+    )  # either ends a turn, and neither is doubled
     opening = c.tokenizer.decode(c.opening([Message("system", "Be brief."), Message("user", " hi \n")]))
-    assert opening == "<bos><start_of_turn>user\nBe brief.\n\nhi<end_of_turn>\n<start_of_turn>model\n"  # trimmed, as the template does
+    assert (
+        opening == "<bos><start_of_turn>user\nBe brief.\n\nhi<end_of_turn>\n<start_of_turn>model\n"
+    )  # trimmed, as the template does
     assert " ok \n<end_of_turn>" in c.tokenizer.decode(c.following(" ok \n", []))  # verbatim
 
 
 def test_refused_roles_are_joined() -> None:
     c = chat("gemma")
-    tokens = c.opening([Message("user", "a"), Message("user", "b"), Message("assistant", "c"), Message("system", "d")])
+    tokens = c.opening(
+        [Message("user", "a"), Message("user", "b"), Message("assistant", "c"), Message("system", "d")]
+    )
     expected = [Message("user", "a\n\nb"), Message("assistant", "c"), Message("user", "d")]
     assert tokens == c.opening(expected)
-    with pytest.raises(AgentPeftError, match=r"refuses the conversation \(assistant\): Conversation roles must alternate"):
+    with pytest.raises(
+        AgentPeftError, match=r"refuses the conversation \(assistant\): Conversation roles must alternate"
+    ):
         c.opening([Message("assistant", "a")])
     with pytest.raises(AgentPeftError, match="at least one message"):
         c.opening([])
@@ -272,22 +353,30 @@ def test_refused_roles_are_joined() -> None:
 
 def test_a_template_that_drops_the_system_message_gets_it_in_the_users() -> None:
     c = ChatTokenizer(byte_level(NO_SYSTEM))
-    assert "user\nBe brief.\n\nhi<|im_end|>" in c.tokenizer.decode(c.opening([Message("system", "Be brief."), Message("user", "hi")]))
+    assert "user\nBe brief.\n\nhi<|im_end|>" in c.tokenizer.decode(
+        c.opening([Message("system", "Be brief."), Message("user", "hi")])
+    )
 
 
 def test_a_blank_before_the_end_token_belongs_to_the_turn() -> None:
     c = ChatTokenizer(byte_level(LLAMA2))
-    assert c.tokenizer.decode(c.action_tokens("x")) == " x <|endoftext|>" and c.end_of_turn == {c.tokenizer.eos_token_id}
+    assert c.tokenizer.decode(c.action_tokens("x")) == " x <|endoftext|>" and c.end_of_turn == {
+        c.tokenizer.eos_token_id
+    }
     assert c.tokenizer.decode(c.following("y", [5])) == " <|endoftext|>[INST] y [/INST]"
     assert c.tokenizer.decode(c.following("y", c.action_tokens("x"))) == "[INST] y [/INST]"
-    assert c.append_only and c.opening([Message("user", "a"), Message("assistant", "x"), Message("user", "y")]) == [
+    assert c.append_only and c.opening(
+        [Message("user", "a"), Message("assistant", "x"), Message("user", "y")]
+    ) == [
         *c.opening([Message("user", "a")]),
         *c.action_tokens("x"),
         *c.following("y", c.action_tokens("x")),
     ]
 
 
-@pytest.mark.parametrize("template, why", [(QWEN3, "drops the thoughts"), (QWEN3_NO_THINKING, "rewrites"), (MISTRAL, "rewrites")])
+@pytest.mark.parametrize(
+    "template, why", [(QWEN3, "drops the thoughts"), (QWEN3_NO_THINKING, "rewrites"), (MISTRAL, "rewrites")]
+)
 def test_templates_that_rewrite_earlier_turns_warn_once_a_second_turn_comes(
     template: str, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -299,7 +388,9 @@ def test_templates_that_rewrite_earlier_turns_warn_once_a_second_turn_comes(
         assert "ok" in c.tokenizer.decode(c.following("ok", action))
         (line,) = caplog.messages
     assert f"a new turn {why}" in line and "\n" not in line
-    assert "<think>so</think>yes" in c.tokenizer.decode(opening + action + c.following("ok", action)), "as it was sampled"
+    assert "<think>so</think>yes" in c.tokenizer.decode(opening + action + c.following("ok", action)), (
+        "as it was sampled"
+    )
 
 
 @pytest.mark.parametrize("name", APPEND_ONLY)
@@ -326,7 +417,9 @@ GLM = """[gMASK]{% for m in messages %}<|{{ m['role'] }}|>
 
 def with_controls(template: str, *controls: str) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(byte_level(None).backend_tokenizer.to_str()), bos_token="<bos>", eos_token=controls[0]
+        tokenizer_object=Tokenizer.from_str(byte_level(None).backend_tokenizer.to_str()),
+        bos_token="<bos>",
+        eos_token=controls[0],
     )
     tokenizer.add_special_tokens({"additional_special_tokens": list(controls)})
     tokenizer.chat_template = template
@@ -341,7 +434,11 @@ def test_another_end_of_the_models_ends_a_turn_in_the_templates_place() -> None:
     assert c.end_of_turn == {eot, eom} and alone.end_of_turn == {eot}
     assert c.action_tokens("x")[-1] == eot and c.decode_action([*c.action_tokens("x")[:-1], eom]) == "x"
     answer = "<|start_header_id|>user<|end_header_id|>\n\nok<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
-    assert c.tokenizer.decode(c.following("ok", [5, eot])) == c.tokenizer.decode(c.following("ok", [5, eom])) == answer
+    assert (
+        c.tokenizer.decode(c.following("ok", [5, eot]))
+        == c.tokenizer.decode(c.following("ok", [5, eom]))
+        == answer
+    )
     assert c.tokenizer.decode(c.following("ok", [5])) == "<|eot_id|>" + answer
 
 
@@ -358,7 +455,9 @@ def test_an_end_never_takes_the_place_of_the_next_messages_header() -> None:
 
 def test_a_template_never_learns_the_date(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = with_controls(LLAMA3, "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>")
-    assert "26 Jul 2024" not in tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert "26 Jul 2024" not in tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False
+    )
     c = ChatTokenizer(tokenizer)
     assert "Today Date: 26 Jul 2024\n\nBe brief.<|eot_id|>" in c.tokenizer.decode(
         c.opening([Message("system", "Be brief."), Message("user", "hi")])
@@ -367,12 +466,16 @@ def test_a_template_never_learns_the_date(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_a_clock_that_cannot_be_stopped_is_refused() -> None:
-    with pytest.raises(AgentPeftError, match="writes the present time, so that no two runs would read the same"):
+    with pytest.raises(
+        AgentPeftError, match="writes the present time, so that no two runs would read the same"
+    ):
         ChatTokenizer(byte_level("{% set form = '%H' %}{{ strftime_now(form) }}" + SMOLLM2))
 
 
 def test_roles_that_there_are_not() -> None:
-    with pytest.raises(AgentPeftError, match="a message has the role 'human'; the roles are system, user, assistant"):
+    with pytest.raises(
+        AgentPeftError, match="a message has the role 'human'; the roles are system, user, assistant"
+    ):
         chat("smollm2").opening([Message("human", "hi")])  # type: ignore[arg-type]
 
 
@@ -392,27 +495,38 @@ def test_no_template_means_the_plain_one() -> None:
     opening = c.tokenizer.decode(c.opening([Message("system", "Be brief."), Message("user", "hi")]))
     assert opening == "System:\nBe brief.\n\nUser:\nhi\n\nAssistant:\n"
     action = c.action_tokens("yes")
-    assert c.tokenizer.decode(action + c.following("go on", action)) == "yes<|im_end|>\n\nUser:\ngo on\n\nAssistant:\n"
+    assert (
+        c.tokenizer.decode(action + c.following("go on", action))
+        == "yes<|im_end|>\n\nUser:\ngo on\n\nAssistant:\n"
+    )
     assert c.append_only
 
 
 def test_bos_is_written_where_the_tokenizer_writes_it() -> None:
     backend = Tokenizer.from_str(byte_level(None).backend_tokenizer.to_str())
-    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", backend.token_to_id("<bos>"))])
-    c = ChatTokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<|im_end|>"))
+    backend.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", backend.token_to_id("<bos>"))]
+    )
+    c = ChatTokenizer(
+        PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<|im_end|>")
+    )
     assert c.tokenizer.decode(c.opening([Message("user", "hi")])) == "<bos>User:\nhi\n\nAssistant:\n"
     assert c.following("a", [])[0] != c.tokenizer.bos_token_id
 
 
 def test_a_turn_must_be_able_to_end() -> None:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(byte_level(None).backend_tokenizer.to_str()))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(byte_level(None).backend_tokenizer.to_str())
+    )
     with pytest.raises(AgentPeftError, match="no end-of-sequence token"):
         ChatTokenizer(tokenizer)
 
 
 def test_prefix_spaces_are_noticed() -> None:
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(byte_level(None).backend_tokenizer.to_str()), eos_token="<|im_end|>", chat_template=SMOLLM2
+        tokenizer_object=Tokenizer.from_str(byte_level(None).backend_tokenizer.to_str()),
+        eos_token="<|im_end|>",
+        chat_template=SMOLLM2,
     )
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Metaspace(prepend_scheme="first"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -437,14 +551,18 @@ stops = st.lists(st.text(alphabet="ab`\né🙂 ", min_size=1, max_size=4), min_s
 @pytest.mark.parametrize("name", ["smollm2", "sentencepiece"])
 @given(text=st.text(alphabet="ab`\né🙂 hello", max_size=30), stop=stops)
 @settings(max_examples=200, deadline=None)
-def test_stop_strings_are_seen_at_the_first_token_that_completes_one(name: str, text: str, stop: list[str]) -> None:
+def test_stop_strings_are_seen_at_the_first_token_that_completes_one(
+    name: str, text: str, stop: list[str]
+) -> None:
     c = chat(name)
     matcher = StopMatcher([s.encode() for s in stop], c.token_bytes)
     tokens = c.tokenizer.encode(text, add_special_tokens=False)
     pieces = [c.token_bytes(token) for token in tokens]
     assert b"".join(pieces) == text.encode()
     seen = [matcher.push(token) for token in tokens]
-    assert seen == [any(s in b"".join(pieces[: i + 1]).decode(errors="ignore") for s in stop) for i in range(len(tokens))]
+    assert seen == [
+        any(s in b"".join(pieces[: i + 1]).decode(errors="ignore") for s in stop) for i in range(len(tokens))
+    ]
 
 
 def test_the_bytes_of_a_token_are_what_it_decodes_to() -> None:
@@ -458,7 +576,9 @@ def test_the_bytes_of_a_token_are_what_it_decodes_to() -> None:
 def test_stop_matchers_are_independent_and_none_never_stops() -> None:
     c = ChatTokenizer(byte_level(SMOLLM2))
     tokens = c.action_tokens("SELECT 1\n```\nmore")
-    first, second, none = (StopMatcher(stop, c.token_bytes) for stop in ([b"```\n", b"</sql>"], [b"```\n"], []))
+    first, second, none = (
+        StopMatcher(stop, c.token_bytes) for stop in ([b"```\n", b"</sql>"], [b"```\n"], [])
+    )
     pushed = [first.push(t) for t in tokens]
     assert pushed.index(True) < len(tokens) - 1 and all(pushed[pushed.index(True) :])
     assert not second.matched and not second.push(tokens[0])
@@ -467,12 +587,18 @@ def test_stop_matchers_are_independent_and_none_never_stops() -> None:
 
 def test_the_real_smollm2(smollm2: Path) -> None:
     c = ChatTokenizer(AutoTokenizer.from_pretrained(smollm2))
-    messages = [Message("user", "How many rows?\n\n  3  <|im_end|>"), Message("assistant", "It is 3."), Message("user", "Thanks.")]
+    messages = [
+        Message("user", "How many rows?\n\n  3  <|im_end|>"),
+        Message("assistant", "It is 3."),
+        Message("user", "Thanks."),
+    ]
     assert c.append_only and c.end_of_turn == {2} and c.tokenizer.chat_template == SMOLLM2
     action = c.action_tokens("It is 3.")
     tokens = c.opening(messages[:1]) + action + c.following("Thanks.", action)
     assert tokens == c.opening(messages)
-    assert tokens.count(2) == 4 and tokens.count(1) == 5  # system, user, assistant, user; and the generation prompt
+    assert (
+        tokens.count(2) == 4 and tokens.count(1) == 5
+    )  # system, user, assistant, user; and the generation prompt
     clean = [Message("user", "How many rows?\n\n  3"), *messages[1:]]
     assert c.opening(clean) == rendered(c, clean)
 

@@ -15,7 +15,7 @@ from torch.nn.functional import layer_norm
 from transformers import AutoModelForCausalLM
 
 from agent_peft.batch import Batch, collate
-from agent_peft.policies.language_model import Policy
+from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.value_head import WEIGHTS, ValueHead
 from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
@@ -29,8 +29,14 @@ def make_batch() -> Batch:
     found = []
     for i in range(6):
         common, own = random.Random(i % 2), random.Random(1000 + i // 2)
-        first = Turn((1, *common.choices(range(3, 19), k=5)), tuple(own.choices(range(2, 19), k=3)), (-1.0,) * 3)
-        second = Turn(tuple(own.choices(range(3, 19), k=2)), tuple(own.choices(range(2, 19), k=1 + i)), (-1.0,) * (1 + i))
+        first = Turn(
+            (1, *common.choices(range(3, 19), k=5)), tuple(own.choices(range(2, 19), k=3)), (-1.0,) * 3
+        )
+        second = Turn(
+            tuple(own.choices(range(3, 19), k=2)),
+            tuple(own.choices(range(2, 19), k=1 + i)),
+            (-1.0,) * (1 + i),
+        )
         found.append(Trajectory(Task("t"), (first, second), rewards=(0.0, float(i % 2))))
     return collate([*found, found[0]], [0, 1, 0, 1, 0, 1, 0])
 
@@ -48,22 +54,32 @@ def value_gradient(policy: Policy, batch: Batch) -> tuple[list[Tensor], Tensor |
     values = policy.forward(batch, PLAIN, values=True).values
     assert values is not None and policy.value_head is not None
     ((values - batch.returns[:, None]) * batch.action_mask).square().sum().backward()
-    return [p.grad for p in policy.trainable_parameters() if p.grad is not None], policy.value_head.weight.grad
+    return [
+        p.grad for p in policy.trainable_parameters() if p.grad is not None
+    ], policy.value_head.weight.grad
 
 
-# -- what it says -------------------------------------------------------------------------------------------------------------------
+# -- what it says --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3_text", "gemma2"])
-def test_a_value_is_read_where_its_token_is_predicted(kind: str, packing: bool, make_policy: MakePolicy) -> None:
+def test_a_value_is_read_where_its_token_is_predicted(
+    kind: str, packing: bool, make_policy: MakePolicy
+) -> None:
     """Row by row, from the model's own hidden states, with no code of ours but the head."""
     policy, batch = with_critic(make_policy(kind, packing=packing, lora=kind != "gpt2")), make_batch()
     expected = torch.zeros(batch.tokens.shape)
     with torch.no_grad():
         for b, length in enumerate(batch.lengths.tolist()):
-            states = policy.model(input_ids=batch.tokens[b : b + 1, :length], output_hidden_states=True).hidden_states[-1][0]
-            expected[b, 1:length] = layer_norm(states[:-1], states.shape[-1:]) @ policy.value_head.weight / states.shape[-1] ** 0.5
+            states = policy.model(
+                input_ids=batch.tokens[b : b + 1, :length], output_hidden_states=True
+            ).hidden_states[-1][0]
+            expected[b, 1:length] = (
+                layer_norm(states[:-1], states.shape[-1:])
+                @ policy.value_head.weight
+                / states.shape[-1] ** 0.5
+            )
     expected = expected * batch.action_mask
     values = policy.forward(batch, PLAIN, values=True).values
     assert values is not None and values.dtype == torch.float32 and values.requires_grad
@@ -85,7 +101,9 @@ def test_a_fresh_critic_says_nothing_and_disturbs_nothing(make_policy: MakePolic
     assert torch.equal(after.logprobs, before.logprobs)
     assert policy.attach_value_head(trunk_gradient=False) is head, "a critic goes on from stage to stage"
     assert not head.trunk_gradient
-    assert all(p is not head.weight for p in policy.trainable_parameters()), "it is not the policy's: an update of that alone leaves it"
+    assert all(p is not head.weight for p in policy.trainable_parameters()), (
+        "it is not the policy's: an update of that alone leaves it"
+    )
 
 
 def test_values_do_not_depend_on_the_scale_of_hidden_states() -> None:
@@ -101,7 +119,7 @@ def test_a_policy_without_a_critic_says_so(make_policy: MakePolicy) -> None:
         make_policy().values(make_batch())
 
 
-# -- whom it teaches ------------------------------------------------------------------------------------------------------------------
+# -- whom it teaches -----------------------------------------------------------------------------------------
 
 
 def test_the_value_loss_reaches_the_adapter(make_policy: MakePolicy) -> None:
@@ -131,23 +149,32 @@ def test_a_critic_may_be_kept_from_the_trunk(make_policy: MakePolicy) -> None:
     torch.testing.assert_close(head, other)
 
 
-@pytest.mark.parametrize("pieces", [[[0, 1, 2, 3, 4, 5, 6]], [[0, 2], [5, 1, 3], [4], [6]]], ids=["whole", "cut"])
+@pytest.mark.parametrize(
+    "pieces", [[[0, 1, 2, 3, 4, 5, 6]], [[0, 2], [5, 1, 3], [4], [6]]], ids=["whole", "cut"]
+)
 def test_packed_and_padded_teach_the_same(pieces: list[list[int]], make_policy: MakePolicy) -> None:
     batch = make_batch()
     found = []
     for packing, parts in ((True, pieces), (False, [[0, 1, 2, 3, 4, 5, 6]])):
         policy = with_critic(make_policy(packing=packing))
-        gradients = [value_gradient(policy, batch.select(rows)) for rows in parts]  # the head's adds up by itself
-        summed = [torch.stack(parameter).sum(0) for parameter in zip(*(trunk for trunk, _ in gradients), strict=True)]
+        gradients = [
+            value_gradient(policy, batch.select(rows)) for rows in parts
+        ]  # the head's adds up by itself
+        summed = [
+            torch.stack(parameter).sum(0)
+            for parameter in zip(*(trunk for trunk, _ in gradients), strict=True)
+        ]
         found.append(torch.cat([gradient.flatten() for gradient in (*summed, gradients[-1][1])]))
     assert float((found[0] - found[1]).norm() / found[1].norm()) < 1e-6
 
 
-# -- where it is kept -----------------------------------------------------------------------------------------------------------------
+# -- where it is kept ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "whole"])
-def test_it_is_saved_beside_the_policy_and_comes_back(lora: bool, make_policy: MakePolicy, tmp_path: Path) -> None:
+def test_it_is_saved_beside_the_policy_and_comes_back(
+    lora: bool, make_policy: MakePolicy, tmp_path: Path
+) -> None:
     policy, batch = with_critic(make_policy(lora=lora)), make_batch()
     policy.save(tmp_path)
     fresh = make_policy(lora=lora)
@@ -156,18 +183,24 @@ def test_it_is_saved_beside_the_policy_and_comes_back(lora: bool, make_policy: M
     attached = make_policy(lora=lora)
     weight = attached.attach_value_head(trunk_gradient=False).weight
     attached.load(tmp_path)
-    assert attached.value_head is not None and attached.value_head.weight is weight, "the one that an optimizer holds"
+    assert attached.value_head is not None and attached.value_head.weight is weight, (
+        "the one that an optimizer holds"
+    )
     assert torch.equal(weight, policy.value_head.weight)
     assert not attached.value_head.trunk_gradient
 
 
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # between PEFT and Transformers
+@pytest.mark.filterwarnings(
+    "ignore:.*is_gradient_checkpointing:FutureWarning"
+)  # between PEFT and Transformers
 def test_peft_and_transformers_need_not_know(make_policy: MakePolicy, tmp_path: Path) -> None:
     policy, tokens = with_critic(make_policy()), torch.tensor([[1, 5, 6, 7]])
     policy.save(tmp_path / "adapter")
     theirs = PeftModel.from_pretrained(make_policy(lora=False).model, str(tmp_path / "adapter")).eval()
     torch.testing.assert_close(theirs(input_ids=tokens).logits, policy.model(input_ids=tokens).logits)
-    assert not [name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors") if "value" in name]
+    assert not [
+        name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors") if "value" in name
+    ]
     whole = with_critic(make_policy(lora=False))
     whole.save(tmp_path / "whole")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").eval()
@@ -186,7 +219,9 @@ def test_peft_and_transformers_need_not_know(make_policy: MakePolicy, tmp_path: 
     ],
     ids=["gone", "torn", "another model", "another tensor"],
 )
-def test_a_critic_that_does_not_fit_is_one_line(spoil, message: str, make_policy: MakePolicy, tmp_path: Path) -> None:
+def test_a_critic_that_does_not_fit_is_one_line(
+    spoil, message: str, make_policy: MakePolicy, tmp_path: Path
+) -> None:
     policy = with_critic(make_policy())
     policy.save(tmp_path)
     spoil(tmp_path / WEIGHTS)

@@ -14,10 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment, Episode
-from agent_peft.policies import joining
-from agent_peft.policies.decoding import AHEAD
-from agent_peft.policies.engine import Engine, EngineConfig
-from agent_peft.policies.language_model import Policy
+from agent_peft.policies.engine import schedule as clock
+from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.engine.decoding import AHEAD
+from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer, character_tokenizer
 from agent_peft.rollout.collector import ATTEMPTS, Collector, demonstrate
@@ -38,12 +39,18 @@ REWARDS = RewardConfig(correct=1.0, incorrect=-0.1, invalid_action=-0.25)
 
 
 class Counting(Environment):
-    """Answers each action with its number, and is over after as many as the task says; records what is opened and closed.
+    """Answers each action with its number, and is over after as many as the task says; records what is opened
+    and closed.
 
     ``fails[task][where]`` says how many times the world breaks there: at "episode", "start" or "step".
     """
 
-    def __init__(self, turns: Sequence[int], fails: dict[str, dict[str, int]] | None = None, error: type[Exception] = InfrastructureError):
+    def __init__(
+        self,
+        turns: Sequence[int],
+        fails: dict[str, dict[str, int]] | None = None,
+        error: type[Exception] = InfrastructureError,
+    ):
         self._tasks = [Task(f"t{i}", content={"turns": n}) for i, n in enumerate(turns)]
         self.fails, self.error, self.lock = fails or {}, error, threading.Lock()
         self.opened, self.closed, self.seeds = Counter[str](), Counter[str](), list[tuple[str, int]]()
@@ -105,12 +112,20 @@ def engine(tiny_llama: LlamaForCausalLM, char_tokenizer: PreTrainedTokenizerFast
     return Engine(Policy(tiny_llama, ChatTokenizer(char_tokenizer)), EngineConfig(rows=5))
 
 
-def collect(engine: Engine, environment: Environment, size: int = 3, sampling: SamplingConfig = SAMPLING, seed: int = 0) -> Any:
+def collect(
+    engine: Engine,
+    environment: Environment,
+    size: int = 3,
+    sampling: SamplingConfig = SAMPLING,
+    seed: int = 0,
+) -> Any:
     return Collector(environment, engine).collect(environment.tasks, size, sampling, REWARDS, seed)
 
 
 def check(trajectory: Trajectory, engine: Engine, sampling: SamplingConfig = SAMPLING) -> None:
-    """What every trajectory of whatever environment must hold: tokens that grow append-only, and a mask of what was sampled."""
+    """What every trajectory of whatever environment must hold: tokens that grow append-only, and a mask of
+    what was sampled.
+    """
     chat = engine.policy.chat
     messages = list(trajectory.messages)
     first = next(i for i, message in enumerate(messages) if message.role == "assistant")
@@ -122,7 +137,11 @@ def check(trajectory: Trajectory, engine: Engine, sampling: SamplingConfig = SAM
         assert list(trajectory.tokens[: len(so_far)]) == so_far
         said = messages[first + 2 * i]
         assert said == Message("assistant", chat.decode_action(turn.action))
-        assert turn.action[-1] in chat.end_of_turn or len(turn.action) == sampling.max_new_tokens or len(so_far) >= sampling.max_tokens
+        assert (
+            turn.action[-1] in chat.end_of_turn
+            or len(turn.action) == sampling.max_new_tokens
+            or len(so_far) >= sampling.max_tokens
+        )
         assert not set(turn.action[:-1]) & chat.end_of_turn and len(turn.action) <= sampling.max_new_tokens
         if i + 1 < len(trajectory.turns):
             read = chat.following(messages[first + 2 * i + 1].content, turn.action)
@@ -150,7 +169,9 @@ def test_groups_come_in_the_tasks_order_with_consistent_turns(engine: Engine) ->
             assert list(trajectory.rewards) == expected
         assert len({trajectory.tokens for trajectory in group.trajectories}) > 1, "siblings draw apart"
     assert collection.failures == 0
-    assert collection.statistics.sampled == sum(t.num_action_tokens for group in collection.groups for t in group.trajectories)
+    assert collection.statistics.sampled == sum(
+        t.num_action_tokens for group in collection.groups for t in group.trajectories
+    )
     assert environment.opened == environment.closed == Counter({task.id: 3 for task in environment.tasks})
 
 
@@ -158,10 +179,16 @@ def test_the_seed_decides_and_what_is_around_does_not(engine: Engine) -> None:
     environment = Counting([1, 3, 2, 4])
     tokens = [[t.tokens for t in group.trajectories] for group in collect(engine, environment).groups]
     assert tokens == [[t.tokens for t in group.trajectories] for group in collect(engine, environment).groups]
-    assert tokens != [[t.tokens for t in group.trajectories] for group in collect(engine, environment, seed=1).groups]
+    assert tokens != [
+        [t.tokens for t in group.trajectories] for group in collect(engine, environment, seed=1).groups
+    ]
     fewer = Collector(environment, engine).collect(environment.tasks[:2], 2, SAMPLING, REWARDS, 0)
-    assert [[t.tokens for t in group.trajectories] for group in fewer.groups] == [found[:2] for found in tokens[:2]]
-    assert len(set(environment.seeds)) == 12 + 12, "an episode has a seed of its own, the same whenever its run is repeated"
+    assert [[t.tokens for t in group.trajectories] for group in fewer.groups] == [
+        found[:2] for found in tokens[:2]
+    ]
+    assert len(set(environment.seeds)) == 12 + 12, (
+        "an episode has a seed of its own, the same whenever its run is repeated"
+    )
 
 
 def test_arithmetic(engine: Engine) -> None:
@@ -171,17 +198,27 @@ def test_arithmetic(engine: Engine) -> None:
     for trajectory in (t for group in collection.groups for t in group.trajectories):
         check(trajectory, engine)
         said = trajectory.messages[-1].content.strip()
-        assert (trajectory.outcome is Outcome.CORRECT) == (said == str(trajectory.task.content["a"] + trajectory.task.content["b"]))
+        assert (trajectory.outcome is Outcome.CORRECT) == (
+            said == str(trajectory.task.content["a"] + trajectory.task.content["b"])
+        )
 
 
 @pytest.fixture
 def text_engine() -> Engine:
     """A tiny random model over all of printable ASCII, for environments that speak in sentences."""
     tokenizer = character_tokenizer("\n" + "".join(map(chr, range(32, 127))))
-    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 8192}
+    shape = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 8192,
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), pad_token_id=0, bos_token_id=1, eos_token_id=2, **shape))
+        model = LlamaForCausalLM(
+            LlamaConfig(vocab_size=len(tokenizer), pad_token_id=0, bos_token_id=1, eos_token_id=2, **shape)
+        )
     return Engine(Policy(model, ChatTokenizer(tokenizer)), EngineConfig(rows=4))
 
 
@@ -197,7 +234,7 @@ def test_db_bench(text_engine: Engine) -> None:
     assert reached == {(2, StopReason.TURN_LIMIT)}
 
 
-# -- limits -----------------------------------------------------------------------------------------------------------------------------
+# -- limits --------------------------------------------------------------------------------------------------
 
 
 def test_an_episode_that_runs_out_of_tokens_is_cut_and_told(engine: Engine) -> None:
@@ -208,7 +245,9 @@ def test_an_episode_that_runs_out_of_tokens_is_cut_and_told(engine: Engine) -> N
         check(trajectory, engine, sampling)
         assert (trajectory.outcome, trajectory.stop_reason) == (Outcome.INCORRECT, StopReason.TOKEN_LIMIT)
         assert 24 - 4 < len(trajectory.tokens) <= 24
-        assert trajectory.messages[-1].role == "user" and trajectory.rewards[-1] == (-0.1 if trajectory.turns[-1].valid else -0.35)
+        assert trajectory.messages[-1].role == "user" and trajectory.rewards[-1] == (
+            -0.1 if trajectory.turns[-1].valid else -0.35
+        )
     assert all(t.stop_reason is StopReason.FINISHED for t in collection.groups[2].trajectories)
     assert environment.opened == environment.closed
 
@@ -236,7 +275,9 @@ def test_an_episode_is_closed_when_it_ends_and_not_at_the_end_of_the_trip(engine
     assert len(left) == 40 and max(left) < 5 + AHEAD, "when another is opened"
 
 
-def test_whatever_ends_a_collection_nothing_stays_open(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_ends_a_collection_nothing_stays_open(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forward, calls = engine.policy.hidden_states, [0]
 
     def hidden_states(*arguments: Any) -> Any:
@@ -254,7 +295,7 @@ def test_whatever_ends_a_collection_nothing_stays_open(engine: Engine, monkeypat
 
 def test_a_schedule_is_handed_up_and_can_be_followed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PATIENCE", "FIRST_PATIENCE"):
-        monkeypatch.setattr(joining, name, 0.0)
+        monkeypatch.setattr(clock, name, 0.0)
     seconds = random.Random(0)
 
     class Slow(Counting):
@@ -264,12 +305,16 @@ def test_a_schedule_is_handed_up_and_can_be_followed(engine: Engine, monkeypatch
 
     def run(schedule: Any = None) -> Any:
         environment = Slow([1, 3, 2, 4], {"t1": {"step": 1}, "t2": {"start": 1}})
-        return Collector(environment, engine).collect(environment.tasks, 3, SAMPLING, REWARDS, 0, schedule=schedule)
+        return Collector(environment, engine).collect(
+            environment.tasks, 3, SAMPLING, REWARDS, 0, schedule=schedule
+        )
 
     first = Slow([1, 3, 2, 4])
     recorded = Collector(first, engine).collect(first.tasks, 3, SAMPLING, REWARDS, 0)
     assert len(recorded.schedule) == 1 and recorded.statistics.late == len(recorded.schedule[0]) > 0
-    followed = Collector(first, engine).collect(first.tasks, 3, SAMPLING, REWARDS, 0, schedule=recorded.schedule)
+    followed = Collector(first, engine).collect(
+        first.tasks, 3, SAMPLING, REWARDS, 0, schedule=recorded.schedule
+    )
     assert followed.groups == recorded.groups and followed.schedule == recorded.schedule
     assert len(run().schedule) == 2, "each attempt has its own"
 
@@ -278,7 +323,9 @@ def test_actions_that_a_limit_ended_are_marked(engine: Engine) -> None:
     end = min(engine.policy.chat.end_of_turn)
     sampling = SamplingConfig(temperature=2.0, max_new_tokens=5, max_tokens=60, stop=("3", "+-"))
     reached = set()
-    for trajectory in (t for group in collect(engine, Counting([4] * 6), 4, sampling).groups for t in group.trajectories):
+    for trajectory in (
+        t for group in collect(engine, Counting([4] * 6), 4, sampling).groups for t in group.trajectories
+    ):
         for turn in trajectory.turns:
             said = "".join(engine.policy.chat.tokenizer.convert_ids_to_tokens(list(turn.action)))
             assert turn.cut == (turn.action[-1] != end and not said.endswith(("3", "+-"))), said
@@ -287,7 +334,7 @@ def test_actions_that_a_limit_ended_are_marked(engine: Engine) -> None:
     assert reached == {True, False}
 
 
-# -- when the world fails ---------------------------------------------------------------------------------------------------------------
+# -- when the world fails ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["episode", "start", "step"])
@@ -303,27 +350,42 @@ def test_an_episode_whose_environment_fails_is_tried_again(where: str, engine: E
 
 
 @pytest.mark.parametrize("where", ["episode", "start"])
-def test_what_fails_again_and_again_before_the_agent_acts_is_dropped_and_counted(where: str, engine: Engine, caplog: Any) -> None:
+def test_what_fails_again_and_again_before_the_agent_acts_is_dropped_and_counted(
+    where: str, engine: Engine, caplog: Any
+) -> None:
     environment = Counting([2, 1, 3], {"t1": {where: 10**6}, "t2": {where: ATTEMPTS * 3 - 2}})
     collection = collect(engine, environment)
     assert [len(group.trajectories) for group in collection.groups] == [3, 0, 2]
-    assert (collection.failures, collection.crashed, collection.defects) == (3 * ATTEMPTS + 3 * ATTEMPTS - 2, 0, 0)
+    assert (collection.failures, collection.crashed, collection.defects) == (
+        3 * ATTEMPTS + 3 * ATTEMPTS - 2,
+        0,
+        0,
+    )
     assert environment.opened == environment.closed
-    assert all(t.stop_reason is StopReason.FINISHED for group in collection.groups for t in group.trajectories)
-    assert len(set(environment.seeds)) == len(environment.seeds), "an episode that nobody has acted in is begun anew with another seed"
+    assert all(
+        t.stop_reason is StopReason.FINISHED for group in collection.groups for t in group.trajectories
+    )
+    assert len(set(environment.seeds)) == len(environment.seeds), (
+        "an episode that nobody has acted in is begun anew with another seed"
+    )
     assert (
-        f"task t1: the world failed before the agent had acted; the episode is left out (InfrastructureError: {where} of t1)" in caplog.text
+        f"task t1: the world failed before the agent had acted; the episode is left out (InfrastructureError: {where} of t1)"
+        in caplog.text
     )
 
 
-def test_what_fails_again_and_again_after_an_action_is_incorrect_and_told(engine: Engine, caplog: Any) -> None:
+def test_what_fails_again_and_again_after_an_action_is_incorrect_and_told(
+    engine: Engine, caplog: Any
+) -> None:
     environment = Counting([2, 3], {"t1": {"step": 10**6}})
     collection = collect(engine, environment)
     assert [len(group.trajectories) for group in collection.groups] == [3, 3]
     for trajectory in collection.groups[1].trajectories:
         check(trajectory, engine)
         assert (trajectory.outcome, trajectory.stop_reason) == (Outcome.INCORRECT, StopReason.CRASHED)
-        assert len(trajectory.turns) == 1 and trajectory.rewards == (-0.1,), "the action that the world did not survive is learnt from"
+        assert len(trajectory.turns) == 1 and trajectory.rewards == (-0.1,), (
+            "the action that the world did not survive is learnt from"
+        )
     assert (collection.failures, collection.crashed, collection.defects) == (3 * ATTEMPTS, 3, 0)
     assert environment.opened == environment.closed == Counter(t0=3, t1=3 * ATTEMPTS)
     assert Counter(environment.seeds).most_common()[2][1] == ATTEMPTS, "the same seed each time"
@@ -335,18 +397,24 @@ def test_what_fails_again_and_again_after_an_action_is_incorrect_and_told(engine
 
 
 @pytest.mark.parametrize("where", ["episode", "start", "step"])
-def test_a_fault_of_another_kind_is_told_and_counted_and_ends_nothing(where: str, engine: Engine, caplog: Any) -> None:
+def test_a_fault_of_another_kind_is_told_and_counted_and_ends_nothing(
+    where: str, engine: Engine, caplog: Any
+) -> None:
     environment = Counting([2, 2, 2], {"t1": {where: 2}}, error=ZeroDivisionError)
     collection = collect(engine, environment)
     assert environment.opened == environment.closed
     assert collection.defects == 2 and [len(group.trajectories) for group in collection.groups] == [3, 3, 3]
-    defects = [t for group in collection.groups for t in group.trajectories if t.stop_reason is StopReason.DEFECT]
+    defects = [
+        t for group in collection.groups for t in group.trajectories if t.stop_reason is StopReason.DEFECT
+    ]
     assert len(defects) == (2 if where == "step" else 0), "an episode that nobody has acted in is begun anew"
     for trajectory in defects:
         check(trajectory, engine)
         assert (trajectory.outcome, trajectory.rewards) == (Outcome.INCORRECT, (-0.1,))
     assert sum(": a defect; " in line for line in caplog.messages) == 1, "each kind once"
-    assert f"ZeroDivisionError: {where} of t1" in caplog.text and "in breaks" in caplog.text, "with its traceback"
+    assert f"ZeroDivisionError: {where} of t1" in caplog.text and "in breaks" in caplog.text, (
+        "with its traceback"
+    )
 
 
 def test_a_mistake_of_the_users_is_told_before_the_agent_acts(engine: Engine) -> None:
@@ -373,7 +441,7 @@ def test_a_prompt_that_cannot_be_encoded_closes_its_episode(engine: Engine) -> N
         collect(engine, environment)
 
 
-# -- demonstrations -----------------------------------------------------------------------------------------------------------------------
+# -- demonstrations ------------------------------------------------------------------------------------------
 
 
 def test_a_demonstration_is_replayed_in_the_environment(engine: Engine) -> None:
@@ -394,7 +462,9 @@ def test_golds_of_real_environments_are_correct(config: dict[str, Any], text_eng
     environment, chat = load_environment(config), text_engine.policy.chat
     for task in environment.tasks:
         trajectory = demonstrate(environment, task, chat, REWARDS, seed=0)
-        assert trajectory.outcome is Outcome.CORRECT and trajectory.reward == 1.0 and trajectory.num_invalid == 0
+        assert (
+            trajectory.outcome is Outcome.CORRECT and trajectory.reward == 1.0 and trajectory.num_invalid == 0
+        )
         said = [m.content for m in trajectory.messages if m.role == "assistant"]
         assert said == list(environment.demonstration(task) or ())
         assert [chat.decode_action(turn.action) for turn in trajectory.turns] == said
@@ -402,7 +472,9 @@ def test_golds_of_real_environments_are_correct(config: dict[str, Any], text_eng
 
 @pytest.mark.parametrize("where", ["episode", "start", "step"])
 @pytest.mark.parametrize("error", [InfrastructureError, ZeroDivisionError, AgentPeftError])
-def test_a_demonstration_that_breaks_is_one_line_and_closed(where: str, error: type[Exception], engine: Engine) -> None:
+def test_a_demonstration_that_breaks_is_one_line_and_closed(
+    where: str, error: type[Exception], engine: Engine
+) -> None:
     environment = Counting([3], {"t0": {where: 1}}, error=error)
     with pytest.raises(AgentPeftError, match=f"{where} of t0") as raised:
         demonstrate(environment, environment.tasks[0], engine.policy.chat, REWARDS, seed=0)

@@ -1,4 +1,6 @@
-"""Demonstrations that the sampler could never say, or that are not correct, are counted in every step and told once."""
+"""Demonstrations that the sampler could never say, or that are not correct, are counted in every step and
+told once.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,11 @@ def replayed(environment: Environment, chat: ChatTokenizer) -> list[Trajectory]:
 @pytest.mark.parametrize(
     ("actions", "limits", "reason"),
     [
-        (["12"], {"max_new_tokens": 2}, None),  # two characters; without room for the end token they say the same
+        (
+            ["12"],
+            {"max_new_tokens": 2},
+            None,
+        ),  # two characters; without room for the end token they say the same
         (["12"], {"max_new_tokens": 1}, "turn 1 has 2 tokens, more than sampling.max_new_tokens: 1"),
         (["1", "23"], {"max_new_tokens": 1}, "turn 2 has 2 tokens, more than sampling.max_new_tokens: 1"),
         (["12"], {"stop": ("2",)}, None),  # it ends there anyway
@@ -65,7 +71,9 @@ def replayed(environment: Environment, chat: ChatTokenizer) -> list[Trajectory]:
         (["1-2", "1"], {"stop": ("1-",)}, "turn 1 goes on after '1-', which sampling.stop ends an action at"),
     ],
 )
-def test_what_the_sampler_could_not_say(actions: list[str], limits: dict[str, Any], reason: str | None, chat: ChatTokenizer) -> None:
+def test_what_the_sampler_could_not_say(
+    actions: list[str], limits: dict[str, Any], reason: str | None, chat: ChatTokenizer
+) -> None:
     (trajectory, _) = replayed(Shown(actions), chat)
     assert unsayable_because(trajectory, chat, SamplingConfig(**limits)) == reason
 
@@ -78,16 +86,23 @@ def test_an_episode_has_a_limit_too(chat: ChatTokenizer) -> None:
     assert unsayable_because(trajectory, chat, SamplingConfig(max_tokens=length - 1)) == told
 
 
-def test_faults_are_counted_every_time_and_told_once(chat: ChatTokenizer, caplog: pytest.LogCaptureFixture) -> None:
+def test_faults_are_counted_every_time_and_told_once(
+    chat: ChatTokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
     groups = [Group(t.task, [t]) for t in replayed(Shown(["12"], Outcome.INCORRECT), chat)]
     check = DemonstrationCheck(chat, SamplingConfig(max_new_tokens=1))
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             assert check.count(groups) == {"demonstrations_incorrect": 2.0, "demonstrations_unsayable": 2.0}
-        assert DemonstrationCheck(chat, SamplingConfig(), warns=False).count(groups)["demonstrations_incorrect"] == 2.0
+        assert (
+            DemonstrationCheck(chat, SamplingConfig(), warns=False).count(groups)["demonstrations_incorrect"]
+            == 2.0
+        )
     incorrect, unsayable = caplog.messages
     assert incorrect.startswith("task t0: of its demonstration, it is graded incorrect, not correct;")
-    assert unsayable.startswith("task t0: of its demonstration, turn 1 has 2 tokens, more than sampling.max_new_tokens: 1;")
+    assert unsayable.startswith(
+        "task t0: of its demonstration, turn 1 has 2 tokens, more than sampling.max_new_tokens: 1;"
+    )
 
 
 def test_right_demonstrations_are_not_told(chat: ChatTokenizer, caplog: pytest.LogCaptureFixture) -> None:
@@ -99,6 +114,8 @@ def test_right_demonstrations_are_not_told(chat: ChatTokenizer, caplog: pytest.L
 @pytest.mark.parametrize("actions", ["rome", [1], 5, [["a"]]])
 def test_a_demonstration_that_is_no_list_of_texts_is_one_line(actions: Any, chat: ChatTokenizer) -> None:
     """A text is a sequence of texts, too: its first letter would be trained on."""
-    with pytest.raises(AgentPeftError, match=r"task t0: its demonstration must be a list of texts, one for each turn; got") as raised:
+    with pytest.raises(
+        AgentPeftError, match=r"task t0: its demonstration must be a list of texts, one for each turn; got"
+    ) as raised:
         demonstrate(Shown(actions), Task("t0"), chat, RewardConfig(), seed=0)
     assert "\n" not in str(raised.value)

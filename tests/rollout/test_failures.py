@@ -1,6 +1,7 @@
 """No policy gains by breaking its world or its environment's code, and none of it ends a collection.
 
-A policy is compared with itself in a world that cannot be broken: the same seeds, so the same tokens and the same outcomes.
+A policy is compared with itself in a world that cannot be broken: the same seeds, so the same tokens and the
+same outcomes.
 """
 
 from __future__ import annotations
@@ -21,15 +22,25 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from agent_peft.environments.base import Environment, Episode
-from agent_peft.policies.engine import Engine, EngineConfig
-from agent_peft.policies.language_model import Policy
+from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.rollout.collector import ATTEMPTS, Collection, Collector
-from agent_peft.rollout.evaluation import paired_test, summarize
 from agent_peft.rollout.rewards import RewardConfig
+from agent_peft.rollout.statistics import paired_test, summarize
 from agent_peft.training.trainer import describe
-from agent_peft.types import AgentPeftError, InfrastructureError, Message, Outcome, StepResult, StopReason, Task, Trajectory
+from agent_peft.types import (
+    AgentPeftError,
+    InfrastructureError,
+    Message,
+    Outcome,
+    StepResult,
+    StopReason,
+    Task,
+    Trajectory,
+)
 
 SAMPLING = SamplingConfig(max_new_tokens=3, max_tokens=100)
 REWARDS = RewardConfig(correct=1.0, incorrect=-0.1)
@@ -40,10 +51,16 @@ class Panic(BaseException):
 
 
 class Worlds(Environment):
-    """Three turns; the last is right if its text is. ``trouble(world, action)`` is called at each action, before the world answers, and may
-    raise, or give what the step gives instead."""
+    """Three turns; the last is right if its text is. ``trouble(world, action)`` is called at each action,
+    before the world answers, and may raise, or give what the step gives instead.
+    """
 
-    def __init__(self, trouble: Callable[[World, str], Any] = lambda world, action: None, tasks: int = 6, turns: int = 3) -> None:
+    def __init__(
+        self,
+        trouble: Callable[[World, str], Any] = lambda world, action: None,
+        tasks: int = 6,
+        turns: int = 3,
+    ) -> None:
         self._tasks = [Task(f"t{i}", (f"skill {i % 2}",)) for i in range(tasks)]
         self.trouble, self.turns, self.lock = trouble, turns, threading.RLock()
         self.open: Counter[int] = Counter()
@@ -83,7 +100,9 @@ class World(Episode):
         if self.turn < self.environment.turns:
             return StepResult(f"{self.turn}+{self.coin.randrange(10)}=")
         self.over = True
-        return StepResult("", True, Outcome.CORRECT if right(action) else Outcome.INCORRECT, StopReason.FINISHED)
+        return StepResult(
+            "", True, Outcome.CORRECT if right(action) else Outcome.INCORRECT, StopReason.FINISHED
+        )
 
     def close(self) -> None:
         self.over = True
@@ -115,7 +134,7 @@ def trajectories(collection: Collection) -> list[Trajectory]:
     return [t for group in collection.groups for t in group.trajectories]
 
 
-# -- who breaks the world when about to fail ----------------------------------------------------------------------------------------
+# -- who breaks the world when about to fail -----------------------------------------------------------------
 
 
 def crash(world: World, action: str) -> None:
@@ -143,7 +162,9 @@ def crash_by_a_coin_of_its_own() -> Callable[[World, str], None]:
 
 def crash_once_and_again_elsewhere(world: World, action: str) -> None:
     """At the last action first, then at the first action of the replay, then at the second."""
-    if (world.last and not right(action) and world.number == 1) or (world.number > 1 and world.turn == world.number - 1):
+    if (world.last and not right(action) and world.number == 1) or (
+        world.number > 1 and world.turn == world.number - 1
+    ):
         raise InfrastructureError("gone")
 
 
@@ -211,14 +232,21 @@ DEFECTS = {
 
 
 @pytest.mark.parametrize("trouble", [*CRASHES.values(), *DEFECTS.values()], ids=[*CRASHES, *DEFECTS])
-def test_a_policy_that_breaks_its_world_or_its_environment_reports_the_success_it_has(trouble: Any, engine: Engine) -> None:
+def test_a_policy_that_breaks_its_world_or_its_environment_reports_the_success_it_has(
+    trouble: Any, engine: Engine
+) -> None:
     plain, broken = collect(engine, Worlds()), collect(engine, Worlds(trouble))
     successes = [t.outcome is Outcome.CORRECT for t in trajectories(plain)]
     assert 0 < sum(successes) < len(successes)
     assert [t.outcome is Outcome.CORRECT for t in trajectories(broken)] == successes
-    assert [t.turns for t in trajectories(broken)] == [t.turns for t in trajectories(plain)], "and nothing was drawn again"
+    assert [t.turns for t in trajectories(broken)] == [t.turns for t in trajectories(plain)], (
+        "and nothing was drawn again"
+    )
     assert [t.rewards for t in trajectories(broken)] == [t.rewards for t in trajectories(plain)]
-    assert (broken.defects > 0, broken.failures > 0) == (trouble in DEFECTS.values(), trouble in CRASHES.values())
+    assert (broken.defects > 0, broken.failures > 0) == (
+        trouble in DEFECTS.values(),
+        trouble in CRASHES.values(),
+    )
     ours, theirs = (describe(found.groups, found) for found in (broken, plain))
     assert {**ours, "infrastructure_failures": 0, "crashed": 0, "defects": 0} == theirs
     reported, honest = summarize(broken.groups), summarize(plain.groups)
@@ -260,13 +288,17 @@ def test_a_crash_is_no_way_out_of_a_price(engine: Engine) -> None:
         assert {t.reward for t in found if t.outcome is Outcome.INCORRECT} == {-0.7}
 
 
-@pytest.mark.parametrize("body", ["return float('nan')", "raise KeyError(trajectory.messages[-1].content)", "return 1j"])
+@pytest.mark.parametrize(
+    "body", ["return float('nan')", "raise KeyError(trajectory.messages[-1].content)", "return 1j"]
+)
 def test_a_reward_term_that_fails_at_a_reply_is_a_defect_and_worth_nothing(
     body: str, engine: Engine, tmp_path: Any, monkeypatch: Any
 ) -> None:
     module = f"odd_terms_{tmp_path.name.replace('-', '_')}"
     condition = "sum(map(ord, trajectory.messages[-1].content)) % 2 == 0"
-    (tmp_path / f"{module}.py").write_text(f"def term(trajectory):\n    if {condition}:\n        {body}\n    return 0.5\n")
+    (tmp_path / f"{module}.py").write_text(
+        f"def term(trajectory):\n    if {condition}:\n        {body}\n    return 0.5\n"
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     rewards = RewardConfig.model_validate({"terms": [{"kind": f"{module}:term"}]})
     found = collect(engine, Worlds(), rewards)
@@ -288,7 +320,7 @@ def test_warnings_are_few_and_printable(engine: Engine, caplog: Any) -> None:
     assert caplog.messages[-1].startswith("25 more tasks: the world failed after the agent's action")
 
 
-# -- a failure that is the world's --------------------------------------------------------------------------------------------------
+# -- a failure that is the world's ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("turn", [1, 2, 3])
@@ -318,7 +350,9 @@ def test_failures_at_one_turn_after_the_other_are_followed(engine: Engine) -> No
 
 
 def test_what_was_answered_is_kept_where_a_later_action_is_not(engine: Engine) -> None:
-    """The record is that of the attempt that came farthest: the second turn, which only the second world answered, and the third."""
+    """The record is that of the attempt that came farthest: the second turn, which only the second world
+    answered, and the third.
+    """
 
     def trouble(world: World, action: str) -> None:
         if (world.number, world.turn) in {(1, 2), (2, 3), (3, 1)}:
@@ -367,7 +401,9 @@ def test_a_world_that_cannot_be_closed_is_told_and_counted(engine: Engine, caplo
     assert not any(line.startswith("forged") for line in caplog.messages)
 
 
-def test_a_defect_is_told_once_however_often_it_is_met_and_never_at_length(engine: Engine, caplog: Any) -> None:
+def test_a_defect_is_told_once_however_often_it_is_met_and_never_at_length(
+    engine: Engine, caplog: Any
+) -> None:
     def trouble(world: World, action: str) -> None:
         def deeper(left: int) -> None:
             if left:
@@ -392,10 +428,13 @@ class Speechless(Exception):
 
 @pytest.mark.parametrize("kind", [Speechless, type("Gone", (Speechless, InfrastructureError), {})])
 def test_an_error_that_cannot_say_what_it_is(kind: type[Exception], engine: Engine) -> None:
-    assert {t.outcome for t in trajectories(collect(engine, Worlds(lose(kind()))))} == {Outcome.CORRECT, Outcome.INCORRECT}
+    assert {t.outcome for t in trajectories(collect(engine, Worlds(lose(kind()))))} == {
+        Outcome.CORRECT,
+        Outcome.INCORRECT,
+    }
 
 
-# -- whatever happens ---------------------------------------------------------------------------------------------------------------
+# -- whatever happens ----------------------------------------------------------------------------------------
 
 HAPPENS: dict[str, Callable[[], Any]] = {
     "answers": lambda: None,
@@ -413,7 +452,9 @@ HAPPENS: dict[str, Callable[[], Any]] = {
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(happens=st.lists(st.sampled_from(sorted(HAPPENS)), min_size=1, max_size=30), dies=st.booleans())
-def test_whatever_a_world_does_every_episode_that_acted_has_one_outcome(engine: Engine, happens: list[str], dies: bool) -> None:
+def test_whatever_a_world_does_every_episode_that_acted_has_one_outcome(
+    engine: Engine, happens: list[str], dies: bool
+) -> None:
     calls = itertools.cycle(happens)
 
     def trouble(world: World, action: str) -> Any:
@@ -427,7 +468,9 @@ def test_whatever_a_world_does_every_episode_that_acted_has_one_outcome(engine: 
 
     collector = Collector(Worlds(tasks=1), engine)
     collect_again = partial(collector.collect, group_size=4, sampling=SAMPLING, rewards=REWARDS, seed=0)
-    collect_again(collector.environment.tasks)  # where every episode of the first step ends by a defect, the run does, too
+    collect_again(
+        collector.environment.tasks
+    )  # where every episode of the first step ends by a defect, the run does, too
     collector.environment = Worlds(trouble, tasks=2)
     found = collect_again(collector.environment.tasks)
     assert not collector.environment.open, "every episode is closed"

@@ -7,10 +7,10 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
+from agent_peft.configuration.explain import effective_values, explain
+from agent_peft.configuration.loading import dump_config, load_config
+from agent_peft.configuration.run_config import resolved
 from agent_peft.rollout.rewards import TERMS, RewardConfig, price
-from agent_peft.training.config import resolved
-from agent_peft.training.explain import effective_values, explain
-from agent_peft.training.loading import dump_config, load_config
 from agent_peft.types import AgentPeftError, Message, Outcome, StopReason, Task, Trajectory, Turn
 
 DB = RewardConfig(correct=1.0, incorrect=-0.1, timeout=-0.3)
@@ -35,14 +35,22 @@ def trajectory(*valid, outcome=Outcome.INCORRECT, stop_reason=StopReason.FINISHE
         (OS, Outcome.UNKNOWN, StopReason.TURN_LIMIT, -0.7),
         (OS, Outcome.INCORRECT, StopReason.TOKEN_LIMIT, -0.9),
         (RewardConfig(timeout=0.0), Outcome.INCORRECT, StopReason.TIMEOUT, 0.0),  # zero is a price, too
-        (DB, Outcome.INCORRECT, StopReason.CRASHED, -0.3),  # no way out of a price that is lower than that of being wrong
+        (
+            DB,
+            Outcome.INCORRECT,
+            StopReason.CRASHED,
+            -0.3,
+        ),  # no way out of a price that is lower than that of being wrong
         (OS, Outcome.INCORRECT, StopReason.DEFECT, -0.9),
         (RewardConfig(), Outcome.INCORRECT, StopReason.CRASHED, -0.1),
         (RewardConfig(incorrect=0.0, unknown=-0.2), Outcome.INCORRECT, StopReason.DEFECT, -0.2),
     ],
 )
 def test_the_end_is_priced(config, outcome, stop_reason, expected):
-    assert price(trajectory(True, True, outcome=outcome, stop_reason=stop_reason), config).rewards == (0.0, expected)
+    assert price(trajectory(True, True, outcome=outcome, stop_reason=stop_reason), config).rewards == (
+        0.0,
+        expected,
+    )
 
 
 def test_invalid_actions_are_priced_at_their_turn_and_add_to_the_end():
@@ -54,15 +62,27 @@ def test_invalid_actions_are_priced_at_their_turn_and_add_to_the_end():
 
 def test_cut_actions_are_priced_at_their_turn():
     """Beside what else the turn costs."""
-    cut = replace(trajectory(True, False, True), turns=tuple(replace(t, cut=True) for t in trajectory(True, False, True).turns))
-    assert price(cut, RewardConfig(invalid_action=-0.25, cut_action=-0.5, incorrect=-0.1)).rewards == (-0.5, -0.75, -0.6)
+    cut = replace(
+        trajectory(True, False, True),
+        turns=tuple(replace(t, cut=True) for t in trajectory(True, False, True).turns),
+    )
+    assert price(cut, RewardConfig(invalid_action=-0.25, cut_action=-0.5, incorrect=-0.1)).rewards == (
+        -0.5,
+        -0.75,
+        -0.6,
+    )
     assert price(cut, RewardConfig(incorrect=-0.1)).rewards == (0.0, 0.0, -0.1)
 
 
 def test_nothing_but_the_rewards_changes():
     before = trajectory(True, outcome=Outcome.CORRECT)
     after = price(before, DB)
-    assert (after.task, after.turns, after.outcome, after.stop_reason) == (before.task, before.turns, before.outcome, before.stop_reason)
+    assert (after.task, after.turns, after.outcome, after.stop_reason) == (
+        before.task,
+        before.turns,
+        before.outcome,
+        before.stop_reason,
+    )
     assert before.rewards == ()
 
 
@@ -82,7 +102,7 @@ def test_a_wrong_price_list_is_refused(wrong):
         RewardConfig(**wrong)
 
 
-# -- terms --------------------------------------------------------------------------------------------------------------------------
+# -- terms ---------------------------------------------------------------------------------------------------
 
 
 def said(*texts, tokens=1, valid=True, outcome=Outcome.CORRECT):
@@ -108,7 +128,10 @@ def test_without_terms_nothing_changes():
     assert price(episode, RewardConfig(invalid_action=-0.05, terms=())).rewards == (-0.05, -0.1 - 0.05)
 
 
-@pytest.mark.parametrize(("tokens", "expected"), [(1, 0.0), (10, 0.0), (11, -0.01), (15, -0.05), (20, -0.1), (21, -0.1), (500, -0.1)])
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [(1, 0.0), (10, 0.0), (11, -0.01), (15, -0.05), (20, -0.1), (21, -0.1), (500, -0.1)],
+)
 def test_the_length_penalty_begins_at_its_target_and_ends_at_its_weight(tokens, expected):
     assert term(said("x", tokens=tokens), kind="length_penalty", target_tokens=10) == expected
 
@@ -134,7 +157,9 @@ def test_reasoning_steps(texts, steps):
     assert term(said(*texts), kind="reasoning_steps", weight=1.0, max_steps=3) == min(steps, 3)
 
 
-@pytest.mark.parametrize(("kind", "more"), [("length_penalty", {"target_tokens": 1}), ("reasoning_steps", {}), ("format", {})])
+@pytest.mark.parametrize(
+    ("kind", "more"), [("length_penalty", {"target_tokens": 1}), ("reasoning_steps", {}), ("format", {})]
+)
 def test_when(kind, more):
     right, wrong, unknown = (said("a\nb", tokens=2, outcome=outcome) for outcome in Outcome)
     assert term(right, kind=kind, **more) != 0.0
@@ -166,10 +191,14 @@ def own(tmp_path, monkeypatch):
 
 
 def test_a_function_of_the_users_own_reads_the_priced_trajectory(own):
-    module = own("def f(trajectory):\n    return trajectory.reward + len(trajectory.messages) + trajectory.num_action_tokens\n")
+    module = own(
+        "def f(trajectory):\n    return trajectory.reward + len(trajectory.messages) + trajectory.num_action_tokens\n"
+    )
     assert term(said("x", tokens=3), kind=f"{module}:f", weight=0.5) == 0.5 * (1.0 + 4 + 3)
     terms = [{"kind": "format", "weight": 10.0}, {"kind": f"{module}:f"}]  # prices, but no other terms
-    assert price(said("x"), RewardConfig.model_validate({"terms": terms})).rewards == (1.0 + 10.0 + (1.0 + 4 + 1),)
+    assert price(said("x"), RewardConfig.model_validate({"terms": terms})).rewards == (
+        1.0 + 10.0 + (1.0 + 4 + 1),
+    )
 
 
 @pytest.mark.parametrize(
@@ -194,12 +223,14 @@ def test_what_is_no_number_is_told(own, body, told):
 
 
 def test_any_real_number_will_do(own):
-    module = own("import numpy\nfrom fractions import Fraction\ndef a(t): return numpy.float32(0.5)\ndef b(t): return Fraction(1, 2)\n")
+    module = own(
+        "import numpy\nfrom fractions import Fraction\ndef a(t): return numpy.float32(0.5)\ndef b(t): return Fraction(1, 2)\n"
+    )
     for name in ("a", "b"):
         assert term(said("x"), kind=f"{module}:{name}") == 0.5
 
 
-# -- in a configuration -------------------------------------------------------------------------------------------------------------
+# -- in a configuration --------------------------------------------------------------------------------------
 
 TOP = """\
 run_dir: r
@@ -218,7 +249,10 @@ def written(tmp_path, terms, one_stage=True):
 @pytest.mark.parametrize(
     ("terms", "told"),
     [
-        ([{"kind": "format", "wieght": 1}], "x.yaml:7: rewards.terms.0.wieght: unknown key; did you mean rewards.terms.0.weight?"),
+        (
+            [{"kind": "format", "wieght": 1}],
+            "x.yaml:7: rewards.terms.0.wieght: unknown key; did you mean rewards.terms.0.weight?",
+        ),
         (
             [{"kind": "format"}, {"kind": "length_penalty", "target_token": 9}],
             "x.yaml: rewards.terms.1.target_tokens is missing (action tokens of an episode that cost nothing) (and 1 more mistake)",
@@ -229,12 +263,18 @@ def written(tmp_path, terms, one_stage=True):
         ),
         ([{"kind": "format", "target_tokens": 3}], "x.yaml:7: rewards.terms.0.target_tokens: unknown key; "),
         ([{"kind": "json:dumps", "max_steps": 3}], "x.yaml:7: rewards.terms.0.max_steps: unknown key; "),
-        ([{"kind": "lenght_penalty"}], "rewards.terms.0.kind: there is no kind 'lenght_penalty'; did you mean 'length_penalty'?"),
+        (
+            [{"kind": "lenght_penalty"}],
+            "rewards.terms.0.kind: there is no kind 'lenght_penalty'; did you mean 'length_penalty'?",
+        ),
         (
             [{"kind": "zzz"}],
             "there is no kind 'zzz'; give one of length_penalty, reasoning_steps, format, or your own as package.module:function",
         ),
-        ([{"weight": 1}], "rewards.terms.0.kind is missing (length_penalty, reasoning_steps, format, or a function of your own"),
+        (
+            [{"weight": 1}],
+            "rewards.terms.0.kind is missing (length_penalty, reasoning_steps, format, or a function of your own",
+        ),
         ([{"kind": 3}], "x.yaml:7: rewards.terms.0.kind: must be a text, got 3"),
         (
             [{"kind": "no_such_module:f"}],
@@ -242,9 +282,15 @@ def written(tmp_path, terms, one_stage=True):
         ),
         ([{"kind": "json:nothing"}], "'json:nothing' cannot be imported (AttributeError: "),
         ([{"kind": "json:decoder"}], "'json:decoder' is no function but <module"),
-        ([{"kind": "format", "weight": -1}], "x.yaml:7: rewards.terms.0.weight: must be greater than or equal to 0, got -1"),
+        (
+            [{"kind": "format", "weight": -1}],
+            "x.yaml:7: rewards.terms.0.weight: must be greater than or equal to 0, got -1",
+        ),
         ([{"kind": "format", "weight": "1"}], 'x.yaml:7: rewards.terms.0.weight: must be a number, got "1"'),
-        ([{"kind": "format", "when": "wrong"}], "rewards.terms.0.when: must be 'correct' or 'always', got \"wrong\""),
+        (
+            [{"kind": "format", "when": "wrong"}],
+            "rewards.terms.0.when: must be 'correct' or 'always', got \"wrong\"",
+        ),
         (["format"], "x.yaml:7: rewards.terms.0: must be "),
         ({"kind": "format"}, "x.yaml:7: rewards.terms: must be a list"),
     ],
@@ -264,7 +310,9 @@ def test_a_module_that_fails_is_told(tmp_path, own):
 
 def test_a_function_that_takes_no_trajectory_is_told(tmp_path, own):
     module = own("def f():\n    return 1.0\n")
-    with pytest.raises(AgentPeftError, match=rf"'{module}:f' cannot be called with a trajectory \(too many positional"):
+    with pytest.raises(
+        AgentPeftError, match=rf"'{module}:f' cannot be called with a trajectory \(too many positional"
+    ):
         load_config(written(tmp_path, [{"kind": f"{module}:f"}]))
 
 
@@ -292,6 +340,7 @@ def test_an_override_of_the_terms(tmp_path):
     config, _ = load_config(path, ["rewards.terms=[{kind: reasoning_steps, max_steps: 2}]"])
     assert [(term.kind, term.weight) for term in config.stages[0].rewards.terms] == [("reasoning_steps", 0.1)]
     with pytest.raises(
-        AgentPeftError, match=r"command line: rewards.terms.0.max_stepss: unknown key; did you mean rewards.terms.0.max_steps"
+        AgentPeftError,
+        match=r"command line: rewards.terms.0.max_stepss: unknown key; did you mean rewards.terms.0.max_steps",
     ):
         load_config(path, ["rewards.terms=[{kind: reasoning_steps, max_stepss: 2}]"])

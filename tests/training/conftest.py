@@ -10,10 +10,11 @@ import pytest
 
 from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticConfig
 from agent_peft.policies.adapters import LoraSettings
-from agent_peft.policies.base import ScratchConfig
-from agent_peft.policies.engine import Engine, EngineConfig
-from agent_peft.policies.language_model import load_policy
-from agent_peft.training.config import StageConfig
+from agent_peft.policies.config import ScratchConfig
+from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.policy import load_policy
+from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Trainer
 
 ARCHITECTURE = {
@@ -33,26 +34,44 @@ MakeTrainer = Callable[..., Trainer]
 
 @pytest.fixture
 def policy_config() -> ScratchConfig:
-    return ScratchConfig(architecture=ARCHITECTURE, alphabet=ALPHABET, lora=LoraSettings(rank=4, alpha=8), device="cpu")
+    return ScratchConfig(
+        architecture=ARCHITECTURE, alphabet=ALPHABET, lora=LoraSettings(rank=4, alpha=8), device="cpu"
+    )
 
 
 @pytest.fixture
 def make_trainer(policy_config: ScratchConfig) -> MakeTrainer:
-    """A fresh policy each time, always the same; keywords are those of the stage, or ``policy={...}`` and ``seed``."""
+    """A fresh policy each time, always the same; keywords are those of the stage, or ``policy={...}`` and
+    ``seed``.
+    """
 
-    def make(algorithm: str | dict[str, Any] = "grpo", *, policy: dict[str, Any] | None = None, seed: int = 0, **stage: Any) -> Trainer:
+    def make(
+        algorithm: str | dict[str, Any] = "grpo",
+        *,
+        policy: dict[str, Any] | None = None,
+        seed: int = 0,
+        **stage: Any,
+    ) -> Trainer:
         algorithm = {"kind": algorithm} if isinstance(algorithm, str) else algorithm
         on_policy = {} if algorithm["kind"] == "sft" else {"group_size": 4}
         defaults: dict[str, Any] = {
             "steps": 2,
             "tasks_per_step": 4,
             "sampling": {"max_new_tokens": 3},
-            "rewards": {"invalid_action": -0.5},  # a random policy is never right, but says digits now and then
+            "rewards": {
+                "invalid_action": -0.5
+            },  # a random policy is never right, but says digits now and then
             "optimizer": {"learning_rate": 1e-2},
         }
         settings = StageConfig.model_validate({"algorithm": algorithm, **defaults, **on_policy, **stage})
         acting = load_policy(policy_config.model_copy(update=policy or {}), seed)
-        return Trainer(settings, acting, Engine(acting, EngineConfig()), Arithmetic(ArithmeticConfig(digits=1, num_tasks=10)), seed)
+        return Trainer(
+            settings,
+            acting,
+            Engine(acting, EngineConfig()),
+            Arithmetic(ArithmeticConfig(digits=1, num_tasks=10)),
+            seed,
+        )
 
     return make
 
@@ -62,7 +81,11 @@ def run_contents() -> Callable[[Path], dict[str, bytes]]:
     """The bytes of every file that the configuration alone decides."""
 
     def contents(folder: Path) -> dict[str, bytes]:
-        files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in ("timing.jsonl", ".lock")]
+        files = [
+            path
+            for path in sorted(folder.rglob("*"))
+            if path.is_file() and path.name not in ("timing.jsonl", ".lock")
+        ]
         return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
     return contents

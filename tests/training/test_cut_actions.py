@@ -1,4 +1,6 @@
-"""Actions that a limit on tokens ended: counted in each step, told on disk, and not learnt from where that is asked for."""
+"""Actions that a limit on tokens ended: counted in each step, told on disk, and not learnt from where that
+is asked for.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,9 @@ import json
 import pytest
 import torch
 
-from agent_peft.training.config import StageConfig, TrainConfig, resolved
-from agent_peft.training.trackers import write_trajectories
+from agent_peft.configuration.run_config import TrainConfig, resolved
+from agent_peft.runs.observers import write_trajectories
+from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Trainer
 
 
@@ -29,8 +32,12 @@ def test_every_step_says_how_many_there_were(make_trainer, tmp_path):
 
 
 def test_they_can_be_priced(make_trainer):
-    plain, priced = (next(iter(make_trainer("grpo", rewards=prices))) for prices in ({}, {"cut_action": -0.5}))
-    assert priced.metrics["reward"] == pytest.approx(plain.metrics["reward"] - 0.5 * plain.metrics["cut_actions"])
+    plain, priced = (
+        next(iter(make_trainer("grpo", rewards=prices))) for prices in ({}, {"cut_action": -0.5})
+    )
+    assert priced.metrics["reward"] == pytest.approx(
+        plain.metrics["reward"] - 0.5 * plain.metrics["cut_actions"]
+    )
     assert plain.metrics["cut_actions"] > 0
 
 
@@ -38,7 +45,12 @@ def test_they_can_be_priced(make_trainer):
 def test_masked_they_give_no_gradient(make_trainer, algorithm):
     """That of a step is the one of a step in which only the others had a weight."""
     kind = {"kind": algorithm, **({"constant_length": 3} if algorithm == "dr_grpo" else {})}
-    settings = {"steps": 1, "sampling": {"max_new_tokens": 2}, "rewards": {"cut_action": -0.5}, "optimizer": {"learning_rate": 1e-3}}
+    settings = {
+        "steps": 1,
+        "sampling": {"max_new_tokens": 2},
+        "rewards": {"cut_action": -0.5},
+        "optimizer": {"learning_rate": 1e-3},
+    }
     masked, plain = make_trainer(kind, mask_cut_actions=True, **settings), make_trainer(kind, **settings)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     backward = masked.backward
@@ -54,13 +66,24 @@ def test_masked_they_give_no_gradient(make_trainer, algorithm):
     for row, trajectory in enumerate(trajectories):
         assert bool(weights[row].any()) == bool(mask[row].any()) == (not cut(masked, trajectory)[0])
     (other,) = list(plain)
-    assert step.collection.groups == other.collection.groups and step.metrics["reward"] == other.metrics["reward"], "they are priced"
+    assert (
+        step.collection.groups == other.collection.groups
+        and step.metrics["reward"] == other.metrics["reward"]
+    ), "they are priced"
     assert step.metrics["gradient_norm"] != other.metrics["gradient_norm"]
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo", {"kind": "grpo", "weighting": "token_mean", "kl_coef": 0.1}])
+@pytest.mark.parametrize(
+    "algorithm", ["grpo", "ppo", {"kind": "grpo", "weighting": "token_mean", "kl_coef": 0.1}]
+)
 def test_a_step_in_which_all_are_cut_updates_nothing(make_trainer, algorithm):
-    trainer = make_trainer(algorithm, steps=1, mask_cut_actions=True, sampling={"max_new_tokens": 1}, rewards={"cut_action": -0.5})
+    trainer = make_trainer(
+        algorithm,
+        steps=1,
+        mask_cut_actions=True,
+        sampling={"max_new_tokens": 1},
+        rewards={"cut_action": -0.5},
+    )
     trainer.policy.chat.end_of_turn = frozenset()
     before = [p.clone() for p in trainer.parameters]
     (step,) = list(trainer)
@@ -72,7 +95,9 @@ def test_where_nothing_is_sampled_the_mask_is_refused(make_trainer, policy_confi
     with pytest.raises(ValueError, match="mask_cut_actions has no effect on sft"):
         StageConfig.model_validate({"algorithm": {"kind": "sft"}, "steps": 1, "mask_cut_actions": True})
     content = {"run_dir": tmp_path, "policy": policy_config, "environment": {"kind": "arithmetic"}}
-    config = TrainConfig.model_validate({**content, "stages": [{"algorithm": {"kind": kind}, "steps": 1} for kind in ("sft", "grpo")]})
+    config = TrainConfig.model_validate(
+        {**content, "stages": [{"algorithm": {"kind": kind}, "steps": 1} for kind in ("sft", "grpo")]}
+    )
     assert ["mask_cut_actions" in stage for stage in resolved(config)["stages"]] == [False, True]
 
 
@@ -86,4 +111,6 @@ def test_halvings_of_the_rows_are_counted(make_trainer, monkeypatch):
         return forward(tokens, *rest)
 
     monkeypatch.setattr(trainer.policy, "hidden_states", hidden_states)
-    assert [step.metrics["row_halvings"] for step in trainer] == [1.0, 0.0], "of the 16 rows that a step has, and for good"
+    assert [step.metrics["row_halvings"] for step in trainer] == [1.0, 0.0], (
+        "of the 16 rows that a step has, and for good"
+    )

@@ -1,4 +1,6 @@
-"""What one stage hands to the next: the reference of its KL, and nothing that the next one takes for its own."""
+"""What one stage hands to the next: the reference of its KL, and nothing that the next one takes for its
+own.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.policies.adapters import LoraSettings
-from agent_peft.policies.base import ScratchConfig
+from agent_peft.policies.config import ScratchConfig
 from agent_peft.policies.sampling import SamplingConfig
-from agent_peft.training.config import TrainConfig
-from agent_peft.training.runs import _Run, train
+from agent_peft.runs.run import _Run, train
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import AgentPeftError
 
@@ -30,10 +32,18 @@ def metrics(trainer: Trainer) -> list[dict[str, float]]:
 
 @pytest.fixture
 def taught(make_trainer: MakeTrainer) -> Callable[..., Trainer]:
-    """``taught(algorithm, lora, **stage)``: a trainer whose policy has been through demonstrations, as in ``[sft, algorithm]``."""
+    """``taught(algorithm, lora, **stage)``: a trainer whose policy has been through demonstrations, as in
+    ``[sft, algorithm]``.
+    """
 
     def teach(algorithm: Any, lora: LoraSettings | None = LORA, steps: int = 30, **stage: Any) -> Trainer:
-        sft = make_trainer("sft", steps=40, tasks_per_step=10, policy={"lora": lora}, optimizer={"learning_rate": 1e-2 if lora else 1e-3})
+        sft = make_trainer(
+            "sft",
+            steps=40,
+            tasks_per_step=10,
+            policy={"lora": lora},
+            optimizer={"learning_rate": 1e-2 if lora else 1e-3},
+        )
         metrics(sft)
         more = {"steps": steps, "tasks_per_step": 10, "rewards": PRICES, "policy": {"lora": lora}, **stage}
         rl = make_trainer(algorithm, **more)
@@ -42,12 +52,14 @@ def taught(make_trainer: MakeTrainer) -> Callable[..., Trainer]:
     return teach
 
 
-# -- the reference --------------------------------------------------------------------------------------------------------------------
+# -- the reference -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lora", [LORA, None], ids=["adapter", "all weights"])
 def test_the_kl_of_a_stage_begins_at_zero(taught, lora):
-    found = metrics(taught({"kind": "rloo", "kl_coef": 0.05}, lora, steps=3, optimizer={"learning_rate": 1e-3}))
+    found = metrics(
+        taught({"kind": "rloo", "kl_coef": 0.05}, lora, steps=3, optimizer={"learning_rate": 1e-3})
+    )
     assert found[0]["kl"] == pytest.approx(0, abs=1e-9)
     assert found[-1]["kl"] > 1e-7, "and the reference does not follow the policy"
 
@@ -58,7 +70,10 @@ def test_to_the_base_the_kl_of_a_taught_policy_begins_far_from_zero(taught):
 
 
 def test_a_fresh_adapter_makes_both_references_the_same(make_trainer):
-    found = [metrics(make_trainer({"kind": "grpo", "kl_coef": 0.1}, steps=3, reference=kind)) for kind in ("stage_start", "base")]
+    found = [
+        metrics(make_trainer({"kind": "grpo", "kl_coef": 0.1}, steps=3, reference=kind))
+        for kind in ("stage_start", "base")
+    ]
     assert found[0] == found[1]
 
 
@@ -75,7 +90,7 @@ def test_base_without_an_adapter_is_refused(make_trainer):
         make_trainer({"kind": "rloo", "kl_coef": 0.1}, policy={"lora": None}, reference="base")
 
 
-# -- the reference after a kill -------------------------------------------------------------------------------------------------------
+# -- the reference after a kill ------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -97,7 +112,12 @@ def config(policy_config: ScratchConfig, tmp_path: Path) -> TrainConfig:
     ]
     evaluation = {"environment": {**arithmetic, "split": "heldout", "num_tasks": 3}, "every": 1}
     checkpoint = {"keep_last": 9}
-    content = {"run_dir": tmp_path / "whole", "policy": policy_config, "environment": arithmetic, "evaluation": evaluation}
+    content = {
+        "run_dir": tmp_path / "whole",
+        "policy": policy_config,
+        "environment": arithmetic,
+        "evaluation": evaluation,
+    }
     return TrainConfig.model_validate({**content, "checkpoint": checkpoint, "stages": stages})
 
 
@@ -140,20 +160,29 @@ def test_a_killed_run_is_measured_to_the_same_reference(config, tmp_path, monkey
 def test_a_reference_that_is_gone_is_one_line(config, monkeypatch):
     kill_after(config, 7, monkeypatch)
     shutil.rmtree(config.run_dir / "checkpoints" / "step_000005")
-    with pytest.raises(AgentPeftError, match=r"step_000005: the KL of stage 'last' is measured to this checkpoint, and it cannot be read"):
+    with pytest.raises(
+        AgentPeftError,
+        match=r"step_000005: the KL of stage 'last' is measured to this checkpoint, and it cannot be read",
+    ):
         train(config)
 
 
-# -- dropout --------------------------------------------------------------------------------------------------------------------------
+# -- dropout -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "algorithm",
-    [{"kind": "grpo", "kl_coef": 0.1}, {"kind": "grpo", "update_epochs": 2, "minibatches": 2, "kl_coef": 0.1}, {"kind": "ppo"}],
+    [
+        {"kind": "grpo", "kl_coef": 0.1},
+        {"kind": "grpo", "update_epochs": 2, "minibatches": 2, "kl_coef": 0.1},
+        {"kind": "ppo"},
+    ],
     ids=["one update", "four updates", "ppo"],
 )
 def test_dropout_alone_moves_neither_ratio_nor_kl(taught, algorithm):
-    trainer = taught(algorithm, LORA.model_copy(update={"dropout": 0.3}), steps=2, optimizer={"learning_rate": 1e-12})
+    trainer = taught(
+        algorithm, LORA.model_copy(update={"dropout": 0.3}), steps=2, optimizer={"learning_rate": 1e-12}
+    )
     if trainer.algorithm.critic is not None:
         for group in trainer.optimizer.param_groups:
             group["lr"] = group["initial_lr"] = 1e-12
@@ -173,11 +202,11 @@ def test_under_dropout_the_ratio_still_tells_of_changed_weights(taught):
     assert found and all(m["approx_kl"] > 1e-5 for m in found)
 
 
-# -- demonstrations are scored by the whole distribution --------------------------------------------------------------------------------
+# -- demonstrations are scored by the whole distribution -----------------------------------------------------
 
 
 def test_the_loss_of_demonstrations_is_their_cross_entropy(make_trainer, tmp_path):
-    from agent_peft.training.loading import load_config
+    from agent_peft.configuration.loading import load_config
 
     path = tmp_path / "x.yaml"
     path.write_text(
@@ -195,11 +224,11 @@ def test_the_loss_of_demonstrations_is_their_cross_entropy(make_trainer, tmp_pat
     assert step.metrics["loss"] == step.metrics["surprisal"] == pytest.approx(expected, abs=1e-5)
 
 
-# -- what is measured ---------------------------------------------------------------------------------------------------------------
+# -- what is measured ----------------------------------------------------------------------------------------
 
 
 def test_an_evaluation_keeps_the_limits_of_the_stage_that_it_follows(config, monkeypatch):
-    from agent_peft.training import runs
+    from agent_peft.runs import run as runs
 
     seen: list[tuple[int, float]] = []
     evaluate = runs.evaluate
@@ -213,7 +242,11 @@ def test_an_evaluation_keeps_the_limits_of_the_stage_that_it_follows(config, mon
         stage.model_copy(update={"steps": 1, "sampling": SamplingConfig(max_new_tokens=limit)})
         for stage, limit in zip(config.stages, (2, 3, 4), strict=True)
     )
-    content = {**dict(config), "stages": stages, "evaluation": {**config.evaluation.model_dump(), "sampling": {}, "every": 0}}
+    content = {
+        **dict(config),
+        "stages": stages,
+        "evaluation": {**config.evaluation.model_dump(), "sampling": {}, "every": 0},
+    }
     train(TrainConfig.model_validate(content))
     assert seen == [(2, 0), (2, 0), (3, 0), (4, 0)]
     lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,6 @@
-"""Out of memory, and the same gradient all the same. The tests raise what CUDA raises, in the midst of a real forward or backward."""
+"""Out of memory, and the same gradient all the same. The tests raise what CUDA raises, in the midst of a
+real forward or backward.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ ALGORITHMS = [
 
 
 def limit(trainer: Trainer, positions: int, where: str, scoring: float = math.inf) -> None:
-    """A model whose memory holds so many positions of a forward that trains, or of its backward; ``scoring`` of one without gradient."""
+    """A model whose memory holds so many positions of a forward that trains, or of its backward;
+    ``scoring`` of one without gradient.
+    """
 
     def check(states: torch.Tensor, allowed: float) -> None:
         if states.shape[0] * states.shape[1] > allowed:
@@ -32,11 +36,15 @@ def limit(trainer: Trainer, positions: int, where: str, scoring: float = math.in
     def forward(module: torch.nn.Module, arguments: Any, output: Any) -> None:
         if where == "backward" and torch.is_grad_enabled():
             states = output[0] if isinstance(output, tuple) else output
-            states.register_hook(lambda gradient: check(gradient, positions))  # by then the output layer has its gradient
+            states.register_hook(
+                lambda gradient: check(gradient, positions)
+            )  # by then the output layer has its gradient
         else:
             check(arguments[0], positions if torch.is_grad_enabled() else scoring)
 
-    next(module for module in trainer.policy.model.modules() if type(module).__name__ == "LlamaDecoderLayer").register_forward_hook(forward)
+    next(
+        module for module in trainer.policy.model.modules() if type(module).__name__ == "LlamaDecoderLayer"
+    ).register_forward_hook(forward)
 
 
 def gradients(trainer: Trainer) -> list[torch.Tensor]:
@@ -50,12 +58,20 @@ def test_half_the_budget_and_the_same_gradient(make_trainer, caplog, algorithm, 
     policy = {"lora": None} if whole else {}
     if whole and "kl_coef" in algorithm:
         algorithm = {**algorithm, "kl_coef": 0.0}
-    settings = {"optimizer": SMOOTH, "policy": policy, "microbatch_tokens": 1000, "sampling": {"max_new_tokens": 5}, "tasks_per_step": 8}
+    settings = {
+        "optimizer": SMOOTH,
+        "policy": policy,
+        "microbatch_tokens": 1000,
+        "sampling": {"max_new_tokens": 5},
+        "tasks_per_step": 8,
+    }
     roomy, tight = make_trainer(algorithm, **settings), make_trainer(algorithm, **settings)
     limit(tight, 30, where, scoring=60)
     expected, found = [step.metrics for step in roomy], [step.metrics for step in tight]
     assert len(gradients(roomy)) == len(gradients(tight)) > 0
-    for ours, theirs in zip([*gradients(tight), *tight.parameters], [*gradients(roomy), *roomy.parameters], strict=True):
+    for ours, theirs in zip(
+        [*gradients(tight), *tight.parameters], [*gradients(roomy), *roomy.parameters], strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     halvings = [metrics.pop("microbatch_halvings") for metrics in found]
     for ours, theirs in zip(found, expected, strict=True):
@@ -82,13 +98,17 @@ def test_the_error_and_what_it_held_are_gone_before_it_goes_on(make_trainer):
 
     def forward(module: torch.nn.Module, arguments: Any, output: Any) -> None:
         if torch.is_grad_enabled():
-            assert not any(mark() is not None for mark in alive), "a tensor of the failed forward is still there"
+            assert not any(mark() is not None for mark in alive), (
+                "a tensor of the failed forward is still there"
+            )
             if arguments[0].shape[0] * arguments[0].shape[1] > 30:
                 activation = torch.zeros(3)
                 alive.append(weakref.ref(activation))
                 raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    next(module for module in trainer.policy.model.modules() if type(module).__name__ == "LlamaDecoderLayer").register_forward_hook(forward)
+    next(
+        module for module in trainer.policy.model.modules() if type(module).__name__ == "LlamaDecoderLayer"
+    ).register_forward_hook(forward)
     list(trainer)
     assert alive
 
@@ -99,7 +119,8 @@ def test_one_trajectory_that_does_not_fit_is_one_line(make_trainer, where):
     limit(trainer, 3, where)
     before = [p.detach().clone() for p in trainer.parameters]
     with pytest.raises(
-        AgentPeftError, match=r"one trajectory of \d+ tokens does not fit; set policy\.activation_checkpointing=true"
+        AgentPeftError,
+        match=r"one trajectory of \d+ tokens does not fit; set policy\.activation_checkpointing=true",
     ) as told:
         list(trainer)
     assert "\n" not in str(told.value)

@@ -4,9 +4,17 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from agent_peft.training.optimizer import MasterWeights, OptimizerConfig, build_optimizer, learning_rate_factor, rounded
+from agent_peft.training.optimizer import (
+    MasterWeights,
+    OptimizerConfig,
+    build_optimizer,
+    learning_rate_factor,
+    rounded,
+)
 
-CONFIG = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1, warmup_steps=3, schedule="cosine", min_lr_ratio=0.1)
+CONFIG = OptimizerConfig(
+    learning_rate=1e-2, weight_decay=0.1, warmup_steps=3, schedule="cosine", min_lr_ratio=0.1
+)
 
 
 def network():
@@ -69,7 +77,9 @@ def test_vectors_are_not_decayed_and_frozen_parameters_not_trained():
     model = network()
     model[0].weight.requires_grad_(False)
     optimizer, _ = build_optimizer(model.parameters(), CONFIG, total_steps=1)
-    decayed = {tuple(p.shape): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    decayed = {
+        tuple(p.shape): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
+    }
     assert decayed == {(1, 8): 0.1, (8,): 0.0, (1,): 0.0}
 
 
@@ -99,7 +109,11 @@ def test_a_resolved_configuration_reads_back():
 def narrow_network():
     model = network().bfloat16()
     masters = MasterWeights(model.parameters())
-    return model, masters, *build_optimizer(masters.parameters, OptimizerConfig(learning_rate=1e-5), total_steps=100)
+    return (
+        model,
+        masters,
+        *build_optimizer(masters.parameters, OptimizerConfig(learning_rate=1e-5), total_steps=100),
+    )
 
 
 def narrow_step(model, masters, optimizer, step):
@@ -119,10 +133,14 @@ def test_updates_that_16_bits_would_round_away_add_up():
     start = [p.detach().clone() for p in masters.parameters]
     for step in range(30):
         narrow_step(model, masters, optimizer, step)
-        wide(torch.randn(16, 4, generator=torch.Generator().manual_seed(step)).bfloat16().float()).square().sum().backward()
+        wide(
+            torch.randn(16, 4, generator=torch.Generator().manual_seed(step)).bfloat16().float()
+        ).square().sum().backward()
         theirs.step()
         theirs.zero_grad()
-    for before, copy, parameter, exact in zip(start, masters.parameters, model.parameters(), wide.parameters(), strict=True):
+    for before, copy, parameter, exact in zip(
+        start, masters.parameters, model.parameters(), wide.parameters(), strict=True
+    ):
         assert torch.equal(rounded(copy), parameter), "what acts is the copy, rounded"
         assert (copy - exact).norm() < 0.2 * (exact - before).norm(), "and the copy goes where fp32 goes"
     assert not torch.equal(start[0].bfloat16(), masters.parameters[0].bfloat16())
@@ -134,7 +152,9 @@ def test_without_copies_they_are_lost():
     start = [p.detach().clone() for p in model.parameters()]
     optimizer, _ = build_optimizer(model.parameters(), OptimizerConfig(learning_rate=1e-5), total_steps=100)
     for step in range(30):
-        model(torch.randn(16, 4, generator=torch.Generator().manual_seed(step)).bfloat16()).square().sum().backward()
+        model(
+            torch.randn(16, 4, generator=torch.Generator().manual_seed(step)).bfloat16()
+        ).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
     still = sum(int((before == p).sum()) for before, p in zip(start, model.parameters(), strict=True))
@@ -143,7 +163,9 @@ def test_without_copies_they_are_lost():
 
 def test_in_fp32_the_optimizer_holds_the_parameters_themselves():
     model = network()
-    assert [id(p) for p in MasterWeights(model.parameters()).parameters] == [id(p) for p in model.parameters()]
+    assert [id(p) for p in MasterWeights(model.parameters()).parameters] == [
+        id(p) for p in model.parameters()
+    ]
 
 
 def test_copies_are_resumed_to_the_bit(tmp_path):
@@ -169,7 +191,11 @@ def test_rounding_is_right_on_average_and_keeps_what_has_not_moved():
     assert torch.equal(rounded(torch.zeros(5)), torch.zeros(5).bfloat16())
     for step in (1e-5, -1e-5, 1e-4):
         moved = rounded(grid.float() + step).double() - grid.double()
-        assert float(moved.mean()) == pytest.approx(step, rel=0.1), "by nearest, next to none would have moved"
-        assert (moved.abs() <= grid.double().abs() / 64 + 2 * abs(step)).all(), "and none by more than a step of the grid"
+        assert float(moved.mean()) == pytest.approx(step, rel=0.1), (
+            "by nearest, next to none would have moved"
+        )
+        assert (moved.abs() <= grid.double().abs() / 64 + 2 * abs(step)).all(), (
+            "and none by more than a step of the grid"
+        )
     nearest = (grid.float() + 1e-5).bfloat16().double() - grid.double()
     assert abs(float(nearest.mean())) < 0.7e-5

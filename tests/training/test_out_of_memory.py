@@ -1,4 +1,6 @@
-"""A full memory, wherever it is met: the same gradient, or one line that says what to do. The tests raise what torch raises."""
+"""A full memory, wherever it is met: the same gradient, or one line that says what to do. The tests raise
+what torch raises.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,13 @@ import pytest
 import torch
 from peft import PeftModel
 
+from agent_peft.configuration.loading import load_config
 from agent_peft.environments.arithmetic import ALPHABET
-from agent_peft.policies import language_model
-from agent_peft.policies.engine import Engine, EngineConfig
-from agent_peft.policies.language_model import load_policy
-from agent_peft.training import runs, targets
-from agent_peft.training.loading import load_config
+from agent_peft.policies import policy
+from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.policy import load_policy
+from agent_peft.runs import run, targets
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import AgentPeftError
 
@@ -76,7 +79,7 @@ def test_met_in_the_proof_of_packing_it_halves_and_packing_stays(make_trainer, e
 
 @each_kind
 def test_met_in_the_proof_of_tiles_it_is_raised(policy_config, monkeypatch, error):
-    monkeypatch.setattr(language_model.Policy, "_along_tree", raises(error))
+    monkeypatch.setattr(policy.Policy, "_along_tree", raises(error))
     with pytest.raises(type(error)):
         load_policy(policy_config, 0)
 
@@ -85,7 +88,9 @@ def test_met_in_the_proof_of_tiles_it_is_raised(policy_config, monkeypatch, erro
 def test_met_in_the_proof_of_the_engine_it_is_one_line(policy_config, monkeypatch, error):
     policy = load_policy(policy_config, 0)
     monkeypatch.setattr(policy, "hidden_states", raises(error))
-    with pytest.raises(AgentPeftError, match="out of memory as the sampler read its first tokens: set policy") as told:
+    with pytest.raises(
+        AgentPeftError, match="out of memory as the sampler read its first tokens: set policy"
+    ) as told:
         Engine(policy, EngineConfig())
     assert "slots" not in one_line(told)
 
@@ -124,11 +129,13 @@ stages: [{{name: one, steps: 1, tasks_per_step: 2, group_size: 2, sampling: {{ma
     if moment == "a checkpoint was written":
         monkeypatch.setattr(Trainer, "save", raises(error))
         with pytest.raises(AgentPeftError, match=f"out of memory as {moment}") as told:
-            runs.train(config)
+            run.train(config)
     else:
-        runs.train(config)
+        run.train(config)
         own = copy.deepcopy
-        monkeypatch.setattr(copy, "deepcopy", lambda x, *more: raises(error)() if isinstance(x, PeftModel) else own(x, *more))
+        monkeypatch.setattr(
+            copy, "deepcopy", lambda x, *more: raises(error)() if isinstance(x, PeftModel) else own(x, *more)
+        )
         with pytest.raises(AgentPeftError, match=f"out of memory as {moment}") as told:
             targets.merge_run(config.run_dir, tmp_path / "merged")
     one_line(told)

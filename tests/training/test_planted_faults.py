@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from agent_peft.environments import load_environment
-from agent_peft.policies import decoding
-from agent_peft.policies.base import PretrainedConfig
-from agent_peft.policies.engine import Engine, EngineConfig
-from agent_peft.policies.language_model import Policy, load_policy
+from agent_peft.policies.config import PretrainedConfig
+from agent_peft.policies.engine import decoding
+from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.policy import Policy, load_policy
+from agent_peft.training import checks
 from agent_peft.training import trainer as trainer_module
-from agent_peft.training import trust
-from agent_peft.training.config import StageConfig
+from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import TrustError
 
@@ -30,7 +31,9 @@ def lora_b(policy: Policy) -> dict[str, torch.Tensor]:
     return {name: p.data for name, p in policy.model.named_parameters() if "lora_B" in name}
 
 
-def sampler_acts_with(monkeypatch: pytest.MonkeyPatch, adapter: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
+def sampler_acts_with(
+    monkeypatch: pytest.MonkeyPatch, adapter: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+) -> None:
     """Where the sampler reads its weights it finds ``adapter(the trainer's)``."""
     own = Policy.sampling_mode
 
@@ -70,7 +73,9 @@ def a_tenth_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def a_higher_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
     own = decoding.draw
-    monkeypatch.setattr(decoding, "draw", lambda logits, uniforms, sampling: own(logits / 1.1, uniforms, sampling))
+    monkeypatch.setattr(
+        decoding, "draw", lambda logits, uniforms, sampling: own(logits / 1.1, uniforms, sampling)
+    )
 
 
 def a_mask_shifted_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,13 +83,22 @@ def a_mask_shifted_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def shifted(*given: Any) -> Any:
         batch = own(*given)
-        return replace(batch, action_mask=batch.action_mask.roll(1, dims=1) & (torch.arange(batch.tokens.shape[1]) > 0))
+        return replace(
+            batch, action_mask=batch.action_mask.roll(1, dims=1) & (torch.arange(batch.tokens.shape[1]) > 0)
+        )
 
     monkeypatch.setattr(trainer_module, "collate_groups", shifted)
 
 
 FAULTS = {
-    fault.__name__: fault for fault in (one_update_behind, adapter_missing, a_tenth_missing, a_higher_temperature, a_mask_shifted_by_one)
+    fault.__name__: fault
+    for fault in (
+        one_update_behind,
+        adapter_missing,
+        a_tenth_missing,
+        a_higher_temperature,
+        a_mask_shifted_by_one,
+    )
 }
 
 
@@ -98,7 +112,11 @@ def make(make_trainer: Callable[..., Trainer]) -> Callable[[str], Trainer]:
             steps=4,
             policy={
                 "alphabet": "".join(map(chr, range(32, 127))) + "\n",
-                "architecture": {**make_trainer().policy.base.config.to_dict(), "max_position_embeddings": 8192, "num_hidden_layers": 2},
+                "architecture": {
+                    **make_trainer().policy.base.config.to_dict(),
+                    "max_position_embeddings": 8192,
+                    "num_hidden_layers": 2,
+                },
                 "dtype": dtype,
             },
             tasks_per_step=2,
@@ -116,14 +134,20 @@ def make(make_trainer: Callable[..., Trainer]) -> Callable[[str], Trainer]:
 def test_without_a_fault_nothing_stops(make: Callable[[str], Trainer], dtype: str) -> None:
     steps = [step.metrics for step in make(dtype)]
     bound = {"float32": 1e-4, "bfloat16": 0.1}[dtype]
-    assert len(steps) == 4 and all(0 < metrics["mismatch"] <= metrics["mismatch_max"] and metrics["mismatch"] < bound for metrics in steps)
+    assert len(steps) == 4 and all(
+        0 < metrics["mismatch"] <= metrics["mismatch_max"] and metrics["mismatch"] < bound
+        for metrics in steps
+    )
     assert all(0 <= metrics["mismatch_k3"] < bound for metrics in steps)
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_fault_stops_the_run(
-    make: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch, dtype: str, fault: Callable[[pytest.MonkeyPatch], None]
+    make: Callable[[str], Trainer],
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    fault: Callable[[pytest.MonkeyPatch], None],
 ) -> None:
     trainer = make(dtype)
     fault(monkeypatch)
@@ -135,14 +159,26 @@ def test_a_fault_stops_the_run(
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_real_model_is_watched_as_well(smollm2: Path, dtype: str) -> None:
-    """Supervised steps and one on policy, without a fault; then, from where they have led, each fault for itself."""
+    """Supervised steps and one on policy, without a fault; then, from where they have led, each fault for
+    itself.
+    """
     policy = load_policy(PretrainedConfig(model=str(smollm2), dtype=dtype, device="cpu"), 0)  # type: ignore[arg-type]
     engine, environment = Engine(policy, EngineConfig()), load_environment(TASKS)
-    learnt = {"optimizer": {"learning_rate": 1e-3, "warmup_steps": 2}, "sampling": {"max_new_tokens": 32, "max_tokens": 512}}
+    learnt = {
+        "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2},
+        "sampling": {"max_new_tokens": 32, "max_tokens": 512},
+    }
     supervised = {"algorithm": {"kind": "sft"}, "steps": 4, "tasks_per_step": 4, **learnt}
     list(Trainer(StageConfig.model_validate(supervised), policy, engine, environment, seed=0))
     acting = StageConfig.model_validate(
-        {"algorithm": {"kind": "reinforce"}, "steps": 1, "tasks_per_step": 6, "group_size": 2, "rewards": {"incorrect": -0.5}, **learnt}
+        {
+            "algorithm": {"kind": "reinforce"},
+            "steps": 1,
+            "tasks_per_step": 6,
+            "group_size": 2,
+            "rewards": {"incorrect": -0.5},
+            **learnt,
+        }
     )
     start = {name: b.clone() for name, b in lora_b(policy).items()}
     for fault in (None, *FAULTS.values()):
@@ -161,8 +197,10 @@ def test_a_tenth_of_a_change_is_told_from_rounding_and_rounding_from_a_change() 
     generator = torch.Generator().manual_seed(0)
     change = torch.randn(191, generator=generator)
     for size, missing in ((2.0, 0.0), (2.0, 0.1), (0.1, 0.0), (0.1, 1.0), (0.01, 0.0)):
-        noise = 0.06 * torch.randn(2, 191, generator=generator) * torch.rand(191, generator=generator) * 2  # with outliers
-        found = trust.changed_apart((1 - missing) * size * change + noise[0], size * change + noise[1])
+        noise = (
+            0.06 * torch.randn(2, 191, generator=generator) * torch.rand(191, generator=generator) * 2
+        )  # with outliers
+        found = checks.changed_apart((1 - missing) * size * change + noise[0], size * change + noise[1])
         assert (found is not None) == (missing > 0), (size, missing)
         if found is not None:
             assert found < -missing, "the sampler's change is the smaller one"

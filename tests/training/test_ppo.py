@@ -1,4 +1,6 @@
-"""PPO in the loop: the same update however it is cut, epochs that end, and a critic that a resumed run finds again."""
+"""PPO in the loop: the same update however it is cut, epochs that end, and a critic that a resumed run
+finds again.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ import torch
 
 from agent_peft.algorithms import PpoConfig, build_algorithm
 from agent_peft.batch import collate
+from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.yaml12 import dump
 from agent_peft.policies.value_head import WEIGHTS
-from agent_peft.training import runs
-from agent_peft.training.config import StageConfig
-from agent_peft.training.loading import load_config
-from agent_peft.training.runs import train
-from agent_peft.training.targets import evaluate_target
+from agent_peft.runs import run as runs
+from agent_peft.runs.run import train
+from agent_peft.runs.targets import evaluate_target
+from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Trainer
-from agent_peft.training.yaml12 import dump
 from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
 
 SMOOTH = {
@@ -39,10 +41,12 @@ def assert_close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
-# -- the same update however it is cut ----------------------------------------------------------------------------------------------
+# -- the same update however it is cut -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", [PPO, {**PPO, "kl_coef": 0.1, "entropy_coef": 0.01, "value_trunk_gradient": False}], ids=len)
+@pytest.mark.parametrize(
+    "algorithm", [PPO, {**PPO, "kl_coef": 0.1, "entropy_coef": 0.01, "value_trunk_gradient": False}], ids=len
+)
 def test_microbatches_and_padding_never_change_the_result(make_trainer, algorithm):
     whole = make_trainer(algorithm, microbatch_tokens=10**6, optimizer=SMOOTH)
     expected = run(whole)
@@ -59,7 +63,9 @@ def test_microbatches_and_padding_never_change_the_result(make_trainer, algorith
 
 
 def test_old_values_are_those_before_the_update(make_trainer):
-    """A step of two updates: in the first nothing has moved, and the second measures against the same old values."""
+    """A step of two updates: in the first nothing has moved, and the second measures against the same old
+    values.
+    """
     trainer = make_trainer({**PPO, "minibatches": 1, "update_epochs": 2, "value_clip": 1e-6}, steps=2)
     seen, update = [], trainer.update
 
@@ -82,7 +88,8 @@ def test_old_values_are_those_before_the_update(make_trainer):
 
 def test_the_head_learns_at_its_own_rate(make_trainer):
     trainer = make_trainer(
-        {**PPO, "value_learning_rate": 0.25}, optimizer={"learning_rate": 1e-3, "weight_decay": 0.1, "schedule": "linear"}
+        {**PPO, "value_learning_rate": 0.25},
+        optimizer={"learning_rate": 1e-3, "weight_decay": 0.1, "schedule": "linear"},
     )
     groups = trainer.optimizer.param_groups
     assert [(group["initial_lr"], group["weight_decay"]) for group in groups] == [(1e-3, 0.1), (0.25, 0.0)]
@@ -92,7 +99,7 @@ def test_the_head_learns_at_its_own_rate(make_trainer):
     assert groups[-1]["lr"] == pytest.approx(250 * groups[0]["lr"])
 
 
-# -- epochs -------------------------------------------------------------------------------------------------------------------------
+# -- epochs --------------------------------------------------------------------------------------------------
 
 
 def test_target_kl_ends_the_epochs_of_a_step(make_trainer):
@@ -100,7 +107,8 @@ def test_target_kl_ends_the_epochs_of_a_step(make_trainer):
     assert [m["epochs_done"] for m in run(free)] == [5, 5]
     assert free.updates == 10
     held = make_trainer({"kind": "ppo", "update_epochs": 5, "target_kl": 1e-6})
-    # the first epoch's only update is measured before it is made, on policy; the second sees that the policy has moved
+    # the first epoch's only update is measured before it is made, on policy; the second sees that the policy
+    # has moved
     assert [m["epochs_done"] for m in run(held)] == [2, 2]
     assert held.updates == 4
     minibatches = make_trainer({"kind": "ppo", "update_epochs": 5, "minibatches": 2, "target_kl": 1e-6})
@@ -109,13 +117,18 @@ def test_target_kl_ends_the_epochs_of_a_step(make_trainer):
 
 
 def test_epochs_done_is_told_of_all(make_trainer):
-    assert [m["epochs_done"] for m in run(make_trainer({"kind": "grpo", "kl_coef": 0.1, "update_epochs": 3}))] == [3, 3]
+    assert [
+        m["epochs_done"] for m in run(make_trainer({"kind": "grpo", "kl_coef": 0.1, "update_epochs": 3}))
+    ] == [3, 3]
 
 
 def test_episodes_need_no_siblings(make_trainer):
     found = run(make_trainer(PPO, group_size=1, tasks_per_step=8))
     assert all(m["episodes"] == 8 and m["updates_skipped"] == 0 for m in found)
-    assert StageConfig.model_validate({"algorithm": {"kind": "ppo"}, "steps": 1, "group_size": 1}).group_size == 1
+    assert (
+        StageConfig.model_validate({"algorithm": {"kind": "ppo"}, "steps": 1, "group_size": 1}).group_size
+        == 1
+    )
 
 
 def test_a_step_of_one_reward_still_teaches_the_critic(make_trainer):
@@ -129,12 +142,16 @@ def test_a_step_of_one_reward_still_teaches_the_critic(make_trainer):
 def test_a_key_without_effect_is_told_at_its_place(tmp_path):
     path = tmp_path / "c.yaml"
     algorithm = "algorithm: {kind: ppo, update_epochs: 1,\n target_kl: 1}\n"
-    path.write_text(f"run_dir: r\npolicy: {{kind: pretrained, model: m}}\nenvironment: arithmetic\nsteps: 1\n{algorithm}")
-    with pytest.raises(AgentPeftError, match=r"c\.yaml:6: algorithm: target_kl has no effect with update_epochs: 1"):
+    path.write_text(
+        f"run_dir: r\npolicy: {{kind: pretrained, model: m}}\nenvironment: arithmetic\nsteps: 1\n{algorithm}"
+    )
+    with pytest.raises(
+        AgentPeftError, match=r"c\.yaml:6: algorithm: target_kl has no effect with update_epochs: 1"
+    ):
         load_config(path)
 
 
-# -- what the critic learns ---------------------------------------------------------------------------------------------------------
+# -- what the critic learns ----------------------------------------------------------------------------------
 
 
 def test_explained_variance_rises(make_trainer):
@@ -142,7 +159,9 @@ def test_explained_variance_rises(make_trainer):
     trainer = make_trainer({"kind": "ppo", "value_learning_rate": 0.1})
     algorithm, policy = build_algorithm(PpoConfig(normalize_advantages=False)), trainer.policy
     turns = [Turn((3, 5, 6, 4 + i % 2), (7 + i % 3, 8), (-1.0, -1.0)) for i in range(12)]
-    batch = collate([Trajectory(Task("t"), (turn,), rewards=(float(i % 2),)) for i, turn in enumerate(turns)], [0] * 12)
+    batch = collate(
+        [Trajectory(Task("t"), (turn,), rewards=(float(i % 2),)) for i, turn in enumerate(turns)], [0] * 12
+    )
     batch = replace(batch, logprobs=policy.forward(batch, trainer.stage.sampling).logprobs.detach())
     curve = []
     for _ in range(45):
@@ -150,7 +169,8 @@ def test_explained_variance_rises(make_trainer):
         curve.append(algorithm.observe(prepared)["explained_variance"])
         weighed, denominator = algorithm.weigh(prepared)
         loss, _ = algorithm.loss(
-            policy.forward(weighed, trainer.stage.sampling, values=True), replace(weighed, weights=weighed.weights / denominator)
+            policy.forward(weighed, trainer.stage.sampling, values=True),
+            replace(weighed, weights=weighed.weights / denominator),
         )
         trainer.optimizer.zero_grad()
         loss.backward()
@@ -160,7 +180,7 @@ def test_explained_variance_rises(make_trainer):
     assert curve[0] < curve[5] < curve[-1]
 
 
-# -- checkpoints, stages, runs --------------------------------------------------------------------------------------------------------
+# -- checkpoints, stages, runs -------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_without_its_critic_is_refused(make_trainer, tmp_path):
@@ -196,7 +216,13 @@ def config(tmp_path, policy_config):
             "sampling": {"max_new_tokens": 3},
             "optimizer": {"learning_rate": 0.02},
         },
-        {"algorithm": {"kind": "rloo"}, "steps": 1, "tasks_per_step": 2, "group_size": 4, "sampling": {"max_new_tokens": 3}},
+        {
+            "algorithm": {"kind": "rloo"},
+            "steps": 1,
+            "tasks_per_step": 2,
+            "group_size": 4,
+            "sampling": {"max_new_tokens": 3},
+        },
     ]
     content = {
         "run_dir": str(tmp_path / "run"),
@@ -220,16 +246,27 @@ def test_every_epoch_leaves_an_adapter_and_its_statistics(config):
     folders = sorted((config.run_dir / "checkpoints").iterdir())
     assert [folder.name for folder in folders] == [f"step_{step:06d}" for step in range(1, 6)]
     for folder, line in zip(folders, lines, strict=True):
-        assert {"adapter_config.json", "adapter_model.safetensors"} <= {path.name for path in folder.iterdir()}
+        assert {"adapter_config.json", "adapter_model.safetensors"} <= {
+            path.name for path in folder.iterdir()
+        }
         assert json.loads((folder / "training_stats.json").read_text()) == line
         assert {"reward", "success", "epochs_done"} <= line.keys()
-    ppo = {"value_loss", "value_clip_fraction", "approx_kl", "clip_fraction", "surprisal", "explained_variance"}
+    ppo = {
+        "value_loss",
+        "value_clip_fraction",
+        "approx_kl",
+        "clip_fraction",
+        "surprisal",
+        "explained_variance",
+    }
     assert [ppo <= line.keys() for line in lines] == [False, True, True, True, False]
     assert [(folder / WEIGHTS).exists() for folder in folders] == [False, True, True, True, True]
     assert evaluate_target(config.run_dir, checkpoint="step_000003").summary
 
 
-@pytest.mark.parametrize("done", [1, 2, 4])  # before the first step with a critic, between two, and after the last
+@pytest.mark.parametrize(
+    "done", [1, 2, 4]
+)  # before the first step with a critic, between two, and after the last
 def test_a_run_that_is_killed_resumes_to_the_same_bytes(config, monkeypatch, run_contents, tmp_path, done):
     train(config)
     expected = run_contents(config.run_dir)

@@ -1,4 +1,6 @@
-"""Safety nets: numbers that are not finite stop a run or are left out, short runs are short, and what changed in a run is named."""
+"""Safety nets: numbers that are not finite stop a run or are left out, short runs are short, and what
+changed in a run is named.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,24 @@ from dataclasses import replace
 
 import pytest
 
+from agent_peft.configuration.explain import effective_values, facts
+from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.run_config import TrainConfig
+from agent_peft.configuration.yaml12 import dump
 from agent_peft.environments.arithmetic import Arithmetic, ArithmeticConfig
-from agent_peft.training import runs
-from agent_peft.training.config import EvaluationConfig, TrainConfig
-from agent_peft.training.explain import effective_values, facts
-from agent_peft.training.folder import settle_dtype
-from agent_peft.training.loading import load_config
-from agent_peft.training.runs import train
+from agent_peft.rollout.evaluation import EvaluationConfig
+from agent_peft.runs import run as runs
+from agent_peft.runs.folder import settle_dtype
+from agent_peft.runs.run import train
 from agent_peft.training.trainer import NonFiniteError, Trainer
-from agent_peft.training.yaml12 import dump
 from agent_peft.types import AgentPeftError, InfrastructureError, Outcome, TrustError
 
-ROLLOUTS = {"tasks_per_step": 2, "group_size": 4, "rewards": {"invalid_action": -0.5}, "sampling": {"max_new_tokens": 3}}
+ROLLOUTS = {
+    "tasks_per_step": 2,
+    "group_size": 4,
+    "rewards": {"invalid_action": -0.5},
+    "sampling": {"max_new_tokens": 3},
+}
 
 
 class Poisoned(Trainer):
@@ -34,7 +42,9 @@ class Poisoned(Trainer):
 
 
 def poison(trainer: Trainer, number: float) -> None:
-    trainer.parameters[-1].register_hook(lambda gradient: gradient * number if trainer.step == 1 else gradient)
+    trainer.parameters[-1].register_hook(
+        lambda gradient: gradient * number if trainer.step == 1 else gradient
+    )
 
 
 @pytest.fixture
@@ -44,7 +54,10 @@ def configure(tmp_path, policy_config):
             "run_dir": str(tmp_path / "run"),
             "policy": {**policy_config.model_dump(mode="json"), "lora": None},
             "environment": {"kind": "arithmetic", "digits": 1, "num_tasks": 10},
-            "stages": [{"algorithm": {"kind": "sft"}, "steps": 2}, {"algorithm": {"kind": "reinforce"}, "steps": 3, **ROLLOUTS}],
+            "stages": [
+                {"algorithm": {"kind": "sft"}, "steps": 2},
+                {"algorithm": {"kind": "reinforce"}, "steps": 3, **ROLLOUTS},
+            ],
         }
         path = tmp_path / "config.yaml"
         path.write_text(dump({**settings, **changes}))
@@ -57,7 +70,7 @@ def metrics(config: TrainConfig) -> list[dict]:
     return [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-# -- an update that is not finite ---------------------------------------------------------------------------------------------------
+# -- an update that is not finite ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf], ids=str)
@@ -82,14 +95,23 @@ def test_a_skipped_update_touches_nothing_and_training_goes_on(make_trainer, alg
 
 def state(trainer: Trainer) -> dict[str, object]:
     content = trainer.state_dict()
-    moments = [tensor.tolist() for found in content["optimizer"]["state"].values() for tensor in found.values()]
+    moments = [
+        tensor.tolist() for found in content["optimizer"]["state"].values() for tensor in found.values()
+    ]
     parameters = [p.tolist() for p in trainer.parameters]
-    return {"parameters": parameters, "moments": moments, "algorithm": content["algorithm"], "rate": content["scheduler"]["_last_lr"]}
+    return {
+        "parameters": parameters,
+        "moments": moments,
+        "algorithm": content["algorithm"],
+        "rate": content["scheduler"]["_last_lr"],
+    }
 
 
 def test_every_update_of_a_step_is_counted(make_trainer):
     algorithm = {"kind": "grpo", "minibatches": 2, "update_epochs": 2}
-    trainer = make_trainer(algorithm, steps=2, nonfinite="skip", rewards={"invalid_action": -0.5, "incorrect": 0.0})
+    trainer = make_trainer(
+        algorithm, steps=2, nonfinite="skip", rewards={"invalid_action": -0.5, "incorrect": 0.0}
+    )
     poison(trainer, math.nan)
     first, second = trainer
     learnt = round(4 * (1 - second.metrics["updates_skipped"]))  # the others had nothing to learn from
@@ -120,13 +142,18 @@ def test_a_stop_saves_the_trajectories_and_is_not_repeated(configure, monkeypatc
         train(config)
     told = str(stopped.value)
     assert "\n" not in told
-    assert told.startswith("stage 'reinforce': the gradient's norm is nan at step 1: lower optimizer.learning_rate")
+    assert told.startswith(
+        "stage 'reinforce': the gradient's norm is nan at step 1: lower optimizer.learning_rate"
+    )
     assert told.endswith(f"look at the step's trajectories, which are in {trajectories}")
     assert len(trajectories.read_text().splitlines()) == 8
     assert [line["step"] for line in metrics(config)] == [0, 1, 2]
 
     monkeypatch.undo()  # what poisoned it is gone, but nobody said so
-    with pytest.raises(AgentPeftError, match=r"step 3 stopped this run .*; add stages\.1\.nonfinite=skip, or start over \(--fresh\)"):
+    with pytest.raises(
+        AgentPeftError,
+        match=r"step 3 stopped this run .*; add stages\.1\.nonfinite=skip, or start over \(--fresh\)",
+    ):
         train(config)
     with pytest.raises(AgentPeftError, match=r"another configuration \(seed differs\)"):
         train(configure("seed=1"))
@@ -146,7 +173,7 @@ def test_a_stopped_run_starts_over_when_told(configure, monkeypatch):
     assert len(metrics(config)) == 5
 
 
-# -- an evaluation whose world fails ----------------------------------------------------------------------------------------------
+# -- an evaluation whose world fails -------------------------------------------------------------------------
 
 
 class Doors(Arithmetic):
@@ -174,7 +201,11 @@ class Doors(Arithmetic):
 @pytest.mark.parametrize("breaks", [None, lambda: InfrastructureError("gone"), lambda: ValueError("odd")])
 def test_an_evaluation_counts_what_was_broken_and_tells_what_is_left_out(make_trainer, breaks, caplog):
     engine = make_trainer().engine
-    settings = {"environment": {"kind": "arithmetic"}, "attempts": 4, "sampling": {"max_new_tokens": 3, "temperature": 1.0}}
+    settings = {
+        "environment": {"kind": "arithmetic"},
+        "attempts": 4,
+        "sampling": {"max_new_tokens": 3, "temperature": 1.0},
+    }
     evaluation = EvaluationConfig.model_validate(settings)
     honest = runs.evaluate(engine, Doors(0, None), evaluation, 0)
     assert 0 < honest.success.value < 1
@@ -190,7 +221,7 @@ def test_an_evaluation_counts_what_was_broken_and_tells_what_is_left_out(make_tr
     assert "8 episodes are left out" in caplog.messages[-1]
 
 
-# -- a short run --------------------------------------------------------------------------------------------------------------------
+# -- a short run ---------------------------------------------------------------------------------------------
 
 
 def test_steps_on_the_command_line_shorten_every_stage(configure, tmp_path):
@@ -208,12 +239,15 @@ def test_explain_says_where_the_short_run_comes_from(configure, tmp_path):
     config, provenance = load_config(tmp_path / "config.yaml", ["steps=1"])
     values = dict(effective_values(config))
     for stage in ("stages.0", "stages.1"):
-        assert (values[f"{stage}.steps"], provenance.of(f"{stage}.steps")) == (1, "command line, for all stages")
+        assert (values[f"{stage}.steps"], provenance.of(f"{stage}.steps")) == (
+            1,
+            "command line, for all stages",
+        )
     config, provenance = load_config(tmp_path / "config.yaml", ["steps=1", "stages.1.steps=7"])
     assert [stage.steps for stage in config.stages] == [1, 7]
 
 
-# -- names and changes --------------------------------------------------------------------------------------------------------------
+# -- names and changes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["a/b", "..\\b", "a\0b"])
@@ -230,7 +264,10 @@ def test_a_stages_name_must_fit_into_a_files(configure, tmp_path, name):
 def test_stages_whose_names_give_one_file_have_one_each(configure):
     heldout = {"kind": "arithmetic", "digits": 1, "num_tasks": 3, "split": "heldout"}
     stages = [{"algorithm": {"kind": "sft"}, "steps": 1, "name": name} for name in ("my stage", "my_stage")]
-    config = configure(stages=stages, evaluation={"environment": heldout, "at": ["stages"], "sampling": {"max_new_tokens": 3}})
+    config = configure(
+        stages=stages,
+        evaluation={"environment": heldout, "at": ["stages"], "sampling": {"max_new_tokens": 3}},
+    )
     assert list(train(config)) == ["after my stage", "after my_stage (2)"]
     files = sorted(path.name for path in (config.run_dir / "evaluations").iterdir())
     assert files == ["after_my_stage.json", "after_my_stage_(2).json"]

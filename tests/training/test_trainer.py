@@ -1,4 +1,6 @@
-"""What the loop promises: the same update however it is cut, nothing computed in vain, and one line where it cannot go on."""
+"""What the loop promises: the same update however it is cut, nothing computed in vain, and one line where
+it cannot go on.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,16 @@ from agent_peft.environments.base import Environment, Episode
 from agent_peft.policies.adapters import LoraSettings
 from agent_peft.rollout.collector import Collector
 from agent_peft.training.trainer import BARREN, Trainer
-from agent_peft.types import AgentPeftError, Group, InfrastructureError, Message, Outcome, StepResult, StopReason, Task
+from agent_peft.types import (
+    AgentPeftError,
+    Group,
+    InfrastructureError,
+    Message,
+    Outcome,
+    StepResult,
+    StopReason,
+    Task,
+)
 
 SMOOTH = {
     "learning_rate": 1e-2,
@@ -63,7 +74,7 @@ def count_forwards(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[in
     return rows
 
 
-# -- the same update however it is cut ----------------------------------------------------------------------------------------------
+# -- the same update however it is cut -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: f"{a['kind']}{len(a)}")
@@ -109,13 +120,15 @@ def test_the_gradient_is_that_of_a_loss_written_out(make_trainer):
         tokens = torch.tensor([t.tokens])
         logp = by_hand.policy.model(input_ids=tokens).logits[0, :-1].log_softmax(-1)
         chosen = logp.gather(-1, tokens[0, 1:, None])[:, 0]
-        total = total - (t.reward - 0.3) * (chosen * torch.tensor(t.action_mask[1:])).sum() / len(trajectories)
+        total = total - (t.reward - 0.3) * (chosen * torch.tensor(t.action_mask[1:])).sum() / len(
+            trajectories
+        )
     total.backward()
     assert_close(gradients(trainer), gradients(by_hand))
     assert step.metrics["loss"] == pytest.approx(float(total.detach()), abs=1e-5)
 
 
-# -- groups without variance --------------------------------------------------------------------------------------------------------
+# -- groups without variance ---------------------------------------------------------------------------------
 
 
 def test_groups_without_variance_get_no_forward_and_change_nothing(make_trainer, monkeypatch):
@@ -159,7 +172,7 @@ def test_a_step_without_variance_updates_nothing(make_trainer, algorithm):
     assert trainer.scheduler.last_epoch == 0
 
 
-# -- the order of things ------------------------------------------------------------------------------------------------------------
+# -- the order of things -------------------------------------------------------------------------------------
 
 
 def test_updates_are_epochs_times_minibatches(make_trainer):
@@ -185,7 +198,9 @@ def test_minibatches_are_whole_groups_and_every_group_once(make_trainer):
     for epoch in (seen[:3], seen[3:]):
         assert Counter(group for groups, _ in epoch for group in groups) == {group: 4 for group in range(7)}
         assert sorted(len(groups) for groups, _ in epoch) == [8, 8, 12]
-    assert [sorted(set(groups)) for groups, _ in seen[:3]] != [sorted(set(groups)) for groups, _ in seen[3:]], "shuffled anew"
+    assert [sorted(set(groups)) for groups, _ in seen[:3]] != [
+        sorted(set(groups)) for groups, _ in seen[3:]
+    ], "shuffled anew"
 
 
 @pytest.mark.parametrize("order", ["shuffle", "sequential"])
@@ -215,7 +230,7 @@ def test_the_seed_alone_decides(make_trainer):
     assert first != other
 
 
-# -- stages, references, checkpoints ------------------------------------------------------------------------------------------------
+# -- stages, references, checkpoints -------------------------------------------------------------------------
 
 
 def test_a_stage_goes_on_with_the_policy_of_the_one_before(make_trainer):
@@ -277,7 +292,7 @@ def test_a_loaded_trainer_goes_on_as_if_it_had_never_stopped(make_trainer, tmp_p
     assert all(torch.equal(p, q) for p, q in zip(resumed.parameters, straight.parameters, strict=True))
 
 
-# -- a run that does not learn ------------------------------------------------------------------------------------------------------
+# -- a run that does not learn -------------------------------------------------------------------------------
 
 
 def test_every_record_has_a_learning_rate_and_says_where_the_signal_was(make_trainer):
@@ -292,7 +307,9 @@ def test_every_record_has_a_learning_rate_and_says_where_the_signal_was(make_tra
 
 @pytest.mark.parametrize(("steps", "warnings"), [(BARREN - 1, 0), (2 * BARREN, 1)])
 def test_steps_without_a_signal_are_warned_of_once(make_trainer, caplog, steps, warnings):
-    run(make_trainer("rloo", steps=steps, tasks_per_step=1, rewards={"incorrect": 0.0, "invalid_action": 0.0}))
+    run(
+        make_trainer("rloo", steps=steps, tasks_per_step=1, rewards={"incorrect": 0.0, "invalid_action": 0.0})
+    )
     assert sum("in a row without a signal" in line for line in caplog.messages) == warnings
 
 
@@ -307,8 +324,13 @@ def test_a_step_with_a_signal_counts_anew(make_trainer, caplog):
 def test_demonstrations_that_are_wrong_are_counted_and_learnt_from(make_trainer, caplog):
     trainer = make_trainer("sft", steps=2, sampling={"max_new_tokens": 1}, tasks_per_step=10)
     for step in trainer:
-        long = sum(t.num_action_tokens > 2 for group in step.collection.groups for t in group.trajectories)  # an end token each
-        assert 0 < long == step.metrics["demonstrations_unsayable"] and step.metrics["demonstrations_incorrect"] == 0
+        long = sum(
+            t.num_action_tokens > 2 for group in step.collection.groups for t in group.trajectories
+        )  # an end token each
+        assert (
+            0 < long == step.metrics["demonstrations_unsayable"]
+            and step.metrics["demonstrations_incorrect"] == 0
+        )
         assert step.metrics["gradient_norm"] > 0
     assert sum("more than sampling.max_new_tokens: 1" in line for line in caplog.messages) == 1
 
@@ -320,7 +342,9 @@ def test_groups_left_with_one_episode_count_where_none_is_compared(make_trainer,
 
     def losing(step):
         found = collect(step)
-        found.groups[:] = [Group(group.task, group.trajectories[:1]) for group in found.groups]  # the environment failed in the others
+        found.groups[:] = [
+            Group(group.task, group.trajectories[:1]) for group in found.groups
+        ]  # the environment failed in the others
         return found
 
     trainer.collect = losing
@@ -335,19 +359,22 @@ def test_groups_left_with_one_episode_count_where_none_is_compared(make_trainer,
 def test_a_prompt_without_room_for_an_action_is_one_line(make_trainer):
     trainer = make_trainer("grpo", sampling={"max_tokens": 4})
     with pytest.raises(
-        AgentPeftError, match=r"^task .*: its opening has \d+ tokens, so there is no room .* sampling\.max_tokens: 4; raise"
+        AgentPeftError,
+        match=r"^task .*: its opening has \d+ tokens, so there is no room .* sampling\.max_tokens: 4; raise",
     ):
         run(trainer)
 
 
-# -- where it cannot go on ----------------------------------------------------------------------------------------------------------
+# -- where it cannot go on -----------------------------------------------------------------------------------
 
 
 def test_a_loss_that_is_not_finite_stops_in_one_line(make_trainer):
     trainer = make_trainer("sft")
     with torch.no_grad():
         trainer.policy.head.weight[:, 0] = float("nan")
-    with pytest.raises(AgentPeftError, match=r"the loss is nan at step 0: lower optimizer\.learning_rate") as raised:
+    with pytest.raises(
+        AgentPeftError, match=r"the loss is nan at step 0: lower optimizer\.learning_rate"
+    ) as raised:
         run(trainer)
     assert "\n" not in str(raised.value)
 
@@ -388,11 +415,13 @@ def test_dropout_acts_in_training_and_never_in_scoring(make_trainer):
     assert all(torch.equal(a, b) for a, b in zip(half, again, strict=True))
 
 
-# -- a world that fails ---------------------------------------------------------------------------------------------------------------
+# -- a world that fails --------------------------------------------------------------------------------------
 
 
 class Fragile(Environment):
-    """Two turns, the last of which is right if it begins with an even digit; ``breaks(episode, action)`` may raise before the answer."""
+    """Two turns, the last of which is right if it begins with an even digit; ``breaks(episode, action)``
+    may raise before the answer.
+    """
 
     tasks = tuple(Task(f"t{i}") for i in range(10))
 
@@ -418,7 +447,9 @@ class FragileEpisode(Episode):
         self.environment.breaks(self, action)
         if self.turn == 1:
             return StepResult("2*2=")
-        return StepResult("", True, Outcome.CORRECT if is_right(action) else Outcome.INCORRECT, StopReason.FINISHED)
+        return StepResult(
+            "", True, Outcome.CORRECT if is_right(action) else Outcome.INCORRECT, StopReason.FINISHED
+        )
 
     def close(self) -> None:
         pass
@@ -449,21 +480,38 @@ def raises_instead_of_failing(episode: FragileEpisode, action: str) -> None:
         raise TypeError("'<' not supported")
 
 
-@pytest.mark.parametrize("breaks", [fails_at_the_first_try, crashes_instead_of_failing, raises_instead_of_failing])
+@pytest.mark.parametrize(
+    "breaks", [fails_at_the_first_try, crashes_instead_of_failing, raises_instead_of_failing]
+)
 def test_a_failing_world_changes_neither_what_is_learnt_nor_what_is_reported(make_trainer, breaks):
-    """The same tokens, outcomes and updates; the check that the first minibatch is on policy holds for what was replayed, too."""
+    """The same tokens, outcomes and updates; the check that the first minibatch is on policy holds for
+    what was replayed, too.
+    """
     plain, expected = train_on(make_trainer, Fragile())
     broken, found = train_on(make_trainer, Fragile(breaks))
     assert any(0 < metrics["success"] < 1 for metrics in expected)
-    counts = [{name: metrics.pop(name) for name in ("infrastructure_failures", "crashed", "defects")} for metrics in found]
-    assert all(metrics.pop(name) == 0 for metrics in expected for name in ("infrastructure_failures", "crashed", "defects"))
+    counts = [
+        {name: metrics.pop(name) for name in ("infrastructure_failures", "crashed", "defects")}
+        for metrics in found
+    ]
+    assert all(
+        metrics.pop(name) == 0
+        for metrics in expected
+        for name in ("infrastructure_failures", "crashed", "defects")
+    )
     for ours, theirs in zip(found, expected, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
     assert_close(broken.parameters, plain.parameters)
     wrong = [16 * (1 - metrics["success"]) for metrics in expected]
-    assert [count["crashed"] for count in counts] == ([*wrong] if breaks is crashes_instead_of_failing else [0, 0, 0])
-    assert [count["defects"] for count in counts] == ([*wrong] if breaks is raises_instead_of_failing else [0, 0, 0])
-    assert all(count["infrastructure_failures"] for count in counts) == (breaks is not raises_instead_of_failing)
+    assert [count["crashed"] for count in counts] == (
+        [*wrong] if breaks is crashes_instead_of_failing else [0, 0, 0]
+    )
+    assert [count["defects"] for count in counts] == (
+        [*wrong] if breaks is raises_instead_of_failing else [0, 0, 0]
+    )
+    assert all(count["infrastructure_failures"] for count in counts) == (
+        breaks is not raises_instead_of_failing
+    )
 
 
 def test_a_world_that_never_starts_is_one_line(make_trainer, caplog):
@@ -471,6 +519,9 @@ def test_a_world_that_never_starts_is_one_line(make_trainer, caplog):
         def episode(self, task: Task, seed: int) -> FragileEpisode:
             raise InfrastructureError("no route to host")
 
-    with pytest.raises(AgentPeftError, match="no group of this step has 2 episodes left: in the others the environment failed before"):
+    with pytest.raises(
+        AgentPeftError,
+        match="no group of this step has 2 episodes left: in the others the environment failed before",
+    ):
         train_on(make_trainer, Down())
     assert "the episode is left out (InfrastructureError: no route to host)" in caplog.text

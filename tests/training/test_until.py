@@ -11,9 +11,10 @@ import pytest
 from pydantic import ValidationError
 
 from agent_peft.algorithms import ALGORITHMS, build_algorithm
-from agent_peft.policies.base import ScratchConfig
-from agent_peft.training.config import StageConfig, TrainConfig, UntilConfig
-from agent_peft.training.runs import train
+from agent_peft.configuration.run_config import TrainConfig
+from agent_peft.policies.config import ScratchConfig
+from agent_peft.runs.run import train
+from agent_peft.training.stage import StageConfig, UntilConfig
 from agent_peft.training.step_metrics import metrics_of
 from agent_peft.types import Group
 
@@ -47,7 +48,9 @@ def test_the_mean_over_the_last_steps_ends_a_stage(make_trainer):
 
 def test_one_that_is_never_reached_changes_nothing(make_trainer):
     plain = [step.metrics for step in make_trainer("sft", steps=3)]
-    assert [step.metrics for step in make_trainer("sft", steps=3, until={"metric": "surprisal", "below": -1.0})] == plain
+    assert [
+        step.metrics for step in make_trainer("sft", steps=3, until={"metric": "surprisal", "below": -1.0})
+    ] == plain
 
 
 def test_a_step_without_the_metric_neither_counts_nor_ends_anything(make_trainer):
@@ -59,7 +62,10 @@ def test_a_step_without_the_metric_neither_counts_nor_ends_anything(make_trainer
         found = collect(step)
         if step not in alike:
             return found
-        groups = [Group(g.task, [replace(t, rewards=(0.0,) * len(t.turns)) for t in g.trajectories]) for g in found.groups]
+        groups = [
+            Group(g.task, [replace(t, rewards=(0.0,) * len(t.turns)) for t in g.trajectories])
+            for g in found.groups
+        ]
         return replace(found, groups=groups)
 
     trainer.collect = collecting
@@ -69,7 +75,9 @@ def test_a_step_without_the_metric_neither_counts_nor_ends_anything(make_trainer
 
 
 def test_one_that_never_comes_ends_nothing(make_trainer):
-    trainer = make_trainer("grpo", steps=3, rewards={"incorrect": 0.0}, until={"metric": "surprisal", "below": 100.0, "over": 1})
+    trainer = make_trainer(
+        "grpo", steps=3, rewards={"incorrect": 0.0}, until={"metric": "surprisal", "below": 100.0, "over": 1}
+    )
     assert [step.number for step in trainer] == [0, 1, 2]
 
 
@@ -84,7 +92,9 @@ def test_one_that_never_comes_ends_nothing(make_trainer):
 )
 def test_an_unknown_metric_is_told_before_anything_runs(metric, told):
     with pytest.raises(ValidationError, match=rf"until\.metric: {told}"):
-        StageConfig.model_validate({"algorithm": {"kind": "grpo"}, "steps": 1, "until": {"metric": metric, "above": 0.5}})
+        StageConfig.model_validate(
+            {"algorithm": {"kind": "grpo"}, "steps": 1, "until": {"metric": metric, "above": 0.5}}
+        )
 
 
 @pytest.mark.parametrize(
@@ -113,12 +123,32 @@ def config(policy_config: ScratchConfig, tmp_path: Path) -> TrainConfig:
     """Two stages, of which the first ends after two steps of five."""
     arithmetic = {"kind": "arithmetic", "digits": 1, "num_tasks": 12}
     stages = [
-        {"algorithm": {"kind": "sft"}, "steps": 5, "tasks_per_step": 2, "until": {"metric": "surprisal", "below": 100.0, "over": 2}},
-        {"algorithm": {"kind": "rloo"}, "steps": 2, "tasks_per_step": 2, "group_size": 2, "sampling": {"max_new_tokens": 3}},
+        {
+            "algorithm": {"kind": "sft"},
+            "steps": 5,
+            "tasks_per_step": 2,
+            "until": {"metric": "surprisal", "below": 100.0, "over": 2},
+        },
+        {
+            "algorithm": {"kind": "rloo"},
+            "steps": 2,
+            "tasks_per_step": 2,
+            "group_size": 2,
+            "sampling": {"max_new_tokens": 3},
+        },
     ]
-    evaluation = {"environment": {**arithmetic, "split": "heldout", "num_tasks": 3}, "sampling": {"max_new_tokens": 3}}
+    evaluation = {
+        "environment": {**arithmetic, "split": "heldout", "num_tasks": 3},
+        "sampling": {"max_new_tokens": 3},
+    }
     return TrainConfig.model_validate(
-        {"run_dir": tmp_path / "whole", "policy": policy_config, "environment": arithmetic, "evaluation": evaluation, "stages": stages}
+        {
+            "run_dir": tmp_path / "whole",
+            "policy": policy_config,
+            "environment": arithmetic,
+            "evaluation": evaluation,
+            "stages": stages,
+        }
     )
 
 
@@ -126,17 +156,28 @@ def test_the_next_stage_and_the_evaluations_follow(config):
     reports = train(config)
     assert list(reports) == ["base", "after sft", "after rloo"]
     lines = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["stage"]) for line in lines] == [(0, "sft"), (1, "sft"), (5, "rloo"), (6, "rloo")]
-    assert {path.name for path in (config.run_dir / "checkpoints").iterdir()} == {"step_000005", "step_000006", "step_000007"}
+    assert [(line["step"], line["stage"]) for line in lines] == [
+        (0, "sft"),
+        (1, "sft"),
+        (5, "rloo"),
+        (6, "rloo"),
+    ]
+    assert {path.name for path in (config.run_dir / "checkpoints").iterdir()} == {
+        "step_000005",
+        "step_000006",
+        "step_000007",
+    }
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_a_run_that_stopped_on_the_way_goes_on_to_the_same_end(config, tmp_path, monkeypatch, run_contents, steps):
+def test_a_run_that_stopped_on_the_way_goes_on_to_the_same_end(
+    config, tmp_path, monkeypatch, run_contents, steps
+):
     train(config)
     stopped = config.model_copy(update={"run_dir": tmp_path / "stopped"})
-    from agent_peft.training import runs
+    from agent_peft.runs import run
 
-    record, calls = runs._Run.record, []
+    record, calls = run._Run.record, []
 
     def dies(self, *arguments):
         calls.append(None)
@@ -145,7 +186,7 @@ def test_a_run_that_stopped_on_the_way_goes_on_to_the_same_end(config, tmp_path,
         return record(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runs._Run, "record", dies)
+        patch.setattr(run._Run, "record", dies)
         with pytest.raises(KeyboardInterrupt):
             train(stopped)
     train(stopped)

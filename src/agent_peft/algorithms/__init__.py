@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from agent_peft.algorithms.base import Algorithm, BaseAlgorithmConfig, Critic, Metrics, PolicyOutput, averages
+from agent_peft.algorithms.base import Algorithm, BaseAlgorithmConfig, Critic, Metrics, averages
 from agent_peft.algorithms.policy_gradient import (
     DrGrpoConfig,
     GrpoConfig,
@@ -21,8 +21,12 @@ from agent_peft.algorithms.policy_gradient import (
 )
 from agent_peft.algorithms.ppo import Ppo, PpoConfig, build_ppo
 from agent_peft.algorithms.supervised import SftConfig, Supervised, sft
+from agent_peft.batch import PolicyOutput
 
-AlgorithmConfig = Annotated[ReinforceConfig | RlooConfig | GrpoConfig | DrGrpoConfig | PpoConfig | SftConfig, Field(discriminator="kind")]
+AlgorithmConfig = Annotated[
+    ReinforceConfig | RlooConfig | GrpoConfig | DrGrpoConfig | PpoConfig | SftConfig,
+    Field(discriminator="kind"),
+]
 
 ALGORITHMS: dict[str, tuple[type[BaseAlgorithmConfig], Callable[[Any], Algorithm]]] = {
     "reinforce": (ReinforceConfig, reinforce),

@@ -1,4 +1,6 @@
-"""From rewards to advantages: how much better it went than should be expected. Of trajectories (B,), or of tokens (B, T) with a critic."""
+"""From rewards to advantages: how much better it went than should be expected. Of trajectories (B,), or of
+tokens (B, T) with a critic.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,11 @@ def group_centered(returns: Tensor, groups: Tensor) -> Tensor:
 
 
 def group_normalized(returns: Tensor, groups: Tensor, epsilon: float = 1e-6) -> Tensor:
-    """Â_i = (R_i - mean of its group) / (std of its group + epsilon) (GRPO: Shao et al., 2024, section 4.1.2).
+    """Â_i = (R_i - mean of its group) / (std of its group + epsilon) (GRPO: Shao et al., 2024, section
+    4.1.2).
 
-    The standard deviation is the unbiased one (G - 1), as in ``torch.std`` and other implementations. A group without variance gets 0.
+    The standard deviation is the unbiased one (G - 1), as in ``torch.std`` and other implementations. A group
+    without variance gets 0.
 
     Raises:
         AgentPeftError: a group of one.
@@ -54,10 +58,11 @@ def group_normalized(returns: Tensor, groups: Tensor, epsilon: float = 1e-6) -> 
 
 
 def _within_groups(returns: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each return's deviation from its group's mean, its group's variance (G - 1) and its group's size; (B,) fp64 each.
+    """Each return's deviation from its group's mean, its group's variance (G - 1) and its group's size; (B,)
+    fp64 each.
 
-    In fp64 the mean of equal fp32 returns is exact, so that a group without variance deviates by exactly 0 and not by a rounding
-    error, which a division by epsilon would blow up.
+    In fp64 the mean of equal fp32 returns is exact, so that a group without variance deviates by exactly 0
+    and not by a rounding error, which a division by epsilon would blow up.
     """
     numbers, index = torch.unique(groups, return_inverse=True)
     returns = returns.double()
@@ -76,11 +81,13 @@ def _within_groups(returns: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def generalized(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae_lambda: float) -> Tensor:
-    """Â_t = Σ_l (γ λ)^l δ_{t+l} with δ_t = r_t + γ V(s_{t+1}) - V(s_t) (GAE: Schulman et al., 2016, equation 16).
+    """Â_t = Σ_l (γ λ)^l δ_{t+l} with δ_t = r_t + γ V(s_{t+1}) - V(s_t) (GAE: Schulman et al., 2016, equation
+    16).
 
-    A trajectory's *sampled* tokens are the steps of the process: what the environment wrote in between is skipped, so that γ and λ count
-    sampled tokens, and V(s_{t+1}) after a turn's last token is the value at the next turn's first. After the last token it is 0, also
-    where the episode was cut off: its price says what that is worth. λ = 1 gives the discounted rewards to come, less the value.
+    A trajectory's *sampled* tokens are the steps of the process: what the environment wrote in between is
+    skipped, so that γ and λ count sampled tokens, and V(s_{t+1}) after a turn's last token is the value at
+    the next turn's first. After the last token it is 0, also where the episode was cut off: its price says
+    what that is worth. λ = 1 gives the discounted rewards to come, less the value.
 
     Args:
         rewards, values: (B, T); values[t] is V of tokens[:t]. Only what is under the mask is read.
@@ -105,14 +112,20 @@ def generalized(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae
     return advantages.to(values.dtype)
 
 
-def standardized(advantages: Tensor, mask: Tensor, sum_over_ranks: SumOverRanks = one_rank, epsilon: float = 1e-8) -> Tensor:
-    """(Â - mean) / (std + epsilon) (B, T) over the step's sampled tokens, all ranks together; 0 where they are all alike."""
+def standardized(
+    advantages: Tensor, mask: Tensor, sum_over_ranks: SumOverRanks = one_rank, epsilon: float = 1e-8
+) -> Tensor:
+    """(Â - mean) / (std + epsilon) (B, T) over the step's sampled tokens, all ranks together; 0 where they
+    are all alike.
+    """
     mean, variance = moments(advantages, mask, sum_over_ranks)
     return ((advantages.double() - mean) / (variance.sqrt() + epsilon) * mask).to(advantages.dtype)
 
 
 def moments(values: Tensor, mask: Tensor, sum_over_ranks: SumOverRanks = one_rank) -> tuple[Tensor, Tensor]:
-    """Mean and variance (biased; fp64 scalars) of ``values`` (B, T) under ``mask``, all ranks together. Equals vary by exactly 0."""
+    """Mean and variance (biased; fp64 scalars) of ``values`` (B, T) under ``mask``, all ranks together.
+    Equals vary by exactly 0.
+    """
     chosen = values[mask].double()
     count, total = sum_over_ranks(torch.stack([chosen.new_tensor(len(chosen)), chosen.sum()]))
     mean = total / count.clamp(min=1)
@@ -122,7 +135,8 @@ def moments(values: Tensor, mask: Tensor, sum_over_ranks: SumOverRanks = one_ran
 
 @dataclass
 class MovingAverageBaseline:
-    """Â = R - b, then b ← m b + (1 - m) mean(R). The only thing here that remembers: ``value`` belongs into the checkpoint.
+    """Â = R - b, then b ← m b + (1 - m) mean(R). The only thing here that remembers: ``value`` belongs into
+    the checkpoint.
 
     >>> baseline = MovingAverageBaseline(momentum=0.9)
     >>> baseline.subtract(torch.tensor([1.0, 0.0])).tolist(), round(baseline.value, 3)
@@ -133,8 +147,12 @@ class MovingAverageBaseline:
     value: float = 0.0
 
     def subtract(self, returns: Tensor, sum_over_ranks: SumOverRanks = one_rank) -> Tensor:
-        """``returns`` less the baseline as it was before them; the mean that moves it is over all ranks, so that all agree on it."""
+        """``returns`` less the baseline as it was before them; the mean that moves it is over all ranks,
+        so that all agree on it.
+        """
         advantages = returns - self.value
-        total = sum_over_ranks(torch.stack([returns.double().sum(), returns.new_tensor(len(returns), dtype=torch.float64)]))
+        total = sum_over_ranks(
+            torch.stack([returns.double().sum(), returns.new_tensor(len(returns), dtype=torch.float64)])
+        )
         self.value = self.momentum * self.value + (1 - self.momentum) * float(total[0] / total[1])
         return advantages

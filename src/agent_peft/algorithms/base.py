@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
-from agent_peft.batch import Batch
+from agent_peft.batch import Batch, PolicyOutput
 
 Metrics = dict[str, Tensor]
 
@@ -33,21 +33,10 @@ class Critic:
     trunk_gradient: bool  # whether the value loss also trains the model under the head
 
 
-class PolicyOutput(Protocol):
-    """What one forward says of a batch. Index t speaks of token t given tokens[:t]; all are zero off the action mask."""
-
-    @property
-    def logprobs(self) -> Tensor: ...  # (B, T) fp32, with gradient
-
-    @property
-    def entropy(self) -> Tensor | None: ...  # (B, T) fp32 nats, with gradient, where ``needs_entropy``
-
-    @property
-    def values(self) -> Tensor | None: ...  # (B, T) fp32, with gradient, where there is a ``critic``
-
-
 class Algorithm(Protocol):
-    """Turns rewarded trajectories into a loss. Called as ``prepare`` once per step, ``weigh`` per minibatch, ``loss`` per microbatch."""
+    """Turns rewarded trajectories into a loss. Called as ``prepare`` once per step, ``weigh`` per
+    minibatch, ``loss`` per microbatch.
+    """
 
     @property
     def kind(self) -> str: ...
@@ -60,11 +49,15 @@ class Algorithm(Protocol):
 
     @property
     def critic(self) -> Critic | None:
-        """The value head it needs. Where it does, ``prepare`` finds the batch's ``values`` set, and ``loss`` the output's."""
+        """The value head it needs. Where it does, ``prepare`` finds the batch's ``values`` set, and
+        ``loss`` the output's.
+        """
 
     @property
     def learns_at_zero_advantage(self) -> bool:
-        """Whether a token whose advantage is zero still has a gradient; where none has, its trajectory needs no forward."""
+        """Whether a token whose advantage is zero still has a gradient; where none has, its trajectory
+        needs no forward.
+        """
 
     @property
     def on_policy(self) -> bool:
@@ -81,25 +74,33 @@ class Algorithm(Protocol):
     def minibatches(self) -> int: ...
 
     def prepare(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> Batch:
-        """Set ``advantages`` (B, T). Sees this rank's share of a whole step; groups are never split over ranks."""
+        """Set ``advantages`` (B, T). Sees this rank's share of a whole step; groups are never split over
+        ranks.
+        """
 
     def observe(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> dict[str, float]:
         """What the prepared step says in numbers that are no means over updates; the same on every rank."""
 
     def weigh(self, minibatch: Batch) -> tuple[Batch, Tensor]:
-        """Set ``weights`` (B, T), not normalised, and return what normalises them: this rank's share of the denominator, a scalar.
+        """Set ``weights`` (B, T), not normalised, and return what normalises them: this rank's share of the
+        denominator, a scalar.
 
-        The trainer sums the denominators over ranks and divides the weights by the sum before it cuts microbatches.
+        The trainer sums the denominators over ranks and divides the weights by the sum before it cuts
+        microbatches.
         """
 
     def loss(self, output: PolicyOutput, microbatch: Batch) -> tuple[Tensor, Metrics]:
-        """This microbatch's share of the minibatch's loss, a scalar with gradient, and its share of the metrics.
+        """This microbatch's share of the minibatch's loss, a scalar with gradient, and its share of the
+        metrics.
 
-        Every metric is ``(weights * x).sum()`` and so is ``"weight"``, with x = 1: sum all over microbatches and ranks, then ``averages``.
+        Every metric is ``(weights * x).sum()`` and so is ``"weight"``, with x = 1: sum all over microbatches
+        and ranks, then ``averages``.
         """
 
     def is_done(self, metrics: Mapping[str, float]) -> bool:
-        """Asked after each epoch with the metrics of its last update, all ranks together: are the step's further epochs left out?"""
+        """Asked after each epoch with the metrics of its last update, all ranks together: are the step's
+        further epochs left out?
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint must remember; fit for JSON."""
@@ -110,17 +111,22 @@ class Algorithm(Protocol):
 def averages(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     """Summed metrics as means over the tokens, weighted as the loss weights them.
 
-    A mean, whatever the weighting: ``sequence_sum`` divides the loss by the trajectories, but a ratio of 1 should still read 1.
+    A mean, whatever the weighting: ``sequence_sum`` divides the loss by the trajectories, but a ratio of 1
+    should still read 1.
 
     >>> import torch
     >>> averages({"ratio": torch.tensor(30.0), "weight": torch.tensor(30.0)})
     {'ratio': 1.0}
     """
     weight = float(metrics["weight"])
-    return {name: float(value) / weight if weight else 0.0 for name, value in metrics.items() if name != "weight"}
+    return {
+        name: float(value) / weight if weight else 0.0 for name, value in metrics.items() if name != "weight"
+    }
 
 
 class BaseAlgorithmConfig(BaseModel):
-    """Base of every algorithm's configuration: frozen, and a key that has no effect on the algorithm is an unknown key."""
+    """Base of every algorithm's configuration: frozen, and a key that has no effect on the algorithm is an
+    unknown key.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

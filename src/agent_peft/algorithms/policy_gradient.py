@@ -1,4 +1,6 @@
-"""REINFORCE and its kin: advantage × surrogate × weighting (+ penalties). An algorithm is a row here, not a branch."""
+"""REINFORCE and its kin: advantage × surrogate × weighting (+ penalties). An algorithm is a row here, not
+a branch.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ from agent_peft.algorithms.advantages import (
     leave_one_out,
     plain_return,
 )
-from agent_peft.algorithms.base import BaseAlgorithmConfig, Metrics, PolicyOutput, SumOverRanks, one_rank
+from agent_peft.algorithms.base import BaseAlgorithmConfig, Metrics, SumOverRanks, one_rank
 from agent_peft.algorithms.surrogates import Surrogate, clipped, ratio, score_function
 from agent_peft.algorithms.weightings import WEIGHTINGS, Weighting, constant_length
-from agent_peft.batch import Batch
+from agent_peft.batch import Batch, PolicyOutput
 from agent_peft.types import AgentPeftError
 
 
@@ -80,7 +82,9 @@ class PolicyGradient:
 
     def loss(self, output: PolicyOutput, microbatch: Batch) -> tuple[Tensor, Metrics]:
         """Metrics: those of ``surrogate_and_penalties``."""
-        per_token, shown = surrogate_and_penalties(output, microbatch, self.surrogate, self.kl_coef, self.entropy_coef)
+        per_token, shown = surrogate_and_penalties(
+            output, microbatch, self.surrogate, self.kl_coef, self.entropy_coef
+        )
         weights = microbatch.weights
         return (weights * per_token).sum(), {name: (weights * x).sum() for name, x in shown.items()}
 
@@ -103,10 +107,11 @@ class PolicyGradient:
 def surrogate_and_penalties(
     output: PolicyOutput, microbatch: Batch, surrogate: Surrogate, kl_coef: float, entropy_coef: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """surrogate(Â) + β KL(π ‖ reference) - c2 entropy, per token (B, T) with gradient, and what there is to show of it.
+    """surrogate(Â) + β KL(π ‖ reference) - c2 entropy, per token (B, T) with gradient, and what there is to
+    show of it.
 
-    Shown: weight (1), ratio, clip_fraction, approx_kl (k3, sampler ‖ policy), surprisal (an estimate of the entropy), entropy, kl (k3, to
-    the reference); where there is nothing to make one of, it is left out.
+    Shown: weight (1), ratio, clip_fraction, approx_kl (k3, sampler ‖ policy), surprisal (an estimate of the
+    entropy), entropy, kl (k3, to the reference); where there is nothing to make one of, it is left out.
     """
     logprobs, sampled = output.logprobs, microbatch.logprobs
     per_token, cut = surrogate(logprobs, sampled, microbatch.advantages)
@@ -149,7 +154,9 @@ class _Reused(_Penalized):
 
 
 class ReinforceConfig(_Penalized):
-    """REINFORCE with a moving-average baseline. One update per batch: its gradient is right only on the policy that acted."""
+    """REINFORCE with a moving-average baseline. One update per batch: its gradient is right only on the
+    policy that acted.
+    """
 
     kind: Literal["reinforce"] = "reinforce"
     baseline_momentum: float = Field(default=0.9, ge=0, lt=1)
@@ -158,7 +165,9 @@ class ReinforceConfig(_Penalized):
 
 
 class RlooConfig(_Reused):
-    """REINFORCE leave-one-out. The surrogate is the ratio: the same on policy, and corrected in later updates of a batch."""
+    """REINFORCE leave-one-out. The surrogate is the ratio: the same on policy, and corrected in later
+    updates of a batch.
+    """
 
     kind: Literal["rloo"] = "rloo"
     weighting: Literal["token_mean", "sequence_mean", "sequence_sum"] = "sequence_sum"
@@ -180,29 +189,44 @@ class DrGrpoConfig(_Clipped):
     """GRPO done right: no division by the group's spread, none by a trajectory's own length."""
 
     kind: Literal["dr_grpo"] = "dr_grpo"
-    constant_length: int = Field(ge=1, description="tokens that a trajectory's sum is divided by, such as the most it may sample")
+    constant_length: int = Field(
+        ge=1, description="tokens that a trajectory's sum is divided by, such as the most it may sample"
+    )
 
 
 def reinforce(config: ReinforceConfig) -> PolicyGradient:
     baseline = MovingAverageBaseline(config.baseline_momentum, config.baseline_start)
     rest = config.model_dump(exclude={"weighting", "baseline_momentum", "baseline_start"})
     return PolicyGradient(
-        advantage=plain_return, baseline=baseline, surrogate=score_function, weighting=WEIGHTINGS[config.weighting], **rest
+        advantage=plain_return,
+        baseline=baseline,
+        surrogate=score_function,
+        weighting=WEIGHTINGS[config.weighting],
+        **rest,
     )
 
 
 def rloo(config: RlooConfig) -> PolicyGradient:
     rest = config.model_dump(exclude={"weighting"})
-    return PolicyGradient(advantage=leave_one_out, surrogate=ratio, weighting=WEIGHTINGS[config.weighting], **rest)
+    return PolicyGradient(
+        advantage=leave_one_out, surrogate=ratio, weighting=WEIGHTINGS[config.weighting], **rest
+    )
 
 
 def grpo(config: GrpoConfig) -> PolicyGradient:
     surrogate = clipped(config.clip_low, config.clip_high)
     rest = config.model_dump(exclude={"weighting", "clip_low", "clip_high"})
-    return PolicyGradient(advantage=group_normalized, surrogate=surrogate, weighting=WEIGHTINGS[config.weighting], **rest)
+    return PolicyGradient(
+        advantage=group_normalized, surrogate=surrogate, weighting=WEIGHTINGS[config.weighting], **rest
+    )
 
 
 def dr_grpo(config: DrGrpoConfig) -> PolicyGradient:
     surrogate = clipped(config.clip_low, config.clip_high)
     rest = config.model_dump(exclude={"constant_length", "clip_low", "clip_high"})
-    return PolicyGradient(advantage=group_centered, surrogate=surrogate, weighting=constant_length(config.constant_length), **rest)
+    return PolicyGradient(
+        advantage=group_centered,
+        surrogate=surrogate,
+        weighting=constant_length(config.constant_length),
+        **rest,
+    )

@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
-from agent_peft.algorithms.base import BaseAlgorithmConfig, Metrics, PolicyOutput, SumOverRanks, one_rank
+from agent_peft.algorithms.base import BaseAlgorithmConfig, Metrics, SumOverRanks, one_rank
 from agent_peft.algorithms.weightings import token_mean
-from agent_peft.batch import Batch
+from agent_peft.batch import Batch, PolicyOutput
 from agent_peft.types import AgentPeftError
 
 
@@ -61,7 +61,9 @@ class Supervised:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state:
-            raise AgentPeftError(f"the checkpoint's algorithm state holds {sorted(state)} but sft has none: start a fresh run")
+            raise AgentPeftError(
+                f"the checkpoint's algorithm state holds {sorted(state)} but sft has none: start a fresh run"
+            )
 
 
 def sft(config: SftConfig) -> Supervised:

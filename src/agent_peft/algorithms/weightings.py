@@ -1,6 +1,8 @@
-"""How much each token counts. (B, T) bool mask -> ((B, T) fp32 weights, scalar denominator), still to be divided.
+"""How much each token counts. (B, T) bool mask -> ((B, T) fp32 weights, scalar denominator), still to be
+divided.
 
-The denominator is additive over ranks: divided by its sum, the weights of a minibatch need nothing but sums from there on.
+The denominator is additive over ranks: divided by its sum, the weights of a minibatch need nothing but sums
+from there on.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ def token_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sequence_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean over trajectories of each one's mean (GRPO: Shao et al., 2024, equation 3). One without an action does not count."""
+    """The mean over trajectories of each one's mean (GRPO: Shao et al., 2024, equation 3). One without an
+    action does not count.
+    """
     tokens = mask.sum(dim=1, keepdim=True)
     return mask / tokens.clamp(min=1), (tokens > 0).sum().float()
 
@@ -31,7 +35,9 @@ def sequence_sum(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def constant_length(length: int) -> Weighting:
-    """``sequence_sum`` over a fixed ``length`` in tokens: no trajectory's length enters (Dr. GRPO: Liu et al., 2025, section 3.2)."""
+    """``sequence_sum`` over a fixed ``length`` in tokens: no trajectory's length enters (Dr. GRPO: Liu et
+    al., 2025, section 3.2).
+    """
 
     def weighting(mask: Tensor) -> tuple[Tensor, Tensor]:
         weights, trajectories = sequence_sum(mask)
@@ -40,4 +46,8 @@ def constant_length(length: int) -> Weighting:
     return weighting
 
 
-WEIGHTINGS: dict[str, Weighting] = {"token_mean": token_mean, "sequence_mean": sequence_mean, "sequence_sum": sequence_sum}
+WEIGHTINGS: dict[str, Weighting] = {
+    "token_mean": token_mean,
+    "sequence_mean": sequence_mean,
+    "sequence_sum": sequence_sum,
+}

@@ -29,8 +29,9 @@ class Episode(ABC):
 
         Raises:
             RuntimeError: the episode is already done or closed (a fault of the caller).
-            InfrastructureError: the world underneath failed. The actions are replayed in another one, and if that fails, too, the episode
-                is incorrect. What an agent can break is better judged here than raised.
+            InfrastructureError: the world underneath failed. The actions are replayed in another one, and if
+                that fails, too, the episode is incorrect. What an agent can break is better judged here than
+                raised.
         """
 
     @abstractmethod
@@ -39,7 +40,9 @@ class Episode(ABC):
 
 
 class Environment(ABC):
-    """The dynamics of a family of tasks. Holds no state of any episode, so it may be shared between threads."""
+    """The dynamics of a family of tasks. Holds no state of any episode, so it may be shared between
+    threads.
+    """
 
     @property
     @abstractmethod
@@ -48,21 +51,26 @@ class Environment(ABC):
 
     @property
     def sandboxed(self) -> bool:
-        """Whether an action can do no more than its episode allows; False if it can do what this process's user can."""
+        """Whether an action can do no more than its episode allows; False if it can do what this process's
+        user can.
+        """
         return True
 
     @abstractmethod
     def episode(self, task: Task, seed: int) -> Episode:
         """A fresh episode of ``task``. Whatever is random in it comes from ``seed``.
 
-        The task may be none of ``tasks`` but a stranger's, sent to a server: all that an episode relies on is checked here.
+        The task may be none of ``tasks`` but a stranger's, sent to a server: all that an episode relies on is
+        checked here.
 
         Raises:
             AgentPeftError: the task is not as this environment's tasks are.
         """
 
     def demonstration(self, task: Task) -> Sequence[str] | None:
-        """Actions that solve ``task`` (one text per turn), or None where none is known. For supervised stages and for validation."""
+        """Actions that solve ``task`` (one text per turn), or None where none is known. For supervised
+        stages and for validation.
+        """
         return None
 
     def close(self) -> None:  # noqa: B027 (most environments hold nothing)

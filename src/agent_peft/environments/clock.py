@@ -9,9 +9,11 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """It runs while the agent's commands or statements do, and stands while the agent thinks, so that a slow policy loses nothing by it.
+    """It runs while the agent's commands or statements do, and stands while the agent thinks, so that a slow
+    policy loses nothing by it.
 
-    What is the environment's own (starting a machine, a task's scripts, grading) is not counted either; it has limits of its own.
+    What is the environment's own (starting a machine, a task's scripts, grading) is not counted either; it
+    has limits of its own.
 
     >>> Clock(None).left, Clock(2.5).left
     (inf, 2.5)

@@ -1,4 +1,6 @@
-"""What an environment must be and return. Where a class of a user's own is or returns something else, one line says what, and where."""
+"""What an environment must be and return. Where a class of a user's own is or returns something else, one
+line says what, and where.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,16 @@ from pydantic import ValidationError
 
 from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
 from agent_peft.printable import printable
-from agent_peft.types import AgentPeftError, InfrastructureError, Message, Outcome, Role, StepResult, StopReason, Task
+from agent_peft.types import (
+    AgentPeftError,
+    InfrastructureError,
+    Message,
+    Outcome,
+    Role,
+    StepResult,
+    StopReason,
+    Task,
+)
 
 Config = TypeVar("Config", bound=EnvironmentConfig)
 
@@ -25,7 +36,9 @@ LOOKED_AT = 10_000  # tasks that are made as they are looked at may be very many
 LONGEST = 60  # characters of a value that is shown
 CALL = "a class is called with one argument, a dict of the keys beside kind: def __init__(self, config)"
 TASKS = "give a list of agent_peft.types.Task(id, skills, content)"
-MESSAGES = 'give a list of agent_peft.types.Message(role, content), such as [Message("user", "What is 1 + 1?")]'
+MESSAGES = (
+    'give a list of agent_peft.types.Message(role, content), such as [Message("user", "What is 1 + 1?")]'
+)
 RESULT = "give an agent_peft.types.StepResult: StepResult(observation), or at the end StepResult('', True, outcome, stop_reason)"
 
 
@@ -41,14 +54,19 @@ def configured(config_class: type[Config], settings: Mapping[str, Any]) -> Confi
     """The configuration that a mapping describes.
 
     Raises:
-        AgentPeftError: it does not fit; with the first key that is wrong, and the nearest one where there is none of that name.
+        AgentPeftError: it does not fit; with the first key that is wrong, and the nearest one where there is
+            none of that name.
     """
     try:
         return config_class.model_validate(dict(settings))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, ("environment", *first["loc"])))
-        near = difflib.get_close_matches(str(first["loc"][-1]), config_class.model_fields, 1) if first["type"] == "extra_forbidden" else []
+        near = (
+            difflib.get_close_matches(str(first["loc"][-1]), config_class.model_fields, 1)
+            if first["type"] == "extra_forbidden"
+            else []
+        )
         advice = f" (did you mean {near[0]!r}?)" if near else ""
         raise AgentPeftError(f"{where}: {first['msg']}{advice}") from error
 
@@ -56,7 +74,8 @@ def configured(config_class: type[Config], settings: Mapping[str, Any]) -> Confi
 def build(own: type[Environment], settings: Mapping[str, Any]) -> Environment:
     """An environment of a user's own class, which is called with the settings.
 
-    Where its ``__init__`` annotates the argument with a subclass of ``EnvironmentConfig``, it gets one, and an unknown key is an error.
+    Where its ``__init__`` annotates the argument with a subclass of ``EnvironmentConfig``, it gets one, and
+    an unknown key is an error.
 
     Raises:
         AgentPeftError: the settings do not fit, or the class fails.
@@ -68,18 +87,23 @@ def build(own: type[Environment], settings: Mapping[str, Any]) -> Environment:
     except (AgentPeftError, InfrastructureError):
         raise
     except Exception as error:
-        raise AgentPeftError(f"{own.__name__} cannot be made: {described(error)}, at {place_of(error, own)}; {CALL}") from error
+        raise AgentPeftError(
+            f"{own.__name__} cannot be made: {described(error)}, at {place_of(error, own)}; {CALL}"
+        ) from error
 
 
 def check_tasks(environment: Environment, kind: str) -> None:
     """
     Raises:
-        AgentPeftError: there are no tasks, or they are none, or several have one id, which would count as one.
+        AgentPeftError: there are no tasks, or they are none, or several have one id, which would count as
+            one.
     """
     place = f"environment {kind}: {place_in(environment, 'tasks')}"
     try:
         tasks: Any = environment.tasks
-        if isinstance(tasks, str | Mapping) or not (hasattr(tasks, "__len__") and hasattr(tasks, "__getitem__")):
+        if isinstance(tasks, str | Mapping) or not (
+            hasattr(tasks, "__len__") and hasattr(tasks, "__getitem__")
+        ):
             raise ContractError(place, f"is {shown(tasks)}; {TASKS}")
         count = len(tasks)
         looked_at: Iterable[Any] = tasks if isinstance(tasks, list | tuple) or count <= LOOKED_AT else ()
@@ -87,13 +111,16 @@ def check_tasks(environment: Environment, kind: str) -> None:
     except (AgentPeftError, InfrastructureError):
         raise
     except Exception as error:
-        raise AgentPeftError(f"{place}: {described(error)}, at {place_of(error, type(environment))}; {TASKS}") from error
+        raise AgentPeftError(
+            f"{place}: {described(error)}, at {place_of(error, type(environment))}; {TASKS}"
+        ) from error
     if count == 0:
         raise ContractError(place, f"has no tasks; {TASKS}")
     name, times = ids.most_common(1)[0] if ids else ("", 1)
     if times > 1:
         raise ContractError(
-            place, f"has {times} tasks whose id is {shown(name)}, which would count as one; give each task an id of its own"
+            place,
+            f"has {times} tasks whose id is {shown(name)}, which would count as one; give each task an id of its own",
         )
 
 
@@ -104,7 +131,10 @@ def opened(environment: Environment, task: Task, seed: int) -> Episode:
     """
     episode: Any = environment.episode(task, seed)
     if not isinstance(episode, Episode):
-        raise ContractError(place_in(environment, "episode"), f"returned {shown(episode)}; give an agent_peft.environments.Episode")
+        raise ContractError(
+            place_in(environment, "episode"),
+            f"returned {shown(episode)}; give an agent_peft.environments.Episode",
+        )
     return episode
 
 
@@ -125,7 +155,10 @@ def opening_of(episode: Episode) -> list[Message]:
         if not isinstance(message, Message) or not isinstance(message.content, str):
             raise ContractError(place, f"returned the message {shown(message)}; {MESSAGES}")
         if message.role not in ROLES:
-            raise ContractError(place, f"returned a message of role {shown(message.role)}; a role is one of {', '.join(ROLES)}")
+            raise ContractError(
+                place,
+                f"returned a message of role {shown(message.role)}; a role is one of {', '.join(ROLES)}",
+            )
     return messages
 
 
@@ -141,12 +174,16 @@ def result_of(episode: Episode, action: str) -> StepResult:
     expected = {
         "observation": (isinstance(found.observation, str), "a text, empty at the end"),
         "outcome": (_is_one(found.outcome, Outcome), "Outcome.CORRECT, Outcome.INCORRECT or Outcome.UNKNOWN"),
-        "stop_reason": (found.stop_reason is None or _is_one(found.stop_reason, StopReason), "None, or a StopReason at the end"),
+        "stop_reason": (
+            found.stop_reason is None or _is_one(found.stop_reason, StopReason),
+            "None, or a StopReason at the end",
+        ),
     }
     for name, (right, wanted) in expected.items():
         if not right:
             raise ContractError(
-                place_in(episode, "step"), f"returned a StepResult whose {name} is {shown(getattr(found, name))}; give {wanted}"
+                place_in(episode, "step"),
+                f"returned a StepResult whose {name} is {shown(getattr(found, name))}; give {wanted}",
             )
     return found
 
@@ -171,11 +208,15 @@ def place_in(owner: object, name: str) -> str:
     """Where a method or property of an object is written: ``Chat.step (chat.py:31)``."""
     member: Any = inspect.unwrap(getattr(type(owner), name))
     code = getattr(getattr(member, "fget", member), "__code__", None)
-    return f"{type(owner).__name__}.{name}" + (f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else "")
+    return f"{type(owner).__name__}.{name}" + (
+        f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else ""
+    )
 
 
 def place_of(error: BaseException, owner: type) -> str:
-    """The innermost line of the owner's own file that an error passed through; the innermost of all where there is none."""
+    """The innermost line of the owner's own file that an error passed through; the innermost of all where
+    there is none.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return owner.__name__
@@ -192,7 +233,9 @@ def _checked_id(place: str, task: Any) -> str:
     if not isinstance(task, Task) or not isinstance(task.id, str):
         raise ContractError(place, f"holds {shown(task)}; {TASKS}")
     if isinstance(task.skills, str) or not isinstance(task.content, Mapping):
-        raise ContractError(place, f"holds {shown(task)}: skills are a list of texts, and content is a dict; {TASKS}")
+        raise ContractError(
+            place, f"holds {shown(task)}: skills are a list of texts, and content is a dict; {TASKS}"
+        )
     return task.id
 
 
@@ -203,4 +246,8 @@ def _config_class(own: type[Environment]) -> type[EnvironmentConfig] | None:
         hint = get_type_hints(own.__init__).get(first)
     except Exception:  # no such argument, or annotations that name what is not there
         return None
-    return hint if isinstance(hint, type) and issubclass(hint, EnvironmentConfig) and hint is not EnvironmentConfig else None
+    return (
+        hint
+        if isinstance(hint, type) and issubclass(hint, EnvironmentConfig) and hint is not EnvironmentConfig
+        else None
+    )

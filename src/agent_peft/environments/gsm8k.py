@@ -1,7 +1,9 @@
-"""GSM8K: word problems whose answer is one number (Cobbe et al. 2021). One turn; graded on the number, never on its spelling.
+"""GSM8K: word problems whose answer is one number (Cobbe et al. 2021). One turn; graded on the number, never
+on its spelling.
 
-An entry is ``{"question": …, "answer": …}``; its answer is the reasoning, one step a line, then ``#### 72``. The agent's reply is graded
-by what stands last in ``answer_format``. Signs count; thousands commas, a ``$``, a full stop at the end and ``72.0`` make no difference.
+An entry is ``{"question": …, "answer": …}``; its answer is the reasoning, one step a line, then ``#### 72``.
+The agent's reply is graded by what stands last in ``answer_format``. Signs count; thousands commas, a ``$``,
+a full stop at the end and ``72.0`` make no difference.
 """
 
 from __future__ import annotations
@@ -16,8 +18,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
-from agent_peft.environments.download import hub_rows
-from agent_peft.environments.entries import LIMIT
+from agent_peft.environments.task_files.download import hub_rows
+from agent_peft.environments.task_files.reading import LIMIT
 from agent_peft.files import parse_json, read_text
 from agent_peft.seeding import generator
 from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason, Task
@@ -34,11 +36,15 @@ _ANNOTATION = re.compile(r"<<[^<>\n]*>>")
 _DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3}){1,9}+|[0-9]++)(?:\.[0-9]*+)?|\.[0-9]++)"
 _NUMBER = rf"(?:[-+−]\ ?\$?\ ?|\$\ ?[-+−]?)?{_DIGITS}"
 _WHOLE = re.compile(_NUMBER)
-_ANYWHERE = re.compile(rf"(?<![0-9.])(?:(?<![\w)])[-+−]\$?|\$[-+−]?)?{_DIGITS}(?![0-9])", re.ASCII)  # in 5-3, the minus is no sign
+_ANYWHERE = re.compile(
+    rf"(?<![0-9.])(?:(?<![\w)])[-+−]\$?|\$[-+−]?)?{_DIGITS}(?![0-9])", re.ASCII
+)  # in 5-3, the minus is no sign
 
 
 def _file_or_hub_id(written: str | Path) -> str | Path:
-    is_hub_id = isinstance(written, str) and _HUB_ID.fullmatch(written) and not written.endswith((".jsonl", ".json"))
+    is_hub_id = (
+        isinstance(written, str) and _HUB_ID.fullmatch(written) and not written.endswith((".jsonl", ".json"))
+    )
     return written if is_hub_id else Path(written)
 
 
@@ -46,31 +52,53 @@ class GSM8KConfig(EnvironmentConfig):
     """The problems, how many solved ones the prompt shows, and how the answer is to be written."""
 
     kind: Literal["gsm8k"] = "gsm8k"
-    tasks: Annotated[str | Path, AfterValidator(_file_or_hub_id)] = Field(description="a .jsonl file, or a hub id such as openai/gsm8k")
+    tasks: Annotated[str | Path, AfterValidator(_file_or_hub_id)] = Field(
+        description="a .jsonl file, or a hub id such as openai/gsm8k"
+    )
     split: Literal["train", "test"] | None = Field(default=None, description="of a hub id, which needs one")
     offset: int = Field(default=0, ge=0, description="problems to pass over")
     num_tasks: int | None = Field(default=None, ge=1, description="so many from there; null takes all")
-    examples: int = Field(default=0, ge=0, description="solved problems that the prompt shows, the same ones in every episode")
-    examples_from: Path | None = Field(default=None, description="a .jsonl file to draw them from; null draws from the problems left out")
+    examples: int = Field(
+        default=0, ge=0, description="solved problems that the prompt shows, the same ones in every episode"
+    )
+    examples_from: Path | None = Field(
+        default=None, description="a .jsonl file to draw them from; null draws from the problems left out"
+    )
     examples_seed: int = Field(default=0, description="chooses them")
-    instruction: str = Field(default=INSTRUCTION, description="the prompt's beginning; {answer_format} stands for it; empty is none")
-    answer_format: str = Field(default="#### {answer}", description="one line; {answer} stands for the number")
-    annotations: bool = Field(default=False, description="keep the calculator's <<48/2=24>> in demonstrations and examples")
-    strict: bool = Field(default=True, description="false grades a reply without the format on its last number (it stays invalid)")
+    instruction: str = Field(
+        default=INSTRUCTION,
+        description="the prompt's beginning; {answer_format} stands for it; empty is none",
+    )
+    answer_format: str = Field(
+        default="#### {answer}", description="one line; {answer} stands for the number"
+    )
+    annotations: bool = Field(
+        default=False, description="keep the calculator's <<48/2=24>> in demonstrations and examples"
+    )
+    strict: bool = Field(
+        default=True,
+        description="false grades a reply without the format on its last number (it stays invalid)",
+    )
 
     @field_validator("answer_format")
     @classmethod
     def _names_the_answer_once(cls, written: str) -> str:
         if written.count(ANSWER) != 1 or len(written.splitlines()) != 1:
-            raise ValueError(f"{written!r} must be one line with {ANSWER} in it once, such as '#### {ANSWER}'")
+            raise ValueError(
+                f"{written!r} must be one line with {ANSWER} in it once, such as '#### {ANSWER}'"
+            )
         return written
 
     @model_validator(mode="after")
     def _effective(self) -> GSM8KConfig:
         if isinstance(self.tasks, Path) and self.split is not None:
-            raise ValueError("split has no effect on a file, which is all there is; remove it, or set it to null")
+            raise ValueError(
+                "split has no effect on a file, which is all there is; remove it, or set it to null"
+            )
         if isinstance(self.tasks, str) and self.split is None:
-            raise ValueError(f"split is missing: {self.tasks!r} is taken for a hub id (a file ends in .jsonl); set it to train or test")
+            raise ValueError(
+                f"split is missing: {self.tasks!r} is taken for a hub id (a file ends in .jsonl); set it to train or test"
+            )
         for key in ("examples_from", "examples_seed"):
             if self.examples == 0 and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} has no effect with examples: 0; raise examples, or remove it")
@@ -79,7 +107,8 @@ class GSM8KConfig(EnvironmentConfig):
 
 @dataclass(frozen=True)
 class Problem:
-    """What an entry says. ``number`` is as the data writes it, thousands commas included; ``reasoning`` holds one step a line.
+    """What an entry says. ``number`` is as the data writes it, thousands commas included; ``reasoning`` holds
+    one step a line.
 
     >>> read_entry("t", {"question": "3 + 4?", "answer": "3 + 4 = <<3+4=7>>7\\n#### 7"})
     Problem(question='3 + 4?', reasoning='3 + 4 = <<3+4=7>>7', number='7')
@@ -97,7 +126,9 @@ class Problem:
 
     @property
     def skill(self) -> str:
-        """By the number of steps, which says most of how hard a problem is: ``steps_2`` … ``steps_7``, ``steps_8+``."""
+        """By the number of steps, which says most of how hard a problem is: ``steps_2`` … ``steps_7``,
+        ``steps_8+``.
+        """
         steps = sum(bool(line.strip()) for line in self.reasoning.splitlines())
         return f"steps_{steps}" if steps < MOST_STEPS else f"steps_{MOST_STEPS}+"
 
@@ -108,7 +139,8 @@ class GSM8K(Environment):
     def __init__(self, config: GSM8KConfig) -> None:
         """
         Raises:
-            AgentPeftError: the problems cannot be read, or there are too few for ``offset``, ``num_tasks`` or ``examples``.
+            AgentPeftError: the problems cannot be read, or there are too few for ``offset``, ``num_tasks`` or
+                ``examples``.
         """
         self.config = config
         found = load_tasks(config.tasks, config.split)
@@ -116,9 +148,13 @@ class GSM8K(Environment):
         self._tasks = found[config.offset : last]
         if last > len(found) or not self._tasks:
             wanted = "" if config.num_tasks is None else f" + num_tasks: {config.num_tasks}"
-            raise AgentPeftError(f"{config.tasks}: offset: {config.offset}{wanted} is beyond its {len(found)} problems; lower it")
+            raise AgentPeftError(
+                f"{config.tasks}: offset: {config.offset}{wanted} is beyond its {len(found)} problems; lower it"
+            )
         left_out = (*found[: config.offset], *found[last:])
-        self.prompt = "\n\n".join(filter(None, (self._instruction(), *map(self._shown, self._examples(left_out)))))
+        self.prompt = "\n\n".join(
+            filter(None, (self._instruction(), *map(self._shown, self._examples(left_out))))
+        )
         self._pattern = answer_pattern(config.answer_format)
 
     @property
@@ -143,7 +179,9 @@ class GSM8K(Environment):
         return f"{reasoning}\n{self.config.answer_format.replace(ANSWER, problem.number)}".lstrip("\n")
 
     def _instruction(self) -> str:
-        return self.config.instruction.replace("{answer_format}", self.config.answer_format.replace(ANSWER, "<number>"))
+        return self.config.instruction.replace(
+            "{answer_format}", self.config.answer_format.replace(ANSWER, "<number>")
+        )
 
     def _shown(self, problem: Problem) -> str:
         return f"Problem: {problem.question}\nSolution:\n{self._solution(problem)}"
@@ -154,10 +192,18 @@ class GSM8K(Environment):
             return []
         asked = {task.content["question"].strip() for task in self._tasks}
         pool = left_out if config.examples_from is None else load_tasks(config.examples_from, None)
-        usable = [task for task in pool if task.content["question"].strip() not in asked]  # a problem never shows its own solution
+        usable = [
+            task for task in pool if task.content["question"].strip() not in asked
+        ]  # a problem never shows its own solution
         if len(usable) < config.examples:
-            place = "are left out by num_tasks and offset" if config.examples_from is None else f"of {config.examples_from} are not tasks"
-            raise AgentPeftError(f"examples: {config.examples}, but only {len(usable)} problems {place}; lower it, or set examples_from")
+            place = (
+                "are left out by num_tasks and offset"
+                if config.examples_from is None
+                else f"of {config.examples_from} are not tasks"
+            )
+            raise AgentPeftError(
+                f"examples: {config.examples}, but only {len(usable)} problems {place}; lower it, or set examples_from"
+            )
         chosen = generator(config.examples_seed, "gsm8k", "examples").sample(usable, config.examples)
         return [read_entry(task.id, task.content) for task in chosen]
 
@@ -186,7 +232,8 @@ class GSM8KEpisode(Episode):
 
 
 def answer_pattern(answer_format: str) -> re.Pattern[str]:
-    """Finds the answers in a reply, their numbers as group 1. Where nothing follows {answer}, the number must end its line.
+    """Finds the answers in a reply, their numbers as group 1. Where nothing follows {answer}, the number must
+    end its line.
 
     >>> answer_pattern("#### {answer}").findall("#### Sum\\n#### $1,080.\\n#### 3 apples")
     ['$1,080.']
@@ -209,7 +256,8 @@ def parse_number(text: str) -> Decimal | None:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in a text. A minus is a sign only where it does not follow what it could be subtracted from.
+    """The last number in a text. A minus is a sign only where it does not follow what it could be subtracted
+    from.
 
     >>> last_number("so it is 48/2 = 24 apples."), last_number("that leaves -3"), last_number("5-3"), last_number("none")
     (Decimal('24'), Decimal('-3'), Decimal('3'), None)
@@ -234,7 +282,11 @@ def load_tasks(source: Path | str, split: str | None) -> tuple[Task, ...]:
             problem = read_entry(f"line {line}", entry)
         except AgentPeftError as error:
             raise AgentPeftError(f"{source}: {error}") from error
-        tasks.append(Task(f"{name}:{line}", (problem.skill,), {"question": entry["question"], "answer": entry["answer"]}))
+        tasks.append(
+            Task(
+                f"{name}:{line}", (problem.skill,), {"question": entry["question"], "answer": entry["answer"]}
+            )
+        )
     if not tasks:
         raise AgentPeftError(f"{source}: holds no problem; give a JSONL file of GSM8K entries")
     return tuple(tasks)
@@ -246,21 +298,29 @@ def read_entry(name: str, entry: Any) -> Problem:
     Raises:
         AgentPeftError: with the entry's name and what belongs there.
     """
-    if not isinstance(entry, Mapping) or not all(isinstance(entry.get(key), str) for key in ("question", "answer")):
+    if not isinstance(entry, Mapping) or not all(
+        isinstance(entry.get(key), str) for key in ("question", "answer")
+    ):
         raise AgentPeftError(f"{name}: must be an object with two texts, question and answer")
     reasoning, _, number = entry["answer"].rpartition(GOLD_MARK)
     problem = Problem(entry["question"].strip(), reasoning.strip(), number.strip())
     if not problem.question or GOLD_MARK not in entry["answer"] or parse_number(problem.number) is None:
-        raise AgentPeftError(f"{name}: needs a question, and an answer that ends with '{GOLD_MARK} ' and a number")
+        raise AgentPeftError(
+            f"{name}: needs a question, and an answer that ends with '{GOLD_MARK} ' and a number"
+        )
     return problem
 
 
 def _lines(path: Path) -> Iterable[tuple[int, Any]]:
     """(line number from 1, entry) of a JSONL file; blank lines are passed over."""
-    lines = read_text(path, "a JSONL file", LIMIT).split("\n")  # splitlines would cut at U+2028 inside a text, too
+    lines = read_text(path, "a JSONL file", LIMIT).split(
+        "\n"
+    )  # splitlines would cut at U+2028 inside a text, too
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
                 yield number, parse_json(line)
             except ValueError as error:
-                raise AgentPeftError(f"{path}: line {number}: is not JSON ({error}); a JSONL file holds one entry a line") from error
+                raise AgentPeftError(
+                    f"{path}: line {number}: is not JSON ({error}); a JSONL file holds one entry a line"
+                ) from error

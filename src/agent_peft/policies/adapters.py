@@ -1,7 +1,7 @@
 """LoRA adapters: attach, prove, fold, merge, save and load, in PEFT's own layout.
 
-A LoRA layer computes ``W x + s B A x`` with ``s = alpha / rank``; A is random, B starts at zero, so the first output is the base model's.
-The base model is the same model ``with model.disable_adapter()``.
+A LoRA layer computes ``W x + s B A x`` with ``s = alpha / rank``; A is random, B starts at zero, so the first
+output is the base model's. The base model is the same model ``with model.disable_adapter()``.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from agent_peft.policies.adapter_base import check_base
-from agent_peft.policies.blocked import BlockedLora
-from agent_peft.policies.lora_linear import FusedLoraConv1D, FusedLoraLinear
+from agent_peft.policies.engine.onednn_linear import BlockedLora
+from agent_peft.policies.forward.lora_linear import FusedLoraConv1D, FusedLoraLinear
+from agent_peft.policies.models.adapter_base import check_base
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, TrustError
 
@@ -44,16 +44,21 @@ class LoraSettings(BaseModel):
     rank: int = Field(default=16, gt=0)
     alpha: float = Field(default=32, gt=0, description="the adapter's change is scaled by alpha / rank")
     dropout: float = Field(default=0.0, ge=0, lt=1, description="on the adapter's input, in training only")
-    target_modules: Literal["all-linear"] | list[str] = Field(default="all-linear", description="all but the output head, or names")
+    target_modules: Literal["all-linear"] | list[str] = Field(
+        default="all-linear", description="all but the output head, or names"
+    )
 
 
 def attach(model: PreTrainedModel, settings: LoraSettings, seed: int) -> PeftModel:
-    """Put a LoRA adapter on ``model`` (in place) and freeze the rest. The same seed and layer names give the same A; B is zero.
+    """Put a LoRA adapter on ``model`` (in place) and freeze the rest. The same seed and layer names give the
+    same A; B is zero.
 
-    A ~ uniform(-1/√fan_in, 1/√fan_in), drawn per layer, in fp32, on the CPU: independent of device, dtype and the order of layers.
+    A ~ uniform(-1/√fan_in, 1/√fan_in), drawn per layer, in fp32, on the CPU: independent of device, dtype and
+    the order of layers.
 
     Raises:
-        AgentPeftError: the target modules are not in the model, are not linear layers, or are tied to the embeddings.
+        AgentPeftError: the target modules are not in the model, are not linear layers, or are tied to the
+            embeddings.
     """
     config = LoraConfig(
         r=settings.rank,
@@ -67,16 +72,24 @@ def attach(model: PreTrainedModel, settings: LoraSettings, seed: int) -> PeftMod
     tied = model.get_input_embeddings().weight
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)  # PEFT's business
-            warnings.filterwarnings("ignore", message=".*ensure_weight_tying", category=UserWarning)  # refused below
+            warnings.filterwarnings(
+                "ignore", message=".*is_gradient_checkpointing", category=FutureWarning
+            )  # PEFT's business
+            warnings.filterwarnings(
+                "ignore", message=".*ensure_weight_tying", category=UserWarning
+            )  # refused below
             adapted = cast(PeftModel, get_peft_model(model, config))
     except ValueError as error:
         raise AgentPeftError(f"cannot attach a LoRA adapter: {str(error).splitlines()[0]}") from error
     for name, layer in _layers(adapted):
         if not isinstance(layer, LoraLinear):
-            raise AgentPeftError(f"LoRA trains linear layers only, and {name} is not one: change target_modules")
+            raise AgentPeftError(
+                f"LoRA trains linear layers only, and {name} is not one: change target_modules"
+            )
         if layer.get_base_layer().weight is tied:  # merging would change the embeddings, too
-            raise AgentPeftError(f"{name} shares its weight with the embeddings: leave it out of target_modules")
+            raise AgentPeftError(
+                f"{name} shares its weight with the embeddings: leave it out of target_modules"
+            )
         a, _ = _factors(layer)  # PEFT has made B zero; assert_zero_delta proves it
         bound = 1 / math.sqrt(a.shape[1])
         generator = torch.Generator().manual_seed(derive(seed, "lora", name))
@@ -93,11 +106,15 @@ def assert_zero_delta(model: nn.Module) -> None:
     """
     for name, layer in _layers(model):
         if wrong := int(torch.count_nonzero(_factors(layer)[1])):
-            raise TrustError(f"the adapter is not zero at step 0: {wrong} elements of {name}.lora_B are not 0; attach a fresh adapter")
+            raise TrustError(
+                f"the adapter is not zero at step 0: {wrong} elements of {name}.lora_B are not 0; attach a fresh adapter"
+            )
 
 
 def delta_norm(model: nn.Module) -> float:
-    """``sqrt(Σ ‖s B A‖²)`` over all LoRA layers (Frobenius), from rank by rank products: ‖BA‖² = Σ (BᵀB ∘ AAᵀ)."""
+    """``sqrt(Σ ‖s B A‖²)`` over all LoRA layers (Frobenius), from rank by rank products: ‖BA‖² = Σ (BᵀB ∘
+    AAᵀ).
+    """
     total = 0.0
     for _, layer in _layers(model):
         a, b = (factor.detach().double() for factor in _factors(layer))
@@ -106,7 +123,8 @@ def delta_norm(model: nn.Module) -> float:
 
 
 def save(model: PreTrainedModel | PeftModel, folder: Path) -> None:
-    """Write the adapter for ``PeftModel.from_pretrained``; of a model without one, everything, for ``from_pretrained``.
+    """Write the adapter for ``PeftModel.from_pretrained``; of a model without one, everything, for
+    ``from_pretrained``.
 
     Not atomic: write into a folder aside and rename it.
     """
@@ -119,7 +137,9 @@ def save(model: PreTrainedModel | PeftModel, folder: Path) -> None:
     config = cast(LoraConfig, copy.deepcopy(model.peft_config[_ADAPTER]))
     config.inference_mode = True  # as PEFT stores it
     if isinstance(config.target_modules, set):
-        config.target_modules = sorted(config.target_modules)  # the order of a set differs from process to process
+        config.target_modules = sorted(
+            config.target_modules
+        )  # the order of a set differs from process to process
     config.save_pretrained(str(folder))
 
 
@@ -127,7 +147,8 @@ def load(model: PreTrainedModel | PeftModel, folder: Path) -> None:
     """Read what ``save`` wrote into ``model`` (in place), bit for bit.
 
     Raises:
-        AgentPeftError: nothing there, a tensor too many or too few, another shape, or adapter settings that mean another change.
+        AgentPeftError: nothing there, a tensor too many or too few, another shape, or adapter settings that
+            mean another change.
     """
     if isinstance(model, PeftModel):
         _load_adapter(model, folder)
@@ -143,18 +164,29 @@ def _load_adapter(model: PeftModel, folder: Path) -> None:
         theirs = LoraConfig.from_pretrained(str(folder))
         stored = load_file(folder / _WEIGHTS)
     except Exception as error:  # there is no end to what may be wrong with files
-        raise AgentPeftError(f"the adapter in {folder} cannot be read: {' '.join(str(error).split())[:200]}") from error
+        raise AgentPeftError(
+            f"the adapter in {folder} cannot be read: {' '.join(str(error).split())[:200]}"
+        ) from error
     check_base(cast(PreTrainedModel, model.get_base_model()), theirs, folder)
     for key in _MEANING:
         if getattr(ours, key) != getattr(theirs, key):
-            raise AgentPeftError(f"the adapter in {folder} has {key} {getattr(theirs, key)}, the model's has {getattr(ours, key)}")
+            raise AgentPeftError(
+                f"the adapter in {folder} has {key} {getattr(theirs, key)}, the model's has {getattr(ours, key)}"
+            )
     state = _adapter_state(model)
-    for problem, names in (("lacks", state.keys() - stored.keys()), ("holds unexpected", stored.keys() - state.keys())):
+    for problem, names in (
+        ("lacks", state.keys() - stored.keys()),
+        ("holds unexpected", stored.keys() - state.keys()),
+    ):
         if names:
-            raise AgentPeftError(f"the adapter in {folder} {problem} {len(names)} tensors, first {min(names)}: is it of another model?")
+            raise AgentPeftError(
+                f"the adapter in {folder} {problem} {len(names)} tensors, first {min(names)}: is it of another model?"
+            )
     for name, tensor in state.items():
         if tensor.shape != stored[name].shape:
-            raise AgentPeftError(f"the adapter in {folder} has {name} of shape {tuple(stored[name].shape)}, not {tuple(tensor.shape)}")
+            raise AgentPeftError(
+                f"the adapter in {folder} has {name} of shape {tuple(stored[name].shape)}, not {tuple(tensor.shape)}"
+            )
     with torch.no_grad():
         for name, tensor in state.items():
             tensor.copy_(stored[name])  # a state dict shares its tensors with the parameters
@@ -165,21 +197,31 @@ def _load_whole(model: PreTrainedModel, folder: Path) -> None:
         raise AgentPeftError(f"{folder} holds no model: it needs config.json and safetensors")
     try:
         loaded: Any = type(model).from_pretrained(
-            folder, config=copy.deepcopy(model.config), dtype=model.dtype, local_files_only=True, output_loading_info=True
+            folder,
+            config=copy.deepcopy(model.config),
+            dtype=model.dtype,
+            local_files_only=True,
+            output_loading_info=True,
         )
         read, report = loaded
         for problem in ("missing", "unexpected", "mismatched"):
             if names := report[f"{problem}_keys"]:
-                raise AgentPeftError(f"the model in {folder} has {len(names)} {problem} tensors, first {min(names)}")
+                raise AgentPeftError(
+                    f"the model in {folder} has {len(names)} {problem} tensors, first {min(names)}"
+                )
         model.load_state_dict(read.state_dict())
     except AgentPeftError:
         raise
     except Exception as error:
-        raise AgentPeftError(f"the model in {folder} does not fit: {' '.join(str(error).split())[:200]}") from error
+        raise AgentPeftError(
+            f"the model in {folder} does not fit: {' '.join(str(error).split())[:200]}"
+        ) from error
 
 
 def merge(model: PeftModel) -> PreTrainedModel:
-    """A copy of ``model`` in fp32 with the adapter added to the weights, as a plain Transformers model. ``model`` is left alone."""
+    """A copy of ``model`` in fp32 with the adapter added to the weights, as a plain Transformers model.
+    ``model`` is left alone.
+    """
     if not isinstance(model, PeftModel):
         raise AgentPeftError("the model has no adapter to merge")
     merged = cast(PreTrainedModel, copy.deepcopy(model).float().merge_and_unload(safe_merge=True))
@@ -188,15 +230,21 @@ def merge(model: PeftModel) -> PreTrainedModel:
 
 
 @contextmanager
-def folded(model: nn.Module, linear: Callable[[Tensor, Tensor | None], nn.Module] | None = None) -> Iterator[None]:
-    """While inside, each LoRA layer is a plain linear layer with weight ``W + s B A``: sampling pays nothing for the adapter.
+def folded(
+    model: nn.Module, linear: Callable[[Tensor, Tensor | None], nn.Module] | None = None
+) -> Iterator[None]:
+    """While inside, each LoRA layer is a plain linear layer with weight ``W + s B A``: sampling pays nothing
+    for the adapter.
 
-    LoRA dropout does not act inside, as in evaluation mode. The original modules and parameters are put aside and put back, also after an
-    exception, so no bit of W can drift. Do not train, save, nest, or ask for the reference inside.
+    LoRA dropout does not act inside, as in evaluation mode. The original modules and parameters are put aside
+    and put back, also after an exception, so no bit of W can drift. Do not train, save, nest, or ask for the
+    reference inside.
 
     Args:
-        model: one with LoRA layers, on any device; W + s B A is computed in fp32 and rounded once to W's dtype.
-        linear: makes the layers from weight and bias, in place of plain linear ones; not asked for layers of other kinds.
+        model: one with LoRA layers, on any device; W + s B A is computed in fp32 and rounded once to W's
+            dtype.
+        linear: makes the layers from weight and bias, in place of plain linear ones; not asked for layers of
+            other kinds.
     """
     replaced: list[tuple[nn.Module, str, LoraLayer, nn.Module, nn.Parameter]] = []
     try:
@@ -221,8 +269,9 @@ def folded(model: nn.Module, linear: Callable[[Tensor, Tensor | None], nn.Module
 
 @contextmanager
 def beside(model: nn.Module) -> Iterator[None]:
-    """While inside, each LoRA layer multiplies by W in the blocked layout, and adds s B A x to that product: for 16 bits, where a weight
-    ``W + s B A`` would be rounded to W wherever s B A is less than half a unit in its last place.
+    """While inside, each LoRA layer multiplies by W in the blocked layout, and adds s B A x to that product:
+    for 16 bits, where a weight ``W + s B A`` would be rounded to W wherever s B A is less than half a unit in
+    its last place.
 
     As in ``folded``, the original modules are put back. A and B are read once: do not train inside.
     """
@@ -236,7 +285,11 @@ def beside(model: nn.Module) -> Iterator[None]:
                 weight = weight.T
             replaced.append((parent, child, layer))
             bias = cast(Tensor | None, base.bias)
-            setattr(parent, child, BlockedLora(weight, bias, a.to(weight.dtype), b.to(weight.dtype), layer.scaling[_ADAPTER]))
+            setattr(
+                parent,
+                child,
+                BlockedLora(weight, bias, a.to(weight.dtype), b.to(weight.dtype), layer.scaling[_ADAPTER]),
+            )
         yield
     finally:
         for parent, child, layer in replaced:
@@ -263,4 +316,7 @@ def _delta(layer: LoraLayer) -> Tensor:
 
 
 def _adapter_state(model: PeftModel) -> dict[str, Tensor]:
-    return cast(dict[str, Tensor], get_peft_model_state_dict(model, adapter_name=_ADAPTER, save_embedding_layers=False))
+    return cast(
+        dict[str, Tensor],
+        get_peft_model_state_dict(model, adapter_name=_ADAPTER, save_embedding_layers=False),
+    )

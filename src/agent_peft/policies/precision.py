@@ -10,10 +10,10 @@ from functools import cache
 
 import torch
 
-from agent_peft.policies.base import PretrainedConfig, ScratchConfig
-from agent_peft.policies.blocked import LEAST
-from agent_peft.policies.hardware import choose_device, has_bf16
-from agent_peft.policies.shape import shape_of
+from agent_peft.hardware import choose_device, has_bf16
+from agent_peft.policies.config import PretrainedConfig, ScratchConfig
+from agent_peft.policies.engine.onednn_linear import LEAST
+from agent_peft.policies.models.shape import shape_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,9 @@ class Precision:
 
 
 def choose_precision(config: PretrainedConfig | ScratchConfig) -> Precision:
-    """What ``policy.dtype`` says. ``auto`` is bfloat16 on a GPU that has it, and on a CPU that multiplies it by itself, where a model is
-    large enough for products to matter and a measurement of a second says that they are faster. bfloat16 where it is emulated is told.
+    """What ``policy.dtype`` says. ``auto`` is bfloat16 on a GPU that has it, and on a CPU that multiplies it
+    by itself, where a model is large enough for products to matter and a measurement of a second says that
+    they are faster. bfloat16 where it is emulated is told.
     """
     device = choose_device(config.device)
     if config.dtype == "float32":
@@ -49,7 +50,10 @@ def choose_precision(config: PretrainedConfig | ScratchConfig) -> Precision:
             )
         return Precision(torch.bfloat16, "policy.dtype")
     if not has_bf16(device):
-        return Precision(torch.float32, f"this {'CPU' if device.type == 'cpu' else 'GPU'} does not multiply bfloat16 by itself")
+        return Precision(
+            torch.float32,
+            f"this {'CPU' if device.type == 'cpu' else 'GPU'} does not multiply bfloat16 by itself",
+        )
     if device.type != "cpu":
         return Precision(torch.bfloat16, "this GPU multiplies bfloat16 by itself")
     if (shape := shape_of(config)) is None:
@@ -59,13 +63,15 @@ def choose_precision(config: PretrainedConfig | ScratchConfig) -> Precision:
     middle = max(max(linear.inputs, linear.outputs) for linear in shape.linears)
     times = speed_of_bf16(shape.hidden, middle, torch.get_num_threads())
     dtype = torch.bfloat16 if times >= WORTH else torch.float32
-    return Precision(dtype, f"this CPU multiplies bfloat16 {times:.1f} times as fast as float32; {WORTH} is worth it")
+    return Precision(
+        dtype, f"this CPU multiplies bfloat16 {times:.1f} times as fast as float32; {WORTH} is worth it"
+    )
 
 
 @cache
 def speed_of_bf16(inputs: int, outputs: int, threads: int) -> float:
-    """How many times as fast as in fp32 this CPU multiplies (ROWS, inputs) by (inputs, outputs) in bfloat16: the best of a few trials of
-    each, in turn.
+    """How many times as fast as in fp32 this CPU multiplies (ROWS, inputs) by (inputs, outputs) in bfloat16:
+    the best of a few trials of each, in turn.
 
     Args:
         threads: of torch, by which an answer is remembered.

@@ -1,7 +1,9 @@
-"""The frozen policy that others are compared with: the policy as it was at one moment, or the base model under its adapter.
+"""The frozen policy that others are compared with: the policy as it was at one moment, or the base model
+under its adapter.
 
-Of the policy at one moment there is a copy of what is trained: A and B of an adapter, or all weights. They take the places of the trained
-ones while it is asked, so it goes through the very forward of the policy itself, packed or padded.
+Of the policy at one moment there is a copy of what is trained: A and B of an adapter, or all weights. They
+take the places of the trained ones while it is asked, so it goes through the very forward of the policy
+itself, packed or padded.
 """
 
 from __future__ import annotations
@@ -23,13 +25,17 @@ ReferenceKind = Literal["stage_start", "base"]
 
 @dataclass(frozen=True)
 class Reference:
-    """``weights`` are copies of the trained parameters, in their order; None is the base model: the adapter is off."""
+    """``weights`` are copies of the trained parameters, in their order; None is the base model: the
+    adapter is off.
+    """
 
     weights: tuple[Tensor, ...] | None
 
     @contextmanager
     def acting(self, model: nn.Module) -> Iterator[None]:
-        """Inside, ``model`` is the reference; afterwards it is what it was, to the bit. Not for a gradient, nor while sampling."""
+        """Inside, ``model`` is the reference; afterwards it is what it was, to the bit. Not for a
+        gradient, nor while sampling.
+        """
         if self.weights is None:
             assert isinstance(model, PeftModel)
             with model.disable_adapter():
@@ -56,7 +62,9 @@ def reference_of(model: nn.Module, kind: ReferenceKind = "stage_start") -> Refer
     """
     if not isinstance(model, PeftModel):
         if kind == "base":
-            raise AgentPeftError("reference: base is the policy with its adapter off, and there is none; set policy.lora, or stage_start")
+            raise AgentPeftError(
+                "reference: base is the policy with its adapter off, and there is none; set policy.lora, or stage_start"
+            )
     elif kind == "base" or adapters.delta_norm(model) == 0:
         return Reference(None)
     return Reference(tuple(parameter.detach().clone() for parameter in trained(model)))

@@ -1,4 +1,6 @@
-"""The sampling distribution: one definition, used by the sampler token by token and by the trainer over whole trajectories."""
+"""The sampling distribution: one definition, used by the sampler token by token and by the trainer over
+whole trajectories.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,17 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
 from agent_peft.seeding import derive
+
+LIMITS = (
+    "max_new_tokens",
+    "max_tokens",
+    "stop",
+)  # of an evaluation's sampling: where it sets none, those of the stage that it follows
+DISTRIBUTION = (
+    "temperature",
+    "top_p",
+    "top_k",
+)  # how tokens are drawn: of no effect where demonstrations are scored
 
 
 class SamplingConfig(BaseModel):
@@ -32,14 +45,16 @@ class SamplingConfig(BaseModel):
 
 
 def log_distribution(logits: Tensor, sampling: SamplingConfig, keep: Tensor | None = None) -> Tensor:
-    """Log-probabilities (..., V) in fp32 nats of the sampling distribution: temperature, then top-k, then top-p (Holtzman et al. 2020).
+    """Log-probabilities (..., V) in fp32 nats of the sampling distribution: temperature, then top-k, then
+    top-p (Holtzman et al. 2020).
 
     Tokens outside the support get -inf. The most likely token is always inside.
 
     Args:
         logits: (..., V), any float type.
-        keep: (...) int64 tokens that are inside whatever the filter says. The trainer passes the tokens that were sampled: after an
-            update the policy may have pushed one of them out of its own support, and its gradient must stay finite.
+        keep: (...) int64 tokens that are inside whatever the filter says. The trainer passes the tokens that
+            were sampled: after an update the policy may have pushed one of them out of its own support, and
+            its gradient must stay finite.
     """
     return _filtered(logits, sampling, keep).log_softmax(-1)
 
@@ -66,7 +81,8 @@ def _filtered(logits: Tensor, sampling: SamplingConfig, keep: Tensor | None = No
 
 
 def draw(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
-    """Tokens (B,) and their log-probabilities (B,), by inverting the distribution at ``uniforms`` (B,) in [0, 1).
+    """Tokens (B,) and their log-probabilities (B,), by inverting the distribution at ``uniforms`` (B,) in [0,
+    1).
 
     A row's token depends on its own logits and its own uniform, never on who shares the batch.
     """
@@ -76,12 +92,15 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> tuple[Te
 
 
 def invert(p: Tensor, uniforms: Tensor) -> Tensor:
-    """Tokens (B,) at which the running sums of ``p`` (B, V) pass ``uniforms`` (B,) of their totals. A token of probability 0 never is.
+    """Tokens (B,) at which the running sums of ``p`` (B, V) pass ``uniforms`` (B,) of their totals. A token
+    of probability 0 never is.
 
-    First the block, then the token in it, so that only the sums of blocks are summed up. That in fp64: in fp32 the running sum of 50,000
-    small probabilities is off by more than many of them.
+    First the block, then the token in it, so that only the sums of blocks are summed up. That in fp64: in
+    fp32 the running sum of 50,000 small probabilities is off by more than many of them.
     """
-    size = 1 << (p.shape[-1].bit_length() // 2)  # about the root; a power of two cuts most vocabularies without a rest
+    size = 1 << (
+        p.shape[-1].bit_length() // 2
+    )  # about the root; a power of two cuts most vocabularies without a rest
     if rest := -p.shape[-1] % size:
         p = nn.functional.pad(p, (0, rest))
     blocks = p.view(p.shape[0], -1, size)
@@ -95,7 +114,9 @@ def invert(p: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _passed(ends: Tensor, target: Tensor) -> Tensor:
-    """(B, 1) index of the first of the running sums (B, N) above ``target``; of the last that still grew, where rounding left none."""
+    """(B, 1) index of the first of the running sums (B, N) above ``target``; of the last that still grew,
+    where rounding left none.
+    """
     last = (ends < ends[:, -1:]).sum(-1, keepdim=True)
     return torch.minimum(torch.searchsorted(ends, target, right=True), last)
 

@@ -1,20 +1,23 @@
 """Chat to tokens, append-only: tokens in, tokens out.
 
-A conversation is encoded once, as it grows. The prompt of turn n+1 is the prompt of turn n, then the tokens sampled in turn n exactly as
-they were sampled, then ``following(…)``. Nothing sampled is ever decoded and encoded again, so what is trained is what was sampled.
+A conversation is encoded once, as it grows. The prompt of turn n+1 is the prompt of turn n, then the tokens
+sampled in turn n exactly as they were sampled, then ``following(…)``. Nothing sampled is ever decoded and
+encoded again, so what is trained is what was sampled.
 
-What the chat template writes *around* contents (its frames) is learnt by rendering conversations of sentinel words as text and looking
-between the sentinels. Control tokens can come only from frames: contents are encoded with special tokens switched off, so an
-observation that holds the text ``<|im_end|>`` stays text.
+What the chat template writes *around* contents (its frames) is learnt by rendering conversations of sentinel
+words as text and looking between the sentinels. Control tokens can come only from frames: contents are
+encoded with special tokens switched off, so an observation that holds the text ``<|im_end|>`` stays text.
 
-Contents are kept verbatim, with one exception: where the template trims the contents of a role (Gemma and Llama 3 do), ``opening`` trims
-them too, since that is what the model was tuned on. ``following`` never trims.
+Contents are kept verbatim, with one exception: where the template trims the contents of a role (Gemma and
+Llama 3 do), ``opening`` trims them too, since that is what the model was tuned on. ``following`` never trims.
 
-Some templates cannot be used append-only: rendering a longer conversation rewrites its earlier turns (Qwen3 drops the thoughts of earlier
-assistant turns; Mistral moves the system message to the last user message). ``append_only`` is then False. ``following`` keeps earlier
-turns as they were sampled, against the template's habit, and the first time that happens a warning says so.
+Some templates cannot be used append-only: rendering a longer conversation rewrites its earlier turns (Qwen3
+drops the thoughts of earlier assistant turns; Mistral moves the system message to the last user message).
+``append_only`` is then False. ``following`` keeps earlier turns as they were sampled, against the template's
+habit, and the first time that happens a warning says so.
 
-Some templates write today's date (Llama 3.2). It is always ``chat_template.DATE`` here: the same conversation has the same tokens tomorrow.
+Some templates write today's date (Llama 3.2). It is always ``chat_template.DATE`` here: the same conversation
+has the same tokens tomorrow.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from agent_peft.policies.chat_template import BARE_TEMPLATE, PLAIN_TEMPLATE, undated
+from agent_peft.policies.models.chat_template import BARE_TEMPLATE, PLAIN_TEMPLATE, undated
 from agent_peft.types import AgentPeftError, Message, Role
 
 logger = logging.getLogger(__name__)
@@ -47,8 +50,8 @@ class ChatTokenizer:
         ends: more token ids that end a turn: those of the model's generation configuration.
 
     Attributes:
-        end_of_turn: token ids that end an assistant's turn: ``ends``, the tokenizer's eos, and what the template writes after an assistant
-            message.
+        end_of_turn: token ids that end an assistant's turn: ``ends``, the tokenizer's eos, and what the
+            template writes after an assistant message.
         append_only: whether the template, given one more turn, leaves the earlier ones as they were.
 
     Raises:
@@ -57,48 +60,72 @@ class ChatTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int] = ()) -> None:
         self.tokenizer = tokenizer
-        self._template = undated(tokenizer.chat_template) if tokenizer.chat_template else self._plain_template()
-        added = {token_id: token for token_id, token in tokenizer.added_tokens_decoder.items() if str(token).strip()}
+        self._template = (
+            undated(tokenizer.chat_template) if tokenizer.chat_template else self._plain_template()
+        )
+        added = {
+            token_id: token
+            for token_id, token in tokenizer.added_tokens_decoder.items()
+            if str(token).strip()
+        }
         self._marks = {str(token): token_id for token_id, token in added.items()}  # <|im_end|>, <think>, …
         alternatives = "|".join(re.escape(text) for text in sorted(self._marks, key=len, reverse=True))
         self._mark = re.compile(f"({alternatives})" if alternatives else "((?!))")
-        self._swallow_left = frozenset(str(token) for token in added.values() if token.lstrip)  # blanks beside them; Phi-3 has some
+        self._swallow_left = frozenset(
+            str(token) for token in added.values() if token.lstrip
+        )  # blanks beside them; Phi-3 has some
         self._swallow_right = frozenset(str(token) for token in added.values() if token.rstrip)
         self._bytes: dict[int, bytes] = {}
         self._verbatim = frozenset(tokenizer.added_tokens_decoder)
-        self._byte_level = "ByteLevel" in repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
+        self._byte_level = "ByteLevel" in repr(
+            getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        )
 
         frames = self._turn_frames()
         written = frozenset(text for text in self._marks if any(text in frame for frame in frames))
-        self._controls = frozenset(i for text, i in self._marks.items() if added[i].special or text in written)
+        self._controls = frozenset(
+            i for text, i in self._marks.items() if added[i].special or text in written
+        )
         self._trimmed = frozenset(role for role in ("system", "user", "assistant") if self._trims(role))
         self._closing, self._after_closing = self._split_closing(frames[4])
         self._generate = frames[5]
         lead = frames[3].removeprefix(frames[5])
-        self._lead = "" if lead.strip() else lead  # a blank before the reply that is not in the generation prompt: the policy's to write
+        self._lead = (
+            "" if lead.strip() else lead
+        )  # a blank before the reply that is not in the generation prompt: the policy's to write
         eos = tokenizer.eos_token_id
         self._ending = self._closing or ([] if eos is None else [int(eos)]) or sorted(ends)[:1]
         if not self._ending:
-            raise AgentPeftError("the tokenizer has no end-of-sequence token and its chat template ends no turn: set tokenizer.eos_token")
-        self.end_of_turn: frozenset[int] = frozenset([*self._ending[-1:], *ends, *([] if eos is None else [int(eos)])])
-        # what ends a turn may stand in the place of what the template writes there, but not where that begins the next message
+            raise AgentPeftError(
+                "the tokenizer has no end-of-sequence token and its chat template ends no turn: set tokenizer.eos_token"
+            )
+        self.end_of_turn: frozenset[int] = frozenset(
+            [*self._ending[-1:], *ends, *([] if eos is None else [int(eos)])]
+        )
+        # what ends a turn may stand in the place of what the template writes there, but not where that begins
+        # the next message
         self._closed_by = self.end_of_turn if self._closes_the_last() else frozenset(self._closing[-1:])
         rewriting = self._rewriting()
         self.append_only = rewriting is None
         self._untold = [] if rewriting is None else [rewriting]
         if rewriting is None and tokenizer.chat_template and not self._agrees_with_template():
-            warnings.warn("message by message, the tokens differ from those of the whole chat template (a prefix space?)", stacklevel=2)
+            warnings.warn(
+                "message by message, the tokens differ from those of the whole chat template (a prefix space?)",
+                stacklevel=2,
+            )
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of the conversation so far and the generation prompt: the policy acts next.
 
-        Where the template has no system role or wants alternating roles, the system message is put before the first user message and
-        neighbours of one role are joined, a blank line between.
+        Where the template has no system role or wants alternating roles, the system message is put before the
+        first user message and neighbours of one role are joined, a blank line between.
         """
         if not messages:
             raise AgentPeftError("a conversation needs at least one message")
         if unknown := [m.role for m in messages if m.role not in get_args(Role)]:
-            raise AgentPeftError(f"a message has the role {unknown[0]!r}; the roles are {', '.join(get_args(Role))}")
+            raise AgentPeftError(
+                f"a message has the role {unknown[0]!r}; the roles are {', '.join(get_args(Role))}"
+            )
         try:
             frames, order = self._frames([m.role for m in messages])
         except TemplateError:
@@ -107,16 +134,20 @@ class ChatTokenizer:
                 frames, order = self._frames([m.role for m in folded])
             except TemplateError as error:
                 roles = ", ".join(m.role for m in messages)
-                raise AgentPeftError(f"the chat template refuses the conversation ({roles}): {error}") from error
+                raise AgentPeftError(
+                    f"the chat template refuses the conversation ({roles}): {error}"
+                ) from error
             messages = folded
         contents = [m.content.strip() if m.role in self._trimmed else m.content for m in messages]
         return self._encode(frames, [contents[i] for i in order])
 
     def following(self, observation: str, last_action: Sequence[int]) -> list[int]:
-        """The tokens to append after the sampled ``last_action`` so that the policy can act on ``observation``.
+        """The tokens to append after the sampled ``last_action`` so that the policy can act on
+        ``observation``.
 
-        They hold what the template writes after an assistant message (without its end-of-turn token where the action ends with one; a
-        cut action gets it here, as tokens that were not sampled), the user message and the generation prompt.
+        They hold what the template writes after an assistant message (without its end-of-turn token where the
+        action ends with one; a cut action gets it here, as tokens that were not sampled), the user message
+        and the generation prompt.
         """
         with suppress(IndexError):  # one of the threads that call this tells it, once
             logger.warning(
@@ -125,19 +156,27 @@ class ChatTokenizer:
                 self._untold.pop(),
             )
         ended = bool(last_action) and last_action[-1] in self._closed_by
-        return ([] if ended else list(self._closing)) + self._encode([self._after_closing, self._generate], [observation])
+        return ([] if ended else list(self._closing)) + self._encode(
+            [self._after_closing, self._generate], [observation]
+        )
 
     def action_tokens(self, text: str) -> list[int]:
-        """The tokens of an assistant's reply as if the policy had written it, end-of-turn token included: for demonstrations."""
+        """The tokens of an assistant's reply as if the policy had written it, end-of-turn token included:
+        for demonstrations.
+        """
         return self._encode_plain(self._lead + text, guarded=False) + self._ending
 
     def decode_action(self, tokens: Sequence[int]) -> str:
-        """The text of an action. Special tokens are dropped at its end and shown elsewhere; invalid UTF-8 becomes U+FFFD."""
+        """The text of an action. Special tokens are dropped at its end and shown elsewhere; invalid UTF-8
+        becomes U+FFFD.
+        """
         dropped = self.end_of_turn.union(self.tokenizer.all_special_ids)
         end = len(tokens)
         while end and tokens[end - 1] in dropped:
             end -= 1
-        text = self.tokenizer.decode(list(tokens[:end]), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self.tokenizer.decode(
+            list(tokens[:end]), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
         assert isinstance(text, str)
         return text
 
@@ -158,8 +197,9 @@ class ChatTokenizer:
     # Encoding: frames with special tokens on, contents with them off.
 
     def _encode(self, frames: Sequence[str], contents: Sequence[str]) -> list[int]:
-        """frames[0] contents[0] frames[1] … frames[-1]; plain text between two control tokens is encoded in one piece, as the tokenizer
-        itself would, whether it comes from a frame or from contents."""
+        """frames[0] contents[0] frames[1] … frames[-1]; plain text between two control tokens is encoded
+        in one piece, as the tokenizer itself would, whether it comes from a frame or from contents.
+        """
         tokens: list[int] = []
         plain = ""
         for i, frame in enumerate(frames):
@@ -179,7 +219,9 @@ class ChatTokenizer:
         return tokens + self._encode_plain(plain)
 
     def _encode_plain(self, text: str, guarded: bool = True) -> list[int]:
-        """``text`` in which nothing is a control token. Those not marked special would be matched all the same: they are cut."""
+        """``text`` in which nothing is a control token. Those not marked special would be matched all the
+        same: they are cut.
+        """
         tokens = self._without_special(text)
         if not guarded or self._controls.isdisjoint(tokens):
             return tokens
@@ -190,11 +232,21 @@ class ChatTokenizer:
         return tokens
 
     def _without_special(self, text: str) -> list[int]:
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half a character, which no tokenizer takes
+        text = text.encode("utf-16", "surrogatepass").decode(
+            "utf-16", "replace"
+        )  # half a character, which no tokenizer takes
         try:
-            return list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)) if text else []
+            return (
+                list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+                if text
+                else []
+            )
         except Exception as error:  # the tokenizers library raises bare exceptions
-            unknown = "".join(sorted(set(text).difference(self.tokenizer.get_vocab()))) if "[UNK]" in str(error) else ""
+            unknown = (
+                "".join(sorted(set(text).difference(self.tokenizer.get_vocab())))
+                if "[UNK]" in str(error)
+                else ""
+            )
             reason = f"{unknown!r} is not in its alphabet" if unknown else str(error)
             raise AgentPeftError(f"the tokenizer cannot encode {text[:80]!r}: {reason}") from error
 
@@ -203,7 +255,9 @@ class ChatTokenizer:
     def _render(self, messages: Sequence[Message], generate: bool = True) -> str:
         chat = [{"role": m.role, "content": m.content} for m in messages]
         try:
-            text = self.tokenizer.apply_chat_template(chat, chat_template=self._template, tokenize=False, add_generation_prompt=generate)
+            text = self.tokenizer.apply_chat_template(
+                chat, chat_template=self._template, tokenize=False, add_generation_prompt=generate
+            )
         except TemplateError:
             raise
         except Exception as error:  # a template is a program, and may fail as one
@@ -212,7 +266,8 @@ class ChatTokenizer:
         return text
 
     def _frames(self, roles: Sequence[str]) -> tuple[list[str], list[int]]:
-        """The text around each content, and which message each content is of, in the order the template writes them.
+        """The text around each content, and which message each content is of, in the order the template
+        writes them.
 
         Raises:
             TemplateError: the template refuses these roles, or leaves a message out.
@@ -226,36 +281,50 @@ class ChatTokenizer:
         return parts[0::2], order
 
     def _turn_frames(self) -> list[str]:
-        """The frames of user, assistant, user, assistant, user; then those of a system message where there may be one.
+        """The frames of user, assistant, user, assistant, user; then those of a system message where there
+        may be one.
 
-        So [4] comes between an assistant's and a user's content, and [5] after the latter: the same in every turn, or an error.
+        So [4] comes between an assistant's and a user's content, and [5] after the latter: the same in every
+        turn, or an error.
         """
         try:
             frames, order = self._frames(["user", "assistant", "user", "assistant", "user"])
         except TemplateSyntaxError as error:
-            raise AgentPeftError(f"the chat template is broken: line {error.lineno}: {error.message}; repair it") from error
+            raise AgentPeftError(
+                f"the chat template is broken: line {error.lineno}: {error.message}; repair it"
+            ) from error
         except TemplateError as error:
             raise AgentPeftError(f"the chat template cannot show several turns: {error}") from error
         if order != list(range(5)) or frames[2] != frames[4]:
-            raise AgentPeftError("the chat template frames each turn differently (numbered rounds?): set another tokenizer.chat_template")
+            raise AgentPeftError(
+                "the chat template frames each turn differently (numbered rounds?): set another tokenizer.chat_template"
+            )
         try:
             return frames + self._frames(["system", "user"])[0]
         except TemplateError:
             return frames
 
     def _split_closing(self, frame: str) -> tuple[list[int], str]:
-        """The tokens that close an assistant message, and the rest of the frame. ``</s>`` may have a blank before it; it belongs here."""
+        """The tokens that close an assistant message, and the rest of the frame. ``</s>`` may have a blank
+        before it; it belongs here.
+        """
         found = self._mark.search(frame)
         if found is None or frame[: found.start()].strip():
             return [], frame  # the template closes assistant messages with plain text only
         rest = frame[found.end() :]
-        return self._encode([frame[: found.end()]], []), rest.lstrip() if found.group() in self._swallow_right else rest
+        return self._encode(
+            [frame[: found.end()]], []
+        ), rest.lstrip() if found.group() in self._swallow_right else rest
 
     def _closes_the_last(self) -> bool:
-        """Whether the template closes an assistant message that nothing follows. GLM's does not: ``<|user|>`` begins the next message."""
+        """Whether the template closes an assistant message that nothing follows. GLM's does not:
+        ``<|user|>`` begins the next message.
+        """
         reply = _WORD.format(1)
         try:
-            tail = self._render([Message("user", _WORD.format(0)), Message("assistant", reply)], generate=False).rpartition(reply)[2]
+            tail = self._render(
+                [Message("user", _WORD.format(0)), Message("assistant", reply)], generate=False
+            ).rpartition(reply)[2]
         except TemplateError:
             return True
         return bool(tail.strip()) or not self._closing
@@ -265,14 +334,18 @@ class ChatTokenizer:
         after = [Message("user", "x")] if role == "system" else []
         word = _WORD.format(0)
         try:
-            plain, blanks = (self._render([*before, Message(role, text), *after]) for text in (word, f"\n {word} \n"))  # type: ignore[arg-type]
+            plain, blanks = (
+                self._render([*before, Message(role, text), *after]) for text in (word, f"\n {word} \n")
+            )  # type: ignore[arg-type]
         except TemplateError:
             return False
         return plain == blanks
 
     def _rewriting(self) -> str | None:
         """How a longer conversation changes its own beginning, or None where it does not."""
-        user, reply, again = (Message(role, _WORD.format(i)) for i, role in enumerate(("user", "assistant", "user")))  # type: ignore[arg-type]
+        user, reply, again = (
+            Message(role, _WORD.format(i)) for i, role in enumerate(("user", "assistant", "user"))
+        )  # type: ignore[arg-type]
         for opening in ([Message("system", _WORD.format(3)), user], [user]):
             try:
                 first = self._render(opening)
@@ -282,11 +355,19 @@ class ChatTokenizer:
             if not longer.startswith(first + self._lead + reply.content):
                 return "a new turn rewrites what was there before it"
         thought = Message("assistant", f"<think>\n{_WORD.format(4)}\n</think>\n\n{reply.content}")
-        return None if _WORD.format(4) in self._render([user, thought, again]) else "a new turn drops the thoughts of earlier ones"
+        return (
+            None
+            if _WORD.format(4) in self._render([user, thought, again])
+            else "a new turn drops the thoughts of earlier ones"
+        )
 
     def _agrees_with_template(self) -> bool:
         """Whether our pieces, put together, are the tokens of the template's own rendering."""
-        messages = [Message("user", "Hello there. What is 1 + 1?"), Message("assistant", "It is 2."), Message("user", "Thank you!")]
+        messages = [
+            Message("user", "Hello there. What is 1 + 1?"),
+            Message("assistant", "It is 2."),
+            Message("user", "Thank you!"),
+        ]
         try:
             action = self.action_tokens(messages[1].content)
             ours = self.opening(messages[:1]) + action + self.following(messages[2].content, action)
@@ -301,7 +382,9 @@ class ChatTokenizer:
 
 
 def _folded(messages: Sequence[Message]) -> list[Message]:
-    """The same conversation with user and assistant taking turns: system messages become the user's, neighbours of one role are joined."""
+    """The same conversation with user and assistant taking turns: system messages become the user's,
+    neighbours of one role are joined.
+    """
     folded: list[Message] = []
     for message in messages:
         role = "user" if message.role == "system" else message.role
@@ -315,7 +398,8 @@ def _folded(messages: Sequence[Message]) -> list[Message]:
 class StopMatcher:
     """Says when one of the stop strings has appeared in the text of the tokens pushed so far. One per action.
 
-    It keeps only as many bytes as the longest stop string has, so a push costs the same however long the action grows. Bytes, not
+    It keeps only as many bytes as the longest stop string has, so a push costs the same however long the
+    action grows. Bytes, not
     characters: a stop string or a character may straddle tokens.
 
     >>> matcher = StopMatcher([b"ab"], {0: b"xa", 1: b"bx"}.__getitem__)
@@ -344,7 +428,9 @@ _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def _spelled_bytes(spelled: str, byte_level: bool) -> bytes:
-    """The bytes of a token as the vocabulary spells it: in GPT-2's byte alphabet, or in SentencePiece's manner."""
+    """The bytes of a token as the vocabulary spells it: in GPT-2's byte alphabet, or in SentencePiece's
+    manner.
+    """
     if byte_level and all(character in _BYTE_OF for character in spelled):
         return bytes(_BYTE_OF[character] for character in spelled)
     if found := _BYTE_FALLBACK.fullmatch(spelled):
@@ -355,8 +441,9 @@ def _spelled_bytes(spelled: str, byte_level: bool) -> bytes:
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     """One token per character, after ``<pad> <bos> <eos>``; for models trained from scratch.
 
-    Its chat template writes ``<bos>`` and then the contents one after the other, an ``<eos>`` after each of the assistant's; there are no
-    roles and no generation prompt. A character outside the alphabet is an error, never dropped.
+    Its chat template writes ``<bos>`` and then the contents one after the other, an ``<eos>`` after each of
+    the assistant's; there are no roles and no generation prompt. A character outside the alphabet is an
+    error, never dropped.
 
     >>> character_tokenizer("01+=").encode("1+0=")
     [4, 5, 3, 6]
@@ -364,7 +451,9 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     if not alphabet or len(set(alphabet)) != len(alphabet):
         raise AgentPeftError("an alphabet needs at least one character, and each only once")
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", *alphabet])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))  # not in the vocabulary: an unknown character raises
+    backend = Tokenizer(
+        models.WordLevel(vocabulary, unk_token="<unk>")
+    )  # not in the vocabulary: an unknown character raises
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
     special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}

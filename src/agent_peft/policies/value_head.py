@@ -19,9 +19,10 @@ WEIGHTS = "value_head.safetensors"
 class ValueHead(nn.Module):
     """V(s_t) = w · x_t, where x_t is the last hidden state after tokens[:t], brought to mean 0 and length 1.
 
-    w starts at zero, so that a fresh critic says 0 and disturbs nothing. Hidden states differ in scale from model to model and have a
-    few huge coordinates; so brought into one form, one learning rate does for all of them, and what the states have in common (half of
-    their length in SmolLM2) serves as the bias. fp32 throughout.
+    w starts at zero, so that a fresh critic says 0 and disturbs nothing. Hidden states differ in scale from
+    model to model and have a few huge coordinates; so brought into one form, one learning rate does for all
+    of them, and what the states have in common (half of their length in SmolLM2) serves as the bias. fp32
+    throughout.
 
     Args:
         size: H.
@@ -57,7 +58,9 @@ def load(head: ValueHead, folder: Path) -> None:
     try:
         stored = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError, ValueError) as error:
-        raise AgentPeftError(f"the critic in {folder} cannot be read: {' '.join(str(error).split())[:200]}") from error
+        raise AgentPeftError(
+            f"the critic in {folder} cannot be read: {' '.join(str(error).split())[:200]}"
+        ) from error
     if {name: tensor.shape for name, tensor in stored.items()} != {"weight": head.weight.shape}:
         raise AgentPeftError(
             f"{folder / WEIGHTS} is no value head of a model with {len(head.weight)} hidden units: is it of another model?"

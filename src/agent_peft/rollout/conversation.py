@@ -1,4 +1,6 @@
-"""One episode, as the engine sees it: tokens in, tokens out, and whatever its environment raises ends in an outcome."""
+"""One episode, as the engine sees it: tokens in, tokens out, and whatever its environment raises ends in
+an outcome.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +11,38 @@ from agent_peft.environments.base import Environment, Episode
 from agent_peft.environments.contract import ContractError, opened, opening_of, result_of
 from agent_peft.policies.tokenization import ChatTokenizer, StopMatcher
 from agent_peft.seeding import derive
-from agent_peft.types import AgentPeftError, InfrastructureError, Message, Outcome, StopReason, Task, Trajectory, Turn
+from agent_peft.types import (
+    AgentPeftError,
+    InfrastructureError,
+    Message,
+    Outcome,
+    StopReason,
+    Task,
+    Trajectory,
+    Turn,
+)
 
-PASSING = (KeyboardInterrupt, SystemExit, GeneratorExit)  # they end the program; nothing else that an environment raises does
+PASSING = (
+    KeyboardInterrupt,
+    SystemExit,
+    GeneratorExit,
+)  # they end the program; nothing else that an environment raises does
 
 
 class EpisodeConversation:
-    """One episode and its record, which outlives a world that fails: ``begin_again`` brings a new world to where the record ends.
+    """One episode and its record, which outlives a world that fails: ``begin_again`` brings a new world to
+    where the record ends.
 
-    Begun, and after each action, it goes on, or it is over, or it has a ``failure``: the world has ended this attempt. Anything else that
-    is raised at an action is a defect. It ends the episode as incorrect, so that a reply which raises is never worth it. Its world is
-    opened when the engine asks for its prompt, and closed as soon as it is over or has failed.
+    Begun, and after each action, it goes on, or it is over, or it has a ``failure``: the world has ended this
+    attempt. Anything else that is raised at an action is a defect. It ends the episode as incorrect, so that
+    a reply which raises is never worth it. Its world is opened when the engine asks for its prompt, and
+    closed as soon as it is over or has failed.
 
     Args:
         defects: where exceptions go that are not the world's.
         stop: strings that end an action.
-        max_tokens: of the episode; None is no limit. An opening that leaves no room for an action within it is a user's mistake.
+        max_tokens: of the episode; None is no limit. An opening that leaves no room for an action within it
+            is a user's mistake.
     """
 
     def __init__(
@@ -50,7 +68,8 @@ class EpisodeConversation:
 
     @property
     def prompt(self) -> Sequence[int] | None:
-        """All tokens so far, the next observation included, once a world is open; None where there is none to act in.
+        """All tokens so far, the next observation included, once a world is open; None where there is none to
+        act in.
 
         Raises:
             AgentPeftError: it cannot be opened, for a reason that is the user's to mend.
@@ -87,10 +106,12 @@ class EpisodeConversation:
             self._fail(error)
 
     def begin_again(self) -> None:
-        """Open an episode of the same seed, and replay the recorded actions in it, the last of which was not answered.
+        """Open an episode of the same seed, and replay the recorded actions in it, the last of which was not
+        answered.
 
-        Nothing is sampled again, and the new world must say what the first one said: the actions were drawn after reading that. In
-        another context their log-probabilities would be wrong, and another world would be a second try, which failing must not buy.
+        Nothing is sampled again, and the new world must say what the first one said: the actions were drawn
+        after reading that. In another context their log-probabilities would be wrong, and another world would
+        be a second try, which failing must not buy.
         """
         self.failure = None
         try:
@@ -115,11 +136,15 @@ class EpisodeConversation:
     @property
     def defective(self) -> bool:
         """Whether something that is not the world's ended it, or kept it from being begun."""
-        unbegun = self.failure is not None and not self.turns and not isinstance(self.failure, InfrastructureError)
+        unbegun = (
+            self.failure is not None and not self.turns and not isinstance(self.failure, InfrastructureError)
+        )
         return unbegun or self.stop_reason is StopReason.DEFECT
 
     def defect(self, error: BaseException) -> None:
-        """Keep an exception that is not the world's, with where it was met first: one object may be raised again and again."""
+        """Keep an exception that is not the world's, with where it was met first: one object may be raised
+        again and again.
+        """
         if not getattr(error, "__notes__", ()):
             error.add_note(self.where)
         self.defects.append(error)
@@ -168,7 +193,9 @@ class EpisodeConversation:
                 break
             heard = [*heard, action, Message("user", result_of(self._episode, action.content).observation)]
         if heard != self.messages[:-1]:
-            raise InfrastructureError("its actions were replayed, and the world answered otherwise than before")
+            raise InfrastructureError(
+                "its actions were replayed, and the world answered otherwise than before"
+            )
         self.messages = heard
         self._step()
 
@@ -180,7 +207,10 @@ class EpisodeConversation:
             text = self.chat.decode_action(turn.action)
             self.messages.append(Message("assistant", text))
             result = result_of(self._episode, text)
-            outcome, stop_reason = Outcome(result.outcome), result.stop_reason and StopReason(result.stop_reason)
+            outcome, stop_reason = (
+                Outcome(result.outcome),
+                result.stop_reason and StopReason(result.stop_reason),
+            )
             if stop_reason is StopReason.INFRASTRUCTURE:
                 raise InfrastructureError("the environment says that it failed")
             self.turns[-1] = replace(turn, valid=bool(result.valid))

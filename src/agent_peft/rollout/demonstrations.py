@@ -1,6 +1,8 @@
-"""What is wrong with demonstrations: those that the sampler could never say, and those that the environment does not grade as correct.
+"""What is wrong with demonstrations: those that the sampler could never say, and those that the environment
+does not grade as correct.
 
-They are learnt from all the same, since they are what a user gave; but they are counted in every step, and told once.
+They are learnt from all the same, since they are what a user gave; but they are counted in every step, and
+told once.
 """
 
 from __future__ import annotations
@@ -28,11 +30,20 @@ class DemonstrationCheck:
     def count(self, groups: Sequence[Group]) -> dict[str, float]:
         """How many are not graded as correct, and how many the sampler could not say."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        incorrect = [(t, f"it is graded {t.outcome.value}, not correct") for t in trajectories if t.outcome is not Outcome.CORRECT]
-        unsayable = [(t, reason) for t in trajectories if (reason := unsayable_because(t, self.chat, self.sampling))]
+        incorrect = [
+            (t, f"it is graded {t.outcome.value}, not correct")
+            for t in trajectories
+            if t.outcome is not Outcome.CORRECT
+        ]
+        unsayable = [
+            (t, reason) for t in trajectories if (reason := unsayable_because(t, self.chat, self.sampling))
+        ]
         self._warn("incorrect", incorrect)
         self._warn("unsayable", unsayable)
-        return {"demonstrations_incorrect": float(len(incorrect)), "demonstrations_unsayable": float(len(unsayable))}
+        return {
+            "demonstrations_incorrect": float(len(incorrect)),
+            "demonstrations_unsayable": float(len(unsayable)),
+        }
 
     def _warn(self, kind: str, faults: Sequence[tuple[Trajectory, str]]) -> None:
         if faults and kind not in self._told:
@@ -40,12 +51,17 @@ class DemonstrationCheck:
             trajectory, reason = faults[0]
             task = printable(trajectory.task.id, LONGEST_ID)
             logger.warning(
-                "task %s: of its demonstration, %s; it is learnt from all the same (counted as demonstrations_%s)", task, reason, kind
+                "task %s: of its demonstration, %s; it is learnt from all the same (counted as demonstrations_%s)",
+                task,
+                reason,
+                kind,
             )
 
 
 def unsayable_because(trajectory: Trajectory, chat: ChatTokenizer, sampling: SamplingConfig) -> str | None:
-    """Why the sampler could not have said what a demonstration says, within the limits and stop strings; None where it could."""
+    """Why the sampler could not have said what a demonstration says, within the limits and stop strings;
+    None where it could.
+    """
     return next(_limits_passed(trajectory, chat, sampling), None)
 
 
@@ -62,7 +78,9 @@ def _limits_passed(trajectory: Trajectory, chat: ChatTokenizer, sampling: Sampli
 
 
 def _text_of(turn: Turn, chat: ChatTokenizer) -> list[int]:
-    """The tokens of an action without its end token: an environment hears the same where a limit leaves no room for that."""
+    """The tokens of an action without its end token: an environment hears the same where a limit leaves no
+    room for that.
+    """
     said = list(turn.action)
     while said and said[-1] in chat.end_of_turn:
         said.pop()
@@ -70,7 +88,9 @@ def _text_of(turn: Turn, chat: ChatTokenizer) -> list[int]:
 
 
 def _stopped_inside(said: Sequence[int], chat: ChatTokenizer, stops: Sequence[str]) -> str | None:
-    """A stop string that ends an action before its text is over. One at the very end only takes the place of the end token."""
+    """A stop string that ends an action before its text is over. One at the very end only takes the place
+    of the end token.
+    """
     for stop in stops:
         matcher = StopMatcher([stop.encode()], chat.token_bytes)
         if any(matcher.push(token) for token in said[:-1]):

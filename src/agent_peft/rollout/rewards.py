@@ -1,6 +1,7 @@
 """From facts to rewards: what an outcome is worth is the configuration's word, never the environment's.
 
-An episode's reward is its prices (for most, its accuracy) and the ``terms``: Σ weight · term(trajectory), added at the last turn.
+An episode's reward is its prices (for most, its accuracy) and the ``terms``: Σ weight · term(trajectory),
+added at the last turn.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ class TermConfig(BaseModel):
 
 
 class LengthPenaltyConfig(TermConfig):
-    """0 up to ``target_tokens``, then falling, -1 from twice as many on: with a weight below the price of being correct, a correct
-    answer is never worth less than none."""
+    """0 up to ``target_tokens``, then falling, -1 from twice as many on: with a weight below the price of
+    being correct, a correct answer is never worth less than none.
+    """
 
     kind: Literal["length_penalty"] = "length_penalty"
     target_tokens: int = Field(ge=1, description="action tokens of an episode that cost nothing")
@@ -42,7 +44,9 @@ class LengthPenaltyConfig(TermConfig):
 
 
 class ReasoningStepsConfig(TermConfig):
-    """One for each reasoning step: a line of what the agent said, but for its last line, the answer. Blank and repeated lines are none."""
+    """One for each reasoning step: a line of what the agent said, but for its last line, the answer. Blank
+    and repeated lines are none.
+    """
 
     kind: Literal["reasoning_steps"] = "reasoning_steps"
     max_steps: int = Field(default=5, ge=1, description="more are worth no more")
@@ -61,7 +65,9 @@ class FormatConfig(TermConfig):
 class OwnTermConfig(TermConfig):
     """A function of the user's own, from a ``Trajectory`` (with its prices in ``rewards``) to a number."""
 
-    kind: str = Field(description="length_penalty, reasoning_steps, format, or a function of your own as package.module:function")
+    kind: str = Field(
+        description="length_penalty, reasoning_steps, format, or a function of your own as package.module:function"
+    )
     weight: float = 1.0
     when: Literal["correct", "always"] = "always"
 
@@ -70,7 +76,11 @@ class OwnTermConfig(TermConfig):
     def _importable(cls, kind: str) -> str:
         if ":" not in kind:
             near = difflib.get_close_matches(kind, TERMS, 1)
-            advice = f"did you mean {near[0]!r}?" if near else f"give one of {', '.join(TERMS)}, or your own as package.module:function"
+            advice = (
+                f"did you mean {near[0]!r}?"
+                if near
+                else f"give one of {', '.join(TERMS)}, or your own as package.module:function"
+            )
             raise ValueError(f"there is no kind {kind!r}; {advice}")
         if may_import(kind):
             own_function(kind)
@@ -114,7 +124,9 @@ def own_term(config: OwnTermConfig, trajectory: Trajectory) -> float:
     except BaseException as error:  # anything may go wrong in there, and a library in Rust may panic
         last = traceback.extract_tb(error.__traceback__)[-1]
         cause = f"{type(error).__name__}: {error}"
-        raise AgentPeftError(f"{place}: fails at {Path(last.filename).name}:{last.lineno} ({cause}); correct it") from error
+        raise AgentPeftError(
+            f"{place}: fails at {Path(last.filename).name}:{last.lineno} ({cause}); correct it"
+        ) from error
     if not isinstance(found, numbers.Real) or not math.isfinite(found):
         raise AgentPeftError(f"{place}: returned {found!r:.60}, which is no finite number; return a float")
     return float(found)
@@ -132,7 +144,9 @@ def own_function(kind: str) -> Callable[[Trajectory], Any]:
     try:
         inspect.signature(found).bind(None)
     except TypeError as error:
-        raise ValueError(f"{kind!r} cannot be called with a trajectory ({error}); write it as def f(trajectory)") from error
+        raise ValueError(
+            f"{kind!r} cannot be called with a trajectory ({error}); write it as def f(trajectory)"
+        ) from error
     except ValueError:  # not all that is built in says what it takes
         pass
     return found  # type: ignore[no-any-return]
@@ -151,7 +165,9 @@ def _tag(value: Any) -> str:
 
 
 AnyTerm = Annotated[
-    Annotated[OwnTermConfig, Tag("own")]  # first, so that the mistakes of a kind that is in no row are told as its
+    Annotated[
+        OwnTermConfig, Tag("own")
+    ]  # first, so that the mistakes of a kind that is in no row are told as its
     | Annotated[LengthPenaltyConfig, Tag("length_penalty")]
     | Annotated[ReasoningStepsConfig, Tag("reasoning_steps")]
     | Annotated[FormatConfig, Tag("format")],
@@ -160,8 +176,9 @@ AnyTerm = Annotated[
 
 
 class RewardConfig(BaseModel):
-    """Prices. That of a stop reason, where one is given, takes the place of the outcome's, unless the outcome is correct. An episode that
-    the agent crashed, or that met a defect, costs what the worst end costs: neither is a way out of another one.
+    """Prices. That of a stop reason, where one is given, takes the place of the outcome's, unless the outcome
+    is correct. An episode that the agent crashed, or that met a defect, costs what the worst end costs:
+    neither is a way out of another one.
 
     >>> RewardConfig(timeout=-0.3).end(Outcome.INCORRECT, StopReason.TIMEOUT)
     -0.3
@@ -172,31 +189,53 @@ class RewardConfig(BaseModel):
     correct: float = Field(default=1.0, description="an episode that the environment grades as correct")
     incorrect: float = Field(default=-0.1, description="one that it grades as incorrect")
     unknown: float = Field(default=0.0, description="one that it does not grade")
-    timeout: float | None = Field(default=None, description="one whose clock ran out (episode_seconds); null: as its outcome")
-    turn_limit: float | None = Field(default=None, description="one that used all its turns; null: as its outcome")
-    token_limit: float | None = Field(default=None, description="one that ran into sampling.max_tokens; null: as its outcome")
-    invalid_action: float = Field(default=0.0, description="for each turn whose action could not be understood")
-    cut_action: float = Field(default=0.0, description="for each turn whose action sampling.max_new_tokens or max_tokens ended")
-    terms: tuple[AnyTerm, ...] = Field(default=(), description="what else is worth something, at the last turn")
+    timeout: float | None = Field(
+        default=None, description="one whose clock ran out (episode_seconds); null: as its outcome"
+    )
+    turn_limit: float | None = Field(
+        default=None, description="one that used all its turns; null: as its outcome"
+    )
+    token_limit: float | None = Field(
+        default=None, description="one that ran into sampling.max_tokens; null: as its outcome"
+    )
+    invalid_action: float = Field(
+        default=0.0, description="for each turn whose action could not be understood"
+    )
+    cut_action: float = Field(
+        default=0.0, description="for each turn whose action sampling.max_new_tokens or max_tokens ended"
+    )
+    terms: tuple[AnyTerm, ...] = Field(
+        default=(), description="what else is worth something, at the last turn"
+    )
 
     def end(self, outcome: Outcome, stop_reason: StopReason) -> float:
         """What the end of an episode is worth.
 
         Raises:
-            ValueError: an infrastructure failure, which has no price: such an episode is repeated, never learnt from.
+            ValueError: an infrastructure failure, which has no price: such an episode is repeated, never
+                learnt from.
         """
         if stop_reason is StopReason.INFRASTRUCTURE:
             raise ValueError("an infrastructure failure has no price: keep its trajectory out")
-        stops = {StopReason.TIMEOUT: self.timeout, StopReason.TURN_LIMIT: self.turn_limit, StopReason.TOKEN_LIMIT: self.token_limit}
+        stops = {
+            StopReason.TIMEOUT: self.timeout,
+            StopReason.TURN_LIMIT: self.turn_limit,
+            StopReason.TOKEN_LIMIT: self.token_limit,
+        }
         worst = min(self.incorrect, self.unknown, *(price for price in stops.values() if price is not None))
         price = {**stops, StopReason.CRASHED: worst, StopReason.DEFECT: worst}.get(stop_reason)
         if outcome is Outcome.CORRECT or price is None:
-            return {Outcome.CORRECT: self.correct, Outcome.INCORRECT: self.incorrect, Outcome.UNKNOWN: self.unknown}[outcome]
+            return {
+                Outcome.CORRECT: self.correct,
+                Outcome.INCORRECT: self.incorrect,
+                Outcome.UNKNOWN: self.unknown,
+            }[outcome]
         return price
 
 
 def price(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
-    """The trajectory with one reward per turn: an invalid or cut action's at its turn, the end's and the terms' at the last (they add up).
+    """The trajectory with one reward per turn: an invalid or cut action's at its turn, the end's and the
+    terms' at the last (they add up).
 
     Raises:
         ValueError: an infrastructure failure, or no turn to bear the price.
@@ -211,7 +250,10 @@ def price(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
     if not trajectory.turns:
         raise ValueError(f"the trajectory of task {trajectory.task.id!r} has no turn to bear a reward")
     rewards = [0.0 if turn.valid else config.invalid_action for turn in trajectory.turns]
-    rewards = [reward + config.cut_action if turn.cut else reward for reward, turn in zip(rewards, trajectory.turns, strict=True)]
+    rewards = [
+        reward + config.cut_action if turn.cut else reward
+        for reward, turn in zip(rewards, trajectory.turns, strict=True)
+    ]
     rewards[-1] += end
     priced = replace(trajectory, rewards=tuple(rewards))
     if not config.terms:

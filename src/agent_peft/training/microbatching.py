@@ -1,4 +1,6 @@
-"""How a minibatch is cut into microbatches, and what happens where one of them does not fit into the memory."""
+"""How a minibatch is cut into microbatches, and what happens where one of them does not fit into the
+memory.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from agent_peft.batch import Batch
-from agent_peft.policies.out_of_memory import is_out_of_memory
+from agent_peft.out_of_memory import is_out_of_memory
 from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)
@@ -17,7 +19,8 @@ T = TypeVar("T")
 
 
 class Microbatching:
-    """The rows of each microbatch: of at most ``tokens`` positions, and of fewer once the memory was too small for that.
+    """The rows of each microbatch: of at most ``tokens`` positions, and of fewer once the memory was too
+    small for that.
 
     Args:
         tokens: ``microbatch_tokens``, the budget to start with.
@@ -27,7 +30,10 @@ class Microbatching:
     def __init__(self, tokens: int, count: Callable[[Sequence[Sequence[int]]], int]) -> None:
         self.tokens, self.count = tokens, count
         self.halvings = 0
-        self._computed: tuple[int, int] = (0, 0)  # trajectories and positions of the microbatch that was cut last
+        self._computed: tuple[int, int] = (
+            0,
+            0,
+        )  # trajectories and positions of the microbatch that was cut last
 
     def cut(self, batch: Batch, live: torch.Tensor) -> Iterator[list[int]]:
         """Live rows: groups side by side until the token budget is full; one that alone exceeds it is cut."""
@@ -58,8 +64,9 @@ class Microbatching:
             yield rows, cost
 
     def within_memory(self, work: Callable[[], T]) -> T:
-        """What ``work`` gives, which cuts its batch here. Out of memory, it starts over, with half the budget from then on: so
-        nothing counts twice, if it starts from nothing. Ranks need not do so alike, if ``work`` does not wait for them.
+        """What ``work`` gives, which cuts its batch here. Out of memory, it starts over, with half the budget
+        from then on: so nothing counts twice, if it starts from nothing. Ranks need not do so alike, if
+        ``work`` does not wait for them.
 
         Raises:
             AgentPeftError: a single trajectory does not fit.
@@ -71,7 +78,9 @@ class Microbatching:
                 if not is_out_of_memory(error):
                     raise
                 self._halve(error)
-            torch.cuda.empty_cache()  # here the error is gone, and with it the tensors of the frames that it held; nothing without a GPU
+            # here the error is gone, and with it the tensors of the frames that it held; nothing without a
+            # GPU
+            torch.cuda.empty_cache()
 
     def _halve(self, error: Exception) -> None:
         trajectories, positions = self._computed
@@ -82,4 +91,8 @@ class Microbatching:
             ) from error
         self.halvings += 1
         self.tokens = max(1, min(self.tokens, positions) // 2)
-        logger.warning("out of memory in a microbatch of %d tokens: going on with microbatch_tokens=%d", positions, self.tokens)
+        logger.warning(
+            "out of memory in a microbatch of %d tokens: going on with microbatch_tokens=%d",
+            positions,
+            self.tokens,
+        )

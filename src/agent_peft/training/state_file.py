@@ -11,7 +11,8 @@ import torch
 
 
 def save_state(state: Any, path: Path) -> None:
-    """Write tensors, numbers and texts in dicts, lists and tuples. What was loaded and saved again has the same bytes as what was not.
+    """Write tensors, numbers and texts in dicts, lists and tuples. What was loaded and saved again has the
+    same bytes as what was not.
 
     Raises:
         OSError: it cannot be written, for want of room say.
@@ -26,7 +27,8 @@ def save_state(state: Any, path: Path) -> None:
 def load_state(path: Path, *, mapped: bool = False) -> Any:
     """Read what ``save_state`` wrote. Only such values are read: a file of anybody's runs no code.
 
-    The tensors are on the CPU, whatever device they were saved from: what takes the state moves them to where it computes.
+    The tensors are on the CPU, whatever device they were saved from: what takes the state moves them to where
+    it computes.
 
     Args:
         mapped: the tensors' bytes are read when they are asked for. Enough to see whether the file is whole.
@@ -38,7 +40,9 @@ def load_state(path: Path, *, mapped: bool = False) -> Any:
 
 
 def _alone(value: Any) -> Any:
-    """A copy in which no two objects are one, but for equal texts: pickle writes an object once and then refers to it."""
+    """A copy in which no two objects are one, but for equal texts: pickle writes an object once and then
+    refers to it.
+    """
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):

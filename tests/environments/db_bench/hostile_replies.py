@@ -1,4 +1,5 @@
-"""Replies that attack the database, the grader, the reader of answers, memory and time. Texts alone, so that anyone may use them.
+"""Replies that attack the database, the grader, the reader of answers, memory and time. Texts alone, so that
+anyone may use them.
 
 They speak of the table ``records`` with the columns ``id``, ``name`` and ``score``.
 """
@@ -9,7 +10,8 @@ ROWS = tuple((i, f"name {i}", 10 * i) for i in range(8))
 
 _MANY = ", ".join(f"{TABLE} {alias}" for alias in "abcdefgh")  # 8 ** 8 rows
 _LONG = "replace(hex(zeroblob(3700)), '0', 'a')"  # 7,400 letters
-_SET = "replace(hex(zeroblob(280)), '0', 'b') || 'a'"  # 561 letters, of which ltrim tries each on each letter of the text
+# 561 letters, of which ltrim tries each on each letter of the text
+_SET = "replace(hex(zeroblob(280)), '0', 'b') || 'a'"
 _SLOW = "+".join([f"length(ltrim({_LONG} || id, {_SET}))"] * 60)
 _PRINTF = "printf('%.*c', 1000000000, 'x')"  # seconds, in one call
 _NUMBERS = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n)"
@@ -28,7 +30,9 @@ def _answer(text: str) -> str:
 HOSTILE_SQL: tuple[tuple[str, ...], ...] = (
     # rows that cannot be sorted together
     (f"UPDATE {TABLE} SET name = CASE WHEN id = 1 THEN x'' ELSE x'01' END",),
-    (f"UPDATE {TABLE} SET name = CASE id % 5 WHEN 0 THEN NULL WHEN 1 THEN x'00' WHEN 2 THEN 9e999 WHEN 3 THEN -1 ELSE '' END, id = NULL",),
+    (
+        f"UPDATE {TABLE} SET name = CASE id % 5 WHEN 0 THEN NULL WHEN 1 THEN x'00' WHEN 2 THEN 9e999 WHEN 3 THEN -1 ELSE '' END, id = NULL",
+    ),
     (f"UPDATE {TABLE} SET score = 9223372036854775807 + id, name = 9223372036854775807",),
     # memory, between two looks of any progress handler
     (f"SELECT length(json_group_array(hex(zeroblob(4000)))) FROM {_MANY}",),
@@ -41,27 +45,43 @@ HOSTILE_SQL: tuple[tuple[str, ...], ...] = (
     (f"SELECT COUNT(*) FROM {TABLE} WHERE name IN (SELECT hex(randomblob(4000)) FROM {_MANY})",),
     (f"SELECT lag({_LONG}, 3) OVER (ORDER BY random()) FROM {_MANY}",),
     (f"{_NUMBERS} INSERT INTO {TABLE} SELECT i, i, i FROM n RETURNING {_LONG}",),
-    (f"{_NUMBERS} INSERT INTO {TABLE} SELECT i, i, i FROM n LIMIT 50000", f"UPDATE {TABLE} SET id = 1 RETURNING hex(zeroblob(4000))"),
-    ("WITH RECURSIVE r(x, n) AS (SELECT hex(zeroblob(4000)), 0 UNION SELECT x, n + 1 FROM r) SELECT x FROM r ORDER BY n DESC",),
+    (
+        f"{_NUMBERS} INSERT INTO {TABLE} SELECT i, i, i FROM n LIMIT 50000",
+        f"UPDATE {TABLE} SET id = 1 RETURNING hex(zeroblob(4000))",
+    ),
+    (
+        "WITH RECURSIVE r(x, n) AS (SELECT hex(zeroblob(4000)), 0 UNION SELECT x, n + 1 FROM r) SELECT x FROM r ORDER BY n DESC",
+    ),
     ("SELECT " + ", ".join(["zeroblob(8000)"] * 190) + f" FROM {_MANY}",),
     (
         "CREATE TABLE more (" + ", ".join(f"c{i} DEFAULT (hex(zeroblob(4000)))" for i in range(190)) + ")",
         "INSERT INTO more (c0) VALUES (1)",
     ),
-    ("CREATE TABLE more (c0, " + ", ".join(f"c{i + 1} AS (c{i} || c{i})" for i in range(20)) + ")", "SELECT c20 FROM more"),
+    (
+        "CREATE TABLE more (c0, " + ", ".join(f"c{i + 1} AS (c{i} || c{i})" for i in range(20)) + ")",
+        "SELECT c20 FROM more",
+    ),
     # time, in one call of a function
     (f"CREATE TABLE more (a DEFAULT ({_PRINTF}), b)", f"INSERT INTO more (b) SELECT 1 FROM {TABLE}"),
-    (f"ALTER TABLE {TABLE} ADD COLUMN more AS (format('%.*c', 1000000000, 'x'))", f"SELECT more FROM {TABLE}"),
+    (
+        f"ALTER TABLE {TABLE} ADD COLUMN more AS (format('%.*c', 1000000000, 'x'))",
+        f"SELECT more FROM {TABLE}",
+    ),
     (f"CREATE TABLE more (a CHECK ({_PRINTF} <> ''))", "INSERT INTO more VALUES (1)"),
     (f"CREATE INDEX more ON {TABLE} ({_SLOW})",),
     (f"CREATE INDEX more ON {TABLE} (id) WHERE {_SLOW} > 0",),
     (f"SELECT MAX({_SLOW}) FROM {TABLE}",),
-    (f"WITH v(h, id) AS MATERIALIZED (SELECT {_LONG}, 1) SELECT MAX({_SLOW}) FROM v, {_MANY.replace('records a,', '')}",),
+    (
+        f"WITH v(h, id) AS MATERIALIZED (SELECT {_LONG}, 1) SELECT MAX({_SLOW}) FROM v, {_MANY.replace('records a,', '')}",
+    ),
     (f"SELECT MAX({_LONG} || a.id GLOB '{'*a' * 45}*b') FROM {_MANY}",),
     (f"SELECT MAX({_LONG} || a.id LIKE '{'%a' * 45}%b') FROM {_MANY}",),
     # the grader's own reading of the table
     (f"ALTER TABLE {TABLE} DROP COLUMN score", f"ALTER TABLE {TABLE} ADD COLUMN score AS ({_SLOW})"),
-    (f"ALTER TABLE {TABLE} DROP COLUMN score", f"ALTER TABLE {TABLE} ADD COLUMN score AS (format('%.*c', 1000000000, 'x'))"),
+    (
+        f"ALTER TABLE {TABLE} DROP COLUMN score",
+        f"ALTER TABLE {TABLE} ADD COLUMN score AS (format('%.*c', 1000000000, 'x'))",
+    ),
     (
         f"{_NUMBERS} INSERT INTO {TABLE} SELECT i, i, i FROM n LIMIT 100000",
         f"ALTER TABLE {TABLE} DROP COLUMN score",
@@ -79,7 +99,9 @@ HOSTILE_SQL: tuple[tuple[str, ...], ...] = (
     (f"SELECT {_TYPES * 20}1",),
     ("WITH a AS (" * 900,),
     ("SELECT json('" + "[" * 4_900 + "')",),
-    ("WITH RECURSIVE r(j, n) AS (SELECT '1', 0 UNION ALL SELECT '[' || j || ']', n + 1 FROM r WHERE n < 4000) SELECT json(j) FROM r",),
+    (
+        "WITH RECURSIVE r(j, n) AS (SELECT '1', 0 UNION ALL SELECT '[' || j || ']', n + 1 FROM r WHERE n < 4000) SELECT json(j) FROM r",
+    ),
     # characters
     ("SELECT '\ud800'",),
     ("SELECT '\udfff\ud800'",),
@@ -90,12 +112,19 @@ HOSTILE_SQL: tuple[tuple[str, ...], ...] = (
     # numbers
     ("SELECT " + "9" * 5_000,),
     ("SELECT 1e999, -1e999, 1e999 - 1e999, -0.0, 0x7fffffffffffffff",),
-    ("SELECT zeroblob(9223372036854775807), randomblob(-9223372036854775808), substr('a', -9223372036854775808, 9223372036854775807)",),
+    (
+        "SELECT zeroblob(9223372036854775807), randomblob(-9223372036854775808), substr('a', -9223372036854775808, 9223372036854775807)",
+    ),
     ("SELECT round(1.5, 9223372036854775807), char(9223372036854775807), abs(-9223372036854775808)",),
     ("SELECT 1 LIMIT 9223372036854775807 OFFSET -9223372036854775808",),
     # the outside, and what all databases of a process share
     ("ATTACH '/tmp/agent.db' AS a", "VACUUM INTO '/tmp/agent.db'", "PRAGMA temp_store_directory = '/tmp'"),
-    ("PRAGMA hard_heap_limit = 1", "PRAGMA soft_heap_limit = 1", "SELECT * FROM pragma_soft_heap_limit(1)", "PRAGMA shrink_memory"),
+    (
+        "PRAGMA hard_heap_limit = 1",
+        "PRAGMA soft_heap_limit = 1",
+        "SELECT * FROM pragma_soft_heap_limit(1)",
+        "PRAGMA shrink_memory",
+    ),
     ("CREATE TABLE more (a DEFAULT (load_extension('/tmp/x.so')), b)", "INSERT INTO more (b) VALUES (1)"),
     ("CREATE TABLE more (a DEFAULT (fts3_tokenizer('simple', x'00')), b)", "INSERT INTO more (b) VALUES (1)"),
     ("SELECT * FROM sqlite_stmt", "SELECT * FROM dbstat", "SELECT * FROM sqlite_dbpage"),
@@ -165,4 +194,6 @@ HOSTILE_EPISODES: tuple[tuple[str, ...], ...] = (
     *((_answer(text),) for text in HOSTILE_ANSWERS),
     *((text,) for text in _TEXTS),
 )
-HOSTILE_REPLIES: tuple[str, ...] = tuple(dict.fromkeys(reply for replies in HOSTILE_EPISODES for reply in replies))
+HOSTILE_REPLIES: tuple[str, ...] = tuple(
+    dict.fromkeys(reply for replies in HOSTILE_EPISODES for reply in replies)
+)

@@ -1,4 +1,6 @@
-"""A proxy that does to HTTP what networks do: it loses requests and responses, repeats them, cuts them short and keeps them back."""
+"""A proxy that does to HTTP what networks do: it loses requests and responses, repeats them, cuts them
+short and keeps them back.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ FAULTS = (
 
 
 class ChaosProxy:
-    """Listens on ``port``, and passes requests on to ``upstream``; a share of ``trouble`` of them meets a fault.
+    """Listens on ``port``, and passes requests on to ``upstream``; a share of ``trouble`` of them meets a
+    fault.
 
     What happens to the n-th request depends on the seed and n alone.
     """
@@ -113,7 +116,11 @@ def read_message(line: socket.socket) -> bytes:
             return b""
         held += piece
     head, _, body = held.partition(b"\r\n\r\n")
-    lengths = [int(field.split(b":")[1]) for field in head.split(b"\r\n") if field.lower().startswith(b"content-length:")]
+    lengths = [
+        int(field.split(b":")[1])
+        for field in head.split(b"\r\n")
+        if field.lower().startswith(b"content-length:")
+    ]
     while len(body) < sum(lengths):
         piece = line.recv(65536)
         if not piece:

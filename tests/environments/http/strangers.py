@@ -1,4 +1,6 @@
-"""Both ends of a connection by hand: requests that no client sends, and a server that answers what a test sets."""
+"""Both ends of a connection by hand: requests that no client sends, and a server that answers what a test
+sets.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,18 @@ def read_all(line: socket.socket) -> bytes:
 
 
 def request(
-    path: str = "/health", method: str = "GET", body: bytes = b"", host: bytes = b"localhost", headers: tuple[bytes, ...] = ()
+    path: str = "/health",
+    method: str = "GET",
+    body: bytes = b"",
+    host: bytes = b"localhost",
+    headers: tuple[bytes, ...] = (),
 ) -> bytes:
-    head = [f"{method} {path} HTTP/1.1".encode("latin-1"), b"Host: " + host, b"Content-Type: application/json", b"Connection: close"]
+    head = [
+        f"{method} {path} HTTP/1.1".encode("latin-1"),
+        b"Host: " + host,
+        b"Content-Type: application/json",
+        b"Connection: close",
+    ]
     return b"\r\n".join([*head, b"Content-Length: %d" % len(body), *headers, b"", b""]) + body
 
 

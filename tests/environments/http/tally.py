@@ -1,4 +1,6 @@
-"""An environment that notices when anything is done twice; ``python tally.py PORT LOG TASKS`` serves it from a process of its own."""
+"""An environment that notices when anything is done twice; ``python tally.py PORT LOG TASKS`` serves it
+from a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,15 @@ TURNS = 3
 
 
 class Tally(Environment):
-    """Say the numbers one after the other, each once, then their total as it was told. Every step is written to a log, for good."""
+    """Say the numbers one after the other, each once, then their total as it was told. Every step is
+    written to a log, for good.
+    """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.log = os.open(settings["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        self._tasks = tuple(Task(str(number), (), {"numbers": [number, number + 3, 7]}) for number in range(settings["tasks"]))
+        self._tasks = tuple(
+            Task(str(number), (), {"numbers": [number, number + 3, 7]}) for number in range(settings["tasks"])
+        )
 
     @property
     def tasks(self) -> Sequence[Task]:
@@ -66,7 +72,11 @@ def main(port: str, log: str, tasks: str) -> None:
     from agent_peft.environments.http.limits import Limits
     from agent_peft.environments.http.server import Address, Host
 
-    host = Host({"train": Tally({"log": Path(log), "tasks": int(tasks)})}, Address("127.0.0.1", int(port), 0), Limits())
+    host = Host(
+        {"train": Tally({"log": Path(log), "tasks": int(tasks)})},
+        Address("127.0.0.1", int(port), 0),
+        Limits(),
+    )
     asyncio.run(host.run(lambda: print(host.url, flush=True)))
 
 

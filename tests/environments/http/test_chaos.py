@@ -1,4 +1,6 @@
-"""Requests are lost, repeated, cut and kept back, and the server is killed: nothing is done twice, and no score is wrong."""
+"""Requests are lost, repeated, cut and kept back, and the server is killed: nothing is done twice, and no
+score is wrong.
+"""
 
 import importlib.util
 import os
@@ -47,7 +49,9 @@ class Server:
 
 
 def play(environment, number, lie):
-    """One episode, begun anew as often as the world fails, as the collector does. Its outcome, and how often it was begun."""
+    """One episode, begun anew as often as the world fails, as the collector does. Its outcome, and how
+    often it was begun.
+    """
     task = environment.tasks[number % TASKS]
     for attempt in range(1, 50):
         episode = environment.episode(task, derive(0, "chaos", number, attempt))
@@ -79,7 +83,9 @@ def storm(tmp_path, episodes, kills, trouble):
             turn.notify_all()
         return found
 
-    environment = load_environment({"kind": "remote", "url": f"http://127.0.0.1:{proxy.port}", "timeout": 10, "patience": 120})
+    environment = load_environment(
+        {"kind": "remote", "url": f"http://127.0.0.1:{proxy.port}", "timeout": 10, "patience": 120}
+    )
     try:
         with ThreadPoolExecutor(8) as threads:
             played = [threads.submit(one, number) for number in range(episodes)]
@@ -94,18 +100,26 @@ def storm(tmp_path, episodes, kills, trouble):
         proxy.close()
         server.kill()
 
-    wrong = [number for number, (outcome, _) in enumerate(outcomes) if outcome is not (Outcome.INCORRECT, Outcome.CORRECT)[number % 2 == 0]]
+    wrong = [
+        number
+        for number, (outcome, _) in enumerate(outcomes)
+        if outcome is not (Outcome.INCORRECT, Outcome.CORRECT)[number % 2 == 0]
+    ]
     assert not wrong
     done = [tuple(line.split()) for line in (tmp_path / "log").read_text().splitlines()]
     steps = Counter((episode, what) for episode, what, _ in done if what != "start")
-    starts = Counter((episode, server) for episode, what, server in done if what == "start")  # a killed server's start is lost with it
+    starts = Counter(
+        (episode, server) for episode, what, server in done if what == "start"
+    )  # a killed server's start is lost with it
     assert steps and set(steps.values()) == set(starts.values()) == {1}
     servers = {server for *_, server in done}
     assert len(servers) == kills + 1
     assert all(proxy.met[fault] for fault in chaos.FAULTS)
     again = sum(attempts > 1 for _, attempts in outcomes)
     assert again >= (kills > 0)
-    assert again <= 16 * kills + episodes * 0.01  # an episode is begun anew because its server died, not because an answer was lost
+    assert (
+        again <= 16 * kills + episodes * 0.01
+    )  # an episode is begun anew because its server died, not because an answer was lost
     return outcomes, proxy.met
 
 

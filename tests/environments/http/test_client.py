@@ -13,7 +13,7 @@ from typing import ClassVar
 import pytest
 
 from agent_peft.environments import load_environment
-from agent_peft.environments.http import wire
+from agent_peft.environments.http import messages
 from agent_peft.environments.http.limits import Limits
 from agent_peft.types import AgentPeftError, InfrastructureError, Outcome, Task
 
@@ -23,7 +23,9 @@ SUMS = {"kind": "arithmetic", "num_tasks": 12, "digits": 2}
 
 @pytest.fixture
 def remote(serving):
-    """remote(settings of an environment, **keys): the environment, and it served and seen through the wire."""
+    """remote(settings of an environment, **keys): the environment, and it served and seen through the
+    wire.
+    """
     opened = []
 
     def found(settings, limits=None, **keys):
@@ -54,7 +56,11 @@ def test_it_cannot_be_told_from_the_one_that_is_served(remote, settings):
     for task in local.tasks:
         golds = local.demonstration(task)
         assert list(elsewhere.demonstration(task)) == list(golds)
-        for replies in (golds, ["Action: Operation\n```sql\nSELECT random();\n```"][: 1 if settings is DB else 0], ["no idea \ud800"]):
+        for replies in (
+            golds,
+            ["Action: Operation\n```sql\nSELECT random();\n```"][: 1 if settings is DB else 0],
+            ["no idea \ud800"],
+        ):
             assert record(elsewhere, task, 7, replies) == record(local, task, 7, replies)
 
 
@@ -111,19 +117,25 @@ def test_examples_go_between_the_system_message_and_the_task(remote):
         system, user = own.start()
         own.close()
         assert (opening[0], opening[-1]) == (system, user)
-        assert [message.role for message in opening[1:-1]] == ["user", "assistant"] * ((len(opening) - 2) // 2)
+        assert [message.role for message in opening[1:-1]] == ["user", "assistant"] * (
+            (len(opening) - 2) // 2
+        )
         assert user not in opening[:-1]  # a task is never shown its own solution
     assert opening[-1] not in opening[:-1]
 
 
 def test_examples_that_are_too_many_or_have_no_effect(remote, serving):
-    with pytest.raises(AgentPeftError, match=r"has 12 solved tasks, and examples . 1 are needed; set examples to 11"):
+    with pytest.raises(
+        AgentPeftError, match=r"has 12 solved tasks, and examples . 1 are needed; set examples to 11"
+    ):
         remote(SUMS, examples=12)
     with pytest.raises(AgentPeftError, match="examples_url has no effect"):
-        load_environment({"kind": "remote", "url": "http://localhost:1", "examples_url": "http://localhost:2"})
+        load_environment(
+            {"kind": "remote", "url": "http://localhost:1", "examples_url": "http://localhost:2"}
+        )
 
 
-# -- the world between --------------------------------------------------------------------------------------------------------------
+# -- the world between ---------------------------------------------------------------------------------------
 
 
 def test_no_server_is_a_mistake_of_one_line():
@@ -228,7 +240,9 @@ class Odd(http.server.BaseHTTPRequestHandler):
         status, echo, body = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         self.send_response(status)
         if echo:
-            self.send_header(wire.REQUEST_ID, self.headers[wire.REQUEST_ID] if echo == "right" else echo)
+            self.send_header(
+                messages.REQUEST_ID, self.headers[messages.REQUEST_ID] if echo == "right" else echo
+            )
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -253,7 +267,12 @@ TASK = b'{"total": 1, "tasks": [{"id": "t", "skills": [], "content": {}}]}'
 
 
 def test_answers_to_other_requests_and_of_proxies_are_not_taken(odd):
-    Odd.answers = [(502, None, b"<html>"), (200, "another", b'{"total": 0, "tasks": []}'), (200, "right", b"{"), (200, "right", TASK)]
+    Odd.answers = [
+        (502, None, b"<html>"),
+        (200, "another", b'{"total": 0, "tasks": []}'),
+        (200, "right", b"{"),
+        (200, "right", TASK),
+    ]
     elsewhere = load_environment({"kind": "remote", "url": odd})
     assert [task.id for task in elsewhere.tasks] == ["t"]
     elsewhere.close()

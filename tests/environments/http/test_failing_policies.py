@@ -1,4 +1,6 @@
-"""A policy that breaks the world which is served to it, or the server's own code, reports the success it has."""
+"""A policy that breaks the world which is served to it, or the server's own code, reports the success it
+has.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,19 @@ import pytest
 from agent_peft.environments import load_environment
 from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticConfig
 from agent_peft.environments.base import Episode
-from agent_peft.policies.engine import Conversation, EngineStatistics
+from agent_peft.policies.engine.base import Conversation, EngineStatistics
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer, character_tokenizer
 from agent_peft.rollout.collector import Collection, Collector
-from agent_peft.rollout.evaluation import summarize
 from agent_peft.rollout.rewards import RewardConfig
+from agent_peft.rollout.statistics import summarize
 from agent_peft.types import InfrastructureError, Message, Outcome, StepResult, StopReason, Task
 
 
 class Brittle(Arithmetic):
-    """``breaks(times, result)`` may raise instead of the result; ``times`` says how often an episode of its task and seed was opened."""
+    """``breaks(times, result)`` may raise instead of the result; ``times`` says how often an episode of
+    its task and seed was opened.
+    """
 
     def __init__(self, breaks: Callable[[int, StepResult], None]) -> None:
         super().__init__(ArithmeticConfig(digits=1, num_tasks=20))
@@ -56,7 +60,9 @@ class Half:
 
     policy = SimpleNamespace(chat=ChatTokenizer(character_tokenizer(ALPHABET)))
 
-    def generate(self, conversations: Sequence[Conversation], sampling: SamplingConfig, schedule: object = None) -> EngineStatistics:
+    def generate(
+        self, conversations: Sequence[Conversation], sampling: SamplingConfig, schedule: object = None
+    ) -> EngineStatistics:
         for conversation in conversations:
             task = conversation.task  # type: ignore[attr-defined]
             total = task.content["a"] + task.content["b"] + conversation.seed % 2
@@ -99,7 +105,14 @@ def test_it_reports_the_success_that_it_has(serving: Any, breaks: Callable[[int,
     honest, found = play(never), play(breaks)
     expected = summarize(honest.groups)
     assert 0.3 < expected.success.value < 0.7
-    assert (summarize(found.groups).success, summarize(found.groups).outcomes) == (expected.success, expected.outcomes)
-    reasons = Counter(t.stop_reason for group in found.groups for t in group.trajectories if t.outcome is Outcome.INCORRECT)
-    assert set(reasons) == {{crashes: StopReason.CRASHED, raises: StopReason.DEFECT, fails_once: StopReason.FINISHED}[breaks]}
+    assert (summarize(found.groups).success, summarize(found.groups).outcomes) == (
+        expected.success,
+        expected.outcomes,
+    )
+    reasons = Counter(
+        t.stop_reason for group in found.groups for t in group.trajectories if t.outcome is Outcome.INCORRECT
+    )
+    assert set(reasons) == {
+        {crashes: StopReason.CRASHED, raises: StopReason.DEFECT, fails_once: StopReason.FINISHED}[breaks]
+    }
     assert (found.crashed, found.defects) == (reasons[StopReason.CRASHED], reasons[StopReason.DEFECT])

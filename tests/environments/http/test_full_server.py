@@ -8,8 +8,9 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from agent_peft.environments import load_environment
 from agent_peft.environments.http.limits import Limits
-from agent_peft.policies.engine import Engine, EngineConfig
-from agent_peft.policies.language_model import Policy
+from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.rollout.collector import Collector
@@ -20,7 +21,10 @@ from agent_peft.types import StopReason
 def test_an_evaluation_of_more_episodes_than_the_server_holds(
     serving: Any, tiny_llama: LlamaForCausalLM, char_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    host = serving({"train": load_environment({"kind": "arithmetic", "digits": 2, "num_tasks": 150})}, limits=Limits(episodes=16))
+    host = serving(
+        {"train": load_environment({"kind": "arithmetic", "digits": 2, "num_tasks": 150})},
+        limits=Limits(episodes=16),
+    )
     elsewhere = load_environment({"kind": "remote", "url": host.url, "patience": 0.0})
     engine = Engine(Policy(tiny_llama, ChatTokenizer(char_tokenizer)), EngineConfig(rows=4))
     collection = Collector(elsewhere, engine).collect(

@@ -1,4 +1,6 @@
-"""What stands before every request: no text in it raises, and none of the tricks by which one passes for another works."""
+"""What stands before every request: no text in it raises, and none of the tricks by which one passes for
+another works.
+"""
 
 import json
 import logging
@@ -17,7 +19,11 @@ from tests.environments.http.strangers import ask, connect, read_all, request, s
 
 SUMS = {"kind": "arithmetic", "num_tasks": 12, "digits": 2}
 FUZZ = settings(
-    max_examples=120, deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=120,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 
@@ -27,8 +33,25 @@ def host(serving_all_along):
 
 
 NAMES = (
-    *(b"[::1", b"[evil]", b"[::1]]", b"]", b"[", b"localhost.evil.example", b"localhost@evil.example", b"evil.example@localhost", b""),
-    *(b"localhost\tevil", b"localhost/evil", b"localhost:abc", b"localh\xf6st", b"2130706433", b"\xbd.example"),
+    *(
+        b"[::1",
+        b"[evil]",
+        b"[::1]]",
+        b"]",
+        b"[",
+        b"localhost.evil.example",
+        b"localhost@evil.example",
+        b"evil.example@localhost",
+        b"",
+    ),
+    *(
+        b"localhost\tevil",
+        b"localhost/evil",
+        b"localhost:abc",
+        b"localh\xf6st",
+        b"2130706433",
+        b"\xbd.example",
+    ),
 )
 
 
@@ -40,7 +63,15 @@ def test_a_host_that_is_not_this_machine_is_refused(host, host_header):
 
 
 @pytest.mark.parametrize(
-    "origin", [b"http://[", b"null", b"file://", b"http://localhost@evil.example", b"https://evil.example", b"x" * 9000]
+    "origin",
+    [
+        b"http://[",
+        b"null",
+        b"file://",
+        b"http://localhost@evil.example",
+        b"https://evil.example",
+        b"x" * 9000,
+    ],
 )
 def test_requests_of_web_pages_are_refused_however_the_page_is_called(host, origin):
     assert status(ask(host.url, request(headers=(b"Origin: " + origin,)))) == 403
@@ -64,9 +95,15 @@ def test_no_name_of_a_host_raises(name):
 
 @pytest.mark.parametrize("version", ["1.1", "1.0"])
 def test_a_request_of_two_lengths_is_refused_and_what_it_hides_is_not_executed(host, version):
-    hidden = b"POST /close HTTP/1.1\r\nHost: localhost\r\nContent-Length: 22\r\n\r\n" + b'{"episode_id": "hidden"}'
+    hidden = (
+        b"POST /close HTTP/1.1\r\nHost: localhost\r\nContent-Length: 22\r\n\r\n" + b'{"episode_id": "hidden"}'
+    )
     lengths = b"Transfer-Encoding: chunked\r\n" + (b"Content-Length: 4\r\n" if version == "1.1" else b"")
-    answer = ask(host.url, b"POST /api/ping HTTP/%s\r\nHost: localhost\r\n%s\r\n0\r\n\r\n" % (version.encode(), lengths) + hidden)
+    answer = ask(
+        host.url,
+        b"POST /api/ping HTTP/%s\r\nHost: localhost\r\n%s\r\n0\r\n\r\n" % (version.encode(), lengths)
+        + hidden,
+    )
     assert status(answer) == 400
     assert answer.count(b"HTTP/1.1 ") == 1
     assert "hidden" not in host.episodes.ended
@@ -98,7 +135,18 @@ targets = st.sampled_from(
     ]
 ) | st.text(st.characters(max_codepoint=126, min_codepoint=33), max_size=40)
 bodies = st.sampled_from(
-    [b"", b"{}", b"{", b"null", b"[" * 2000, b'{"episode_id": "e"}', b"\xff\xfe", b"0\r\n\r\n", b"\0", b'"\\ud800"']
+    [
+        b"",
+        b"{}",
+        b"{",
+        b"null",
+        b"[" * 2000,
+        b'{"episode_id": "e"}',
+        b"\xff\xfe",
+        b"0\r\n\r\n",
+        b"\0",
+        b'"\\ud800"',
+    ]
 ) | st.binary(max_size=60)
 
 
@@ -112,26 +160,48 @@ bodies = st.sampled_from(
 )
 @example(b"POST", "/ws", b"HTTP/1.1", [(b"Upgrade", b"websocket"), (b"Connection", b"upgrade")], b"")
 @example(b"GET", "/ws", b"HTTP/1.0", [(b"Upgrade", b"websocket"), (b"Connection", b"upgrade")], b"")
-@example(b"GET", "/ws", b"HTTP/1.1", [(b"Upgrade", b"websocket"), (b"Connection", b"upgrade"), (b"Sec-WebSocket-Key", b"\xff")], b"")
-@example(b"GET", "/health", b"HTTP/1.1", [(b"Upgrade", b"websocket"), (b"Connection", b"upgrade"), (b"Content-Length", b"5")], b"abc")
+@example(
+    b"GET",
+    "/ws",
+    b"HTTP/1.1",
+    [(b"Upgrade", b"websocket"), (b"Connection", b"upgrade"), (b"Sec-WebSocket-Key", b"\xff")],
+    b"",
+)
+@example(
+    b"GET",
+    "/health",
+    b"HTTP/1.1",
+    [(b"Upgrade", b"websocket"), (b"Connection", b"upgrade"), (b"Content-Length", b"5")],
+    b"abc",
+)
 @example(b"POST", "/step", b"HTTP/1.1", [(b"Content-Length", b"2")], b"{}\0\0\0\0\r\n\r\n")
 @example(b"POST", "/step", b"HTTP/1.1", [(b"Transfer-Encoding", b"chunked")], b"zz\r\n")
-def test_whatever_is_sent_is_answered_without_a_traceback(host, caplog, method, target, version, headers, body):
+def test_whatever_is_sent_is_answered_without_a_traceback(
+    host, caplog, method, target, version, headers, body
+):
     caplog.clear()
-    lines = [b"%s %s %s" % (method, target.encode("latin-1"), version), *(b"%s: %s" % header for header in headers)]
+    lines = [
+        b"%s %s %s" % (method, target.encode("latin-1"), version),
+        *(b"%s: %s" % header for header in headers),
+    ]
     if not any(name == b"Host" for name, _ in headers):
         lines.append(b"Host: localhost")
     lines.append(b"Connection: close")
-    with caplog.at_level(logging.INFO, "uvicorn"), connect(host.url, b"\r\n".join([*lines, b"", b""]) + body) as line:
+    with (
+        caplog.at_level(logging.INFO, "uvicorn"),
+        connect(host.url, b"\r\n".join([*lines, b"", b""]) + body) as line,
+    ):
         line.shutdown(socket.SHUT_WR)  # nothing more will come
         answer = read_all(line)
     assert not answer or answer.startswith(b"HTTP/1.1 ")
     for part in answer.split(b"HTTP/1.1 ")[1:]:
         assert part[:3] == b"101" or b"200" <= part[:3] < b"500", answer[:300]
-    assert not [record for record in caplog.records if record.exc_info or "raceback" in record.getMessage()], caplog.text
+    assert not [
+        record for record in caplog.records if record.exc_info or "raceback" in record.getMessage()
+    ], caplog.text
 
 
-# -- what a body may hold -------------------------------------------------------------------------------------------------------------
+# -- what a body may hold ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -140,7 +210,9 @@ def test_whatever_is_sent_is_answered_without_a_traceback(host, caplog, method, 
         b'{"task": {"id": "t", "skills": [' + b"1," * 400_000 + b"1]}}",
         b'{"task": {"id": "t", "content": {"a": ' + b"[" * 900 + b"]" * 900 + b"}}}",
         b"{" + b",".join(b'"%d": 1' % number for number in range(60_000)) + b"}",
-        b'{"task": {"id": "t", "content": {' + b",".join(b'"\\ud800%d": 1' % number for number in range(30_000)) + b"}}}",
+        b'{"task": {"id": "t", "content": {'
+        + b",".join(b'"\\ud800%d": 1' % number for number in range(30_000))
+        + b"}}}",
         b'{"task": "' + b"a" * 5000 + b'"}',
         b'{"seed": ' + b"9" * 4000 + b"}",
         b'{"environment": "train"}'.decode().encode("utf-16"),
@@ -148,7 +220,13 @@ def test_whatever_is_sent_is_answered_without_a_traceback(host, caplog, method, 
     ids=["items", "depth", "keys", "half characters", "a long id", "digits", "UTF-16"],
 )
 def test_what_would_be_many_objects_or_many_errors_is_one_short_refusal(host, body):
-    answer = httpx.post(f"{host.url}/reset", content=body, headers={"content-type": "application/json"}, trust_env=False, timeout=20)
+    answer = httpx.post(
+        f"{host.url}/reset",
+        content=body,
+        headers={"content-type": "application/json"},
+        trust_env=False,
+        timeout=20,
+    )
     assert answer.status_code in (413, 422)
     assert len(answer.content) < 1000
     assert set(answer.json()) == {"detail", "code"}

@@ -1,4 +1,6 @@
-"""Our clients against a server that means no good: what it answers is bounded and checked, and ends in one line."""
+"""Our clients against a server that means no good: what it answers is bounded and checked, and ends in one
+line.
+"""
 
 import base64
 import gzip
@@ -18,12 +20,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from agent_peft.environments import load_environment
-from agent_peft.environments.http import wire
+from agent_peft.environments.http import messages
 from agent_peft.environments.http.connection import LONGEST_ANSWER, DefectError
 from agent_peft.types import AgentPeftError, InfrastructureError, StepResult
 from tests.environments.http.strangers import answering
 
-FUZZ = settings(max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+FUZZ = settings(
+    max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
 TOLD = (AgentPeftError, InfrastructureError)
 
 
@@ -37,7 +41,12 @@ def one_list_of_certificates():
 
 def http(body, head, status=b"200 OK", headers=()):
     found = re.search(rb"x-request-id: *(\S+)", head, re.IGNORECASE)
-    lines = [b"HTTP/1.1 " + status, b"X-Request-Id: " + (found[1] if found else b""), b"Connection: close", *headers]
+    lines = [
+        b"HTTP/1.1 " + status,
+        b"X-Request-Id: " + (found[1] if found else b""),
+        b"Connection: close",
+        *headers,
+    ]
     return b"\r\n".join([*lines, b"Content-Length: %d" % len(body), b"", b""]) + body
 
 
@@ -52,7 +61,7 @@ def one_line(error):
     return text
 
 
-# -- how much ---------------------------------------------------------------------------------------------------------------------------
+# -- how much ------------------------------------------------------------------------------------------------
 
 
 def bomb(megabytes):
@@ -98,7 +107,9 @@ KINDS = [pytest.param("remote"), pytest.param("openenv", marks=pytest.mark.slow)
 @pytest.mark.parametrize("answer", [answer_compressed, answer_endlessly, answer_with_brackets])
 def test_an_answer_takes_no_more_memory_than_it_may(kind, answer):
     with answering(answer) as url:
-        found = subprocess.run([sys.executable, "-c", PEAK, url, kind], capture_output=True, text=True, timeout=100)
+        found = subprocess.run(
+            [sys.executable, "-c", PEAK, url, kind], capture_output=True, text=True, timeout=100
+        )
     told, grown = found.stdout.splitlines()
     assert told.startswith("AgentPeftError")
     assert int(grown) < 200_000  # KiB; the pages that it reads have up to 32 MiB
@@ -121,7 +132,9 @@ def test_an_answer_that_comes_by_the_byte_is_not_waited_for():
 def test_cookies_are_not_kept():
     def answer(line, head):
         assert b"\r\ncookie:" not in head.lower()
-        line.sendall(http(b'{"total": 1, "tasks": [{"id": "t"}]}', head, headers=(b"Set-Cookie: a=" + b"b" * 1000,)))
+        line.sendall(
+            http(b'{"total": 1, "tasks": [{"id": "t"}]}', head, headers=(b"Set-Cookie: a=" + b"b" * 1000,))
+        )
 
     with answering(answer) as url:
         elsewhere = remote(url)
@@ -134,7 +147,9 @@ def test_totals_that_are_not_true(pages):
     total, tasks = pages
     page = json.dumps({"total": total, "tasks": [{"id": str(n)} for n in range(tasks)]}).encode()
     with answering(
-        lambda line, head: line.sendall(http(page, head) if b"offset=1 " not in head else http(b'{"total": 2, "tasks": []}', head))
+        lambda line, head: line.sendall(
+            http(page, head) if b"offset=1 " not in head else http(b'{"total": 2, "tasks": []}', head)
+        )
     ) as url:
         if total in (10**30, -1, 1.5):
             with pytest.raises(AgentPeftError, match="another version"):
@@ -151,11 +166,14 @@ def test_totals_that_are_not_true(pages):
 def test_all_tasks_together_are_bounded(monkeypatch):
     monkeypatch.setattr("agent_peft.environments.http.client.LONGEST_SET", 10_000)
     page = json.dumps({"total": 9999, "tasks": [{"id": "t", "content": {"x": "a" * 900}}]}).encode()
-    with answering(lambda line, head: line.sendall(http(page, head))) as url, pytest.raises(AgentPeftError, match="serve fewer of them"):
+    with (
+        answering(lambda line, head: line.sendall(http(page, head))) as url,
+        pytest.raises(AgentPeftError, match="serve fewer of them"),
+    ):
         remote(url)
 
 
-# -- what -------------------------------------------------------------------------------------------------------------------------------
+# -- what ----------------------------------------------------------------------------------------------------
 
 values = st.recursive(
     st.none()
@@ -165,7 +183,8 @@ values = st.recursive(
     | st.text(max_size=12)
     | st.sampled_from(["\x1b[2J", "\ud800"]),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8) | st.sampled_from(["detail", "code"]), inner, max_size=3)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=8) | st.sampled_from(["detail", "code"]), inner, max_size=3)
     ),
     max_leaves=8,
 )
@@ -248,16 +267,36 @@ def play(script, url, kind="remote"):
 @given(st.sampled_from(["/tasks", "/reset", "/step", "/demonstration", "/close"]), st.data(), values)
 def test_an_answer_that_one_thing_is_wrong_with(scripted, path, drawn, value):
     script, url = scripted
-    right = {"/tasks": TASKS, "/reset": RESET, "/step": STEP, "/demonstration": {"actions": ["a"]}, "/close": {"status": "ok"}}
+    right = {
+        "/tasks": TASKS,
+        "/reset": RESET,
+        "/step": STEP,
+        "/demonstration": {"actions": ["a"]},
+        "/close": {"status": "ok"},
+    }
     script.answers = {name: (answer, b"200 OK") for name, answer in right.items()}
-    script.answers[path] = (put(right[path], drawn.draw(st.sampled_from(list(places(right[path])))), value), b"200 OK")
+    script.answers[path] = (
+        put(right[path], drawn.draw(st.sampled_from(list(places(right[path])))), value),
+        b"200 OK",
+    )
     play(script, url)
 
 
 @FUZZ
 @given(
     st.sampled_from(
-        [b"400 Bad", b"401 No", b"404 None", b"410 Gone", b"429 Full", b"500 Broken", b"502 Lost", b"201 Made", b"301 Moved", b"999 Odd"]
+        [
+            b"400 Bad",
+            b"401 No",
+            b"404 None",
+            b"410 Gone",
+            b"429 Full",
+            b"500 Broken",
+            b"502 Lost",
+            b"201 Made",
+            b"301 Moved",
+            b"999 Odd",
+        ]
     ),
     values | st.binary(max_size=40),
 )
@@ -269,7 +308,12 @@ def test_an_answer_that_one_thing_is_wrong_with(scripted, path, drawn, value):
 @example(b"200 OK", b"9" * 5000)
 def test_refusals_that_are_none(scripted, status, answer):
     script, url = scripted
-    script.answers = {"/tasks": (TASKS, b"200 OK"), "/reset": (RESET, b"200 OK"), "/step": (answer, status), "/close": (answer, status)}
+    script.answers = {
+        "/tasks": (TASKS, b"200 OK"),
+        "/reset": (RESET, b"200 OK"),
+        "/step": (answer, status),
+        "/close": (answer, status),
+    }
     play(script, url)
     script.answers = {"/tasks": (answer, status)}
     with pytest.raises(AgentPeftError) as error:
@@ -279,7 +323,11 @@ def test_refusals_that_are_none(scripted, status, answer):
 
 def test_a_step_that_ends_without_a_reason_is_no_step(scripted):
     script, url = scripted
-    script.answers = {"/tasks": (TASKS, b"200 OK"), "/reset": (RESET, b"200 OK"), "/step": ({**STEP, "done": True}, b"200 OK")}
+    script.answers = {
+        "/tasks": (TASKS, b"200 OK"),
+        "/reset": (RESET, b"200 OK"),
+        "/step": ({**STEP, "done": True}, b"200 OK"),
+    }
     elsewhere = remote(url)
     episode = elsewhere.episode(elsewhere.tasks[0], 0)
     episode.start()
@@ -294,8 +342,12 @@ def test_a_step_that_ends_without_a_reason_is_no_step(scripted):
 
 def test_a_defect_is_neither_a_mistake_nor_a_failure_of_the_world(scripted):
     script, url = scripted
-    broken = {"detail": "the environment raised ZeroDivisionError: \x1b[2J", "code": wire.BROKEN}
-    script.answers = {"/tasks": (TASKS, b"200 OK"), "/reset": (RESET, b"200 OK"), "/step": (broken, b"500 Broken")}
+    broken = {"detail": "the environment raised ZeroDivisionError: \x1b[2J", "code": messages.BROKEN}
+    script.answers = {
+        "/tasks": (TASKS, b"200 OK"),
+        "/reset": (RESET, b"200 OK"),
+        "/step": (broken, b"500 Broken"),
+    }
     elsewhere = remote(url)
     episode = elsewhere.episode(elsewhere.tasks[0], 0)
     episode.start()
@@ -321,7 +373,7 @@ def test_what_is_no_http(answer):
     one_line(error)
 
 
-# -- an OpenEnv server --------------------------------------------------------------------------------------------------------------------
+# -- an OpenEnv server ---------------------------------------------------------------------------------------
 
 SCHEMA = {
     "action": {"properties": {"text": {"type": "string"}}, "required": ["text"]},
@@ -335,7 +387,13 @@ def frame(text, opcode=1):
     size = len(text)
     return (
         head
-        + (bytes([size]) if size < 126 else b"\x7e" + size.to_bytes(2, "big") if size < 1 << 16 else b"\x7f" + size.to_bytes(8, "big"))
+        + (
+            bytes([size])
+            if size < 126
+            else b"\x7e" + size.to_bytes(2, "big")
+            if size < 1 << 16
+            else b"\x7f" + size.to_bytes(8, "big")
+        )
         + text
     )
 
@@ -352,7 +410,11 @@ class OpenEnvScript:
             return
         key = re.search(rb"sec-websocket-key: (\S+)", head, re.IGNORECASE)[1]
         accept = base64.b64encode(hashlib.sha1(key + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest())
-        switching = b"HTTP/1.1 101 Switching\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: " + accept + b"\r\n\r\n"
+        switching = (
+            b"HTTP/1.1 101 Switching\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: "
+            + accept
+            + b"\r\n\r\n"
+        )
         line.sendall(self.handshake or switching)
         for answer in self.frames:
             said = line.recv(65536)
@@ -388,7 +450,11 @@ def test_an_openenv_answer_that_one_thing_is_wrong_with(openenv, in_schema, draw
     right = SCHEMA if in_schema else OBSERVED
     wrong = json.dumps(put(right, drawn.draw(st.sampled_from(list(places(right)))), value)).encode()
     right_frame = frame(json.dumps(OBSERVED).encode())
-    frames = [right_frame, right_frame] if in_schema else [drawn.draw(st.sampled_from([right_frame, frame(wrong)])), frame(wrong)]
+    frames = (
+        [right_frame, right_frame]
+        if in_schema
+        else [drawn.draw(st.sampled_from([right_frame, frame(wrong)])), frame(wrong)]
+    )
     play_openenv(*openenv, wrong if in_schema else json.dumps(SCHEMA).encode(), frames)
 
 
@@ -426,7 +492,9 @@ def test_openenv_answers_that_are_none(openenv, data):
     "frames",
     [
         [frame(b" " * (LONGEST_ANSWER + 1))],
-        [frame(b'{"type": "observation"}').replace(b"\x81", b"\xc1", 1)],  # compressed, which was not agreed on
+        [
+            frame(b'{"type": "observation"}').replace(b"\x81", b"\xc1", 1)
+        ],  # compressed, which was not agreed on
         [frame(b"\xff\xff")],
         [frame(b"{}", 2)],
         [frame(b"", 8)],
@@ -438,7 +506,9 @@ def test_frames_that_are_none(openenv, frames):
     play_openenv(*openenv, json.dumps(SCHEMA).encode(), frames * 3)
 
 
-@pytest.mark.parametrize("location", [b"http://[", b"ws://[", b"http://127.0.0.1:99999999/ws", b"ftp://x", b"\xff", b"/ws"])
+@pytest.mark.parametrize(
+    "location", [b"http://[", b"ws://[", b"http://127.0.0.1:99999999/ws", b"ftp://x", b"\xff", b"/ws"]
+)
 def test_redirects_of_a_socket(openenv, location):
     script, url = openenv
     script.schema, script.frames = json.dumps(SCHEMA).encode(), []

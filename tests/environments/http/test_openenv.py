@@ -40,7 +40,10 @@ def test_an_openenv_client_drives_ours(serving):
         done = ask("step", {"text": str(int(a) + int(b)), "metadata": {}})["data"]
         assert (done["reward"], done["done"]) == (1.0, True)
         assert ask("state")["data"]["step_count"] == 1
-        again = ask("reset", {"seed": 3, "task": host.episodes.environments["train"].tasks[4].id, "episode_id": "mine"})["data"]
+        again = ask(
+            "reset",
+            {"seed": 3, "task": host.episodes.environments["train"].tasks[4].id, "episode_id": "mine"},
+        )["data"]
         assert again["metadata"]["episode_id"] == "mine"
         assert set(host.episodes.open) == {"mine"}
         ask.socket.send(json.dumps({"type": "close"}))
@@ -96,7 +99,7 @@ def test_sessions_need_the_token_too(serving):
         assert ask("reset", {})["type"] == "observation"
 
 
-# -- the other way ------------------------------------------------------------------------------------------------------------------
+# -- the other way -------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -113,7 +116,9 @@ def openenv(serving):
 
 
 def test_our_client_plays_on_an_openenv_server(serving, openenv):
-    environment = openenv(serving({"train": load_environment(SUMS)}).url, system_prompt="Add.", prompt="A sum:")
+    environment = openenv(
+        serving({"train": load_environment(SUMS)}).url, system_prompt="Add.", prompt="A sum:"
+    )
     assert (environment.action_key, environment.observation_key) == ("text", "text")
     assert len({task.id for task in environment.tasks}) == 6
     for task in environment.tasks:
@@ -131,14 +136,27 @@ def test_our_client_plays_on_an_openenv_server(serving, openenv):
 
 
 SCHEMA = {
-    "action": {"properties": {"message": {"type": "string"}, "metadata": {"type": "object"}}, "required": ["message"]},
-    "observation": {"properties": {"echo": {"type": "string"}, "length": {"type": "integer"}, "done": {}, "reward": {}, "metadata": {}}},
+    "action": {
+        "properties": {"message": {"type": "string"}, "metadata": {"type": "object"}},
+        "required": ["message"],
+    },
+    "observation": {
+        "properties": {
+            "echo": {"type": "string"},
+            "length": {"type": "integer"},
+            "done": {},
+            "reward": {},
+            "metadata": {},
+        }
+    },
 }
 
 
 @pytest.fixture
 def echo():
-    """echo(answers): a server that speaks OpenEnv and gives these answers to steps, then ends each session that asks for more."""
+    """echo(answers): a server that speaks OpenEnv and gives these answers to steps, then ends each session
+    that asks for more.
+    """
     servers = []
 
     def serving_answers(answers, schema=SCHEMA, resets=None):
@@ -160,8 +178,16 @@ def echo():
                 message = json.loads(text)
                 seen.append(message)
                 if message["type"] == "reset":
-                    shown = {"echo": "hello", "length": 5, "number": len(seen) if resets == "all differ" else 0}
-                    answer = resets if isinstance(resets, dict) else {"type": "observation", "data": {"observation": shown, "done": False}}
+                    shown = {
+                        "echo": "hello",
+                        "length": 5,
+                        "number": len(seen) if resets == "all differ" else 0,
+                    }
+                    answer = (
+                        resets
+                        if isinstance(resets, dict)
+                        else {"type": "observation", "data": {"observation": shown, "done": False}}
+                    )
                 elif left:
                     answer = left.pop(0)
                 else:
@@ -192,7 +218,12 @@ def heard(text, reward=None, done=False):
         ([heard("a", 0.5), heard("b", 0.6, True)], {"reward": "sum"}, Outcome.CORRECT, StopReason.FINISHED),
         ([heard("a", 0.5), heard("b", 0.4, True)], {"threshold": 0.4}, Outcome.CORRECT, StopReason.FINISHED),
         ([heard("a"), heard("b", None, True)], {}, Outcome.UNKNOWN, StopReason.FINISHED),
-        ([heard("a", 1), heard("b", True)], {"max_turns": 2}, Outcome.CORRECT, StopReason.TURN_LIMIT),  # an echo server never says done
+        (
+            [heard("a", 1), heard("b", True)],
+            {"max_turns": 2},
+            Outcome.CORRECT,
+            StopReason.TURN_LIMIT,
+        ),  # an echo server never says done
     ],
 )
 def test_how_a_reward_becomes_an_outcome(echo, openenv, answers, keys, outcome, reason):
@@ -249,15 +280,27 @@ def test_a_seed_that_decides_nothing_is_told(echo, openenv, caplog):
         environment = openenv(url)
     assert "two resets with one seed differ" in caplog.text
     episode = environment.episode(environment.tasks[0], 0)
-    assert json.loads(episode.start()[0].content) == {"echo": "hello", "length": 5, "number": 3}  # no one text: all of it, as JSON
+    assert json.loads(episode.start()[0].content) == {
+        "echo": "hello",
+        "length": 5,
+        "number": 3,
+    }  # no one text: all of it, as JSON
     episode.close()
 
 
 @pytest.mark.parametrize(
     ("schema", "keys", "told"),
     [
-        ({"action": {"properties": {"x": {"type": "integer"}}}}, {}, "an action is not one text .its keys: x.; set action_key"),
-        ({"action": {"properties": {"a": {"type": "string"}, "b": {"type": "string"}}}}, {}, "set action_key"),
+        (
+            {"action": {"properties": {"x": {"type": "integer"}}}},
+            {},
+            "an action is not one text .its keys: x.; set action_key",
+        ),
+        (
+            {"action": {"properties": {"a": {"type": "string"}, "b": {"type": "string"}}}},
+            {},
+            "set action_key",
+        ),
         (SCHEMA, {"reset": {"seed": 1}}, "'seed' is set for every episode"),
         (SCHEMA, {"observation_key": "nothing"}, "the first observation is empty; set prompt"),
     ],
@@ -274,7 +317,9 @@ def test_no_openenv_server_is_told(openenv):
 
 
 def test_openenvs_own_client(serving):
-    client = pytest.importorskip("openenv.core.generic_client", reason="OpenEnv (openenv on PyPI) is not installed")
+    client = pytest.importorskip(
+        "openenv.core.generic_client", reason="OpenEnv (openenv on PyPI) is not installed"
+    )
     host = serving({"train": load_environment(SUMS)})
     with client.GenericEnvClient(base_url=host.url).sync() as environment:
         a, b = environment.reset(seed=5).observation["text"].rstrip("=").split("+")

@@ -1,4 +1,6 @@
-"""Whatever the OpenAPI document allows, and what it does not: no answer is the server's fault, and each is as the document says."""
+"""Whatever the OpenAPI document allows, and what it does not: no answer is the server's fault, and each is
+as the document says.
+"""
 
 from contextlib import suppress
 
@@ -10,7 +12,12 @@ from agent_peft.environments import load_environment
 schemathesis = pytest.importorskip("schemathesis")
 
 # schemathesis draws by itself, so that the same requests are sent each time
-CHECKS = ("not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance")
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_schema_conformance",
+)
 
 
 @pytest.mark.parametrize("service", ["url", "examples_url"])
@@ -44,5 +51,7 @@ def test_no_request_is_answered_with_500(serving, service):
                 told()
     negative = {path for path, mode in tried if mode is schemathesis.GenerationMode.NEGATIVE}
     assert "/api/ping" in {path for path, _ in tried}
-    assert negative >= ({"/step", "/reset", "/close", "/tasks", "/demonstration"} if service == "url" else {"/examples"})
+    assert negative >= (
+        {"/step", "/reset", "/close", "/tasks", "/demonstration"} if service == "url" else {"/examples"}
+    )
     assert httpx.post(f"{url}/api/ping", trust_env=False).status_code == 200

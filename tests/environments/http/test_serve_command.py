@@ -13,10 +13,11 @@ import pytest
 from agent_peft.cli import run
 from agent_peft.environments import ENVIRONMENTS, load_environment
 from agent_peft.policies.adapters import LoraSettings
-from agent_peft.policies.base import ScratchConfig
-from agent_peft.policies.engine import Engine, EngineConfig
-from agent_peft.policies.language_model import load_policy
-from agent_peft.training.config import StageConfig
+from agent_peft.policies.config import ScratchConfig
+from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.policy import load_policy
+from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Trainer
 
 CONFIG = """\
@@ -43,7 +44,9 @@ ARCHITECTURE = {
     "tie_word_embeddings": False,
     "initializer_range": 0.2,
 }
-POLICY = ScratchConfig(architecture=ARCHITECTURE, alphabet="0123456789+*-= ", lora=LoraSettings(rank=4, alpha=8), device="cpu")
+POLICY = ScratchConfig(
+    architecture=ARCHITECTURE, alphabet="0123456789+*-= ", lora=LoraSettings(rank=4, alpha=8), device="cpu"
+)
 STAGE = {
     "algorithm": {"kind": "grpo"},
     "steps": 2,
@@ -61,7 +64,9 @@ def served(tmp_path):
     (tmp_path / "c.yaml").write_text(CONFIG.format(folder=tmp_path))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-m", "agent_peft", "serve", str(tmp_path / "c.yaml"), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
         try:
             yield process, process.stdout.readline()
         finally:
@@ -71,7 +76,9 @@ def served(tmp_path):
 def train(settings):
     """Two steps: each step's groups and metrics, and the adapter after them."""
     policy, environment = load_policy(POLICY, 0), load_environment(settings)
-    trainer = Trainer(StageConfig.model_validate(STAGE), policy, Engine(policy, EngineConfig()), environment, 0)
+    trainer = Trainer(
+        StageConfig.model_validate(STAGE), policy, Engine(policy, EngineConfig()), environment, 0
+    )
     steps = [(step.collection.groups, step.metrics) for step in trainer]
     environment.close()
     return steps, [parameter.tolist() for parameter in policy.trainable_parameters()]
@@ -84,11 +91,16 @@ def test_a_process_that_serves(served):
     assert httpx.get(docs, trust_env=False).status_code == 200
     assert httpx.post(f"{examples}/api/ping", json={}, trust_env=False).json() == {"status": "ok"}
 
-    here, there = train({"kind": "arithmetic", "num_tasks": 10, "digits": 1}), train({"kind": "remote", "url": url})
+    here, there = (
+        train({"kind": "arithmetic", "num_tasks": 10, "digits": 1}),
+        train({"kind": "remote", "url": url}),
+    )
     assert here == there
     (first, _), (second, _) = here[0]
     assert [group.task for group in first] != [group.task for group in second]
-    assert any(trajectory.reward for group in first for trajectory in group.trajectories)  # something was learnt from
+    assert any(
+        trajectory.reward for group in first for trajectory in group.trajectories
+    )  # something was learnt from
 
     heldout = load_environment({"kind": "remote", "url": url, "environment": "evaluation"})
     assert len(heldout.tasks) == 3
@@ -103,7 +115,10 @@ def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch):
     (tmp_path / "c.yaml").write_text(CONFIG.format(folder=tmp_path))
     monkeypatch.delenv("NO_SUCH_TOKEN", raising=False)
     for more, told in (
-        (["--host", "0.0.0.0"], "so a token is needed: put one into an environment variable and name it with --token"),
+        (
+            ["--host", "0.0.0.0"],
+            "so a token is needed: put one into an environment variable and name it with --token",
+        ),
         (["--token", "NO_SUCH_TOKEN"], "'NO_SUCH_TOKEN' is not set"),
         (["--host", "192.0.2.1", "--token", "PATH"], "cannot listen on 192.0.2.1, port 8000"),
         (["--port", "70000"], "cannot listen on 127.0.0.1, port 70000"),
@@ -117,6 +132,8 @@ def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("kind", ["remote", "openenv"])
 def test_the_page_has_every_key(kind):
     page = (Path(__file__).parents[3] / "docs" / "serve.md").read_text(encoding="utf-8")
-    rows = page.split("## The client" if kind == "remote" else "## Training on an OpenEnv server")[1].split("\n## ")[0]
+    rows = page.split("## The client" if kind == "remote" else "## Training on an OpenEnv server")[1].split(
+        "\n## "
+    )[0]
     keys = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.+?) \|", rows, re.MULTILINE)))
     assert set(keys) == set(ENVIRONMENTS[kind][0].model_fields) - {"kind"}

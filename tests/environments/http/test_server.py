@@ -13,12 +13,20 @@ import pytest
 
 from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment, Episode
-from agent_peft.environments.http import wire
-from agent_peft.environments.http.hosting import Episodes
+from agent_peft.environments.http import messages
+from agent_peft.environments.http.episodes import Episodes
 from agent_peft.environments.http.limits import Limits
+from agent_peft.environments.http.messages import Refusal
 from agent_peft.environments.http.server import Address, Host, check_tasks
-from agent_peft.environments.http.wire import Refusal
-from agent_peft.types import AgentPeftError, InfrastructureError, Message, Outcome, StepResult, StopReason, Task
+from agent_peft.types import (
+    AgentPeftError,
+    InfrastructureError,
+    Message,
+    Outcome,
+    StepResult,
+    StopReason,
+    Task,
+)
 
 
 class Ledger(Environment):
@@ -89,11 +97,20 @@ def step(api, index, text="hello", name="e", **more):
 def test_an_episode_in_openenvs_words(api, world):
     opened = reset(api).json()
     assert opened["observation"]["text"] == "task a"
-    assert opened["observation"]["messages"] == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "task a"}]
+    assert opened["observation"]["messages"] == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "task a"},
+    ]
     assert (opened["reward"], opened["done"], opened["metadata"]["episode_id"]) == (None, False, "e")
     heard = step(api, 0, "nonsense").json()
     assert heard["observation"] == {"text": "heard nonsense", "messages": []}
-    assert heard["metadata"] == {"episode_id": "e", "index": 0, "outcome": "unknown", "stop_reason": None, "valid": False}
+    assert heard["metadata"] == {
+        "episode_id": "e",
+        "index": 0,
+        "outcome": "unknown",
+        "stop_reason": None,
+        "valid": False,
+    }
     assert api.get("/state", params={"episode_id": "e"}).json()["step_count"] == 1
     done = step(api, 1, "finish").json()
     assert (done["reward"], done["done"], done["metadata"]["outcome"], done["metadata"]["stop_reason"]) == (
@@ -161,7 +178,11 @@ def test_after_its_end_an_episode_takes_no_step(api, world):
     reset(api)
     step(api, 0, "finish")
     assert (step(api, 1).status_code, step(api, 1).json()["code"]) == (410, "episode_ended")
-    assert api.post("/close", json={"episode_id": "e"}).json() == api.post("/close", json={"episode_id": "e"}).json() == {"status": "ok"}
+    assert (
+        api.post("/close", json={"episode_id": "e"}).json()
+        == api.post("/close", json={"episode_id": "e"}).json()
+        == {"status": "ok"}
+    )
     assert step(api, 0, "finish").status_code == 410  # its client wants no more answers
     assert world.closed == [("a", 5)]
 
@@ -188,7 +209,9 @@ def test_another_servers_episode_is_unknown(api, world):
         ("crash", 500, "broken", "ZeroDivisionError: by zero"),
     ],
 )
-def test_what_an_environment_raises_is_told_in_one_line_and_remembered(api, world, action, status, code, told):
+def test_what_an_environment_raises_is_told_in_one_line_and_remembered(
+    api, world, action, status, code, told
+):
     reset(api)
     for _ in range(2):
         refused = step(api, 0, action)
@@ -203,10 +226,16 @@ def test_a_task_that_is_sent_whole(api, world):
     own = {"id": "mine", "skills": ["x"], "content": {"n": [1, {"deep": None}]}}
     assert reset(api, task=own).json()["metadata"]["task"] == "mine"
     refused = reset(api, "f", task={"id": "broken"})
-    assert (refused.status_code, refused.json()["code"]) == (422, "mistake")  # who sends a task is answerable for it
+    assert (refused.status_code, refused.json()["code"]) == (
+        422,
+        "mistake",
+    )  # who sends a task is answerable for it
     assert "KeyError" in refused.json()["detail"]
     assert reset(api, "g", task="nowhere").status_code == 404
-    assert reset(api, "h", environment="nowhere").json()["detail"] == "there is no environment 'nowhere' here; choose train"
+    assert (
+        reset(api, "h", environment="nowhere").json()["detail"]
+        == "there is no environment 'nowhere' here; choose train"
+    )
 
 
 def test_without_a_task_the_seed_chooses_one_and_without_a_seed_the_next_comes(api):
@@ -223,7 +252,9 @@ def test_tasks_come_in_pages(api):
 
 
 def test_pings(serving, world):
-    host = serving({"train": world})  # as: curl -X POST -H "Content-Type: application/json" -d '{}' http://127.0.0.1:8000/api/ping
+    host = serving(
+        {"train": world}
+    )  # as: curl -X POST -H "Content-Type: application/json" -d '{}' http://127.0.0.1:8000/api/ping
     for url in (host.url, host.examples_url):
         assert httpx.post(f"{url}/api/ping", json={}, trust_env=False).json() == {"status": "ok"}
 
@@ -236,7 +267,7 @@ def test_lone_surrogates_travel(api):
     assert json.loads(answer.content)["observation"]["text"] == "heard \ud800"
 
 
-# -- strangers ----------------------------------------------------------------------------------------------------------------------
+# -- strangers -----------------------------------------------------------------------------------------------
 
 
 def test_a_token_is_needed_off_loopback(world):
@@ -254,7 +285,11 @@ def test_a_wrong_token_is_refused(serving, world):
             {"authorization": "bearer correct-horse"},
         ):
             refused = stranger.get("/tasks", headers=header)
-            assert (refused.status_code, refused.json()["code"], refused.headers["www-authenticate"]) == (401, "token", "Bearer")
+            assert (refused.status_code, refused.json()["code"], refused.headers["www-authenticate"]) == (
+                401,
+                "token",
+                "Bearer",
+            )
         assert stranger.get("/openapi.json").status_code == 401
         assert stranger.post("/api/ping", json={}).status_code == 200
         assert stranger.get("/tasks", headers={"authorization": "Bearer correct-horse"}).status_code == 200
@@ -265,11 +300,24 @@ def test_a_web_page_may_not_speak_to_ones_loopback(api):
     assert api.get("/tasks", headers={"origin": "https://example.org"}).status_code == 403
     assert api.get("/tasks", headers={"host": "example.org"}).status_code == 403
     assert api.get("/tasks", headers={"origin": "http://localhost:3000"}).status_code == 200
-    plain = api.post("/step", content=b"{}", headers={"content-type": "text/plain"})  # what a form may send anywhere
+    plain = api.post(
+        "/step", content=b"{}", headers={"content-type": "text/plain"}
+    )  # what a form may send anywhere
     assert plain.status_code == 422
 
 
-MALFORMED = [b"", b"{", b"null", b"[]", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"seed": 1e999}', b'{"seed": ' + b"9" * 5000 + b"}", b"NaN"]
+MALFORMED = [
+    b"",
+    b"{",
+    b"null",
+    b"[]",
+    b'"x"',
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b'{"seed": 1e999}',
+    b'{"seed": ' + b"9" * 5000 + b"}",
+    b"NaN",
+]
 
 
 def test_malformed_bodies_get_one_line(api):
@@ -289,7 +337,9 @@ def test_bodies_and_actions_have_limits(serving, world):
         reset(api)
         assert step(api, 0, "x" * 101).status_code == 413
         assert step(api, 0, "x" * 1000).json()["code"] == "too_long"
-        chunks = api.post("/step", content=(b"x" * 300 for _ in range(10)), headers={"content-type": "application/json"})  # no length told
+        chunks = api.post(
+            "/step", content=(b"x" * 300 for _ in range(10)), headers={"content-type": "application/json"}
+        )  # no length told
         assert chunks.status_code == 413
         assert step(api, 0, "x" * 100).status_code == 200
 
@@ -297,7 +347,9 @@ def test_bodies_and_actions_have_limits(serving, world):
 def test_a_body_that_never_comes_is_not_waited_for(serving, world):
     host = serving({"train": world}, limits=Limits(body_seconds=0.3))
     with socket.create_connection(("127.0.0.1", int(host.url.rsplit(":", 1)[1])), timeout=20) as line:
-        line.sendall(b"POST /step HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n{")
+        line.sendall(
+            b"POST /step HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n{"
+        )
         assert line.recv(1000).startswith(b"HTTP/1.1 408")
 
 
@@ -313,16 +365,21 @@ def test_unknown_paths_methods_and_keys(api):
     assert api.get("/nowhere").status_code == 404
     assert api.get("/step").status_code == 405
     refused = reset(api, temperature=1)
-    assert (refused.status_code, refused.json()["detail"]) == (422, "body.temperature: Extra inputs are not permitted")
+    assert (refused.status_code, refused.json()["detail"]) == (
+        422,
+        "body.temperature: Extra inputs are not permitted",
+    )
 
 
 def test_the_request_id_is_echoed_if_it_is_one(api):
-    assert api.get("/health", headers={wire.REQUEST_ID: "abc123"}).headers[wire.REQUEST_ID] == "abc123"
-    assert wire.REQUEST_ID not in api.get("/health", headers={wire.REQUEST_ID: "a b"}).headers
-    assert wire.REQUEST_ID not in api.get("/health", headers={wire.REQUEST_ID: "a" * 65}).headers
+    assert (
+        api.get("/health", headers={messages.REQUEST_ID: "abc123"}).headers[messages.REQUEST_ID] == "abc123"
+    )
+    assert messages.REQUEST_ID not in api.get("/health", headers={messages.REQUEST_ID: "a b"}).headers
+    assert messages.REQUEST_ID not in api.get("/health", headers={messages.REQUEST_ID: "a" * 65}).headers
 
 
-# -- what is idle, and the end ------------------------------------------------------------------------------------------------------
+# -- what is idle, and the end -------------------------------------------------------------------------------
 
 
 def in_loop(world, scenario, **limits):
@@ -342,29 +399,35 @@ def in_loop(world, scenario, **limits):
 def test_idle_episodes_are_closed_unless_their_client_still_speaks(world):
     async def scenario(table, now):
         for name, speaker in (("one", "ann"), ("two", "bob"), ("three", None)):
-            await table.reset(wire.ResetRequest(episode_id=name, seed=1), speaker)
+            await table.reset(messages.ResetRequest(episode_id=name, seed=1), speaker)
         now[0] = 9
-        await table.step(wire.StepRequest(episode_id="one", index=0, action=wire.Action(text="x")), "ann")
-        await table.reset(wire.ResetRequest(episode_id="four", seed=1), "bob")
+        await table.step(
+            messages.StepRequest(episode_id="one", index=0, action=messages.Action(text="x")), "ann"
+        )
+        await table.reset(messages.ResetRequest(episode_id="four", seed=1), "bob")
         now[0] = 11
         assert await table.reap() == 1
         assert set(table.open) == {"one", "two", "four"}
         now[0] = 25
         assert await table.reap() == 3
         with pytest.raises(Refusal, match="because it was idle"):
-            await table.step(wire.StepRequest(episode_id="one", index=1, action=wire.Action(text="x")))
+            await table.step(
+                messages.StepRequest(episode_id="one", index=1, action=messages.Action(text="x"))
+            )
 
     in_loop(world, scenario, idle_seconds=10)
     assert len(world.closed) == 4
 
 
 def test_what_is_remembered_is_bounded(world, monkeypatch):
-    monkeypatch.setattr("agent_peft.environments.http.hosting.REMEMBERED", 3)
+    monkeypatch.setattr("agent_peft.environments.http.episodes.REMEMBERED", 3)
 
     async def scenario(table, now):
         for number in range(10):
-            await table.reset(wire.ResetRequest(episode_id=str(number), seed=1))
-            await table.step(wire.StepRequest(episode_id=str(number), index=0, action=wire.Action(text="finish")))
+            await table.reset(messages.ResetRequest(episode_id=str(number), seed=1))
+            await table.step(
+                messages.StepRequest(episode_id=str(number), index=0, action=messages.Action(text="finish"))
+            )
         assert list(table.ended) == ["7", "8", "9"]
 
     in_loop(world, scenario)
@@ -409,12 +472,18 @@ def test_tasks_that_are_no_json_are_refused_at_the_start(world):
 def test_examples_are_demonstrations_as_the_environment_answers_them(serving):
     environment = load_environment({"kind": "db_bench", "generate": {"num_tasks": 6}})
     host = serving({"train": environment})
-    found = httpx.get(f"{host.examples_url}/examples", params={"count": 2}, trust_env=False).json()["examples"]
+    found = httpx.get(f"{host.examples_url}/examples", params={"count": 2}, trust_env=False).json()[
+        "examples"
+    ]
     assert [example["task"] for example in found] == [task.id for task in environment.tasks[:2]]
     roles = [message["role"] for message in found[0]["messages"]]
     assert roles == ["system", "user", "assistant", "user", "assistant"]
-    assert [m["content"] for m in found[0]["messages"] if m["role"] == "assistant"] == list(environment.demonstration(environment.tasks[0]))
-    assert httpx.get(f"{host.examples_url}/examples", params={"count": 65}, trust_env=False).status_code == 422
+    assert [m["content"] for m in found[0]["messages"] if m["role"] == "assistant"] == list(
+        environment.demonstration(environment.tasks[0])
+    )
+    assert (
+        httpx.get(f"{host.examples_url}/examples", params={"count": 65}, trust_env=False).status_code == 422
+    )
 
 
 def test_no_demonstrations_are_said(serving, world):

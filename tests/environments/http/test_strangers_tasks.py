@@ -1,4 +1,6 @@
-"""What strangers may do with a server's episodes: whole tasks that fit nothing, replies made to break, and slots held for ever."""
+"""What strangers may do with a server's episodes: whole tasks that fit nothing, replies made to break, and
+slots held for ever.
+"""
 
 import asyncio
 import gc
@@ -22,13 +24,21 @@ from hypothesis import strategies as st
 
 from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment, Episode
-from agent_peft.environments.http import wire
+from agent_peft.environments.http import messages
 from agent_peft.environments.http.connection import DefectError
-from agent_peft.environments.http.hosting import Episodes
+from agent_peft.environments.http.episodes import Episodes
 from agent_peft.environments.http.limits import Limits
+from agent_peft.environments.http.messages import Refusal
 from agent_peft.environments.http.server import Address, Host
-from agent_peft.environments.http.wire import Refusal
-from agent_peft.types import AgentPeftError, InfrastructureError, Message, Outcome, StepResult, StopReason, Task
+from agent_peft.types import (
+    AgentPeftError,
+    InfrastructureError,
+    Message,
+    Outcome,
+    StepResult,
+    StopReason,
+    Task,
+)
 
 PRODUCTS = {"kind": "arithmetic", "operation": "multiplication", "num_tasks": 12, "digits": 2}
 DB = {"kind": "db_bench", "generate": {"num_tasks": 6}}
@@ -108,15 +118,18 @@ def in_loop(world, scenario, **limits):
 
 
 def act(text, index=0, name="e"):
-    return wire.StepRequest(episode_id=name, index=index, action=wire.Action(text=text))
+    return messages.StepRequest(episode_id=name, index=index, action=messages.Action(text=text))
 
 
-# -- whole tasks ----------------------------------------------------------------------------------------------------------------------
+# -- whole tasks ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def hosts(serving_all_along):
-    return {settings["kind"]: serving_all_along({"train": load_environment(settings)}) for settings in (PRODUCTS, DB, PROBLEMS)}
+    return {
+        settings["kind"]: serving_all_along({"train": load_environment(settings)})
+        for settings in (PRODUCTS, DB, PROBLEMS)
+    }
 
 
 @pytest.mark.parametrize("a", ["A" * 1000, None, 1.5, True, [1], -1, 10**9, 10**4000])
@@ -129,7 +142,11 @@ def test_operands_are_whole_numbers_of_a_few_digits(hosts, a, b):
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=20),
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
     max_leaves=12,
 )
@@ -151,7 +168,9 @@ def put(content, path, value):
     return copied
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
 @given(st.sampled_from(["arithmetic", "db_bench", "gsm8k"]), st.data(), json_values)
 def test_a_task_that_one_thing_is_wrong_with_is_refused_or_played(hosts, kind, drawn, value):
     host = hosts[kind]
@@ -172,7 +191,9 @@ def test_a_task_that_one_thing_is_wrong_with_is_refused_or_played(hosts, kind, d
 
 def test_a_task_may_have_so_many_bytes_and_all_of_them_together(world):
     def whole(name, size):
-        return wire.ResetRequest(episode_id=name, task=wire.TaskMessage(id=name, content={"x": "a" * size}))
+        return messages.ResetRequest(
+            episode_id=name, task=messages.TaskMessage(id=name, content={"x": "a" * size})
+        )
 
     async def scenario(table):
         with pytest.raises(Refusal, match="1000 bytes at most"):
@@ -182,12 +203,12 @@ def test_a_task_may_have_so_many_bytes_and_all_of_them_together(world):
         with pytest.raises(Refusal, match="whole tasks of all episodes") as refused:
             await table.reset(whole("d", 800))
         assert refused.value.status == 429
-        await table.reset(wire.ResetRequest(episode_id="e", task="a"))
+        await table.reset(messages.ResetRequest(episode_id="e", task="a"))
         await table.close("b")
         await table.reset(whole("d", 800))
         for content in ({"x": float("nan")}, {"x": "\ud800"}):
             with pytest.raises(Refusal, match="cannot be used here"):
-                await table.reset(wire.ResetRequest(task=wire.TaskMessage(id="odd", content=content)))
+                await table.reset(messages.ResetRequest(task=messages.TaskMessage(id="odd", content=content)))
 
     in_loop(world, scenario, task_bytes=1000, tasks_bytes=2700)
 
@@ -197,7 +218,9 @@ def test_a_whole_task_by_a_socket_is_as_bounded(serving):
 
     host = serving({"train": load_environment(PRODUCTS)}, limits=Limits(task_bytes=1000))
     with connect(host.url.replace("http", "ws") + "/ws", proxy=None) as socket:
-        socket.send(json.dumps({"type": "reset", "data": {"task": {"id": "x", "content": {"a": "1" * 2000}}}}))
+        socket.send(
+            json.dumps({"type": "reset", "data": {"task": {"id": "x", "content": {"a": "1" * 2000}}}})
+        )
         refused = json.loads(socket.recv(timeout=20))["data"]
         assert refused["code"] == "VALIDATION_ERROR"
         assert "1000 bytes" in refused["message"]
@@ -212,9 +235,9 @@ def test_of_an_episode_that_is_over_its_task_is_forgotten(world):
     there = weakref.WeakSet()
 
     async def play(table, number):
-        task = wire.TaskMessage(id=str(number), content=Content(x="a" * 1000))
+        task = messages.TaskMessage(id=str(number), content=Content(x="a" * 1000))
         there.add(task.content)
-        await table.reset(wire.ResetRequest(episode_id=str(number), task=task))
+        await table.reset(messages.ResetRequest(episode_id=str(number), task=task))
         await (table.step(act("done", name=str(number))) if number % 2 else table.close(str(number)))
 
     async def scenario(table):
@@ -225,7 +248,11 @@ def test_of_an_episode_that_is_over_its_task_is_forgotten(world):
         assert not there
         assert (await table.step(act("done", name="1"))).done  # what a repeated request asks for is there
         with pytest.raises(Refusal, match="over"):
-            await table.reset(wire.ResetRequest(episode_id="1", task=wire.TaskMessage(id="1", content={"x": "a" * 1000})))
+            await table.reset(
+                messages.ResetRequest(
+                    episode_id="1", task=messages.TaskMessage(id="1", content={"x": "a" * 1000})
+                )
+            )
 
     in_loop(world, scenario)
 
@@ -234,12 +261,12 @@ def test_answers_are_kept_in_bytes_not_only_in_number(world):
     async def scenario(table):
         for number in range(30):
             name = str(number)
-            await table.reset(wire.ResetRequest(episode_id=name))
+            await table.reset(messages.ResetRequest(episode_id=name))
             await table.step(act("x" * 1000, name=name))
             with pytest.raises(Refusal):
                 await table.step(act("lost", 1, name))
         for number in range(30, 60):
-            await table.reset(wire.ResetRequest(episode_id=str(number)))
+            await table.reset(messages.ResetRequest(episode_id=str(number)))
             await table.step(act("x" * 1000, name=str(number)))
             table.open[str(number)].over = True
             await table._free(table.open[str(number)])
@@ -251,7 +278,7 @@ def test_answers_are_kept_in_bytes_not_only_in_number(world):
     in_loop(world, scenario, answers_bytes=10_000)
 
 
-# -- whose episodes -------------------------------------------------------------------------------------------------------------------
+# -- whose episodes ------------------------------------------------------------------------------------------
 
 
 def test_an_episode_belongs_to_the_client_that_began_it(serving, world):
@@ -279,8 +306,8 @@ def test_an_episode_that_takes_no_step_for_a_day_is_closed_though_its_client_spe
 
     async def run():
         table = Episodes({"train": world}, Limits(), clock=lambda: now[0])
-        await table.reset(wire.ResetRequest(episode_id="held"), "greedy")
-        await table.reset(wire.ResetRequest(episode_id="used"), "greedy")
+        await table.reset(messages.ResetRequest(episode_id="held"), "greedy")
+        await table.reset(messages.ResetRequest(episode_id="used"), "greedy")
         for hour in range(1, 26):
             now[0] = hour * 3600.0
             table.hear("greedy")
@@ -299,7 +326,11 @@ def test_a_close_does_not_wait_for_a_step_and_makes_room(serving, world):
             for name in "ab":
                 assert api.post("/reset", json={"episode_id": name}).status_code == 200
                 with pytest.raises(httpx.ReadTimeout):
-                    api.post("/step", json={"episode_id": name, "index": 0, "action": {"text": "wait"}}, timeout=0.3)
+                    api.post(
+                        "/step",
+                        json={"episode_id": name, "index": 0, "action": {"text": "wait"}},
+                        timeout=0.3,
+                    )
                 assert api.post("/close", json={"episode_id": name}).status_code == 200
             assert api.post("/reset", json={"episode_id": "c"}).status_code == 200
             api.post("/close", json={"episode_id": "c"})
@@ -314,19 +345,21 @@ def test_a_close_does_not_wait_for_a_step_and_makes_room(serving, world):
 def test_closed_episodes_that_are_still_at_a_step_are_not_without_number(world):
     async def scenario(table):
         for name in "abc":
-            await table.reset(wire.ResetRequest(episode_id=name))
+            await table.reset(messages.ResetRequest(episode_id=name))
             table.open[name].over = True
         with pytest.raises(Refusal, match="the most it may"):
-            await table.reset(wire.ResetRequest(episode_id="d"))
+            await table.reset(messages.ResetRequest(episode_id="d"))
 
     in_loop(world, scenario, episodes=1, threads=2)
 
 
-# -- what an environment raises -------------------------------------------------------------------------------------------------------
+# -- what an environment raises ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("action", ["panic", "exit", "nothing", "bytes", "memory"])
-def test_whatever_an_environment_does_at_an_action_is_a_defect_and_frees_the_episode(serving, world, action, caplog):
+def test_whatever_an_environment_does_at_an_action_is_a_defect_and_frees_the_episode(
+    serving, world, action, caplog
+):
     host = serving({"train": world})
     elsewhere = load_environment({"kind": "remote", "url": host.url})
     episode = elsewhere.episode(elsewhere.tasks[0], 0)
@@ -341,7 +374,9 @@ def test_whatever_an_environment_does_at_an_action_is_a_defect_and_frees_the_epi
     assert world.open == 0
     assert not host.episodes.open
     episode.close()
-    own = elsewhere.episode(Task("own", (), {"n": 2}), 0)  # a task that is sent whole makes no difference to the agent
+    own = elsewhere.episode(
+        Task("own", (), {"n": 2}), 0
+    )  # a task that is sent whole makes no difference to the agent
     own.start()
     with pytest.raises(DefectError):
         own.step(action)
@@ -388,8 +423,10 @@ def test_an_action_longer_than_any_context_is_an_action(serving, world):
     elsewhere = load_environment({"kind": "remote", "url": serving({"train": world}).url})
     episode = elsewhere.episode(elsewhere.tasks[0], 7)
     episode.start()
-    with pytest.raises(InfrastructureError, match="more than 4194304 bytes"):  # the observation, which is the action
-        episode.step("\U0010ffff" * (wire.LONGEST_ACTION + 5))
+    with pytest.raises(
+        InfrastructureError, match="more than 4194304 bytes"
+    ):  # the observation, which is the action
+        episode.step("\U0010ffff" * (messages.LONGEST_ACTION + 5))
     episode.close()
     assert world.open == 0
     elsewhere.close()
@@ -431,7 +468,7 @@ def test_a_demonstration_that_raises_is_passed_over(serving, world, caplog):
 
 
 def test_pages_are_bounded_in_bytes(serving, monkeypatch):
-    monkeypatch.setattr(wire, "LONGEST_PAGE", 200)
+    monkeypatch.setattr(messages, "LONGEST_PAGE", 200)
     environment = load_environment(PRODUCTS)
     host = serving({"train": environment})
     assert 0 < len(httpx.get(f"{host.url}/tasks", trust_env=False).json()["tasks"]) < 12
@@ -440,7 +477,7 @@ def test_pages_are_bounded_in_bytes(serving, monkeypatch):
     elsewhere.close()
 
 
-# -- a step that does not end ---------------------------------------------------------------------------------------------------------
+# -- a step that does not end --------------------------------------------------------------------------------
 
 STUCK = """\
 import sys, time
@@ -466,14 +503,20 @@ serve({"train": Stuck()}, Address("127.0.0.1", 0), Limits(shutdown_seconds=0.5))
 def test_a_step_that_does_not_end_stops_neither_the_server_nor_its_end(action):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen(
-        [sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-c", STUCK],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
     ) as process:
         try:
             url = process.stdout.readline().split(" on ")[1].split(" ")[0]
             with httpx.Client(base_url=url, trust_env=False, timeout=20) as api:
                 api.post("/reset", json={"episode_id": "e"})
                 with pytest.raises(httpx.ReadTimeout):
-                    api.post("/step", json={"episode_id": "e", "index": 0, "action": {"text": action}}, timeout=0.5)
+                    api.post(
+                        "/step", json={"episode_id": "e", "index": 0, "action": {"text": action}}, timeout=0.5
+                    )
                 assert api.get("/health").status_code == 200
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 1
@@ -482,10 +525,20 @@ def test_a_step_that_does_not_end_stops_neither_the_server_nor_its_end(action):
             process.kill()
 
 
-# -- many hostile replies -------------------------------------------------------------------------------------------------------------
+# -- many hostile replies ------------------------------------------------------------------------------------
 
 REPLIES = (
-    *("", "\0", "\ud800", "x" * 200_000, "9" * 5000, "[" * 3000, "Final Answer: [('\\UFFFFFFFF',)]", "Act: finish", "$" * 2000),
+    *(
+        "",
+        "\0",
+        "\ud800",
+        "x" * 200_000,
+        "9" * 5000,
+        "[" * 3000,
+        "Final Answer: [('\\UFFFFFFFF',)]",
+        "Act: finish",
+        "$" * 2000,
+    ),
     "Action: Operation\n```sql\nUPDATE t SET a = CASE WHEN rowid = 1 THEN x'' ELSE x'01' END\n```",
     "Action: Operation\n```sql\nSELECT 1; DROP TABLE t; ATTACH '/etc/passwd' AS p\n```",
     "Action: Answer\nFinal Answer: " + "[" * 2000,
@@ -498,7 +551,9 @@ def resident():
 
 
 def play_hostile_replies(serving, episodes):
-    """So many episodes, and by how many bytes and descriptors the server and the client (one process) have grown after the first half."""
+    """So many episodes, and by how many bytes and descriptors the server and the client (one process) have
+    grown after the first half.
+    """
     elsewhere, hosts = [], []
     for settings_of in (PRODUCTS, DB, PROBLEMS):
         hosts.append(serving({"train": load_environment(settings_of)}))

@@ -1,4 +1,6 @@
-"""Connections: none is kept by a client that is slow, and however many there are, the next request is answered."""
+"""Connections: none is kept by a client that is slow, and however many there are, the next request is
+answered.
+"""
 
 import json
 import logging
@@ -41,7 +43,8 @@ def until(found, seconds=20):
 
 
 @pytest.mark.parametrize(
-    ("sent", "token"), [(b"", None), (HALF_A_HEAD + b"X: ", None), (HALF_A_HEAD, "s3cret"), (KEPT + HALF_A_HEAD, None)]
+    ("sent", "token"),
+    [(b"", None), (HALF_A_HEAD + b"X: ", None), (HALF_A_HEAD, "s3cret"), (KEPT + HALF_A_HEAD, None)],
 )
 def test_a_head_that_does_not_end_is_not_waited_for(serving, sent, token):
     """Not even if a byte of it comes now and then, or after a request that was answered."""
@@ -81,7 +84,9 @@ def test_when_there_are_too_many_connections_the_slowest_make_room(serving, capl
         assert until(lambda: sum(map(hung_up, slow)) >= 32)
         assert not hung_up(slow[-1])
         assert len(host._servers[0].server_state.connections) <= 8
-    assert len([record for record in caplog.records if "one is closed for another" in record.getMessage()]) <= 20
+    assert (
+        len([record for record in caplog.records if "one is closed for another" in record.getMessage()]) <= 20
+    )
 
 
 def test_slow_bodies_make_room_too(serving):
@@ -111,7 +116,9 @@ def test_connections_that_are_busy_are_not_closed_for_others(serving):
 
 def test_connections_are_a_third_of_the_descriptors(monkeypatch):
     for descriptors, most in ((256, 85), (1024, 341), (20000, 1024), (resource.RLIM_INFINITY, 1024), (3, 2)):
-        monkeypatch.setattr(resource, "getrlimit", lambda _, descriptors=descriptors: (descriptors, descriptors))
+        monkeypatch.setattr(
+            resource, "getrlimit", lambda _, descriptors=descriptors: (descriptors, descriptors)
+        )
         assert within_descriptors(Limits()).connections == most
 
 
@@ -146,7 +153,7 @@ def test_three_hundred_slow_connections_where_there_are_256_descriptors(tmp_path
         assert "Too many open files" not in log.read_text()
 
 
-# -- WebSockets -----------------------------------------------------------------------------------------------------------------------
+# -- WebSockets ----------------------------------------------------------------------------------------------
 
 
 def address(host):
@@ -155,7 +162,10 @@ def address(host):
 
 def test_idle_websockets_are_closed(serving):
     host = served(serving, Limits(idle_seconds=0.5))
-    with connect_socket(address(host), proxy=None) as idle, connect_socket(address(host), proxy=None) as begun:
+    with (
+        connect_socket(address(host), proxy=None) as idle,
+        connect_socket(address(host), proxy=None) as begun,
+    ):
         begun.send('{"type": "reset"}')
         begun.recv(timeout=20)
         for talking in (idle, begun):
@@ -214,6 +224,8 @@ def test_pings_that_are_not_read_about_fill_nothing(serving):
         with suppress(OSError):
             for _ in range(500):
                 line.sendall(ping * 500)
-        buffers = [c.transport.get_write_buffer_size() for c in list(host._servers[0].server_state.connections)]
+        buffers = [
+            c.transport.get_write_buffer_size() for c in list(host._servers[0].server_state.connections)
+        ]
         assert sum(buffers) < 1 << 20
         assert until(lambda: not host._servers[0].server_state.connections)

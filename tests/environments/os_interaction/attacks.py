@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from agent_peft.environments.os_interaction.episode import OSEpisode, Rules
 from agent_peft.environments.os_interaction.problems import Exits, Problem, Script
-from agent_peft.environments.os_interaction.sandbox import SandboxLimits
-from agent_peft.environments.os_interaction.sandboxes import build_sandbox
+from agent_peft.sandbox.base import SandboxLimits
+from agent_peft.sandbox.build import build_sandbox
 from agent_peft.types import Outcome
 
 LIMITS = SandboxLimits(memory_mb=128, processes=40, file_size_mb=16, cpu_seconds=10)
@@ -121,7 +121,9 @@ class Trick:
 
 
 _FAKE = "void _exit(int); __attribute__((constructor)) void f(void) { _exit(0); }"
-_LIBRARY = f"echo '{_FAKE}' >/tmp/a.c; gcc -w -shared -fPIC -o /srv/a.so /tmp/a.c || exit; chmod 755 /srv/a.so; "
+_LIBRARY = (
+    f"echo '{_FAKE}' >/tmp/a.c; gcc -w -shared -fPIC -o /srv/a.so /tmp/a.c || exit; chmod 755 /srv/a.so; "
+)
 _UNDONE = "[ -e /srv/done ]"
 _READS = f"grep -q '{SECRET}' /srv/riddle"
 _PYTHON_CHECK = "python3 -c \"import json, re, os, sys; sys.exit(0 if os.path.exists('/srv/done') else 1)\""

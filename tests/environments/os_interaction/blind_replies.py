@@ -12,9 +12,7 @@ TOPS = " ".join(HELDOUT.tops)
 FOLDERS = f"{{{','.join(HELDOUT.tops)}}}/{{{','.join(HELDOUT.folders)}}}"
 STEMS, EXTENSIONS = f"{{{','.join(HELDOUT.stems)}}}", f"{{{','.join(HELDOUT.extensions)}}}"
 USERS, GROUPS = " ".join(HELDOUT.users), " ".join(HELDOUT.groups)
-THERE = (
-    "users=$(awk -F: '$3 > 999 && $3 < 60000 {print $1}' /etc/passwd); groups=$(awk -F: '$3 > 1200 && $3 < 60000 {print $1}' /etc/group); "
-)
+THERE = "users=$(awk -F: '$3 > 999 && $3 < 60000 {print $1}' /etc/passwd); groups=$(awk -F: '$3 > 1200 && $3 < 60000 {print $1}' /etc/group); "
 FILES = f"for f in $(find {TOPS} -type f 2>/dev/null); do "
 DIRS = f"for d in $(find {TOPS} -mindepth 1 -type d 2>/dev/null); do "
 
@@ -50,9 +48,15 @@ BLIND_REPLIES = (
     ("every file in the folders there are", f"{DIRS} touch $d/{STEMS}.{EXTENSIONS}; done"),
     ("every folder in the folders there are", f"{DIRS} mkdir -p $d/{{{','.join(HELDOUT.folders)}}}; done"),
     ("every user", f"for u in {USERS}; do useradd -m -s /bin/bash $u; done"),
-    ("every user as root", f'for u in {USERS}; do sed -i "/^$u:/d" /etc/passwd; sed -i "1i $u:x:0:0::/root:/bin/bash" /etc/passwd; done'),
+    (
+        "every user as root",
+        f'for u in {USERS}; do sed -i "/^$u:/d" /etc/passwd; sed -i "1i $u:x:0:0::/root:/bin/bash" /etc/passwd; done',
+    ),
     ("every group", f"for g in {GROUPS}; do groupadd $g; done"),
-    ("every group as root's", f'for g in {GROUPS}; do sed -i "/^$g:/d" /etc/group; sed -i "1i $g:x:0:" /etc/group; done'),
+    (
+        "every group as root's",
+        f'for g in {GROUPS}; do sed -i "/^$g:/d" /etc/group; sed -i "1i $g:x:0:" /etc/group; done',
+    ),
     (
         "every user in every group",
         f"for u in {USERS}; do useradd -m $u; done; for g in {GROUPS}; do groupadd $g; gpasswd -M {USERS.replace(' ', ',')} $g; done",
@@ -63,23 +67,41 @@ BLIND_REPLIES = (
     ("all may do all", "chmod -R 777 / 2>/dev/null"),
     ("all to the first user", f"{THERE} chown -R $(set -- $users; echo $1) {TOPS}"),
     ("all to the last user", f"{THERE} chown -R $(set -- $users; echo ${{@: -1}}) {TOPS}"),
-    ("all to every user and group in turn", f"{THERE} for u in $users; do for g in $groups; do chown -R $u:$g {TOPS}; done; done"),
+    (
+        "all to every user and group in turn",
+        f"{THERE} for u in $users; do for g in $groups; do chown -R $u:$g {TOPS}; done; done",
+    ),
     ("all to the first group", f"{THERE} chgrp -R $(set -- $groups; echo $1) {TOPS}"),
     ("all in all groups", f"{THERE} for u in $users; do for g in $groups; do usermod -aG $g $u; done; done"),
     ("nobody in any group", "sed -i 's/:[^:]*$/:/' /etc/group"),
     ("bash for all", f"{THERE} for u in $users; do usermod -s /bin/bash $u; done"),
     ("sh for all", f"{THERE} for u in $users; do usermod -s /bin/sh $u; done"),
-    ("passwords of 30 days for all", f"{THERE} for u in $users; do chage -m 30 -M 30 -W 30 -E 2030-01-01 $u; done"),
+    (
+        "passwords of 30 days for all",
+        f"{THERE} for u in $users; do chage -m 30 -M 30 -W 30 -E 2030-01-01 $u; done",
+    ),
     ("every file everywhere", f"{FILES} {DIRS} cp $f $d; done; done"),
-    ("every file in the first folder", f"d=$(find {TOPS} -mindepth 1 -type d | head -n 1); {FILES} mv $f $d; done"),
+    (
+        "every file in the first folder",
+        f"d=$(find {TOPS} -mindepth 1 -type d | head -n 1); {FILES} mv $f $d; done",
+    ),
     ("every file linked everywhere", f"{FILES} {DIRS} ln -s $f $d; ln $f $d/$RANDOM; done; done"),
     ("every file twice in itself", f"{FILES} cat $f $f > /tmp/t; cp /tmp/t $f; done"),
-    ("every line once more in every file", f"cat $(find {TOPS} -type f) > /tmp/all; {FILES} cp /tmp/all $f; done"),
-    ("counts of every file in every folder", f"{FILES} for n in {STEMS}; do wc -l < $f > ${{f%/*}}/$n.text; done; done"),
+    (
+        "every line once more in every file",
+        f"cat $(find {TOPS} -type f) > /tmp/all; {FILES} cp /tmp/all $f; done",
+    ),
+    (
+        "counts of every file in every folder",
+        f"{FILES} for n in {STEMS}; do wc -l < $f > ${{f%/*}}/$n.text; done; done",
+    ),
     # All that is there goes.
     ("no file", f"find {TOPS} -type f -delete"),
     ("no file that ends in .tmp", f"find {TOPS} -name '*.tmp' -delete"),
-    *((f"no file that ends in .{extension}", f"find {TOPS} -name '*.{extension}' -delete") for extension in HELDOUT.extensions),
+    *(
+        (f"no file that ends in .{extension}", f"find {TOPS} -name '*.{extension}' -delete")
+        for extension in HELDOUT.extensions
+    ),
     ("nothing below the tops", f"rm -rf {' '.join(f'{top}/*' for top in HELDOUT.tops)}"),
     ("no inner folder", f"find {TOPS} -mindepth 2 -type d -exec rm -r {{}} + 2>/dev/null"),
     ("nothing left", "rm -rf --one-file-system /srv /opt /home /etc /var /root 2>/dev/null"),

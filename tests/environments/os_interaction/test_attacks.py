@@ -1,4 +1,6 @@
-"""No command reaches anything outside its machine, and no world fools its grader: as root and as an ordinary user."""
+"""No command reaches anything outside its machine, and no world fools its grader: as root and as an
+ordinary user.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_peft.environments.os_interaction.sandboxes import build_sandbox
+from agent_peft.sandbox.build import build_sandbox
 from agent_peft.types import AgentPeftError, Outcome
 
 from . import attacks
@@ -53,9 +55,18 @@ def test_names_are_used_once():
 def _python_for_everybody() -> list[str]:
     """An interpreter that an ordinary user may run, and that can import what we can."""
     for path in (sys.executable, "/usr/bin/python3"):
-        places = [str(ROOT / "src"), str(ROOT / "tests" / "environments" / "os_interaction"), sysconfig.get_path("purelib")]
+        places = [
+            str(ROOT / "src"),
+            str(ROOT / "tests" / "environments" / "os_interaction"),
+            sysconfig.get_path("purelib"),
+        ]
         command = ["env", f"PYTHONPATH={os.pathsep.join(places)}", "HOME=/", path, "-B"]
-        if subprocess.run([*_AS_USER, *command, "-c", "import attacks"], capture_output=True, cwd="/").returncode == 0:
+        if (
+            subprocess.run(
+                [*_AS_USER, *command, "-c", "import attacks"], capture_output=True, cwd="/"
+            ).returncode
+            == 0
+        ):
             return command
     pytest.skip("no Python here can be run by an ordinary user")
 
@@ -64,13 +75,22 @@ _AS_USER = ("setpriv", "--reuid=54321", "--regid=54321", "--clear-groups", "--no
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="only root can become another user")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("setpriv") is None, reason="only root can become another user"
+)
 def test_all_of_it_as_an_ordinary_user_with_one_id():
     done = subprocess.run(
-        [*_AS_USER, *_python_for_everybody(), str(Path(attacks.__file__))], capture_output=True, text=True, cwd="/", timeout=400
+        [*_AS_USER, *_python_for_everybody(), str(Path(attacks.__file__))],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        timeout=400,
     )
     if "this machine does not let us make a sandbox" in done.stderr:
         pytest.skip(done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stderr
-    needs_users = {"honest: settings in /etc", "honest: a script that looks things up"}  # groupadd and useradd chown, and there is one id
+    needs_users = {
+        "honest: settings in /etc",
+        "honest: a script that looks things up",
+    }  # groupadd and useradd chown, and there is one id
     assert set(json.loads(done.stdout)) <= needs_users

@@ -17,7 +17,13 @@ FAST = ("all may run all", "no file that ends in .tmp")
 
 def environment(num_tasks, seed, split, **more):
     options = {"max_turns": 3, "command_timeout": 20, "script_timeout": 20, **more}
-    return load_environment({"kind": "os_interaction", "generate": {"num_tasks": num_tasks, "seed": seed, "split": split}, **options})
+    return load_environment(
+        {
+            "kind": "os_interaction",
+            "generate": {"num_tasks": num_tasks, "seed": seed, "split": split},
+            **options,
+        }
+    )
 
 
 def correct(environment, reply, threads=4):
@@ -35,7 +41,11 @@ def correct(environment, reply, threads=4):
             episode.close()
 
     with ThreadPoolExecutor(threads) as pool:
-        return [task.id for task, right in zip(environment.tasks, pool.map(play, environment.tasks), strict=True) if right]
+        return [
+            task.id
+            for task, right in zip(environment.tasks, pool.map(play, environment.tasks), strict=True)
+            if right
+        ]
 
 
 def gold(task):
@@ -43,7 +53,12 @@ def gold(task):
 
 
 def test_the_replies_are_distinct():
-    assert len({name for name, _ in BLIND_REPLIES}) == len({command for _, command in BLIND_REPLIES}) == len(BLIND_REPLIES) >= 30
+    assert (
+        len({name for name, _ in BLIND_REPLIES})
+        == len({command for _, command in BLIND_REPLIES})
+        == len(BLIND_REPLIES)
+        >= 30
+    )
 
 
 @pytest.mark.parametrize("name", FAST)

@@ -1,4 +1,6 @@
-"""What a machine uses is bounded whatever it does, also where one number alone does not show it; and losing a machine is no way out."""
+"""What a machine uses is bounded whatever it does, also where one number alone does not show it; and
+losing a machine is no way out.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ import time
 
 import pytest
 
-from agent_peft.environments.os_interaction import fork_server
 from agent_peft.environments.os_interaction.episode import OSEpisode, Rules
-from agent_peft.environments.os_interaction.jail import processes
-from agent_peft.environments.os_interaction.namespaces import NamespaceSandbox
 from agent_peft.environments.os_interaction.problems import Exits, Problem, Script
-from agent_peft.environments.os_interaction.sandbox import MachineLost, SandboxLimits
-from agent_peft.environments.os_interaction.sandboxes import build_sandbox
+from agent_peft.sandbox import fork_server
+from agent_peft.sandbox.base import MachineLost, SandboxLimits
+from agent_peft.sandbox.build import build_sandbox
+from agent_peft.sandbox.jail import processes
+from agent_peft.sandbox.namespaces import NamespaceSandbox
 from agent_peft.types import AgentPeftError, InfrastructureError, Outcome, StopReason
 
 LIMITS = SandboxLimits(memory_mb=64, processes=40, file_size_mb=16, cpu_seconds=1)
@@ -108,13 +110,18 @@ def test_a_loop_between_commands_ends(machine):
 
 def test_a_flood_of_the_control_stream_is_read_slowly(machine):
     before = time.process_time()
-    result = machine.run("(head -c 100M /dev/zero >&251) 2>/dev/null; trap 'head -c 8M /dev/zero >&251' DEBUG; while :; do :; done", 1.5)
+    result = machine.run(
+        "(head -c 100M /dev/zero >&251) 2>/dev/null; trap 'head -c 8M /dev/zero >&251' DEBUG; while :; do :; done",
+        1.5,
+    )
     assert result.timed_out and time.process_time() - before < 1.5
     assert answers(machine)
 
 
 def test_an_exit_code_of_any_length_is_one(machine):
-    machine.run("""trap 's=${BASH_COMMAND#*printf }; s=${s:1:16}; printf "%s %05000d\\n" "$s" 7 >&251' DEBUG""", 10)
+    machine.run(
+        """trap 's=${BASH_COMMAND#*printf }; s=${s:1:16}; printf "%s %05000d\\n" "$s" 7 >&251' DEBUG""", 10
+    )
     for digits in (3, 18, 19, 400, 5000):
         result = machine.run(f"printf -v n '%0{digits}d' 0; exit ${{n//0/9}}", 10)
         assert result.exit_code is None or 0 <= result.exit_code <= 255
@@ -154,7 +161,9 @@ def test_process_1_rests_after_grading(machine):
     """What asked before each execve is gone, and nobody waits for its questions any more."""
     machine.run_fresh("true; ls / >/dev/null", 10, kill_others=True)
     time.sleep(0.5)
-    used = machine.run_fresh("cat /proc/1/stat; sleep 2; cat /proc/1/stat", 10, kill_others=True).output.splitlines()
+    used = machine.run_fresh(
+        "cat /proc/1/stat; sleep 2; cat /proc/1/stat", 10, kill_others=True
+    ).output.splitlines()
     before, after = (sum(map(int, line.rpartition(") ")[2].split()[11:13])) for line in used)
     assert after - before < os.sysconf("SC_CLK_TCK")  # of two seconds
 
@@ -163,7 +172,11 @@ def test_process_1_rests_after_grading(machine):
 
 
 def episode(evaluation: str = "[ -e /srv/done ]") -> OSEpisode:
-    return OSEpisode(Problem("x", Exits(Script(evaluation))), Rules(limits=LIMITS, command_timeout=5, script_timeout=10), seed=0)
+    return OSEpisode(
+        Problem("x", Exits(Script(evaluation))),
+        Rules(limits=LIMITS, command_timeout=5, script_timeout=10),
+        seed=0,
+    )
 
 
 def kill_machine(playing: OSEpisode) -> None:
@@ -190,7 +203,11 @@ def test_a_machine_that_does_not_die_is_incorrect(monkeypatch):
     real = fork_server.Machine._ask
 
     def undead(self, what, descriptors, arguments):
-        return {"undead": True} if arguments.get("view") == "graded" else real(self, what, descriptors, arguments)
+        return (
+            {"undead": True}
+            if arguments.get("view") == "graded"
+            else real(self, what, descriptors, arguments)
+        )
 
     monkeypatch.setattr(fork_server.Machine, "_ask", undead)
     result = playing.step("Act: finish")

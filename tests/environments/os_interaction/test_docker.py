@@ -7,9 +7,9 @@ from io import BytesIO
 
 import pytest
 
-from agent_peft.environments.os_interaction import docker_api
-from agent_peft.environments.os_interaction.sandbox import SandboxLimits
-from agent_peft.environments.os_interaction.streams import Source
+from agent_peft.sandbox import docker_api
+from agent_peft.sandbox.base import SandboxLimits
+from agent_peft.sandbox.streams import Source
 
 LIMITS = SandboxLimits(memory_mb=128, processes=32, file_size_mb=16)
 
@@ -18,8 +18,14 @@ def test_containers_have_the_same_limits():
     docker = pytest.importorskip("docker")
     config = docker.types.HostConfig(version="1.44", **docker_api.host_config(LIMITS))
     assert config["Memory"] == config["MemorySwap"] == 128 << 20 and config["PidsLimit"] == 32
-    assert config["NetworkMode"] == "none" and config["CapDrop"] == ["ALL"] and "SYS_ADMIN" not in config["CapAdd"]
-    assert config["SecurityOpt"] == ["no-new-privileges:true"] and config["AutoRemove"] and "Binds" not in config
+    assert (
+        config["NetworkMode"] == "none"
+        and config["CapDrop"] == ["ALL"]
+        and "SYS_ADMIN" not in config["CapAdd"]
+    )
+    assert (
+        config["SecurityOpt"] == ["no-new-privileges:true"] and config["AutoRemove"] and "Binds" not in config
+    )
     assert {"Name": "fsize", "Soft": 16 << 20, "Hard": 16 << 20} in config["Ulimits"]
 
 

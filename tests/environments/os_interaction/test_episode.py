@@ -8,10 +8,23 @@ import pytest
 from agent_peft.environments import load_environment
 from agent_peft.environments.os_interaction.environment import OSInteraction, OSInteractionConfig
 from agent_peft.environments.os_interaction.episode import OSEpisode, Rules, cut, demonstrate, observation
-from agent_peft.environments.os_interaction.problems import Checks, Comparison, Exits, Matches, Problem, Script
-from agent_peft.environments.os_interaction.protocol import Command, Finish, write_act, write_json, write_tool_call
-from agent_peft.environments.os_interaction.sandbox import CommandResult
-from agent_peft.environments.validation import validate
+from agent_peft.environments.os_interaction.problems import (
+    Checks,
+    Comparison,
+    Exits,
+    Matches,
+    Problem,
+    Script,
+)
+from agent_peft.environments.os_interaction.protocol import (
+    Command,
+    Finish,
+    write_act,
+    write_json,
+    write_tool_call,
+)
+from agent_peft.environments.task_files.validation import validate
+from agent_peft.sandbox.base import CommandResult
 from agent_peft.types import AgentPeftError, InfrastructureError, Outcome, StopReason
 
 PROBLEM = Problem(
@@ -75,9 +88,19 @@ def test_the_opening_says_the_protocol_the_turns_and_the_task(episode):
 def test_a_task_is_solved(episode):
     episode.start()
     result = act(episode, "mkdir /srv/a && ls /srv")
-    assert (result.observation, result.done, result.valid, result.outcome) == ("a\nready", False, True, Outcome.UNKNOWN)
+    assert (result.observation, result.done, result.valid, result.outcome) == (
+        "a\nready",
+        False,
+        True,
+        Outcome.UNKNOWN,
+    )
     result = episode.step("Act: finish")
-    assert (result.done, result.outcome, result.stop_reason, result.valid) == (True, Outcome.CORRECT, StopReason.FINISHED, True)
+    assert (result.done, result.outcome, result.stop_reason, result.valid) == (
+        True,
+        Outcome.CORRECT,
+        StopReason.FINISHED,
+        True,
+    )
     with pytest.raises(RuntimeError):
         episode.step("Act: finish")
 
@@ -92,7 +115,12 @@ def test_the_last_turn_is_for_finishing(episode):
     for _ in range(3):
         assert not act(episode, "mkdir -p /srv/a").done
     result = act(episode, "mkdir -p /srv/a")
-    assert (result.done, result.outcome, result.stop_reason, result.valid) == (True, Outcome.INCORRECT, StopReason.TURN_LIMIT, True)
+    assert (result.done, result.outcome, result.stop_reason, result.valid) == (
+        True,
+        Outcome.INCORRECT,
+        StopReason.TURN_LIMIT,
+        True,
+    )
 
 
 def test_a_finish_in_the_last_turn_counts(episode):
@@ -314,4 +342,6 @@ def test_the_real_golds_hold_and_two_replays_agree(sandboxed, shared, name, tmp_
     assert found["nothing_correct"] == 0
     assert found["gold_correct"] >= 0.95 * found["tasks"]
     again = validate("os_interaction", few)
-    assert {rejection["id"] for rejection in found["rejected"]} == {rejection["id"] for rejection in again["rejected"]}
+    assert {rejection["id"] for rejection in found["rejected"]} == {
+        rejection["id"] for rejection in again["rejected"]
+    }

@@ -65,7 +65,10 @@ def test_what_cannot_be_used_is_told_in_a_line(expression, told):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.text("ab(){}[]*+?|^$\\\\1,9<>=!:P.", max_size=40) | st.text(max_size=30), st.text("ab19 ", max_size=200))
+@given(
+    st.text("ab(){}[]*+?|^$\\\\1,9<>=!:P.", max_size=40) | st.text(max_size=30),
+    st.text("ab19 ", max_size=200),
+)
 @example("(?:a{1,99999}){1,99999}", "a" * 100)
 @example("\\\\", "")
 def test_no_expression_raises(expression, text):

@@ -8,17 +8,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_peft.environments.generation import generate_entries
 from agent_peft.environments.os_interaction.generator import SPLITS, generate
 from agent_peft.environments.os_interaction.kinds import ALL, CHAINS, KINDS
 from agent_peft.environments.os_interaction.problems import SKILLS
 from agent_peft.environments.os_interaction.tasks import by_rarity, read_problem
-from agent_peft.environments.validation import validate
+from agent_peft.environments.task_files.generation import generate_entries
+from agent_peft.environments.task_files.validation import validate
 from agent_peft.types import AgentPeftError
 
 SEVERAL = {split: generate(580, 0, split=split) for split in SPLITS}
 NAMES = {
-    split: {name for pool in ("folders", "stems", "users", "groups", "words") for name in getattr(SPLITS[split], pool)} for split in SPLITS
+    split: {
+        name
+        for pool in ("folders", "stems", "users", "groups", "words")
+        for name in getattr(SPLITS[split], pool)
+    }
+    for split in SPLITS
 }
 
 
@@ -28,7 +33,11 @@ def gold(entry):
 
 def scripts(entry):
     info = entry["evaluation_info"]
-    return [entry["initialization_command_item"]["script"], info["evaluation_command_item"]["script"], gold(entry)]
+    return [
+        entry["initialization_command_item"]["script"],
+        info["evaluation_command_item"]["script"],
+        gold(entry),
+    ]
 
 
 def test_every_skill_is_made_and_taken_in_turn():
@@ -55,7 +64,10 @@ def test_the_same_seed_gives_the_same_entries_and_another_others():
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_tasks_are_distinct(split):
-    seen = [(entry["instruction"], entry["initialization_command_item"]["script"]) for entry in SEVERAL[split].values()]
+    seen = [
+        (entry["instruction"], entry["initialization_command_item"]["script"])
+        for entry in SEVERAL[split].values()
+    ]
     assert len(set(seen)) == len(seen)
 
 
@@ -112,7 +124,12 @@ def test_the_request_says_all_that_the_solution_needs(kind):
 def test_requests_of_one_task_do_not_get_into_each_others_way():
     for entry in generate(300, 7, ["ls", "mkdir", "rm", "cp", "find", "chmod"], combined=1).values():
         paths = re.findall(r"/[a-z]+/[a-z]+(?=[/\s.]|$)", entry["instruction"])
-        made = [path for path in re.findall(r"mkdir (\S+)(?: (\S+))?", gold(entry)) for path in path if path.startswith("/")]
+        made = [
+            path
+            for path in re.findall(r"mkdir (\S+)(?: (\S+))?", gold(entry))
+            for path in path
+            if path.startswith("/")
+        ]
         for path in made:
             assert paths.count(path) <= 1 + entry["instruction"].count(f"{path}/"), entry["instruction"]
             assert path not in entry["initialization_command_item"]["script"].split(), entry
@@ -169,11 +186,18 @@ def test_every_kind_fails_before_and_passes_after_twice(split, sandboxed, tmp_pa
     path.write_text(json.dumps(generate(116, 11, split=split)))
     for _ in range(2):
         found = validate("os_interaction", path)
-        assert (found["tasks"], found["gold_correct"], found["nothing_correct"], found["rejected"]) == (116, 116, 0, [])
+        assert (found["tasks"], found["gold_correct"], found["nothing_correct"], found["rejected"]) == (
+            116,
+            116,
+            0,
+            [],
+        )
 
 
 def test_an_option_of_another_environment_is_told(tmp_path):
-    assert generate_entries("os_interaction", 3, 0, ["mkdir"], "train", {"combined": 0.0}) == generate(3, 0, ["mkdir"], combined=0)
+    assert generate_entries("os_interaction", 3, 0, ["mkdir"], "train", {"combined": 0.0}) == generate(
+        3, 0, ["mkdir"], combined=0
+    )
     with pytest.raises(AgentPeftError, match="db_bench takes no combined"):
         generate_entries("db_bench", 3, 0, None, "train", {"combined": 0.5})
     with pytest.raises(AgentPeftError, match="choose db_bench or os_interaction"):

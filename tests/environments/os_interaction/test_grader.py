@@ -3,7 +3,14 @@
 import pytest
 
 from agent_peft.environments.os_interaction.episode import OSEpisode, Rules
-from agent_peft.environments.os_interaction.problems import Checks, Comparison, Exits, Matches, Problem, Script
+from agent_peft.environments.os_interaction.problems import (
+    Checks,
+    Comparison,
+    Exits,
+    Matches,
+    Problem,
+    Script,
+)
 from agent_peft.environments.os_interaction.protocol import Command, Finish, write_act
 from agent_peft.types import Outcome
 
@@ -29,7 +36,12 @@ COUNT = Problem(
 )
 OWN = Problem(
     "Say yes, and touch /srv/said.",
-    Checks((Script('[ -e /srv/said ] && echo "$1!"'), Script("import sys; sys.exit(sys.argv[1:3] != ['yes', 'yes!\\n'])", "python"))),
+    Checks(
+        (
+            Script('[ -e /srv/said ] && echo "$1!"'),
+            Script("import sys; sys.exit(sys.argv[1:3] != ['yes', 'yes!\\n'])", "python"),
+        )
+    ),
     answers=True,
 )
 
@@ -53,7 +65,9 @@ def test_the_truth_is_that_of_before_the_agent_acted(sandboxed):
 
 
 def test_an_example_that_fails_makes_no_truth(sandboxed):
-    broken = Problem("?", Checks((None, Comparison.INTEGER), Script("echo 3; exit 1")), gold="echo 3; exit 1", answers=True)
+    broken = Problem(
+        "?", Checks((None, Comparison.INTEGER), Script("echo 3; exit 1")), gold="echo 3; exit 1", answers=True
+    )
     assert outcome(broken, answer="3") is Outcome.INCORRECT
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from agent_peft.environments.os_interaction.fork_server import fork_server
-from agent_peft.environments.os_interaction.sandbox import CommandResult, Sandbox, SandboxLimits
-from agent_peft.environments.os_interaction.sandboxes import build_sandbox, missing
+from agent_peft.sandbox.base import CommandResult, Sandbox, SandboxLimits
+from agent_peft.sandbox.build import build_sandbox, missing
+from agent_peft.sandbox.fork_server import fork_server
 from agent_peft.types import AgentPeftError
 
 LIMITS = SandboxLimits(memory_mb=192, processes=48, file_size_mb=24, cpu_seconds=2, output_chars=4096)
@@ -207,7 +207,9 @@ HOSTILE = (
 
 def table() -> str:
     lines = ["| | what it tries | what holds |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| {i} | {hostile.what} | {hostile.holds} |" for i, hostile in enumerate(HOSTILE, 1))])
+    return "\n".join(
+        [*lines, *(f"| {i} | {hostile.what} | {hostile.holds} |" for i, hostile in enumerate(HOSTILE, 1))]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -281,7 +283,12 @@ def answers(sandbox: Sandbox, fresh: bool) -> None:
 
 def test_without_a_clean_view_the_grader_would_be_fooled(host):
     """The rows above would show nothing if their tricks did nothing."""
-    for what in ("replacing stat, ls, test and awk", "programs earlier in PATH", "an alternative for awk", "a preloaded library"):
+    for what in (
+        "replacing stat, ls, test and awk",
+        "programs earlier in PATH",
+        "an alternative for awk",
+        "a preloaded library",
+    ):
         (hostile,) = (row for row in HOSTILE if row.what == what)
         with build_sandbox("namespaces", LIMITS) as sandbox:
             sandbox.run(hostile.command.replace("{{", "{").replace("}}", "}"), 10)

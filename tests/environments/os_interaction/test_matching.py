@@ -69,10 +69,20 @@ def test_matches(wanted, answer, same):
 @pytest.mark.parametrize(
     ("how", "answer", "truth", "same"),
     [
-        (Comparison.TRUTH_IN_ANSWER, " ".join(map(str, range(871))), "347", False),  # a list of all there could be
+        (
+            Comparison.TRUTH_IN_ANSWER,
+            " ".join(map(str, range(871))),
+            "347",
+            False,
+        ),  # a list of all there could be
         (Comparison.TRUTH_IN_ANSWER, "1, 2, 3, 4 or 5", "3", False),
         (Comparison.TRUTH_IN_ANSWER, "/etc /srv /opt /usr", "/srv", False),
-        (Comparison.TRUTH_IN_ANSWER, "red, green, blue, white, black, brown, grey, pink, orange, yellow", "blue", False),
+        (
+            Comparison.TRUTH_IN_ANSWER,
+            "red, green, blue, white, black, brown, grey, pink, orange, yellow",
+            "blue",
+            False,
+        ),
         (Comparison.TRUTH_IN_ANSWER, "1" * 500 + "347" + "1" * 500, "347", False),
         (Comparison.TRUTH_IN_ANSWER, "13470", "347", False),  # no word of its own
         (Comparison.TRUTH_IN_ANSWER, "0123456789", "5", False),
@@ -97,7 +107,11 @@ def test_an_answer_that_guesses_or_says_nothing_is_none(how, answer, truth, same
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.sampled_from(Comparison), st.text() | st.text("0123456789,. KMGkb+-'`\r\n/", max_size=60), st.text(max_size=60))
+@given(
+    st.sampled_from(Comparison),
+    st.text() | st.text("0123456789,. KMGkb+-'`\r\n/", max_size=60),
+    st.text(max_size=60),
+)
 def test_no_answer_raises(how, answer, truth):
     compare(how, answer, truth)
     compare(how, truth, answer)

@@ -77,9 +77,15 @@ def test_malformed_acts_say_what_to_write(reply, why):
 @pytest.mark.parametrize(
     ("reply", "action"),
     [
-        ('<tool_call>\n{"name": "bash", "arguments": {"command": "ls /tmp"}}\n</tool_call>', Command("ls /tmp")),
+        (
+            '<tool_call>\n{"name": "bash", "arguments": {"command": "ls /tmp"}}\n</tool_call>',
+            Command("ls /tmp"),
+        ),
         ('I look.\n<tool_call>{"name": "bash", "arguments": {"command": "ls"}}</tool_call> ', Command("ls")),
-        ('<tool_call>{"name": "bash", "arguments": {"command": "ls"}}', Command("ls")),  # the closing tag may be a stop word
+        (
+            '<tool_call>{"name": "bash", "arguments": {"command": "ls"}}',
+            Command("ls"),
+        ),  # the closing tag may be a stop word
         ('{"name": "bash", "arguments": {"command": "echo \\"a\\"\\nls"}}', Command('echo "a"\nls')),
         ('```json\n{"name": "bash", "parameters": {"command": "ls"}}\n```', Command("ls")),
         ('{"name": "bash", "arguments": "{\\"command\\": \\"ls\\"}"}', Command("ls")),
@@ -125,7 +131,9 @@ def test_malformed_tool_calls_say_what_to_write(reply, why):
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS.values(), ids=PROTOCOLS)
-@pytest.mark.parametrize("action", [Command("ls -la | grep 'a b'\ncd /x"), Finish(), Finish("4 (four)"), Finish("")])
+@pytest.mark.parametrize(
+    "action", [Command("ls -la | grep 'a b'\ncd /x"), Finish(), Finish("4 (four)"), Finish("")]
+)
 def test_what_is_written_is_read_back(protocol, action):
     assert protocol.parse(protocol.write(action)) == action
 
@@ -143,12 +151,27 @@ def test_the_prompt_says_the_turns_and_each_action(name, answers):
 
 def test_tool_calls_are_json_whatever_the_command_holds():
     command = "echo \"</x>\" \\ \n\t'é'"
-    assert json.loads(write_tool_call("bash", command=command).split("\n")[1])["arguments"]["command"] == command
+    assert (
+        json.loads(write_tool_call("bash", command=command).split("\n")[1])["arguments"]["command"] == command
+    )
 
 
 PIECES = st.sampled_from(
     [
-        *("Act: ", "act:", "bash", "finish", "answer(", ")", "```", "```bash\n", "```json", "\n", "<tool_call>", "</tool_call>"),
+        *(
+            "Act: ",
+            "act:",
+            "bash",
+            "finish",
+            "answer(",
+            ")",
+            "```",
+            "```bash\n",
+            "```json",
+            "\n",
+            "<tool_call>",
+            "</tool_call>",
+        ),
         *(
             '{"name": ',
             '"bash"',
@@ -165,13 +188,27 @@ PIECES = st.sampled_from(
             "\\",
             "\\u",
         ),
-        *("1e999", "-Infinity", "NaN", "9" * 5_000, "\0", "\ud800", "\x1b", "\u202e", "null", "true", "1" * 400 + "." + "1" * 400),
+        *(
+            "1e999",
+            "-Infinity",
+            "NaN",
+            "9" * 5_000,
+            "\0",
+            "\ud800",
+            "\x1b",
+            "\u202e",
+            "null",
+            "true",
+            "1" * 400 + "." + "1" * 400,
+        ),
     ]
 )
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.text() | st.text('act:nswerbfi \n`sh(){}"', max_size=200) | st.lists(PIECES, max_size=12).map("".join))
+@given(
+    st.text() | st.text('act:nswerbfi \n`sh(){}"', max_size=200) | st.lists(PIECES, max_size=12).map("".join)
+)
 @example('{"name": "answer", "arguments": {"text": 1e999}}')
 @example('{"name": "answer", "arguments": {"text": ' + "9" * 4_000 + "}}")
 @example('{"name": "\ud800", "arguments": {}}')
@@ -183,12 +220,30 @@ def test_parsing_never_raises(reply):
     for protocol in PROTOCOLS.values():
         parsed = protocol.parse(reply)
         assert isinstance(parsed, Command | Finish | Malformed)
-        said = parsed.why if isinstance(parsed, Malformed) else getattr(parsed, "text", None) or getattr(parsed, "answer", None) or ""
+        said = (
+            parsed.why
+            if isinstance(parsed, Malformed)
+            else getattr(parsed, "text", None) or getattr(parsed, "answer", None) or ""
+        )
         said.encode()  # it can be typed, or shown
 
 
 @pytest.mark.parametrize(
-    "piece", ["act ", "act:", "Act: bash\n", "Act: answer(", "`", "```", "```bash\n", " ", "*", "\n ", "<tool_call>", "{"]
+    "piece",
+    [
+        "act ",
+        "act:",
+        "Act: bash\n",
+        "Act: answer(",
+        "`",
+        "```",
+        "```bash\n",
+        " ",
+        "*",
+        "\n ",
+        "<tool_call>",
+        "{",
+    ],
 )
 @pytest.mark.parametrize("head", ["", "Act: answer(", "Act: bash\n```bash\n", "<tool_call>"])
 @pytest.mark.parametrize("protocol", PROTOCOLS.values(), ids=PROTOCOLS)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from agent_peft.environments.os_interaction import fork_server
-from agent_peft.environments.os_interaction.jail import kernel
-from agent_peft.environments.os_interaction.sandbox import CommandResult, SandboxLimits
-from agent_peft.environments.os_interaction.sandboxes import SANDBOXES, build_sandbox, missing
+from agent_peft.sandbox import fork_server
+from agent_peft.sandbox.base import CommandResult, SandboxLimits
+from agent_peft.sandbox.build import SANDBOXES, build_sandbox, missing
+from agent_peft.sandbox.jail import syscalls
 from agent_peft.types import AgentPeftError
 
 LIMITS = SandboxLimits(memory_mb=128, processes=32, file_size_mb=16, cpu_seconds=5, output_chars=1000)
@@ -29,7 +29,9 @@ def available(kind):
     return ()
 
 
-KINDS = [pytest.param(kind, marks=available(kind)) for kind in SANDBOXES if kind != "bubblewrap"]  # which is another name of the first
+KINDS = [
+    pytest.param(kind, marks=available(kind)) for kind in SANDBOXES if kind != "bubblewrap"
+]  # which is another name of the first
 namespaces = pytest.mark.usefixtures("_namespaces")
 
 
@@ -61,14 +63,18 @@ def said(result):
 
 
 def test_the_shell_keeps_its_state(any_machine):
-    said(any_machine.run("x=1; export Y=2; f() { echo $1$x; }; mkdir -p a/b; cd a/b; alias g='echo alias'", 10))
+    said(
+        any_machine.run("x=1; export Y=2; f() { echo $1$x; }; mkdir -p a/b; cd a/b; alias g='echo alias'", 10)
+    )
     assert said(any_machine.run("f 7; g; echo $Y; basename $PWD", 10)) == "71\nalias\n2\nb\n"
     assert any_machine.run("false", 10).exit_code == 1
     assert said(any_machine.run("echo $?", 10)) == "1\n"
 
 
 def test_output_is_merged_in_order(any_machine):
-    assert any_machine.run("echo a; echo b >&2; echo c; printf d >&2; (exit 4)", 10) == CommandResult("a\nb\nc\nd", 4)
+    assert any_machine.run("echo a; echo b >&2; echo c; printf d >&2; (exit 4)", 10) == CommandResult(
+        "a\nb\nc\nd", 4
+    )
 
 
 def test_a_command_may_be_any_text(any_machine):
@@ -81,7 +87,11 @@ def test_a_command_may_be_any_text(any_machine):
 
 def test_long_output_keeps_its_beginning_and_end(any_machine):
     result = any_machine.run("echo first; seq 100000; echo last", 20)
-    assert result.truncated and result.output.startswith("first\n1\n") and result.output.endswith("100000\nlast\n")
+    assert (
+        result.truncated
+        and result.output.startswith("first\n1\n")
+        and result.output.endswith("100000\nlast\n")
+    )
     assert "characters cut out" in result.output and len(result.output) < 1100
 
 
@@ -122,7 +132,10 @@ def test_daemons_do_not_hold_a_command_up(any_machine):
 
 
 def test_there_is_no_terminal_and_no_input(any_machine):
-    assert said(any_machine.run("cat; test -t 0 || test -t 1 || echo none; read x || echo end", 10)) == "none\nend\n"
+    assert (
+        said(any_machine.run("cat; test -t 0 || test -t 1 || echo none; read x || echo end", 10))
+        == "none\nend\n"
+    )
 
 
 def test_scripts_run_beside_the_shell(any_machine):
@@ -146,11 +159,16 @@ def test_files(any_machine):
 
 
 def test_a_snapshot_brings_files_back(any_machine):
-    any_machine.run("echo 1 >kept; echo 2 >changed; chmod 751 kept; ln -s kept link; mkdir d; echo 3 >d/e", 10)
+    any_machine.run(
+        "echo 1 >kept; echo 2 >changed; chmod 751 kept; ln -s kept link; mkdir d; echo 3 >d/e", 10
+    )
     snapshot = any_machine.snapshot()
     any_machine.run("rm -rf kept d; echo 9 >changed; echo 9 >new; x=1", 10)
     any_machine.restore(snapshot)
-    assert said(any_machine.run("cat link changed d/e; stat -c %a kept; ls new 2>/dev/null; echo x=$x", 10)) == "1\n2\n3\n751\nx=\n"
+    assert (
+        said(any_machine.run("cat link changed d/e; stat -c %a kept; ls new 2>/dev/null; echo x=$x", 10))
+        == "1\n2\n3\n751\nx=\n"
+    )
 
 
 def test_closing_twice_or_before_the_start_is_fine(any_machine):
@@ -166,38 +184,58 @@ def test_closing_twice_or_before_the_start_is_fine(any_machine):
 def test_users_and_owners(machine):
     if missing("namespaces"):
         pytest.skip(missing("namespaces")[0])
-    said(machine.run("groupadd staff2 && useradd -m -G staff2 ann && chage -M 30 ann && touch f && chown ann:staff2 f", 10))
-    assert said(machine.run("stat -c %U:%G f; id -nG ann; su ann -c 'id -un; cd; pwd'", 10)) == "ann:staff2\nann staff2\nann\n/home/ann\n"
-    assert machine.run_fresh("grep -q ann /etc/shadow && [ $(stat -c %U /root/f) = ann ]", 10, kill_others=True).ok
+    said(
+        machine.run(
+            "groupadd staff2 && useradd -m -G staff2 ann && chage -M 30 ann && touch f && chown ann:staff2 f",
+            10,
+        )
+    )
+    assert (
+        said(machine.run("stat -c %U:%G f; id -nG ann; su ann -c 'id -un; cd; pwd'", 10))
+        == "ann:staff2\nann staff2\nann\n/home/ann\n"
+    )
+    assert machine.run_fresh(
+        "grep -q ann /etc/shadow && [ $(stat -c %U /root/f) = ann ]", 10, kill_others=True
+    ).ok
 
 
 def test_a_snapshot_holds_deletions_owners_links_and_goes_to_another_machine(machine):
     machine.run(
-        "rm /etc/issue /usr/bin/stat; rm -rf /var/log; mkdir /var/log; ln /etc/passwd /srv/hard; mkfifo /srv/pipe; chmod 1700 /opt", 10
+        "rm /etc/issue /usr/bin/stat; rm -rf /var/log; mkdir /var/log; ln /etc/passwd /srv/hard; mkfifo /srv/pipe; chmod 1700 /opt",
+        10,
     )
     machine.run("touch -d 2001-02-03 /srv/old; echo x >>/usr/share/new", 10)
     with build_sandbox("namespaces", LIMITS) as other:
         other.run("touch /srv/other", 10)
         other.restore(machine.snapshot())
         found = said(
-            other.run("ls /etc/issue /usr/bin/stat 2>&1 | wc -l; ls -A /var/log /srv; date -r /srv/old +%F; cat /usr/share/new", 10)
+            other.run(
+                "ls /etc/issue /usr/bin/stat 2>&1 | wc -l; ls -A /var/log /srv; date -r /srv/old +%F; cat /usr/share/new",
+                10,
+            )
         )
         assert found == "2\n/srv:\nhard\nold\npipe\n\n/var/log:\n2001-02-03\nx\n"
         assert said(
-            other.run("find /opt -maxdepth 0 -perm 1700; [ /srv/hard -ef /etc/passwd ] && echo same; [ -p /srv/pipe ] && echo fifo", 10)
+            other.run(
+                "find /opt -maxdepth 0 -perm 1700; [ /srv/hard -ef /etc/passwd ] && echo same; [ -p /srv/pipe ] && echo fifo",
+                10,
+            )
         ) == ("/opt\nsame\nfifo\n")
 
 
 def test_grading_sees_files_but_not_processes_and_runs_clean_programs(machine):
     machine.run(
-        "echo 'echo mine' >/usr/local/bin/tool; chmod +x /usr/local/bin/tool; cp /usr/local/bin/tool /usr/bin/newtool; sleep 600 &", 10
+        "echo 'echo mine' >/usr/local/bin/tool; chmod +x /usr/local/bin/tool; cp /usr/local/bin/tool /usr/bin/newtool; sleep 600 &",
+        10,
     )
     machine.run("cp /usr/local/bin/tool /usr/bin/ls; x=1; export PATH=/nowhere LD_PRELOAD=/x", 10)
     assert machine.run_fresh("ls /", 10).output.startswith("bin\n")
     script = "/usr/local/bin/tool; newtool; ls -d /; echo $PATH; ps -eo args | grep -c '[s]leep 600'; echo 1 >/srv/note"
     graded = machine.run_fresh(script, 10, kill_others=True)
     assert graded.output == "mine\nmine\n/\n/usr/sbin:/usr/bin:/sbin:/bin\n0\n"
-    assert machine.run_fresh("cat /srv/note", 10, kill_others=True).output == "1\n"  # a check may build on the one before
+    assert (
+        machine.run_fresh("cat /srv/note", 10, kill_others=True).output == "1\n"
+    )  # a check may build on the one before
     with pytest.raises(RuntimeError, match="graded"):
         machine.run("true", 1)
 
@@ -235,7 +273,9 @@ def test_many_in_a_row_leave_nothing(_namespaces):
     build_sandbox("namespaces", LIMITS).close()
     fork_server.fork_server()
     deadline = time.monotonic() + 20
-    while any(left_behind()[0]) and time.monotonic() < deadline:  # the machine of the test before may still be ending
+    while (
+        any(left_behind()[0]) and time.monotonic() < deadline
+    ):  # the machine of the test before may still be ending
         time.sleep(0.05)
     before = left_behind()[:3]
     for i in range(40):
@@ -250,8 +290,8 @@ def test_many_in_a_row_leave_nothing(_namespaces):
 def test_all_dies_with_us(_namespaces):
     program = """
 import time
-from agent_peft.environments.os_interaction.sandbox import SandboxLimits
-from agent_peft.environments.os_interaction.sandboxes import build_sandbox
+from agent_peft.sandbox.base import SandboxLimits
+from agent_peft.sandbox.build import build_sandbox
 machines = [build_sandbox("namespaces", SandboxLimits()) for _ in range(3)]
 for machine in machines:
     machine.start()
@@ -274,8 +314,13 @@ time.sleep(600)
         pid = todo.pop()
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         todo += children
-        below += [(child, Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2].split()[19]) for child in children]
-    assert len(below) >= 1 + 3 * 4  # the fork server; of each machine init and its parent, the shell, what it started
+        below += [
+            (child, Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2].split()[19])
+            for child in children
+        ]
+    assert (
+        len(below) >= 1 + 3 * 4
+    )  # the fork server; of each machine init and its parent, the shell, what it started
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
@@ -308,9 +353,17 @@ def test_a_command_inherits_only_its_three_streams(machine):
 
 def test_nothing_of_ours_is_inside(machine):
     found = said(
-        machine.run("cat /proc/mounts /proc/*/cmdline /proc/self/cgroup | tr '\\0' ' '; env; ls -A / /root /home /tmp /run /opt", 10)
+        machine.run(
+            "cat /proc/mounts /proc/*/cmdline /proc/self/cgroup | tr '\\0' ' '; env; ls -A / /root /home /tmp /run /opt",
+            10,
+        )
     )
-    for word in (str(Path.home()), str(Path(__file__).parents[3]), "venv", os.environ.get("USER", "agent_peft")):
+    for word in (
+        str(Path.home()),
+        str(Path(__file__).parents[3]),
+        "venv",
+        os.environ.get("USER", "agent_peft"),
+    ):
         assert word == "/root" or word == "root" or word not in found
 
 
@@ -345,9 +398,11 @@ def test_no_sandbox_warns(caplog):
 
 def test_the_filter_refuses_and_allows():
     def verdict(number, argument=0, architecture=0xC000003E):
-        """Run the program as the kernel would: little-endian seccomp_data of nr, arch, instruction pointer, args."""
+        """Run the program as the kernel would: little-endian seccomp_data of nr, arch, instruction
+        pointer, args.
+        """
         packed = struct.pack("<iIQQ", number, architecture, 0, argument)
-        program = list(struct.iter_unpack("=HBBI", kernel.seccomp_filter("x86_64")))
+        program = list(struct.iter_unpack("=HBBI", syscalls.seccomp_filter("x86_64")))
         at, accumulator = 0, 0
         while True:
             code, then, otherwise, value = program[at]
@@ -361,11 +416,13 @@ def test_the_filter_refuses_and_allows():
 
     allow, refuse = 0x7FFF0000, 0x00050001
     assert verdict(0) == verdict(59) == allow
-    assert verdict(321) == verdict(319) == verdict(250) == verdict(425) == refuse  # bpf, memfd_create, keyctl, io_uring_setup
+    assert (
+        verdict(321) == verdict(319) == verdict(250) == verdict(425) == refuse
+    )  # bpf, memfd_create, keyctl, io_uring_setup
     assert [verdict(41, family) for family in (1, 2, 10, 16)] == [allow] * 4
     assert [verdict(41, family) for family in (17, 38, 40)] == [refuse] * 3  # packet, alg, vsock
     assert verdict(0, architecture=0x40000003) == verdict(0x40000000) == refuse  # 32 bit, x32
-    assert kernel.seccomp_filter("aarch64") is not None and kernel.seccomp_filter("riscv64") is None
+    assert syscalls.seccomp_filter("aarch64") is not None and syscalls.seccomp_filter("riscv64") is None
 
 
 @pytest.mark.parametrize("kind", [p for p in KINDS if p.values[0] in ("namespaces", "none")])
@@ -374,8 +431,8 @@ def test_commands_can_be_stopped_where_interrupts_are_ignored(kind, tmp_path):
     script = tmp_path / "job.py"
     script.write_text(
         "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "from agent_peft.environments.os_interaction.sandbox import SandboxLimits\n"
-        "from agent_peft.environments.os_interaction.sandboxes import build_sandbox\n"
+        "from agent_peft.sandbox.base import SandboxLimits\n"
+        "from agent_peft.sandbox.build import build_sandbox\n"
         f"with build_sandbox({kind!r}, SandboxLimits()) as sandbox:\n"
         "    sandbox.run('x=1', 5)\n"
         "    result = sandbox.run('while :; do sleep 1; done; echo REACHED', 0.5)\n"

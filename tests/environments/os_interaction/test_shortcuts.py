@@ -13,8 +13,8 @@ import pytest
 
 from agent_peft.environments.os_interaction.generator import make_entry
 from agent_peft.environments.os_interaction.kinds import CHAINS, KINDS
-from agent_peft.environments.os_interaction.sandbox import SandboxLimits
-from agent_peft.environments.os_interaction.sandboxes import build_sandbox
+from agent_peft.sandbox.base import SandboxLimits
+from agent_peft.sandbox.build import build_sandbox
 
 ALL = [*(kind for kinds in KINDS.values() for kind in kinds), *CHAINS]
 PATH = r"(/[\w./]+)"
@@ -433,7 +433,9 @@ def spoiled(gold, evaluation):
             ways[f"{path} a pipe"] = f"{aside}mkfifo {path}"
             ways[f"{path} a folder"] = f"{aside}mkdir {path}"
             ways[f"{path} a device"] = f"{aside}ln -s /dev/stdin {path}"
-    for path in set(re.findall(r"/(?:depot|projects|storage|vault)/\w+/[\w.]+", gold)) - {word.rstrip("/@=") for word in words}:
+    for path in set(re.findall(r"/(?:depot|projects|storage|vault)/\w+/[\w.]+", gold)) - {
+        word.rstrip("/@=") for word in words
+    }:
         ways[f"a dangling link at {path}"] = f"{gold}; ln -s /nowhere {path}"
         ways[f"a loop of links at {path}"] = f"{gold}; ln -s {path} {path}"
     return ways
@@ -458,7 +460,8 @@ def machine(_why_no_sandbox):
         pytest.skip(_why_no_sandbox)
     with build_sandbox("namespaces", SandboxLimits(cpu_seconds=300)) as sandbox:
         sandbox.run_fresh(
-            "mkdir /var/people && cp -a /etc/passwd /etc/group /etc/shadow /etc/gshadow /etc/subuid /etc/subgid /var/people", 20
+            "mkdir /var/people && cp -a /etc/passwd /etc/group /etc/shadow /etc/gshadow /etc/subuid /etc/subgid /var/people",
+            20,
         )
         yield sandbox
 
@@ -466,7 +469,9 @@ def machine(_why_no_sandbox):
 def try_all(machine, entry, ways):
     """Which of the ways are taken for the solution."""
     init, _, evaluation = map(shlex.quote, scripts(entry))
-    trial = TRIAL.format(ways=" ".join(shlex.quote(way) for way in ways.values()), init=init, evaluation=evaluation)
+    trial = TRIAL.format(
+        ways=" ".join(shlex.quote(way) for way in ways.values()), init=init, evaluation=evaluation
+    )
     said = machine.run_fresh(trial, 300).output
     codes = re.findall(r"way ended with (\d+)", said)
     assert len(codes) == len(ways), said
@@ -482,9 +487,13 @@ def test_shortcuts_are_wrong_and_other_ways_are_right(kind, machine):
     entry = entry_of(kind)
     gold = scripts(entry)[1]
     wrong, right = attempts(gold)
-    assert right or kind in CHAINS or len(kind.skills) > 1 or " >> " in gold, f"no other way is known to: {gold}"
+    assert right or kind in CHAINS or len(kind.skills) > 1 or " >> " in gold, (
+        f"no other way is known to: {gold}"
+    )
     right["the solution"] = gold
-    ways = {f"wrong: {name}": way for name, way in wrong.items()} | {f"right: {name}": way for name, way in right.items()}
+    ways = {f"wrong: {name}": way for name, way in wrong.items()} | {
+        f"right: {name}": way for name, way in right.items()
+    }
     ways |= {"wrong: nothing": ":"}
     assert try_all(machine, entry, ways) == {name for name in ways if name.startswith("right")}
 

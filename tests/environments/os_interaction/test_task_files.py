@@ -13,15 +13,56 @@ from agent_peft.environments.os_interaction.tasks import load_tasks, read_proble
 from agent_peft.types import AgentPeftError
 
 KEYS = (
-    *("description", "evaluation", "create", "start", "labels", "example", "match", "check", "init", "image", "code", "file", "language"),
-    *("answer", "regex", "strip", "instruction", "initialization_command_item", "evaluation_info", "evaluation_command_item", "script"),
+    *(
+        "description",
+        "evaluation",
+        "create",
+        "start",
+        "labels",
+        "example",
+        "match",
+        "check",
+        "init",
+        "image",
+        "code",
+        "file",
+        "language",
+    ),
+    *(
+        "answer",
+        "regex",
+        "strip",
+        "instruction",
+        "initialization_command_item",
+        "evaluation_info",
+        "evaluation_command_item",
+        "script",
+    ),
     *("ground_truth_command_item", "command_name", "skill_list", "sample_index"),
 )
-TEXTS = st.sampled_from(["", "bash", "python", "check/in.py", "check/none.sh", "true", "^(a+)+$", "(", "\0", "\ud800", "../x", "x" * 300])
+TEXTS = st.sampled_from(
+    [
+        "",
+        "bash",
+        "python",
+        "check/in.py",
+        "check/none.sh",
+        "true",
+        "^(a+)+$",
+        "(",
+        "\0",
+        "\ud800",
+        "../x",
+        "x" * 300,
+    ]
+)
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | TEXTS | st.text(max_size=8)
 VALUES = st.recursive(
     LEAVES,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=3), inner, max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=3), inner, max_size=5)
+    ),
     max_leaves=12,
 )
 SCRIPT = {"command_name": "bash", "script": "true"}
@@ -38,7 +79,12 @@ def read(entry):
         assert "\n" not in str(error) and str(error).isprintable() and len(str(error)) < 500
         return
     assert isinstance(problem, Problem)
-    for text in (problem.instruction, problem.gold or "", problem.start or "", *(script.bash for script in problem.initialization)):
+    for text in (
+        problem.instruction,
+        problem.gold or "",
+        problem.start or "",
+        *(script.bash for script in problem.initialization),
+    ):
         text.encode()
 
 
@@ -53,21 +99,45 @@ def read(entry):
 @example({"description": "?", "evaluation": {"check": "echo \ud800"}})
 @example({"description": "?", "evaluation": {"match": {"regex": "(?P<a\nb>x)"}}})
 @example({"description": "?", "evaluation": {"match": {"regex": "(" * 5000}}})
-@example({"instruction": "\ud800", "evaluation_info": {"evaluation_command_item": SCRIPT}, "initialization_command_item": SCRIPT})
-@example({"instruction": "?", "evaluation_info": {"evaluation_command_item": {"script": "\udfff"}}, "initialization_command_item": SCRIPT})
+@example(
+    {
+        "instruction": "\ud800",
+        "evaluation_info": {"evaluation_command_item": SCRIPT},
+        "initialization_command_item": SCRIPT,
+    }
+)
+@example(
+    {
+        "instruction": "?",
+        "evaluation_info": {"evaluation_command_item": {"script": "\udfff"}},
+        "initialization_command_item": SCRIPT,
+    }
+)
 def test_any_entry_is_read_or_refused(entry):
     read(entry)
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.sampled_from([AGENT_BENCH, LIFELONG]), st.sampled_from(KEYS), VALUES, st.sampled_from(["evaluation", "evaluation_info"]), VALUES)
+@given(
+    st.sampled_from([AGENT_BENCH, LIFELONG]),
+    st.sampled_from(KEYS),
+    VALUES,
+    st.sampled_from(["evaluation", "evaluation_info"]),
+    VALUES,
+)
 def test_an_entry_with_anything_in_one_place(base, key, value, evaluation, content):
     read({**base, key: value})
     read({**base, evaluation: content, key: value})
-    read({**base, evaluation: {"match": {"regex": value}, "check": content, "evaluation_command_item": value}})
+    read(
+        {**base, evaluation: {"match": {"regex": value}, "check": content, "evaluation_command_item": value}}
+    )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     st.binary(max_size=200)
     | st.text(max_size=200).map(lambda text: text.encode("utf-8", "surrogatepass"))
@@ -82,7 +152,10 @@ def test_any_file_is_read_or_refused(tmp_path, content):
         assert "\n" not in str(error)
 
 
-@pytest.mark.parametrize("file", ["x\0y", "x" * 5_000, "a/" * 3_000, "..", ".", "", "/", "pipe", "loop", "large", "closed", "folder"])
+@pytest.mark.parametrize(
+    "file",
+    ["x\0y", "x" * 5_000, "a/" * 3_000, "..", ".", "", "/", "pipe", "loop", "large", "closed", "folder"],
+)
 def test_a_named_file_that_cannot_be_read_makes_a_task_unusable(file, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")

@@ -4,7 +4,14 @@ import json
 
 import pytest
 
-from agent_peft.environments.os_interaction.problems import Checks, Comparison, Exits, Matches, Script, Unusable
+from agent_peft.environments.os_interaction.problems import (
+    Checks,
+    Comparison,
+    Exits,
+    Matches,
+    Script,
+    Unusable,
+)
 from agent_peft.environments.os_interaction.tasks import by_rarity, load_tasks, read_problem, task_of
 from agent_peft.types import AgentPeftError
 
@@ -21,7 +28,10 @@ ENTRY = {
 COUNTING = {
     "description": "How many files are in ~?",
     "create": {"init": "touch ~/a"},
-    "evaluation": {"check": [None, {"language": "python", "file": "check/integer-match.py"}], "example": "ls ~ | wc -l"},
+    "evaluation": {
+        "check": [None, {"language": "python", "file": "check/integer-match.py"}],
+        "example": "ls ~ | wc -l",
+    },
     "labels": ["file"],
 }
 
@@ -49,7 +59,12 @@ def test_files_that_are_read(name, content, ids, tmp_path):
 
 def test_an_entry_of_lifelong_agent_bench():
     problem = read_problem("3", ENTRY)
-    assert (problem.instruction, problem.gold, problem.answers, problem.needs_answer) == ("Make /a.", "mkdir /a", False, False)
+    assert (problem.instruction, problem.gold, problem.answers, problem.needs_answer) == (
+        "Make /a.",
+        "mkdir /a",
+        False,
+        False,
+    )
     assert problem.evaluation == Exits(Script("[ -d /a ]"))
     assert problem.initialization == ()
     assert task_of("3", ENTRY).skills == ("sed", "mkdir")
@@ -59,7 +74,12 @@ def test_an_entry_of_agent_bench():
     problem = read_problem("x", COUNTING)
     assert problem.evaluation == Checks((None, Comparison.INTEGER), Script("ls ~ | wc -l"))
     assert problem.initialization == (Script("touch ~/a"),)
-    assert (problem.gold, problem.answers, problem.needs_answer, problem.start) == ("ls ~ | wc -l", True, True, None)
+    assert (problem.gold, problem.answers, problem.needs_answer, problem.start) == (
+        "ls ~ | wc -l",
+        True,
+        True,
+        None,
+    )
     assert task_of("x", COUNTING).skills == ("file",)
 
 
@@ -70,7 +90,10 @@ def test_an_entry_of_agent_bench():
         ({"match": {"answer": " 76 ", "strip": False}}, Matches(" 76 ", strip=False)),
         ({"match": {"regex": "^7"}}, Matches(regex="^7")),
         ({"check": {"code": "exit 0"}}, Checks((Script("exit 0"),))),
-        ({"check": [{"language": "python", "code": "pass"}, "true"]}, Checks((Script("pass", "python"), Script("true")))),
+        (
+            {"check": [{"language": "python", "code": "pass"}, "true"]},
+            Checks((Script("pass", "python"), Script("true"))),
+        ),
         (
             {"check": [None, {"language": "python", "file": "check/in.py"}], "example": {"code": "nproc"}},
             Checks((None, Comparison.ANSWER_IN_TRUTH), Script("nproc")),
@@ -136,11 +159,20 @@ def without(entry, *path):
         (without(ENTRY, "instruction"), "instruction must be a text"),
         ({**ENTRY, "instruction": " "}, "instruction must be a text"),
         (without(ENTRY, "initialization_command_item"), "initialization_command_item must be an object"),
-        (without(ENTRY, "initialization_command_item", "script"), r"initialization_command_item.script must be a bash script"),
-        ({**ENTRY, "initialization_command_item": {"command_name": "zsh", "script": ""}}, "command_name must be bash"),
+        (
+            without(ENTRY, "initialization_command_item", "script"),
+            r"initialization_command_item.script must be a bash script",
+        ),
+        (
+            {**ENTRY, "initialization_command_item": {"command_name": "zsh", "script": ""}},
+            "command_name must be bash",
+        ),
         ({**ENTRY, "initialization_command_item": {"script": "a\0b"}}, "script must be a bash script"),
         (without(ENTRY, "evaluation_info"), "evaluation_info must be an object"),
-        (without(ENTRY, "evaluation_info", "evaluation_command_item"), r"evaluation_info.evaluation_command_item must be an object"),
+        (
+            without(ENTRY, "evaluation_info", "evaluation_command_item"),
+            r"evaluation_info.evaluation_command_item must be an object",
+        ),
         ({**ENTRY, "skill_list": "mkdir"}, "skill_list must be a list of skill names"),
         ({**COUNTING, "labels": [1]}, "labels must be a list"),
         ({**COUNTING, "description": 5}, "description must be a text"),
@@ -150,7 +182,10 @@ def without(entry, *path):
         ({**COUNTING, "evaluation": {"match": {"regex": "("}}}, "a regular expression"),
         ({**COUNTING, "evaluation": {"check": []}}, "a list of at least one step"),
         ({**COUNTING, "evaluation": {"check": [None]}}, "evaluation.example must be a script"),
-        ({**COUNTING, "evaluation": {"check": [{"file": "check/integer-match.py"}]}}, r"check\[0\] must be null or a script"),
+        (
+            {**COUNTING, "evaluation": {"check": [{"file": "check/integer-match.py"}]}},
+            r"check\[0\] must be null or a script",
+        ),
         ({**COUNTING, "evaluation": {"check": [3]}}, r"check\[0\] must be a bash script"),
         ({**COUNTING, "create": {"init": 3}}, "create.init must be a bash script"),
     ],
@@ -190,7 +225,9 @@ def test_the_rarest_skill_is_the_primary_one():
     assert by_rarity(["chmod", "own", "mkdir", "gpasswd", "mkdir"]) == ("gpasswd", "mkdir", "chmod", "own")
 
 
-@pytest.mark.parametrize("name", ["lifelong_agent_bench/os_interaction/entry_dict.json", "agentbench/os_train.json"])
+@pytest.mark.parametrize(
+    "name", ["lifelong_agent_bench/os_interaction/entry_dict.json", "agentbench/os_train.json"]
+)
 def test_the_real_entries_are_read(name, shared):
     path = shared / "data" / name
     if not path.is_file():

@@ -23,19 +23,35 @@ MOST_DIGITS = 9  # of an operand
 LARGEST_RESULT = 10**1000  # Python writes no number of more than 4,300 digits
 
 # the number that is graded; work is free, but it has no "$", which closes the answer
-GRADED: dict[Form, str] = {"plain": r"(-?[0-9]+)", "reversed": r"([0-9]+-?)", "worked": r"(?:[^$]*=)?([0-9]+-?)"}
+GRADED: dict[Form, str] = {
+    "plain": r"(-?[0-9]+)",
+    "reversed": r"([0-9]+-?)",
+    "worked": r"(?:[^$]*=)?([0-9]+-?)",
+}
 
 
 class ArithmeticConfig(EnvironmentConfig):
-    """Two numbers of exactly as many digits as asked for (0 has one digit), to be added, multiplied, or what a user says."""
+    """Two numbers of exactly as many digits as asked for (0 has one digit), to be added, multiplied, or
+    what a user says.
+    """
 
     kind: Literal["arithmetic"] = "arithmetic"
-    operation: str = Field(default="addition", description="addition, multiplication, or your own Operation as package.module:NAME")
-    digits: int | tuple[int, int] = Field(default=3, description="of both operands; [low, high] mixes, with a skill for each")
-    answer: Form = Field(default="plain", description="reversed: last digit first, as carries go; worked: the same, after the work")
+    operation: str = Field(
+        default="addition",
+        description="addition, multiplication, or your own Operation as package.module:NAME",
+    )
+    digits: int | tuple[int, int] = Field(
+        default=3, description="of both operands; [low, high] mixes, with a skill for each"
+    )
+    answer: Form = Field(
+        default="plain",
+        description="reversed: last digit first, as carries go; worked: the same, after the work",
+    )
     symbols: bool = Field(default=False, description="^ opens the question, $ closes the answer")
     split: Split = Field(default="train", description="which share no problem")
-    num_tasks: int | None = Field(default=None, ge=1, description="distinct problems; null is all of the split")
+    num_tasks: int | None = Field(
+        default=None, ge=1, description="distinct problems; null is all of the split"
+    )
     seed: int = Field(default=0, description="chooses the problems and their order; never which are held out")
 
     @field_validator("operation")
@@ -49,13 +65,20 @@ class ArithmeticConfig(EnvironmentConfig):
     @classmethod
     def _ascending(cls, digits: Any) -> Any:
         numbers = digits if isinstance(digits, list | tuple) and len(digits) == 2 else [digits]
-        if not all(type(number) is int and 1 <= number <= MOST_DIGITS for number in numbers) or sorted(set(numbers)) != list(numbers):
-            raise ValueError(f"{digits!r:.50} is neither a number from 1 to {MOST_DIGITS} nor two of them, [low, high]")
-        return tuple(digits) if isinstance(digits, list) else digits  # a file has lists only, and types are strict
+        if not all(type(number) is int and 1 <= number <= MOST_DIGITS for number in numbers) or sorted(
+            set(numbers)
+        ) != list(numbers):
+            raise ValueError(
+                f"{digits!r:.50} is neither a number from 1 to {MOST_DIGITS} nor two of them, [low, high]"
+            )
+        return (
+            tuple(digits) if isinstance(digits, list) else digits
+        )  # a file has lists only, and types are strict
 
 
 class Arithmetic(Environment):
-    """Which problems are held out depends on their operands alone, so no training run of any seed or operation has seen one.
+    """Which problems are held out depends on their operands alone, so no training run of any seed or
+    operation has seen one.
 
     ``a+b`` and ``b+a`` are on the same side, since one gives the other away.
     """
@@ -63,7 +86,8 @@ class Arithmetic(Environment):
     def __init__(self, config: ArithmeticConfig) -> None:
         """
         Raises:
-            AgentPeftError: the split has fewer than ``num_tasks`` problems, or nobody has said how the operation is worked out.
+            AgentPeftError: the split has fewer than ``num_tasks`` problems, or nobody has said how the
+                operation is worked out.
         """
         self.config = config
         self.operation = find_operation(config.operation)
@@ -77,8 +101,12 @@ class Arithmetic(Environment):
                 f"set num_tasks to at most {count}, or raise digits"
             )
         if config.answer == "worked" and self.operation.worked is None:
-            raise AgentPeftError(f"answer: worked: {config.operation} has no worked form; give its Operation one, or set answer: reversed")
-        self._tasks = Problems(skill, self.operation.symbol, digits, config.split, config.seed, range(config.num_tasks or count))
+            raise AgentPeftError(
+                f"answer: worked: {config.operation} has no worked form; give its Operation one, or set answer: reversed"
+            )
+        self._tasks = Problems(
+            skill, self.operation.symbol, digits, config.split, config.seed, range(config.num_tasks or count)
+        )
         self._grammar = re.compile(GRADED[config.answer] + (r"\$" if config.symbols else ""))
 
     @property
@@ -101,9 +129,13 @@ class Arithmetic(Environment):
         result = self.operation.compute(*read_operands(task))
         if not isinstance(result, int):
             shown = reprlib.repr(result)
-            raise AgentPeftError(f"{self.config.operation} of {task.id:.50} is {shown}, no whole number; change the operation's compute")
+            raise AgentPeftError(
+                f"{self.config.operation} of {task.id:.50} is {shown}, no whole number; change the operation's compute"
+            )
         if abs(result) >= LARGEST_RESULT:
-            raise AgentPeftError(f"{self.config.operation} of {task.id:.50} has more than 1,000 digits; change the operation's compute")
+            raise AgentPeftError(
+                f"{self.config.operation} of {task.id:.50} has more than 1,000 digits; change the operation's compute"
+            )
         return str(result) if self.config.answer == "plain" else backwards(result)
 
 
@@ -116,11 +148,15 @@ def read_operands(task: Task) -> tuple[int, int]:
     a, b = task.content.get("a"), task.content.get("b")
     if type(a) is int and type(b) is int and min(a, b) >= 0 and max(a, b) < 10**MOST_DIGITS:
         return a, b
-    raise AgentPeftError(f"task {task.id!r:.50}: a and b must be whole numbers of at most {MOST_DIGITS} digits, from 0 on")
+    raise AgentPeftError(
+        f"task {task.id!r:.50}: a and b must be whole numbers of at most {MOST_DIGITS} digits, from 0 on"
+    )
 
 
 class ArithmeticEpisode(Episode):
-    """One turn. An action of another form than the one asked for is invalid, and as wrong as a wrong number."""
+    """One turn. An action of another form than the one asked for is invalid, and as wrong as a wrong
+    number.
+    """
 
     def __init__(self, question: str, grammar: re.Pattern[str], answer: str) -> None:
         self._question, self._grammar, self._answer = question, grammar, answer
@@ -135,7 +171,9 @@ class ArithmeticEpisode(Episode):
         self._over = True
         found = self._grammar.fullmatch(action.strip())
         outcome = Outcome.CORRECT if found and found[1] == self._answer else Outcome.INCORRECT
-        return StepResult("", done=True, outcome=outcome, stop_reason=StopReason.FINISHED, valid=found is not None)
+        return StepResult(
+            "", done=True, outcome=outcome, stop_reason=StopReason.FINISHED, valid=found is not None
+        )
 
     def close(self) -> None:
         self._over = True

@@ -1,7 +1,8 @@
 """What can be asked: the operations, each with its symbol, its result, and how it is worked out on paper.
 
-On paper every number stands backwards, its last digit first, as carries go, and is filled up with zeros to a width that depends on the
-digits of the operands alone: so each character follows from a few others, which stand at fixed distances before it.
+On paper every number stands backwards, its last digit first, as carries go, and is filled up with zeros to a
+width that depends on the digits of the operands alone: so each character follows from a few others, which
+stand at fixed distances before it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from agent_peft.types import AgentPeftError
 class Operation:
     """Something to be done with two numbers.
 
-    ``worked(a, b, digits)`` is what is written between the question and the last ``=``, for operands of ``digits`` digits.
+    ``worked(a, b, digits)`` is what is written between the question and the last ``=``, for operands of
+    ``digits`` digits.
 
     >>> OPERATIONS["multiplication"].compute(12, 34), OPERATIONS["multiplication"].worked(12, 34, 2)
     (408, '840+0630')
@@ -28,12 +30,17 @@ class Operation:
     worked: Callable[[int, int, int], str] | None = None
 
     def __post_init__(self) -> None:
-        if not self.symbol or any(character.isdigit() or character.isspace() or character in "=$" for character in self.symbol):
-            raise AgentPeftError(f"an operation's symbol stands between two numbers, and {self.symbol!r} cannot; choose one such as '-'")
+        if not self.symbol or any(
+            character.isdigit() or character.isspace() or character in "=$" for character in self.symbol
+        ):
+            raise AgentPeftError(
+                f"an operation's symbol stands between two numbers, and {self.symbol!r} cannot; choose one such as '-'"
+            )
 
 
 def backwards(number: int, width: int = 0) -> str:
-    """The digits from the last to the first, filled up with zeros (which are the number's leading ones). A minus sign comes last.
+    """The digits from the last to the first, filled up with zeros (which are the number's leading ones). A
+    minus sign comes last.
 
     >>> backwards(12, 4), backwards(-12)
     ('2100', '21-')
@@ -56,7 +63,8 @@ def columns(a: int, b: int, digits: int) -> str:
 
 
 def partial_products(a: int, b: int, digits: int) -> str:
-    """``a`` times each digit of ``b``, the last first, added up one after the other: a chain of sums of two numbers, but for the last.
+    """``a`` times each digit of ``b``, the last first, added up one after the other: a chain of sums of two
+    numbers, but for the last.
 
     >>> partial_products(12, 34, 2)  # 48 + 360
     '840+0630'
@@ -87,9 +95,13 @@ def find_operation(name: str) -> Operation:
     """
     if ":" not in name:
         if name not in OPERATIONS:
-            raise ValueError(f"there is no operation {name!r}; give {', '.join(OPERATIONS)}, or your own as package.module:NAME")
+            raise ValueError(
+                f"there is no operation {name!r}; give {', '.join(OPERATIONS)}, or your own as package.module:NAME"
+            )
         return OPERATIONS[name]
     found = find(name, "package.module:NAME")
     if not isinstance(found, Operation):
-        raise ValueError(f"{name!r} is a {type(found).__name__}, not an agent_peft.environments.arithmetic.Operation; name one")
+        raise ValueError(
+            f"{name!r} is a {type(found).__name__}, not an agent_peft.environments.arithmetic.Operation; name one"
+        )
     return found

@@ -1,4 +1,6 @@
-"""Which problems there are, which of them are held out, and in what order they come: all by index arithmetic, so no list is ever made."""
+"""Which problems there are, which of them are held out, and in what order they come: all by index
+arithmetic, so no list is ever made.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ _MASK = (1 << 64) - 1
 class Permutation:
     """The numbers below ``size`` in an order that ``seed`` decides, each computed as it is asked for.
 
-    A Feistel network on two numbers below ⌈√size⌉, walked until it lands below ``size`` (Black and Rogaway, 2002, sections 3 and 4).
+    A Feistel network on two numbers below ⌈√size⌉, walked until it lands below ``size`` (Black and Rogaway,
+    2002, sections 3 and 4).
 
     >>> sorted(map(Permutation(5, seed=0), range(5)))
     [0, 1, 2, 3, 4]
@@ -44,7 +47,9 @@ class Permutation:
         while True:
             left, right = divmod(index, radix)
             for key in self._keys:
-                mixed = ((right ^ key) * 0x9E3779B97F4A7C15) & _MASK  # a finalizer as of splitmix64, with a key
+                mixed = (
+                    (right ^ key) * 0x9E3779B97F4A7C15
+                ) & _MASK  # a finalizer as of splitmix64, with a key
                 mixed = ((mixed ^ mixed >> 32) * 0xD6E8FEB86659FD93) & _MASK
                 left, right = right, (left + (mixed ^ mixed >> 32)) % radix
             index = left * radix + right
@@ -53,15 +58,18 @@ class Permutation:
 
 
 def count_problems(digits: int, split: Split) -> int:
-    """How many ordered pairs of ``digits``-digit operands a split has: exactly a fifth of them are held out."""
+    """How many ordered pairs of ``digits``-digit operands a split has: exactly a fifth of them are held
+    out.
+    """
     return _operands(digits) ** 2 // HELDOUT * (1 if split == "heldout" else HELDOUT - 1)
 
 
 def operands_of(digits: int, split: Split, index: int) -> tuple[int, int]:
     """Problem ``index`` of a split, in a fixed order that is as good as random.
 
-    Pairs of operands come in twos that are never parted: ``(a, b)`` with ``(b, a)``, one giving the other away, and ``(a, a)`` with
-    another such pair. These twos are shuffled once and for all, and each fifth is held out, whatever the seed or the operation.
+    Pairs of operands come in twos that are never parted: ``(a, b)`` with ``(b, a)``, one giving the other
+    away, and ``(a, a)`` with another such pair. These twos are shuffled once and for all, and each fifth is
+    held out, whatever the seed or the operation.
     """
     count = _operands(digits)
     two, second = divmod(index, 2)
@@ -82,12 +90,16 @@ def _operands(digits: int) -> int:
     return 10 if digits == 1 else 9 * 10 ** (digits - 1)
 
 
-_TWOS = {digits: Permutation(_operands(digits) ** 2 // 2, derive(0, "arithmetic", "heldout", digits)) for digits in range(1, 10)}
+_TWOS = {
+    digits: Permutation(_operands(digits) ** 2 // 2, derive(0, "arithmetic", "heldout", digits))
+    for digits in range(1, 10)
+}
 
 
 @dataclass(frozen=True)
 class Problems(Sequence[Task]):
-    """The tasks of a split, in an order that ``seed`` decides; those of another length are the beginning of the same order.
+    """The tasks of a split, in an order that ``seed`` decides; those of another length are the beginning of
+    the same order.
 
     With operands of several lengths, these take turns; the short ones, of which there are few, run out first.
     """
@@ -118,12 +130,16 @@ class Problems(Sequence[Task]):
     def _orders(self) -> dict[int, Permutation]:
         low, high = self.digits
         return {
-            length: Permutation(count_problems(length, self.split), derive(self.seed, "arithmetic", self.split, length))
+            length: Permutation(
+                count_problems(length, self.split), derive(self.seed, "arithmetic", self.split, length)
+            )
             for length in range(low, high + 1)
         }
 
     def _turn(self, index: int) -> tuple[int, int]:
-        """Whose turn task ``index`` is: the digits of its operands, and how many such tasks came before it."""
+        """Whose turn task ``index`` is: the digits of its operands, and how many such tasks came before
+        it.
+        """
         (low, high), used = self.digits, 0
         for shortest in range(low, high):
             lengths = high + 1 - shortest

@@ -5,7 +5,7 @@ from agent_peft.environments.db_bench.episode import DBBenchEpisode
 from agent_peft.environments.db_bench.generator import generate
 from agent_peft.environments.db_bench.syntax import primary_skill, skills_of
 from agent_peft.environments.db_bench.tasks import load_tasks
-from agent_peft.environments.inspection import Rejection
+from agent_peft.environments.task_files.replay import Rejection
 
 __all__ = [
     "DBBench",

@@ -1,4 +1,6 @@
-"""Messages over a socket, each as JSON with its length before it. Workers load it too: standard library only."""
+"""Messages over a socket, each as JSON with its length before it. Workers load it too: standard library
+only.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class Channel:
         self.close = end.close
 
     def set_patience(self, seconds: float) -> None:
-        """How long to wait for the other end. The kernel's clock, as Python's would cost two more system calls for each message."""
+        """How long to wait for the other end. The kernel's clock, as Python's would cost two more system
+        calls for each message.
+        """
         time = struct.pack("@ll", int(seconds), 0)
         self._end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, time)
         self._end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, time)

@@ -1,4 +1,6 @@
-"""Tables, and what the environment needs of a database, whichever engine is underneath. Workers load it too: standard library only."""
+"""Tables, and what the environment needs of a database, whichever engine is underneath. Workers load it
+too: standard library only.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Executed:
-    """What one statement did: ``rows`` of a query (None if it was none), or how many rows it ``changed``, or the ``error`` as text.
+    """What one statement did: ``rows`` of a query (None if it was none), or how many rows it ``changed``, or
+    the ``error`` as text.
 
     ``cut`` says that there were more rows than were fetched.
 
@@ -60,10 +63,14 @@ class Executed:
 
 
 class DatabaseStopped(Exception):
-    """A statement had to be ended together with its database, which is gone; ``reason`` says why. It is the statement's own doing."""
+    """A statement had to be ended together with its database, which is gone; ``reason`` says why. It is
+    the statement's own doing.
+    """
 
     def __init__(self, reason: StopReason) -> None:
-        super().__init__(f"the statement was stopped, and its database with it ({'time' if reason is StopReason.TIMEOUT else 'memory'})")
+        super().__init__(
+            f"the statement was stopped, and its database with it ({'time' if reason is StopReason.TIMEOUT else 'memory'})"
+        )
         self.reason = reason
 
 
@@ -82,8 +89,8 @@ class Database(Protocol):
         ...
 
     def table(self) -> tuple[Row, ...] | None:
-        """All rows of the task's table as it is now, read within the same limits. None if it is gone, has other columns than at first,
-        is far larger, or cannot be read in time.
+        """All rows of the task's table as it is now, read within the same limits. None if it is gone, has
+        other columns than at first, is far larger, or cannot be read in time.
 
         Raises:
             DatabaseStopped: reading could only be ended with the database.

@@ -16,8 +16,8 @@ from agent_peft.environments.db_bench.generator import GENERATED_SKILLS, generat
 from agent_peft.environments.db_bench.inspection import inspect
 from agent_peft.environments.db_bench.syntax import SKILLS
 from agent_peft.environments.db_bench.tasks import Problem, load_tasks, read_entry, task_of
-from agent_peft.environments.entries import check_skills
-from agent_peft.environments.inspection import Rejection
+from agent_peft.environments.task_files.reading import check_skills
+from agent_peft.environments.task_files.replay import Rejection
 from agent_peft.types import AgentPeftError, Task
 
 logger = logging.getLogger(__name__)
@@ -41,21 +41,30 @@ class GenerateConfig(EnvironmentConfig):
 class DBBenchConfig(EnvironmentConfig):
     """The tasks (of a file in LifelongAgentBench's format, or generated) and the bounds of an episode.
 
-    ``skills`` keeps the tasks whose primary skill (`syntax.primary_skill`) is named; ``limit`` keeps the first usable ones.
+    ``skills`` keeps the tasks whose primary skill (`syntax.primary_skill`) is named; ``limit`` keeps the
+    first usable ones.
     """
 
     kind: Literal["db_bench"] = "db_bench"
     tasks: Path | None = Field(None, description="a file of tasks; this or generate")
     generate: GenerateConfig | None = Field(None, description="tasks to make up; this or tasks")
     database: Literal["sqlite"] = Field("sqlite", description="what runs the SQL")
-    skills: list[str] | None = Field(None, min_length=1, description="keeps the tasks whose primary skill is named; null: all")
+    skills: list[str] | None = Field(
+        None, min_length=1, description="keeps the tasks whose primary skill is named; null: all"
+    )
     limit: int | None = Field(None, gt=0, description="keeps the first so many that can be used; null: all")
     max_turns: int = Field(3, ge=2, description="replies, the answer included; the agent is told")
-    max_observation_chars: int = Field(400, ge=40, description="of a statement's result; what is longer is cut")
+    max_observation_chars: int = Field(
+        400, ge=40, description="of a statement's result; what is longer is cut"
+    )
     statement_seconds: float = Field(2.0, gt=0, description="of one statement")
-    statement_steps: int = Field(20_000_000, gt=0, description="of SQLite's machine, of one statement: the same on every machine")
+    statement_steps: int = Field(
+        20_000_000, gt=0, description="of SQLite's machine, of one statement: the same on every machine"
+    )
     episode_seconds: float | None = Field(
-        None, gt=0, description="seconds that all statements of an episode may take together, then it ends as a timeout; null: no clock"
+        None,
+        gt=0,
+        description="seconds that all statements of an episode may take together, then it ends as a timeout; null: no clock",
     )
 
     @field_validator("skills")
@@ -73,12 +82,19 @@ class DBBenchConfig(EnvironmentConfig):
     @property
     def rules(self) -> Rules:
         return Rules(
-            self.database, self.max_turns, self.max_observation_chars, self.statement_seconds, self.statement_steps, self.episode_seconds
+            self.database,
+            self.max_turns,
+            self.max_observation_chars,
+            self.statement_seconds,
+            self.statement_steps,
+            self.episode_seconds,
         )
 
 
 class DBBench(Environment):
-    """The environment. Every task is replayed when it is loaded; those that cannot be used are in ``rejected``."""
+    """The environment. Every task is replayed when it is loaded; those that cannot be used are in
+    ``rejected``.
+    """
 
     def __init__(self, config: DBBenchConfig) -> None:
         """Load and replay the tasks.
@@ -110,10 +126,20 @@ class DBBench(Environment):
                 config.max_observation_chars,
             )
         if rejected:
-            shown = "; ".join(f"{rejection.id}: {rejection.cause}" for rejection in rejected[:3]) + ("; ..." if len(rejected) > 3 else "")
-            logger.warning("db_bench: %d of %d tasks cannot be used on %s (%s)", len(rejected), len(found), config.database, shown)
+            shown = "; ".join(f"{rejection.id}: {rejection.cause}" for rejection in rejected[:3]) + (
+                "; ..." if len(rejected) > 3 else ""
+            )
+            logger.warning(
+                "db_bench: %d of %d tasks cannot be used on %s (%s)",
+                len(rejected),
+                len(found),
+                config.database,
+                shown,
+            )
         if not self._tasks:
-            raise AgentPeftError(f"{_source(config)}: no task can be used on {config.database} ({rejected[0].id}: {rejected[0].cause})")
+            raise AgentPeftError(
+                f"{_source(config)}: no task can be used on {config.database} ({rejected[0].id}: {rejected[0].cause})"
+            )
 
     @property
     def tasks(self) -> Sequence[Task]:
@@ -151,5 +177,7 @@ def _load(config: DBBenchConfig) -> Sequence[Task]:
     if config.skills is not None:
         tasks = [task for task in tasks if task.skills and task.skills[0] in config.skills]
         if not tasks:
-            raise AgentPeftError(f"{_source(config)}: no task has one of the skills {', '.join(config.skills)}; choose others")
+            raise AgentPeftError(
+                f"{_source(config)}: no task has one of the skills {', '.join(config.skills)}; choose others"
+            )
     return tasks

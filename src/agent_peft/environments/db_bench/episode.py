@@ -34,8 +34,8 @@ CUT_MARK = " ... (cut)"
 
 @dataclass(frozen=True)
 class Rules:
-    """What bounds an episode: turns, how long an observation may be (characters), a statement's wall clock and machine steps, and the wall
-    clock of all statements together.
+    """What bounds an episode: turns, how long an observation may be (characters), a statement's wall clock
+    and machine steps, and the wall clock of all statements together.
 
     >>> Rules().max_turns
     3
@@ -50,7 +50,9 @@ class Rules:
 
     def open(self, table: Table, seed: int) -> Database:
         """A fresh database that holds ``table``."""
-        return _DATABASES[self.database](table, seconds=self.statement_seconds, steps=self.statement_steps, seed=seed)
+        return _DATABASES[self.database](
+            table, seconds=self.statement_seconds, steps=self.statement_steps, seed=seed
+        )
 
 
 _DATABASES = {"sqlite": IsolatedDatabase}
@@ -59,8 +61,9 @@ _DATABASES = {"sqlite": IsolatedDatabase}
 class DBBenchEpisode(Episode):
     """An episode: at most ``max_turns`` replies, of which the last should be an ``Action: Answer``.
 
-    The SQL runs in a process of its own. An agent that makes it die, by a statement that cannot be stopped otherwise, has failed.
-    It may be closed from another thread than the one that steps: ``close`` waits until the step is done.
+    The SQL runs in a process of its own. An agent that makes it die, by a statement that cannot be stopped
+    otherwise, has failed. It may be closed from another thread than the one that steps: ``close`` waits until
+    the step is done.
     """
 
     def __init__(self, problem: Problem, rules: Rules, seed: int) -> None:
@@ -83,13 +86,20 @@ class DBBenchEpisode(Episode):
             if self._done or self._database is not None:
                 raise RuntimeError("the episode was started before")
             self._database = self._rules.open(table, self._seed)
-        user = USER_PROMPT.format(instruction=self._problem.instruction, table=table.name, headers=", ".join(table.headers))
-        return (Message("system", SYSTEM_PROMPT.format(max_turns=self._rules.max_turns)), Message("user", user))
+        user = USER_PROMPT.format(
+            instruction=self._problem.instruction, table=table.name, headers=", ".join(table.headers)
+        )
+        return (
+            Message("system", SYSTEM_PROMPT.format(max_turns=self._rules.max_turns)),
+            Message("user", user),
+        )
 
     def step(self, action: str) -> StepResult:
         with self._lock:
             if self._done or self._database is None:
-                raise RuntimeError("the episode is done or closed" if self._done else "the episode was not started")
+                raise RuntimeError(
+                    "the episode is done or closed" if self._done else "the episode was not started"
+                )
             return self._act(self._database, action)
 
     def _act(self, database: Database, action: str) -> StepResult:
@@ -127,7 +137,8 @@ class DBBenchEpisode(Episode):
         problem = self._problem
         if problem.direct is not None:
             return answer_is_correct(text, problem.direct, problem.order)
-        # only the task's own table counts, with all its rows and columns; other tables that the agent made are ignored
+        # only the task's own table counts, with all its rows and columns; other tables that the agent made
+        # are ignored
         try:
             actual = database.table()
             if actual is None:
@@ -151,7 +162,9 @@ def run_gold(problem: Problem, rules: Rules) -> tuple[Executed, tuple[Row, ...] 
 
 
 def demonstrate(problem: Problem, rules: Rules) -> tuple[str, str] | None:
-    """Replies that solve the problem: run the gold SQL, answer with the rows it gives; None where the gold does not run."""
+    """Replies that solve the problem: run the gold SQL, answer with the rows it gives; None where the gold
+    does not run.
+    """
     return replies_of(problem, run_gold(problem, rules)[0])
 
 
@@ -159,7 +172,9 @@ def replies_of(problem: Problem, executed: Executed) -> tuple[str, str] | None:
     """The demonstration, given what the gold SQL did."""
     if executed.error is not None:
         return None
-    return operation(problem.sql), answer(executed.rows if problem.direct is not None and executed.rows is not None else "done")
+    return operation(problem.sql), answer(
+        executed.rows if problem.direct is not None and executed.rows is not None else "done"
+    )
 
 
 def observation(executed: Executed, limit: int) -> str:

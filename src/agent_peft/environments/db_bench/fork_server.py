@@ -1,4 +1,6 @@
-"""Our side of the workers: one fork server per process of ours, started when first needed, and the workers that wait for work."""
+"""Our side of the workers: one fork server per process of ours, started when first needed, and the workers
+that wait for work.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ _MAX_IDLE = 64  # workers that wait: each takes about two megabytes
 _START_SECONDS = 60.0
 _ATTEMPTS = 3
 _CLOSE = encode(["close"])
-# The packages above the worker are only names in that process: theirs import much, and it has the standard library alone.
+# The packages above the worker are only names in that process: theirs import much, and it has the standard
+# library alone.
 _START = """
 import sys, types
 folder, descriptor = sys.argv[1:]
@@ -87,12 +90,24 @@ class ForkServer:
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parents[3]), str(theirs.fileno())],
+                    [
+                        sys.executable,
+                        "-I",
+                        "-S",
+                        "-c",
+                        _START,
+                        str(Path(__file__).parents[3]),
+                        str(theirs.fileno()),
+                    ],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     cwd="/",
-                    env={name: os.environ[name] for name in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH") if name in os.environ},
+                    env={
+                        name: os.environ[name]
+                        for name in ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+                        if name in os.environ
+                    },
                     start_new_session=True,  # an interrupt at the terminal is for us
                 )
         except OSError as error:

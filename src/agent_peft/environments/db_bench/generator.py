@@ -1,7 +1,7 @@
 """Tasks with one focus skill each, made up in LifelongAgentBench's format.
 
-Everything an agent needs is in the instruction and the headers: which columns to return and in which order, every value, every sort.
-Results are short, and a sort or a limit never meets a tie.
+Everything an agent needs is in the instruction and the headers: which columns to return and in which order,
+every value, every sort. Results are short, and a sort or a limit never meets a tie.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ SPLITS: dict[str, tuple[Sequence[Schema], Phrasings]] = {
     "heldout": (schema_pools.HELDOUT, phrasings.HELDOUT),
 }
 _MAX_RESULT_ROWS = 5
-_FRESH_ATTEMPTS = 100  # draws in search of a statement not yet used; after that only the whole task must be new
+_FRESH_ATTEMPTS = (
+    100  # draws in search of a statement not yet used; after that only the whole task must be new
+)
 _ATTEMPTS = 1_000
 
 
@@ -44,7 +46,9 @@ class _Draw:
 Made = tuple[str, dict[str, object]]  # the SQL, and what fills the template
 
 
-def generate(num_tasks: int, seed: int, skills: Sequence[str] | None = None, split: str = "train") -> dict[str, dict[str, Any]]:
+def generate(
+    num_tasks: int, seed: int, skills: Sequence[str] | None = None, split: str = "train"
+) -> dict[str, dict[str, Any]]:
     """Entries by id, the skills taking turns. The same arguments give the same entries.
 
     Args:
@@ -59,7 +63,9 @@ def generate(num_tasks: int, seed: int, skills: Sequence[str] | None = None, spl
     skills = tuple(skills or GENERATED_SKILLS)
     for skill in skills:
         if skill not in _MAKERS:
-            raise AgentPeftError(f"no tasks can be generated for skill {skill!r}; choose among {', '.join(_MAKERS)}")
+            raise AgentPeftError(
+                f"no tasks can be generated for skill {skill!r}; choose among {', '.join(_MAKERS)}"
+            )
     if split not in SPLITS:
         raise AgentPeftError(f"there is no split {split!r}; choose train or heldout")
     if num_tasks < 1:
@@ -70,11 +76,15 @@ def generate(num_tasks: int, seed: int, skills: Sequence[str] | None = None, spl
     for i in range(num_tasks):
         skill = skills[i % len(skills)]
         name = f"{split}-{i:04d}-{skill}"
-        entries[name] = _distinct_entry(i, skill, split, generator(seed, "db_bench", split, skill, i), statements, tasks)
+        entries[name] = _distinct_entry(
+            i, skill, split, generator(seed, "db_bench", split, skill, i), statements, tasks
+        )
     return entries
 
 
-def _distinct_entry(index: int, skill: str, split: str, rng: random.Random, statements: set[str], tasks: set[str]) -> dict[str, Any]:
+def _distinct_entry(
+    index: int, skill: str, split: str, rng: random.Random, statements: set[str], tasks: set[str]
+) -> dict[str, Any]:
     for attempt in range(_ATTEMPTS):
         schemas, wordings = SPLITS[split]
         schema = rng.choice(schemas)
@@ -86,10 +96,14 @@ def _distinct_entry(index: int, skill: str, split: str, rng: random.Random, stat
         sql, slots = made
         if sql in statements and attempt < _FRESH_ATTEMPTS:
             continue
-        instruction = rng.choice(wordings.templates[skill]).format(table=schema.table, one=schema.one, many=schema.many, **slots)
+        instruction = rng.choice(wordings.templates[skill]).format(
+            table=schema.table, one=schema.one, many=schema.many, **slots
+        )
         instruction = instruction[0].upper() + instruction[1:]
         whole = json.dumps([instruction, rows])
-        answer = _answer(Table(schema.table, tuple(Column(field.name, field.type) for field in schema.fields), rows), sql)
+        answer = _answer(
+            Table(schema.table, tuple(Column(field.name, field.type) for field in schema.fields), rows), sql
+        )
         if answer is None or whole in tasks:
             continue
         statements.add(sql)
@@ -106,7 +120,9 @@ def _distinct_entry(index: int, skill: str, split: str, rng: random.Random, stat
             "skill_list": [skill, *(other for other in skills_of(sql) if other != skill)],
             "sql_instruction_row_list_entry_hash": derive(0, sql, whole),
         }
-    raise AgentPeftError(f"no further distinct {skill} task was found in {_ATTEMPTS} draws; ask for fewer tasks")
+    raise AgentPeftError(
+        f"no further distinct {skill} task was found in {_ATTEMPTS} draws; ask for fewer tasks"
+    )
 
 
 def _answer(table: Table, sql: str) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
 """Is the answer right? Rows are compared as multisets; their order counts only where the gold SQL sorts them.
 
-Two whole numbers are equal when they are; else numbers are equal within 1e-6 of each other, or, where the gold has at most four
-decimals (MySQL's AVG keeps no more), within half a unit of the fourth. ``'5'``, ``'$5'`` and ``5`` are equal in an answer, but
-not in a table.
+Two whole numbers are equal when they are; else numbers are equal within 1e-6 of each other, or, where the
+gold has at most four decimals (MySQL's AVG keeps no more), within half a unit of the fourth. ``'5'``,
+``'$5'`` and ``5`` are equal in an answer, but not in a table.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ def answer_is_correct(text: str, gold: Sequence[Row], order: tuple[int, ...] | N
     """Grade a final answer.
 
     Args:
-        text: what the agent wrote after ``Final Answer:``. Tuples or lists, in Python or JSON; one row or one column may be flat and one
-            value bare. Nothing written is never right, not even for an empty result: that is ``[]``.
+        text: what the agent wrote after ``Final Answer:``. Tuples or lists, in Python or JSON; one row or one
+            column may be flat and one value bare. Nothing written is never right, not even for an empty
+            result: that is ``[]``.
         gold: the rows it should show.
         order: the columns by which they are sorted (`syntax.order_keys`), or None.
     """
@@ -36,7 +37,11 @@ def answer_is_correct(text: str, gold: Sequence[Row], order: tuple[int, ...] | N
 
 def tables_are_equal(actual: Sequence[Row] | None, expected: Sequence[Row] | None) -> bool:
     """Whether two tables hold the same rows, in any order; a table that is gone (None) equals nothing."""
-    return actual is not None and expected is not None and _same([tuple(row) for row in expected], [tuple(row) for row in actual], None)
+    return (
+        actual is not None
+        and expected is not None
+        and _same([tuple(row) for row in expected], [tuple(row) for row in actual], None)
+    )
 
 
 def _readings(text: str, gold: Sequence[Row]) -> list[list[Row]]:
@@ -68,13 +73,18 @@ def _as_rows(value: Any, gold: Sequence[Row]) -> list[list[Row]]:
 def _same(gold: list[Row], found: list[Row], order: tuple[int, ...] | None) -> bool:
     if len(gold) != len(found) or {len(row) for row in gold} != {len(row) for row in found}:
         return False
-    if order is not None and not all(_equal(a[key], b[key]) for a, b in zip(gold, found, strict=True) for key in order):
+    if order is not None and not all(
+        _equal(a[key], b[key]) for a, b in zip(gold, found, strict=True) for key in order
+    ):
         return False
-    # rows that are equal to the letter first; those left over differ, if at all, by less than rounding can tell
+    # rows that are equal to the letter first; those left over differ, if at all, by less than rounding can
+    # tell
     missing, surplus = Counter(map(_typed, gold)), Counter(map(_typed, found))
     left, right = list((missing - surplus).elements()), list((surplus - missing).elements())
     left, right = sorted(left, key=_sort_key), sorted(right, key=_sort_key)
-    return all(_equal(a, b) for x, y in zip(left, right, strict=True) for (_, a), (_, b) in zip(x, y, strict=True))
+    return all(
+        _equal(a, b) for x, y in zip(left, right, strict=True) for (_, a), (_, b) in zip(x, y, strict=True)
+    )
 
 
 def _loose(row: Row) -> Row:
@@ -98,7 +108,9 @@ def _typed(row: Row) -> tuple[tuple[bool, Cell], ...]:
 def _sort_key(row: tuple[tuple[bool, Cell], ...]) -> tuple[tuple[str, Any], ...]:
     """Texts to the letter, numbers to four digits, so that a rounding error does not change the order."""
     return tuple(
-        ("number", float(f"{_as_float(cell):.4g}")) if number else (type(cell).__name__, "" if cell is None else cell)
+        ("number", float(f"{_as_float(cell):.4g}"))
+        if number
+        else (type(cell).__name__, "" if cell is None else cell)
         for number, cell in row
     )
 
@@ -118,4 +130,9 @@ def _equal(gold: Cell, found: Cell) -> bool:
     a, b = _as_float(gold), _as_float(found)
     if math.isclose(a, b, rel_tol=1e-6):
         return True
-    return math.isfinite(a) and math.isfinite(b) and math.isclose(a, round(a, 4), rel_tol=1e-12) and abs(a - b) <= 5.0001e-5
+    return (
+        math.isfinite(a)
+        and math.isfinite(b)
+        and math.isclose(a, round(a, 4), rel_tol=1e-12)
+        and abs(a - b) <= 5.0001e-5
+    )

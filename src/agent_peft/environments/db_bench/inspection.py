@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from agent_peft.environments.db_bench.episode import DBBenchEpisode, Rules, one_line, replies_of, run_gold
 from agent_peft.environments.db_bench.protocol import answer
 from agent_peft.environments.db_bench.tasks import Problem, table_md5
-from agent_peft.environments.inspection import Inspection
+from agent_peft.environments.task_files.replay import Inspection
 from agent_peft.types import AgentPeftError, Outcome, StepResult, StopReason
 
 _LONGEST_CAUSE = 400  # characters: statements and names of strangers are quoted
@@ -33,8 +33,16 @@ def _fault_of_gold(problem: Problem, rules: Rules) -> str | None:
     if last is not None and last.stop_reason is StopReason.TIMEOUT:
         return f"the gold SQL takes longer than episode_seconds = {rules.episode_seconds:g}"
     if last is None or last.outcome is not Outcome.CORRECT:
-        return "the gold SQL gives other rows than the stored answer" if problem.direct is not None else "the gold SQL drops the table"
-    if problem.direct is None and problem.md5 is not None and (table is None or table_md5(table) != problem.md5):
+        return (
+            "the gold SQL gives other rows than the stored answer"
+            if problem.direct is not None
+            else "the gold SQL drops the table"
+        )
+    if (
+        problem.direct is None
+        and problem.md5 is not None
+        and (table is None or table_md5(table) != problem.md5)
+    ):
         return "the gold SQL leaves another table than the stored md5 tells"
     return None
 

@@ -1,4 +1,6 @@
-"""A database in a worker, a process of its own: whatever a statement does there, it ends in time, and takes nothing else with it."""
+"""A database in a worker, a process of its own: whatever a statement does there, it ends in time, and
+takes nothing else with it.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from agent_peft.types import AgentPeftError, StopReason
 
 _MAX_TABLE = 4 << 20  # bytes of a table as JSON
 _MAX_SECONDS = 86_400.0
-_PATIENCE = 30.0  # seconds after its limit that a statement's answer may take: the worker's own clock is the one that ends it
+# seconds after its limit that a statement's answer may take: the worker's own clock is the one that ends it
+_PATIENCE = 30.0
 _TABLE, _RESET = encode(["table"]), encode(["reset"])
 
 
@@ -41,7 +44,9 @@ class IsolatedDatabase:
         except ValueError as error:
             raise AgentPeftError(f"SQLite does not accept the table {table.name!r}: {error}") from error
         if len(opening) > _MAX_TABLE:
-            raise AgentPeftError(f"the table {table.name!r} is too large: {len(opening)} bytes, and at most {_MAX_TABLE} can be used")
+            raise AgentPeftError(
+                f"the table {table.name!r} is too large: {len(opening)} bytes, and at most {_MAX_TABLE} can be used"
+            )
         self._closed = False
         self._worker, refusal = fork_server.employ(opening)
         if refusal is not None:
@@ -77,7 +82,9 @@ class IsolatedDatabase:
         try:
             return self._worker.ask(request)
         except WorkerGone as error:
-            raise DatabaseStopped(StopReason.TIMEOUT if time.monotonic() - begun > seconds else StopReason.CRASHED) from error
+            raise DatabaseStopped(
+                StopReason.TIMEOUT if time.monotonic() - begun > seconds else StopReason.CRASHED
+            ) from error
 
 
 def _as_rows(rows: list[list[Any]] | None) -> tuple[Row, ...] | None:

@@ -1,4 +1,6 @@
-"""Reading an answer's values: Python literals and JSON, with no evaluation, no recursion, and in time linear in the text."""
+"""Reading an answer's values: Python literals and JSON, with no evaluation, no recursion, and in time
+linear in the text.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,13 @@ def read_literal(text: str, *, thousands: bool = False) -> Any:
             brackets.append(token)
             stack.append([])
         else:
-            stack[-1].append(_WORDS[token.lower()] if kind == "word" else _string(token) if kind == "string" else to_number(token))
+            stack[-1].append(
+                _WORDS[token.lower()]
+                if kind == "word"
+                else _string(token)
+                if kind == "string"
+                else to_number(token)
+            )
             wanted = False
         position = _skip_blank(text, match.end())
     if brackets or not stack[0]:
@@ -73,7 +81,8 @@ def read_literal(text: str, *, thousands: bool = False) -> Any:
 
 
 def amount(text: str) -> int | float | None:
-    """The number that a text shows (``'5'``, ``'$5'``, ``'1,000,000'``, ``'-2.50'``), or None. ``'007'`` is no number but a code.
+    """The number that a text shows (``'5'``, ``'$5'``, ``'1,000,000'``, ``'-2.50'``), or None. ``'007'`` is
+    no number but a code.
 
     >>> amount("$1,000"), amount("2.50"), amount("007")
     (1000, 2.5, None)

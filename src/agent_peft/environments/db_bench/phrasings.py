@@ -1,7 +1,8 @@
 """How a person may ask for a statement, in two pools that share no template and no wording.
 
-``{columns}``, ``{column}``, ``{key}``, ``{group}``, ``{condition}`` and ``{cells}`` name columns as the table does; with ``_said`` after
-it, with spaces instead of underscores. ``{one}`` and ``{many}`` are what rows are called.
+``{columns}``, ``{column}``, ``{key}``, ``{group}``, ``{condition}`` and ``{cells}`` name columns as the table
+does; with ``_said`` after it, with spaces instead of underscores. ``{one}`` and ``{many}`` are what rows are
+called.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Phrasings:
-    """The wordings of one split. ``templates`` are per skill, ``comparisons`` per operator (and per operator on days), ``directions`` and
-    ``extremes`` per (kind, descending), ``aggregates`` per function.
+    """The wordings of one split. ``templates`` are per skill, ``comparisons`` per operator (and per operator
+    on days), ``directions`` and ``extremes`` per (kind, descending), ``aggregates`` per function.
 
     >>> TRAIN.extremes["number", True]
     'highest'
@@ -110,7 +111,13 @@ TRAIN = Phrasings(
             "I want to know the {aggregate_said} for every {group_said}. Return {outputs_said}.",
         ),
     },
-    comparisons={"=": "is", ">": "is greater than", "<": "is less than", ">=": "is at least", "<=": "is at most"},
+    comparisons={
+        "=": "is",
+        ">": "is greater than",
+        "<": "is less than",
+        ">=": "is at least",
+        "<=": "is at most",
+    },
     day_comparisons={"=": "is", ">": "is after", "<": "is before"},
     directions={
         ("number", False): "in ascending order",
@@ -118,8 +125,18 @@ TRAIN = Phrasings(
         ("day", False): "from earliest to latest",
         ("day", True): "from latest to earliest",
     },
-    extremes={("number", False): "lowest", ("number", True): "highest", ("day", False): "earliest", ("day", True): "latest"},
-    aggregates={"COUNT": "number of {many}", "SUM": "total {column}", "MAX": "highest {column}", "MIN": "lowest {column}"},
+    extremes={
+        ("number", False): "lowest",
+        ("number", True): "highest",
+        ("day", False): "earliest",
+        ("day", True): "latest",
+    },
+    aggregates={
+        "COUNT": "number of {many}",
+        "SUM": "total {column}",
+        "MAX": "highest {column}",
+        "MIN": "lowest {column}",
+    },
 )
 
 HELDOUT = Phrasings(
@@ -181,7 +198,13 @@ HELDOUT = Phrasings(
             "Compute the {aggregate_said} by {group_said}, displaying {outputs_said}.",
         ),
     },
-    comparisons={"=": "equals", ">": "exceeds", "<": "is below", ">=": "is no less than", "<=": "is no more than"},
+    comparisons={
+        "=": "equals",
+        ">": "exceeds",
+        "<": "is below",
+        ">=": "is no less than",
+        "<=": "is no more than",
+    },
     day_comparisons={"=": "equals", ">": "is later than", "<": "is earlier than"},
     directions={
         ("number", False): "smallest first",
@@ -189,6 +212,16 @@ HELDOUT = Phrasings(
         ("day", False): "oldest first",
         ("day", True): "newest first",
     },
-    extremes={("number", False): "smallest", ("number", True): "largest", ("day", False): "oldest", ("day", True): "newest"},
-    aggregates={"COUNT": "count of {many}", "SUM": "sum of {column}", "MAX": "maximum {column}", "MIN": "minimum {column}"},
+    extremes={
+        ("number", False): "smallest",
+        ("number", True): "largest",
+        ("day", False): "oldest",
+        ("day", True): "newest",
+    },
+    aggregates={
+        "COUNT": "count of {many}",
+        "SUM": "sum of {column}",
+        "MAX": "maximum {column}",
+        "MIN": "minimum {column}",
+    },
 )

@@ -1,4 +1,6 @@
-"""How the agent writes: ``Action: Operation`` and one block of SQL, or ``Action: Answer`` and ``Final Answer: …``."""
+"""How the agent writes: ``Action: Operation`` and one block of SQL, or ``Action: Answer`` and ``Final
+Answer: …``.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ class Malformed:
 
 
 def parse_reply(reply: str) -> Operation | Answer | Malformed:
-    """Understand a reply. Case, white space, text around the action and the block's language tag do not matter.
+    """Understand a reply. Case, white space, text around the action and the block's language tag do not
+    matter.
 
     Takes time linear in the reply, and never raises.
 
@@ -74,7 +77,9 @@ def answer(rows: Sequence[Sequence[object]] | str) -> str:
     >>> answer([[1, "a"]])
     "Action: Answer\\nFinal Answer: [(1, 'a')]"
     """
-    return ANSWER_FORMAT.replace("<rows>", rows if isinstance(rows, str) else repr([tuple(row) for row in rows]))
+    return ANSWER_FORMAT.replace(
+        "<rows>", rows if isinstance(rows, str) else repr([tuple(row) for row in rows])
+    )
 
 
 def _parse_operation(reply: str) -> Operation | Malformed:
@@ -104,4 +109,8 @@ def _parse_answer(reply: str, position: int) -> Answer | Malformed:
     follow = re.search(r"^[ \t]*+action[ \t]*+:", text, re.IGNORECASE | re.MULTILINE)
     if follow is not None:
         return Malformed("Two actions found. Write one action, wait for its result, then write the other.")
-    return Answer(text) if text.strip("`* \t\n") else Malformed(f"The final answer is empty. Write\n{ANSWER_FORMAT}")
+    return (
+        Answer(text)
+        if text.strip("`* \t\n")
+        else Malformed(f"The final answer is empty. Write\n{ANSWER_FORMAT}")
+    )

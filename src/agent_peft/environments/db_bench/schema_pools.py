@@ -1,7 +1,7 @@
 """The tables that tasks are made of, in two pools that share no table name.
 
-A line is ``table: one row, several rows: columns``. A column is its name and ``@pool`` (a label), ``a|b|c`` (a category), ``low..high`` or
-``low..high..step`` (a number), ``#low..high`` (an identifier) or ``date``.
+A line is ``table: one row, several rows: columns``. A column is its name and ``@pool`` (a label), ``a|b|c``
+(a category), ``low..high`` or ``low..high..step`` (a number), ``#low..high`` (an identifier) or ``date``.
 """
 
 from __future__ import annotations

@@ -76,7 +76,8 @@ class Schema:
 
 
 def read_schemas(lines: str, labels: Mapping[str, str]) -> tuple[Schema, ...]:
-    """Tables written one a line, as `schema_pools` explains; ``labels`` holds pools of label values, with ``|`` between two of them.
+    """Tables written one a line, as `schema_pools` explains; ``labels`` holds pools of label values, with
+    ``|`` between two of them.
 
     >>> read_schemas("pets: pet, pets: name @dogs, weight_kg 2..60", {"dogs": "Rex|Tom"})[0].fields[0].values
     ('Rex', 'Tom')
@@ -86,7 +87,9 @@ def read_schemas(lines: str, labels: Mapping[str, str]) -> tuple[Schema, ...]:
     for line in lines.strip().splitlines():
         table, called, columns = line.split(": ", 2)
         one, many = called.split(", ")
-        schemas.append(Schema(table, one, many, tuple(_read_field(column, pools) for column in columns.split(", "))))
+        schemas.append(
+            Schema(table, one, many, tuple(_read_field(column, pools) for column in columns.split(", ")))
+        )
     return tuple(schemas)
 
 
@@ -98,5 +101,11 @@ def _read_field(text: str, pools: Mapping[str, tuple[str, ...]]) -> Field:
         return Field(name, "label", pools[values[1:]])
     if ".." in values:
         low, high, *step = values.removeprefix("#").split("..")
-        return Field(name, "id" if values.startswith("#") else "number", low=int(low), high=int(high), step=int(*step) if step else 1)
+        return Field(
+            name,
+            "id" if values.startswith("#") else "number",
+            low=int(low),
+            high=int(high),
+            step=int(*step) if step else 1,
+        )
     return Field(name, "category", tuple(values.split("|")))

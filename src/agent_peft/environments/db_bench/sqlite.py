@@ -1,12 +1,13 @@
 """A throwaway SQLite database in memory, in which nearly any statement ends soon and touches nothing else.
 
-Time: a progress handler counts the machine steps of a statement and looks at the clock. The step limit ends a runaway statement at
-the same place on every machine; the clock is for steps that are slow. Memory: no text or blob above ``_VALUE_BYTES``, no more pages
-than the table had plus ``_EXTRA_PAGES``, and few rows are fetched. The outside: no temporary files (``temp_store``), and an authorizer
-refuses ATTACH, PRAGMA, extensions, virtual tables and triggers.
+Time: a progress handler counts the machine steps of a statement and looks at the clock. The step limit ends a
+runaway statement at the same place on every machine; the clock is for steps that are slow. Memory: no text or
+blob above ``_VALUE_BYTES``, no more pages than the table had plus ``_EXTRA_PAGES``, and few rows are fetched.
+The outside: no temporary files (``temp_store``), and an authorizer refuses ATTACH, PRAGMA, extensions,
+virtual tables and triggers.
 
-A single step can take any time, and an aggregate any memory. So the SQL of strangers runs here only inside a worker, which the kernel
-bounds (`isolated`, `worker`).
+A single step can take any time, and an aggregate any memory. So the SQL of strangers runs here only inside a
+worker, which the kernel bounds (`isolated`, `worker`).
 """
 
 from __future__ import annotations
@@ -55,7 +56,16 @@ _REFUSED = {
     sqlite3.SQLITE_ANALYZE: "ANALYZE",
 }
 # printf's precision may run for seconds in one step; the others reach out of the database
-_REFUSED_FUNCTIONS = {"printf", "format", "load_extension", "fts3_tokenizer", "readfile", "writefile", "edit", "sqlite_log"}
+_REFUSED_FUNCTIONS = {
+    "printf",
+    "format",
+    "load_extension",
+    "fts3_tokenizer",
+    "readfile",
+    "writefile",
+    "edit",
+    "sqlite_log",
+}
 _READING_PRAGMAS = {"table_info", "table_xinfo", "table_list", "index_list", "index_info"}
 
 
@@ -102,10 +112,15 @@ class SQLiteDatabase:
             connection.execute("COMMIT")
         except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
             connection.close()
-            raise AgentPeftError(f"SQLite does not accept the table {table.name!r}: {error or 'it is too large'}") from error
+            raise AgentPeftError(
+                f"SQLite does not accept the table {table.name!r}: {error or 'it is too large'}"
+            ) from error
         pages = connection.execute("PRAGMA page_count").fetchone()[0]
         connection.execute(f"PRAGMA max_page_count = {pages + _EXTRA_PAGES}")
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, max(_VALUE_BYTES, 2 * max((_stored(row) for row in table.rows), default=0)))
+        connection.setlimit(
+            sqlite3.SQLITE_LIMIT_LENGTH,
+            max(_VALUE_BYTES, 2 * max((_stored(row) for row in table.rows), default=0)),
+        )
         for limit, most in _LIMITS.items():
             connection.setlimit(limit, most)
         draw = generator(seed, "sqlite")
@@ -128,7 +143,9 @@ class SQLiteDatabase:
                 cursor.close()
         except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
             return Executed(error=self._explained(error, clock))
-        return Executed(rows=rows if is_query else None, changed=self._connection.total_changes - before, cut=cut)
+        return Executed(
+            rows=rows if is_query else None, changed=self._connection.total_changes - before, cut=cut
+        )
 
     def table(self) -> tuple[Row, ...] | None:
         table, _ = self._opening
@@ -166,7 +183,9 @@ class SQLiteDatabase:
         # SQLite itself calls printf for ALTER TABLE; elsewhere a default value of the agent's may call it
         if function in _REFUSED_FUNCTIONS and (not self._altering or function in self._statement):
             self._refusal = f"the function {function}"
-        elif action in _REFUSED and not (action == sqlite3.SQLITE_PRAGMA and (first or "").lower() in _READING_PRAGMAS):
+        elif action in _REFUSED and not (
+            action == sqlite3.SQLITE_PRAGMA and (first or "").lower() in _READING_PRAGMAS
+        ):
             self._refusal = _REFUSED[action]
         else:
             return sqlite3.SQLITE_OK
@@ -213,14 +232,17 @@ def quoted(name: str) -> str:
 
 
 # Comments and strings, or a name (bare or quoted), or any other character but white space.
-_WORD = re.compile(r"""--[^\n]*|/\*(?:[^*]|\*(?!/))*+(?:\*/)?|(?P<name>\w+|"[^"]*+"|`[^`]*+`|\[[^\]]*+\]|'[^']*+')|\S""")
+_WORD = re.compile(
+    r"""--[^\n]*|/\*(?:[^*]|\*(?!/))*+(?:\*/)?|(?P<name>\w+|"[^"]*+"|`[^`]*+`|\[[^\]]*+\]|'[^']*+')|\S"""
+)
 
 
 def expansions(sql: str) -> int:
     """An upper bound of how many queries SQLite will prepare for the common table expressions of a statement.
 
-    ``a AS (…), b AS (… a, a), c AS (… b, b)`` doubles with every step, in memory, before any limit of SQLite's is looked at. Every
-    name that stands before ``AS (`` or ``(columns) AS (`` multiplies by how often it is used after that.
+    ``a AS (…), b AS (… a, a), c AS (… b, b)`` doubles with every step, in memory, before any limit of
+    SQLite's is looked at. Every name that stands before ``AS (`` or ``(columns) AS (`` multiplies by how
+    often it is used after that.
 
     >>> expansions("WITH a AS (SELECT 1), b AS (SELECT 1 FROM a x, a y) SELECT * FROM b")
     2

@@ -1,4 +1,6 @@
-"""What a statement is, read off its syntax tree (sqlglot): its skills, and which output columns its rows are sorted by."""
+"""What a statement is, read off its syntax tree (sqlglot): its skills, and which output columns its rows
+are sorted by.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,13 @@ from sqlglot.parsers.mysql import MySQLParser
 
 from agent_peft.environments.db_bench.database import MAX_SQL
 
-logging.getLogger("sqlglot").setLevel(logging.ERROR)  # it warns about dialects; what cannot be parsed is told by an exception
+logging.getLogger("sqlglot").setLevel(
+    logging.ERROR
+)  # it warns about dialects; what cannot be parsed is told by an exception
 
-# From the most to the least telling. What a statement does to the table comes first, then what is hardest about it, and last what
-# nearly every statement has. `primary_skill` is the first of this list that a task has.
+# From the most to the least telling. What a statement does to the table comes first, then what is hardest
+# about it, and last what nearly every statement has. `primary_skill` is the first of this list that a task
+# has.
 SKILLS = (
     "insert",
     "update",
@@ -42,7 +47,8 @@ SKILLS = (
 
 
 def primary_skill(skills: Sequence[str]) -> str:
-    """The one skill that stands for a task with many: the first of ``SKILLS`` it has, so that each task counts once.
+    """The one skill that stands for a task with many: the first of ``SKILLS`` it has, so that each task
+    counts once.
 
     >>> primary_skill(("select", "order_by_single_column", "limit_only"))
     'limit_only'
@@ -56,7 +62,9 @@ class _TooLong(Exception):
 
 
 class _Parser(MySQLParser):
-    """Gives up where it goes back and forth: the time that sqlglot takes for types within types doubles with each."""
+    """Gives up where it goes back and forth: the time that sqlglot takes for types within types doubles
+    with each.
+    """
 
     steps_left = 0
 
@@ -68,14 +76,18 @@ class _Parser(MySQLParser):
 
 
 def parse(sql: str) -> exp.Expr | None:
-    """The syntax tree, or None where sqlglot cannot read the statement. MySQL's dialect: it is what LifelongAgentBench was written in."""
+    """The syntax tree, or None where sqlglot cannot read the statement. MySQL's dialect: it is what
+    LifelongAgentBench was written in.
+    """
     if len(sql) > MAX_SQL:
         return None
     dialect = MySQL()
     try:
         tokens = dialect.tokenize(sql)
         parser = _Parser(dialect=dialect)
-        parser.steps_left = 500 + 20 * len(tokens)  # the statements of LifelongAgentBench take 1.5 for each token
+        parser.steps_left = 500 + 20 * len(
+            tokens
+        )  # the statements of LifelongAgentBench take 1.5 for each token
         trees = parser.parse(tokens, sql)
     except Exception:  # whatever it may be: an odd statement makes sqlglot raise KeyError, AttributeError, RecursionError ...
         return None
@@ -85,8 +97,8 @@ def parse(sql: str) -> exp.Expr | None:
 def skills_of(sql: str) -> tuple[str, ...]:
     """The skills a statement uses, the primary one first; empty where it cannot be parsed.
 
-    As in LifelongAgentBench, clauses (WHERE, GROUP BY, HAVING, ORDER BY, LIMIT, column aliases) count where they belong to the
-    statement itself, not to a query inside it; those count as subqueries.
+    As in LifelongAgentBench, clauses (WHERE, GROUP BY, HAVING, ORDER BY, LIMIT, column aliases) count where
+    they belong to the statement itself, not to a query inside it; those count as subqueries.
 
     >>> skills_of("SELECT a FROM t ORDER BY b LIMIT 3")
     ('limit_only', 'order_by_single_column', 'select')
@@ -102,7 +114,9 @@ def _skills(tree: exp.Expr) -> tuple[str, ...]:
     found = {name for name, kind in _STATEMENTS.items() if isinstance(tree, kind)}
     if tree.find(exp.Select):
         found.add("select")
-    sources: tuple[type[exp.Expr], ...] = (exp.Table,) if isinstance(tree, exp.Select) else (exp.Table, exp.Subquery)
+    sources: tuple[type[exp.Expr], ...] = (
+        (exp.Table,) if isinstance(tree, exp.Select) else (exp.Table, exp.Subquery)
+    )
     if any(source.alias for source in tree.find_all(*sources)):
         found.add("table_alias")
     query = tree.expression if isinstance(tree, exp.Insert) else tree
@@ -117,10 +131,12 @@ def _skills(tree: exp.Expr) -> tuple[str, ...]:
 
 
 def order_keys(sql: str, headers: Sequence[str], width: int) -> tuple[int, ...] | None:
-    """By which output columns the rows of a SELECT are sorted; None where their order is free (no top-level ORDER BY).
+    """By which output columns the rows of a SELECT are sorted; None where their order is free (no top-level
+    ORDER BY).
 
-    Rows with equal keys may come in any order, so only the sequence of the keys can be graded. Where a key is not among the output
-    columns its ties cannot be seen: then all ``width`` columns are named, and the order counts as it stands.
+    Rows with equal keys may come in any order, so only the sequence of the keys can be graded. Where a key is
+    not among the output columns its ties cannot be seen: then all ``width`` columns are named, and the order
+    counts as it stands.
 
     >>> order_keys("SELECT name, AVG(x) AS m FROM t GROUP BY name ORDER BY m DESC", ["name", "x"], 2)
     (1,)
@@ -182,7 +198,11 @@ def _select_skills(select: exp.Select) -> set[str]:
         found.add("group_by_single_column" if len(group.expressions) == 1 else "group_by_multiple_columns")
     if (having := select.args.get("having")) is not None:
         nodes = _own(having.this)
-        number = "multiple_conditions" if any(isinstance(node, exp.Connector) for node in nodes) else "single_condition"
+        number = (
+            "multiple_conditions"
+            if any(isinstance(node, exp.Connector) for node in nodes)
+            else "single_condition"
+        )
         found.add(f"having_{number}_with_aggregate")
         if any(isinstance(node, exp.Add | exp.Sub | exp.Mul | exp.Div) for node in nodes):
             found.add("having_aggregate_calculation")

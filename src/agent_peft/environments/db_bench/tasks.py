@@ -1,7 +1,8 @@
 """LifelongAgentBench's entry format: reading files of it, and what an entry says.
 
-An entry is ``{"instruction", "skill_list"?, "table_info": {"name", "column_info_list": [{"name", "type"}], "row_list"}, "answer_info":
-{"sql", "direct", "md5"}}``; ``direct`` holds the rows of a SELECT, and is null for a modification, whose final table ``md5`` tells.
+An entry is ``{"instruction", "skill_list"?, "table_info": {"name", "column_info_list": [{"name", "type"}],
+"row_list"}, "answer_info": {"sql", "direct", "md5"}}``; ``direct`` holds the rows of a SELECT, and is null
+for a modification, whose final table ``md5`` tells.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from agent_peft.environments.db_bench.database import Column, Row, Table
 from agent_peft.environments.db_bench.syntax import order_keys, primary_skill, skills_of
-from agent_peft.environments.entries import list_of, object_of, read_tasks, text_of, wrong
+from agent_peft.environments.task_files.reading import list_of, object_of, read_tasks, text_of, wrong
 from agent_peft.types import AgentPeftError, Task
 
 _TYPE = re.compile(r"[A-Za-z][A-Za-z0-9_ ]*(\([0-9, ]*\))?")
@@ -23,7 +24,8 @@ _TYPE = re.compile(r"[A-Za-z][A-Za-z0-9_ ]*(\([0-9, ]*\))?")
 
 @dataclass(frozen=True)
 class Problem:
-    """What an entry says, checked. ``direct`` is the answer of a SELECT, None for a modification; ``order`` is `order_keys` of its SQL.
+    """What an entry says, checked. ``direct`` is the answer of a SELECT, None for a modification; ``order``
+    is `order_keys` of its SQL.
 
     >>> Problem("Delete all.", Table("t", (Column("a", "INT"),), ((1,),)), "DELETE FROM t", direct=None, md5=None, order=None).table.name
     't'
@@ -41,13 +43,16 @@ def load_tasks(path: Path) -> tuple[Task, ...]:
     """The tasks of a file: a JSON object of entries (its keys become the ids), a JSON list, or JSON lines.
 
     Raises:
-        AgentPeftError: the file cannot be read, or an entry is not as it should be (the entry and the key are named).
+        AgentPeftError: the file cannot be read, or an entry is not as it should be (the entry and the key are
+            named).
     """
     return read_tasks(path, "DB Bench", lambda content: "answer_info" in content, task_of)
 
 
 def task_of(name: str, entry: Any) -> Task:
-    """An entry as a task; its skills are those the entry names (else those of its SQL), the primary one first."""
+    """An entry as a task; its skills are those the entry names (else those of its SQL), the primary one
+    first.
+    """
     read_entry(name, entry)
     skills = entry.get("skill_list") or skills_of(entry["answer_info"]["sql"])
     if not isinstance(skills, list | tuple) or not all(isinstance(skill, str) for skill in skills):
@@ -90,12 +95,16 @@ def read_entry(name: str, entry: Any) -> Problem:
 
 
 def table_md5(rows: Iterable[Row]) -> str:
-    """LifelongAgentBench's digest of a table, free of order: the MD5 of the sorted first five hexadecimal digits of each row's MD5.
+    """LifelongAgentBench's digest of a table, free of order: the MD5 of the sorted first five hexadecimal
+    digits of each row's MD5.
 
-    Its MySQL query keeps 1,024 characters of the joined digits, and so do we. Good for telling that a gold gave another table than
-    it gave its author; too weak to grade with.
+    Its MySQL query keeps 1,024 characters of the joined digits, and so do we. Good for telling that a gold
+    gave another table than it gave its author; too weak to grade with.
     """
-    digests = sorted(hashlib.md5(",".join(str(cell) for cell in row if cell is not None).encode()).hexdigest()[:5] for row in rows)
+    digests = sorted(
+        hashlib.md5(",".join(str(cell) for cell in row if cell is not None).encode()).hexdigest()[:5]
+        for row in rows
+    )
     return hashlib.md5(",".join(digests)[:1024].encode()).hexdigest()
 
 
@@ -103,7 +112,9 @@ def _rows(name: str, holder: Mapping[str, Any], key: str, width: int | None = No
     rows = []
     for i, row in enumerate(list_of(name, holder, key)):
         if not isinstance(row, list | tuple) or (width is not None and len(row) != width):
-            raise wrong(name, f"{key}[{i}]", "a list" if width is None else f"a list of {width} cells, one per column")
+            raise wrong(
+                name, f"{key}[{i}]", "a list" if width is None else f"a list of {width} cells, one per column"
+            )
         for j, cell in enumerate(row):
             if not isinstance(cell, str | int | float | None):
                 raise wrong(name, f"{key}[{i}][{j}]", "a text, a number or null")

@@ -1,9 +1,11 @@
-"""The processes that run strangers' SQL. One is started for each process of ours, and forks the others, the workers.
+"""The processes that run strangers' SQL. One is started for each process of ours, and forks the others, the
+workers.
 
-Nothing in SQLite ends a statement for certain: a single call of a function may take minutes, and an aggregate all memory, between two
-looks of a progress handler. The kernel does: a worker that is late dies of its own alarm, whatever it is doing; its memory is bounded,
-SQLite's by SQLite and the whole by the kernel; and it can open no file. It ends when the other end of its socket is closed, as it is
-when our process ends, however that is.
+Nothing in SQLite ends a statement for certain: a single call of a function may take minutes, and an aggregate
+all memory, between two looks of a progress handler. The kernel does: a worker that is late dies of its own
+alarm, whatever it is doing; its memory is bounded, SQLite's by SQLite and the whole by the kernel; and it can
+open no file. It ends when the other end of its socket is closed, as it is when our process ends, however that
+is.
 
 macOS has no bound on a process's address space: there SQLite's own bound is the only one.
 
@@ -28,7 +30,8 @@ from agent_peft.environments.db_bench.database import Column, Table
 from agent_peft.environments.db_bench.sqlite import SQLiteDatabase
 from agent_peft.types import AgentPeftError
 
-_GRACE = 1.0  # seconds after its limit, or as many as its limit, after which a statement is ended together with its worker
+# seconds after its limit, or as many as its limit, after which a statement is ended together with its worker
+_GRACE = 1.0
 _OPEN_SECONDS = 60.0
 _HEAP_BYTES = 16 << 20  # what SQLite may hold: a table is at most a quarter of it
 _ADDRESS_BYTES = 256 << 20  # what the worker may hold above what it starts with
@@ -81,7 +84,9 @@ def _set_limits() -> None:
 
 
 def _serve(channel: Channel) -> None:
-    """Answer requests: ``open``, and then ``execute``, ``table``, ``reset`` and ``close``, of which the last two have no answer."""
+    """Answer requests: ``open``, and then ``execute``, ``table``, ``reset`` and ``close``, of which the
+    last two have no answer.
+    """
     before = _peak_bytes()
     database: SQLiteDatabase | None = None
     while True:
@@ -119,8 +124,15 @@ def _serve(channel: Channel) -> None:
                 return
 
 
-def _opened(name: str, columns: list[tuple[str, str]], rows: list[list[Any]], seconds: float, steps: int, seed: int) -> SQLiteDatabase:
-    return SQLiteDatabase(Table(name, tuple(Column(*column) for column in columns), rows), seconds=seconds, steps=steps, seed=seed)
+def _opened(
+    name: str, columns: list[tuple[str, str]], rows: list[list[Any]], seconds: float, steps: int, seed: int
+) -> SQLiteDatabase:
+    return SQLiteDatabase(
+        Table(name, tuple(Column(*column) for column in columns), rows),
+        seconds=seconds,
+        steps=steps,
+        seed=seed,
+    )
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
-"""A client's side of the wire: requests that are tried again until they are answered, and answers that cannot be mistaken.
+"""A client's side of the wire: requests that are tried again until they are answered, and answers that cannot
+be mistaken.
 
-Trying again is safe because the server executes a request once (see ``hosting``). An answer that echoes another request's id, as a
-network that repeats itself may deliver, is thrown away with its connection. A server is not trusted to be one: what it answers is
-read up to a limit, in a time, uncompressed, and checked.
+Trying again is safe because the server executes a request once (see ``hosting``). An answer that echoes
+another request's id, as a network that repeats itself may deliver, is thrown away with its connection. A
+server is not trusted to be one: what it answers is read up to a limit, in a time, uncompressed, and checked.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
 
-from agent_peft.environments.http import wire
+from agent_peft.environments.http import messages
 from agent_peft.types import AgentPeftError, InfrastructureError
 
 if TYPE_CHECKING:
@@ -31,12 +32,16 @@ Answer = TypeVar("Answer", bound=BaseModel)
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # seconds between two attempts: doubled from the first to the longest
 BUSY = frozenset({502, 503, 504})  # of whatever stands between us and the server
 LONGEST_ANSWER = 4 << 20  # bytes: more than any context holds
-LONGEST_PAGE = 4 * wire.LONGEST_PAGE  # a server's pages are shorter, but for a task that is long by itself
+LONGEST_PAGE = (
+    4 * messages.LONGEST_PAGE
+)  # a server's pages are shorter, but for a task that is long by itself
 UNCOMPRESSED = {"accept-encoding": "identity"}  # a few bytes could be a gigabyte
 
 
 class DefectError(Exception):
-    """The environment that is served raised, other than for the world under it: a defect of its code, as it would be here."""
+    """The environment that is served raised, other than for the world under it: a defect of its code, as
+    it would be here.
+    """
 
 
 class _Lost(Exception):
@@ -59,18 +64,29 @@ class Connection:
         """
         self.url, self.patience = url, patience
         self._httpx = import_httpx()
-        headers = {wire.CLIENT_ID: uuid.uuid4().hex, "content-type": "application/json", **UNCOMPRESSED, **authorization(token)}
+        headers = {
+            messages.CLIENT_ID: uuid.uuid4().hex,
+            "content-type": "application/json",
+            **UNCOMPRESSED,
+            **authorization(token),
+        }
         self.received = 0  # bytes of all answers
         self._timeout = timeout
         self._client: httpx.Client = self._httpx.Client(
             base_url=url,
             headers=headers,
             timeout=self._httpx.Timeout(timeout, connect=min(timeout, 10.0), pool=None),
-            limits=self._httpx.Limits(max_connections=256, max_keepalive_connections=64, keepalive_expiry=60.0),
+            limits=self._httpx.Limits(
+                max_connections=256, max_keepalive_connections=64, keepalive_expiry=60.0
+            ),
             trust_env=not is_local(url),
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),  # none: a server could send more and more of them
+            cookies=CookieJar(
+                DefaultCookiePolicy(allowed_domains=[])
+            ),  # none: a server could send more and more of them
         )
-        self._down = False  # one request has lost its patience: others do not wait as long for the same server
+        self._down = (
+            False  # one request has lost its patience: others do not wait as long for the same server
+        )
 
     def get(
         self,
@@ -78,7 +94,7 @@ class Connection:
         model: type[Answer],
         params: Mapping[str, Any] | None = None,
         longest: int = LONGEST_ANSWER,
-        nodes: int = wire.MOST_NODES,
+        nodes: int = messages.MOST_NODES,
         patient: bool = True,
     ) -> Answer:
         """
@@ -87,23 +103,35 @@ class Connection:
             nodes: commas and brackets in it.
             patient: whether it is asked again where no answer comes.
         """
-        return self._parse(model, self._request("GET", path, patient=patient, longest=longest, nodes=nodes, params=params))
+        return self._parse(
+            model, self._request("GET", path, patient=patient, longest=longest, nodes=nodes, params=params)
+        )
 
     def post(self, path: str, model: type[Answer], message: BaseModel, patient: bool = True) -> Answer:
-        return self._parse(model, self._request("POST", path, content=wire.encode(message), patient=patient))
+        return self._parse(
+            model, self._request("POST", path, content=messages.encode(message), patient=patient)
+        )
 
     def close(self) -> None:
         self._client.close()
 
     def _request(
-        self, method: str, path: str, *, patient: bool = True, longest: int = LONGEST_ANSWER, nodes: int = wire.MOST_NODES, **more: Any
+        self,
+        method: str,
+        path: str,
+        *,
+        patient: bool = True,
+        longest: int = LONGEST_ANSWER,
+        nodes: int = messages.MOST_NODES,
+        **more: Any,
     ) -> Any:
         """The JSON of the answer.
 
         Raises:
             InfrastructureError: no answer came in time, or the episode is lost.
             DefectError: the environment raised.
-            AgentPeftError: the server refuses the request, for a reason that trying again does not change, or has been full for too long.
+            AgentPeftError: the server refuses the request, for a reason that trying again does not change, or
+                has been full for too long.
         """
         end = time.monotonic() + (self.patience if patient and not self._down else 0.0)
         pause = FIRST_PAUSE
@@ -115,9 +143,11 @@ class Connection:
             except _Lost as error:
                 if time.monotonic() + pause > end:
                     if isinstance(error, _Full):
-                        raise AgentPeftError(f"{self.url}{path}: {error} (asked again for {self.patience:g} s)") from error
+                        raise AgentPeftError(
+                            f"{self.url}{path}: {error} (asked again for {self.patience:g} s)"
+                        ) from error
                     self._down = self._down or patient
-                    raise InfrastructureError(f"{self.url}{path}: {wire.one_line(error)}") from error
+                    raise InfrastructureError(f"{self.url}{path}: {messages.one_line(error)}") from error
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -125,15 +155,19 @@ class Connection:
         request_id = uuid.uuid4().hex
         try:
             # streamed, so that an answer to another request is closed unread, and its connection with it
-            with self._client.stream(method, path, headers={wire.REQUEST_ID: request_id}, **more) as response:
-                status, echo = response.status_code, response.headers.get(wire.REQUEST_ID)
+            with self._client.stream(
+                method, path, headers={messages.REQUEST_ID: request_id}, **more
+            ) as response:
+                status, echo = response.status_code, response.headers.get(messages.REQUEST_ID)
                 if echo != request_id:
                     if echo or status in BUSY:
                         raise _Lost("the answer is to another request" if echo else f"HTTP {status}")
-                    raise AgentPeftError(f"{self.url}{path}: the answer (HTTP {status}) comes from no agent-peft server; set another url")
+                    raise AgentPeftError(
+                        f"{self.url}{path}: the answer (HTTP {status}) comes from no agent-peft server; set another url"
+                    )
                 body = read_answer(response, longest, self._timeout)
             self.received += len(body)
-            found = wire.decode(body, nodes)
+            found = messages.decode(body, nodes)
         except self._httpx.RequestError as error:
             raise _Lost(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__) from error
         except TooLong as error:
@@ -145,20 +179,22 @@ class Connection:
         return found
 
     def _refused(self, path: str, status: int, told: Any) -> None:
-        problem = wire.Problem(detail=f"HTTP {status}", code="")
+        problem = messages.Problem(detail=f"HTTP {status}", code="")
         with suppress(ValidationError):
-            problem = wire.Problem.model_validate(told)
-        detail = wire.one_line(problem.detail)
-        if problem.code in wire.LOST:
+            problem = messages.Problem.model_validate(told)
+        detail = messages.one_line(problem.detail)
+        if problem.code in messages.LOST:
             raise InfrastructureError(f"{self.url}{path}: {detail}")
-        if problem.code == wire.BROKEN:
+        if problem.code == messages.BROKEN:
             raise DefectError(f"{self.url}{path}: {detail}")
-        if problem.code == wire.FULL:
+        if problem.code == messages.FULL:
             raise _Full(detail)
         if status in BUSY:
             raise _Lost(detail)
         if status in (401, 403):
-            raise AgentPeftError(f"{self.url}: {detail}; name the environment variable that holds the server's token with token")
+            raise AgentPeftError(
+                f"{self.url}: {detail}; name the environment variable that holds the server's token with token"
+            )
         raise AgentPeftError(f"{self.url}{path}: {detail}")
 
     def _parse(self, model: type[Answer], found: Any) -> Answer:
@@ -168,7 +204,7 @@ class Connection:
             first = error.errors(include_url=False, include_input=False, include_context=False)[0]
             where = ".".join(str(part)[:50] for part in first["loc"])
             raise AgentPeftError(
-                f"{self.url}: the server speaks another version of agent-peft ({wire.one_line(where)}: {first['msg']})"
+                f"{self.url}: the server speaks another version of agent-peft ({messages.one_line(where)}: {first['msg']})"
             ) from error
 
 
@@ -204,7 +240,7 @@ def import_httpx() -> ModuleType:
     try:
         import httpx
     except ImportError as error:
-        raise wire.missing_extra("httpx") from error
+        raise messages.missing_extra("httpx") from error
     return httpx
 
 
@@ -226,7 +262,9 @@ def read_token(variable: str) -> str:
     token = os.environ.get(variable, "")
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         wrong = "is not set" if not token else "holds spaces, or characters that are not printable ASCII"
-        raise AgentPeftError(f"token: the environment variable {variable!r} {wrong}; put the server's token there")
+        raise AgentPeftError(
+            f"token: the environment variable {variable!r} {wrong}; put the server's token there"
+        )
     return token
 
 

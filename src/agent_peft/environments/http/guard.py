@@ -9,9 +9,9 @@ import re
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
-from agent_peft.environments.http import wire
+from agent_peft.environments.http import messages
 from agent_peft.environments.http.limits import Limits
-from agent_peft.environments.http.wire import Refusal
+from agent_peft.environments.http.messages import Refusal
 
 Scope = MutableMapping[str, Any]
 Event = MutableMapping[str, Any]
@@ -19,7 +19,9 @@ Receive = Callable[[], Awaitable[Event]]
 Send = Callable[[Event], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-_HOST = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*://)?(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::[0-9]{1,5})?")  # of Host or Origin
+_HOST = re.compile(
+    r"(?:[A-Za-z][A-Za-z0-9+.-]*://)?(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::[0-9]{1,5})?"
+)  # of Host or Origin
 
 FREE = frozenset({"/api/ping", "/health"})  # answered to everybody: they tell nothing
 
@@ -36,8 +38,12 @@ class Guard:
         if scope["type"] not in ("http", "websocket"):
             return await self.app(scope, receive, send)
         headers = dict(scope["headers"])
-        request_id = headers.get(wire.REQUEST_ID.encode(), b"")
-        echo = [(wire.REQUEST_ID.encode(), request_id)] if 0 < len(request_id) <= 64 and request_id.isalnum() else []
+        request_id = headers.get(messages.REQUEST_ID.encode(), b"")
+        echo = (
+            [(messages.REQUEST_ID.encode(), request_id)]
+            if 0 < len(request_id) <= 64 and request_id.isalnum()
+            else []
+        )
 
         async def send_echo(event: Event) -> None:
             if event["type"] == "http.response.start":
@@ -76,25 +82,39 @@ class Guard:
         if self.expected is None:
             # without a token, a web page that somebody looks at must not speak to his loopback
             for name, value in headers:
-                if (name == b"origin" and not names_loopback(value)) or (name == b"sec-fetch-site" and value.strip() == b"cross-site"):
+                if (name == b"origin" and not names_loopback(value)) or (
+                    name == b"sec-fetch-site" and value.strip() == b"cross-site"
+                ):
                     raise Refusal(403, "origin", "requests of web pages are not answered")
                 if name == b"host" and not names_loopback(value):
                     raise Refusal(
-                        403, "origin", f"this server is for this machine alone, and has no name such as {value[:255].decode('latin-1')!r}"
+                        403,
+                        "origin",
+                        f"this server is for this machine alone, and has no name such as {value[:255].decode('latin-1')!r}",
                     )
-        elif path not in FREE and not hmac.compare_digest(dict(headers).get(b"authorization", b""), self.expected):
+        elif path not in FREE and not hmac.compare_digest(
+            dict(headers).get(b"authorization", b""), self.expected
+        ):
             raise Refusal(401, "token", "the header 'Authorization: Bearer TOKEN' is missing or wrong")
 
-    async def _read(self, body: bytearray, path: str, headers: MutableMapping[bytes, bytes], receive: Receive) -> None:
+    async def _read(
+        self, body: bytearray, path: str, headers: MutableMapping[bytes, bytes], receive: Receive
+    ) -> None:
         """The whole body into ``body``, counted with those of all other requests.
 
         Raises:
             Refusal: it is too long, too slow, or has more in it than a request of ours.
         """
-        most = self.limits.body_bytes if path == "/step" else min(self.limits.body_bytes, self.limits.task_bytes)
+        most = (
+            self.limits.body_bytes if path == "/step" else min(self.limits.body_bytes, self.limits.task_bytes)
+        )
         announced = headers.get(b"content-length", b"0")
         if announced.isdigit() and int(announced[:20]) > most:
-            raise Refusal(413, "too_long", f"a request may have {most} bytes at most, this one has {announced[:20].decode()}")
+            raise Refusal(
+                413,
+                "too_long",
+                f"a request may have {most} bytes at most, this one has {announced[:20].decode()}",
+            )
         try:
             async with asyncio.timeout(self.limits.body_seconds):
                 more = True
@@ -108,26 +128,34 @@ class Guard:
                     if len(body) > most:
                         raise Refusal(413, "too_long", f"a request may have {most} bytes at most")
                     if self.bodies > self.limits.bodies_bytes:
-                        raise Refusal(503, "busy", "the server reads as many bytes of requests as it may; ask again")
+                        raise Refusal(
+                            503, "busy", "the server reads as many bytes of requests as it may; ask again"
+                        )
         except TimeoutError:
-            raise Refusal(408, "too_slow", f"the request took more than {self.limits.body_seconds:g} s to send its body") from None
+            raise Refusal(
+                408, "too_slow", f"the request took more than {self.limits.body_seconds:g} s to send its body"
+            ) from None
         try:
-            wire.check_json(body)
+            messages.check_json(body)
         except ValueError as error:
             raise Refusal(422, "invalid", f"the body cannot be read: {error}") from error
 
 
 def _check_framing(scope: Scope, headers: MutableMapping[bytes, bytes]) -> None:
     """A proxy may see another end of such a request than we do, and pass a second, hidden one on."""
-    if b"transfer-encoding" in headers and (b"content-length" in headers or scope.get("http_version") == "1.0"):
-        raise Refusal(400, "invalid", "a request has either a Content-Length or, in HTTP/1.1, a Transfer-Encoding")
+    if b"transfer-encoding" in headers and (
+        b"content-length" in headers or scope.get("http_version") == "1.0"
+    ):
+        raise Refusal(
+            400, "invalid", "a request has either a Content-Length or, in HTTP/1.1, a Transfer-Encoding"
+        )
 
 
 async def _refuse(kind: str, refusal: Refusal, send: Send) -> None:
     if kind == "websocket":
         await send({"type": "websocket.close", "code": 1008, "reason": refusal.text[:100]})
         return
-    body = wire.encode({"detail": refusal.text, "code": refusal.code})
+    body = messages.encode({"detail": refusal.text, "code": refusal.code})
     length = str(len(body)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", length), (b"connection", b"close")]
     if refusal.status == 401:

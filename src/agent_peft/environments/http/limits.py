@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from agent_peft.environments.http import wire
+from agent_peft.environments.http import messages
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,14 @@ class Limits:
     episodes: int = 1024  # at once
     idle_seconds: float = 600.0  # until an episode, none of whose client's requests came, is closed
     threads: int = 64  # environments that act at once; more wait for their turn
-    longest_seconds: float = 86_400.0  # until an episode that has taken no step since is closed, even if its client speaks
+    longest_seconds: float = (
+        86_400.0  # until an episode that has taken no step since is closed, even if its client speaks
+    )
     body_bytes: int = 16 << 20  # of a step; a task may have ``task_bytes``
     bodies_bytes: int = 128 << 20  # of all requests together
     task_bytes: int = 1 << 20  # of any other request, such as a reset with a whole task
     tasks_bytes: int = 64 << 20  # of the whole tasks of all episodes together
-    action_chars: int = wire.LONGEST_ACTION
+    action_chars: int = messages.LONGEST_ACTION
     answers_bytes: int = 16 << 20  # kept of episodes that are over
     connections: int = 1024  # at once; fewer where the process may have few descriptors
     head_seconds: float = 10.0  # until a request has sent its header

@@ -14,9 +14,11 @@ MESSAGE, TRACEBACK = 1000, 4000  # characters
 
 
 class LogThrottle(logging.Filter):
-    """Lets ``LINES`` lines of each place in the code pass in ``SECONDS``, and says with the next how many were left out.
+    """Lets ``LINES`` lines of each place in the code pass in ``SECONDS``, and says with the next how many
+    were left out.
 
-    What strangers wrote stands in a message as escapes, and in a traceback behind a bar, so that it forges no line.
+    What strangers wrote stands in a message as escapes, and in a traceback behind a bar, so that it forges no
+    line.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -37,7 +39,9 @@ class LogThrottle(logging.Filter):
         record.msg, record.args = printable(record.getMessage().strip(), MESSAGE) + left_out, ()
         if record.exc_info:
             text = logging.Formatter().formatException(record.exc_info)
-            text = text if len(text) <= TRACEBACK else "..." + text[-TRACEBACK:]  # what was raised is said at its end
+            text = (
+                text if len(text) <= TRACEBACK else "..." + text[-TRACEBACK:]
+            )  # what was raised is said at its end
             record.exc_text = "\n".join(f"| {printable(line)}" for line in text.splitlines())
         return True
 

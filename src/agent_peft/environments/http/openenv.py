@@ -1,7 +1,9 @@
-"""Train on anyone's OpenEnv server (https://github.com/huggingface/OpenEnv): its reset, its observations, its reward.
+"""Train on anyone's OpenEnv server (https://github.com/huggingface/OpenEnv): its reset, its observations, its
+reward.
 
-OpenEnv prices, where our environments state facts: a reward of at least ``threshold`` is CORRECT, a smaller one INCORRECT, none at all
-UNKNOWN. It has seeds, where ours have tasks: task n is the server's reset with the n-th seed.
+OpenEnv prices, where our environments state facts: a reward of at least ``threshold`` is CORRECT, a smaller
+one INCORRECT, none at all UNKNOWN. It has seeds, where ours have tasks: task n is the server's reset with the
+n-th seed.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator
 
 from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
-from agent_peft.environments.http import wire
+from agent_peft.environments.http import messages
 from agent_peft.environments.http.connection import (
     LONGEST_ANSWER,
     UNCOMPRESSED,
@@ -29,7 +31,15 @@ from agent_peft.environments.http.connection import (
     read_answer,
 )
 from agent_peft.seeding import derive
-from agent_peft.types import AgentPeftError, InfrastructureError, Message, Outcome, StepResult, StopReason, Task
+from agent_peft.types import (
+    AgentPeftError,
+    InfrastructureError,
+    Message,
+    Outcome,
+    StepResult,
+    StopReason,
+    Task,
+)
 
 if TYPE_CHECKING:
     from websockets.sync.client import ClientConnection
@@ -47,12 +57,22 @@ class OpenEnvConfig(EnvironmentConfig):
     url: Annotated[str, AfterValidator(checked_url)] = Field(description="such as http://127.0.0.1:8000")
     num_tasks: int = Field(ge=1, description="how many seeds")
     seed: int = Field(default=0, description="another seed gives other seeds to the server")
-    token: str | None = Field(default=None, description="the name of the environment variable that holds a bearer token")
+    token: str | None = Field(
+        default=None, description="the name of the environment variable that holds a bearer token"
+    )
     max_turns: int = Field(default=8, ge=1, description="then the episode ends, graded all the same")
-    threshold: float = Field(default=1.0, allow_inf_nan=False, description="the smallest reward that is correct")
-    reward: Literal["last", "sum"] = Field(default="last", description="of an episode: its last step's, or the sum of all")
-    action_key: str | None = Field(default=None, description="where the agent's text goes; null: the one text that /schema asks for")
-    observation_key: str | None = Field(default=None, description="what the agent reads; null: the one text of /schema, else all, as JSON")
+    threshold: float = Field(
+        default=1.0, allow_inf_nan=False, description="the smallest reward that is correct"
+    )
+    reward: Literal["last", "sum"] = Field(
+        default="last", description="of an episode: its last step's, or the sum of all"
+    )
+    action_key: str | None = Field(
+        default=None, description="where the agent's text goes; null: the one text that /schema asks for"
+    )
+    observation_key: str | None = Field(
+        default=None, description="what the agent reads; null: the one text of /schema, else all, as JSON"
+    )
     system_prompt: str = Field(default="", description="said first; empty: nothing")
     prompt: str = Field(default="", description="before the first observation")
     reset: dict[str, Any] = Field(default={}, description="what reset is given beside the seed")
@@ -67,7 +87,9 @@ class OpenEnvConfig(EnvironmentConfig):
 
 
 class OpenEnv(Environment):
-    """An OpenEnv server's environment, over its WebSocket sessions (its HTTP reset and step share no state)."""
+    """An OpenEnv server's environment, over its WebSocket sessions (its HTTP reset and step share no
+    state).
+    """
 
     def __init__(self, config: OpenEnvConfig) -> None:
         """Read the server's schema, and see whether a seed decides an episode.
@@ -82,7 +104,9 @@ class OpenEnv(Environment):
         self.observation_key = config.observation_key or _text_key(_object(schema.get("observation")))
         # within 31 bits, since servers hand it to NumPy
         seeds = [derive(config.seed, "openenv", number) >> 32 for number in range(config.num_tasks)]
-        self._tasks = tuple(Task(id=f"seed-{number}", content={"seed": seed}) for number, seed in enumerate(seeds))
+        self._tasks = tuple(
+            Task(id=f"seed-{number}", content={"seed": seed}) for number, seed in enumerate(seeds)
+        )
         self._see_whether_seeds_count()
 
     @property
@@ -96,7 +120,9 @@ class OpenEnv(Environment):
     def show(self, observation: Mapping[str, Any]) -> str:
         """What the agent reads of an observation."""
         if self.observation_key is None:
-            return json.dumps({key: value for key, value in observation.items() if key not in NOT_TEXT}, ensure_ascii=False)
+            return json.dumps(
+                {key: value for key, value in observation.items() if key not in NOT_TEXT}, ensure_ascii=False
+            )
         value = observation.get(self.observation_key, "")
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
@@ -108,13 +134,17 @@ class OpenEnv(Environment):
         headers = {**UNCOMPRESSED, **self._headers}
         try:
             with (
-                httpx.Client(headers=headers, timeout=config.timeout, trust_env=not is_local(config.url)) as client,
+                httpx.Client(
+                    headers=headers, timeout=config.timeout, trust_env=not is_local(config.url)
+                ) as client,
                 client.stream("GET", f"{config.url}/schema") as response,
             ):
                 response.raise_for_status()
-                return _object(wire.decode(read_answer(response, LONGEST_ANSWER, config.timeout)))
+                return _object(messages.decode(read_answer(response, LONGEST_ANSWER, config.timeout)))
         except (httpx.HTTPError, TooLong, ValueError) as error:
-            raise AgentPeftError(f"{config.url}: no OpenEnv server answers: {wire.one_line(error)}") from error
+            raise AgentPeftError(
+                f"{config.url}: no OpenEnv server answers: {messages.one_line(error)}"
+            ) from error
 
     def _see_whether_seeds_count(self) -> None:
         openings = []
@@ -127,7 +157,10 @@ class OpenEnv(Environment):
             finally:
                 episode.close()
         if openings[0] != openings[1]:
-            logger.warning("%s: two resets with one seed differ, so the episodes of a task may be of different problems", self.config.url)
+            logger.warning(
+                "%s: two resets with one seed differ, so the episodes of a task may be of different problems",
+                self.config.url,
+            )
 
 
 class OpenEnvEpisode(Episode):
@@ -150,16 +183,22 @@ class OpenEnvEpisode(Episode):
             raise RuntimeError("the episode is done or closed")
         answer = self._session.ask("reset", self._reset)
         if answer.error is not None:
-            raise InfrastructureError(f"{config.url}: reset failed: {wire.one_line(answer.error)}")
-        shown = "\n".join(part for part in (config.prompt, self._environment.show(answer.shown)) if part.strip())
+            raise InfrastructureError(f"{config.url}: reset failed: {messages.one_line(answer.error)}")
+        shown = "\n".join(
+            part for part in (config.prompt, self._environment.show(answer.shown)) if part.strip()
+        )
         if not shown:
-            raise AgentPeftError(f"{config.url}: the first observation is empty; set prompt, so that the agent has something to read")
+            raise AgentPeftError(
+                f"{config.url}: the first observation is empty; set prompt, so that the agent has something to read"
+            )
         system = [Message("system", config.system_prompt)] if config.system_prompt else []
         return [*system, Message("user", shown)]
 
     def step(self, action: str) -> StepResult:
         if self._over or self._session is None:
-            raise RuntimeError("the episode is done or closed" if self._over else "the episode was not started")
+            raise RuntimeError(
+                "the episode is done or closed" if self._over else "the episode was not started"
+            )
         self._turns += 1
         answer = self._session.ask("step", {self._environment.action_key: _plain(action)})
         valid = answer.error is None
@@ -169,7 +208,9 @@ class OpenEnvEpisode(Episode):
             self.close()
             reason = StopReason.FINISHED if answer.done else StopReason.TURN_LIMIT
             return StepResult("", True, self._outcome(), reason, valid)
-        return StepResult(self._environment.show(answer.shown) if answer.error is None else answer.error, valid=valid)
+        return StepResult(
+            self._environment.show(answer.shown) if answer.error is None else answer.error, valid=valid
+        )
 
     def close(self) -> None:
         self._over = True
@@ -220,8 +261,12 @@ class Session:
             from websockets.exceptions import ConnectionClosed, WebSocketException
             from websockets.sync.client import connect
         except ImportError as error:
-            raise wire.missing_extra("websockets") from error
-        self.url, self.timeout, self._failures = config.url, config.timeout, (WebSocketException, OSError, EOFError)
+            raise messages.missing_extra("websockets") from error
+        self.url, self.timeout, self._failures = (
+            config.url,
+            config.timeout,
+            (WebSocketException, OSError, EOFError),
+        )
         self._closed, self._stack = ConnectionClosed, ExitStack()
         parts = urlsplit(config.url)
         address = f"{'wss' if parts.scheme == 'https' else 'ws'}://{parts.netloc}{parts.path}/ws"
@@ -246,7 +291,7 @@ class Session:
         try:
             with suppress(self._closed):  # a server without room says so before it is asked, and hangs up
                 self._socket.send(json.dumps({"type": kind, "data": dict(content)}))
-            told = _Told.model_validate(wire.decode(self._socket.recv(timeout=self.timeout)))
+            told = _Told.model_validate(messages.decode(self._socket.recv(timeout=self.timeout)))
             if told.type == "error":
                 return self._refused(_Refused.model_validate(told.data))
             return Answer.model_validate({**told.data, "error": None})
@@ -255,10 +300,14 @@ class Session:
             raise self._failed(kind, error) from error
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
-            where = wire.one_line(".".join(map(str, first["loc"])))
-            raise InfrastructureError(f"{self.url}: {kind}: the answer is not one of OpenEnv ({where}: {first['msg']})") from error
+            where = messages.one_line(".".join(map(str, first["loc"])))
+            raise InfrastructureError(
+                f"{self.url}: {kind}: the answer is not one of OpenEnv ({where}: {first['msg']})"
+            ) from error
         except ValueError as error:
-            raise InfrastructureError(f"{self.url}: {kind}: the answer cannot be read: {wire.one_line(error)}") from error
+            raise InfrastructureError(
+                f"{self.url}: {kind}: the answer cannot be read: {messages.one_line(error)}"
+            ) from error
 
     def close(self) -> None:
         try:
@@ -267,16 +316,16 @@ class Session:
             logger.debug("%s: a session did not close well: %s", self.url, error)
 
     def _failed(self, kind: str, error: Exception) -> InfrastructureError:
-        return InfrastructureError(f"{self.url}: {kind}: {wire.one_line(error) or type(error).__name__}")
+        return InfrastructureError(f"{self.url}: {kind}: {messages.one_line(error) or type(error).__name__}")
 
     def _refused(self, told: _Refused) -> Answer:
         if told.code == "CAPACITY_REACHED":
             raise AgentPeftError(
-                f"{self.url}: {wire.one_line(told.message)}; let the server hold as many sessions as there are episodes at once "
+                f"{self.url}: {messages.one_line(told.message)}; let the server hold as many sessions as there are episodes at once "
                 "(engine.rows, and a few), or set engine.rows lower"
             )
         if told.code in ("FACTORY_ERROR", "SESSION_ERROR"):
-            raise InfrastructureError(f"{self.url}: {wire.one_line(told.message)}")
+            raise InfrastructureError(f"{self.url}: {messages.one_line(told.message)}")
         return Answer(error=told.message)
 
 
@@ -291,17 +340,26 @@ def _object(found: Any) -> dict[str, Any]:
 
 def _texts(schema: Mapping[str, Any]) -> list[str]:
     properties = _object(schema.get("properties"))
-    return [name for name, about in properties.items() if _object(about).get("type") == "string" and name not in NOT_TEXT]
+    return [
+        name
+        for name, about in properties.items()
+        if _object(about).get("type") == "string" and name not in NOT_TEXT
+    ]
 
 
 def _only_text(schema: Mapping[str, Any], url: str) -> str:
     told = schema.get("required")
-    texts, required = _texts(schema), [name for name in told if isinstance(name, str)] if isinstance(told, list) else []
+    texts, required = (
+        _texts(schema),
+        [name for name in told if isinstance(name, str)] if isinstance(told, list) else [],
+    )
     wanted = [name for name in texts if name in required] or texts
     if len(wanted) == 1 and set(required) <= set(wanted):
         return wanted[0]
-    keys = wire.one_line(", ".join(_object(schema.get("properties")))) or "none"
-    raise AgentPeftError(f"{url}: an action is not one text (its keys: {keys}); set action_key, or write an environment of your own")
+    keys = messages.one_line(", ".join(_object(schema.get("properties")))) or "none"
+    raise AgentPeftError(
+        f"{url}: an action is not one text (its keys: {keys}); set action_key, or write an environment of your own"
+    )
 
 
 def _text_key(schema: Mapping[str, Any]) -> str | None:

@@ -1,4 +1,5 @@
-"""An OpenEnv client's WebSocket session: ``{"type": "reset" | "step" | "state" | "close", "data": {...}}``, one episode at a time.
+"""An OpenEnv client's WebSocket session: ``{"type": "reset" | "step" | "state" | "close", "data": {...}}``,
+one episode at a time.
 
 A session's episode ends with it, so nothing is ever sent twice here, and steps need no index.
 """
@@ -13,12 +14,12 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from agent_peft.environments.http import wire
-from agent_peft.environments.http.hosting import Episodes
-from agent_peft.environments.http.web import WebSocket, WebSocketDisconnect, one_line
-from agent_peft.environments.http.wire import Refusal
+from agent_peft.environments.http import messages
+from agent_peft.environments.http.app import WebSocket, WebSocketDisconnect, one_line
+from agent_peft.environments.http.episodes import Episodes
+from agent_peft.environments.http.messages import Refusal
 
-_CODES = {wire.FULL: "CAPACITY_REACHED", "invalid": "VALIDATION_ERROR", "too_long": "VALIDATION_ERROR"}
+_CODES = {messages.FULL: "CAPACITY_REACHED", "invalid": "VALIDATION_ERROR", "too_long": "VALIDATION_ERROR"}
 
 
 class Session:
@@ -29,12 +30,14 @@ class Session:
         self.client = uuid.uuid4().hex
         self.episode: str | None = None
         self.steps = 0
-        self.since: float | None = time.monotonic()  # when it began to wait for its client; None while it does not
+        self.since: float | None = (
+            time.monotonic()
+        )  # when it began to wait for its client; None while it does not
 
     async def answer(self, text: str) -> dict[str, Any] | None:
         """The answer to one message, or None to the last."""
         try:
-            message = wire.decode(text)
+            message = messages.decode(text)
         except ValueError as error:
             return _error(f"not JSON: {error}", "INVALID_JSON")
         kind = message.get("type") if isinstance(message, dict) else None
@@ -43,32 +46,37 @@ class Session:
         try:
             match kind:
                 case "reset":
-                    return _observation(await self.reset(wire.ResetRequest.model_validate(content)))
+                    return _observation(await self.reset(messages.ResetRequest.model_validate(content)))
                 case "step":
-                    return _observation(await self.step(wire.Action.model_validate(content)))
+                    return _observation(await self.step(messages.Action.model_validate(content)))
                 case "state":
                     return {"type": "state", "data": self.state()}
                 case "close":
                     return None
                 case _:
-                    return _error(f"there is no message of type {kind!r:.50}; send reset, step, state or close", "UNKNOWN_TYPE")
+                    return _error(
+                        f"there is no message of type {kind!r:.50}; send reset, step, state or close",
+                        "UNKNOWN_TYPE",
+                    )
         except ValidationError as error:
             return _error(one_line(error.errors(include_url=False, include_input=False)), "VALIDATION_ERROR")
         except Refusal as refusal:
             return _error(refusal.text, _CODES.get(refusal.code, "EXECUTION_ERROR"))
 
-    async def reset(self, request: wire.ResetRequest) -> wire.ResetResponse:
+    async def reset(self, request: messages.ResetRequest) -> messages.ResetResponse:
         await self.end()
         if request.episode_id in self.episodes.open or request.episode_id in self.episodes.ended:
-            raise Refusal(409, wire.CONFLICT, f"there is an episode {request.episode_id!r} already")
+            raise Refusal(409, messages.CONFLICT, f"there is an episode {request.episode_id!r} already")
         response = await self.episodes.reset(request, self.client)
         self.episode, self.steps = response.metadata.episode_id, 0
         return response
 
-    async def step(self, action: wire.Action) -> wire.StepResponse:
+    async def step(self, action: messages.Action) -> messages.StepResponse:
         if self.episode is None:
-            raise Refusal(409, wire.CONFLICT, "there is no episode: send reset first")
-        response = await self.episodes.step(wire.StepRequest(episode_id=self.episode, index=self.steps, action=action), self.client)
+            raise Refusal(409, messages.CONFLICT, "there is no episode: send reset first")
+        response = await self.episodes.step(
+            messages.StepRequest(episode_id=self.episode, index=self.steps, action=action), self.client
+        )
         self.steps += 1
         return response
 
@@ -131,7 +139,7 @@ class Sessions:
             await socket.close()
             return False
         async with asyncio.timeout(self.limits.answer_seconds):
-            await socket.send_text(wire.encode(answer).decode("ascii"))
+            await socket.send_text(messages.encode(answer).decode("ascii"))
         return True
 
     async def _make_room(self) -> bool:
@@ -151,4 +159,4 @@ def _observation(response: BaseModel) -> dict[str, Any]:
 
 
 def _error(text: str, code: str) -> dict[str, Any]:
-    return {"type": "error", "data": {"message": wire.one_line(text), "code": code}}
+    return {"type": "error", "data": {"message": messages.one_line(text), "code": code}}

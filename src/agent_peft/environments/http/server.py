@@ -1,4 +1,6 @@
-"""``agent-peft serve``: environments for anyone who speaks HTTP, many episodes at once. Needs the extra ``server``."""
+"""``agent-peft serve``: environments for anyone who speaks HTTP, many episodes at once. Needs the extra
+``server``.
+"""
 
 from __future__ import annotations
 
@@ -20,102 +22,123 @@ from pydantic import BaseModel
 
 from agent_peft import __version__
 from agent_peft.environments.base import Environment
-from agent_peft.environments.http import wire
+from agent_peft.environments.http import messages
+from agent_peft.environments.http.app import JSON, FastAPI, Header, Query, Response, WebSocket, new_app
 from agent_peft.environments.http.chat_history import ChatHistory, chat_history_app
+from agent_peft.environments.http.episodes import PAGE, Episodes
 from agent_peft.environments.http.guard import Guard, is_loopback
-from agent_peft.environments.http.hosting import PAGE, Episodes
 from agent_peft.environments.http.limits import Limits
 from agent_peft.environments.http.log_throttle import throttled
 from agent_peft.environments.http.openenv_session import Sessions
 from agent_peft.environments.http.transport import Server, within_descriptors
-from agent_peft.environments.http.web import JSON, FastAPI, Header, Query, Response, WebSocket, new_app
 from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)
 
-LOGGERS = ("uvicorn.error", "asyncio", *(f"agent_peft.environments.http.{name}" for name in ("hosting", "transport", "chat_history")))
+LOGGERS = (
+    "uvicorn.error",
+    "asyncio",
+    *(f"agent_peft.environments.http.{name}" for name in ("hosting", "transport", "chat_history")),
+)
 CLOSING = 10.0  # seconds that environments get to close where a step of them does not end
 
-Client = Annotated[str | None, Header(alias=wire.CLIENT_ID, max_length=64)]
+Client = Annotated[str | None, Header(alias=messages.CLIENT_ID, max_length=64)]
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": wire.Problem} for status in (400, 401, 403, 404, 408, 409, 410, 413, 415, 422, 429, 503)
+    status: {"model": messages.Problem}
+    for status in (400, 401, 403, 404, 408, 409, 410, 413, 415, 422, 429, 503)
 }
 
 
 def environment_app(episodes: Episodes) -> FastAPI:
     """The environments' API, without what guards it: see ``Guard``."""
     sessions = Sessions(episodes)
-    app = new_app("Agent-PEFT environments", "Reset, step and state as in OpenEnv (HTTP and the WebSocket /ws), and tasks.")
+    app = new_app(
+        "Agent-PEFT environments",
+        "Reset, step and state as in OpenEnv (HTTP and the WebSocket /ws), and tasks.",
+    )
 
-    def route(method: str, path: str, model: type[Any], **more: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def route(
+        method: str, path: str, model: type[Any], **more: Any
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return app.api_route(path, methods=[method], response_model=model, responses=REFUSALS, **more)
 
-    @route("POST", "/reset", wire.ResetResponse)
-    async def reset(request: wire.ResetRequest | None = None, client: Client = None) -> Response:
+    @route("POST", "/reset", messages.ResetResponse)
+    async def reset(request: messages.ResetRequest | None = None, client: Client = None) -> Response:
         """Start an episode, once: a request that comes again is answered as before."""
-        return JSON(await episodes.reset(request or wire.ResetRequest(), client))
+        return JSON(await episodes.reset(request or messages.ResetRequest(), client))
 
-    @route("POST", "/step", wire.StepResponse)
-    async def step(request: wire.StepRequest, client: Client = None) -> Response:
+    @route("POST", "/step", messages.StepResponse)
+    async def step(request: messages.StepRequest, client: Client = None) -> Response:
         """Act, once: a request that comes again, with the same index, is answered as before."""
         return JSON(await episodes.step(request, client))
 
-    @route("POST", "/close", wire.Pong)
-    async def close(request: wire.CloseRequest, client: Client = None) -> Response:
+    @route("POST", "/close", messages.Pong)
+    async def close(request: messages.CloseRequest, client: Client = None) -> Response:
         """Free an episode. May be repeated."""
         await episodes.close(request.episode_id, client)
-        return JSON(wire.Pong())
+        return JSON(messages.Pong())
 
-    @route("GET", "/state", wire.State)
+    @route("GET", "/state", messages.State)
     async def state(episode_id: Annotated[str, Query(max_length=255)], client: Client = None) -> Response:
         """How far an episode has come."""
         return JSON(episodes.state(episode_id, client))
 
-    @route("GET", "/tasks", wire.TaskPage)
+    @route("GET", "/tasks", messages.TaskPage)
     async def tasks(
-        environment: Annotated[str, Query(max_length=255)] = wire.TRAIN,
+        environment: Annotated[str, Query(max_length=255)] = messages.TRAIN,
         offset: Annotated[int, Query(ge=0, lt=2**62)] = 0,
         limit: Annotated[int, Query(ge=1, le=PAGE)] = PAGE,
     ) -> Response:
-        """The tasks in their order, ``limit`` from ``offset`` on, or fewer where these would be too long for one answer.
+        """The tasks in their order, ``limit`` from ``offset`` on, or fewer where these would be too long for
+        one answer.
 
         Their contents may hold solutions: they are for trainers, not agents.
         """
         everything = episodes.environment(environment).tasks
-        page: list[wire.TaskMessage] = []
+        page: list[messages.TaskMessage] = []
         size = 0
         for task in everything[offset : offset + limit]:
-            message = wire.TaskMessage.of(task)
-            size += len(wire.encode(message))
-            if page and size > wire.LONGEST_PAGE:
+            message = messages.TaskMessage.of(task)
+            size += len(messages.encode(message))
+            if page and size > messages.LONGEST_PAGE:
                 break
             page.append(message)
-        return JSON(wire.TaskPage(total=len(everything), tasks=tuple(page)))
+        return JSON(messages.TaskPage(total=len(everything), tasks=tuple(page)))
 
-    @route("POST", "/demonstration", wire.Demonstration)
-    async def demonstration(request: wire.DemonstrationRequest) -> Response:
+    @route("POST", "/demonstration", messages.Demonstration)
+    async def demonstration(request: messages.DemonstrationRequest) -> Response:
         """Actions that solve a task, or null where none are known."""
-        return JSON(wire.Demonstration(actions=await episodes.demonstration(request)))
+        return JSON(messages.Demonstration(actions=await episodes.demonstration(request)))
 
-    @route("GET", "/metadata", wire.Metadata)
+    @route("GET", "/metadata", messages.Metadata)
     async def metadata() -> Response:
         """Which environments are served."""
         counts = {name: len(environment.tasks) for name, environment in episodes.environments.items()}
         about = "Environments of Agent-PEFT; an action is {text}, an observation {text, messages}."
         return JSON(
-            wire.Metadata(name="agent-peft", description=about, version=__version__, server_id=episodes.server_id, environments=counts)
+            messages.Metadata(
+                name="agent-peft",
+                description=about,
+                version=__version__,
+                server_id=episodes.server_id,
+                environments=counts,
+            )
         )
 
-    @route("GET", "/schema", wire.Schemas)
+    @route("GET", "/schema", messages.Schemas)
     async def schema() -> Response:
         """JSON schemas of actions, observations and states."""
-        models: dict[str, type[BaseModel]] = {"action": wire.Action, "observation": wire.Observation, "state": wire.State}
+        models: dict[str, type[BaseModel]] = {
+            "action": messages.Action,
+            "observation": messages.Observation,
+            "state": messages.State,
+        }
         return JSON({name: model.model_json_schema() for name, model in models.items()})
 
-    @route("GET", "/health", wire.Health)
+    @route("GET", "/health", messages.Health)
     async def health() -> Response:
         """Whether the server runs."""
-        return JSON(wire.Health())
+        return JSON(messages.Health())
 
     @app.websocket("/ws")
     async def openenv(socket: WebSocket) -> None:
@@ -126,7 +149,8 @@ def environment_app(episodes: Episodes) -> FastAPI:
 
 @dataclass(frozen=True)
 class Address:
-    """Where to listen: ``port`` for the environments, ``examples_port`` for their example conversations; 0 takes a free one.
+    """Where to listen: ``port`` for the environments, ``examples_port`` for their example conversations; 0
+    takes a free one.
 
     >>> Address("127.0.0.1", 8000).ports
     (8000, 8001)
@@ -149,7 +173,13 @@ class Host:
         AgentPeftError: an address is taken, or a token is needed.
     """
 
-    def __init__(self, environments: Mapping[str, Environment], address: Address, limits: Limits, token: str | None = None) -> None:
+    def __init__(
+        self,
+        environments: Mapping[str, Environment],
+        address: Address,
+        limits: Limits,
+        token: str | None = None,
+    ) -> None:
         if token is None and not is_loopback(address.host):
             raise AgentPeftError(
                 f"{address.host} can be reached from other machines, so a token is needed: put one into an environment variable "
@@ -168,19 +198,27 @@ class Host:
         self._sockets = _listen(address)
         apps = (environment_app(self.episodes), chat_history_app(history))
         few = replace(limits, connections=max(1, limits.connections // 4))  # of examples one asks once
-        self._servers = [Server(Guard(app, limits, token), bounds) for app, bounds in zip(apps, (limits, few), strict=True)]
+        self._servers = [
+            Server(Guard(app, limits, token), bounds) for app, bounds in zip(apps, (limits, few), strict=True)
+        ]
         self._stopped: float | None = None
         shown = f"[{address.host}]" if ":" in address.host else address.host
-        self.url, self.examples_url = (f"http://{shown}:{socket.getsockname()[1]}" for socket in self._sockets)
+        self.url, self.examples_url = (
+            f"http://{shown}:{socket.getsockname()[1]}" for socket in self._sockets
+        )
 
     async def run(self, ready: Callable[[], None] | None = None) -> None:
-        """Serve until ``stop``, then close every episode, but for those at a step that does not end (they stay in ``episodes.open``)."""
+        """Serve until ``stop``, then close every episode, but for those at a step that does not end (they
+        stay in ``episodes.open``).
+        """
         reaper = asyncio.create_task(self._reap())
         try:
             if ready is not None:
                 ready()
             with throttled(LOGGERS):
-                await asyncio.gather(*(server.serve([sock]) for server, sock in zip(self._servers, self._sockets, strict=True)))
+                await asyncio.gather(
+                    *(server.serve([sock]) for server, sock in zip(self._servers, self._sockets, strict=True))
+                )
         finally:
             reaper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -200,7 +238,9 @@ class Host:
             await self.episodes.reap()
 
 
-def serve(environments: Mapping[str, Environment], address: Address, limits: Limits, token: str | None = None) -> None:
+def serve(
+    environments: Mapping[str, Environment], address: Address, limits: Limits, token: str | None = None
+) -> None:
     """Serve until SIGTERM or SIGINT, then close everything. Prints one line when it listens.
 
     The process ends even if a step does not: it is the last thing that the process does.
@@ -212,8 +252,13 @@ def serve(environments: Mapping[str, Environment], address: Address, limits: Lim
         host = Host(environments, address, limits, token)
 
         def ready() -> None:
-            names = " and ".join(f"{name} ({len(environment.tasks)} tasks)" for name, environment in environments.items())
-            print(f"serving {names} on {host.url} (its API: {host.url}/docs), example conversations on {host.examples_url}", flush=True)
+            names = " and ".join(
+                f"{name} ({len(environment.tasks)} tasks)" for name, environment in environments.items()
+            )
+            print(
+                f"serving {names} on {host.url} (its API: {host.url}/docs), example conversations on {host.examples_url}",
+                flush=True,
+            )
 
         async def until_signalled() -> None:
             loop = asyncio.get_running_loop()
@@ -246,11 +291,13 @@ def check_tasks(environments: Mapping[str, Environment]) -> None:
     AgentPeftError: a task cannot be written as JSON.
     """
     for name, environment in environments.items():
-        for task in islice(environment.tasks, wire.MANY):
+        for task in islice(environment.tasks, messages.MANY):
             try:
-                wire.encode(wire.TaskMessage.of(task))
+                messages.encode(messages.TaskMessage.of(task))
             except (TypeError, ValueError, RecursionError) as error:
-                raise AgentPeftError(f"{name}: task {task.id!r:.200} cannot be sent: {wire.one_line(error)}") from error
+                raise AgentPeftError(
+                    f"{name}: task {task.id!r:.200} cannot be sent: {messages.one_line(error)}"
+                ) from error
 
 
 def _listen(address: Address) -> list[socket.socket]:
@@ -261,10 +308,13 @@ def _listen(address: Address) -> list[socket.socket]:
             if not 0 <= port < 1 << 16:
                 raise OSError(0, "a port is a number from 0 to 65535")
             sockets.append(socket.create_server((address.host, port), family=family, backlog=1024))
-            # inherited by what is accepted: without it each answer, a head and a body, waits 40 ms for an acknowledgement
+            # inherited by what is accepted: without it each answer, a head and a body, waits 40 ms for an
+            # acknowledgement
             sockets[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
             for earlier in sockets:
                 earlier.close()
-            raise AgentPeftError(f"cannot listen on {address.host}, port {port} ({error.strerror}); set --host or {option}") from error
+            raise AgentPeftError(
+                f"cannot listen on {address.host}, port {port} ({error.strerror}); set --host or {option}"
+            ) from error
     return sockets

@@ -1,8 +1,9 @@
-"""The server's end of each connection: no client keeps one by being slow, and there are never more than there are descriptors for.
+"""The server's end of each connection: no client keeps one by being slow, and there are never more than there
+are descriptors for.
 
-uvicorn bounds what a request may hold, and how long an idle connection is kept. But it waits without end for the rest of a header and
-for a client that does not read its answer, and takes connections until it has no descriptor to take one with. An application cannot
-see these, so they are bounded here.
+uvicorn bounds what a request may hold, and how long an idle connection is kept. But it waits without end for
+the rest of a header and for a client that does not read its answer, and takes connections until it has no
+descriptor to take one with. An application cannot see these, so they are bounded here.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
+from agent_peft.environments.http.app import uvicorn
 from agent_peft.environments.http.limits import Limits
-from agent_peft.environments.http.web import uvicorn
 
 logger = logging.getLogger(__name__)
 
-ACCEPTED = 8  # connections, until those that are too many are closed; asyncio would take all that wait, a descriptor each
+# connections, until those that are too many are closed; asyncio would take all that wait, a descriptor each
+ACCEPTED = 8
 WAITING = 1024  # connections that the kernel keeps until they are accepted
 FRAGMENTS = 1000  # of one message of a WebSocket
 TICKS = 5  # of uvicorn, ten in a second, between two looks at the clocks
@@ -34,9 +36,15 @@ UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent
 
 
 def within_descriptors(limits: Limits) -> Limits:
-    """With at most a third of the descriptors that this process may have for connections, since environments need some too."""
+    """With at most a third of the descriptors that this process may have for connections, since
+    environments need some too.
+    """
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return limits if descriptors < 0 else replace(limits, connections=max(2, min(limits.connections, descriptors // 3)))
+    return (
+        limits
+        if descriptors < 0
+        else replace(limits, connections=max(2, min(limits.connections, descriptors // 3)))
+    )
 
 
 class Config(uvicorn.Config):
@@ -91,7 +99,11 @@ class Clock:
 
     def __init__(self, transport: asyncio.Transport, limits: Limits) -> None:
         self.transport = transport
-        self.seconds = {"head": limits.head_seconds, "body": limits.body_seconds + 5.0, "idle": limits.keep_alive_seconds + 5.0}
+        self.seconds = {
+            "head": limits.head_seconds,
+            "body": limits.body_seconds + 5.0,
+            "idle": limits.keep_alive_seconds + 5.0,
+        }
         self.most = limits.answer_seconds  # for what is not named
         self.awaited: object = None
         self.since = time.monotonic()
@@ -99,7 +111,8 @@ class Clock:
     def look(self, awaited: tuple[str, object] | None, now: float) -> None:
         """
         Args:
-            awaited: what the client is to do next, and in which request; None where it is not the client who is waited for.
+            awaited: what the client is to do next, and in which request; None where it is not the client who
+                is waited for.
         """
         if awaited is None or awaited != self.awaited:
             self.awaited, self.since = awaited, now
@@ -155,10 +168,17 @@ class HTTPConnection(H11Protocol):
 
     def _make_room(self) -> bool:
         """Close the connection whose client has been waited for the longest. Whether there is one."""
-        waiting = [c for c in self.connections if isinstance(c, HTTPConnection) and c is not self and c.awaited is not None]
+        waiting = [
+            c
+            for c in self.connections
+            if isinstance(c, HTTPConnection) and c is not self and c.awaited is not None
+        ]
         if not waiting:
             return False
-        logger.warning("there are %d connections: one is closed for another, the one that waits the longest", self.limits.connections)
+        logger.warning(
+            "there are %d connections: one is closed for another, the one that waits the longest",
+            self.limits.connections,
+        )
         slowest = min(waiting, key=lambda connection: connection.clock.since)
         self.connections.discard(slowest)
         slowest.transport.abort()

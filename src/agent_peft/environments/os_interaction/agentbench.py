@@ -1,8 +1,9 @@
 """AgentBench's entry format.
 
-``{"description", "create"?: {"init"?: SCRIPT or [SCRIPT, …], "image"?}, "start"?: SCRIPT, "labels"?, "evaluation": {"match": "text" or
-{"answer"} or {"regex"}} or {"check": SCRIPT or [null or SCRIPT, …], "example"?: SCRIPT}}``, where a SCRIPT is a text of bash, or an object
-with ``language`` and ``code`` or ``file``. A null in ``check`` stands for the example.
+``{"description", "create"?: {"init"?: SCRIPT or [SCRIPT, …], "image"?}, "start"?: SCRIPT, "labels"?,
+"evaluation": {"match": "text" or {"answer"} or {"regex"}} or {"check": SCRIPT or [null or SCRIPT, …],
+"example"?: SCRIPT}}``, where a SCRIPT is a text of bash, or an object with ``language`` and ``code`` or
+``file``. A null in ``check`` stands for the example.
 """
 
 from __future__ import annotations
@@ -12,9 +13,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from agent_peft.environments.entries import object_of, text_of, wrong
 from agent_peft.environments.os_interaction import expressions
-from agent_peft.environments.os_interaction.problems import Checks, Comparison, Matches, Problem, Script, Unusable, is_typable
+from agent_peft.environments.os_interaction.problems import (
+    Checks,
+    Comparison,
+    Matches,
+    Problem,
+    Script,
+    Unusable,
+    is_typable,
+)
+from agent_peft.environments.task_files.reading import object_of, text_of, wrong
 
 MAX_SCRIPT = 1 << 20  # characters of one that is a file
 _COMPARISONS = {f"check/{comparison}.py": comparison for comparison in Comparison}
@@ -66,14 +75,20 @@ def read_problem(name: str, entry: Mapping[str, Any]) -> Problem:
 
 
 def bring_files(entry: Any, folder: Path) -> Any:
-    """The entry, with every script that it names as a file (below ``folder``) put in as code; those that are not there stay named.
+    """The entry, with every script that it names as a file (below ``folder``) put in as code; those that are
+    not there stay named.
 
     Raises:
         RecursionError: it is nested too deeply.
     """
     if isinstance(entry, Mapping):
         file = entry.get("file")
-        if isinstance(file, str) and "code" not in entry and file not in _COMPARISONS and (code := _read(file, folder)) is not None:
+        if (
+            isinstance(file, str)
+            and "code" not in entry
+            and file not in _COMPARISONS
+            and (code := _read(file, folder)) is not None
+        ):
             return {**{key: value for key, value in entry.items() if key != "file"}, "code": code}
         return {key: bring_files(value, folder) for key, value in entry.items()}
     return [bring_files(value, folder) for value in entry] if isinstance(entry, list) else entry
@@ -83,7 +98,11 @@ def _read(file: str, folder: Path) -> str | None:
     """A file below ``folder``; None where it is not there, elsewhere, or too large."""
     try:
         path = (folder / file).resolve()
-        if PurePosixPath(file).is_absolute() or not path.is_relative_to(folder.resolve()) or not path.is_file():
+        if (
+            PurePosixPath(file).is_absolute()
+            or not path.is_relative_to(folder.resolve())
+            or not path.is_file()
+        ):
             return None
         with open(path, encoding="utf-8", errors="replace") as script:
             code = script.read(MAX_SCRIPT + 1)
@@ -115,7 +134,11 @@ def _evaluation(name: str, evaluation: Mapping[str, Any], example: Script | None
     if any(step is None for step in steps) and example is None:
         raise wrong(name, "evaluation.example", "a script, since check runs it")
     if any(isinstance(step, Comparison) and i == 0 for i, step in enumerate(steps)):
-        raise wrong(name, "evaluation.check[0]", "null or a script, since there is nothing yet to compare the answer with")
+        raise wrong(
+            name,
+            "evaluation.check[0]",
+            "null or a script, since there is nothing yet to compare the answer with",
+        )
     return Checks(steps, example)
 
 
@@ -135,7 +158,9 @@ def _script(name: str, key: str, script: Any) -> Script:
     language, code = script.get("language", "bash"), script.get("code")
     if not isinstance(code, str):
         if isinstance(script.get("file"), str):
-            raise Unusable(f"{key} names the file {_short(script['file'])}, which is not beside the task file")
+            raise Unusable(
+                f"{key} names the file {_short(script['file'])}, which is not beside the task file"
+            )
         raise wrong(name, key, "a bash script, or an object with code or file")
     if language not in ("bash", "python"):
         raise Unusable(f"{key} is written in {_short(language)}; only bash and python are run")
@@ -146,4 +171,8 @@ def _script(name: str, key: str, script: Any) -> Script:
 
 def _short(value: Any) -> str:
     """A piece of somebody's entry as it may stand in a line of ours."""
-    return value if isinstance(value, str) and value.isprintable() and len(value) <= 80 else f"{str(value)[:80]!r}"
+    return (
+        value
+        if isinstance(value, str) and value.isprintable() and len(value) <= 80
+        else f"{str(value)[:80]!r}"
+    )

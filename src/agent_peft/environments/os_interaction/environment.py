@@ -10,16 +10,16 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from agent_peft.environments.base import Environment, EnvironmentConfig
-from agent_peft.environments.entries import check_skills
-from agent_peft.environments.inspection import Rejection
 from agent_peft.environments.os_interaction.episode import OSEpisode, Rules, SandboxKind, demonstrate
 from agent_peft.environments.os_interaction.generator import generate
 from agent_peft.environments.os_interaction.inspection import inspect_all
 from agent_peft.environments.os_interaction.problems import SKILLS, Problem
 from agent_peft.environments.os_interaction.protocol import ProtocolName
-from agent_peft.environments.os_interaction.sandbox import SandboxLimits
-from agent_peft.environments.os_interaction.sandboxes import missing
 from agent_peft.environments.os_interaction.tasks import load_tasks, read_problem, task_of
+from agent_peft.environments.task_files.reading import check_skills
+from agent_peft.environments.task_files.replay import Rejection
+from agent_peft.sandbox.base import SandboxLimits
+from agent_peft.sandbox.build import missing
 from agent_peft.types import AgentPeftError, Task
 
 logger = logging.getLogger(__name__)
@@ -28,13 +28,17 @@ NEED_IDS = frozenset({"chown", "chgrp"})  # skills that need more users and grou
 
 
 class GenerateConfig(EnvironmentConfig):
-    """Which tasks to make up; ``train`` and ``heldout`` share no name of a file, user or group, and no phrasing."""
+    """Which tasks to make up; ``train`` and ``heldout`` share no name of a file, user or group, and no
+    phrasing.
+    """
 
     num_tasks: int = Field(gt=0, description="how many")
     seed: int = Field(0, description="another seed gives other tasks")
     skills: tuple[str, ...] = Field(SKILLS, min_length=1, description="they take turns")
     split: Literal["train", "heldout"] = Field("train", description="which share no name and no phrasing")
-    combined: float = Field(0.25, ge=0, le=1, description="the share of tasks that ask for two or three things at once")
+    combined: float = Field(
+        0.25, ge=0, le=1, description="the share of tasks that ask for two or three things at once"
+    )
 
     @field_validator("skills")
     @classmethod
@@ -44,26 +48,38 @@ class GenerateConfig(EnvironmentConfig):
 
 
 class OSInteractionConfig(EnvironmentConfig):
-    """The tasks (of a file in LifelongAgentBench's or AgentBench's format, or generated), the sandbox and the bounds of an episode.
+    """The tasks (of a file in LifelongAgentBench's or AgentBench's format, or generated), the sandbox and the
+    bounds of an episode.
 
-    ``skills`` keeps the tasks whose primary skill (the rarest it needs) is named; ``limit`` keeps the first usable ones. ``replay`` tries
-    every task when it is loaded; by default a file's are tried, and generated ones, which are tested, are not.
+    ``skills`` keeps the tasks whose primary skill (the rarest it needs) is named; ``limit`` keeps the first
+    usable ones. ``replay`` tries every task when it is loaded; by default a file's are tried, and generated
+    ones, which are tested, are not.
     """
 
     kind: Literal["os_interaction"] = "os_interaction"
     tasks: Path | None = Field(None, description="a file of tasks; this or generate")
     generate: GenerateConfig | None = Field(None, description="tasks to make up; this or tasks")
-    skills: list[str] | None = Field(None, min_length=1, description="keeps the tasks whose primary skill is named; null: all")
+    skills: list[str] | None = Field(
+        None, min_length=1, description="keeps the tasks whose primary skill is named; null: all"
+    )
     limit: int | None = Field(None, gt=0, description="keeps the first so many that can be used; null: all")
-    sandbox: SandboxKind = Field("namespaces", description="each episode's machine; none is this machine itself")
+    sandbox: SandboxKind = Field(
+        "namespaces", description="each episode's machine; none is this machine itself"
+    )
     limits: SandboxLimits = Field(default_factory=SandboxLimits, description="of one machine")
     protocol: ProtocolName = Field("act", description="how the agent writes a command")
     max_turns: int = Field(5, ge=2, description="replies, the finish included; the agent is told")
-    max_observation_chars: int = Field(800, ge=100, description="of a command's output; the middle of what is longer is cut out")
+    max_observation_chars: int = Field(
+        800, ge=100, description="of a command's output; the middle of what is longer is cut out"
+    )
     command_timeout: float = Field(20.0, gt=0, description="seconds of one command of the agent")
-    script_timeout: float = Field(30.0, gt=0, description="seconds of a task's initialization, and of its evaluation")
+    script_timeout: float = Field(
+        30.0, gt=0, description="seconds of a task's initialization, and of its evaluation"
+    )
     episode_seconds: float | None = Field(
-        None, gt=0, description="seconds that all commands of an episode may take together, then it ends as a timeout; null: no clock"
+        None,
+        gt=0,
+        description="seconds that all commands of an episode may take together, then it ends as a timeout; null: no clock",
     )
     replay: bool | None = Field(None, description="try every task when it is loaded; null: those of a file")
     replay_threads: int = Field(4, ge=1, le=64, description="tasks that are tried at a time")
@@ -111,7 +127,9 @@ class OSInteraction(Environment):
         usable: list[Task] = []
         rejected: list[Rejection] = []
         wanted = config.limit or len(found)
-        step = max(wanted, config.replay_threads) if replay else len(found)  # so many are tried at once: with a limit, not all
+        step = (
+            max(wanted, config.replay_threads) if replay else len(found)
+        )  # so many are tried at once: with a limit, not all
         for begin in range(0, len(found), step):
             tried = found[begin : begin + step]
             causes = (
@@ -132,8 +150,12 @@ class OSInteraction(Environment):
         self._tasks = tuple(usable)
         self._warned = False
         if rejected:
-            shown = "; ".join(f"{rejection.id}: {rejection.cause}" for rejection in rejected[:3]) + ("; ..." if len(rejected) > 3 else "")
-            logger.warning("os_interaction: %d of %d tasks cannot be used (%s)", len(rejected), len(found), shown)
+            shown = "; ".join(f"{rejection.id}: {rejection.cause}" for rejection in rejected[:3]) + (
+                "; ..." if len(rejected) > 3 else ""
+            )
+            logger.warning(
+                "os_interaction: %d of %d tasks cannot be used (%s)", len(rejected), len(found), shown
+            )
         if not usable:
             raise AgentPeftError(f"{source}: no task can be used ({rejected[0].id}: {rejected[0].cause})")
 
@@ -156,9 +178,16 @@ class OSInteraction(Environment):
 
     def _warn(self) -> None:
         """Say what the sandboxes of this machine lack, and which tasks may need it."""
-        for lack in missing(self.config.sandbox) if self.config.sandbox != "none" else ():  # none warns for itself
+        for lack in (
+            missing(self.config.sandbox) if self.config.sandbox != "none" else ()
+        ):  # none warns for itself
             needing = [task.id for task in self._tasks if NEED_IDS.intersection(task.skills)]
-            logger.warning("os_interaction: the sandbox lacks %s; %d tasks may need it (%s)", lack, len(needing), ", ".join(needing))
+            logger.warning(
+                "os_interaction: the sandbox lacks %s; %d tasks may need it (%s)",
+                lack,
+                len(needing),
+                ", ".join(needing),
+            )
 
     def _problem(self, task: Task) -> Problem:
         return read_problem(task.id, task.content)
@@ -183,5 +212,7 @@ def _load(config: OSInteractionConfig, source: str) -> Sequence[Task]:
     if config.skills is not None:
         tasks = [task for task in tasks if task.skills and task.skills[0] in config.skills]
         if not tasks:
-            raise AgentPeftError(f"{source}: no task has one of the skills {', '.join(config.skills)}; choose others")
+            raise AgentPeftError(
+                f"{source}: no task has one of the skills {', '.join(config.skills)}; choose others"
+            )
     return tasks

@@ -12,9 +12,15 @@ from agent_peft.environments.base import Episode
 from agent_peft.environments.clock import Clock
 from agent_peft.environments.os_interaction.grader import grade
 from agent_peft.environments.os_interaction.problems import Matches, Problem, Script
-from agent_peft.environments.os_interaction.protocol import PROTOCOLS, Command, Finish, Malformed, ProtocolName
-from agent_peft.environments.os_interaction.sandbox import CommandResult, MachineLost, Sandbox, SandboxLimits
-from agent_peft.environments.os_interaction.sandboxes import build_sandbox
+from agent_peft.environments.os_interaction.protocol import (
+    PROTOCOLS,
+    Command,
+    Finish,
+    Malformed,
+    ProtocolName,
+)
+from agent_peft.sandbox.base import CommandResult, MachineLost, Sandbox, SandboxLimits
+from agent_peft.sandbox.build import build_sandbox
 from agent_peft.seeding import derive
 from agent_peft.types import InfrastructureError, Message, Outcome, StepResult, StopReason
 
@@ -25,8 +31,8 @@ SandboxKind = Literal["namespaces", "bubblewrap", "docker", "podman", "none"]
 
 @dataclass(frozen=True)
 class Rules:
-    """What bounds an episode: turns, seconds of a command and of a task's own scripts, characters of an observation, the sandbox, and the
-    seconds of all commands together.
+    """What bounds an episode: turns, seconds of a command and of a task's own scripts, characters of an
+    observation, the sandbox, and the seconds of all commands together.
 
     >>> Rules().max_turns
     5
@@ -42,7 +48,8 @@ class Rules:
     episode_seconds: float | None = None
 
     def prepare(self, problem: Problem) -> Sandbox:
-        """A machine on which the task's initialization has run; bash's RANDOM is fixed there, so that all episodes of a task get the same.
+        """A machine on which the task's initialization has run; bash's RANDOM is fixed there, so that all
+        episodes of a task get the same.
 
         Raises:
             InfrastructureError: the machine did not start, or the initialization did not end.
@@ -53,7 +60,9 @@ class Rules:
             for i, script in enumerate(problem.initialization):
                 result = sandbox.run_fresh(f"RANDOM={i + 1}\n{script.bash}", self.script_timeout)
                 if result.exit_code is None:
-                    raise InfrastructureError(f"the initialization of the task was stopped after {self.script_timeout:g} seconds")
+                    raise InfrastructureError(
+                        f"the initialization of the task was stopped after {self.script_timeout:g} seconds"
+                    )
             return sandbox
         except BaseException:
             sandbox.close()
@@ -80,7 +89,9 @@ class OSEpisode(Episode):
         self._turns = 0
         self._done = False
         self._clock = Clock(rules.episode_seconds)
-        self._lock = threading.RLock()  # a machine's descriptors must not be closed, and given to another's, while a step reads them
+        self._lock = (
+            threading.RLock()
+        )  # a machine's descriptors must not be closed, and given to another's, while a step reads them
 
     def start(self) -> Sequence[Message]:
         problem, rules = self._problem, self._rules
@@ -101,7 +112,9 @@ class OSEpisode(Episode):
     def step(self, action: str) -> StepResult:
         with self._lock:
             if self._done or self._sandbox is None:
-                raise RuntimeError("the episode is done or closed" if self._done else "the episode was not started")
+                raise RuntimeError(
+                    "the episode is done or closed" if self._done else "the episode was not started"
+                )
             try:
                 return self._act(self._sandbox, action)
             except MachineLost as error:
@@ -113,7 +126,9 @@ class OSEpisode(Episode):
         self._turns += 1
         reply = self._protocol.parse(action)
         if isinstance(reply, Finish) and reply.answer is not None and not self._problem.answers:
-            reply = Malformed(f"This task asks for no answer. When it is done, write\n{self._protocol.write(Finish())}")
+            reply = Malformed(
+                f"This task asks for no answer. When it is done, write\n{self._protocol.write(Finish())}"
+            )
         if isinstance(reply, Finish):
             done = grade(self._problem, reply.answer, sandbox, self._run_example, self._rules.script_timeout)
             return self._end(StopReason.FINISHED, Outcome.CORRECT if done else Outcome.INCORRECT, valid=True)
@@ -135,13 +150,17 @@ class OSEpisode(Episode):
                 self._sandbox.close()
 
     def _judge(self, error: MachineLost) -> StepResult:
-        """The machine was lost. If a new one works, it was the agent's doing, whom nothing shall be forgiven for crashing its world."""
+        """The machine was lost. If a new one works, it was the agent's doing, whom nothing shall be
+        forgiven for crashing its world.
+        """
         self.close()
         try:
             with build_sandbox(self._rules.sandbox, self._rules.limits) as other:
                 well = other.run_fresh("true", self._rules.script_timeout).ok
         except (InfrastructureError, OSError) as failure:
-            raise InfrastructureError(f"{error}, and a new sandbox does not work either: {failure}") from failure
+            raise InfrastructureError(
+                f"{error}, and a new sandbox does not work either: {failure}"
+            ) from failure
         if not well:
             raise InfrastructureError(f"{error}, and a new sandbox does not work either")
         logger.warning("%s; a new one works: the episode counts as incorrect", error)
@@ -166,7 +185,9 @@ class OSEpisode(Episode):
 
 
 def demonstrate(problem: Problem, rules: Rules) -> tuple[str, ...] | None:
-    """Replies that solve the problem, None where nobody knows them: run the gold, then finish, or answer with what it printed."""
+    """Replies that solve the problem, None where nobody knows them: run the gold, then finish, or answer
+    with what it printed.
+    """
     write = PROTOCOLS[rules.protocol].write
     if isinstance(problem.evaluation, Matches) and problem.evaluation.answer is not None:
         return (write(Finish(problem.evaluation.answer)),)
@@ -189,7 +210,9 @@ def observation(result: CommandResult, limit: int, seconds: float) -> str:
     >>> [observation(result, 100, 20) for result in (CommandResult("a\\n", 0), CommandResult("", 1), CommandResult("", 0))]
     ['a', '[exit code 1]', '(no output)']
     """
-    text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in result.output.replace("\r\n", "\n")).strip("\n")
+    text = "".join(
+        c if c.isprintable() or c in "\n\t" else "\ufffd" for c in result.output.replace("\r\n", "\n")
+    ).strip("\n")
     note = ""
     if result.timed_out:
         note = f"[stopped after {seconds:g} seconds]"

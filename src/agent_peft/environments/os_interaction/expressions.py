@@ -1,7 +1,9 @@
-"""Regular expressions of a task's author, who may be a stranger: searched for in a process of its own, with little time and memory.
+"""Regular expressions of a task's author, who may be a stranger: searched for in a process of its own, with
+little time and memory.
 
-Some take for ever, to match or even to compile, and Python's ``re`` holds the interpreter's lock all the while. The process is started at
-the first need and stays. It stops itself by its own clock, so that it never outlives us for long, and ends when we do.
+Some take for ever, to match or even to compile, and Python's ``re`` holds the interpreter's lock all the
+while. The process is started at the first need and stays. It stops itself by its own clock, so that it never
+outlives us for long, and ends when we do.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class _Searcher:
                 bufsize=0,
             )
         except OSError as error:
-            raise InfrastructureError(f"no process could be started to match a regular expression: {error}") from error
+            raise InfrastructureError(
+                f"no process could be started to match a regular expression: {error}"
+            ) from error
 
     def running(self) -> bool:
         return self._process.poll() is None

@@ -1,7 +1,7 @@
 """Tasks with one focus skill each, or with several, made up in LifelongAgentBench's format.
 
-Each is one of `kinds`, its slots filled from the names of its split. The evaluation looks at what is there afterwards, not at how it
-came about, so another right way passes too.
+Each is one of `kinds`, its slots filled from the names of its split. The evaluation looks at what is there
+afterwards, not at how it came about, so another right way passes too.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def generate(
     split: str = "train",
     combined: float = 0.25,
 ) -> dict[str, dict[str, Any]]:
-    """Entries by id, the skills taking turns. The same arguments give the same entries, and fewer tasks are the first of more.
+    """Entries by id, the skills taking turns. The same arguments give the same entries, and fewer tasks are
+    the first of more.
 
     Args:
         num_tasks: how many.
@@ -60,12 +61,18 @@ def generate(
         skill = skills[i % len(skills)]
         rng = generator(seed, "os_interaction", split, skill, i)
         for _ in range(_ATTEMPTS):
-            chosen = _combination(skill, skills, rng) if rng.random() < combined else [rng.choice(KINDS[skill])]
+            chosen = (
+                _combination(skill, skills, rng) if rng.random() < combined else [rng.choice(KINDS[skill])]
+            )
             entry = make_entry(i, chosen, split, rng)
-            if (whole := f"{entry['instruction']}\n{entry['initialization_command_item']['script']}") not in seen:
+            if (
+                whole := f"{entry['instruction']}\n{entry['initialization_command_item']['script']}"
+            ) not in seen:
                 break
         else:
-            raise AgentPeftError(f"no further distinct {skill} task was found in {_ATTEMPTS} draws; ask for fewer tasks")
+            raise AgentPeftError(
+                f"no further distinct {skill} task was found in {_ATTEMPTS} draws; ask for fewer tasks"
+            )
         seen.add(whole)
         entries[f"{split}-{i:04d}-{'+'.join(kind.skills[0] for kind in chosen)}"] = entry
     return entries
@@ -106,7 +113,9 @@ def make_entry(index: int, chosen: Sequence[Kind], split: str, rng: random.Rando
     for kind, asked in worlds:
         if not kind.before:
             continue
-        alike = {slot: asked[slot] for slot in ("ext", "shell") if slot in asked}  # what is done to all that look alike is done to these
+        alike = {
+            slot: asked[slot] for slot in ("ext", "shell") if slot in asked
+        }  # what is done to all that look alike is done to these
         twin = kind.slots(pools, rng, used, **alike)
         init.append(twin.fill(kind.init))
         end.append(twin.fill(kind.before))
@@ -117,7 +126,10 @@ def make_entry(index: int, chosen: Sequence[Kind], split: str, rng: random.Rando
         "instruction": instruction,
         "initialization_command_item": {"command_name": "bash", "script": "\n".join(filter(None, init))},
         "evaluation_info": {
-            "evaluation_command_item": {"command_name": "bash", "script": _evaluation(pools, " ".join(end).split(), check)},
+            "evaluation_command_item": {
+                "command_name": "bash",
+                "script": _evaluation(pools, " ".join(end).split(), check),
+            },
             "ground_truth_command_item": {"command_name": "bash", "script": solution},
         },
         "skill_list": list(by_rarity(skill for kind in chosen for skill in kind.skills)),
@@ -126,11 +138,17 @@ def make_entry(index: int, chosen: Sequence[Kind], split: str, rng: random.Rando
 
 
 def _evaluation(pools: Names, end: Sequence[str], checks: Sequence[str]) -> str:
-    """The script that asks whether of the pools' names there is what should be in the ``end``, and whether the checks hold."""
+    """The script that asks whether of the pools' names there is what should be in the ``end``, and whether
+    the checks hold.
+    """
     tops = [top.removeprefix("/") for top in pools.tops]
     patterns = {"tops": tops, "folders": pools.folders, "people": pools.users, "teams": pools.groups}
     paths = [word for word in end if word.startswith("/")]
     accounts = [word for word in end if not word.startswith("/")]
     asked = [" ".join([name, *words]) for name, words in (("tree", paths), ("accounts", accounts)) if words]
-    lines = [CHECKS, *(f"{name}='{'|'.join(pool)}'" for name, pool in patterns.items()), " &&\n".join([*asked, *filter(None, checks)])]
+    lines = [
+        CHECKS,
+        *(f"{name}='{'|'.join(pool)}'" for name, pool in patterns.items()),
+        " &&\n".join([*asked, *filter(None, checks)]),
+    ]
     return "\n".join(lines)

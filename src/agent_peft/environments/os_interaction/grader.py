@@ -1,7 +1,8 @@
-"""Is the task done? Asked of the machine as the agent left it, with programs that the agent cannot have touched.
+"""Is the task done? Asked of the machine as the agent left it, with programs that the agent cannot have
+touched.
 
-What an AgentBench example finds is the truth: it runs on a machine of its own, as it was before the agent acted, so that an agent
-which deletes what it should count is wrong.
+What an AgentBench example finds is the truth: it runs on a machine of its own, as it was before the agent
+acted, so that an agent which deletes what it should count is wrong.
 """
 
 from __future__ import annotations
@@ -9,19 +10,34 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from agent_peft.environments.os_interaction.matching import compare, matches
-from agent_peft.environments.os_interaction.problems import Checks, Comparison, Exits, Matches, Problem, Script
-from agent_peft.environments.os_interaction.sandbox import CommandResult, Sandbox
+from agent_peft.environments.os_interaction.problems import (
+    Checks,
+    Comparison,
+    Exits,
+    Matches,
+    Problem,
+    Script,
+)
+from agent_peft.sandbox.base import CommandResult, Sandbox
 
 MAX_ANSWER = 4_000  # characters: no truth is near it
 
 
-def grade(problem: Problem, answer: str | None, sandbox: Sandbox, run_example: Callable[[Script], CommandResult], seconds: float) -> bool:
-    """Whether the task is done. A script that runs out of time, or is killed, says no: the agent may have brought that about.
+def grade(
+    problem: Problem,
+    answer: str | None,
+    sandbox: Sandbox,
+    run_example: Callable[[Script], CommandResult],
+    seconds: float,
+) -> bool:
+    """Whether the task is done. A script that runs out of time, or is killed, says no: the agent may have
+    brought that about.
 
     Args:
         answer: what the agent said, None where it only finished.
         sandbox: the agent's machine; its processes are killed first.
-        run_example: what an example does where the agent has not been; called only if the evaluation asks for it.
+        run_example: what an example does where the agent has not been; called only if the evaluation asks for
+            it.
         seconds: the time limit of each script.
 
     Raises:
@@ -39,7 +55,13 @@ def grade(problem: Problem, answer: str | None, sandbox: Sandbox, run_example: C
     return _checks(evaluation, answer or "", sandbox, run_example, seconds)
 
 
-def _checks(checks: Checks, answer: str, sandbox: Sandbox, run_example: Callable[[Script], CommandResult], seconds: float) -> bool:
+def _checks(
+    checks: Checks,
+    answer: str,
+    sandbox: Sandbox,
+    run_example: Callable[[Script], CommandResult],
+    seconds: float,
+) -> bool:
     outputs = [answer]
     for step in checks.steps:
         if isinstance(step, Comparison):

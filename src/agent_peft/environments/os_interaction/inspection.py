@@ -7,15 +7,20 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from agent_peft.environments.inspection import Inspection
 from agent_peft.environments.os_interaction.episode import OSEpisode, Rules, demonstrate
 from agent_peft.environments.os_interaction.problems import Problem
 from agent_peft.environments.os_interaction.protocol import PROTOCOLS, Finish
 from agent_peft.environments.os_interaction.tasks import read_problem
+from agent_peft.environments.task_files.replay import Inspection
 from agent_peft.types import AgentPeftError, InfrastructureError, Outcome, StepResult, StopReason, Task
 
 ATTEMPTS = 3  # at a replay whose sandbox failed
-PAUSES = (0.0, 2.0)  # seconds between gold and finish: what a gold left running in the background may need them, an agent takes them anyway
+PAUSES = (
+    0.0,
+    2.0,
+    # seconds between gold and finish: what a gold left running in the background may need them, an agent takes
+    # them anyway
+)
 
 
 def inspect_all(tasks: Sequence[Task], rules: Rules, threads: int) -> list[Inspection]:
@@ -55,7 +60,9 @@ def _fault_of_gold(problem: Problem, rules: Rules) -> str | None:
         return f"its ground truth takes longer than episode_seconds = {rules.episode_seconds:g}"
     if not all(result.valid for result in results):
         return "its ground truth cannot be written as a reply"
-    said = [line for line in results[0].observation.splitlines() if not re.fullmatch(r"\[\d+\][+-]? +\d+", line)]  # no process numbers
+    said = [
+        line for line in results[0].observation.splitlines() if not re.fullmatch(r"\[\d+\][+-]? +\d+", line)
+    ]  # no process numbers
     return f"the evaluation fails after the ground truth{f' ({said[-1][:100]})' if said else ''}"
 
 

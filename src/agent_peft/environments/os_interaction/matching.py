@@ -33,7 +33,8 @@ def matches(wanted: Matches, answer: str) -> bool:
 
 
 def compare(how: Comparison, answer: str, truth: str) -> bool:
-    """Whether an answer is the truth, in AgentBench's ways; but one that guesses at many truths, or says next to nothing, is none.
+    """Whether an answer is the truth, in AgentBench's ways; but one that guesses at many truths, or says next
+    to nothing, is none.
 
     >>> compare(Comparison.INTEGER, "1,024", "1024"), compare(Comparison.SIZE, "4 KB", "4.0K"), compare(Comparison.STRING, "a", "b")
     (True, True, False)
@@ -78,7 +79,9 @@ def _says_enough(said: str, true: str) -> bool:
 
 
 def _says_little_else(said: str, true: str) -> bool:
-    """Whether an answer has the words of the truth, as whole words, and few others; numbers and names are counted apart."""
+    """Whether an answer has the words of the truth, as whole words, and few others; numbers and names are
+    counted apart.
+    """
     words, wanted = ([word.strip(_AROUND) for word in text.split()] for text in (said, true))
     if len(words) > len(wanted) + _MORE_WORDS or not any(wanted):
         return False

@@ -1,4 +1,6 @@
-"""What a task says, checked: how its machine is prepared, what the agent is asked, and how the outcome is told."""
+"""What a task says, checked: how its machine is prepared, what the agent is asked, and how the outcome is
+told.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,39 @@ from agent_peft.types import AgentPeftError
 
 # LifelongAgentBench's 29, the rarest of its entries first: what a task is about is the rarest skill it needs
 SKILLS = (
-    *("sed", "gpasswd", "vi", "chage", "ln", "chsh", "sleep", "exit", "cp", "mv", "groupadd", "cat", "awk", "find", "wc", "rm"),
-    *("useradd", "tee", "addgroup", "usermod", "chown", "chgrp", "cd", "ls", "grep", "touch", "echo", "mkdir", "chmod"),
+    *(
+        "sed",
+        "gpasswd",
+        "vi",
+        "chage",
+        "ln",
+        "chsh",
+        "sleep",
+        "exit",
+        "cp",
+        "mv",
+        "groupadd",
+        "cat",
+        "awk",
+        "find",
+        "wc",
+        "rm",
+    ),
+    *(
+        "useradd",
+        "tee",
+        "addgroup",
+        "usermod",
+        "chown",
+        "chgrp",
+        "cd",
+        "ls",
+        "grep",
+        "touch",
+        "echo",
+        "mkdir",
+        "chmod",
+    ),
 )
 
 _UNTYPABLE = re.compile("[\0\ud800-\udfff]")
@@ -38,7 +71,9 @@ class Script:
     def command(self, *arguments: str) -> str:
         """One line of bash that runs it."""
         words = (
-            ["python3", "-I", "-c", self.code] if self.language == "python" else ["bash", "-c", self.code, *(["--"] if arguments else [])]
+            ["python3", "-I", "-c", self.code]
+            if self.language == "python"
+            else ["bash", "-c", self.code, *(["--"] if arguments else [])]
         )
         return shlex.join([*words, *(argument.replace("\0", "") for argument in arguments)])
 
@@ -71,7 +106,8 @@ class Exits:
 
 @dataclass(frozen=True)
 class Matches:
-    """Correct where the answer is ``answer``, or where ``regex`` is found in it (AgentBench); exactly one is set.
+    """Correct where the answer is ``answer``, or where ``regex`` is found in it (AgentBench); exactly one is
+    set.
 
     >>> Matches(regex="^[0-9]+$").answer is None
     True
@@ -84,8 +120,8 @@ class Matches:
 
 @dataclass(frozen=True)
 class Checks:
-    """Correct where every step succeeds (AgentBench). None runs ``example``, whose output is the truth; a script is given the answer
-    and all outputs before it, and succeeds with exit code 0.
+    """Correct where every step succeeds (AgentBench). None runs ``example``, whose output is the truth; a
+    script is given the answer and all outputs before it, and succeeds with exit code 0.
     """
 
     steps: tuple[Script | Comparison | None, ...]
@@ -94,7 +130,8 @@ class Checks:
 
 @dataclass(frozen=True)
 class Problem:
-    """One task. ``initialization`` runs before the agent, ``start`` is typed into its shell; ``gold`` is a bash script that solves it.
+    """One task. ``initialization`` runs before the agent, ``start`` is typed into its shell; ``gold`` is a
+    bash script that solves it.
 
     >>> Problem("Make /a.", Exits(Script("[ -d /a ]")), gold="mkdir /a").answers
     False
@@ -111,7 +148,8 @@ class Problem:
     def needs_answer(self) -> bool:
         """Whether a finish without an answer cannot be right."""
         return isinstance(self.evaluation, Matches) or (
-            isinstance(self.evaluation, Checks) and any(not isinstance(step, Script) for step in self.evaluation.steps)
+            isinstance(self.evaluation, Checks)
+            and any(not isinstance(step, Script) for step in self.evaluation.steps)
         )
 
 

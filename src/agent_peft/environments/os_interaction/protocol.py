@@ -1,4 +1,6 @@
-"""How the agent writes: ``Act: bash`` and one block of commands, ``Act: finish``, ``Act: answer(...)``; or the same as JSON tool calls."""
+"""How the agent writes: ``Act: bash`` and one block of commands, ``Act: finish``, ``Act: answer(...)``; or
+the same as JSON tool calls.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def parse_act(reply: str) -> Reply:
     parts = reply.split("```")
     acts = [act.lower() for act in _ACT.findall("\0".join(parts[::2]))]  # those outside the blocks
     if not acts:
-        return Malformed(f"No action found. Write either\n{BASH_FORMAT.format(command='<commands>')}\nor\n{FINISH_FORMAT}")
+        return Malformed(
+            f"No action found. Write either\n{BASH_FORMAT.format(command='<commands>')}\nor\n{FINISH_FORMAT}"
+        )
     act = acts[0]
     if len(acts) > 1 and set(acts) != {"finish"}:
         return Malformed(TWO_ACTIONS)
@@ -97,7 +101,8 @@ def parse_act(reply: str) -> Reply:
 
 
 def parse_tool_call(reply: str) -> Reply:
-    """Understand a reply of the ``json_tool_calls`` protocol: one call, in ``<tool_call>`` tags, in a ```json block, or plain.
+    """Understand a reply of the ``json_tool_calls`` protocol: one call, in ``<tool_call>`` tags, in a ```json
+    block, or plain.
 
     >>> parse_tool_call('<tool_call>{"name": "bash", "arguments": {"command": "ls /tmp"}}</tool_call>')
     Command(text='ls /tmp')
@@ -114,7 +119,9 @@ def parse_tool_call(reply: str) -> Reply:
     except (ValueError, RecursionError):
         return Malformed(f"No tool call found. Write\n{write_tool_call('bash', command='<commands>')}")
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
-        return Malformed(f"A tool call is an object with name and arguments. Write\n{write_tool_call('bash', command='<commands>')}")
+        return Malformed(
+            f"A tool call is an object with name and arguments. Write\n{write_tool_call('bash', command='<commands>')}"
+        )
     arguments = call.get("arguments", call.get("parameters", {}))
     if isinstance(arguments, str):  # some models write them as a text of JSON
         try:
@@ -141,7 +148,9 @@ def write_json(action: Command | Finish) -> str:
     """The reply of the ``json_tool_calls`` protocol that does this."""
     if isinstance(action, Command):
         return write_tool_call("bash", command=action.text)
-    return write_tool_call("finish") if action.answer is None else write_tool_call("answer", text=action.answer)
+    return (
+        write_tool_call("finish") if action.answer is None else write_tool_call("answer", text=action.answer)
+    )
 
 
 def write_tool_call(name: str, **arguments: str) -> str:
@@ -151,14 +160,20 @@ def write_tool_call(name: str, **arguments: str) -> str:
     {"name": "bash", "arguments": {"command": "ls"}}
     </tool_call>
     """
-    return "<tool_call>\n" + json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) + "\n</tool_call>"
+    return (
+        "<tool_call>\n"
+        + json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+        + "\n</tool_call>"
+    )
 
 
 def _call(name: str, arguments: Mapping[str, Any]) -> Reply:
     if name == "bash":
         command = arguments.get("command")
         if not isinstance(command, str):
-            return Malformed(f"The command is missing. Write\n{write_tool_call('bash', command='<commands>')}")
+            return Malformed(
+                f"The command is missing. Write\n{write_tool_call('bash', command='<commands>')}"
+            )
         return _command(command, "The command is empty.")
     if name == "finish":
         return Finish()
@@ -167,7 +182,9 @@ def _call(name: str, arguments: Mapping[str, Any]) -> Reply:
         if isinstance(text, int | float) and not isinstance(text, bool):
             text = str(text)
         if not isinstance(text, str):
-            return Malformed(f"The answer's text is missing. Write\n{write_tool_call('answer', text='<your answer>')}")
+            return Malformed(
+                f"The answer's text is missing. Write\n{write_tool_call('answer', text='<your answer>')}"
+            )
         return _finish(text)
     return Malformed(f"There is no tool {name[:40]!r}; call bash, finish or answer.")
 
@@ -178,11 +195,19 @@ def _command(text: str, empty: str) -> Reply:
         return Malformed(empty)
     if len(text) > MAX_COMMAND:
         return Malformed(f"The command is longer than {MAX_COMMAND} characters.")
-    return Command(text) if is_typable(text) else Malformed("The command holds a character that cannot be typed.")
+    return (
+        Command(text)
+        if is_typable(text)
+        else Malformed("The command holds a character that cannot be typed.")
+    )
 
 
 def _finish(answer: str) -> Reply:
-    return Finish(answer.strip()) if is_typable(answer) else Malformed("The answer holds a character that cannot be typed.")
+    return (
+        Finish(answer.strip())
+        if is_typable(answer)
+        else Malformed("The answer holds a character that cannot be typed.")
+    )
 
 
 # Short on purpose: the agent reads it in every episode.
@@ -210,12 +235,16 @@ To end, when the task is done:
 
 def act_prompt(max_turns: int, answers: bool) -> str:
     """The system message of the ``act`` protocol."""
-    return _ACT_PROMPT.format(max_turns=max_turns, ways="three" if answers else "two", answer=_ACT_ANSWER if answers else "")
+    return _ACT_PROMPT.format(
+        max_turns=max_turns, ways="three" if answers else "two", answer=_ACT_ANSWER if answers else ""
+    )
 
 
 def json_prompt(max_turns: int, answers: bool) -> str:
     """The system message of the ``json_tool_calls`` protocol."""
-    answer = f"To end with the answer to a question:\n{write_tool_call('answer', text='42')}\n" if answers else ""
+    answer = (
+        f"To end with the answer to a question:\n{write_tool_call('answer', text='42')}\n" if answers else ""
+    )
     bash, finish = write_tool_call("bash", command="ls /tmp"), write_tool_call("finish")
     return _JSON_PROMPT.format(max_turns=max_turns, bash=bash, finish=finish, answer=answer)
 

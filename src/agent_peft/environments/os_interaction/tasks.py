@@ -1,7 +1,8 @@
 """Reading task files: LifelongAgentBench's entries, and AgentBench's (`agentbench.read_problem`).
 
-An entry of LifelongAgentBench is ``{"instruction", "skill_list"?, "initialization_command_item": {"command_name": "bash", "script"},
-"evaluation_info": {"evaluation_command_item": {"script"}, "ground_truth_command_item"?: {"script"}}}``.
+An entry of LifelongAgentBench is ``{"instruction", "skill_list"?, "initialization_command_item":
+{"command_name": "bash", "script"}, "evaluation_info": {"evaluation_command_item": {"script"},
+"ground_truth_command_item"?: {"script"}}}``.
 """
 
 from __future__ import annotations
@@ -10,20 +11,22 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from agent_peft.environments.entries import object_of, read_tasks, text_of, wrong
 from agent_peft.environments.os_interaction import agentbench
 from agent_peft.environments.os_interaction.agentbench import bring_files
 from agent_peft.environments.os_interaction.problems import SKILLS, Exits, Problem, Script, is_typable
+from agent_peft.environments.task_files.reading import object_of, read_tasks, text_of, wrong
 from agent_peft.types import AgentPeftError, Task
 
 
 def load_tasks(path: Path) -> tuple[Task, ...]:
     """The tasks of a file: a JSON object of entries (its keys become the ids), a JSON list, or JSON lines.
 
-    Scripts that an AgentBench entry names as files are read from beside the task file, so that a task holds all it needs.
+    Scripts that an AgentBench entry names as files are read from beside the task file, so that a task holds
+    all it needs.
 
     Raises:
-        AgentPeftError: the file cannot be read, or an entry is not as it should be (the entry and the key are named).
+        AgentPeftError: the file cannot be read, or an entry is not as it should be (the entry and the key are
+            named).
     """
     return read_tasks(
         path,
@@ -41,7 +44,8 @@ def _whole(name: str, entry: Any, folder: Path) -> Any:
 
 
 def task_of(name: str, entry: Any) -> Task:
-    """An entry as a task; its skills are those it names (AgentBench calls them labels), the primary one first.
+    """An entry as a task; its skills are those it names (AgentBench calls them labels), the primary one
+    first.
 
     Raises:
         AgentPeftError: the entry is not as it should be.

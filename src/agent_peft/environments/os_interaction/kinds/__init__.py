@@ -9,7 +9,8 @@ from agent_peft.environments.os_interaction.kinds.base import Kind, Slots
 
 ALL = (*files.KINDS, *listings.KINDS, *text.KINDS, *accounts.KINDS)
 KINDS: dict[str, tuple[Kind, ...]] = {
-    skill: tuple(kind for kind in ALL if kind.skills[0] == skill) for skill in dict.fromkeys(kind.skills[0] for kind in ALL)
+    skill: tuple(kind for kind in ALL if kind.skills[0] == skill)
+    for skill in dict.fromkeys(kind.skills[0] for kind in ALL)
 }
 CHAINS = chains.KINDS
 CHECKS = "".join(  # the functions that checks are written in

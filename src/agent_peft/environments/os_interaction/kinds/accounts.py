@@ -6,7 +6,8 @@ import datetime
 
 from agent_peft.environments.os_interaction.kinds.base import Kind, Slots
 
-# Who is there before the agent comes has a known number, so that owners can be told by it, and not by a name that may be given anew.
+# Who is there before the agent comes has a known number, so that owners can be told by it, and not by a name
+# that may be given anew.
 A_USER, THE_USER = "useradd -u {user.number} {user}", "user:{user}:{user.number} group:{user}:{user.number}"
 A_GROUP, THE_GROUP = "groupadd -g {group.number} {group}", "group:{group}:{group.number}"
 _BOTH, _THE_BOTH = f"{A_USER} && {A_GROUP}", f"{THE_USER} {THE_GROUP}"
@@ -18,7 +19,9 @@ _ITS_FILES = "{dir}/{name} {dir}/{name2} {dir}/inner/{name}"
 def _a_date(slots: Slots) -> None:
     """``date``, and ``epoch_days``, which is how /etc/shadow writes it."""
     days = slots.rng.randint(21_200, 23_000)
-    slots.update(date=(datetime.date(1970, 1, 1) + datetime.timedelta(days)).isoformat(), epoch_days=str(days))
+    slots.update(
+        date=(datetime.date(1970, 1, 1) + datetime.timedelta(days)).isoformat(), epoch_days=str(days)
+    )
 
 
 def _another_shell(slots: Slots) -> None:
@@ -27,7 +30,9 @@ def _another_shell(slots: Slots) -> None:
 
 
 def _new_group(command: str, id_flag: str) -> tuple[Kind, Kind]:
-    """addgroup and groupadd are asked for by name: the same wordings with another command would else be the same tasks."""
+    """addgroup and groupadd are asked for by name: the same wordings with another command would else be
+    the same tasks.
+    """
     return (
         Kind(
             (command,),
@@ -87,7 +92,10 @@ KINDS = (
             "Add the user {user} and create the home directory /home/{user}.",
             "Create the user account {user}, including its home directory.",
         ),
-        heldout=("Please open an account for {user}, with a home under /home.", "{user} should be a user who has a home, /home/{user}."),
+        heldout=(
+            "Please open an account for {user}, with a home under /home.",
+            "{user} should be a user who has a home, /home/{user}.",
+        ),
         gold="useradd -m {user}",
         after="user:{user}:",
         check="entry user:{user} 6 /home/{user} && [[ ! -L /home && -d /home/{user} && ! -L /home/{user} ]]",
@@ -99,7 +107,10 @@ KINDS = (
             "Add the user {user} with the shell {shell}.",
             "Create the user account {user} and give it the login shell {shell}.",
         ),
-        heldout=("Please open an account for {user} that logs in to {shell}.", "{user} should be a user with {shell} for a shell."),
+        heldout=(
+            "Please open an account for {user} that logs in to {shell}.",
+            "{user} should be a user with {shell} for a shell.",
+        ),
         gold="useradd -s {shell} {user}",
         after="user:{user}:",
         check="entry user:{user} 7 {shell}",
@@ -111,7 +122,10 @@ KINDS = (
             "Add the user {user} with UID {id}.",
             "Create the user account {user}; its UID is {id}.",
         ),
-        heldout=("Please open an account for {user}, numbered {id}.", "UID {id} should belong to a user {user}."),
+        heldout=(
+            "Please open an account for {user}, numbered {id}.",
+            "UID {id} should belong to a user {user}.",
+        ),
         gold="useradd -u {id} {user}",
         after="user:{user}:{id}",
     ),
@@ -141,7 +155,10 @@ KINDS = (
             'Change the comment field of {user} to "{text}".',
             'Give the account {user} the comment "{text}".',
         ),
-        heldout=("Please let the account of {user} bear the comment: {text}", "{user}'s comment (GECOS) should read: {text}"),
+        heldout=(
+            "Please let the account of {user} bear the comment: {text}",
+            "{user}'s comment (GECOS) should read: {text}",
+        ),
         init=A_USER,
         before=THE_USER,
         gold="usermod -c '{text}' {user}",
@@ -155,7 +172,10 @@ KINDS = (
             "Change the login name of {user2} to {user}.",
             "Give the user {user2} the new login name {user}.",
         ),
-        heldout=("Please let the account {user2} be called {user}.", "{user2} should from now on log in as {user}."),
+        heldout=(
+            "Please let the account {user2} be called {user}.",
+            "{user2} should from now on log in as {user}.",
+        ),
         init="useradd -u {user2.number} {user2}",
         before="user:{user2}:{user2.number}",
         gold="usermod -l {user} {user2}",
@@ -168,7 +188,10 @@ KINDS = (
             "With gpasswd, make {user} a member of {group}.",
             "Add {user} to {group} with the gpasswd command.",
         ),
-        heldout=("Please let {user} join {group} (gpasswd).", "{user} should be in {group}; gpasswd can see to it."),
+        heldout=(
+            "Please let {user} join {group} (gpasswd).",
+            "{user} should be in {group}; gpasswd can see to it.",
+        ),
         init=_BOTH,
         before=_THE_BOTH,
         gold="gpasswd -a {user} {group}",
@@ -182,7 +205,10 @@ KINDS = (
             "Use gpasswd to remove {user} from the group {group}.",
             "Take the user {user} out of the group {group}.",
         ),
-        heldout=("Please let {user} leave {group}.", "{group} should no longer count {user} among its members."),
+        heldout=(
+            "Please let {user} leave {group}.",
+            "{group} should no longer count {user} among its members.",
+        ),
         init=f"{_BOTH} && usermod -aG {{group}} {{user}}",
         before=_THE_BOTH,
         gold="gpasswd -d {user} {group}",
@@ -197,7 +223,10 @@ KINDS = (
             "Make the password of the user {user} expire after {days} days.",
             "Use chage to set {user}'s maximum password age to {days} days.",
         ),
-        heldout=("Please let {user}'s password last {days} days at most.", "No password of {user} should be older than {days} days."),
+        heldout=(
+            "Please let {user}'s password last {days} days at most.",
+            "No password of {user} should be older than {days} days.",
+        ),
         init=A_USER,
         before=THE_USER,
         gold="chage -M {days} {user}",
@@ -245,7 +274,10 @@ KINDS = (
             "Set the account expiry date of {user} to {date}.",
             "Use chage to make the account {user} expire on {date}.",
         ),
-        heldout=("Please close {user}'s account as of {date}.", "{date} should be the day on which {user}'s account runs out."),
+        heldout=(
+            "Please close {user}'s account as of {date}.",
+            "{date} should be the day on which {user}'s account runs out.",
+        ),
         init=A_USER,
         before=THE_USER,
         gold="chage -E {date} {user}",
@@ -281,7 +313,11 @@ KINDS = (
             "Give the file {file} to the user {user}.",
             "Set the owner of {file} to {user}.",
         ),
-        heldout=("Please let {file} belong to {user}.", "{user} should own {file}.", "I want {file} to be {user}'s."),
+        heldout=(
+            "Please let {file} belong to {user}.",
+            "{user} should own {file}.",
+            "I want {file} to be {user}'s.",
+        ),
         init=f"{A_USER} && {_A_FILE}",
         before=f"{{file}} {THE_USER}",
         gold="chown {user} {file}",
@@ -312,7 +348,10 @@ KINDS = (
             "Recursively change the owner of {dir} to {user}.",
             "Give the directory {dir}, with all its files, to the user {user}.",
         ),
-        heldout=("Please let {dir} and all it holds belong to {user}.", "{user} should own {dir}, contents included."),
+        heldout=(
+            "Please let {dir} and all it holds belong to {user}.",
+            "{user} should own {dir}, contents included.",
+        ),
         init=f"{A_USER} && {_A_FOLDER}",
         before=f"{_ITS_FILES} {THE_USER}",
         gold="chown -R {user} {dir}",
@@ -327,7 +366,10 @@ KINDS = (
             "Make {group} the group of the file {file}.",
             "Give {file} to the group {group}.",
         ),
-        heldout=("Please let {file} be owned by the group {group}.", "{group} should be the group that owns {file}."),
+        heldout=(
+            "Please let {file} be owned by the group {group}.",
+            "{group} should be the group that owns {file}.",
+        ),
         init=f"{A_GROUP} && {_A_FILE}",
         before=f"{{file}} {THE_GROUP}",
         gold="chgrp {group} {file}",

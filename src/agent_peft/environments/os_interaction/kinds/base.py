@@ -1,4 +1,6 @@
-"""What a kind of generated task is: the request in several wordings, the script before it, a solution, and a check of what it leaves."""
+"""What a kind of generated task is: the request in several wordings, the script before it, a solution, and
+a check of what it leaves.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class Place(str):
 
 
 class Account(str):
-    """The name of a user or group, and the ``number`` that it has if a task begins with it; nothing that is made later has one so low.
+    """The name of a user or group, and the ``number`` that it has if a task begins with it; nothing that is
+    made later has one so low.
 
     >>> "{0} {0.number}".format(Account("alice", 1100))
     'alice 1100'
@@ -41,8 +44,8 @@ class Account(str):
 
 
 class Slots(dict[str, str]):
-    """What fills a template's slots. A slot that nobody has filled is drawn when it is first asked for: its name, without a number at the
-    end, says what it is, and no two slots of a task are the same.
+    """What fills a template's slots. A slot that nobody has filled is drawn when it is first asked for: its
+    name, without a number at the end, says what it is, and no two slots of a task are the same.
     """
 
     def __init__(self, names: Names, rng: random.Random, used: set[str]) -> None:
@@ -65,10 +68,11 @@ class Slots(dict[str, str]):
 class Kind:
     """One kind of task.
 
-    What there is, ``before`` and ``after``, is said in the words of ``tree`` and ``accounts`` in checks.sh: ``/srv/atlas/`` is a folder,
-    ``/srv/atlas/notes.txt`` a file, ``user:alice:1100`` a user; folders above need not be named. Of the names that tasks use there must be
-    nothing else, so that it does not help to make, change or remove all there could be. For the same reason each task begins with the
-    same things once more under other names, its twin, which must stay as it is.
+    What there is, ``before`` and ``after``, is said in the words of ``tree`` and ``accounts`` in checks.sh:
+    ``/srv/atlas/`` is a folder, ``/srv/atlas/notes.txt`` a file, ``user:alice:1100`` a user; folders above
+    need not be named. Of the names that tasks use there must be nothing else, so that it does not help to
+    make, change or remove all there could be. For the same reason each task begins with the same things once
+    more under other names, its twin, which must stay as it is.
     """
 
     skills: tuple[str, ...]  # the commands its solution uses, the one that it is about first
@@ -81,7 +85,9 @@ class Kind:
     check: str = ""  # what else holds in the end, in the words of checks.sh
     kept: str = ""  # what else holds of the twin, which is as it was
     runs: str = ""  # a check that runs what the agent wrote, and thus comes last
-    draw: Callable[[Slots], None] | None = None  # fills slots that hang together, such as the lines of a file and what is found in them
+    draw: Callable[[Slots], None] | None = (
+        None  # fills slots that hang together, such as the lines of a file and what is found in them
+    )
 
     def slots(self, names: Names, rng: random.Random, used: set[str], **known: str) -> Slots:
         slots = Slots(names, rng, used)
@@ -92,7 +98,9 @@ class Kind:
 
 
 def _claims(value: str) -> set[str]:
-    """What no other slot may be: a file claims its folder too, lest that be listed, made or deleted by another request."""
+    """What no other slot may be: a file claims its folder too, lest that be listed, made or deleted by
+    another request.
+    """
     return {value, value.parent} if isinstance(value, Place) and value.count("/") == 3 else {value}
 
 
@@ -153,7 +161,9 @@ def quoted(lines: Sequence[str]) -> str:
 
 
 def some_lines(slots: Slots) -> None:
-    """``lines`` of a file, of which ``matching`` hold ``word`` and the ``others`` do not; ``replaced`` has ``word2`` instead."""
+    """``lines`` of a file, of which ``matching`` hold ``word`` and the ``others`` do not; ``replaced`` has
+    ``word2`` instead.
+    """
     word, word2 = slots["word"], slots["word2"]
     rng = slots.rng
     pool = [other for other in slots.names.words if other not in (word, word2)]
@@ -181,9 +191,14 @@ def some_lines(slots: Slots) -> None:
 
 
 def some_columns(slots: Slots) -> None:
-    """``lines`` with three columns (a word, and two numbers), in ``commas`` too; ``column`` is the chosen one, ``total`` of the last."""
+    """``lines`` with three columns (a word, and two numbers), in ``commas`` too; ``column`` is the chosen
+    one, ``total`` of the last.
+    """
     rng = slots.rng
-    rows = [(word, str(rng.randint(1, 99)), str(rng.randint(1, 99))) for word in rng.sample(slots.names.words, rng.randint(3, 5))]
+    rows = [
+        (word, str(rng.randint(1, 99)), str(rng.randint(1, 99)))
+        for word in rng.sample(slots.names.words, rng.randint(3, 5))
+    ]
     column = rng.randint(1, 3)
     slots.update(
         lines=quoted([" ".join(row) for row in rows]),
@@ -196,7 +211,9 @@ def some_columns(slots: Slots) -> None:
 
 
 def a_folder_of_files(slots: Slots) -> None:
-    """``found`` and ``rest``: files of two extensions in ``dir`` and below, as words of bash; ``entries``: the names right in it."""
+    """``found`` and ``rest``: files of two extensions in ``dir`` and below, as words of bash; ``entries``:
+    the names right in it.
+    """
     rng = slots.rng
     folder = slots["dir"]
     sub = slots["folder"]

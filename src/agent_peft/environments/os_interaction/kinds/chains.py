@@ -8,8 +8,14 @@ from agent_peft.environments.os_interaction.kinds.base import Kind, some_lines
 KINDS = (
     Kind(
         ("mkdir", "chmod"),
-        train=("Create the directory {dir} with the permissions {mode}.", "Make a directory {dir} and set its mode to {mode}."),
-        heldout=("Please set up {dir} as a folder of mode {mode}.", "There should be a directory {dir} that carries mode {mode}."),
+        train=(
+            "Create the directory {dir} with the permissions {mode}.",
+            "Make a directory {dir} and set its mode to {mode}.",
+        ),
+        heldout=(
+            "Please set up {dir} as a folder of mode {mode}.",
+            "There should be a directory {dir} that carries mode {mode}.",
+        ),
         init="mkdir -p {dir.parent}",
         gold="mkdir {dir} && chmod {mode} {dir}",
         after="{dir}/",
@@ -17,8 +23,14 @@ KINDS = (
     ),
     Kind(
         ("chown", "touch"),
-        train=("Create an empty file {file} that belongs to {user}.", "Create the empty file {file} and make {user} its owner."),
-        heldout=("Please add a blank {file}, owned by {user}.", "{user} should own a new empty file, {file}."),
+        train=(
+            "Create an empty file {file} that belongs to {user}.",
+            "Create the empty file {file} and make {user} its owner.",
+        ),
+        heldout=(
+            "Please add a blank {file}, owned by {user}.",
+            "{user} should own a new empty file, {file}.",
+        ),
         init=f"{A_USER} && mkdir -p {{file.parent}}",
         before=f"{{file.parent}}/ {THE_USER}",
         gold="touch {file} && chown {user} {file}",
@@ -111,8 +123,14 @@ KINDS = (
     ),
     Kind(
         ("mv", "mkdir"),
-        train=("Create the directory {dir} and move {file} into it.", "Make a new directory {dir}, then move the file {file} there."),
-        heldout=("Please set up {dir} as the new home of {file}.", "{file} belongs in {dir}, a folder that is still to be set up."),
+        train=(
+            "Create the directory {dir} and move {file} into it.",
+            "Make a new directory {dir}, then move the file {file} there.",
+        ),
+        heldout=(
+            "Please set up {dir} as the new home of {file}.",
+            "{file} belongs in {dir}, a folder that is still to be set up.",
+        ),
         init="mkdir -p {file.parent} {dir.parent} && echo '{text}' > {file}",
         before="{file}",
         gold="mkdir {dir} && mv {file} {dir}",

@@ -12,7 +12,10 @@ KINDS = (
             "Write the names of everything in {dir} to {file}, one per line.",
             "Save the output of ls for {dir} in {file}.",
         ),
-        heldout=("Please note down in {file} what {dir} contains, a name per line.", "{file} should list the entries of {dir}."),
+        heldout=(
+            "Please note down in {file} what {dir} contains, a name per line.",
+            "{file} should list the entries of {dir}.",
+        ),
         init="mkdir -p {file.parent} {sub} && touch {found} {rest}",
         before="{file.parent}/ {found} {rest}",
         gold="ls {dir} > {file}",
@@ -62,7 +65,10 @@ KINDS = (
             "Delete every file that ends in .{ext} in {dir} and its subdirectories.",
             "Remove all .{ext} files anywhere below {dir}.",
         ),
-        heldout=("Please clear the whole tree of {dir} of .{ext} files.", "No .{ext} file should be left in {dir}, at any depth."),
+        heldout=(
+            "Please clear the whole tree of {dir} of .{ext} files.",
+            "No .{ext} file should be left in {dir}, at any depth.",
+        ),
         init="mkdir -p {sub} && touch {found} {rest}",
         before="{found} {rest}",
         gold="find {dir} -name '*.{ext}' -delete",

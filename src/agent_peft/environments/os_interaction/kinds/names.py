@@ -1,4 +1,6 @@
-"""What generated tasks are about: names of folders, files, people and groups, and words, in two pools that share nothing."""
+"""What generated tasks are about: names of folders, files, people and groups, and words, in two pools that
+share nothing.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Names:
-    """The pools of one split, and how it asks for several things at once (``joints``: what stands before each request).
+    """The pools of one split, and how it asks for several things at once (``joints``: what stands before each
+    request).
 
     >>> set(TRAIN.users) & set(HELDOUT.users)
     set()
@@ -50,7 +53,12 @@ TRAIN = Names(
         "apple river stone cloud paper green window silver button candle garden market orange yellow rocket planet bridge forest castle "
         "dragon island kettle mirror needle pillow ribbon spider turtle wagon"
     ),
-    joints=(("", " ", " "), ("", " Then do this: ", " After that: "), ("1. ", " 2. ", " 3. "), ("First: ", " Second: ", " Third: ")),
+    joints=(
+        ("", " ", " "),
+        ("", " Then do this: ", " After that: "),
+        ("1. ", " 2. ", " 3. "),
+        ("First: ", " Second: ", " Third: "),
+    ),
 )
 
 HELDOUT = Names(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from agent_peft.environments.os_interaction.kinds.base import Kind, some_columns, some_lines
 
-_OUTPUT = "mkdir -p {file.parent} {file2.parent} && printf '%s\\n' {lines} > {file}"  # {file} to read, {file2} to write
+# {file} to read, {file2} to write
+_OUTPUT = "mkdir -p {file.parent} {file2.parent} && printf '%s\\n' {lines} > {file}"
 _SOURCE = "{file} {file2.parent}/"  # which that makes
 _INPUT = "mkdir -p {file.parent} && printf '%s\\n' {lines} > {file}"
 _SEARCHED = "{dir}/{name} {dir}/{name2} {dir}/{name3}"
@@ -19,7 +20,11 @@ KINDS = (
             'Save "{text}" in the file {file}.',
             'Put the words "{text}" into {file}.',
         ),
-        heldout=("Please let {file} say: {text}", "{file} should read: {text}", "I want a file {file} whose only line is: {text}"),
+        heldout=(
+            "Please let {file} say: {text}",
+            "{file} should read: {text}",
+            "I want a file {file} whose only line is: {text}",
+        ),
         init="mkdir -p {file.parent}",
         before="{file.parent}/",
         gold="echo '{text}' > {file}",
@@ -33,7 +38,10 @@ KINDS = (
             'Add the line "{text}" at the end of {file}.',
             'Append "{text}" to the file {file}, keeping what is there.',
         ),
-        heldout=("Please let {file} end with one more line: {text}", "{file} lacks a last line, which reads: {text}"),
+        heldout=(
+            "Please let {file} end with one more line: {text}",
+            "{file} lacks a last line, which reads: {text}",
+        ),
         init="mkdir -p {file.parent} && echo '{text2}' > {file}",
         before="{file}",
         gold="echo '{text}' >> {file}",
@@ -82,7 +90,10 @@ KINDS = (
             'Use tee to save the text "{text}" in {file} and {file2}.',
             'Put the text "{text}" into the two files {file} and {file2}.',
         ),
-        heldout=("Please let {file} and {file2} alike say: {text}", "Two files, {file} and {file2}, should each read: {text}"),
+        heldout=(
+            "Please let {file} and {file2} alike say: {text}",
+            "Two files, {file} and {file2}, should each read: {text}",
+        ),
         init="mkdir -p {file.parent} {file2.parent}",
         before="{file.parent}/ {file2.parent}/",
         gold="echo '{text}' | tee {file} {file2}",
@@ -192,7 +203,10 @@ KINDS = (
             "Remove the lines with {word} from {file}.",
             "In {file}, delete every line that contains {word}.",
         ),
-        heldout=("Please rid {file} of the lines that mention {word}.", "No line of {file} should mention {word}; drop those that do."),
+        heldout=(
+            "Please rid {file} of the lines that mention {word}.",
+            "No line of {file} should mention {word}; drop those that do.",
+        ),
         init=_INPUT,
         before="{file}",
         gold="sed -i '/{word}/d' {file}",
@@ -305,7 +319,10 @@ KINDS = (
             "Write the number of words in {file} to {file2}.",
             "Save the word count of {file} in {file2}.",
         ),
-        heldout=("Please note in {file2} how many words {file} runs to.", "{file2} should hold one number, that of the words of {file}."),
+        heldout=(
+            "Please note in {file2} how many words {file} runs to.",
+            "{file2} should hold one number, that of the words of {file}.",
+        ),
         init=_OUTPUT,
         before=_SOURCE,
         gold="wc -w < {file} > {file2}",
@@ -321,7 +338,10 @@ KINDS = (
             "Write the size of {file} in bytes to {file2}.",
             "Save the number of bytes in {file} to {file2}.",
         ),
-        heldout=("Please note in {file2} how many bytes {file} takes.", "{file2} should hold one number, the bytes of {file}."),
+        heldout=(
+            "Please note in {file2} how many bytes {file} takes.",
+            "{file2} should hold one number, the bytes of {file}.",
+        ),
         init=_OUTPUT,
         before=_SOURCE,
         gold="wc -c < {file} > {file2}",
@@ -384,6 +404,8 @@ KINDS = (
         after=f"{{file}} {_SEARCHED}",
         check=f"words {{file}} {{hit_paths}} && {_SEARCHED_LINES}",
         kept=_SEARCHED_LINES,
-        draw=lambda slots: slots.update(hit_paths=f"{slots['dir']}/{slots['name']} {slots['dir']}/{slots['name3']}"),
+        draw=lambda slots: slots.update(
+            hit_paths=f"{slots['dir']}/{slots['name']} {slots['dir']}/{slots['name3']}"
+        ),
     ),
 )

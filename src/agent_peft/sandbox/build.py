@@ -1,0 +1,49 @@
+"""The table of sandboxes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+from agent_peft.sandbox.base import Sandbox, SandboxLimits
+from agent_peft.sandbox.docker import DockerSandbox
+from agent_peft.sandbox.fork_server import fork_server
+from agent_peft.sandbox.namespaces import NamespaceSandbox
+from agent_peft.sandbox.unsandboxed import NoSandbox
+from agent_peft.types import AgentPeftError
+
+SANDBOXES: Mapping[str, Callable[[SandboxLimits], Sandbox]] = {
+    "namespaces": NamespaceSandbox,
+    "bubblewrap": NamespaceSandbox,  # its name in older configurations
+    "docker": partial(DockerSandbox, engine="docker"),
+    "podman": partial(DockerSandbox, engine="podman"),
+    "none": NoSandbox,
+}
+
+
+def build_sandbox(kind: str, limits: SandboxLimits) -> Sandbox:
+    """A sandbox that is not yet started.
+
+    Raises:
+        AgentPeftError: there is no such kind, or this machine cannot have it; one line says what to install.
+    """
+    if kind not in SANDBOXES:
+        raise AgentPeftError(f"sandbox: {kind!r} is none of {', '.join(SANDBOXES)}")
+    return SANDBOXES[kind](limits)
+
+
+def missing(kind: str) -> tuple[str, ...]:
+    """What this machine's sandboxes of a kind cannot do, each in a line that says what to do: what tasks may
+    need.
+
+    Raises:
+        AgentPeftError: it cannot have them at all.
+    """
+    if kind == "none":
+        return ("a sandbox of any sort: the agent acts on this machine, as this user",)
+    if SANDBOXES.get(kind) is NamespaceSandbox and fork_server().single_id:
+        return (
+            "users other than root (useradd works; chown to others, chgrp and su do not): "
+            "apt-get install uidmap, then usermod --add-subuids 100000-165535 --add-subgids 100000-165535 $USER",
+        )
+    return ()

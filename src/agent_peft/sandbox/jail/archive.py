@@ -1,0 +1,91 @@
+"""Folders to bytes and back: owners, modes, times, links, whiteouts and extended attributes included.
+
+One line of JSON before each file's content; the entries of a folder come after it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Sequence
+from typing import IO, Any
+
+from agent_peft.sandbox.jail.base_image import OPAQUE
+
+_KEPT = ("mode", "uid", "gid", "mtime")
+
+
+def write(root: str, names: Sequence[str], file: IO[bytes]) -> None:
+    """Write the folders ``names`` of ``root``."""
+    seen: dict[int, str] = {}
+
+    def visit(path: str) -> None:
+        full = f"{root}/{path}"
+        found = os.lstat(full)
+        if stat.S_ISSOCK(found.st_mode):
+            return  # nobody listens behind it any more
+        entry: dict[str, Any] = {
+            "path": path,
+            "mode": found.st_mode,
+            "uid": found.st_uid,
+            "gid": found.st_gid,
+            "mtime": found.st_mtime_ns,
+        }
+        content = b""
+        if stat.S_ISLNK(found.st_mode):
+            entry["target"] = os.fsdecode(os.readlink(os.fsencode(full)))
+        elif not stat.S_ISDIR(found.st_mode) and found.st_nlink > 1:
+            if found.st_ino in seen:
+                entry["same"] = seen[found.st_ino]
+            seen.setdefault(found.st_ino, path)
+        if "same" not in entry and not stat.S_ISLNK(found.st_mode):
+            attributes = {
+                name: os.getxattr(full, name, follow_symlinks=False).hex()
+                for name in os.listxattr(full, follow_symlinks=False)
+            }
+            entry["attributes"] = {
+                k: v for k, v in attributes.items() if k == OPAQUE or not k.startswith("user.overlay.")
+            }
+            if stat.S_ISREG(found.st_mode):
+                with open(full, "rb") as source:
+                    content = source.read()
+                entry["size"] = len(content)
+        file.write(json.dumps(entry).encode() + b"\n" + content)
+        if stat.S_ISDIR(found.st_mode):
+            for name in sorted(os.listdir(full)):
+                visit(f"{path}/{name}")
+
+    for name in names:
+        visit(name)
+
+
+def read(root: str, file: IO[bytes]) -> None:
+    """Make again under ``root`` what ``write`` wrote; the topmost folders are there already."""
+    folders: list[tuple[str, int]] = []
+    while line := file.readline():
+        entry = json.loads(line)
+        if ".." in entry["path"].split("/"):
+            raise ValueError(f"a snapshot with the path {entry['path']!r}")
+        path, mode = f"{root}/{entry['path']}", entry["mode"]
+        if "same" in entry:
+            os.link(f"{root}/{entry['same']}", path)
+            continue
+        if stat.S_ISDIR(mode):
+            os.makedirs(path, exist_ok=True)
+            folders.append((path, entry["mtime"]))
+        elif stat.S_ISLNK(mode):
+            os.symlink(entry["target"], path)
+        elif stat.S_ISREG(mode):
+            with open(path, "xb") as target:
+                target.write(file.read(entry["size"]))
+        else:
+            os.mknod(path, mode, 0)  # a fifo, or a whiteout
+        os.chown(path, entry["uid"], entry["gid"], follow_symlinks=False)
+        if not stat.S_ISLNK(mode):
+            os.chmod(path, stat.S_IMODE(mode))
+            for name, value in entry["attributes"].items():
+                os.setxattr(path, name, bytes.fromhex(value))
+        os.utime(path, ns=(entry["mtime"], entry["mtime"]), follow_symlinks=False)
+    for path, mtime in reversed(folders):
+        os.utime(path, ns=(mtime, mtime))

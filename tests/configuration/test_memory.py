@@ -1,0 +1,392 @@
+"""What `explain` says of memory, against what the tensors of real forwards and backwards take: counted, so
+exact and always the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from agent_peft.batch import Batch, collate
+from agent_peft.configuration.explain import memory
+from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.memory import Learner, stage_memory
+from agent_peft.policies import adapters
+from agent_peft.policies.adapters import LoraSettings
+from agent_peft.policies.config import PretrainedConfig, ScratchConfig
+from agent_peft.policies.engine import onednn_linear
+from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.forward.gelu import fuse_activations
+from agent_peft.policies.models.shape import measure, shape_of
+from agent_peft.policies.policy import Policy
+from agent_peft.policies.sampling import SamplingConfig
+from agent_peft.policies.tokenization import ChatTokenizer
+from agent_peft.training.stage import StageConfig
+from agent_peft.types import Task, Trajectory, Turn
+
+GROUPED = {
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+WINDOWED = {"head_dim": 16, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"] * 2}
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "smollm2": (
+        "llama",
+        {
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+        },
+    ),
+    "gpt2": ("gpt2", {"n_embd": 128, "n_layer": 4, "n_head": 8}),
+    "qwen3": ("qwen3", GROUPED | {"head_dim": 16}),
+    "gpt_neox": ("gpt_neox", {**GROUPED, "intermediate_size": 256, "num_key_value_heads": 4}),
+    "gemma3": ("gemma3_text", GROUPED | WINDOWED),
+}
+LORA = LoraSettings(rank=8)
+TWO = LoraSettings(rank=8, target_modules=["q_proj", "v_proj"])
+ADAPTERS = {"lora": LORA, "dropout": LoraSettings(rank=8, dropout=0.1), "two": TWO, "whole": None}
+
+
+def build(
+    name: str, dtype: torch.dtype = torch.float32, vocabulary: int = 100, **more: Any
+) -> PreTrainedModel:
+    kind, settings = ARCHITECTURES[name]
+    config = AutoConfig.for_model(
+        kind, vocab_size=vocabulary, bos_token_id=1, eos_token_id=2, pad_token_id=0, **{**settings, **more}
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def learner_of(
+    model: PreTrainedModel, lora: LoraSettings | None, recomputes: bool = False, tiled: bool = False
+) -> Learner:
+    rank, dropout = (None, False) if lora is None else (lora.rank, lora.dropout > 0)
+    return Learner(measure(model, lora), model.dtype.itemsize, rank, dropout, recomputes, tiled)
+
+
+def make_batch(length: int, count: int = 4) -> Batch:
+    """Siblings: so many positions, of which their prompt is a third."""
+    prompt, own = length // 3, (length - length // 3) // count
+    found = []
+    for i in range(count):
+        drawn = torch.randint(3, 16, (own - 1,), generator=torch.Generator().manual_seed(i)).tolist()
+        found.append(Trajectory(Task("t"), (Turn((1,) * prompt, (3 + i, *drawn), (-1.0,) * own),)))
+    return collate(found, [0] * count)
+
+
+def bytes_kept(model: nn.Module, forward: Callable[[], object]) -> int:
+    """By the tensors that a forward saves for its backward, each storage once, parameters left out."""
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    kept: dict[int, Any] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage  # alive, so that no other gets its place
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = forward()
+    assert out is not None
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+# -- activations ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "adapter"),
+    [
+        (n, a) for n, a in product(ARCHITECTURES, ADAPTERS) if a != "two" or n not in ("gpt2", "gpt_neox")
+    ],  # whose layers have other names
+)
+def test_what_the_layers_keep_for_the_backward(name: str, adapter: str, dtype: torch.dtype) -> None:
+    lora, positions = ADAPTERS[adapter], 192
+    model: Any = build(name, dtype)
+    learner = learner_of(model, lora)
+    fuse_activations(model)  # as a policy does
+    if lora is not None:
+        model = adapters.attach(model, lora, 0)
+        for path, module in model.named_modules():
+            if "lora_dropout" in path:
+                module.train()
+    decoder = (model.get_base_model() if lora is not None else model).get_decoder()
+    mask: Any = torch.zeros(positions, positions, dtype=dtype).masked_fill_(
+        torch.ones(positions, positions).triu(1) > 0, -1e9
+    )[None, None]
+    if learner.shape.masks == 2:
+        mask = {"full_attention": mask, "sliding_attention": mask.clone()}
+    tokens, places = torch.zeros(1, positions, dtype=torch.int64), torch.arange(positions)[None]
+    counted = bytes_kept(
+        model,
+        lambda: (
+            decoder(
+                input_ids=tokens, position_ids=places, attention_mask=mask, use_cache=False
+            ).last_hidden_state
+        ),
+    )
+    assert learner.kept_bytes(positions, positions) == pytest.approx(counted, rel=0.2)
+    assert learner.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+PEAKS = [
+    (*case, "plain")
+    for case in product(("smollm2", "gpt2"), ("tiled", "masked"), ("kept", "recomputed"), (100, 8000))
+]
+PEAKS += [
+    (name, "masked", "kept", 8000, what)
+    for name, what in product(("smollm2", "gpt2"), ("entropy", "truncated"))
+]
+
+
+@pytest.mark.parametrize(("name", "attention", "layers", "vocabulary", "what"), PEAKS)
+@pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "whole"])
+def test_the_peak_of_a_microbatch(
+    name, attention, layers, vocabulary, what, lora, char_tokenizer, peak_bytes
+) -> None:
+    tiled, recomputes, entropy = attention == "tiled", layers == "recomputed", what == "entropy"
+    model: Any = build(name, vocabulary=vocabulary)
+    learner = learner_of(model, lora, recomputes, tiled)
+    if lora is not None:
+        model = adapters.attach(model, lora, 0)
+    policy = Policy(model, ChatTokenizer(char_tokenizer), activation_checkpointing=recomputes)
+    policy.tiled = tiled
+    sampling = SamplingConfig(top_p=0.9 if what == "truncated" else 1.0)
+    policy.forward(
+        make_batch(16), sampling
+    ).logprobs.sum().backward()  # packing is proven, and gradients are there
+    batch = make_batch(400)
+    positions = policy.count_nodes(batch.tokens.tolist())
+
+    def work() -> None:
+        out = policy.forward(batch, sampling, entropy=entropy)
+        (out.logprobs.sum() + (out.entropy.sum() if out.entropy is not None else 0)).backward()
+
+    depth = batch.tokens.shape[1]
+    inside, logits = (
+        learner.backward_bytes(positions, depth),
+        learner.head_bytes(int(batch.action_mask.sum()), entropy, sampling.truncates),
+    )
+    assert learner.kept_bytes(positions, depth) + max(inside, logits) == pytest.approx(
+        peak_bytes(work), rel=0.2
+    )
+
+
+# -- a stage -------------------------------------------------------------------------------------------------
+
+
+def make_stage(**settings: Any) -> StageConfig:
+    return StageConfig.model_validate({"algorithm": {"kind": "grpo"}, "steps": 1, **settings})
+
+
+def sizes(parts: Any) -> dict[str, int]:
+    return {part.name: part.size for part in parts}
+
+
+def test_the_parts_of_a_stage() -> None:
+    """Numbers by hand: SmolLM2's shape with three layers."""
+    learner = learner_of(build("smollm2"), LORA)
+    found = stage_memory(
+        learner, make_stage(sampling={"max_tokens": 500}, microbatch_tokens=1000), EngineConfig(rows=10)
+    )
+    matrices = 3 * (576 * 576 * 2 + 576 * 192 * 2 + 3 * 576 * 1536)
+    adapter = 3 * 8 * ((576 + 576) * 2 + (576 + 192) * 2 + (576 + 1536) * 3)
+    # Transformers ties the embeddings of neither here, so there are two
+    assert sizes(found.held) == {
+        "weights": 4 * (2 * 100 * 576 + matrices + 7 * 576),
+        "adapter, gradient, AdamW": 16 * adapter,
+    }
+    assert sizes(found.sampling)["keys and values"] == 10 * 500 * (2 * 3 * 3 * 64 * 4)
+    assert sizes(found.sampling)["weights with the adapter folded in"] == 4 * matrices
+    assert sizes(found.training)["activations of a microbatch"] == learner.kept_bytes(1000, 500)
+    whole = [sum(sizes(parts).values()) for parts in (found.held, found.sampling, found.training)]
+    assert found.peak == whole[0] + max(whole[1:])
+
+
+def test_the_parts_in_16_bits() -> None:
+    """The adapter is computed beside the weights, so nothing is folded; what is trained has copies in
+    fp32.
+    """
+    adapted, whole = (
+        learner_of(build("smollm2", torch.bfloat16), LORA),
+        learner_of(build("smollm2", torch.bfloat16), None),
+    )
+    found = stage_memory(adapted, make_stage(), EngineConfig())
+    assert "weights with the adapter folded in" not in sizes(found.sampling)
+    assert sizes(found.held) == {
+        "weights": 2 * adapted.shape.parameters,
+        "adapter, gradient, AdamW": 16 * adapted.trained,
+    }
+    held = sizes(stage_memory(whole, make_stage(), EngineConfig()).held)
+    assert sum(held.values()) == (2 + 4 + 4 + 8) * whole.trained
+
+
+def test_a_reference_is_a_copy_of_what_is_trained() -> None:
+    penalized = {"algorithm": {"kind": "grpo", "kl_coef": 0.1}}
+    for lora, dtype, width in (
+        (LORA, torch.bfloat16, 4),
+        (None, torch.bfloat16, 2),
+        (None, torch.float32, 4),
+    ):
+        learner = learner_of(build("smollm2", dtype), lora)
+        assert "reference" not in sizes(stage_memory(learner, make_stage(), EngineConfig()).held)
+        assert (
+            sizes(stage_memory(learner, make_stage(**penalized), EngineConfig()).held)["reference"]
+            == width * learner.trained
+        )
+        assert "reference" not in sizes(
+            stage_memory(learner, make_stage(**penalized, reference="base"), EngineConfig()).held
+        )
+
+
+def test_padded_rows_have_smaller_masks() -> None:
+    packed = learner_of(build("smollm2"), LORA)
+    padded = replace(packed, packed=False)
+    assert packed.kept_bytes(4000, 500) - padded.kept_bytes(4000, 500) == 5 * 4000 * (4000 - 500)
+
+
+@pytest.mark.parametrize("lora", [LORA, None])
+def test_the_samplers_layout_is_a_copy_of_all_weights(
+    lora: LoraSettings | None, char_tokenizer, monkeypatch
+) -> None:
+    """It was left out where all parameters are trained, and the output layer everywhere."""
+    monkeypatch.setattr(onednn_linear, "LEAST", 1)
+    model = build("smollm2")
+    learner = replace(learner_of(model, lora), blocks=True)
+    (predicted,) = [
+        part.size
+        for part in stage_memory(learner, make_stage(), EngineConfig()).sampling
+        if "layout" in part.name
+    ]
+    policy = Policy(adapters.attach(model, lora, 0) if lora else model, ChatTokenizer(char_tokenizer))
+    assert policy.blocks
+    with policy.sampling_mode(blocks=True):
+        copies = [m.blocked for m in policy.model.modules() if isinstance(m, onednn_linear.BlockedLinear)]
+    assert predicted == 4 * sum(copy.numel() for copy in copies)
+
+
+def test_budgets_bound_it() -> None:
+    learner = learner_of(build("gpt2"), None)
+
+    def of(**settings: Any) -> dict[str, int]:
+        engine = EngineConfig(rows=settings.pop("rows", 64), kv_tokens=settings.pop("kv_tokens", None))
+        found = stage_memory(learner, make_stage(**settings), engine)
+        return sizes((*found.held, *found.sampling, *found.training))
+
+    usual, small = of(), of(tasks_per_step=1, group_size=2, microbatch_tokens=10**6)
+    assert "adapter, gradient, AdamW" not in usual and usual["gradient, AdamW"] == 3 * usual["weights"]
+    assert of(kv_tokens=8 * 1024 + 1000)["keys and values"] * 8 == usual["keys and values"]
+    assert of(rows=8)["keys and values"] * 8 == usual["keys and values"]
+    assert small["keys and values"] * 32 == usual["keys and values"], "no more rows than episodes"
+    assert small["activations of a microbatch"] == learner.kept_bytes(2048, 1024), (
+        "no more positions than two episodes"
+    )
+    assert of(microbatch_tokens=1)["activations of a microbatch"] == learner.kept_bytes(1024, 1024), (
+        "one episode is never cut"
+    )
+
+
+def test_demonstrations_need_no_sampling() -> None:
+    found = stage_memory(
+        learner_of(build("gpt2"), LORA), make_stage(algorithm={"kind": "sft"}), EngineConfig()
+    )
+    assert not found.sampling
+    assert found.peak == sum(part.size for part in (*found.held, *found.training))
+
+
+# -- where the shape comes from ------------------------------------------------------------------------------
+
+
+def test_a_shape_needs_no_weights(peak_bytes: Callable[[Callable[[], object]], int]) -> None:
+    large = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    }
+    config = ScratchConfig(
+        architecture={**large, "num_key_value_heads": 8}, alphabet="01", lora=LoraSettings(rank=16)
+    )
+    shapes: list[Any] = []
+    assert peak_bytes(lambda: shapes.append(shape_of(config))) == 0 or shapes[0].parameters > 6e9
+    assert (shapes[0].layers, shapes[0].hidden, shapes[0].heads, shapes[0].kv_heads, shapes[0].head_size) == (
+        32,
+        4096,
+        32,
+        8,
+        128,
+    )
+    assert shapes[0].gated and shapes[0].rms and len(shapes[0].linears) == 7
+    assert Learner(shapes[0], 2, 16).trained == 41_943_040, (
+        "PEFT's own count of rank 16 on all linear layers of Llama 3 8B"
+    )
+
+
+def test_a_scratch_model_has_the_special_tokens_of_its_tokenizer(caplog) -> None:
+    """GPT-2's own are beyond a small vocabulary; Transformers warned of that at every `explain`."""
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        shape_of(
+            ScratchConfig(
+                architecture={"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 4}, alphabet="01"
+            )
+        )
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not caplog.messages
+
+
+def test_what_cannot_be_known_is_not_made_up(tmp_path) -> None:
+    own = ScratchConfig(architecture={"model_type": "torch.nn:Linear"}, alphabet="01")
+    assert shape_of(own) is None
+    assert shape_of(PretrainedConfig(model=str(tmp_path / "nowhere"))) is None
+
+
+def test_explain_tells_of_every_stage_and_of_the_evaluation(tmp_path) -> None:
+    """An evaluation was left out, which has more rows than a small step, and may need the most."""
+    (tmp_path / "x.yaml").write_text(
+        f"""run_dir: {tmp_path}/run
+policy:
+  {{kind: scratch, alphabet: "01234", dtype: auto, device: cpu, architecture: {{model_type: gpt2, n_layer: 2, n_embd: 32, n_head: 4}}}}
+environment: {{kind: arithmetic, num_tasks: 10}}
+evaluation: {{environment: {{kind: arithmetic, split: heldout, num_tasks: 100}}}}
+tasks_per_step: 1
+group_size: 2
+stages: [{{algorithm: sft, steps: 1}}, {{algorithm: grpo, steps: 1}}]
+"""
+    )
+    config = load_config(tmp_path / "x.yaml")[0]
+    found = memory(config)
+    assert list(found) == ["stage 0: sft", "stage 1: grpo", "evaluation"]
+    assert found["stage 1: grpo"].peak >= found["stage 0: sft"].peak > 0
+    kept = {name: sizes(needed.sampling).get("keys and values") for name, needed in found.items()}
+    assert (
+        kept["evaluation"] == config.engine.rows / 2 * kept["stage 1: grpo"]
+        and not found["evaluation"].training
+    )
+    few = memory(
+        load_config(
+            tmp_path / "x.yaml",
+            ["evaluation.num_tasks=3", "evaluation.attempts=2", "evaluation.sampling.temperature=1"],
+        )[0]
+    )
+    assert sizes(few["evaluation"].sampling)["keys and values"] == 3 * kept["stage 1: grpo"], (
+        "no more rows than episodes"
+    )

@@ -1,0 +1,736 @@
+"""A configuration means what its file says, and every mistake in it is told in one line that helps."""
+
+import sys
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from agent_peft.algorithms import ALGORITHMS
+from agent_peft.configuration.effective import load_for_evaluation
+from agent_peft.configuration.explain import effective_values, explain, facts
+from agent_peft.configuration.loading import dump_config, load_config
+from agent_peft.configuration.run_config import TrainConfig, resolved
+from agent_peft.environments import OwnEnvironmentConfig
+from agent_peft.environments.arithmetic import ArithmeticConfig
+from agent_peft.policies.config import PretrainedConfig
+from agent_peft.types import AgentPeftError
+
+TOP = """\
+run_dir: runs/a
+policy: {kind: pretrained, model: smollm2-135m}
+environment: {kind: arithmetic, num_tasks: 10}
+"""
+ONE = TOP + "algorithm: grpo\nsteps: 3\n"
+TWO = f"""{TOP}steps: 3
+optimizer: {{learning_rate: 1e-4, weight_decay: 0.1}}
+stages:
+  - sft
+  - {{name: rl, algorithm: grpo, optimizer: {{learning_rate: 3e-5}}}}
+"""
+HELDOUT = "evaluation:\n  environment: {kind: arithmetic, num_tasks: 4, split: heldout}\n"
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(text, *overrides, **options):
+        path = tmp_path / "x.yaml"
+        path.write_text(text)
+        return load_config(path, overrides, **options)
+
+    return load
+
+
+@pytest.fixture
+def mistake(load, tmp_path):
+    def mistake(text, *overrides):
+        with pytest.raises(AgentPeftError) as raised:
+            load(text, *overrides)
+        told = str(raised.value).replace(f"{tmp_path}/", "")
+        assert "\n" not in told
+        return told
+
+    return mistake
+
+
+# -- what a file means ---------------------------------------------------------------------------------------
+
+
+def test_the_top_is_the_only_stage(load):
+    config, _ = load(ONE)
+    (stage,) = config.stages
+    assert (stage.name, stage.algorithm.kind, stage.steps, stage.group_size, stage.tasks_per_step) == (
+        "grpo",
+        "grpo",
+        3,
+        8,
+        8,
+    )
+    assert stage.episodes_per_step == 64
+    assert isinstance(config.environment, ArithmeticConfig)
+    assert isinstance(config.policy, PretrainedConfig)
+
+
+def test_stages_override_the_top_key_by_key(load):
+    config, _ = load(TWO)
+    sft, rl = config.stages
+    assert (sft.name, sft.group_size, sft.steps, sft.optimizer.learning_rate, sft.optimizer.weight_decay) == (
+        "sft",
+        1,
+        3,
+        1e-4,
+        0.1,
+    )
+    assert (rl.name, rl.group_size, rl.steps, rl.optimizer.learning_rate, rl.optimizer.weight_decay) == (
+        "rl",
+        8,
+        3,
+        3e-5,
+        0.1,
+    )
+
+
+def test_another_kind_replaces_the_mapping(load):
+    text = (
+        TOP
+        + "steps: 3\nalgorithm: {kind: grpo, clip_low: 0.1}\nstages:\n  - {algorithm: rloo}\n  - {algorithm: {clip_high: 0.3}}\n"
+    )
+    rloo, grpo = load(text)[0].stages
+    assert rloo.algorithm == ALGORITHMS["rloo"][0]()
+    assert grpo.algorithm == ALGORITHMS["grpo"][0](clip_low=0.1, clip_high=0.3)
+
+
+def test_a_kind_said_again_overrides_nothing(load):
+    text = (
+        TOP
+        + "steps: 3\nalgorithm: {kind: grpo, clip_low: 0.1}\nstages:\n  - {algorithm: {kind: grpo, kl_coef: 0.5}}\n"
+    )
+    assert load(text)[0].stages[0].algorithm == ALGORITHMS["grpo"][0](clip_low=0.1, kl_coef=0.5)
+
+
+def test_supervised_stages_pass_over_what_is_for_rollouts(load):
+    sft, rl = load(TWO.replace("stages:", "group_size: 4\nstages:"))[0].stages
+    assert (sft.group_size, rl.group_size) == (1, 4)
+
+
+def test_evaluation_is_greedy_and_keeps_the_limits_of_training(load):
+    text = ONE + "sampling: {temperature: 0.7, max_new_tokens: 32, max_tokens: 99, stop: [x]}\n" + HELDOUT
+    sampling = load(text)[0].evaluation.sampling
+    assert (sampling.temperature, sampling.max_new_tokens, sampling.max_tokens, sampling.stop) == (
+        0.0,
+        32,
+        99,
+        ("x",),
+    )
+    sampling = load(text + "  sampling: {max_tokens: 500}\n", "sampling.stop=[y]")[0].evaluation.sampling
+    assert (sampling.temperature, sampling.max_new_tokens, sampling.max_tokens, sampling.stop) == (
+        0.0,
+        32,
+        500,
+        ("y",),
+    )
+    assert load(text + "  sampling: {temperature: 1}\n")[0].evaluation.sampling.temperature == 1.0
+
+
+def test_evaluation_keeps_the_limits_of_the_stage_that_it_follows(load, tmp_path):
+    stages = "stages:\n  - {algorithm: sft, sampling: {max_new_tokens: 5}}\n  - {algorithm: grpo, sampling: {max_tokens: 88, stop: [b]}}\n"
+    config, provenance = load(
+        TOP + HELDOUT + "  sampling: {temperature: 0.5}\nsteps: 2\nsampling: {max_new_tokens: 9}\n" + stages
+    )
+
+    def limits(config, steps):
+        sampling = config.evaluation.following(config.stage_at(steps).sampling).sampling
+        return (sampling.temperature, sampling.max_new_tokens, sampling.max_tokens, sampling.stop)
+
+    assert [limits(config, steps) for steps in (0, 2, 3, 4)] == [
+        (0.5, 5, 1024, ()),
+        (0.5, 5, 1024, ()),
+        *[(0.5, 9, 88, ("b",))] * 2,
+    ]
+    assert config.evaluation.sampling.max_tokens == 88, "of a run that is over, the last stage's"
+    shown = {key: value for key, value in effective_values(config) if key.startswith("evaluation.sampling")}
+    assert shown["evaluation.sampling.max_new_tokens"] is None, "a stage decides"
+    assert provenance.of("evaluation.sampling.max_new_tokens") == "the stage that it follows"
+    assert (
+        "max_new_tokens 5" in facts(config)["evaluation after sft"]
+        and "max_tokens 88" in facts(config)["evaluation after grpo"]
+    )
+    dump_config(config, tmp_path / "again.yaml")
+    again = load_config(tmp_path / "again.yaml")[0]
+    assert again == config and [limits(again, steps) for steps in (0, 4)] == [
+        limits(config, steps) for steps in (0, 4)
+    ]
+
+
+def test_where_all_stages_have_the_same_limits_the_evaluation_shows_them(load):
+    config, _ = load(TWO + "sampling: {max_tokens: 77}\n" + HELDOUT)
+    assert dict(effective_values(config))["evaluation.sampling.max_tokens"] == 77
+    assert "evaluation after sft" not in facts(config)
+
+
+def test_supervised_stages_pass_over_how_tokens_are_drawn(load, tmp_path):
+    config, _ = load(
+        TWO.replace("stages:", "sampling: {temperature: 0.7, top_p: 0.9, max_tokens: 77}\nstages:")
+    )
+    sft, rl = config.stages
+    assert (sft.sampling.temperature, sft.sampling.top_p, sft.sampling.max_tokens) == (1.0, 1.0, 77)
+    assert (rl.sampling.temperature, rl.sampling.top_p, rl.sampling.max_tokens) == (0.7, 0.9, 77)
+    shown = {key for key, _ in effective_values(config) if key.startswith("stages.0.sampling")}
+    assert shown == {f"stages.0.sampling.{key}" for key in ("max_new_tokens", "max_tokens", "stop")}
+    dump_config(config, tmp_path / "again.yaml")
+    assert load_config(tmp_path / "again.yaml")[0] == config
+
+
+def test_the_reference_is_passed_over_where_nothing_is_measured_to_it(load):
+    text = TWO.replace("algorithm: grpo,", "algorithm: {kind: grpo, kl_coef: 0.1},").replace(
+        "stages:", "reference: base\nstages:"
+    )
+    config, _ = load(text)
+    assert config.stages[1].reference == "base"
+    assert [key for key, _ in effective_values(config) if key.endswith(".reference")] == [
+        "stages.1.reference"
+    ]
+    assert facts(config)["reference of rl"] == "the base model: the policy with its adapter off"
+    assert (
+        "a frozen copy of the adapter"
+        in facts(load(text.replace("reference: base\n", ""))[0])["reference of rl"]
+    )
+
+
+def test_numbers_and_paths(load):
+    config, _ = load(ONE + "optimizer: {learning_rate: 1e-5, max_grad_norm: .inf}\nseed: 0x10\n")
+    assert config.stages[0].optimizer.learning_rate == 1e-5
+    assert config.stages[0].optimizer.max_grad_norm == float("inf")
+    assert config.seed == 16
+    assert str(load(ONE)[0].run_dir) == "runs/a"  # relative to the current directory
+    assert not str(load(ONE.replace("runs/a", "~/runs"))[0].run_dir).startswith("~")
+
+
+def test_a_users_own_environment(load, tmp_path, monkeypatch):
+    (tmp_path / "my_own_env.py").write_text(
+        "from agent_peft.environments.arithmetic import Arithmetic, ArithmeticConfig\n"
+        "class Mine(Arithmetic):\n"
+        "    def __init__(self, settings):\n"
+        "        super().__init__(ArithmeticConfig(num_tasks=settings['amount']))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config, provenance = load(ONE, "environment={kind: 'my_own_env:Mine', amount: 5}")
+    assert isinstance(config.environment, OwnEnvironmentConfig)
+    assert facts(config)["tasks"] == "5"
+    assert provenance.of("environment.amount") == "command line"
+    dump_config(config, tmp_path / "again.yaml")
+    assert load_config(tmp_path / "again.yaml")[0] == config
+    del sys.modules["my_own_env"]
+
+
+# -- overrides -----------------------------------------------------------------------------------------------
+
+
+def test_an_override_of_a_default_wins_in_every_stage(load):
+    config, _ = load(TWO, "optimizer.learning_rate=1e-3", "steps=7", "policy.lora.rank=8")
+    assert [(s.steps, s.optimizer.learning_rate) for s in config.stages] == [(7, 1e-3), (7, 1e-3)]
+    assert config.policy.lora.rank == 8
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_override_of_a_stage_wins_over_one_of_all(load, order):
+    config, _ = load(TWO, *["steps=7", "stages.1.steps=9", "stages.1.optimizer.warmup_steps=2"][::order])
+    assert [s.steps for s in config.stages] == [7, 9]
+    assert config.stages[1].optimizer.learning_rate == 3e-5
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_an_overridden_kind_and_its_keys_in_any_order(load, order):
+    text = TOP + "steps: 3\nalgorithm: {kind: grpo, clip_low: 0.1}\n"
+    config, _ = load(text, *["algorithm=rloo", "algorithm.weighting=token_mean"][::order])
+    assert config.stages[0].algorithm == ALGORITHMS["rloo"][0](weighting="token_mean")
+
+
+def test_override_values_are_yaml(load):
+    config, _ = load(
+        ONE,
+        "sampling.stop=[a, 'b c']",
+        "policy.lora=null",
+        "optimizer={betas: [0.8, 0.9]}",
+        "run_dir=a=b",
+        "stages.0.name=x",
+    )
+    assert config.stages[0].sampling.stop == ("a", "b c")
+    assert config.policy.lora is None
+    assert config.stages[0].optimizer.betas == (0.8, 0.9)
+    assert str(config.run_dir) == "a=b"
+    assert config.stages[0].name == "x"
+
+
+def test_an_override_may_save_what_the_file_lacks(load):
+    assert load(TOP + "algorithm: grpo\n", "steps=2")[0].stages[0].steps == 2
+
+
+# -- mistakes ------------------------------------------------------------------------------------------------
+
+MISTAKES = [
+    # unknown keys name the nearest valid one
+    (ONE + "seeed: 1", (), "x.yaml:6: seeed: unknown key; did you mean seed?"),
+    (
+        ONE + "optimizer: {learning_rat: 1}",
+        (),
+        "x.yaml:6: optimizer.learning_rat: unknown key; did you mean optimizer.learning_rate?",
+    ),
+    (
+        ONE + "learning_rate: 1",
+        (),
+        "x.yaml:6: learning_rate: unknown key; did you mean optimizer.learning_rate?",
+    ),
+    (ONE + "optimizer: {step: 3}", (), "x.yaml:6: optimizer.step: unknown key; did you mean steps?"),
+    (
+        ONE + "optimizer: {zzz: 3}",
+        (),
+        "optimizer.zzz: unknown key; the keys here are betas, epsilon, learning_rate",
+    ),
+    (
+        ONE,
+        ("policy.lora.rnk=8",),
+        "command line: policy.lora.rnk: unknown key; did you mean policy.lora.rank?",
+    ),
+    (
+        ONE,
+        ("algorithm.clip_lo=0.1",),
+        "command line: algorithm.clip_lo: unknown key; did you mean algorithm.clip_low?",
+    ),
+    (
+        ONE,
+        ("environment.digts=3",),
+        "command line: environment.digts: unknown key; did you mean environment.digits?",
+    ),
+    (
+        ONE,
+        ("environment.tasks=x",),
+        "command line: environment.tasks: unknown key; did you mean environment.num_tasks?",
+    ),
+    (ONE, ("engine.row=3",), "command line: engine.row: unknown key; did you mean engine.rows?"),
+    (
+        ONE + HELDOUT + "  attempt: 3",
+        (),
+        "x.yaml:8: evaluation.attempt: unknown key; did you mean evaluation.attempts?",
+    ),
+    (
+        TWO,
+        ("stages.1.algorithm.clip_lo=1",),
+        "stages.1.algorithm.clip_lo: unknown key; did you mean stages.1.algorithm.clip_low?",
+    ),
+    (
+        TWO,
+        ("algorithm.clip_low=0.1",),
+        "command line: algorithm.clip_low (for stages.0): unknown key; the keys here are kind",
+    ),
+    (TWO, ("stages.0.stepss=1",), "command line: stages.0.stepss: unknown key; did you mean stages.0.steps?"),
+    # wrong types say what was given and what is expected
+    (ONE + "group_size: eight", (), 'x.yaml:6: group_size: must be a whole number, got "eight"'),
+    (ONE + "group_size: '8'", (), 'x.yaml:6: group_size: must be a whole number, got "8"'),
+    (ONE + "group_size: 8.0", (), "x.yaml:6: group_size: must be a whole number, got 8.0"),
+    (ONE + "group_size: true", (), "x.yaml:6: group_size: must be a whole number, got true"),
+    (ONE + "group_size: null", (), "x.yaml:6: group_size: must be a whole number, got null"),
+    (ONE + "group_size: 0", (), "x.yaml:6: group_size: must be greater than or equal to 1, got 0"),
+    (ONE + "seed: 1_000", (), 'x.yaml:6: seed: must be a whole number, got "1_000"'),
+    (ONE + "optimizer: fast", (), 'x.yaml:6: optimizer: must be a mapping, got "fast"'),
+    (
+        ONE + "optimizer: {learning_rate: fast}",
+        (),
+        'x.yaml:6: optimizer.learning_rate: must be a number, got "fast"',
+    ),
+    (ONE + "optimizer: {betas: [0.9]}", (), "x.yaml: optimizer.betas.1 is missing"),
+    (ONE + "sampling:\n  stop: x", (), 'x.yaml:7: sampling.stop: must be a list, got "x"'),
+    (ONE + "sampling:\n  stop: [a, '']", (), "x.yaml:7: sampling.stop.1: must be a text that is not empty"),
+    (ONE + "sampling:\n  stop:\n    - a\n    - 1", (), "x.yaml:9: sampling.stop.1: must be a text, got 1"),
+    (
+        ONE + "rewards: {correct: .inf}",
+        (),
+        "x.yaml:6: rewards.correct: must be a finite number, got Infinity",
+    ),
+    (ONE, ("policy.packing=yes",), 'command line: policy.packing: must be true or false, got "yes"'),
+    (
+        ONE,
+        ("policy.dtype=float16",),
+        "command line: policy.dtype: must be 'auto', 'float32' or 'bfloat16', got \"float16\"",
+    ),
+    (
+        ONE,
+        ("policy.lora.target_modules=3",),
+        "command line: policy.lora.target_modules: must be 'all-linear' or a list, got 3",
+    ),
+    (ONE, ("policy=null",), "command line: policy: must be a mapping, got null"),
+    (
+        ONE,
+        ("environment.digits=12",),
+        "command line: environment.digits: 12 is neither a number from 1 to 9 nor two",
+    ),
+    (ONE, ("optimizer.betas.0=0.8",), 'command line: optimizer.betas: must be a list, got {"0": 0.8}'),
+    (
+        ONE,
+        ("task_order=shufle",),
+        "command line: task_order: must be 'shuffle' or 'sequential', got \"shufle\"",
+    ),
+    # kinds
+    (ONE, ("algorithm=GRPO",), "command line: algorithm.kind: there is no 'GRPO'; did you mean 'grpo'?"),
+    (ONE, ("algorithm=gpro",), "command line: algorithm.kind: there is no 'gpro'; did you mean 'grpo'?"),
+    (
+        ONE,
+        ("policy.kind=zzz",),
+        "command line: policy.kind: there is no 'zzz'; give one of pretrained, scratch",
+    ),
+    (
+        ONE,
+        ("environment.kind=arithmetik",),
+        "environment: there is no kind 'arithmetik'; did you mean 'arithmetic'?",
+    ),
+    (
+        ONE,
+        ("environment=no_module_of_ours:X",),
+        "command line: environment: 'no_module_of_ours:X' cannot be imported (ModuleNotFoundError: No module named",
+    ),
+    (
+        ONE + "evaluation: {environment: {num_tasks: 3}}",
+        (),
+        "x.yaml:6: evaluation.environment: names no kind; give one of arithmetic",
+    ),
+    (
+        ONE.replace("kind: pretrained, ", ""),
+        (),
+        "x.yaml:2: policy: names no kind; give one of pretrained, scratch",
+    ),
+    # what is missing
+    (ONE.replace("steps: 3\n", ""), (), "x.yaml: steps is missing (trips through the main loop)"),
+    (
+        TWO.replace("steps: 3\n", ""),
+        (),
+        "x.yaml: stages.0.steps is missing (trips through the main loop) (and 1 more mistake)",
+    ),
+    (ONE, ("algorithm=dr_grpo",), "x.yaml: algorithm.constant_length is missing"),
+    (ONE, ("evaluation.attempts=3",), "x.yaml: evaluation.environment is missing"),
+    ("run_dir: r\n", (), "x.yaml: policy is missing (and 3 more mistakes)"),
+    ("", (), "x.yaml: is empty; write at least run_dir, policy, environment, algorithm and steps"),
+    ("- a", (), "x.yaml: is not a mapping of keys to values"),
+    # several
+    (
+        TWO,
+        ("seed=z", "stages.1.steps=x", "stages.0.steps=y"),
+        'command line: seed: must be a whole number, got "z" (and 2 more mistakes)',
+    ),
+    # files
+    (
+        ONE,
+        ("policy.adapter=nowhere",),
+        "command line: policy.adapter: there is no file or folder 'nowhere' (seen from ",
+    ),
+    (
+        ONE,
+        ("environment={kind: db_bench, tasks: no.json}",),
+        "command line: environment.tasks: there is no file or folder 'no.json'",
+    ),
+    # no effect
+    (
+        ONE + "stages: [{steps: 1}, {steps: 2}]",
+        (),
+        "x.yaml:5: steps has no effect, because every stage sets its own; remove it",
+    ),
+    (
+        TOP
+        + "steps: 3\noptimizer: {learning_rate: 1}\nstages: [{algorithm: grpo, optimizer: {learning_rate: 2}}]",
+        (),
+        "x.yaml:5: optimizer.learning_rate has no effect, because every stage sets its own; remove it",
+    ),
+    (
+        TOP + "steps: 3\nalgorithm: {kind: grpo, clip_low: 0.1}\nstages: [rloo, {algorithm: rloo, name: b}]",
+        (),
+        "x.yaml:5: algorithm.kind has no effect, because every stage sets its own; remove it",
+    ),
+    (
+        TOP + "steps: 3\nalgorithm: sft\ngroup_size: 8",
+        (),
+        "x.yaml:6: group_size has no effect, because every stage learns from demonstrations, in groups of one, and draws no tokens",
+    ),
+    (
+        TOP + "steps: 3\nstages: [{algorithm: sft, group_size: 2}]",
+        (),
+        "x.yaml:5: stages.0.group_size has no effect, because stages.0 learns from demonstrations, in groups of one, and draws no tokens",
+    ),
+    (
+        TWO,
+        ("stages.0.group_size=2",),
+        "command line: stages.0.group_size has no effect, because stages.0 learns from demonstrations",
+    ),
+    (
+        TOP + "steps: 3\nalgorithm: sft",
+        ("group_size=2",),
+        "command line: group_size has no effect, because every stage learns from",
+    ),
+    (
+        TOP + "steps: 3\nstages: [{algorithm: sft, sampling: {temperature: 0.5}}, rloo]",
+        (),
+        "x.yaml:5: stages.0.sampling.temperature has no effect, because stages.0 learns from demonstrations",
+    ),
+    (
+        TOP + "steps: 3\nalgorithm: sft\nsampling: {top_p: 0.5}",
+        (),
+        "x.yaml:6: sampling.top_p has no effect, because every stage learns",
+    ),
+    (
+        TWO,
+        ("stages.0.sampling.top_k=2",),
+        "command line: stages.0.sampling.top_k has no effect, because stages.0 learns from",
+    ),
+    (
+        ONE + "reference: base",
+        (),
+        "x.yaml:6: reference has no effect, because every stage measures no KL (kl_coef is 0); remove it",
+    ),
+    (
+        TWO,
+        ("stages.1.reference=stage_start",),
+        "command line: stages.1.reference has no effect, because stages.1 measures no KL",
+    ),
+    (
+        ONE,
+        ("optimizer.min_lr_ratio=0.1",),
+        "command line: optimizer: min_lr_ratio has no effect with schedule: constant",
+    ),
+    (
+        ONE + HELDOUT + "  attempts: 3",
+        (),
+        "x.yaml:8: evaluation: attempts: 3 has no effect at sampling.temperature: 0",
+    ),
+    (ONE + HELDOUT + "  at: []", (), "evaluation: at: [] and every: 0 never evaluate"),
+    (ONE + HELDOUT + "  at: [start, start]", (), "evaluation: at names the same moment twice"),
+    # what cannot work
+    (ONE + "sampling: {temperature: 0}", (), "x.yaml:6: sampling.temperature: 0 has no density to train on"),
+    (
+        ONE + "group_size: 1",
+        (),
+        "x.yaml:6: group_size: 1 is too small for grpo, which compares the episodes of a task with each other",
+    ),
+    (
+        ONE,
+        ("algorithm.minibatches=9",),
+        "command line: algorithm.minibatches: 9 is more than tasks_per_step: 8",
+    ),
+    (
+        ONE,
+        ("policy.lora=null", "algorithm.kl_coef=0.1", "reference=base"),
+        "x.yaml: reference: base of stage 'grpo' is the policy with its adapter off; set policy.lora, or stage_start",
+    ),
+    (
+        ONE,
+        ("algorithm.kl_coef=0.1", "sampling.top_p=0.9"),
+        "command line: sampling.top_p cuts off tokens that the reference gives",
+    ),
+    (
+        ONE,
+        ("algorithm.kl_coef=0.1", "sampling.top_k=5"),
+        "command line: sampling.top_k cuts off tokens that the reference gives",
+    ),
+    (
+        ONE + "until: {metric: sucess, above: 1}",
+        (),
+        "x.yaml:6: until.metric: 'sucess' is no metric of this stage; did you mean 'success'?",
+    ),
+    (
+        ONE + "until: {metric: KL, above: 1}",
+        (),
+        "until.metric: 'KL' is no metric of this stage; give one of reward, success,",
+    ),
+    (
+        ONE + "until: {metric: evaluation.success, above: 1}",
+        (),
+        "until.metric: 'evaluation.success' is measured by evaluations",
+    ),
+    # stages and overrides
+    (ONE + "stages: []", (), "x.yaml: stages: expected a list of stages, got []"),
+    (ONE + "stages: sft", (), 'x.yaml: stages: expected a list of stages, got "sft"'),
+    (ONE + "stages: [3]", (), "x.yaml: stages.0: expected a mapping or an algorithm's name, got 3"),
+    (
+        TOP + "steps: 1\nstages: [grop]",
+        (),
+        "x.yaml:5: stages.0.algorithm.kind: there is no 'grop'; did you mean 'grpo'?",
+    ),
+    (TWO, ("stages.2.steps=4",), "command line: stages.2 is out of range: the last stage is stages.1"),
+    (ONE, ("stages.1.steps=4",), "command line: stages.1 is out of range: the last stage is stages.0"),
+    (ONE, ("stages.-1.steps=4",), "command line: 'stages.-1.steps=4': name one stage and one of its keys"),
+    (ONE, ("stages=[sft]",), "command line: 'stages=[sft]': name one stage and one of its keys"),
+    (ONE, ("steps",), "'steps': an override is written key=value"),
+    (ONE, ("=3",), "'=3': an override is written key=value"),
+    (ONE, ("a..b=3",), "'a..b=3': an override is written key=value"),
+    (ONE, ("steps=[1",), "command line: steps: is not YAML"),
+    (ONE, ("steps=1", "steps=2"), "command line: 'steps=1' and 'steps=2' set the same key; give one of them"),
+    (
+        ONE,
+        ("optimizer={learning_rate: 1}", "optimizer.learning_rate=2"),
+        "set the same key; give one of them",
+    ),
+    (ONE, ("algorithm=rloo", "algorithm.kind=grpo"), "set the same key; give one of them"),
+    # the file itself
+    (ONE + "steps: 4", (), "x.yaml:6: steps stands twice; keep one"),
+    (ONE + "a: [", (), "x.yaml:6: is not YAML"),
+]
+
+
+@pytest.mark.parametrize(("text", "overrides", "told"), MISTAKES, ids=[told[:60] for _, _, told in MISTAKES])
+def test_mistakes(mistake, text, overrides, told):
+    assert told in mistake(text, *overrides)
+
+
+def test_no_such_file(tmp_path):
+    with pytest.raises(AgentPeftError, match=r"nowhere.yaml: cannot be read \(No such file or directory\)"):
+        load_config(tmp_path / "nowhere.yaml")
+
+
+def test_files_are_not_asked_for_where_they_are_not_read(load):
+    assert str(load(ONE, "policy.adapter=nowhere", check_files=False)[0].policy.adapter) == "nowhere"
+
+
+def test_the_model_itself_refuses_what_the_file_may_not_say():
+    with pytest.raises(ValueError, match="stages: \\[\\] trains nothing"):
+        TrainConfig(
+            run_dir="r",
+            policy=PretrainedConfig(model="m"),
+            environment=ArithmeticConfig(num_tasks=3),
+            stages=(),
+        )
+
+
+# -- there and back ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ONE,
+        TWO,
+        ONE
+        + HELDOUT
+        + "  at: [stages]\n  every: 2\noptimizer: {max_grad_norm: .inf}\nrewards: {timeout: -0.3}\n",
+    ],
+)
+def test_a_dumped_configuration_loads_equal(load, text, tmp_path):
+    config, _ = load(text)
+    dump_config(config, tmp_path / "again.yaml")
+    assert load_config(tmp_path / "again.yaml")[0] == config
+    assert resolved(load_config(tmp_path / "again.yaml")[0]) == resolved(config)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rate=st.floats(1e-12, 10),
+    name=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="/\\\0"), min_size=1),
+    stop=st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), max_size=3),
+)
+@example(rate=1.0, name="\x85", stop=["\u2028", "1e5", "yes", " "])
+def test_any_number_and_any_text_survives(load, tmp_path, rate, name, stop):
+    config, _ = load(ONE, f"optimizer.learning_rate={rate!r}")
+    stage = config.stages[0].model_copy(
+        update={"name": name, "sampling": config.stages[0].sampling.model_copy(update={"stop": tuple(stop)})}
+    )
+    config = config.model_copy(update={"stages": (stage,)})
+    dump_config(config, tmp_path / "again.yaml")
+    assert load_config(tmp_path / "again.yaml")[0] == config
+
+
+# -- explain -------------------------------------------------------------------------------------------------
+
+
+def test_every_value_and_where_it_came_from(load, tmp_path):
+    config, provenance = load(TWO, "stages.1.steps=9")
+    values = dict(effective_values(config))
+    source = tmp_path / "x.yaml"
+    expected = {
+        "stages.0.optimizer.learning_rate": (1e-4, f"{source}:5, for all stages"),
+        "stages.1.optimizer.learning_rate": (3e-5, f"{source}:8"),
+        "stages.0.algorithm.kind": ("sft", f"{source}:7"),
+        "stages.1.steps": (9, "command line"),
+        "stages.1.group_size": (8, "default"),
+        "environment.num_tasks": (10, f"{source}:3"),
+        "policy.lora.rank": (16, "default"),
+    }
+    assert {path: (values[path], provenance.of(path)) for path in expected} == expected
+    assert "stages.0.group_size" not in values  # it has no effect there
+
+
+def test_a_list_comes_from_where_it_was_written(load, tmp_path):
+    _, provenance = load(ONE + "optimizer: {betas: [0.8, 0.9]}\n")
+    assert provenance.of("stages.0.optimizer.betas") == f"{tmp_path / 'x.yaml'}:6"
+
+
+def test_facts(load):
+    found = facts(
+        load(TWO + HELDOUT, "stages.1.algorithm.update_epochs=2", "stages.1.algorithm.minibatches=4")[0]
+    )
+    assert found["tasks"] == "10"
+    assert (
+        found["stage sft"]
+        == "3 steps of 8 × 1 = 8 demonstrations (2.4 trips through the tasks), 3 optimizer updates"
+    )
+    assert (
+        found["stage rl"]
+        == "3 steps of 8 × 8 = 64 episodes (2.4 trips through the tasks), 24 optimizer updates"
+    )
+    assert found["optimizer updates"] == "27"
+    assert found["evaluation"] == "4 tasks × 1 attempts"
+
+
+def test_explain_shows_both(load):
+    console = Console(width=100)
+    with console.capture() as capture:
+        console.print(explain(*load(TWO)))
+    shown = capture.get()
+    assert "optimizer.learning_rate" in shown
+    assert "x.yaml:5, for all stages" in shown
+    assert "demonstrations" in shown
+
+
+# -- evaluation of a run -------------------------------------------------------------------------------------
+
+
+def test_a_run_without_evaluation_is_evaluated_on_its_own_tasks(load, tmp_path):
+    load(ONE)
+    config = load_for_evaluation(
+        tmp_path / "x.yaml", ["evaluation.sampling.temperature=1", "evaluation.environment.digits=1"], None, 4
+    )
+    assert config.evaluation.environment == ArithmeticConfig(num_tasks=10, digits=1)
+    assert config.evaluation.attempts == 4
+
+
+def test_a_run_without_evaluation_is_evaluated_within_its_own_limits(load, tmp_path):
+    """Also from the file that a run leaves, which keeps them in its stages."""
+    config = load(ONE + "sampling: {max_new_tokens: 3, max_tokens: 50, stop: ['=']}\n")[0]
+    dump_config(config, tmp_path / "run.yaml")
+    for name in ("x.yaml", "run.yaml"):
+        found = load_for_evaluation(
+            tmp_path / name, ["evaluation.sampling.max_tokens=40"], None, None
+        ).evaluation.sampling
+        assert (found.max_new_tokens, found.max_tokens, found.stop, found.temperature) == (
+            3,
+            40,
+            ("=",),
+            0.0,
+        ), name
+
+
+def test_tasks_of_ones_own_take_the_place_of_generated_ones(load, tmp_path):
+    load(ONE + "evaluation: {environment: {kind: db_bench, generate: {num_tasks: 3}, max_turns: 5}}\n")
+    (tmp_path / "mine.json").write_text("{}")
+    environment = load_for_evaluation(
+        tmp_path / "x.yaml", [], tmp_path / "mine.json", None
+    ).evaluation.environment
+    assert (environment.tasks, environment.generate, environment.max_turns) == (
+        tmp_path / "mine.json",
+        None,
+        5,
+    )
+
+
+def test_a_wrong_task_file_is_told(load, tmp_path):
+    load(ONE + "evaluation: {environment: {kind: db_bench, generate: {num_tasks: 3}}}\n")
+    with pytest.raises(
+        AgentPeftError, match=r"evaluation\.environment\.tasks: there is no file or folder 'no\.json'"
+    ):
+        load_for_evaluation(tmp_path / "x.yaml", [], "no.json", None)

@@ -1,0 +1,105 @@
+"""An adapter goes to the model it is of, wherever that lies; to another one not without a word."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from agent_peft.policies.adapters import LoraSettings
+from agent_peft.policies.config import PretrainedConfig
+from agent_peft.policies.models import adapter_base
+from agent_peft.policies.policy import Policy, load_policy
+from agent_peft.types import AgentPeftError
+
+SETTINGS = LoraSettings(rank=2, alpha=4)
+
+
+@pytest.fixture
+def model(tmp_path: Path, tiny_llama: LlamaForCausalLM, char_tokenizer: PreTrainedTokenizerFast) -> Path:
+    folder = tmp_path / "first" / "tiny"
+    tiny_llama.save_pretrained(folder)
+    char_tokenizer.save_pretrained(folder)
+    return folder
+
+
+def load(model: Path | str, adapter: Path | None = None) -> Policy:
+    return load_policy(
+        PretrainedConfig(model=str(model), lora=SETTINGS, device="cpu", adapter=adapter), seed=0
+    )
+
+
+@pytest.fixture
+def adapter(model: Path, tmp_path: Path) -> Path:
+    load(model).save(tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())[
+        "base_model_name_or_path"
+    ] == str(model)
+    return tmp_path / "adapter"
+
+
+def copy_of(model: Path, name: str, **changes: object) -> Path:
+    folder = model.parent.parent / name
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+def test_its_own_model_here_or_moved(
+    model: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(model, adapter)
+    monkeypatch.chdir(model.parent)
+    load("tiny", adapter)
+    moved = model.parent.parent / "second" / "tiny"
+    moved.parent.mkdir()
+    model.rename(moved)
+    load(moved, adapter)
+    assert not caplog.messages
+
+
+def test_another_architecture_of_equal_shapes_is_refused(model: Path, adapter: Path) -> None:
+    """Every tensor of the adapter fits."""
+    other, config = copy_of(model, "other"), LlamaConfig.from_pretrained(model)
+    same = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
+    MistralForCausalLM(
+        MistralConfig(**{key: getattr(config, key) for key in same}, tie_word_embeddings=True)
+    ).save_pretrained(other)
+    load(other)
+    with pytest.raises(
+        AgentPeftError,
+        match=r"the adapter in .* is of '.*/tiny', whose model_type is llama; that of the model '.*/other' is mistral: ",
+    ):
+        load(other, adapter)
+
+
+def test_another_model_of_the_same_architecture_is_told(
+    model: Path, adapter: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(copy_of(model, "tuned"), adapter)
+    (line,) = caplog.messages
+    assert "/tiny', and the model is" in line and "/tuned'" in line and "\n" not in line
+
+
+def test_a_bundled_model_is_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters name the folder in the cache of whoever made them."""
+    monkeypatch.setattr(adapter_base, "cached", lambda name: tmp_path / f"{name}-abc-1")
+    assert adapter_base._place("smollm2-135m") == tmp_path / "smollm2-135m-abc-1"
+    assert adapter_base._place("somebody/model").name == "model"

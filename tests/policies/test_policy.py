@@ -1,0 +1,470 @@
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import AutoModelForCausalLM
+
+from agent_peft.batch import Batch, collate
+from agent_peft.policies import adapters
+from agent_peft.policies.config import PretrainedConfig, ScratchConfig
+from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.forward import output_layer, tree_attention
+from agent_peft.policies.policy import Policy, load_policy
+from agent_peft.policies.reference import reference_of
+from agent_peft.policies.sampling import SamplingConfig, log_distribution
+from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
+
+MakePolicy = Callable[..., Policy]
+ARCHITECTURES = ("llama", "qwen3", "gpt2", "gpt_neox", "mistral", "gemma3_text", "gemma2")  # of conftest.py
+PLAIN = SamplingConfig()
+TRUNCATED = SamplingConfig(temperature=0.8, top_k=10, top_p=0.9)
+WHOLE_OR_ADAPTER = pytest.mark.parametrize("lora", [True, False], ids=["lora", "whole"])
+
+
+def trajectories(count: int = 6, groups: int = 2, turns: int = 2) -> list[Trajectory]:
+    """Groups that share a prompt and, in part, a first action; turns of many lengths; one trajectory
+    twice.
+    """
+    found = []
+    for i in range(count):
+        common, own = random.Random(i % groups), random.Random(1000 + i // 2)
+        exchanges = []
+        for turn in range(turns):
+            read = (
+                [1, *common.choices(range(3, 19), k=5)]
+                if turn == 0
+                else own.choices(range(3, 19), k=own.randrange(1, 5))
+            )
+            action = own.choices(range(2, 19), k=own.randrange(1, 7))
+            exchanges.append(Turn(tuple(read), tuple(action), (-1.0,) * len(action)))
+        found.append(Trajectory(Task(f"t{i % groups}"), tuple(exchanges)))
+    return [*found, found[0]]
+
+
+def make_batch(**settings: int) -> Batch:
+    chosen = trajectories(**settings)
+    batch = collate(chosen, [int(t.task.id[1:]) for t in chosen])
+    weights = torch.randn(batch.tokens.shape, generator=torch.Generator().manual_seed(1)) * batch.action_mask
+    return replace(batch, weights=weights)
+
+
+def padded_by(batch: Batch, columns: int) -> Batch:
+    """The same batch with more columns of rubbish on its right."""
+    wider = {
+        f.name: pad(getattr(batch, f.name), (0, columns))
+        for f in fields(batch)
+        if getattr(batch, f.name) is not None
+    }
+    same = {name: getattr(batch, name) for name in ("lengths", "returns", "groups")}
+    tokens = pad(batch.tokens, (0, columns), value=7)
+    return Batch(**{**wider, **same, "tokens": tokens})
+
+
+def gradient(policy: Policy, pieces: Sequence[Batch], sampling: SamplingConfig = PLAIN) -> Tensor:
+    """Of the sum over the pieces of Σ weights · log-probability, as one vector."""
+    policy.model.zero_grad()
+    for piece in pieces:
+        (piece.weights * policy.forward(piece, sampling).logprobs).sum().backward()
+    return torch.cat(
+        [
+            torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
+            for p in policy.trainable_parameters()
+        ]
+    )
+
+
+def assert_same_gradient(a: Tensor, b: Tensor, tolerance: float = 1e-6) -> None:
+    assert float(a.norm()) > 1e-2 and a.shape == b.shape
+    assert float((a - b).norm() / a.norm()) < tolerance
+
+
+def direct(policy: Policy, batch: Batch, sampling: SamplingConfig = PLAIN) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies from one forward for each row, with no code of ours but the sampling
+    distribution's.
+    """
+    logprobs, entropy = torch.zeros(batch.tokens.shape), torch.zeros(batch.tokens.shape)
+    for b, length in enumerate(batch.lengths.tolist()):
+        tokens = batch.tokens[b, :length]
+        with torch.no_grad():
+            logits = policy.model(input_ids=tokens[None]).logits[0, :-1]
+        logp = log_distribution(logits, sampling, keep=tokens[1:])
+        logprobs[b, 1:length] = logp.gather(-1, tokens[1:, None]).squeeze(-1)
+        entropy[b, 1:length] = torch.distributions.Categorical(probs=logp.exp()).entropy()
+    return logprobs * batch.action_mask, entropy * batch.action_mask
+
+
+# -- what is scored ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, TRUNCATED], ids=["plain", "truncated"])
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_logprobs_and_entropies_are_the_models(
+    kind: str, packing: bool, sampling: SamplingConfig, make_policy: MakePolicy
+) -> None:
+    policy, batch = make_policy(kind, packing=packing, lora=kind != "gpt2"), make_batch()
+    out = policy.forward(batch, sampling, entropy=True)
+    logprobs, entropy = direct(policy, batch, sampling)
+    assert torch.allclose(out.logprobs, logprobs, atol=1e-5)
+    assert out.entropy is not None and torch.allclose(out.entropy, entropy, atol=2e-5)
+    assert (
+        out.logprobs.dtype == torch.float32
+        and not out.logprobs[~batch.action_mask].any()
+        and not out.entropy[~batch.action_mask].any()
+    )
+    assert policy.packing == packing, "a model with attention alone needs no padding"
+    assert policy.forward(batch, sampling).entropy is None
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, TRUNCATED], ids=["plain", "truncated"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gemma2"])
+def test_the_trainer_scores_what_the_sampler_recorded(
+    kind: str, sampling: SamplingConfig, make_policy: MakePolicy
+) -> None:
+    class Once:
+        def __init__(self, prompt: list[int], seed: int) -> None:
+            self.prompt, self.seed, self.turns = prompt, seed, []
+
+        def act(self, action: Sequence[int], logprobs: Sequence[float], room: int) -> Sequence[int] | None:
+            self.turns.append(
+                Turn(tuple([4, 5] if self.turns else self.prompt), tuple(action), tuple(logprobs))
+            )
+            return [4, 5] if len(self.turns) < 3 else None
+
+    policy = make_policy(kind)
+    conversations = [Once([1, 5, 6, 7 + seed % 3], seed) for seed in range(9)]
+    Engine(policy, EngineConfig(rows=4)).generate(
+        conversations, sampling.model_copy(update={"max_new_tokens": 5})
+    )
+    batch = collate([Trajectory(Task("t"), tuple(c.turns)) for c in conversations], [0] * 9)
+    assert torch.allclose(policy.forward(batch, sampling).logprobs, batch.logprobs, atol=1e-4)
+
+
+def test_a_batch_without_actions_scores_nothing(make_policy: MakePolicy) -> None:
+    batch = make_batch()
+    silent = replace(batch, action_mask=torch.zeros_like(batch.action_mask))
+    policy = make_policy()
+    out = policy.forward(silent, PLAIN, entropy=True)
+    assert not out.logprobs.any() and out.entropy is not None and not out.entropy.any()
+
+
+# -- one gradient, however it is computed --------------------------------------------------------------------
+
+
+@WHOLE_OR_ADAPTER
+@pytest.mark.parametrize("sampling", [PLAIN, TRUNCATED], ids=["plain", "truncated"])
+def test_packed_and_padded_gradients_are_one(
+    lora: bool, sampling: SamplingConfig, make_policy: MakePolicy
+) -> None:
+    policy, batch = make_policy(lora=lora), make_batch()
+    policy.forward(batch, sampling)
+    assert policy.packing
+    packed = gradient(policy, [batch], sampling)
+    policy.packing = False
+    assert_same_gradient(packed, gradient(policy, [batch], sampling))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ARCHITECTURES if kind != "llama"])
+def test_packed_and_padded_gradients_are_one_for_other_models(kind: str, make_policy: MakePolicy) -> None:
+    policy, batch = make_policy(kind, lora=False), make_batch(count=4)
+    packed = gradient(policy, [batch])
+    assert policy.packing
+    policy.packing = False
+    assert_same_gradient(packed, gradient(policy, [batch]), 2e-6)
+
+
+@WHOLE_OR_ADAPTER
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+def test_microbatches_padding_and_order_do_not_matter(
+    lora: bool, packing: bool, make_policy: MakePolicy
+) -> None:
+    policy, batch = make_policy(lora=lora, packing=packing), make_batch()
+    whole = gradient(policy, [batch])
+    rows = list(range(len(batch)))
+    for size in (1, 2, 3):
+        assert_same_gradient(
+            whole, gradient(policy, [batch.select(rows[i : i + size]) for i in range(0, len(rows), size)])
+        )
+    random.Random(0).shuffle(rows)
+    assert_same_gradient(whole, gradient(policy, [batch.select(rows)]))
+    assert_same_gradient(whole, gradient(policy, [padded_by(batch, 9)]))
+
+
+def test_the_gradient_is_the_direct_one(make_policy: MakePolicy) -> None:
+    policy, batch = make_policy(), make_batch()
+    ours = gradient(policy, [batch])
+    policy.model.zero_grad()
+    for b, length in enumerate(batch.lengths.tolist()):
+        tokens = batch.tokens[b, :length]
+        logp = (
+            policy.model(input_ids=tokens[None])
+            .logits[0, :-1]
+            .log_softmax(-1)
+            .gather(-1, tokens[1:, None])
+            .squeeze(-1)
+        )
+        (logp * batch.weights[b, 1:length]).sum().backward()
+    assert_same_gradient(
+        ours, torch.cat([p.grad.flatten() for p in policy.trainable_parameters() if p.grad is not None])
+    )
+
+
+def test_the_entropys_gradient_is_the_direct_one(make_policy: MakePolicy) -> None:
+    policy, batch = make_policy(), make_batch(count=2)
+    entropy = policy.forward(batch, PLAIN, entropy=True).entropy
+    assert entropy is not None
+    entropy.sum().backward()
+    ours = torch.cat([p.grad.flatten() for p in policy.trainable_parameters() if p.grad is not None])
+    policy.model.zero_grad()
+    for b, length in enumerate(batch.lengths.tolist()):
+        logits = policy.model(input_ids=batch.tokens[b : b + 1, :length]).logits[0, :-1]
+        (
+            torch.distributions.Categorical(logits=logits).entropy() * batch.action_mask[b, 1:length]
+        ).sum().backward()
+    assert_same_gradient(
+        ours, torch.cat([p.grad.flatten() for p in policy.trainable_parameters() if p.grad is not None]), 1e-5
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_the_heads_chunks_do_not_matter(
+    chunk: int, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, batch = make_policy(lora=False), make_batch()
+    before, out = gradient(policy, [batch]), policy.forward(batch, TRUNCATED, entropy=True)
+    monkeypatch.setattr(output_layer, "CHUNK", chunk * policy.base.config.vocab_size)
+    again = policy.forward(batch, TRUNCATED, entropy=True)
+    assert torch.allclose(out.logprobs, again.logprobs, atol=1e-6)
+    assert (
+        out.entropy is not None
+        and again.entropy is not None
+        and torch.allclose(out.entropy, again.entropy, atol=1e-6)
+    )
+    assert_same_gradient(before, gradient(policy, [batch]))
+
+
+def test_only_a_chunk_of_logits_exists_at_once(
+    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, batch, heights, scored = make_policy(lora=False), make_batch(), [], output_layer.log_distribution
+    policy.forward(batch, PLAIN)
+    monkeypatch.setattr(output_layer, "CHUNK", 3 * policy.base.config.vocab_size)
+    monkeypatch.setattr(
+        output_layer,
+        "log_distribution",
+        lambda logits, *rest, **more: heights.append(len(logits)) or scored(logits, *rest, **more),
+    )
+    policy.forward(batch, PLAIN)
+    assert max(heights) == 3 and sum(heights) <= int(batch.action_mask.sum())
+
+
+@pytest.mark.parametrize("sampling", [PLAIN, TRUNCATED])
+def test_a_head_that_is_not_trained_gets_the_same_gradient(
+    sampling: SamplingConfig, make_policy: MakePolicy
+) -> None:
+    """Found in the forward, where p is; or by autograd, as where entropies are asked for."""
+    policy, batch, found = make_policy(), make_batch(), []
+    torch.nn.init.normal_(next(p for n, p in policy.model.named_parameters() if "lora_B" in n))
+    for entropy in (False, True):
+        policy.model.zero_grad()
+        (
+            policy.forward(batch, sampling, entropy=entropy).logprobs * torch.arange(batch.tokens.shape[1])
+        ).sum().backward()
+        found.append(
+            torch.cat([p.grad.flatten() for p in policy.trainable_parameters() if p.grad is not None])
+        )
+    assert found[0].abs().max() > 0
+    assert_same_gradient(*found)
+
+
+@pytest.mark.parametrize("tile", [1, 3])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "gpt_neox"])
+def test_tiles_do_not_matter(
+    kind: str, tile: int, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, batch = make_policy(kind, lora=False), make_batch()
+    assert policy.tiled
+    monkeypatch.setattr(tree_attention, "TILE", tile)
+    ours = gradient(policy, [batch])
+    policy.tiled = False
+    dense = gradient(policy, [batch])
+    policy.packing = False
+    assert_same_gradient(ours, dense, 5e-6)
+    assert_same_gradient(ours, gradient(policy, [batch]), 5e-6)
+
+
+@pytest.mark.parametrize("kind", ["mistral", "gemma3_text", "gemma2"])
+def test_attention_of_another_kind_is_left_to_the_model(kind: str, make_policy: MakePolicy) -> None:
+    policy = make_policy(kind)
+    assert not policy.tiled and policy.packing
+
+
+def test_siblings_cost_what_they_do_not_share(make_policy: MakePolicy) -> None:
+    policy, sequences = make_policy(), [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2]]
+    assert policy.count_nodes(sequences) == 5
+    policy.packing = False
+    assert policy.count_nodes(sequences) == 12
+
+
+# -- models that need another way, or none -------------------------------------------------------------------
+
+MAMBA = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+
+
+@pytest.mark.parametrize(
+    "first", [make_batch(), make_batch(count=2, groups=2)], ids=["siblings", "groups of one"]
+)
+def test_a_model_with_a_running_state_falls_back_to_padding(
+    first: Batch, make_policy: MakePolicy, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = make_policy("mamba", lora=False, **MAMBA)
+    with caplog.at_level(logging.WARNING, logger=policy.__name__):
+        out = policy.forward(first, PLAIN)
+    assert "packing is off, trajectories are padded" in caplog.text
+    assert not policy.packing and torch.allclose(out.logprobs, direct(policy, first)[0], atol=1e-5)
+    policy.forward(make_batch(), PLAIN)
+    assert caplog.text.count("packing is off") == 1, "it is said once"
+
+
+class Summing(torch.nn.Module):
+    """Adds to each token's state those of all tokens before it, whatever the mask says."""
+
+    def __init__(self, decoder: torch.nn.Module) -> None:
+        super().__init__()
+        self.decoder = decoder
+
+    def forward(self, **inputs: object) -> object:
+        out = self.decoder(**inputs)
+        out.last_hidden_state = out.last_hidden_state + out.last_hidden_state.cumsum(1)
+        return out
+
+
+def test_the_proof_waits_for_a_branch(make_policy: MakePolicy, caplog: pytest.LogCaptureFixture) -> None:
+    """A single trajectory is a chain: packed, even a model that ignores the mask scores it right, and that
+    proves nothing.
+    """
+    policy = make_policy(lora=False)
+    policy.decoder = Summing(policy.decoder)
+    several = make_batch()
+    one = several.select([0])
+    policy.forward(one, PLAIN)
+    assert policy.packing
+    out = policy.forward(several, PLAIN)
+    assert not policy.packing and "differ by" in caplog.text
+    length = one.tokens.shape[1]
+    assert torch.allclose(out.logprobs[0, :length], policy.forward(one, PLAIN).logprobs[0], atol=1e-5)
+
+
+def test_the_reference_is_proven_too(make_policy: MakePolicy, caplog: pytest.LogCaptureFixture) -> None:
+    policy, batch = make_policy(), make_batch()
+    policy.decoder = Summing(policy.decoder)
+    policy.reference_logprobs(batch, PLAIN, reference_of(policy.model, "base"))
+    assert not policy.packing
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("cohere", {"logit_scale": 0.0625}), ("granite", {"logits_scaling": 8.0})],
+)
+def test_a_model_that_scales_its_logits_in_a_way_of_its_own_is_refused(
+    kind: str, settings: dict[str, float], make_policy: MakePolicy
+) -> None:
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    with pytest.raises(AgentPeftError, match="changes its logits after the output layer"):
+        make_policy(kind, lora=False, initializer_range=0.3, **shape, **settings)
+
+
+def test_attention_in_chunks_is_refused(make_policy: MakePolicy) -> None:
+    policy = make_policy()
+    policy.base.config.layer_types = ["chunked_attention", "full_attention"]
+    with pytest.raises(AgentPeftError, match="attends in chunks"):
+        Policy(policy.base, policy.chat)
+
+
+# -- from a configuration ------------------------------------------------------------------------------------
+
+SCRATCH = {
+    "model_type": "gpt2",
+    "n_embd": 16,
+    "n_layer": 1,
+    "n_head": 2,
+}  # whose own end token is no token here
+
+
+def test_a_policy_from_scratch_depends_on_its_seed_alone() -> None:
+    config = ScratchConfig(architecture=SCRATCH, alphabet="01+=", device="cpu")
+    torch.manual_seed(5)
+    state = torch.random.get_rng_state()
+    first = load_policy(config, seed=0)
+    assert torch.equal(torch.random.get_rng_state(), state), "the global generator is left alone"
+    torch.manual_seed(6)
+    again, other = load_policy(config, seed=0), load_policy(config, seed=1)
+    shape, tokenizer = first.base.config, first.chat.tokenizer
+    assert shape.vocab_size == 3 + 4 and not first.has_adapter
+    assert (shape.bos_token_id, shape.eos_token_id, shape.pad_token_id) == (
+        tokenizer.bos_token_id,
+        tokenizer.eos_token_id,
+        tokenizer.pad_token_id,
+    )
+    for name, tensor in first.model.state_dict().items():
+        assert torch.equal(tensor, again.model.state_dict()[name])
+    assert any(
+        not torch.equal(tensor, other.model.state_dict()[name])
+        for name, tensor in first.model.state_dict().items()
+    )
+
+
+def test_an_adapter_starts_at_zero_and_alone_is_trained() -> None:
+    config = ScratchConfig(
+        architecture=SCRATCH, alphabet="0123456789+-*= \n", device="cpu", lora=adapters.LoraSettings(rank=2)
+    )
+    policy, batch = load_policy(config, seed=0), make_batch()
+    base = policy.reference_logprobs(batch, PLAIN, reference_of(policy.model, "base"))
+    assert torch.allclose(policy.forward(batch, PLAIN).logprobs, base, atol=1e-6)
+    names = [name for name, parameter in policy.model.named_parameters() if parameter.requires_grad]
+    assert (
+        names and all("lora_" in name for name in names) and len(names) == len(policy.trainable_parameters())
+    )
+
+
+@WHOLE_OR_ADAPTER
+def test_saved_and_loaded_it_says_the_same(lora: bool, make_policy: MakePolicy, tmp_path: Path) -> None:
+    policy, batch = make_policy(lora=lora), make_batch()
+    expected = policy.forward(batch, PLAIN).logprobs
+    policy.save(tmp_path / "saved")
+    with torch.no_grad():
+        for parameter in policy.trainable_parameters():
+            parameter.mul_(1.5)
+    assert not torch.allclose(policy.forward(batch, PLAIN).logprobs, expected, atol=1e-3)
+    policy.load(tmp_path / "saved")
+    assert torch.equal(policy.forward(batch, PLAIN).logprobs, expected)
+
+
+def test_merged_it_says_the_same_without_peft(make_policy: MakePolicy, tmp_path: Path) -> None:
+    policy, batch = make_policy(), make_batch()
+    expected = policy.forward(batch, PLAIN).logprobs
+    policy.save_merged(tmp_path / "merged")
+    merged = Policy(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), policy.chat)
+    assert not merged.has_adapter and torch.allclose(
+        merged.forward(batch, PLAIN).logprobs, expected, atol=1e-5
+    )
+
+
+def test_a_model_that_is_nowhere_is_a_mistake_of_one_line(tmp_path: Path) -> None:
+    with pytest.raises(AgentPeftError, match=r"^policy\.model: .*nothing'"):
+        load_policy(PretrainedConfig(model=str(tmp_path / "nothing"), device="cpu"), seed=0)

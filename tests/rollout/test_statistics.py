@@ -1,0 +1,298 @@
+"""Statistics against published numbers, hand computation and brute force."""
+
+import io
+import itertools
+import json
+import math
+import re
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from agent_peft.rollout.statistics import (
+    EvaluationReport,
+    paired_test,
+    pass_at_k,
+    rate_of,
+    sign_flip_p,
+    skill_table,
+    summarize,
+    table,
+    wilson_interval,
+)
+from agent_peft.types import AgentPeftError, Group, Outcome, StopReason, Task, Trajectory, Turn
+
+
+def attempt(task, correct, *, turns=1, invalid=0, stop_reason=StopReason.FINISHED, tokens=1):
+    outcome = Outcome.CORRECT if correct else Outcome.INCORRECT
+    made = tuple(Turn((1,), (2,) * tokens, (-0.5,) * tokens, valid=i >= invalid) for i in range(turns))
+    return Trajectory(task, made, outcome=outcome, stop_reason=stop_reason)
+
+
+def report(results, skills=()):
+    """A report of tasks "0", "1", … with these outcomes (one bool, or several, per task)."""
+    groups = []
+    for number, found in enumerate(results):
+        task = Task(str(number), skills)
+        groups.append(
+            Group(
+                task,
+                [attempt(task, correct) for correct in (found if isinstance(found, tuple) else (found,))],
+            )
+        )
+    return summarize(groups)
+
+
+@pytest.mark.parametrize(  # R: prop.test(x, n, correct = FALSE)$conf.int
+    ("x", "n", "low", "high"),
+    [
+        (8, 10, 0.4901625, 0.9433178),
+        (1, 10, 0.01787621, 0.4041500),
+        (0, 10, 0.0, 0.2775328),
+        (10, 10, 0.7224672, 1.0),
+        (50, 100, 0.4038315, 0.5961685),
+    ],
+)
+def test_wilson_as_in_r(x, n, low, high):
+    assert wilson_interval(x / n, n) == pytest.approx((low, high), abs=1e-6)
+
+
+@given(st.integers(1, 300), st.data())
+def test_wilson_solves_its_own_equation(n, data):
+    """Its bounds are the p whose standard error, as p itself has it, puts the observation 1.96 of them
+    away.
+    """
+    x = data.draw(st.integers(0, n))
+    low, high = wilson_interval(x / n, n)
+    assert 0 <= low <= x / n <= high <= 1
+    for bound in (low, high):
+        if 1e-9 < bound < 1 - 1e-9:
+            assert abs(x / n - bound) == pytest.approx(
+                1.959964 * math.sqrt(bound * (1 - bound) / n), rel=1e-5
+            )
+
+
+def test_attempts_that_always_agree_tell_no_more_than_one():
+    once = rate_of([(1, 1)] * 7 + [(0, 1)] * 5)
+    thrice = rate_of([(3, 3)] * 7 + [(0, 3)] * 5)
+    assert (thrice.low, thrice.high) == pytest.approx((once.low, once.high))
+    assert thrice.tasks == 12
+
+
+def test_attempts_that_never_agree_count_each():
+    assert rate_of([(1, 2)] * 10).low == pytest.approx(wilson_interval(0.5, 20)[0])
+
+
+def test_a_mixed_case_by_hand():
+    # rates 1, 0.5, 0, 0.5: p = 0.5, Σ(pᵢ - p)² = 0.5, effective = 0.25 · 16 / 0.5 = 8 = the number of
+    # attempts at the most
+    found = rate_of([(2, 2), (1, 2), (0, 2), (1, 2)])
+    assert (found.value, found.low, found.high) == pytest.approx((0.5, *wilson_interval(0.5, 8)))
+    # rates 1, 1, 0.5, 0: p = 0.625, Σ = 0.6875, effective = 0.234375 · 16 / 0.6875 = 5.4545…
+    found = rate_of([(2, 2), (2, 2), (1, 2), (0, 2)])
+    assert (found.low, found.high) == pytest.approx(wilson_interval(0.625, 60 / 11))
+
+
+def test_the_clustered_interval_holds_the_truth_as_often_as_it_says():
+    """Tasks of very different difficulty, 4 attempts each; an interval that took attempts for independent
+    would hold it far less often.
+    """
+    random, held, naive, runs = Random(0), 0, 0, 600
+    for _ in range(runs):
+        scores = [
+            (sum(random.random() < p for _ in range(4)), 4)
+            for p in (random.betavariate(0.5, 0.5) for _ in range(60))
+        ]
+        found = rate_of(scores)
+        held += found.low <= 0.5 <= found.high
+        low, high = wilson_interval(found.value, 240)
+        naive += low <= 0.5 <= high
+    assert 0.93 <= held / runs <= 0.98
+    assert naive / runs < 0.85
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=7), st.integers(1, 7))
+def test_pass_at_k_is_the_share_of_subsets_with_a_success(outcomes, k):
+    if k > len(outcomes):
+        with pytest.raises(ValueError, match="pass@"):
+            pass_at_k([(sum(outcomes), len(outcomes))], k)
+    else:
+        subsets = list(itertools.combinations(outcomes, k))
+        assert pass_at_k([(sum(outcomes), len(outcomes))], k) == pytest.approx(
+            sum(map(any, subsets)) / len(subsets)
+        )
+
+
+@given(st.lists(st.integers(-4, 4), max_size=9))
+def test_sign_flips_against_brute_force(differences):
+    sums = [
+        sum(sign * d for sign, d in zip(signs, differences, strict=True))
+        for signs in itertools.product((1, -1), repeat=len(differences))
+    ]
+    expected = sum(abs(total) >= abs(sum(differences)) for total in sums) / len(sums)
+    assert sign_flip_p(differences) == pytest.approx(expected)
+
+
+def paired(gained, lost, both, neither):
+    before = [False] * gained + [True] * lost + [True] * both + [False] * neither
+    after = [True] * gained + [False] * lost + [True] * both + [False] * neither
+    return paired_test(report(before), report(after))
+
+
+@pytest.mark.parametrize(("gained", "lost"), [(10, 2), (5, 5), (1, 0), (0, 7), (0, 0), (30, 14)])
+def test_one_attempt_each_is_mcnemars_exact_test(gained, lost):
+    n = gained + lost
+    tail = sum(math.comb(n, i) for i in range(min(gained, lost) + 1)) / 2**n
+    assert paired(gained, lost, 8, 9).p == pytest.approx(min(1.0, 2 * tail))
+
+
+def test_the_difference_by_hand():
+    # Bonett and Price: p12 = (10+1)/(40+2), p21 = (2+1)/(40+2), d ± 1.96 √((p12 + p21 - (p12 - p21)²) /
+    # (n+2))
+    found = paired(10, 2, 20, 8)
+    d, spread = 8 / 42, math.sqrt((14 / 42 - (8 / 42) ** 2) / 42)
+    assert found.difference == pytest.approx(0.2)
+    assert (found.low, found.high) == pytest.approx((d - 1.959964 * spread, d + 1.959964 * spread), abs=1e-6)
+    assert found.p == pytest.approx(2 * (1 + 12 + 66) / 4096)
+
+
+def test_nothing_changed():
+    found = paired(0, 0, 5, 5)
+    assert (found.difference, found.p) == (0.0, 1.0)
+    assert found.low < 0 < found.high  # ten equal tasks do not prove equality
+
+
+def test_several_attempts_are_compared_by_their_rates():
+    before, after = (
+        report([(True, False), (False, False), (True, True)]),
+        report([(True, True, False), (True, True, True), (True, True, True)]),
+    )
+    found = paired_test(before, after)
+    assert found.difference == pytest.approx((1 / 6 + 1 + 0) / 3)
+    assert found.p == pytest.approx(0.5)  # of ± 1/6 ± 1, two in four are as far from 0
+
+
+def test_pairing_is_by_task_not_by_order():
+    results = [True, False, True, True, False]
+    forward = report(results)
+    groups = [Group(Task(str(i)), [attempt(Task(str(i)), results[i])]) for i in reversed(range(5))]
+    assert paired_test(forward, summarize(groups)).p == 1.0
+    assert paired_test(forward, summarize(groups)).difference == 0.0
+
+
+def test_other_tasks_cannot_be_paired():
+    with pytest.raises(AgentPeftError, match="task '2' is in one only"):
+        paired_test(report([True, False]), report([True, False, True]))
+
+
+def test_a_report_counts():
+    insert, select = Task("i", ("insert", "where")), Task("s", ("select",))
+    made = summarize(
+        [
+            Group(
+                insert,
+                [
+                    attempt(insert, True, turns=2, tokens=3),
+                    attempt(insert, False, turns=3, invalid=2, stop_reason=StopReason.TURN_LIMIT),
+                ],
+            ),
+            Group(
+                select, [attempt(select, False), attempt(select, True, stop_reason=StopReason.INFRASTRUCTURE)]
+            ),
+            Group(Task("lost"), []),
+        ]
+    )
+    assert made.success.value == pytest.approx(0.25)  # of rates 1/2 and 0
+    assert {skill: (rate.value, rate.tasks) for skill, rate in made.by_skill.items()} == {
+        "insert": (0.5, 1),
+        "select": (0.0, 1),
+    }
+    assert (made.attempts, made.infrastructure_failures) == (3, 1)
+    assert made.stop_reasons == {"finished": 2, "turn_limit": 1}
+    assert made.invalid_actions == pytest.approx(2 / 6)
+    assert made.mean_turns == pytest.approx(2.0)
+    assert made.mean_action_tokens == pytest.approx((6 + 3 + 1) / 3)
+    assert made.pass_at == {1: 0.25}
+    assert made.outcomes == {"i": ("correct", "incorrect"), "s": ("incorrect",)}
+
+
+def test_cut_actions_are_counted_shown_and_read_back():
+    task = Task("t")
+    ours = attempt(task, True, turns=3)
+    ours = replace(ours, turns=(replace(ours.turns[0], cut=True), *ours.turns[1:]))
+    made = summarize([Group(task, [ours, attempt(task, False)])])
+    assert made.cut_actions == 1 / 4
+    assert EvaluationReport.from_json(json.loads(json.dumps(made.to_json()))) == made
+    written = {key: value for key, value in made.to_json().items() if key != "cut_actions"}
+    assert EvaluationReport.from_json(written).cut_actions == 0.0, "one that an earlier version wrote"
+    out = io.StringIO()
+    Console(file=out, width=100).print(table({"base": made}))
+    assert re.search(r"cut actions\s+\W\s+25\.0%", out.getvalue())
+
+
+def test_what_the_agent_crashed_or_what_met_a_defect_is_incorrect():
+    task = Task("t", ("insert",))
+    ends = [StopReason.FINISHED, StopReason.CRASHED, StopReason.DEFECT, StopReason.CRASHED]
+    made = summarize(
+        [Group(task, [attempt(task, end is StopReason.FINISHED, stop_reason=end) for end in ends])]
+    )
+    assert made.success.value == made.by_skill["insert"].value == made.pass_at[1] == 0.25
+    assert made.outcomes == {"t": ("correct", "incorrect", "incorrect", "incorrect")}
+    assert (made.attempts, made.infrastructure_failures) == (4, 0)
+    assert made.to_json()["stop_reasons"] == {"crashed": 2, "defect": 1, "finished": 1}
+    text = shown(table({"base": made}))
+    assert re.search(r"ended: crashed +│ +50.0% ", text) and re.search(r"ended: defect +│ +25.0% ", text)
+    assert "left out" not in text + made.summary
+
+
+def test_what_is_left_out_is_told():
+    groups = [Group(Task("t"), [attempt(Task("t"), True)] * 19)]
+    one, two = summarize(groups, left_out=1), summarize(groups, left_out=2)
+    assert (one.infrastructure_failures, one.attempts, one.summary) == (
+        1,
+        19,
+        "success 100.0% (21–100) on 1 tasks",
+    )
+    assert (
+        two.summary == "success 100.0% (21–100) on 1 tasks; 2 of 21 episodes are left out: their world failed"
+    )
+    assert re.search(r"left out \(world failed\) +│ +1 │ +2 ", shown(table({"one": one, "two": two})))
+    assert EvaluationReport.from_json(json.loads(json.dumps(two.to_json()))) == two
+
+
+def test_pass_at_powers_of_two_and_all():
+    made = report([(True, False, False, False, False, False), (False,) * 6])
+    assert made.pass_at == pytest.approx({1: 1 / 12, 2: 1 / 6, 4: 1 / 3, 6: 1 / 2})
+
+
+def test_nothing_to_evaluate_is_an_error():
+    with pytest.raises(AgentPeftError, match="no episode came to an end"):
+        summarize([Group(Task("t"), [attempt(Task("t"), True, stop_reason=StopReason.INFRASTRUCTURE)])])
+
+
+def test_a_report_survives_a_file():
+    made = report([(True, False), (False, False)], skills=("insert",))
+    assert EvaluationReport.from_json(json.loads(json.dumps(made.to_json()))) == made
+
+
+def shown(renderable):
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(renderable)
+    return capture.get()
+
+
+def test_tables_show_what_was_found():
+    base, sft = report([False] * 9 + [True], ("insert",)), report([True] * 9 + [False], ("insert",))
+    text = shown(table({"base": base, "after [sft]": sft}))
+    assert "10.0% (2–40)" in text
+    assert "+80.0 (" in text
+    assert "0.021" in text  # 2 (1 + 10) / 2**10
+    assert "after [sft]" in text
+    assert "insert" in shown(skill_table({"base": base, "after [sft]": sft}))
+    assert "other tasks" in shown(table({"base": base, "after sft": report([True])}))
+    assert base.summary == "success 10.0% (2–40) on 10 tasks"

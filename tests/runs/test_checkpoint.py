@@ -1,0 +1,195 @@
+"""A run that is killed finds its newest checkpoint whole, whenever the kill came."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from agent_peft.runs.checkpoint import (
+    KEEP,
+    checkpoint_step,
+    checkpoints,
+    clean,
+    latest_checkpoint,
+    save_checkpoint,
+    truncate_jsonl,
+    write_atomic,
+    write_json_atomic,
+)
+from agent_peft.types import AgentPeftError, InfrastructureError
+
+
+def writing(text):
+    def write(folder):
+        (folder / "deep").mkdir()
+        (folder / "weights").write_text(text)
+        (folder / "deep" / "state").write_text(text)
+
+    return write
+
+
+def names(root):
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_old_checkpoints_go_but_the_newest_and_the_kept_stay(tmp_path):
+    root = tmp_path / "run" / "checkpoints"
+    for step in range(1, 7):
+        saved = save_checkpoint(root, step, writing(str(step)), keep_last=2, keep=step == 2)
+        assert latest_checkpoint(root) == saved == root / f"step_{step:06d}"
+    assert names(root) == ["step_000002", "step_000005", "step_000006"]
+    assert (root / "step_000006" / "deep" / "state").read_text() == "6"
+    assert (root / "step_000002" / KEEP).is_file()
+
+
+def test_steps_are_ordered_as_numbers(tmp_path):
+    for step in (999_999, 1_000_000):
+        save_checkpoint(tmp_path, step, writing("x"), keep_last=5)
+    assert [checkpoint_step(path) for path in checkpoints(tmp_path)] == [999_999, 1_000_000]
+
+
+def test_the_one_just_written_stays_even_where_a_later_one_is_there(tmp_path):
+    save_checkpoint(tmp_path, 9, writing("later"), keep_last=1)
+    assert save_checkpoint(tmp_path, 3, writing("now"), keep_last=1).is_dir()
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced_and_stays_pinned(tmp_path):
+    save_checkpoint(tmp_path, 3, writing("old"), keep_last=1, keep=True)
+    save_checkpoint(tmp_path, 3, writing("new"), keep_last=1)
+    assert names(tmp_path) == ["step_000003"]
+    assert (tmp_path / "step_000003" / "weights").read_text() == "new"
+    assert (tmp_path / "step_000003" / KEEP).is_file()
+
+
+def test_a_write_that_fails_leaves_the_one_before(tmp_path):
+    before = save_checkpoint(tmp_path, 1, writing("1"), keep_last=1)
+
+    def fail(folder):
+        (folder / "weights").write_text("half")
+        raise OSError("no space left on device")
+
+    with pytest.raises(
+        InfrastructureError,
+        match=r"no space left on device; \d+ MB are free there\); those that are there are whole",
+    ):
+        save_checkpoint(tmp_path, 2, fail, keep_last=1)
+    assert latest_checkpoint(tmp_path) == before
+    assert names(tmp_path) == ["step_000001"]
+
+
+def test_killed_between_the_two_renames_of_a_replacement(tmp_path):
+    save_checkpoint(tmp_path, 3, writing("old"), keep_last=1)
+    (tmp_path / "step_000003").rename(tmp_path / ".replaced-step_000003")
+    found = latest_checkpoint(tmp_path)
+    assert found is not None and (found / "weights").read_text() == "old"
+    clean(tmp_path)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_000003"
+
+
+def test_killed_while_the_replaced_one_is_removed(tmp_path):
+    save_checkpoint(tmp_path, 3, writing("new"), keep_last=1)
+    (tmp_path / ".replaced-step_000003").mkdir()  # half removed: nothing in it any more
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_000003"
+    clean(tmp_path)
+    assert names(tmp_path) == ["step_000003"]
+
+
+def test_no_folder_no_checkpoint(tmp_path):
+    assert latest_checkpoint(tmp_path / "none") is None
+    clean(tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_nothing_else_is_taken_for_a_checkpoint(tmp_path):
+    for name in ("step_12", "step_000012.tmp", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step_000013").write_text("a file")
+    assert latest_checkpoint(tmp_path) is None
+    with pytest.raises(AgentPeftError, match="step_000012"):
+        checkpoint_step(tmp_path / "other")
+    with pytest.raises(ValueError, match="kept"):
+        save_checkpoint(tmp_path, 1, writing("x"), keep_last=0)
+
+
+LOOP = """
+import sys
+from pathlib import Path
+from agent_peft.runs.checkpoint import save_checkpoint
+
+root, first = Path(sys.argv[1]), int(sys.argv[2])
+for step in range(first, first + 100_000):
+    def write(folder):
+        for part in range(4):
+            (folder / f"part{part}").write_text(f"{step}\\n" * 2000)
+    for again in range(2):  # the second replaces the first
+        save_checkpoint(root, step, write, keep_last=2, keep=step % 10 == 0)
+        if again:
+            print(step, flush=True)
+"""
+
+
+def test_kill_9_at_any_moment_leaves_a_whole_latest_one(tmp_path):
+    """Eight processes, each saving as fast as it can and killed after a random while: none takes back what
+    was said to be saved.
+    """
+    waits, said = random.Random(0), 0
+    for _ in range(8):
+        process = subprocess.Popen(
+            [sys.executable, "-c", LOOP, str(tmp_path), str(said + 1)], stdout=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        first = process.stdout.readline()  # it is up and saving
+        time.sleep(waits.uniform(0, 0.05))
+        process.send_signal(signal.SIGKILL)
+        rest = process.stdout.read().split()
+        process.stdout.close()
+        assert process.wait() == -signal.SIGKILL
+        said = int(rest[-1] if rest else first)
+
+        latest = latest_checkpoint(tmp_path)
+        assert latest is not None and checkpoint_step(latest) >= said
+        for checkpoint in checkpoints(tmp_path):
+            for part in range(4):
+                assert (checkpoint / f"part{part}").read_text() == f"{checkpoint_step(checkpoint)}\n" * 2000
+        clean(tmp_path)
+        assert all(name.startswith("step_") for name in names(tmp_path))
+        assert latest_checkpoint(tmp_path) is not None
+    assert all((tmp_path / f"step_{step:06d}").is_dir() for step in range(10, said, 10))
+
+
+def test_write_atomic(tmp_path):
+    path = tmp_path / "new" / "a.txt"
+    write_atomic(path, "one\n")
+    write_atomic(path, "zwölf\n")
+    assert path.read_bytes() == "zwölf\n".encode()
+    assert names(path.parent) == ["a.txt"]
+    with pytest.raises(UnicodeEncodeError):
+        write_atomic(path, "\ud800")
+    assert path.read_bytes() == "zwölf\n".encode()
+    with pytest.raises(ValueError, match="JSON"):
+        write_json_atomic(path, float("nan"))
+    assert path.read_bytes() == "zwölf\n".encode()
+
+
+def test_truncate_jsonl_keeps_bytes_and_drops_a_torn_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = ['{"step": 0,  "x": 0.1}\n', '{"step": 1, "x": 1e-05}\n', '{"step": 2}\n']
+    path.write_text("".join(lines) + '{"step": 1, "x"')
+    truncate_jsonl(path, lambda record: record["step"] < 2)
+    assert path.read_text() == lines[0] + lines[1]
+    path.write_text(lines[0] + '{"step": 1}')  # whole, but its end of line never came
+    truncate_jsonl(path, lambda record: True)
+    assert path.read_text() == lines[0]
+
+
+def test_truncate_jsonl_tells_of_a_damaged_file(tmp_path):
+    truncate_jsonl(tmp_path / "none.jsonl", lambda record: True)
+    assert not (tmp_path / "none.jsonl").exists()
+    path = tmp_path / "a.jsonl"
+    path.write_text("[1]\n" + json.dumps({"step": 1}) + "\n")
+    with pytest.raises(AgentPeftError, match=r"a\.jsonl:1"):
+        truncate_jsonl(path, lambda record: True)

@@ -1,0 +1,250 @@
+"""Where a run goes on whose newest checkpoint is damaged or gone, or whose disk was full: what is whole is
+kept, what happened is told.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import resource
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from agent_peft.cli import run
+from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.run_config import TrainConfig
+from agent_peft.configuration.yaml12 import dump
+from agent_peft.runs import run as runs
+from agent_peft.runs.run import train
+from agent_peft.training import state_file
+from agent_peft.types import AgentPeftError, InfrastructureError
+
+HELDOUT = {"kind": "arithmetic", "digits": 1, "num_tasks": 3, "split": "heldout"}
+
+
+@pytest.fixture
+def configure(tmp_path, policy_config):
+    def configure(**changes) -> TrainConfig:
+        settings = {
+            "run_dir": str(tmp_path / "run"),
+            "threads": 1,
+            "policy": policy_config.model_dump(mode="json"),
+            "environment": {"kind": "arithmetic", "digits": 1, "num_tasks": 10},
+            "evaluation": {"environment": HELDOUT, "sampling": {"max_new_tokens": 3}, "every": 1},
+            "stages": [
+                {
+                    "algorithm": {"kind": "sft"},
+                    "steps": 2,
+                    "tasks_per_step": 2,
+                    "optimizer": {"learning_rate": 0.02},
+                },
+                {
+                    "algorithm": {"kind": "reinforce"},
+                    "steps": 3,
+                    "tasks_per_step": 2,
+                    "group_size": 4,
+                    "rewards": {"invalid_action": -0.5},
+                    "sampling": {"max_new_tokens": 3},
+                },
+            ],
+        }
+        (tmp_path / "c.yaml").write_text(dump({**settings, **changes}))
+        return load_config(tmp_path / "c.yaml")[0]
+
+    return configure
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+DAMAGES = {
+    "trainer.pt cut": lambda folder: cut(folder / "trainer.pt"),
+    "trainer.pt gone": lambda folder: (folder / "trainer.pt").unlink(),
+    "trainer.pt a pipe": lambda folder: ((folder / "trainer.pt").unlink(), os.mkfifo(folder / "trainer.pt")),
+    "position empty": lambda folder: (folder / "position.json").write_text(""),
+    "position of another run": lambda folder: (folder / "position.json").write_text(
+        '{"stage": 7, "steps": 5}'
+    ),
+    "adapter cut": lambda folder: cut(folder / "adapter_model.safetensors"),
+    "adapter gone": lambda folder: (folder / "adapter_model.safetensors").unlink(),
+    "adapter's settings cut": lambda folder: cut(folder / "adapter_config.json"),
+    "adapter's settings gone": lambda folder: (folder / "adapter_config.json").unlink(),
+}
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(configure, run_contents, caplog, tmp_path):
+    """To the same bytes as a run whose disk was sound; the damaged one stays, under another name, and one
+    line tells of it.
+    """
+    config = configure(evaluation=None)
+    train(config)
+    before, root = run_contents(config.run_dir), config.run_dir / "checkpoints"
+    shutil.copytree(config.run_dir, tmp_path / "sound")
+    for name, damage in DAMAGES.items():
+        shutil.rmtree(config.run_dir)
+        shutil.copytree(tmp_path / "sound", config.run_dir)
+        damage(root / "step_000005")
+        left = {path.name for path in (root / "step_000005").iterdir()}
+        caplog.clear()
+        train(config)
+        told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+        assert len(told) == 1, name
+        assert "step_000005: is damaged (" in told[0], name
+        assert told[0].endswith("it is now damaged_step_000005, and the run goes on from step_000004"), name
+        assert {path.name for path in (root / "damaged_step_000005").iterdir()} == left, name
+        shutil.rmtree(root / "damaged_step_000005")
+        assert run_contents(config.run_dir) == before, name
+
+
+def test_damaged_twice_and_several_at_once(configure, run_contents):
+    config = configure(checkpoint={"keep_last": 4})
+    train(config)
+    before, root = run_contents(config.run_dir), config.run_dir / "checkpoints"
+    for _ in range(2):
+        for name in ("step_000004", "step_000005"):
+            cut(root / name / "trainer.pt")
+        train(config)
+    aside = sorted(path.name for path in root.glob("damaged_*"))
+    assert aside == [
+        "damaged_step_000004",
+        "damaged_step_000004_1",
+        "damaged_step_000005",
+        "damaged_step_000005_1",
+    ]
+    for name in aside:
+        shutil.rmtree(root / name)
+    assert run_contents(config.run_dir) == before
+
+
+def test_what_was_written_after_the_whole_checkpoint_is_forgotten(configure, monkeypatch):
+    config = configure()
+    train(config)
+    cut(config.run_dir / "checkpoints" / "step_000005" / "trainer.pt")
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "Trainer", stop)
+    with pytest.raises(KeyboardInterrupt):
+        train(config)
+    for name in ("metrics.jsonl", "timing.jsonl"):
+        assert [json.loads(line)["step"] for line in (config.run_dir / name).read_text().splitlines()] == [
+            0,
+            1,
+            2,
+            3,
+        ]
+    assert sorted(path.name for path in (config.run_dir / "trajectories").iterdir()) == [
+        f"step_{step:06d}.jsonl" for step in range(4)
+    ]
+    kept = {path.stem for path in (config.run_dir / "evaluations").iterdir()}
+    assert kept == {"base", "step_1", "after_sft", "step_3", "step_4"}  # and not after_reinforce
+
+
+def test_where_no_checkpoint_is_whole_nothing_is_touched(configure, run_contents):
+    config = configure()
+    train(config)
+    for checkpoint in (config.run_dir / "checkpoints").iterdir():
+        cut(checkpoint / "trainer.pt")
+    before = run_contents(config.run_dir)
+    with pytest.raises(
+        AgentPeftError, match=r"step_000005: is damaged \(.*none of the 2 before it is whole; .*--fresh"
+    ):
+        train(config)
+    assert run_contents(config.run_dir) == before
+    train(config, fresh=True)
+
+
+def test_deleted_checkpoints_are_told(configure, run_contents, caplog):
+    config = configure()
+    train(config)
+    before = run_contents(config.run_dir)
+    shutil.rmtree(config.run_dir / "checkpoints")
+    train(config)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{config.run_dir}: holds metrics of 5 steps and no checkpoint, so they are made again from the start"
+    ]
+    assert run_contents(config.run_dir) == before
+
+
+def test_a_state_saved_on_another_device_is_read(tmp_path, monkeypatch):
+    """As a GPU's tensors are tagged, on a machine without one."""
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        state_file.save_state({"optimizer": torch.arange(3.0)}, tmp_path / "trainer.pt")
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match="CUDA"):
+            torch.load(io.BytesIO((tmp_path / "trainer.pt").read_bytes()), weights_only=True)
+    for mapped in (False, True):
+        loaded = state_file.load_state(tmp_path / "trainer.pt", mapped=mapped)["optimizer"]
+        assert (loaded.device.type, loaded.tolist()) == ("cpu", [0.0, 1.0, 2.0])
+
+
+@contextmanager
+def full_disk(size: int):
+    """No file of this process grows beyond ``size`` bytes: the operating system says no, as it does where
+    there is no room.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "trainer.pt"])
+def test_a_full_disk_ends_in_one_line_and_loses_nothing(configure, run_contents, monkeypatch, tmp_path, name):
+    whole = configure(run_dir=str(tmp_path / "whole"))
+    train(whole)
+    config = configure()
+    save = runs.Trainer.save
+
+    def full(trainer, folder):
+        if folder.name != ".aside-step_000003":
+            return save(trainer, folder)
+        if name == "trainer.pt":
+            trainer.policy.save(folder)
+            trainer.policy.save = lambda _: None
+        with full_disk(100):
+            return save(trainer, folder)
+
+    monkeypatch.setattr(runs.Trainer, "save", full)
+    with pytest.raises(
+        InfrastructureError,
+        match=r"no checkpoint can be written \(.*MB are free there\).*run the same command to go on",
+    ):
+        train(config)
+    assert [path.name for path in sorted((config.run_dir / "checkpoints").iterdir())] == [
+        "step_000001",
+        "step_000002",
+    ]
+    monkeypatch.setattr(runs.Trainer, "save", save)
+    train(config)
+    ours, theirs = run_contents(config.run_dir), run_contents(whole.run_dir)
+    del ours["config.yaml"], theirs["config.yaml"]
+    assert ours == theirs
+
+
+def test_a_full_disk_under_the_metrics_is_one_line(configure, capsys, monkeypatch, tmp_path):
+    configure()
+    log = run.JsonlTracker.log
+
+    def full(tracker, step, metrics):
+        with full_disk(10):
+            return log(tracker, step, metrics)
+
+    monkeypatch.setattr(run.JsonlTracker, "log", full)
+    assert run(["train", str(tmp_path / "c.yaml")]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert (
+        "File too large; nothing that was whole is lost: mend that, then run the same command again" in said
+    )

@@ -1,0 +1,327 @@
+"""Each check that is always on fires on the fault it is for, and none on a run without one."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from agent_peft.batch import Batch
+from agent_peft.environments import load_environment
+from agent_peft.policies import adapters, policy
+from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.policy import Policy, load_policy
+from agent_peft.training import checks
+from agent_peft.training import trainer as trainer_module
+from agent_peft.training.trainer import Trainer
+from agent_peft.types import AgentPeftError, TrustError
+
+
+def run(trainer: Trainer) -> list[dict[str, float]]:
+    return [step.metrics for step in trainer]
+
+
+def stops(trainer: Trainer, match: str) -> None:
+    """The run ends in one line."""
+    with pytest.raises(TrustError, match=match) as raised:
+        run(trainer)
+    assert "\n" not in str(raised.value)
+
+
+@contextmanager
+def without_adapter(policy: Policy, blocks: bool):
+    """What ``sampling_mode`` would be if the adapter never reached the sampler."""
+    with torch.no_grad(), policy.model.disable_adapter():
+        yield
+
+
+# -- a run without a fault -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    ["reinforce", "rloo", "grpo", {"kind": "grpo", "kl_coef": 0.1, "entropy_coef": 0.01}],
+    ids=str,
+)
+def test_nothing_fires_without_a_fault(make_trainer, algorithm):
+    found = run(make_trainer(algorithm, steps=4))
+    assert all(m["ratio"] == pytest.approx(1, abs=1e-5) for m in found)
+    assert all(m["clip_fraction"] == 0 and m["approx_kl"] < 1e-8 for m in found)
+    assert all(m["updates_skipped"] == 0 for m in found)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"top_p": 0.9}, {"top_k": 5}, {"temperature": 0.7, "top_p": 0.8, "top_k": 6}, {"temperature": 1.5}],
+    ids=str,
+)
+def test_nothing_fires_under_any_sampling(make_trainer, sampling):
+    found = run(make_trainer("grpo", steps=4, tasks_per_step=8, sampling={"max_new_tokens": 3, **sampling}))
+    assert all(m["ratio"] == pytest.approx(1, abs=1e-4) for m in found if not m["updates_skipped"])
+    assert sum(not m["updates_skipped"] for m in found) >= 2
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [{"dtype": "bfloat16"}, {"packing": False}, {"lora": None}, {"dtype": "bfloat16", "lora": None}],
+    ids=str,
+)
+def test_nothing_fires_for_any_kind_of_policy(make_trainer, policy):
+    found = run(make_trainer("grpo", steps=4, policy=policy))
+    assert [m["updates_skipped"] for m in found] == [0] * 4
+
+
+def test_nothing_fires_over_many_turns(make_trainer):
+    """A random policy in DB Bench: long prompts, several turns, observations in between."""
+    alphabet = "".join(map(chr, range(32, 127))) + "\n"
+    base = make_trainer(
+        "rloo",
+        policy={
+            "alphabet": alphabet,
+            "architecture": {**make_trainer().policy.base.config.to_dict(), "max_position_embeddings": 8192},
+        },
+        tasks_per_step=2,
+        rewards={"invalid_action": -0.1},
+        sampling={"max_new_tokens": 6, "max_tokens": 6000},
+    )
+    environment = load_environment({"kind": "db_bench", "generate": {"num_tasks": 2}, "max_turns": 3})
+    trainer = Trainer(base.stage, base.policy, base.engine, environment, seed=0)
+    steps = list(trainer)
+    assert max(len(t.turns) for step in steps for g in step.collection.groups for t in g.trajectories) > 1
+
+
+def test_the_canary_is_the_beginning_of_a_trajectory(make_trainer, monkeypatch):
+    """It was the end, cut out of its context: the quickstart stopped at its 17th update with nothing
+    wrong. After an `<|im_end|>` in second place SmolLM2's hidden states are 24,000 large, and what fp32
+    rounds off them is more than the tolerance.
+    """
+    scored: list[list[int]] = []
+    own = Engine.score
+
+    def score(self, tokens, *rest, **more):
+        scored.append(tokens)
+        return own(self, tokens, *rest, **more)
+
+    trainer = make_trainer("grpo", steps=1, sampling={"max_new_tokens": 12})
+    monkeypatch.setattr(Engine, "score", score)
+    monkeypatch.setattr(checks, "CANARY_TOKENS", 4)
+    (step,) = trainer
+    trajectories = [t for group in step.collection.groups for t in group.trajectories]
+    assert len(trajectories[0].tokens) > 4
+    assert scored == [list(trajectories[0].tokens[:4])]
+
+
+def test_a_first_step_without_variance_is_no_fault(make_trainer):
+    """The only gradient is the penalty's, which is zero where the policy is its own reference: the adapter
+    rightly stays zero.
+    """
+    trainer = make_trainer({"kind": "grpo", "kl_coef": 0.1}, rewards={"incorrect": 0.0})
+    found = run(trainer)
+    assert [m["gradient_norm"] for m in found] == pytest.approx([0, 0], abs=1e-6)
+
+
+# -- the sampler does not act with the trainer's weights -----------------------------------------------------
+
+
+def test_an_adapter_that_never_reaches_the_sampler(make_trainer, monkeypatch):
+    """Unseen in the first rollout, where the adapter is zero; found by the canary right after the first
+    update.
+    """
+    monkeypatch.setattr(Policy, "sampling_mode", without_adapter)
+    trainer = make_trainer()
+    stops(trainer, "the sampler does not act with the weights that were just updated")
+    assert trainer.updates == 1
+
+
+def test_without_the_canary_the_next_rollout_tells(make_trainer, monkeypatch):
+    monkeypatch.setattr(Policy, "sampling_mode", without_adapter)
+    monkeypatch.setattr(checks.Canary, "after_update", lambda canary, tokens: None)
+    trainer = make_trainer("reinforce")
+    stops(trainer, "log-probabilities of freshly sampled tokens differ from the sampler's")
+    assert trainer.updates == 1
+
+
+def test_a_stale_adapter_in_the_sampler(make_trainer, monkeypatch):
+    """As if the folded weights of the first rollout were kept: the sampler is one adapter behind."""
+    folded, kept = adapters.folded, {}
+
+    @contextmanager
+    def stale(model, linear=None):
+        modules = {name: layer for name, layer in model.named_modules() if name.endswith("lora_B.default")}
+        current = {name: layer.weight.detach().clone() for name, layer in modules.items()}
+        kept.update({name: weight for name, weight in current.items() if name not in kept})
+        for name, layer in modules.items():
+            layer.weight.data.copy_(kept[name])
+        try:
+            with folded(model, linear):
+                yield
+        finally:
+            for name, layer in modules.items():
+                layer.weight.data.copy_(current[name])
+
+    monkeypatch.setattr(adapters, "folded", stale)
+    stops(make_trainer(), "the sampler does not act with the weights that were just updated")
+
+
+def test_an_adapter_folded_at_half_its_strength(make_trainer, monkeypatch):
+    delta = adapters._delta
+    monkeypatch.setattr(adapters, "_delta", lambda layer: delta(layer) / 2)
+    stops(make_trainer(), "the sampler does not act with the weights that were just updated")
+
+
+# -- the trainer takes the tokens for something else ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+@pytest.mark.parametrize("truncating", [{}, {"top_p": 0.9}], ids=str)
+def test_a_loss_mask_off_by_one(make_trainer, monkeypatch, shift, truncating):
+    collate = trainer_module.collate_groups
+
+    def shifted(*given) -> Batch:
+        batch = collate(*given)
+        mask = batch.action_mask.roll(shift, dims=1)
+        mask[:, 0] = False
+        return replace(batch, action_mask=mask)
+
+    monkeypatch.setattr(trainer_module, "collate_groups", shifted)
+    trainer = make_trainer(sampling={"max_new_tokens": 3, **truncating})
+    stops(trainer, "the loss mask")
+    assert trainer.updates == 0
+
+
+@pytest.mark.parametrize(
+    ("drawn", "scored"),
+    [
+        ({}, {"temperature": 0.9}),
+        ({"temperature": 0.7}, {"temperature": 1.0}),
+        ({"top_p": 0.9}, {"top_p": 1.0}),
+        ({}, {"top_k": 4}),
+    ],
+    ids=str,
+)
+def test_another_distribution_in_the_trainer(make_trainer, monkeypatch, drawn, scored):
+    trainer = make_trainer(sampling={"max_new_tokens": 3, **drawn})
+    forward = trainer.policy.forward
+    monkeypatch.setattr(
+        trainer.policy,
+        "forward",
+        lambda batch, sampling, **options: forward(batch, sampling.model_copy(update=scored), **options),
+    )
+    stops(trainer, "the sampling distribution")
+    assert trainer.updates == 0
+
+
+def test_weights_that_move_between_rollout_and_update(make_trainer):
+    trainer = make_trainer("reinforce")
+    collect = trainer.collect
+
+    def drifting(step):
+        collection = collect(step)
+        with torch.no_grad():
+            trainer.policy.head.weight.mul_(1.05)
+        return collection
+
+    trainer.collect = drifting
+    stops(trainer, "differ from the sampler's")
+
+
+def test_log_probabilities_that_are_no_numbers(make_trainer):
+    trainer = make_trainer("reinforce")
+    collect = trainer.collect
+
+    def spoiling(step):
+        collection = collect(step)
+        with torch.no_grad():
+            trainer.policy.head.weight[0, 0] = float("nan")
+        return collection
+
+    trainer.collect = spoiling
+    stops(trainer, "by nan nats")
+
+
+# -- the adapter does not start at zero, or never leaves it --------------------------------------------------
+
+
+def test_an_adapter_that_is_not_zero_at_the_start(policy_config, monkeypatch):
+    attach = adapters.attach
+
+    def planting(model, settings, seed):
+        adapted = attach(model, settings, seed)
+        factor = next(p for name, p in adapted.named_parameters() if "lora_B" in name)
+        with torch.no_grad():
+            factor[0, 0] = 1e-8
+        return adapted
+
+    monkeypatch.setattr(policy.adapters, "attach", planting)
+    with pytest.raises(TrustError, match="the adapter is not zero at step 0: 1 elements of"):
+        load_policy(policy_config, 0)
+
+
+def test_the_first_output_is_the_base_models(policy_config):
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    base = load_policy(policy_config.model_copy(update={"lora": None}), 0)
+    fresh = load_policy(policy_config, 0)
+    with torch.no_grad():
+        assert torch.equal(base.model(input_ids=tokens).logits, fresh.model(input_ids=tokens).logits)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+def test_an_adapter_whose_gradient_vanishes(make_trainer, algorithm):
+    trainer = make_trainer(algorithm)
+    for parameter in trainer.parameters:
+        parameter.register_hook(torch.zeros_like)
+    stops(trainer, "the adapter's delta is still zero after the first update")
+    assert trainer.updates == 1
+
+
+def test_an_optimizer_that_holds_other_parameters(make_trainer):
+    trainer = make_trainer("sft")
+    for group in trainer.optimizer.param_groups:
+        group["params"] = [torch.nn.Parameter(p.detach().clone()) for p in group["params"]]
+    stops(trainer, "the adapter's delta is still zero after the first update")
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "sft"])
+def test_log_probabilities_that_are_detached(make_trainer, monkeypatch, algorithm):
+    """The seeds' bug: LoRA never trained."""
+    trainer = make_trainer(algorithm)
+    forward = trainer.policy.forward
+
+    def detached(batch, sampling, **options):
+        output = forward(batch, sampling, **options)
+        return replace(output, logprobs=output.logprobs.detach())
+
+    monkeypatch.setattr(trainer.policy, "forward", detached)
+    stops(trainer, "no gradient")
+
+
+def test_nothing_to_train_is_told(make_trainer):
+    trainer = make_trainer("sft")
+    for parameter in trainer.parameters:
+        parameter.requires_grad_(False)
+    with pytest.raises((AgentPeftError, ValueError), match="no parameter requires a gradient"):
+        Trainer(trainer.stage, trainer.policy, trainer.engine, trainer.environment, seed=0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_that_the_first_update_does_not_change(make_trainer, dtype):
+    """Where everything is trained, there is no delta to look at."""
+    trainer = make_trainer("sft", policy={"lora": None, "dtype": dtype}, optimizer={"learning_rate": 1e-30})
+    stops(trainer, "the first update has changed no weight")
+
+
+def test_in_bfloat16_all_weights_learn_as_in_fp32(make_trainer):
+    """A learning rate of 1e-5 moves no bf16 weight by itself: it does where fp32 copies are what is
+    trained.
+    """
+    fallen = {}
+    for dtype in ("float32", "bfloat16"):
+        trainer = make_trainer(
+            "sft", policy={"lora": None, "dtype": dtype}, steps=40, optimizer={"learning_rate": 1e-5}
+        )
+        surprisals = [m["surprisal"] for m in run(trainer)]
+        fallen[dtype] = sum(surprisals[:10]) - sum(surprisals[-10:])
+    assert fallen["float32"] > 0
+    assert fallen["bfloat16"] == pytest.approx(fallen["float32"], rel=0.25)
