@@ -1,46 +1,50 @@
-"""What a sandbox is: a machine of its own for one episode, thrown away with it."""
+"""The interface of a sandbox: a machine of its own for untrusted commands, deleted when it is closed."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from types import TracebackType
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from agent_peft.config import Config
 from agent_peft.types import InfrastructureError
 
 
-class SandboxLimits(BaseModel):
-    """What everything inside one sandbox may use together."""
+class SandboxLimits(Config):
+    """The limits of one sandbox. Unless its description says otherwise, a limit holds for all processes
+    together.
+    """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    memory_mb: int = Field(default=512, ge=16, description="of all processes, and again of all files written")
-    processes: int = Field(default=128, ge=4)
-    file_size_mb: int = Field(default=64, ge=1, description="of one file")
-    cpu_seconds: float = Field(default=60.0, gt=0, description="of one command, its children included")
+    memory_mb: int = Field(
+        default=512, ge=16, description="memory of all processes in MiB; files may take as much again"
+    )
+    processes: int = Field(default=128, ge=4, description="maximum number of processes")
+    file_size_mb: int = Field(default=64, ge=1, description="maximum size of one file in MiB")
+    cpu_seconds: float = Field(
+        default=60.0, gt=0, description="processor time of one command and its children, in seconds"
+    )
     output_chars: int = Field(
-        default=16_384, ge=256, description="of one command; the middle of what is longer is cut out"
+        default=16_384,
+        ge=256,
+        description="maximum output of one command in characters; the middle of a longer output is cut out",
     )
 
 
 class MachineLost(InfrastructureError):
-    """One episode's machine is of no more use, and what makes machines is well: the agent may have brought
-    it about.
-    """
+    """One machine cannot be used any more, although new ones can be made. Its commands may be the cause."""
 
 
 @dataclass(frozen=True)
 class CommandResult:
-    """What a command did.
+    """The result of a command.
 
     >>> CommandResult("hello\\n", 0).ok
     True
     """
 
-    output: str  # stdout and stderr in the order they were written, decoded leniently, cut to the limit
-    exit_code: int | None  # None: killed at its time limit, or the shell died under it
+    output: str  # stdout and stderr in the order in which they were written; bad UTF-8 is replaced
+    exit_code: int | None  # None: the command was killed at its time limit, or its shell died
     timed_out: bool = False
     truncated: bool = False
 
@@ -50,77 +54,75 @@ class CommandResult:
 
 
 class Sandbox(ABC):
-    """A private machine: files, processes and users of its own, no network. Owned by one thread at a time.
+    """A private machine with its own files, processes and users, and without a network. One thread at a time
+    may use it.
 
-    Everything in it dies with ``close``, and also when our own process is killed. Any method may raise
-    MachineLost: the machine died, does not answer, or cannot be killed.
+    Everything in it ends with ``close``, and also when our own process is killed. Every method may raise
+    MachineLost: the machine died, does not answer, or has processes that cannot be killed.
     """
 
     @abstractmethod
     def start(self) -> None:
-        """Bring it up, once.
+        """Start the machine. Call this once.
 
         Raises:
-            InfrastructureError: this machine could not, this time.
+            InfrastructureError: the machine did not start.
         """
 
     @abstractmethod
     def run(self, command: str, timeout: float) -> CommandResult:
-        """Run ``command`` in the episode's one shell: working directory, variables and functions stay from
-        command to command.
+        """Run ``command`` in the persistent shell of the machine. The working directory, the variables and
+        the functions stay from command to command.
 
-        At ``timeout`` (seconds) the command is killed with all its children, and the shell comes back as it
-        was. A command that ends the shell itself (``exit 3``) gets its exit code as the result; the next
-        command finds a new shell.
+        After ``timeout`` seconds the command is killed with all its children, and the shell is usable as
+        before. A command that ends the shell itself (``exit 3``) returns its exit code; the next command
+        gets a new shell.
         """
 
     @abstractmethod
     def run_fresh(self, script: str, timeout: float, kill_others: bool = False) -> CommandResult:
-        """Run a bash script in a process of its own that nothing in the sandbox can have prepared: a clean
-        environment and PATH, and programs from the untouched system, not from what the episode wrote; it sees
-        the episode's files and users. What it writes stays, but once ``run`` was called it cannot write to
-        /usr (a task's preparation, before that, can).
+        """Run a bash script in a new process that no earlier command can have prepared. It has a clean
+        environment and PATH, and its programs come from the original system. It sees the machine's files
+        and users, and its own changes stay. Once ``run`` was called, the script cannot write to /usr.
 
         Args:
-            kill_others: first kill every process of the episode, its shell included: for grading, after which
-                only other scripts, reading files and ``close`` follow, and ``run`` raises RuntimeError until
-                ``restore``. The script then sees the episode's files as data: programs, libraries and
-                settings are the untouched system's.
+            kill_others: inspect the machine: first kill every process in it, the shell included. The script
+                then sees the machine's files as data: programs, libraries and settings are those of the
+                original system. Only further scripts, ``read_file``, ``restore`` and ``close`` may follow;
+                ``run`` raises RuntimeError until ``restore``.
         """
 
     @abstractmethod
     def read_file(self, path: str, limit: int = 1 << 20) -> bytes:
-        """The first ``limit`` bytes of a regular file.
+        """Read the first ``limit`` bytes of a regular file.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: there is no such regular file.
         """
 
     @abstractmethod
     def write_file(self, path: str, content: bytes, mode: int = 0o644) -> None:
-        """Write a file as root, making its folders."""
+        """Write a file as root. Missing parent folders are created."""
 
     @abstractmethod
     def snapshot(self) -> bytes:
-        """All that was written so far, as one opaque piece. Processes and the shell's variables are not in
-        it.
+        """Return all files that were changed so far, as opaque bytes. Processes and the shell's variables
+        are not included.
         """
 
     @abstractmethod
     def restore(self, snapshot: bytes) -> None:
-        """Go back to a snapshot of this or another sandbox of the same base: files as they were then, no
-        processes, a new shell.
+        """Go back to a snapshot of this sandbox or of another one of the same kind. Afterwards the files are
+        as they were, no process runs, and the next command gets a new shell.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Kill and remove everything. May be called twice, and before ``start``."""
+        """Kill and remove everything. It may be called twice, and before ``start``."""
 
     def __enter__(self) -> Sandbox:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

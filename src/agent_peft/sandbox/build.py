@@ -22,28 +22,29 @@ SANDBOXES: Mapping[str, Callable[[SandboxLimits], Sandbox]] = {
 
 
 def build_sandbox(kind: str, limits: SandboxLimits) -> Sandbox:
-    """A sandbox that is not yet started.
+    """Make a sandbox that is not yet started.
 
     Raises:
-        AgentPeftError: there is no such kind, or this machine cannot have it; one line says what to install.
+        AgentPeftError: there is no such kind, or this computer cannot have it; one line says what to install.
     """
     if kind not in SANDBOXES:
-        raise AgentPeftError(f"sandbox: {kind!r} is none of {', '.join(SANDBOXES)}")
+        raise AgentPeftError(f"sandbox: there is no kind {kind!r}; use one of {', '.join(SANDBOXES)}")
     return SANDBOXES[kind](limits)
 
 
 def missing(kind: str) -> tuple[str, ...]:
-    """What this machine's sandboxes of a kind cannot do, each in a line that says what to do: what tasks may
-    need.
+    """List the features that sandboxes of this kind lack on this computer. Each line says how to get the
+    feature.
 
     Raises:
-        AgentPeftError: it cannot have them at all.
+        AgentPeftError: this computer cannot have such sandboxes at all.
     """
     if kind == "none":
-        return ("a sandbox of any sort: the agent acts on this machine, as this user",)
+        return ("isolation of any kind: the commands run on this computer, as this user",)
     if SANDBOXES.get(kind) is NamespaceSandbox and fork_server().single_id:
         return (
             "users other than root (useradd works; chown to others, chgrp and su do not): "
-            "apt-get install uidmap, then usermod --add-subuids 100000-165535 --add-subgids 100000-165535 $USER",
+            "apt-get install uidmap, then "
+            "usermod --add-subuids 100000-165535 --add-subgids 100000-165535 $USER",
         )
     return ()

@@ -1,8 +1,7 @@
-"""The sandbox of an engine: a container per episode, by Docker's SDK, which Podman's engine answers too.
+"""A sandbox in a container, through Docker's SDK. Podman's engine answers the same requests.
 
-Slower than namespaces and with an image of its own. Grading happens in a new container of the same image,
-which gets the files that the episode changed, but no library and no program in place of one that the image
-has.
+It is slower than namespaces and needs an image. Inspection happens in a new container of the same image. That
+container gets the changed files, except libraries and replacements of programs that the image has.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from typing import Any
 from agent_peft.sandbox import docker_api
 from agent_peft.sandbox.base import CommandResult, MachineLost, Sandbox, SandboxLimits
 from agent_peft.sandbox.docker_api import FrameStreams
-from agent_peft.sandbox.jail.grading import SETTINGS
-from agent_peft.sandbox.shell import SHELL, Shell, run_alone
+from agent_peft.sandbox.jail.inspection import SETTINGS
+from agent_peft.sandbox.shell import SHELL, PersistentShell, Shell, run_alone
 from agent_peft.types import InfrastructureError
 
 IMAGE = "debian:bookworm-slim"
 _ENVIRONMENT = {"HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", "PAGER": "cat"}
 _CLEAN = "/usr/sbin:/usr/bin:/sbin:/bin"
-# The script comes through the input, up to a null character, so that nothing it starts finds it.
+# The script comes through the input, up to a null character, so that no program it starts can read it.
 _SCRIPT = (
     "/bin/bash",
     "--noprofile",
@@ -35,11 +34,11 @@ _SCRIPT = (
     'IFS= read -r -d ""; exec </dev/null; eval "unset REPLY; $REPLY"',
     "bash",
 )
-# Process 1: it cannot be killed from inside, waits for orphans, and ends when our end of its input closes, as
-# it does when we die.
+# Process 1: it cannot be killed from inside and waits for orphans. It ends when our end of its input closes,
+# which also happens when our process dies.
 _WAIT = ["/bin/bash", "-c", "while read -r; do :; done"]
-# Signals what began at or after a tick, but not the shell (named by a mark), process 1 and itself; prints how
-# many there were.
+# Signals the processes that started at or after a tick, except process 1, itself and the shell, which has a
+# mark in its arguments. Prints their number.
 _SIGNAL = r"""
 n=0
 for folder in /proc/[0-9]*; do
@@ -57,10 +56,10 @@ echo "$n"
 
 @contextmanager
 def _container() -> Iterator[None]:
-    """What an engine says of a container that does not do what it should any more."""
+    """Turn an engine's error about a container into MachineLost."""
     try:
         yield
-    except (docker_api.errors().DockerException, OSError) as error:  # the SDK's requests raise OSErrors
+    except (docker_api.errors().DockerException, OSError) as error:  # the SDK's requests raise OSError
         raise MachineLost(f"a container failed: {error}") from error
 
 
@@ -70,15 +69,15 @@ class DockerSandbox(Sandbox):
     def __init__(self, limits: SandboxLimits, engine: str = "docker", image: str = IMAGE) -> None:
         """
         Raises:
-            AgentPeftError: no SDK, or no engine.
+            AgentPeftError: the SDK is not installed, or no engine answers.
         """
         self._limits, self._image = limits, image
         self._client = docker_api.connect(engine)
         self._container: str | None = None
         self._lifeline: Any = None
-        self._shell: Shell | None = None
+        self._shell = PersistentShell(self._start_shell)
         self._mark = secrets.token_hex(8)
-        self._graded = False
+        self._inspecting = False
 
     def start(self) -> None:
         if self._container is not None:
@@ -86,26 +85,19 @@ class DockerSandbox(Sandbox):
         self._create()
 
     def run(self, command: str, timeout: float) -> CommandResult:
-        if self._graded:
-            raise RuntimeError("the sandbox was graded: nothing runs in it any more")
+        if self._inspecting:
+            raise RuntimeError("the sandbox is being inspected: call restore before run")
         with _container():
-            result = (
-                self._shell.run(command, timeout) if self._shell is not None and self._shell.alive() else None
-            )
-            return (
-                result
-                if result is not None
-                else self._new_shell().run(command, timeout) or CommandResult("", None)
-            )
+            return self._shell.run(command, timeout)
 
     def run_fresh(self, script: str, timeout: float, kill_others: bool = False) -> CommandResult:
         with _container():
-            if kill_others and not self._graded:
-                self._replace(docker_api.graded_changes(self._changes(), script))
-                self._graded = True
+            if kill_others and not self._inspecting:
+                self._replace(docker_api.trusted_changes(self._changes(), script))
+                self._inspecting = True
             began = time.clock_gettime(time.CLOCK_BOOTTIME)
             streams = self._execute(
-                _SCRIPT, stdin=True, path=_CLEAN, settings=SETTINGS if self._graded else {}
+                _SCRIPT, stdin=True, path=_CLEAN, settings=SETTINGS if self._inspecting else {}
             )
             try:
                 streams.write(script.replace("\0", "").encode("utf-8", "surrogateescape") + b"\0")
@@ -139,22 +131,22 @@ class DockerSandbox(Sandbox):
         self._client.put_archive(self._id, "/", packed.getvalue())
 
     def snapshot(self) -> bytes:
-        content, deleted = docker_api.gather(self._changes(), self._fetch)
+        content, deleted = docker_api.pack_changes(self._changes(), self._fetch)
         return json.dumps({"deleted": deleted}).encode() + b"\n" + content
 
     def restore(self, snapshot: bytes) -> None:
         self._remove()
         self._create()
         self._apply(snapshot)
-        self._graded = False
+        self._inspecting = False
 
     def close(self) -> None:
         self._remove()
         self._client.close()
 
     def signal(self, number: int, since: float) -> int:
-        """Part of ``Processes``. By the container's own bash: who replaced it is stopped by its
-        replacement, when grading.
+        """Uses the container's own bash. An agent that replaced it may evade signals here, but not the
+        inspection, which runs in a new container.
         """
         return self._signal(str(int(since * 100)), number)
 
@@ -174,9 +166,9 @@ class DockerSandbox(Sandbox):
     def _create(self) -> None:
         try:
             host = self._client.create_host_config(**docker_api.host_config(self._limits))
-            # stdin_open without detach: the input closes for good with the first client that leaves, which is
-            # this process.
-            made = self._client.create_container(
+            # stdin_open without detach: the input closes for good when its first client leaves. This process
+            # is that client.
+            container = self._client.create_container(
                 self._image,
                 _WAIT,
                 entrypoint=[],
@@ -186,7 +178,7 @@ class DockerSandbox(Sandbox):
                 hostname="sandbox",
                 user="0",
             )
-            self._container = made["Id"]
+            self._container = container["Id"]
             self._lifeline = self._client.attach_socket(self._id, params={"stdin": 1, "stream": 1})
             self._client.start(self._id)
         except docker_api.errors().ImageNotFound as error:
@@ -195,23 +187,21 @@ class DockerSandbox(Sandbox):
             raise InfrastructureError(f"a container did not start: {error}") from error
 
     def _remove(self) -> None:
-        if self._shell is not None:
-            self._shell.close()
-            self._shell = None
+        self._shell.close()
         if self._container is None:
             return
         self._lifeline.close()
         try:
             self._client.remove_container(self._container, force=True, v=True)
         except docker_api.errors().APIError as error:
-            if error.status_code not in (404, 409):  # it is gone, or going: it removes itself
+            if error.status_code not in (404, 409):  # it removes itself, or did so already
                 raise InfrastructureError(f"a container was not removed: {error}") from error
         self._container = None
 
     def _replace(self, changes: Sequence[Mapping[str, Any]]) -> None:
-        """A new container with these changes instead of this one."""
-        self._client.pause(self._id)  # so that nothing changes under the copy
-        content, deleted = docker_api.gather(changes, self._fetch, ways_out=False)
+        """Replace this container by a new one with these changes."""
+        self._client.pause(self._id)  # no file changes while it is copied
+        content, deleted = docker_api.pack_changes(changes, self._fetch, escaping_links=False)
         self._client.unpause(self._id)
         self._remove()
         self._create()
@@ -247,43 +237,28 @@ class DockerSandbox(Sandbox):
         self, argv: Sequence[str], stdin: bool, path: str, settings: Mapping[str, str] | None = None
     ) -> FrameStreams:
         environment = {**_ENVIRONMENT, **(settings or {}), "PATH": path}
-        made = self._client.exec_create(
+        execution = self._client.exec_create(
             self._id, list(argv), stdin=stdin, environment=environment, workdir="/root", user="0"
         )
-        channel = self._client.exec_start(made["Id"], socket=True)
+        channel = self._client.exec_start(execution["Id"], socket=True)
         return FrameStreams(
-            getattr(channel, "_sock", channel), lambda: self._client.exec_inspect(made["Id"])["ExitCode"]
+            getattr(channel, "_sock", channel), lambda: self._client.exec_inspect(execution["Id"])["ExitCode"]
         )
 
     def _finish(self, argv: Sequence[str]) -> str:
-        made = self._client.exec_create(
+        execution = self._client.exec_create(
             self._id, list(argv), environment=_ENVIRONMENT | {"PATH": _CLEAN}, user="0"
         )
-        return str(self._client.exec_start(made["Id"]).decode("utf-8", "replace"))
+        return str(self._client.exec_start(execution["Id"]).decode("utf-8", "replace"))
 
     def _signal(self, since: str, number: int) -> int:
-        said = self._finish(
-            [
-                "/bin/bash",
-                "--noprofile",
-                "--norc",
-                "-c",
-                _SIGNAL,
-                "signal",
-                since,
-                str(int(number)),
-                self._mark,
-            ]
-        ).split()
-        return int(said[-1]) if said and said[-1].isdigit() else 0
+        bash = ["/bin/bash", "--noprofile", "--norc", "-c"]
+        words = self._finish([*bash, _SIGNAL, "signal", since, str(int(number)), self._mark]).split()
+        return int(words[-1]) if words and words[-1].isdigit() else 0
 
-    def _new_shell(self) -> Shell:
-        state = self._shell.state if self._shell is not None and self._shell.killed else b""
-        if self._shell is not None:
-            self._shell.close()
-        # What follows -s is $1 of the shell, and how we find it among the processes.
+    def _start_shell(self, state: bytes) -> Shell:
+        # The word after -s becomes $1 of the shell. It marks the shell among the processes.
         streams = self._execute(
             [*SHELL, "-s", self._mark], stdin=True, path=f"/usr/local/sbin:/usr/local/bin:{_CLEAN}"
         )
-        self._shell = Shell(streams, self, self._limits, state)
-        return self._shell
+        return Shell(streams, self, self._limits, state)

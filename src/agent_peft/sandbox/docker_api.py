@@ -1,4 +1,4 @@
-"""The one place that imports Docker's SDK, and what of an engine's answers can be understood without one."""
+"""The one module that imports Docker's SDK, and the parsing of an engine's answers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from agent_peft.sandbox.base import SandboxLimits
-from agent_peft.sandbox.jail.grading import is_hidden, leads_out
-from agent_peft.sandbox.streams import Source
+from agent_peft.sandbox.jail.inspection import is_hidden
+from agent_peft.sandbox.jail.links import escapes
+from agent_peft.sandbox.streams import StreamKind
 from agent_peft.types import AgentPeftError
 
-_SOURCES = {1: Source.OUTPUT, 2: Source.CONTROL}
+_KINDS = {1: StreamKind.OUTPUT, 2: StreamKind.CONTROL}
 
 
 def connect(engine: str) -> Any:
-    """A low-level client of Docker's or Podman's engine.
+    """Connect a low-level client to Docker's or Podman's engine.
 
     Raises:
         AgentPeftError: the SDK is not installed, or no engine answers.
@@ -34,43 +35,46 @@ def connect(engine: str) -> Any:
         ) from error
     where = address(engine)
     try:
-        _knock(where)
+        _check_socket(where)
         return docker.APIClient(base_url=where, version="auto", timeout=60)
     except (OSError, docker.errors.DockerException) as error:
         raise AgentPeftError(
-            f"sandbox: {engine}: no engine answers ({error}); start it, or set DOCKER_HOST to where it listens"
+            f"sandbox: {engine}: no engine answers ({error}); start it, or set DOCKER_HOST to its address"
         ) from error
 
 
-def _knock(where: str) -> None:
-    """See whether anybody listens on a local socket: the SDK would leave one open where nobody does."""
+def _check_socket(where: str) -> None:
+    """Raise OSError if nobody listens on a local socket: the SDK would leave its own socket open."""
     if where.startswith("unix://"):
         with socket.socket(socket.AF_UNIX) as channel:
             channel.connect(where.removeprefix("unix://"))
 
 
 def errors() -> Any:
-    """The SDK's errors, for what has connected."""
+    """Return the module of the SDK's errors. Call it only after ``connect``."""
     import docker.errors
 
     return docker.errors
 
 
 def address(engine: str, environment: Mapping[str, str] = os.environ) -> str:
-    """
-    >>> address("docker", {}), address("podman", {"XDG_RUNTIME_DIR": "/nowhere"}), address("podman", {"DOCKER_HOST": "tcp://1.2.3.4:5"})
-    ('unix:///var/run/docker.sock', 'unix:///run/podman/podman.sock', 'tcp://1.2.3.4:5')
+    """Return the URL of an engine's socket.
+
+    >>> address("docker", {}), address("podman", {"XDG_RUNTIME_DIR": "/nowhere"})
+    ('unix:///var/run/docker.sock', 'unix:///run/podman/podman.sock')
+    >>> address("podman", {"DOCKER_HOST": "tcp://1.2.3.4:5"})
+    'tcp://1.2.3.4:5'
     """
     if "DOCKER_HOST" in environment:
         return environment["DOCKER_HOST"]
     if engine == "docker":
         return "unix:///var/run/docker.sock"
-    own = f"{environment.get('XDG_RUNTIME_DIR', '/run/user/0')}/podman/podman.sock"
-    return f"unix://{own}" if os.path.exists(own) else "unix:///run/podman/podman.sock"
+    rootless = f"{environment.get('XDG_RUNTIME_DIR', '/run/user/0')}/podman/podman.sock"
+    return f"unix://{rootless}" if os.path.exists(rootless) else "unix:///run/podman/podman.sock"
 
 
 def host_config(limits: SandboxLimits) -> dict[str, Any]:
-    """The arguments of ``create_host_config`` that hold a container within its limits."""
+    """Return the arguments of ``create_host_config`` that enforce a container's limits."""
     memory, file_size = limits.memory_mb << 20, limits.file_size_mb << 20
     return {
         "network_mode": "none",
@@ -78,7 +82,8 @@ def host_config(limits: SandboxLimits) -> dict[str, Any]:
         "memswap_limit": memory,  # memory and swap together: no swap
         "pids_limit": limits.processes,
         "cap_drop": ["ALL"],
-        "cap_add": ["AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"],
+        "cap_add": ["AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL",
+                    "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"],
         "security_opt": ["no-new-privileges:true"],
         "auto_remove": True,
         "ipc_mode": "private",
@@ -91,12 +96,13 @@ def host_config(limits: SandboxLimits) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def graded_changes(changes: Iterable[Mapping[str, Any]], script: str) -> list[Mapping[str, Any]]:
-    """Of what a container changed, what ``script`` sees when it grades: data, and of settings and programs
-    those that it names, but no program in place of one that was there before.
+def trusted_changes(changes: Iterable[Mapping[str, Any]], script: str) -> list[Mapping[str, Any]]:
+    """Select the changes of a container that ``script`` sees during an inspection: data, and those settings
+    and programs that the script names. A program that replaces one of the image is never among them.
 
-    >>> changes = [{"Path": "/usr/bin/stat", "Kind": 0}, {"Path": "/usr/bin/new", "Kind": 1}, {"Path": "/etc/passwd", "Kind": 0}]
-    >>> [change["Path"] for change in graded_changes(changes, "stat /etc/passwd && new")]
+    >>> paths = {"/usr/bin/stat": 0, "/usr/bin/new": 1, "/etc/passwd": 0}
+    >>> changes = [{"Path": path, "Kind": kind} for path, kind in paths.items()]
+    >>> [change["Path"] for change in trusted_changes(changes, "stat /etc/passwd && new")]
     ['/usr/bin/new', '/etc/passwd']
     """
     return [c for c in changes if not is_hidden(c["Path"], script) and not _replaces(c)]
@@ -112,16 +118,15 @@ def _replaces(change: Mapping[str, Any]) -> bool:
     )
 
 
-def gather(
-    changes: Iterable[Mapping[str, Any]], fetch: Callable[[str], Iterable[bytes]], ways_out: bool = True
+def pack_changes(
+    changes: Iterable[Mapping[str, Any]], fetch: Callable[[str], Iterable[bytes]], escaping_links: bool = True
 ) -> tuple[bytes, list[str]]:
-    """Changed files as one tar, and the paths that were deleted.
+    """Pack the changed files into one tar. Return it with the paths that were deleted.
 
     Args:
-        changes: of an engine's diff: ``Path`` and ``Kind`` (0 modified, 1 added, 2 deleted); parents come
-            before children.
-        fetch: the engine's tar of a path, folders with all that is in them.
-        ways_out: keep links into /proc and /dev.
+        changes: an engine's diff: ``Path`` and ``Kind`` (0 modified, 1 added, 2 deleted).
+        fetch: returns the engine's tar of a path; the tar of a folder holds all its entries.
+        escaping_links: include links into /proc and /dev.
     """
     content, deleted, seen = io.BytesIO(), [], set[str]()
     with tarfile.open(fileobj=content, mode="w", format=tarfile.PAX_FORMAT) as target:
@@ -131,11 +136,9 @@ def gather(
                 deleted.append(path)
                 continue
             with tarfile.open(fileobj=_Reader(fetch(path)), mode="r|") as source:
-                for member in (
-                    source
-                ):  # the first is the path itself; in folders, what changed comes with a change of its own
+                for member in source:  # only the first: changed entries of a folder have their own change
                     member.name = path.strip("/")
-                    if member.issym() and not ways_out and leads_out(path, member.linkname):
+                    if member.issym() and not escaping_links and escapes(path, member.linkname):
                         break
                     if member.name not in seen:
                         seen.add(member.name)
@@ -145,27 +148,28 @@ def gather(
 
 
 class _Reader(io.RawIOBase):
-    """A file over pieces of bytes."""
+    """A file that reads from chunks of bytes."""
 
-    def __init__(self, pieces: Iterable[bytes]) -> None:
-        self._pieces, self._left = iter(pieces), b""
+    def __init__(self, chunks: Iterable[bytes]) -> None:
+        self._chunks, self._left = iter(chunks), b""
 
     def readable(self) -> bool:
         return True
 
     def read(self, size: int = -1) -> bytes:
         while size < 0 or len(self._left) < size:
-            piece = next(self._pieces, None)
-            if piece is None:
+            chunk = next(self._chunks, None)
+            if chunk is None:
                 break
-            self._left += piece
+            self._left += chunk
         size = len(self._left) if size < 0 else size
-        found, self._left = self._left[:size], self._left[size:]
-        return found
+        content, self._left = self._left[:size], self._left[size:]
+        return content
 
 
 def folders_of(path: str) -> Sequence[str]:
-    """
+    """List the folders above a path, from the top.
+
     >>> folders_of("/srv/a/b")
     ['srv', 'srv/a']
     """
@@ -173,7 +177,7 @@ def folders_of(path: str) -> Sequence[str]:
 
 
 class FrameStreams:
-    """Streams over the socket of a container's exec: frames of 8 bytes of header (stream, length) and
+    """Streams over the socket of a container's exec. A frame is a header of 8 bytes (stream, length) and its
     content.
     """
 
@@ -186,7 +190,7 @@ class FrameStreams:
         self._pending += content
         self._send()
 
-    def read(self, timeout: float) -> Sequence[tuple[Source, bytes]]:
+    def read(self, timeout: float) -> Sequence[tuple[StreamKind, bytes]]:
         if self._ended:
             return []
         poll = select.poll()
@@ -201,29 +205,29 @@ class FrameStreams:
         except OSError:
             chunk = b""
         self._received += chunk
-        found = self._frames()
+        chunks = self._frames()
         if not chunk:
             self._ended = True
             code = self._exit_code()
-            found.append((Source.END, b"-1" if code is None else str(code).encode()))
-        return found
+            chunks.append((StreamKind.END, b"-1" if code is None else str(code).encode()))
+        return chunks
 
-    def rest(self) -> Sequence[tuple[Source, bytes]]:
-        return [] if self._ended else [piece for piece in self.read(0.002) if piece[0] is not Source.END]
+    def rest(self) -> Sequence[tuple[StreamKind, bytes]]:
+        return [] if self._ended else [each for each in self.read(0.002) if each[0] is not StreamKind.END]
 
     def close(self) -> None:
         self._channel.close()
 
-    def _frames(self) -> list[tuple[Source, bytes]]:
-        found = []
+    def _frames(self) -> list[tuple[StreamKind, bytes]]:
+        chunks = []
         while len(self._received) >= 8:
             kind, length = struct.unpack(">BxxxL", self._received[:8])
             if len(self._received) < 8 + length:
                 break
-            if kind in _SOURCES:
-                found.append((_SOURCES[kind], self._received[8 : 8 + length]))
+            if kind in _KINDS:
+                chunks.append((_KINDS[kind], self._received[8 : 8 + length]))
             self._received = self._received[8 + length :]
-        return found
+        return chunks
 
     def _send(self) -> None:
         try:
@@ -232,4 +236,4 @@ class FrameStreams:
         except BlockingIOError:
             pass
         except OSError:
-            self._pending = b""  # it has ended, which reading tells
+            self._pending = b""  # the process ended; ``read`` reports that

@@ -1,4 +1,4 @@
-"""Our side of the jail: one fork server per process of ours, and one init per machine."""
+"""The client of the machines: one fork server per process, which forks one init per machine."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ import contextlib
 import json
 import logging
 import os
-import platform
-import pwd
-import resource
 import select
-import shutil
 import socket
 import subprocess
 import sys
@@ -21,25 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from agent_peft.sandbox.base import MachineLost
-from agent_peft.sandbox.jail import syscalls
+from agent_peft.sandbox.host import ADVICE, check_host, descriptor_limit, explain_refusal, map_ids
 from agent_peft.types import AgentPeftError, InfrastructureError
 
 logger = logging.getLogger(__name__)
 
-_IDS = 65536
-_FIRST_OUTER_ID = (
-    0x70000000  # where root's machines take their ids from: nobody's, as systemd-nspawn's are above 0x80000
-)
 _TICKS = os.sysconf("SC_CLK_TCK")
-_SECONDS = 60.0  # for an init to answer: a snapshot of a full machine is the longest
-_MOST_SCRIPT = 1 << 18  # characters of it that are searched for names
-_ADVICE = "or say sandbox: docker (or podman)"
-# The packages above the jail are only names in that process: theirs import much, and it has the standard
-# library alone.
+_SECONDS = 60.0  # for an init to answer; the snapshot of a full machine takes longest
+_MAX_SCRIPT = 1 << 18  # characters of a script that are searched for names
+# The fork server uses the standard library alone. Importing the packages above the jail would import much
+# more, hence that process has empty modules in their place.
 _START = """
 import sys, types
 folder = sys.argv.pop(1)
-for name in ("agent_peft", "agent_peft.environments", "agent_peft.environments.os_interaction"):
+for name in ("agent_peft", "agent_peft.sandbox"):
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = [folder]
 from agent_peft.sandbox.jail import fork_server_main
@@ -48,13 +39,13 @@ fork_server_main.main(int(sys.argv[1]), sys.argv[2])
 
 
 class ForkServer:
-    """The process that forks an init for each machine. It ends with us, and everything it forked with it."""
+    """The process that forks an init for each machine. It ends with our process, and all machines with it."""
 
     def __init__(self) -> None:
-        """Start it.
+        """Start the process.
 
         Raises:
-            AgentPeftError: this machine cannot sandbox; one line says what to install.
+            AgentPeftError: this computer cannot make sandboxes; one line says what to install.
         """
         check_host()
         self.single_id = False
@@ -79,9 +70,9 @@ class ForkServer:
             raise
 
     def request(self, limits: Mapping[str, Any], descriptors: Sequence[int]) -> None:
-        """Have an init forked, which gets the descriptors."""
+        """Fork an init, which gets the descriptors."""
         socket.send_fds(
-            self._channel, [json.dumps({**limits, "descriptors": _descriptors()}).encode()], descriptors
+            self._channel, [json.dumps({**limits, "descriptors": descriptor_limit()}).encode()], descriptors
         )
 
     def running(self) -> bool:
@@ -91,87 +82,91 @@ class ForkServer:
         self._channel.close()
         self._process.wait()
 
-    def abandon(self) -> None:
-        """Forget it, without a word."""
+    def detach(self) -> None:
+        """Release a server that has ended, or that belongs to our parent process. Do not wait for it."""
         self._channel.close()
-        self._process.returncode = self._process.returncode or 0  # which is not ours to wait for
+        self._process.returncode = self._process.returncode or 0  # so that subprocess does not warn
 
     def _wait_until_ready(self) -> None:
         while True:
             message = json.loads(self._channel.recv(65536) or "{}")
             if "map" in message:
-                self.single_id = not _give_ids(message["map"])
+                self.single_id = not map_ids(message["map"])
                 self._channel.send(b"x")
             elif "ready" in message:
                 return
             else:
+                reason = message.get("error", "the fork server died")
                 raise AgentPeftError(
-                    f"this machine does not let us make a sandbox ({message.get('error', 'it died')}): {_cause()}, {_ADVICE}"
+                    f"this machine does not let us make a sandbox ({reason}): {explain_refusal()}, {ADVICE}"
                 )
 
 
 class Machine:
-    """One machine's process 1, from outside."""
+    """The connection to process 1 of one machine."""
 
     def __init__(self, limits: Mapping[str, Any]) -> None:
-        """Raises:
-        InfrastructureError: it could not make its machine.
+        """
+        Raises:
+            InfrastructureError: the machine could not be made.
         """
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._alive, gone = os.pipe2(os.O_CLOEXEC)
+        self._alive, alive = os.pipe2(os.O_CLOEXEC)
         self._channel.settimeout(_SECONDS)
         try:
-            self._server = fork_server()
-            try:
-                self._server.request(limits, [theirs.fileno(), gone])
-            finally:
-                theirs.close()
-                os.close(gone)
+            with theirs, open(alive, "wb"):
+                self._server = fork_server()
+                self._server.request(limits, [theirs.fileno(), alive])
             reply = self._receive()
             if "error" in reply:
-                raise InfrastructureError(f"a sandbox could not be made: {reply['error']}")
-        except OSError as error:
+                raise OSError(reply["error"])
+        except BaseException as error:
             self.close()
-            raise InfrastructureError(f"a sandbox could not be made: {error}") from error
-        except BaseException:
-            self.close()
+            if isinstance(error, OSError):
+                raise InfrastructureError(f"a sandbox could not be made: {error}") from error
             raise
 
     def ask(self, what: str, descriptors: Sequence[int] = (), **arguments: Any) -> dict[str, Any]:
-        """Have something done.
+        """Send a request and return the reply.
 
         Raises:
-            MachineLost: it was not, and the machine is of no more use.
+            MachineLost: the request failed, and the machine cannot be used any more.
         """
         reply = self._ask(what, descriptors, arguments)
         if "error" in reply:
             raise MachineLost(f"a sandbox failed to {what}: {reply['error']}")
-        if reply.get("undead"):
-            raise MachineLost("processes of a sandbox do not die")
+        if reply.get("unkillable"):
+            raise MachineLost("processes of a sandbox cannot be killed")
         return reply
 
-    def ask_for_file(self, what: str, descriptor: int, **arguments: Any) -> None:
-        """Have a file read or written.
+    def transfer_file(self, what: str, descriptor: int, **arguments: Any) -> None:
+        """Read or write a file.
+
+        Args:
+            what: "read" to copy a file to the descriptor, "write" to copy the descriptor to a file.
 
         Raises:
-            OSError: it cannot be.
-            MachineLost: the machine is of no more use.
+            OSError: the file cannot be read or written.
+            MachineLost: the machine cannot be used any more.
         """
         reply = self._ask(what, [descriptor], arguments)
         if "error" in reply:
             raise OSError(reply["errno"], reply["error"])
 
-    def spawn(self, view: str, argv: Sequence[str], descriptors: Sequence[int], script: str = "") -> None:
-        """Start a process in a view of the machine, with its input, output, errors, where to write how it
-        ended, and others.
+    def spawn(
+        self, namespace: str, argv: Sequence[str], descriptors: Sequence[int], script: str = ""
+    ) -> None:
+        """Start a process in a mount namespace of the machine.
 
         Args:
-            script: what a graded view is for: it shows those settings that the script names.
+            namespace: "agent", "clean" or "inspection"; see ``jail/mounts.py``.
+            descriptors: its input, output, errors, the descriptor for its exit code, and others to keep open.
+            script: the script of an inspection, which shows the settings that the script names.
         """
-        self.ask("spawn", descriptors, view=view, argv=list(argv), script=script[:_MOST_SCRIPT])
+        self.ask("spawn", descriptors, namespace=namespace, argv=list(argv), script=script[:_MAX_SCRIPT])
 
     def wake(self) -> None:
-        """Look after the memory more often: a command is about to run."""
+        """Announce a command, so that process 1 checks the memory more often."""
         with contextlib.suppress(OSError):
             self._channel.send(b"{}")
 
@@ -185,23 +180,21 @@ class Machine:
         return float(self.ask("cpu")["seconds"])
 
     def close(self) -> None:
-        """Hang up, upon which it ends, and wait until all of the machine is gone."""
+        """Close the connection, upon which process 1 ends, and wait until the whole machine has ended."""
         self._channel.close()
         poll = select.poll()
         poll.register(self._alive, select.POLLIN)
-        if poll.poll(
-            _SECONDS * 1000
-        ):  # its parent held the other end, and outlived every process of the machine
+        if poll.poll(_SECONDS * 1000):  # the parent of process 1 closes the other end after the whole machine
             os.read(self._alive, 1)
         else:
-            logger.warning("a sandbox was told to end and did not within %g seconds", _SECONDS)
+            logger.warning("a sandbox was closed and did not end within %g seconds", _SECONDS)
         os.close(self._alive)
 
     def _ask(self, what: str, descriptors: Sequence[int], arguments: Mapping[str, Any]) -> dict[str, Any]:
         try:
             socket.send_fds(self._channel, [json.dumps({"do": what, **arguments}).encode()], descriptors)
         except OSError as error:
-            raise self._lost(f"a sandbox is gone: {error}") from error
+            raise self._lost(f"a sandbox has ended: {error}") from error
         return self._receive()
 
     def _receive(self) -> dict[str, Any]:
@@ -215,7 +208,9 @@ class Machine:
         return reply
 
     def _lost(self, text: str) -> InfrastructureError:
-        """Nothing in a machine reaches the fork server: where that has ended, it was not the agent."""
+        """Choose the error. No process of a machine can reach the fork server: if it ended, the agent is not
+        the cause.
+        """
         return (
             MachineLost(text)
             if self._server.running()
@@ -224,133 +219,25 @@ class Machine:
 
 
 _lock = threading.Lock()
-_servers: dict[int, ForkServer] = {}  # by process id: a fork must not speak on its parent's socket
+_servers: dict[int, ForkServer] = {}  # by process id: a fork must not use its parent's socket
 
 
 def fork_server() -> ForkServer:
-    """This process's fork server, started at the first call, and again should it have died."""
+    """Return the fork server of this process. It is started at the first call, and again if it died."""
     with _lock:
-        mine = _servers.get(os.getpid())
-        if mine is None or not mine.running():
-            for each in _servers.values():  # dead, or our parent's
-                each.abandon()
+        server = _servers.get(os.getpid())
+        if server is None or not server.running():
+            for each in _servers.values():  # it died, or it belongs to our parent
+                each.detach()
             _servers.clear()
-            mine = _servers[os.getpid()] = ForkServer()
-        return mine
-
-
-def check_host() -> None:
-    """
-    Raises:
-        AgentPeftError: this computer cannot have such machines; one line says why.
-    """
-    if not sys.platform.startswith("linux"):
-        raise AgentPeftError(
-            f"sandbox: namespaces needs Linux, and this is {platform.system()}: install Docker and say sandbox: docker"
-        )
-    if syscalls.seccomp_filter() is None:
-        raise AgentPeftError(
-            f"sandbox: namespaces knows no filter of system calls for {platform.machine()} processors, {_ADVICE}"
-        )
-    if not os.path.exists("/usr/bin/setpriv"):
-        raise AgentPeftError(
-            f"sandbox: namespaces needs setpriv: apt-get install util-linux (dnf and pacman call it the same), {_ADVICE}"
-        )
-    if not os.path.islink("/bin"):
-        raise AgentPeftError(
-            f"sandbox: namespaces needs a system whose /bin is a link to usr/bin; upgrade it (Debian: usrmerge), {_ADVICE}"
-        )
-
-
-def _descriptors() -> int:
-    """How many descriptors a process of a machine may have. The kernel counts those in flight by user, and
-    we may be the same user: with a fourth of our own, those of the machines never use up what we need to
-    speak to them.
-    """
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1024 if soft < 0 else min(max(soft // 4, 64), 1024)
-
-
-def _give_ids(pid: int) -> bool:
-    """Map 65,536 ids into a process's new user namespace, or where we cannot, our own only. Returns
-    whether it was a range.
-    """
-    if os.geteuid() == 0:
-        for kind in ("uid", "gid"):
-            Path(f"/proc/{pid}/{kind}_map").write_text(f"0 {_outer_ids(kind)} {_IDS}\n")
-        return True
-    ranges = [
-        _sub_ids(path, own) for path, own in (("/etc/subuid", os.getuid()), ("/etc/subgid", os.getuid()))
-    ]
-    if all(ranges) and shutil.which("newuidmap") and shutil.which("newgidmap"):
-        commands = [
-            [f"new{kind}map", str(pid), "0", str(own), "1", "1", str(first), str(min(count, _IDS - 1))]
-            for kind, own, (first, count) in zip(
-                ("uid", "gid"), (os.getuid(), os.getgid()), [each or (0, 0) for each in ranges], strict=True
-            )
-        ]
-        if all(
-            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
-            for command in commands
-        ):
-            return True
-    Path(f"/proc/{pid}/setgroups").write_text("deny")
-    Path(f"/proc/{pid}/uid_map").write_text(f"0 {os.getuid()} 1\n")
-    Path(f"/proc/{pid}/gid_map").write_text(f"0 {os.getgid()} 1\n")
-    return False
-
-
-def _outer_ids(kind: str) -> int:
-    """Where in our own user namespace there are enough ids: in the machine's first one far from any user,
-    in a container at its start.
-    """
-    for line in Path(f"/proc/self/{kind}_map").read_text().splitlines():
-        first, _, count = (int(word) for word in line.split())
-        if first <= _FIRST_OUTER_ID and first + count >= _FIRST_OUTER_ID + _IDS:
-            return _FIRST_OUTER_ID
-    return 0
-
-
-def _sub_ids(path: str, user: int) -> tuple[int, int] | None:
-    """The first range that a file such as /etc/subuid gives a user: its start and length."""
-    names = {str(user)}
-    with contextlib.suppress(KeyError):
-        names.add(pwd.getpwuid(user).pw_name)
-    try:
-        lines = Path(path).read_text().splitlines()
-    except OSError:
-        return None
-    for fields in (line.split(":") for line in lines):
-        if len(fields) == 3 and fields[0] in names and fields[1].isdigit() and fields[2].isdigit():
-            return int(fields[1]), int(fields[2])
-    return None
-
-
-def _cause() -> str:
-    """What most likely forbids user namespaces here."""
-
-    def read(path: str) -> str:
-        try:
-            return Path(path).read_text().strip()
-        except OSError:
-            return ""
-
-    if read("/proc/sys/kernel/unprivileged_userns_clone") == "0" and os.geteuid() != 0:
-        return "allow user namespaces with sysctl syscalls.unprivileged_userns_clone=1"
-    if read("/proc/sys/kernel/apparmor_restrict_unprivileged_userns") == "1" and os.geteuid() != 0:
-        return "allow user namespaces with sysctl syscalls.apparmor_restrict_unprivileged_userns=0"
-    if read("/proc/sys/user/max_user_namespaces") == "0":
-        return "allow user namespaces with sysctl user.max_user_namespaces=10000"
-    return (
-        "it needs user namespaces and overlays (Linux 5.14 or newer; "
-        "inside Docker, --security-opt seccomp=unconfined --security-opt systempaths=unconfined)"
-    )
+            server = _servers[os.getpid()] = ForkServer()
+        return server
 
 
 @atexit.register
 def stop() -> None:
-    """End this process's fork server, and with it every machine. The next sandbox starts another."""
+    """End the fork server of this process and all machines. The next sandbox starts a new server."""
     with _lock:
-        mine = _servers.pop(os.getpid(), None)
-    if mine is not None:
-        mine.close()
+        server = _servers.pop(os.getpid(), None)
+    if server is not None:
+        server.close()

@@ -1,9 +1,9 @@
-"""Running commands: one persistent bash per episode, and scripts in processes of their own.
+"""Running commands: one persistent bash, and scripts in processes of their own.
 
-The shell is an interactive bash without a terminal, because that one comes back to its next line after an
-interrupt. It reads our lines from its input, one command a line, each followed by a line that prints a mark
-and ``$?`` to the control stream, which commands do not have. The mark holds a number nobody has seen before.
-After it comes what a new shell would need if this one had to be killed.
+The shell is an interactive bash without a terminal, because only an interactive bash goes on with its next
+line after an interrupt. It reads our lines from its input. Each line runs one command, and a line after it
+prints a mark and ``$?`` to the control stream, to which commands have no descriptor. The mark holds a random
+number. After the mark comes the state that a new shell needs if this one has to be killed.
 """
 
 from __future__ import annotations
@@ -13,55 +13,53 @@ import secrets
 import shlex
 import signal
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from agent_peft.sandbox.base import CommandResult, SandboxLimits
-from agent_peft.sandbox.streams import Source, Streams
+from agent_peft.sandbox.streams import StreamKind, Streams
 
 SHELL = ("/bin/bash", "--noprofile", "--norc", "--noediting", "-i")
-RESTARTED = (
+RESTART_NOTICE = (
     "[the shell had to be killed; a new one has its working directory, exported variables and functions]\n"
 )
 _NO_TERMINAL = re.compile(r"^bash: \[[0-9]+: [0-9]+ \([0-9]+\)\] tcsetattr: .*\n", re.MULTILINE)
 _OUTPUT, _CONTROL = 250, 251  # high numbers, which commands that redirect do not use
-_LOOK = 0.25  # seconds between looks at the CPU time
-_STATE_LIMIT = 1 << 18  # bytes of variables and functions that we remember
-_FREELY = (
-    8 << 20
-)  # bytes read as fast as they come; the rest more slowly, so that endless output costs little
+_CPU_CHECK_SECONDS = 0.25
+_MAX_STATE = 1 << 18  # bytes of variables and functions to carry over to a new shell
+_MAX_FAST_BYTES = 8 << 20  # further output is read more slowly, so that endless output costs little
 
 
 class Processes(Protocol):
     """The processes of a machine."""
 
     def signal(self, number: int, since: float) -> int:
-        """Signal those begun at ``since`` (seconds after boot) or later, without the shell; how many there
-        were.
+        """Signal all processes that started at ``since`` (seconds after boot) or later, except the shell.
+        Return their number.
         """
 
     def signal_shell(self, number: int) -> None: ...
 
     def cpu_seconds(self) -> float:
-        """Of all, the dead included, ever since."""
+        """Return the processor time of all processes so far, including those that ended."""
 
 
-class Bounded:
-    """Output of any length in little memory: its beginning and its end.
+class BoundedOutput:
+    """The beginning and the end of an output of any length, in bounded memory.
 
-    >>> kept = Bounded(8)
-    >>> for piece in (b"abcdef", b"ghijkl", b"mnop"):
-    ...     kept.add(piece)
-    >>> kept.text()
+    >>> output = BoundedOutput(8)
+    >>> for chunk in (b"abcdef", b"ghijkl", b"mnop"):
+    ...     output.add(chunk)
+    >>> output.text()
     ('abcd\\n[8 characters cut out]\\nmnop', True)
     """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._room = 4 * limit  # bytes: a character has four at most
+        self._room = 4 * limit  # bytes: a character has at most four
         self._head, self._tail = bytearray(), bytearray()
         self.size = 0
-        self.received = 0  # bytes that came beside it, too
+        self.received = 0  # bytes of all streams
 
     def add(self, content: bytes) -> None:
         self.size += len(content)
@@ -73,7 +71,7 @@ class Bounded:
                 del self._tail[: -self._room]
 
     def text(self) -> tuple[str, bool]:
-        """The characters kept, and whether that is not all."""
+        """Return the remaining text, and whether something was cut out."""
         lost = self.size - len(self._head) - len(self._tail)
         if lost == 0:
             text = (self._head + self._tail).decode("utf-8", "replace")
@@ -88,8 +86,8 @@ class Bounded:
 
 
 class Shell:
-    """A bash that keeps its state from command to command. Once ``ended``, the next command needs a new
-    one.
+    """A bash that keeps its state from command to command. When it has ``ended``, the next command needs a
+    new one.
     """
 
     def __init__(
@@ -98,11 +96,11 @@ class Shell:
         """Take over a bash that was just started as ``SHELL``.
 
         Args:
-            state: that of the shell whose place this one takes.
+            state: the state of the shell that this one replaces.
         """
         self._streams, self._processes, self._limits = streams, processes, limits
         self.state = state
-        self.ended = self.killed = False  # killed by us: what it knew is worth keeping
+        self.ended = self.killed = False  # killed by us: a new shell gets its state
         self._control = b""
         self._status = 0
         self._secret = self._last_secret = secrets.token_hex(8)
@@ -110,13 +108,14 @@ class Shell:
         streams.write(prelude.encode() + state)
 
     def run(self, command: str, timeout: float) -> CommandResult | None:
-        """Run it to its end, or stop it at ``timeout`` seconds or at the limit of CPU time, with everything
-        it started.
+        """Run a command to its end. Stop it, with everything it started, after ``timeout`` seconds or at the
+        limit of processor time.
 
-        Returns: None if the shell had died before the command began.
+        Returns:
+            None if the shell had died before the command began.
         """
         began = time.clock_gettime(time.CLOCK_BOOTTIME)
-        output = Bounded(self._limits.output_chars)
+        output = BoundedOutput(self._limits.output_chars)
         self._send(command)
         code = _wait(
             self._streams, self._processes, self._limits, time.monotonic() + timeout, output, self._take
@@ -128,13 +127,15 @@ class Shell:
             return CommandResult(text, code if code >= 0 else None, truncated=cut)
         self._stop(began, output)
         text, cut = self._text(output)
-        return CommandResult(text + RESTARTED if self.killed else text, None, timed_out=True, truncated=cut)
+        return CommandResult(
+            text + RESTART_NOTICE if self.killed else text, None, timed_out=True, truncated=cut
+        )
 
     def alive(self) -> bool:
-        """Whether it can take a command."""
+        """Whether the shell can take a command."""
         if not self.ended:
-            for source, content in self._streams.read(0):
-                self._note(source, content)
+            for kind, content in self._streams.read(0):
+                self._note(kind, content)
         return not self.ended
 
     def close(self) -> None:
@@ -142,22 +143,23 @@ class Shell:
 
     def _send(self, command: str) -> None:
         self._last_secret, self._secret = self._secret, secrets.token_hex(8)
-        again = (
-            f"( builtin exit {self._status} )\n" if self._status else ""
-        )  # so that $? is what the last command left
+        status = f"( builtin exit {self._status} )\n" if self._status else ""  # $? of the last command
         quoted = shlex.quote(command.replace("\0", ""))
         redirections = f"</dev/null >&{_OUTPUT} 2>&1 {_OUTPUT}>&- {_CONTROL}>&-"
-        state = "builtin declare -f; builtin declare -px; builtin alias -p; builtin printf 'builtin cd %q\\n' \"$PWD\""
+        state = (
+            "builtin declare -f; builtin declare -px; builtin alias -p; "
+            "builtin printf 'builtin cd %q\\n' \"$PWD\""
+        )
         lines = (
             f"builtin printf '{self._secret} begin\\n' >&{_CONTROL}\n"
-            f"{again}builtin eval {quoted} {redirections}\n"
+            f"{status}builtin eval {quoted} {redirections}\n"
             f"{self._mark()}"
             f"{{ {state}; builtin printf '{self._secret} end\\n'; }} >&{_CONTROL}\n"
         )
         self._streams.write(lines.encode("utf-8", "surrogateescape"))
 
-    def _text(self, output: Bounded) -> tuple[str, bool]:
-        """What was printed, without what an interactive bash says of itself."""
+    def _text(self, output: BoundedOutput) -> tuple[str, bool]:
+        """Return the output without the messages that an interactive bash prints about itself."""
         text, cut = output.text()
         text = _NO_TERMINAL.sub("", text)
         return text.removesuffix("exit\n") if self.ended and not self.killed else text, cut
@@ -165,39 +167,37 @@ class Shell:
     def _mark(self) -> str:
         return f"builtin printf '{self._secret} %s\\n' \"$?\" >&{_CONTROL}\n"
 
-    def _take(self, source: Source, content: bytes) -> int | None:
-        """The exit code, once the command has ended; -1 where a signal killed the shell."""
-        self._note(source, content)
-        if source is Source.END:
-            code = int(content or b"-1")  # of our own process, not of the agent's
+    def _take(self, kind: StreamKind, content: bytes) -> int | None:
+        """Return the exit code once the command has ended: -1 if a signal killed the shell."""
+        self._note(kind, content)
+        if kind is StreamKind.END:
+            code = int(content or b"-1")  # from our own process, not from the agent's
             return -1 if code < 0 or 128 < code <= 128 + 64 else code
         mark = re.search(rb"%s ([0-9]+)\n" % self._secret.encode(), self._control)
         if mark is None:
             return None
         self._remember()
         self._control = self._control[self._control.index(mark[0]) + len(mark[0]) :]
-        self._status = min(int(mark[1][-3:]), 255)  # a trap of the agent's may print what it likes there
+        self._status = min(int(mark[1][-3:]), 255)  # a trap of the agent may print anything there
         return self._status
 
-    def _note(self, source: Source, content: bytes) -> None:
-        self.ended = self.ended or source is Source.END
-        if source is not Source.CONTROL:
+    def _note(self, kind: StreamKind, content: bytes) -> None:
+        self.ended = self.ended or kind is StreamKind.END
+        if kind is not StreamKind.CONTROL:
             return
         self._control += content
-        if (
-            len(self._control) > _STATE_LIMIT
-        ):  # more than we remember: the piece kept is none that a shell would be given
+        if len(self._control) > _MAX_STATE:  # the null character marks a state that no shell may be given
             self._control = b"\0" + self._control[-1024:]
 
     def _remember(self) -> None:
-        """Keep what the last command left of the shell, if it is whole."""
-        text, found, rest = self._control.partition(f"{self._last_secret} end\n".encode())
-        if found:
+        """Keep the state of the shell after the last command, if it arrived completely."""
+        text, end, rest = self._control.partition(f"{self._last_secret} end\n".encode())
+        if end:
             self.state = b"" if b"\0" in text else text
             self._control = rest
 
-    def _stop(self, began: float, output: Bounded) -> None:
-        """Interrupt the shell and kill what it started; where it does not come back, kill it as well."""
+    def _stop(self, began: float, output: BoundedOutput) -> None:
+        """Interrupt the shell and kill what it started. If the shell does not return, kill it as well."""
         self._remember()
         self._last_secret, self._secret = self._secret, secrets.token_hex(8)
         self._streams.write(self._mark().encode())
@@ -213,18 +213,44 @@ class Shell:
         self._processes.signal(signal.SIGKILL, began)
 
 
+class PersistentShell:
+    """The one shell of a machine. A new one replaces it when it has ended."""
+
+    def __init__(self, start: Callable[[bytes], Shell]) -> None:
+        """
+        Args:
+            start: starts a shell from the state of an earlier one, or from nothing.
+        """
+        self._start = start
+        self._shell: Shell | None = None
+
+    def run(self, command: str, timeout: float) -> CommandResult:
+        """Run a command as ``Sandbox.run`` describes it."""
+        shell = self._shell
+        result = shell.run(command, timeout) if shell is not None and shell.alive() else None
+        if result is not None:
+            return result
+        state = shell.state if shell is not None and shell.killed else b""
+        self.close()
+        self._shell = self._start(state)
+        return self._shell.run(command, timeout) or CommandResult("", None)
+
+    def close(self) -> None:
+        if self._shell is not None:
+            self._shell.close()
+            self._shell = None
+
+
 def run_alone(
     streams: Streams, processes: Processes, limits: SandboxLimits, began: float, timeout: float
 ) -> CommandResult:
-    """Wait for a process of its own, started at ``began`` (seconds after boot), which has no control
-    stream.
-    """
-    output = Bounded(limits.output_chars)
+    """Wait for a process without a control stream, which started at ``began`` (seconds after boot)."""
+    output = BoundedOutput(limits.output_chars)
 
-    def take(source: Source, content: bytes) -> int | None:
-        if source is Source.CONTROL:
+    def take(kind: StreamKind, content: bytes) -> int | None:
+        if kind is StreamKind.CONTROL:
             output.add(content)
-        return int(content or b"-1") if source is Source.END else None
+        return int(content or b"-1") if kind is StreamKind.END else None
 
     code = _wait(streams, processes, limits, time.monotonic() + timeout, output, take)
     if code is None:
@@ -233,8 +259,7 @@ def run_alone(
     return CommandResult(text, code if code is None or code >= 0 else 128 - code, code is None, cut)
 
 
-class _Take(Protocol):
-    def __call__(self, source: Source, content: bytes) -> int | None: ...
+_Take = Callable[[StreamKind, bytes], int | None]
 
 
 def _wait(
@@ -242,36 +267,34 @@ def _wait(
     processes: Processes,
     limits: SandboxLimits,
     deadline: float,
-    output: Bounded,
+    output: BoundedOutput,
     take: _Take,
 ) -> int | None:
-    """Gather output until ``take`` knows how the command ended; None at the deadline, or when it has used
-    up its CPU time.
+    """Collect output until ``take`` returns an exit code. Return None at the deadline, or when the command
+    has used up its processor time.
     """
-    look, most = time.monotonic() + _LOOK, None
+    next_check, max_seconds = time.monotonic() + _CPU_CHECK_SECONDS, None
     while (now := time.monotonic()) < deadline:
-        if now >= look:
-            look, used = now + _LOOK, processes.cpu_seconds()
-            most = used + limits.cpu_seconds if most is None else most
-            if used > most:
+        if now >= next_check:
+            next_check, used = now + _CPU_CHECK_SECONDS, processes.cpu_seconds()
+            max_seconds = used + limits.cpu_seconds if max_seconds is None else max_seconds
+            if used > max_seconds:
                 return None
-        code = _gather(streams.read(min(deadline, look) - now), output, take)
+        code = _gather(streams.read(min(deadline, next_check) - now), output, take)
         if code is not None:
-            _gather(
-                streams.rest(), output, take
-            )  # what was printed before the end, and not more, though a daemon print on
+            _gather(streams.rest(), output, take)  # printed before the end; a daemon may keep printing
             return code
-        if output.received > _FREELY:
+        if output.received > _MAX_FAST_BYTES:
             time.sleep(0.002)
     return None
 
 
-def _gather(pieces: Iterable[tuple[Source, bytes]], output: Bounded, take: _Take) -> int | None:
+def _gather(chunks: Iterable[tuple[StreamKind, bytes]], output: BoundedOutput, take: _Take) -> int | None:
     code: int | None = None
-    for source, content in pieces:
+    for kind, content in chunks:
         output.received += len(content)
-        if source is Source.OUTPUT:
+        if kind is StreamKind.OUTPUT:
             output.add(content)
-        elif (found := take(source, content)) is not None:
-            code = found
+        elif (exit_code := take(kind, content)) is not None:
+            code = exit_code
     return code

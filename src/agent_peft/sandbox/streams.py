@@ -1,4 +1,4 @@
-"""A running process as its caller sees it: bytes in, three kinds of bytes out."""
+"""The input of a running process and its three kinds of output."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from enum import Enum
 from typing import Protocol
 
 
-class Source(Enum):
-    OUTPUT = "output"  # what commands print
-    CONTROL = "control"  # what only our own lines of the shell's script print
-    END = "end"  # how the process ended: its exit code as digits, negative for a signal
+class StreamKind(Enum):
+    OUTPUT = "output"  # printed by commands
+    CONTROL = "control"  # printed by our own lines in the shell's input
+    END = "end"  # the exit code of the process as digits, negative for a signal
 
 
 class Streams(Protocol):
-    """What a shell speaks through."""
+    """The connection to a process."""
 
     def write(self, content: bytes) -> None:
-        """Queue input; it is sent while reading."""
+        """Queue input. It is sent during ``read``."""
 
-    def read(self, timeout: float) -> Sequence[tuple[Source, bytes]]:
-        """What has come, waiting at most ``timeout`` seconds for something."""
+    def read(self, timeout: float) -> Sequence[tuple[StreamKind, bytes]]:
+        """Return the output that has arrived. Wait at most ``timeout`` seconds for some."""
 
-    def rest(self) -> Sequence[tuple[Source, bytes]]:
-        """What was already printed, and not more, though somebody prints on."""
+    def rest(self) -> Sequence[tuple[StreamKind, bytes]]:
+        """Return the output that was already printed, without waiting for a process that keeps printing."""
 
     def close(self) -> None: ...
 
 
 class PipeStreams:
-    """Streams over pipes; ``child`` are the ends to give to the process: input, output, control, end."""
+    """Streams over pipes. ``child`` holds the process's ends: input, output, control, end."""
 
     def __init__(self) -> None:
         stdin, output, control, end = (os.pipe2(os.O_CLOEXEC) for _ in range(4))
         self.child: tuple[int, ...] = (stdin[0], output[1], control[1], end[1])
         self._stdin = stdin[1]
-        self._sources = {output[0]: Source.OUTPUT, control[0]: Source.CONTROL, end[0]: Source.END}
+        self._kinds = {output[0]: StreamKind.OUTPUT, control[0]: StreamKind.CONTROL, end[0]: StreamKind.END}
         self._pending = b""
         self._poll = select.poll()
-        for descriptor in self._sources:
+        for descriptor in self._kinds:
             self._poll.register(descriptor, select.POLLIN)
-        for descriptor in (self._stdin, *self._sources):
+        for descriptor in (self._stdin, *self._kinds):
             os.set_blocking(descriptor, False)
 
     def release(self) -> None:
-        """Close the process's ends here, once it has them."""
+        """Close our copies of the process's ends, once the process has them."""
         for descriptor in self.child:
             os.close(descriptor)
         self.child = ()
@@ -59,33 +59,33 @@ class PipeStreams:
         self._pending += content
         self._send()
 
-    def read(self, timeout: float) -> Sequence[tuple[Source, bytes]]:
-        found: list[tuple[Source, bytes]] = []
+    def read(self, timeout: float) -> Sequence[tuple[StreamKind, bytes]]:
+        chunks: list[tuple[StreamKind, bytes]] = []
         for descriptor, _ in self._poll.poll(max(timeout, 0) * 1000):
             if descriptor == self._stdin:
                 self._send()
                 continue
             chunk = os.read(descriptor, 1 << 16)
             if chunk:
-                found.append((self._sources[descriptor], chunk))
+                chunks.append((self._kinds[descriptor], chunk))
             else:
                 self._poll.unregister(descriptor)
-        return found
+        return chunks
 
-    def rest(self) -> Sequence[tuple[Source, bytes]]:
-        found: list[tuple[Source, bytes]] = []
-        for descriptor, source in self._sources.items():
+    def rest(self) -> Sequence[tuple[StreamKind, bytes]]:
+        chunks: list[tuple[StreamKind, bytes]] = []
+        for descriptor, kind in self._kinds.items():
             count = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, b"\0" * 4))[0]
             if count:
-                found.append((source, os.read(descriptor, count)))
-        return found
+                chunks.append((kind, os.read(descriptor, count)))
+        return chunks
 
     def close(self) -> None:
         if self.child:
             self.release()
-        for descriptor in (self._stdin, *self._sources):
+        for descriptor in (self._stdin, *self._kinds):
             os.close(descriptor)
-        self._sources = {}
+        self._kinds = {}
 
     def _send(self) -> None:
         try:
@@ -95,6 +95,6 @@ class PipeStreams:
             self._poll.register(self._stdin, select.POLLOUT)
             return
         except BrokenPipeError:
-            self._pending = b""  # it has ended, which the other streams tell
+            self._pending = b""  # the process ended; the other streams report that
         with contextlib.suppress(KeyError):
             self._poll.unregister(self._stdin)

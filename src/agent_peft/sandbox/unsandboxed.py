@@ -1,4 +1,4 @@
-"""No sandbox: the machine itself. For machines that are thrown away anyway, and asked for by name only."""
+"""No isolation: commands run on this computer. For disposable machines; it has to be asked for by name."""
 
 from __future__ import annotations
 
@@ -18,27 +18,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from agent_peft.sandbox.base import CommandResult, Sandbox, SandboxLimits
-from agent_peft.sandbox.shell import SHELL, Shell, run_alone
+from agent_peft.sandbox.shell import SHELL, PersistentShell, Shell, run_alone
 from agent_peft.sandbox.streams import PipeStreams
 
 logger = logging.getLogger(__name__)
 
 
 class NoSandbox(Sandbox):
-    """Commands run as we ourselves, in a temporary folder, with limits on files and CPU time of each process,
-    and no others.
+    """Commands run as the current user in a temporary folder. Only the file size and the processor time of
+    each process are limited.
 
-    A snapshot holds that folder only. ``run_fresh`` has the same programs as anybody else.
+    A snapshot holds that folder only. ``run_fresh`` uses the same programs as every other process.
     """
 
     def __init__(self, limits: SandboxLimits) -> None:
         logger.warning(
-            "sandbox: none runs the agent's commands on this machine as this user, and grades with programs it could have changed"
+            "sandbox: none runs the agent's commands on this machine as this user, "
+            "and inspects the result with programs that the agent could have changed"
         )
         self._limits = limits
         self._folder: Path | None = None
         self._group = _Session()
-        self._shell: Shell | None = None
+        self._shell = PersistentShell(self._start_shell)
 
     def start(self) -> None:
         if self._folder is not None:
@@ -46,14 +47,7 @@ class NoSandbox(Sandbox):
         self._folder = Path(tempfile.mkdtemp(prefix="agent-peft-"))
 
     def run(self, command: str, timeout: float) -> CommandResult:
-        result = (
-            self._shell.run(command, timeout) if self._shell is not None and self._shell.alive() else None
-        )
-        return (
-            result
-            if result is not None
-            else self._new_shell().run(command, timeout) or CommandResult("", None)
-        )
+        return self._shell.run(command, timeout)
 
     def run_fresh(self, script: str, timeout: float, kill_others: bool = False) -> CommandResult:
         if kill_others:
@@ -64,7 +58,7 @@ class NoSandbox(Sandbox):
             alone.spawn(
                 ["/bin/bash", "--noprofile", "--norc", "-c", script],
                 streams,
-                self._place,
+                self._working_folder,
                 self._limits,
                 alone=True,
             )
@@ -76,13 +70,13 @@ class NoSandbox(Sandbox):
             streams.close()
 
     def read_file(self, path: str, limit: int = 1 << 20) -> bytes:
-        if not (self._place / path).is_file():
+        if not (self._working_folder / path).is_file():
             raise FileNotFoundError(2, f"{path} is not a regular file")
-        with open(self._place / path, "rb") as file:
+        with open(self._working_folder / path, "rb") as file:
             return file.read(limit)
 
     def write_file(self, path: str, content: bytes, mode: int = 0o644) -> None:
-        target = self._place / path
+        target = self._working_folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(content)
         target.chmod(mode)
@@ -90,17 +84,16 @@ class NoSandbox(Sandbox):
     def snapshot(self) -> bytes:
         content = io.BytesIO()
         with tarfile.open(fileobj=content, mode="w") as archive:
-            archive.add(self._place, arcname=".")
+            archive.add(self._working_folder, arcname=".")
         return content.getvalue()
 
     def restore(self, snapshot: bytes) -> None:
         self._drop_shell()
-        shutil.rmtree(self._place)
+        shutil.rmtree(self._working_folder)
         with tarfile.open(fileobj=io.BytesIO(snapshot)) as archive:
-            archive.extraction_filter = getattr(
-                tarfile, "tar_filter", None
-            )  # older than 3.11.4: it has none, and trusts what is ours
-            archive.extractall(self._place)
+            # Python before 3.11.4 has no filters; the archive is our own
+            archive.extraction_filter = getattr(tarfile, "tar_filter", None)
+            archive.extractall(self._working_folder)
 
     def close(self) -> None:
         self._drop_shell()
@@ -109,35 +102,32 @@ class NoSandbox(Sandbox):
             self._folder = None
 
     @property
-    def _place(self) -> Path:
+    def _working_folder(self) -> Path:
         if self._folder is None:
             raise RuntimeError("the sandbox is not running")
         return self._folder
 
-    def _new_shell(self) -> Shell:
-        state = self._shell.state if self._shell is not None and self._shell.killed else b""
-        self._drop_shell()
+    def _start_shell(self, state: bytes) -> Shell:
+        self._kill_shell()
         streams = PipeStreams()
-        self._group.spawn(SHELL, streams, self._place, self._limits)
-        self._shell = Shell(streams, self._group, self._limits, state)
-        return self._shell
+        self._group.spawn(SHELL, streams, self._working_folder, self._limits)
+        return Shell(streams, self._group, self._limits, state)
 
     def _drop_shell(self) -> None:
+        self._kill_shell()
+        self._shell.close()
+
+    def _kill_shell(self) -> None:
         self._group.signal_shell(signal.SIGKILL)
         self._group.signal(signal.SIGKILL, 0)
-        if self._shell is not None:
-            self._shell.close()
-            self._shell = None
 
 
-# A job in the background ignores interrupts, and a shell that inherits that can never again be interrupted.
-_HEARING = ("env", "--default-signal=INT,QUIT,HUP,TERM") if sys.platform == "linux" else ()
+# A background job ignores interrupts. A shell that inherits this could never be interrupted.
+_DEFAULT_SIGNALS = ("env", "--default-signal=INT,QUIT,HUP,TERM") if sys.platform == "linux" else ()
 
 
 class _Session:
-    """A process on this machine and all of its session: what leaves the session, as a daemon does, is not
-    found again.
-    """
+    """A process of this computer and its session. A daemon that leaves the session is no longer tracked."""
 
     def __init__(self) -> None:
         self._leader: subprocess.Popen[bytes] | None = None
@@ -152,7 +142,7 @@ class _Session:
     ) -> None:
         stdin, output, control, end = streams.child
         self._leader = subprocess.Popen(
-            [*_HEARING, *argv],
+            [*_DEFAULT_SIGNALS, *argv],
             stdin=subprocess.DEVNULL if alone else stdin,
             stdout=output,
             stderr=output if alone else control,
@@ -171,7 +161,7 @@ class _Session:
                 (resource.RLIMIT_CPU, int(limits.cpu_seconds) + 1),
             ):
                 resource.prlimit(self._leader.pid, kind, (bound, bound))
-        threading.Thread(target=_tell_end, args=(self._leader, os.dup(end)), daemon=True).start()
+        threading.Thread(target=_report_exit, args=(self._leader, os.dup(end)), daemon=True).start()
         streams.release()
 
     def signal(self, number: int, since: float) -> int:
@@ -186,13 +176,13 @@ class _Session:
             self._leader.send_signal(number)
 
     def cpu_seconds(self) -> float:
-        return 0.0  # each process has a limit of its own
+        return 0.0  # each process has its own limit
 
     def _members(self) -> Sequence[int]:
-        """The living of the session, without its leader."""
+        """The live processes of the session, without its leader."""
         if self._leader is None or sys.platform != "linux":
             return []
-        found = []
+        members = []
         for name in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
                 columns = Path(f"/proc/{name}/stat").read_text(errors="replace").rpartition(") ")[2].split()
@@ -201,11 +191,11 @@ class _Session:
                     and columns[0] != "Z"
                     and int(name) != self._leader.pid
                 ):
-                    found.append(int(name))
-        return found
+                    members.append(int(name))
+        return members
 
 
-def _tell_end(process: subprocess.Popen[bytes], end: int) -> None:
+def _report_exit(process: subprocess.Popen[bytes], end: int) -> None:
     code = process.wait()
     with contextlib.suppress(BrokenPipeError):
         os.write(end, str(code).encode())

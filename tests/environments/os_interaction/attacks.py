@@ -1,7 +1,7 @@
 # ruff: noqa: E501 (a row is one attack, as it would be typed)
-"""What an agent may try: commands that must reach nothing, and worlds that must not be graded as correct.
+"""Attacks of an agent: commands that must reach nothing outside, and worlds that must not be graded as correct.
 
-``python attacks.py`` runs all of them and prints, as JSON, the names of those that got through: for a test that runs them as another user.
+``python attacks.py`` runs all of them and prints, as JSON, the names of the successful ones. A test runs it as another user.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import json
 import sys
 from dataclasses import dataclass
 
-from agent_peft.environments.os_interaction.episode import OSEpisode, Rules
-from agent_peft.environments.os_interaction.problems import Exits, Problem, Script
+from agent_peft.environments.os_interaction.config import OSGenerateConfig, OSInteractionConfig
+from agent_peft.environments.os_interaction.episode import OSEpisode
+from agent_peft.environments.os_interaction.problems import Exits, Script, ShellProblem
 from agent_peft.sandbox.base import SandboxLimits
 from agent_peft.sandbox.build import build_sandbox
 from agent_peft.types import Outcome
@@ -35,7 +36,7 @@ def python(code: str) -> str:
 
 @dataclass(frozen=True)
 class Reach:
-    """A command that prints REACHED if it gets out of its machine, or at what it must not have."""
+    """A command that prints REACHED if it leaves its machine or gets something forbidden."""
 
     what: str
     command: str
@@ -112,7 +113,7 @@ REACHES = (
 
 @dataclass(frozen=True)
 class Trick:
-    """A world in which an evaluation could be fooled: ``evaluation`` must fail after ``commands``."""
+    """A command that could fool an evaluation: ``evaluation`` must fail after it."""
 
     what: str
     evaluation: str
@@ -228,8 +229,14 @@ HONEST = (
 
 
 def outcome(trick: Trick) -> Outcome:
-    problem = Problem("x", Exits(Script(trick.evaluation)), initialization=(Script(trick.init),))
-    episode = OSEpisode(problem, Rules(limits=LIMITS, command_timeout=20, script_timeout=15), seed=0)
+    problem = ShellProblem("x", Exits(Script(trick.evaluation)), initialization=(Script(trick.init),))
+    episode = OSEpisode(
+        problem,
+        OSInteractionConfig(
+            generate=OSGenerateConfig(num_tasks=1), limits=LIMITS, command_timeout=20, script_timeout=15
+        ),
+        seed=0,
+    )
     try:
         episode.start()
         result = episode.step(f"Act: bash\n\n```bash\n{trick.command}\n```")
@@ -239,7 +246,7 @@ def outcome(trick: Trick) -> Outcome:
 
 
 def reached(reach: Reach) -> str | None:
-    """What was printed, if it got through."""
+    """Return the output if the command was successful."""
     with build_sandbox("namespaces", LIMITS) as sandbox:
         output = sandbox.run(reach.command, reach.seconds).output
         alive = sandbox.run("rm -rf /srv/* 2>/dev/null; echo alive", 20).output.endswith("alive\n")

@@ -1,9 +1,8 @@
+# ruff: noqa: E501 (a reply is one line, as it would be typed)
 """Replies that do not read what a task asks for: (name, command), followed by a finish. None of them may be right of any task.
 
 They make, change or remove all there could be, or turn on what decides the verdict. They know how generated tasks are made.
 """
-
-# ruff: noqa: E501  (a command a line)
 
 from agent_peft.environments.os_interaction.kinds.base import MODES
 from agent_peft.environments.os_interaction.kinds.names import HELDOUT

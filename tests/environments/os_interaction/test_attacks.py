@@ -1,5 +1,5 @@
-"""No command reaches anything outside its machine, and no world fools its grader: as root and as an
-ordinary user.
+"""No command reaches anything outside its machine, and no world fools its grader. This holds for root and for
+an ordinary user.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_names_are_used_once():
 
 
 def _python_for_everybody() -> list[str]:
-    """An interpreter that an ordinary user may run, and that can import what we can."""
+    """Return an interpreter that an ordinary user may run, and that can import our packages."""
     for path in (sys.executable, "/usr/bin/python3"):
         places = [
             str(ROOT / "src"),

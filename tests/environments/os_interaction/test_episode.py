@@ -6,15 +6,16 @@ import logging
 import pytest
 
 from agent_peft.environments import load_environment
-from agent_peft.environments.os_interaction.environment import OSInteraction, OSInteractionConfig
-from agent_peft.environments.os_interaction.episode import OSEpisode, Rules, cut, demonstrate, observation
+from agent_peft.environments.os_interaction.config import OSGenerateConfig, OSInteractionConfig
+from agent_peft.environments.os_interaction.environment import OSInteraction
+from agent_peft.environments.os_interaction.episode import OSEpisode, cut, demonstrate, observation
 from agent_peft.environments.os_interaction.problems import (
     Checks,
     Comparison,
     Exits,
     Matches,
-    Problem,
     Script,
+    ShellProblem,
 )
 from agent_peft.environments.os_interaction.protocol import (
     Command,
@@ -23,11 +24,12 @@ from agent_peft.environments.os_interaction.protocol import (
     write_json,
     write_tool_call,
 )
-from agent_peft.environments.task_files.validation import validate
+from agent_peft.environments.task_commands import validate_tasks
 from agent_peft.sandbox.base import CommandResult
 from agent_peft.types import AgentPeftError, InfrastructureError, Outcome, StopReason
 
-PROBLEM = Problem(
+CONFIG = OSInteractionConfig(generate=OSGenerateConfig(num_tasks=1))
+PROBLEM = ShellProblem(
     "Make /srv/a.",
     Exits(Script("[ -d /srv/a ] && [ -e /srv/ready ]")),
     initialization=(Script("touch /srv/ready"),),
@@ -63,7 +65,11 @@ ENTRIES = {
 
 @pytest.fixture
 def episode(sandboxed):
-    episode = OSEpisode(PROBLEM, Rules(max_turns=4, command_timeout=2), seed=0)
+    episode = OSEpisode(
+        PROBLEM,
+        OSInteractionConfig(generate=OSGenerateConfig(num_tasks=1), max_turns=4, command_timeout=2),
+        seed=0,
+    )
     yield episode
     episode.close()
 
@@ -162,10 +168,12 @@ def test_what_went_wrong_is_told(episode):
 
 
 def test_an_ordered_machine_is_the_same_each_time(sandboxed):
-    problem = Problem("?", PROBLEM.evaluation, initialization=(Script("echo $RANDOM > /srv/r"),), gold="true")
+    problem = ShellProblem(
+        "?", PROBLEM.evaluation, initialization=(Script("echo $RANDOM > /srv/r"),), gold="true"
+    )
 
     def seen(seed):
-        episode = OSEpisode(problem, Rules(), seed)
+        episode = OSEpisode(problem, CONFIG, seed)
         episode.start()
         try:
             return act(episode, "cat /srv/r").observation, act(episode, "echo $RANDOM").observation
@@ -178,7 +186,11 @@ def test_an_ordered_machine_is_the_same_each_time(sandboxed):
 
 
 def test_json_tool_calls(sandboxed):
-    episode = OSEpisode(PROBLEM, Rules(protocol="json_tool_calls"), seed=0)
+    episode = OSEpisode(
+        PROBLEM,
+        OSInteractionConfig(generate=OSGenerateConfig(num_tasks=1), protocol="json_tool_calls"),
+        seed=0,
+    )
     system, _ = episode.start()
     assert "<tool_call>" in system.content and "Act:" not in system.content
     assert not episode.step("Act: finish").valid
@@ -188,15 +200,17 @@ def test_json_tool_calls(sandboxed):
 
 
 def test_an_initialization_that_does_not_end_is_no_fault_of_the_agent(sandboxed):
-    problem = Problem("?", PROBLEM.evaluation, initialization=(Script("sleep 60"),), gold="true")
-    episode = OSEpisode(problem, Rules(script_timeout=0.3), seed=0)
+    problem = ShellProblem("?", PROBLEM.evaluation, initialization=(Script("sleep 60"),), gold="true")
+    episode = OSEpisode(
+        problem, OSInteractionConfig(generate=OSGenerateConfig(num_tasks=1), script_timeout=0.3), seed=0
+    )
     with pytest.raises(InfrastructureError, match="initialization"):
         episode.start()
     episode.close()
 
 
 def test_nothing_is_opened_before_the_start_and_close_may_come_twice():
-    episode = OSEpisode(PROBLEM, Rules(), seed=0)
+    episode = OSEpisode(PROBLEM, CONFIG, seed=0)
     with pytest.raises(RuntimeError, match="not started"):
         episode.step("Act: finish")
     episode.close()
@@ -205,7 +219,7 @@ def test_nothing_is_opened_before_the_start_and_close_may_come_twice():
         episode.start()
 
 
-COUNT = Problem("?", Checks((None, Comparison.INTEGER), Script("echo 3")), gold="echo 3", answers=True)
+COUNT = ShellProblem("?", Checks((None, Comparison.INTEGER), Script("echo 3")), gold="echo 3", answers=True)
 
 
 @pytest.mark.parametrize(
@@ -213,17 +227,19 @@ COUNT = Problem("?", Checks((None, Comparison.INTEGER), Script("echo 3")), gold=
     [
         (PROBLEM, [Command("mkdir /srv/a"), Finish()]),
         (COUNT, [Command("echo 3"), Finish("3")]),
-        (Problem("?", Matches("log"), answers=True), [Finish("log")]),
+        (ShellProblem("?", Matches("log"), answers=True), [Finish("log")]),
     ],
 )
 def test_demonstrations(sandboxed, problem, actions):
-    assert demonstrate(problem, Rules()) == tuple(map(write_act, actions))
-    assert demonstrate(problem, Rules(protocol="json_tool_calls")) == tuple(map(write_json, actions))
+    assert demonstrate(problem, CONFIG) == tuple(map(write_act, actions))
+    assert demonstrate(
+        problem, OSInteractionConfig(generate=OSGenerateConfig(num_tasks=1), protocol="json_tool_calls")
+    ) == tuple(map(write_json, actions))
 
 
 @pytest.mark.parametrize("evaluation", [Matches(regex="x"), Exits(Script("true"))])
 def test_what_nobody_knows_is_not_demonstrated(evaluation):
-    assert demonstrate(Problem("?", evaluation), Rules()) is None
+    assert demonstrate(ShellProblem("?", evaluation), CONFIG) is None
 
 
 @pytest.mark.parametrize(
@@ -278,10 +294,10 @@ def test_loading_replays_a_file_and_lists_what_cannot_be_used(sandboxed, task_fi
 def test_validation_counts_and_two_of_them_agree(sandboxed, tmp_path):
     path = tmp_path / "tasks.json"
     path.write_text(json.dumps({name: ENTRIES[name] for name in ("good", "done", "wrong", "image")}))
-    found = validate("os_interaction", path)
+    found = validate_tasks("os_interaction", tasks=path)
     assert (found["tasks"], found["gold_correct"], found["nothing_correct"]) == (4, 2, 1)
     assert [rejection["id"] for rejection in found["rejected"]] == ["done", "wrong", "image"]
-    assert found == validate("os_interaction", path, {"threads": 1})
+    assert found == validate_tasks("os_interaction", tasks=path, replay_threads=1)
 
 
 def test_a_limit_takes_the_first_usable_tasks(sandboxed, task_file):
@@ -338,10 +354,10 @@ def test_the_real_golds_hold_and_two_replays_agree(sandboxed, shared, name, tmp_
     entries = dict(list(json.loads(path.read_text()).items())[:60])
     few = tmp_path / "few.json"
     few.write_text(json.dumps(entries))
-    found = validate("os_interaction", few)
+    found = validate_tasks("os_interaction", tasks=few)
     assert found["nothing_correct"] == 0
     assert found["gold_correct"] >= 0.95 * found["tasks"]
-    again = validate("os_interaction", few)
+    again = validate_tasks("os_interaction", tasks=few)
     assert {rejection["id"] for rejection in found["rejected"]} == {
         rejection["id"] for rejection in again["rejected"]
     }

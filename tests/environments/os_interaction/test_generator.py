@@ -12,8 +12,7 @@ from agent_peft.environments.os_interaction.generator import SPLITS, generate
 from agent_peft.environments.os_interaction.kinds import ALL, CHAINS, KINDS
 from agent_peft.environments.os_interaction.problems import SKILLS
 from agent_peft.environments.os_interaction.tasks import by_rarity, read_problem
-from agent_peft.environments.task_files.generation import generate_entries
-from agent_peft.environments.task_files.validation import validate
+from agent_peft.environments.task_commands import generate_tasks, validate_tasks
 from agent_peft.types import AgentPeftError
 
 SEVERAL = {split: generate(580, 0, split=split) for split in SPLITS}
@@ -185,7 +184,7 @@ def test_every_kind_fails_before_and_passes_after_twice(split, sandboxed, tmp_pa
     path = tmp_path / "tasks.json"
     path.write_text(json.dumps(generate(116, 11, split=split)))
     for _ in range(2):
-        found = validate("os_interaction", path)
+        found = validate_tasks("os_interaction", tasks=path)
         assert (found["tasks"], found["gold_correct"], found["nothing_correct"], found["rejected"]) == (
             116,
             116,
@@ -194,17 +193,16 @@ def test_every_kind_fails_before_and_passes_after_twice(split, sandboxed, tmp_pa
         )
 
 
-def test_an_option_of_another_environment_is_told(tmp_path):
-    assert generate_entries("os_interaction", 3, 0, ["mkdir"], "train", {"combined": 0.0}) == generate(
-        3, 0, ["mkdir"], combined=0
-    )
-    with pytest.raises(AgentPeftError, match="db_bench takes no combined"):
-        generate_entries("db_bench", 3, 0, None, "train", {"combined": 0.5})
-    with pytest.raises(AgentPeftError, match="choose db_bench or os_interaction"):
-        generate_entries("chess", 3, 0, None, "train")
-    with pytest.raises(AgentPeftError, match="db_bench takes no sandbox"):
-        validate("db_bench", tmp_path / "x.json", {"sandbox": "docker", "database": None})
-    with pytest.raises(AgentPeftError, match="there is no sandbox 'jail'"):
-        validate("os_interaction", tmp_path / "x.json", {"sandbox": "jail"})
-    with pytest.raises(AgentPeftError, match="threads must be at least 1"):
-        validate("os_interaction", tmp_path / "x.json", {"threads": 0})
+def test_a_key_of_another_environment_is_told(tmp_path):
+    settings = {"num_tasks": 3, "skills": ["mkdir"], "combined": 0.0}
+    assert generate_tasks("os_interaction", **settings) == generate(3, 0, ["mkdir"], combined=0)
+    for call, fault in (
+        (lambda: generate_tasks("db_bench", num_tasks=3, combined=0.5), "generate.combined: unknown key"),
+        (lambda: generate_tasks("os_interaction"), "generate.num_tasks: "),
+        (lambda: generate_tasks("chess"), "there is no kind 'chess'; give one of arithmetic, db_bench"),
+        (lambda: generate_tasks("gsm8k"), "gsm8k has no tasks to generate; choose db_bench or os_interac"),
+        (lambda: validate_tasks("os_interaction", tasks=tmp_path / "x.json", sandbox="jail"), "namespaces"),
+        (lambda: validate_tasks("os_interaction", tasks="x.json", replay_threads=0), "replay_threads: "),
+    ):
+        with pytest.raises(AgentPeftError, match=fault):
+            call()

@@ -2,21 +2,26 @@
 
 import pytest
 
-from agent_peft.environments.os_interaction.episode import OSEpisode, Rules
+from agent_peft.environments.os_interaction.config import OSGenerateConfig, OSInteractionConfig
+from agent_peft.environments.os_interaction.episode import OSEpisode
 from agent_peft.environments.os_interaction.problems import (
     Checks,
     Comparison,
     Exits,
     Matches,
-    Problem,
     Script,
+    ShellProblem,
 )
 from agent_peft.environments.os_interaction.protocol import Command, Finish, write_act
 from agent_peft.types import Outcome
 
 
 def outcome(problem, *commands, answer=None):
-    episode = OSEpisode(problem, Rules(max_turns=9, script_timeout=3), seed=0)
+    episode = OSEpisode(
+        problem,
+        OSInteractionConfig(generate=OSGenerateConfig(num_tasks=1), max_turns=9, script_timeout=3),
+        seed=0,
+    )
     try:
         episode.start()
         for command in commands:
@@ -26,15 +31,15 @@ def outcome(problem, *commands, answer=None):
         episode.close()
 
 
-DONE = Problem("Make /srv/a.", Exits(Script("[ -d /srv/a ] && exit 0 || exit 1")), gold="mkdir /srv/a")
-COUNT = Problem(
+DONE = ShellProblem("Make /srv/a.", Exits(Script("[ -d /srv/a ] && exit 0 || exit 1")), gold="mkdir /srv/a")
+COUNT = ShellProblem(
     "How many files are in ~/box?",
     Checks((None, Comparison.INTEGER), Script("ls ~/box | wc -l")),
     initialization=(Script("mkdir ~/box && touch ~/box/a ~/box/b ~/box/c"),),
     gold="ls ~/box | wc -l",
     answers=True,
 )
-OWN = Problem(
+OWN = ShellProblem(
     "Say yes, and touch /srv/said.",
     Checks(
         (
@@ -65,14 +70,14 @@ def test_the_truth_is_that_of_before_the_agent_acted(sandboxed):
 
 
 def test_an_example_that_fails_makes_no_truth(sandboxed):
-    broken = Problem(
+    broken = ShellProblem(
         "?", Checks((None, Comparison.INTEGER), Script("echo 3; exit 1")), gold="echo 3; exit 1", answers=True
     )
     assert outcome(broken, answer="3") is Outcome.INCORRECT
 
 
 def test_an_example_sees_what_was_started(sandboxed):
-    started = Problem(
+    started = ShellProblem(
         "What does /srv/now say?",
         Checks((None, Comparison.STRING), Script("until [ -e /srv/now ]; do sleep 0.1; done; cat /srv/now")),
         start="(while sleep 0.05; do echo ready > /srv/next; mv /srv/next /srv/now; done) &",
@@ -103,11 +108,11 @@ def test_an_answer_is_no_command(sandboxed):
     ],
 )
 def test_mischief_is_no_success_and_no_failure_of_ours(sandboxed, mischief):
-    reads = Problem("Fill /srv/a.", Exits(Script('[ "$(cat /srv/a)" = full ]')))
+    reads = ShellProblem("Fill /srv/a.", Exits(Script('[ "$(cat /srv/a)" = full ]')))
     assert outcome(reads, mischief) is Outcome.INCORRECT
 
 
 def test_match_needs_no_more_than_the_answer(sandboxed):
-    problem = Problem("?", Matches("log"), answers=True)
+    problem = ShellProblem("?", Matches("log"), answers=True)
     assert outcome(problem, answer="log") is Outcome.CORRECT
     assert outcome(problem) is Outcome.INCORRECT

@@ -11,7 +11,7 @@ from agent_peft.environments.os_interaction.protocol import (
     PROTOCOLS,
     Command,
     Finish,
-    Malformed,
+    MalformedCommand,
     parse_act,
     parse_tool_call,
     write_tool_call,
@@ -69,7 +69,7 @@ def test_act_replies(reply, action):
 )
 def test_malformed_acts_say_what_to_write(reply, why):
     parsed = parse_act(reply)
-    assert isinstance(parsed, Malformed)
+    assert isinstance(parsed, MalformedCommand)
     assert why in parsed.why
     assert len(parsed.why) < 200
 
@@ -125,7 +125,7 @@ def test_tool_calls(reply, action):
 )
 def test_malformed_tool_calls_say_what_to_write(reply, why):
     parsed = parse_tool_call(reply)
-    assert isinstance(parsed, Malformed)
+    assert isinstance(parsed, MalformedCommand)
     assert why in parsed.why
     assert len(parsed.why) < 200
 
@@ -219,10 +219,10 @@ PIECES = st.sampled_from(
 def test_parsing_never_raises(reply):
     for protocol in PROTOCOLS.values():
         parsed = protocol.parse(reply)
-        assert isinstance(parsed, Command | Finish | Malformed)
+        assert isinstance(parsed, Command | Finish | MalformedCommand)
         said = (
             parsed.why
-            if isinstance(parsed, Malformed)
+            if isinstance(parsed, MalformedCommand)
             else getattr(parsed, "text", None) or getattr(parsed, "answer", None) or ""
         )
         said.encode()  # it can be typed, or shown

@@ -1,9 +1,8 @@
+# ruff: noqa: E501 (a row is one shortcut, as it would be typed)
 """For every kind of generated task: what only looks as if it was done is wrong, and another right way is right.
 
 Many attempts share one sandbox: each begins with the task's initialization, and ends with its evaluation, as an episode does.
 """
-
-# ruff: noqa: E501  (the rows of the table are commands)
 
 import random
 import re

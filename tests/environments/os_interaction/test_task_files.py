@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from agent_peft.environments.os_interaction.problems import Problem, Unusable
+from agent_peft.environments.os_interaction.problems import ShellProblem, Unusable
 from agent_peft.environments.os_interaction.tasks import load_tasks, read_problem, task_of
 from agent_peft.types import AgentPeftError
 
@@ -78,7 +78,7 @@ def read(entry):
     except AgentPeftError as error:
         assert "\n" not in str(error) and str(error).isprintable() and len(str(error)) < 500
         return
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, ShellProblem)
     for text in (
         problem.instruction,
         problem.gold or "",

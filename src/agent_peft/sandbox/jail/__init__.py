@@ -1,5 +1,6 @@
-"""The programs that make machines: they run outside our process, from the standard library alone, and import
-nothing of the package.
+"""The programs that make machines. They run in separate processes, use only the standard library, and import
+nothing of the package outside this folder.
 
-``fork_server`` is started once per process; it forks an ``init`` for each machine, which is process 1 there.
+``fork_server_main`` is started once per process. It forks an ``init`` for each machine; the init becomes
+process 1 there.
 """

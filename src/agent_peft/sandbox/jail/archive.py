@@ -1,6 +1,6 @@
-"""Folders to bytes and back: owners, modes, times, links, whiteouts and extended attributes included.
+"""Snapshots: folders to bytes and back, with owners, modes, times, links, whiteouts and extended attributes.
 
-One line of JSON before each file's content; the entries of a folder come after it.
+Each file is one line of JSON and its content. A folder comes before its entries.
 """
 
 from __future__ import annotations
@@ -13,33 +13,31 @@ from typing import IO, Any
 
 from agent_peft.sandbox.jail.base_image import OPAQUE
 
-_KEPT = ("mode", "uid", "gid", "mtime")
-
 
 def write(root: str, names: Sequence[str], file: IO[bytes]) -> None:
-    """Write the folders ``names`` of ``root``."""
+    """Write the folders ``names`` of ``root`` to a file."""
     seen: dict[int, str] = {}
 
     def visit(path: str) -> None:
         full = f"{root}/{path}"
-        found = os.lstat(full)
-        if stat.S_ISSOCK(found.st_mode):
-            return  # nobody listens behind it any more
+        status = os.lstat(full)
+        if stat.S_ISSOCK(status.st_mode):
+            return  # its listener is not in the snapshot
         entry: dict[str, Any] = {
             "path": path,
-            "mode": found.st_mode,
-            "uid": found.st_uid,
-            "gid": found.st_gid,
-            "mtime": found.st_mtime_ns,
+            "mode": status.st_mode,
+            "uid": status.st_uid,
+            "gid": status.st_gid,
+            "mtime": status.st_mtime_ns,
         }
         content = b""
-        if stat.S_ISLNK(found.st_mode):
+        if stat.S_ISLNK(status.st_mode):
             entry["target"] = os.fsdecode(os.readlink(os.fsencode(full)))
-        elif not stat.S_ISDIR(found.st_mode) and found.st_nlink > 1:
-            if found.st_ino in seen:
-                entry["same"] = seen[found.st_ino]
-            seen.setdefault(found.st_ino, path)
-        if "same" not in entry and not stat.S_ISLNK(found.st_mode):
+        elif not stat.S_ISDIR(status.st_mode) and status.st_nlink > 1:
+            if status.st_ino in seen:
+                entry["same"] = seen[status.st_ino]
+            seen.setdefault(status.st_ino, path)
+        if "same" not in entry and not stat.S_ISLNK(status.st_mode):
             attributes = {
                 name: os.getxattr(full, name, follow_symlinks=False).hex()
                 for name in os.listxattr(full, follow_symlinks=False)
@@ -47,12 +45,12 @@ def write(root: str, names: Sequence[str], file: IO[bytes]) -> None:
             entry["attributes"] = {
                 k: v for k, v in attributes.items() if k == OPAQUE or not k.startswith("user.overlay.")
             }
-            if stat.S_ISREG(found.st_mode):
+            if stat.S_ISREG(status.st_mode):
                 with open(full, "rb") as source:
                     content = source.read()
                 entry["size"] = len(content)
         file.write(json.dumps(entry).encode() + b"\n" + content)
-        if stat.S_ISDIR(found.st_mode):
+        if stat.S_ISDIR(status.st_mode):
             for name in sorted(os.listdir(full)):
                 visit(f"{path}/{name}")
 
@@ -61,12 +59,16 @@ def write(root: str, names: Sequence[str], file: IO[bytes]) -> None:
 
 
 def read(root: str, file: IO[bytes]) -> None:
-    """Make again under ``root`` what ``write`` wrote; the topmost folders are there already."""
+    """Recreate the content of an archive under ``root``. Its topmost folders must exist.
+
+    Raises:
+        ValueError: a path leads out of ``root``.
+    """
     folders: list[tuple[str, int]] = []
     while line := file.readline():
         entry = json.loads(line)
         if ".." in entry["path"].split("/"):
-            raise ValueError(f"a snapshot with the path {entry['path']!r}")
+            raise ValueError(f"the snapshot holds the path {entry['path']!r}")
         path, mode = f"{root}/{entry['path']}", entry["mode"]
         if "same" in entry:
             os.link(f"{root}/{entry['same']}", path)

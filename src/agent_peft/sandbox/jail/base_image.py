@@ -1,7 +1,6 @@
-"""The clean system that every machine starts from: small copies of what a machine needs of ``/etc``, empty
-homes, the host's ``/usr``.
+"""The base image of every machine: copies of the needed files of ``/etc``, empty homes, the host's ``/usr``.
 
-Only what is named here is there. Files that not everybody on this computer may read never are.
+It holds only files that are named here, and never a file that is not readable by everybody.
 """
 
 from __future__ import annotations
@@ -12,20 +11,14 @@ import shutil
 import stat
 from collections.abc import Iterable, Sequence
 
-SYSTEM = (
-    "bin",
-    "sbin",
-    "lib",
-    "lib32",
-    "lib64",
-    "libx32",
-)  # of the root; links into /usr, on every system of this decade
+SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # links of the root folder into /usr
 _FOLDERS = {
-    "boot": 0o755, "dev": 0o755, "etc": 0o755, "home": 0o755, "media": 0o755, "mnt": 0o755, "opt": 0o755, "proc": 0o555,
-    "root": 0o700, "run": 0o755, "run/lock": 0o1777, "srv": 0o755, "sys": 0o555, "tmp": 0o1777, "usr": 0o755, "var": 0o755,
-    "var/backups": 0o755, "var/cache": 0o755, "var/lib": 0o755, "var/lib/dpkg": 0o755, "var/local": 0o2775, "var/log": 0o755,
-    "var/mail": 0o2775, "var/opt": 0o755, "var/spool": 0o755, "var/spool/cron": 0o755, "var/spool/cron/crontabs": 0o1730,
-    "var/tmp": 0o1777, "etc/cron.d": 0o755, "etc/opt": 0o755, "etc/ssl": 0o755, "etc/ssl/certs": 0o755, "etc/sudoers.d": 0o755,
+    "boot": 0o755, "dev": 0o755, "etc": 0o755, "home": 0o755, "media": 0o755, "mnt": 0o755, "opt": 0o755,
+    "proc": 0o555, "root": 0o700, "run": 0o755, "run/lock": 0o1777, "srv": 0o755, "sys": 0o555,
+    "tmp": 0o1777, "usr": 0o755, "var": 0o755, "var/backups": 0o755, "var/cache": 0o755, "var/lib": 0o755,
+    "var/lib/dpkg": 0o755, "var/local": 0o2775, "var/log": 0o755, "var/mail": 0o2775, "var/opt": 0o755,
+    "var/spool": 0o755, "var/spool/cron": 0o755, "var/spool/cron/crontabs": 0o1730, "var/tmp": 0o1777,
+    "etc/cron.d": 0o755, "etc/opt": 0o755, "etc/ssl": 0o755, "etc/ssl/certs": 0o755, "etc/sudoers.d": 0o755,
     "etc/update-motd.d": 0o755,
 }  # fmt: skip
 _LINKS = {
@@ -35,20 +28,19 @@ _LINKS = {
     "etc/mtab": "/proc/self/mounts",
 }
 _OF_ETC = (
-    "adduser.conf", "alternatives", "bash.bashrc", "bash_completion.d", "bindresvport.blacklist", "cron.daily", "cron.hourly",
-    "cron.monthly", "cron.weekly", "crontab", "debconf.conf", "debian_version", "default", "deluser.conf", "dpkg", "gai.conf", "host.conf",
-    "init.d", "inputrc", "issue", "issue.net", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "locale.alias", "locale.gen", "localtime",
-    "login.defs", "logrotate.d", "lsb-release", "magic", "magic.mime", "manpath.config", "mime.types", "motd", "nanorc", "networks",
-    "nsswitch.conf", "os-release", "pam.conf", "pam.d", "perl", "profile", "profile.d", "protocols", "python3", "python3.11",
-    "redhat-release", "rmt", "rpc", "security", "services", "shells", "skel", "sysctl.conf", "sysctl.d", "terminfo", "timezone", "vim",
-    "xattr.conf",
+    "adduser.conf", "alternatives", "bash.bashrc", "bash_completion.d", "bindresvport.blacklist",
+    "cron.daily", "cron.hourly", "cron.monthly", "cron.weekly", "crontab", "debconf.conf", "debian_version",
+    "default", "deluser.conf", "dpkg", "gai.conf", "host.conf", "init.d", "inputrc", "issue", "issue.net",
+    "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "locale.alias", "locale.gen", "localtime", "login.defs",
+    "logrotate.d", "lsb-release", "magic", "magic.mime", "manpath.config", "mime.types", "motd", "nanorc",
+    "networks", "nsswitch.conf", "os-release", "pam.conf", "pam.d", "perl", "profile", "profile.d",
+    "protocols", "python3", "python3.11", "redhat-release", "rmt", "rpc", "security", "services", "shells",
+    "skel", "sysctl.conf", "sysctl.d", "terminfo", "timezone", "vim", "xattr.conf",
 )  # fmt: skip
-PROGRAMS, LIBRARIES = (
-    ("bin", "sbin", "games"),
-    ("lib", "lib32", "lib64", "libx32", "libexec", "share"),
-)  # of /usr
-# What decides which program a name means, or what is loaded into it. The grader finds these as they were.
-_GUARDED = (
+# Folders of /usr
+PROGRAMS, LIBRARIES = ("bin", "sbin", "games"), ("lib", "lib32", "lib64", "libx32", "libexec", "share")
+# These decide which program a name means, or which code is loaded into it. An inspection sees the originals.
+_PROTECTED = (
     "alternatives",
     "ld.so.cache",
     "ld.so.conf",
@@ -66,11 +58,11 @@ OPAQUE = "user.overlay.opaque"
 
 
 def build(folder: str) -> None:
-    """Make in ``folder`` root (the lowest layer of ``/``), usr (over the host's), guard and guard_local (over
-    all else, when grading).
+    """Make the layers of the base image in ``folder``.
 
-    guard has the folders on which others are mounted, so that they are folders whatever the agent made of
-    them.
+    root is the lowest layer of ``/``. usr lies over the host's ``/usr``. guard and guard_local are the
+    topmost layers of an inspection: guard holds the folders on which other file systems are mounted, so that
+    they are folders even if the agent replaced them.
     """
     os.umask(0o022)
     for name in ("root", "usr", "guard", "guard_local"):
@@ -81,20 +73,18 @@ def build(folder: str) -> None:
     _links(guard)
     for name in ("dev", "proc", "sys", "usr", "etc"):
         os.mkdir(f"{guard}/{name}")
-    _copy(_GUARDED, f"{guard}/etc")
-    for name in _GUARDED:
+    _copy(_PROTECTED, f"{guard}/etc")
+    for name in _PROTECTED:
         if os.path.isdir(f"{guard}/etc/{name}"):
             make_opaque(f"{guard}/etc/{name}")
-    os.mknod(
-        f"{guard}/etc/ld.so.preload", stat.S_IFCHR, 0
-    )  # a whiteout: there is none, whatever a machine says
-    for name in ("lib", "share/perl"):  # where Python and Perl look for modules before they look in /usr
+    os.mknod(f"{guard}/etc/ld.so.preload", stat.S_IFCHR, 0)  # a whiteout hides the agent's file
+    for name in ("lib", "share/perl"):  # Python and Perl look for modules here before /usr
         os.makedirs(f"{folder}/guard_local/{name}")
         make_opaque(f"{folder}/guard_local/{name}")
 
 
 def make_opaque(folder: str) -> None:
-    """Let nothing of the layers below be seen in this folder."""
+    """Hide the content of the lower layers in this folder."""
     os.setxattr(folder, OPAQUE, b"y")
 
 
@@ -108,7 +98,7 @@ def _root(root: str) -> None:
     _copy(_OF_ETC, f"{root}/etc")
     for source in _readable("/etc/skel"):
         shutil.copyfile(f"/etc/skel/{source}", f"{root}/root/{source}")
-    names = _people(f"{root}/etc")
+    groups = _copy_accounts(f"{root}/etc")
     _write(f"{root}/etc/hostname", "sandbox\n")
     _write(f"{root}/etc/hosts", "127.0.0.1 localhost sandbox\n::1 localhost\n")
     for name in ("fstab", "resolv.conf", "environment", "subuid", "subgid"):
@@ -119,15 +109,15 @@ def _root(root: str) -> None:
         ("lastlog", "utmp", 0o664),
         ("faillog", "root", 0o644),
     ):
-        _write(f"{root}/var/log/{name}", "", mode, names.get(group, 0))
+        _write(f"{root}/var/log/{name}", "", mode, groups.get(group, 0))
     for name, group in (("var/mail", "mail"), ("var/local", "staff"), ("var/spool/cron/crontabs", "crontab")):
-        _give(f"{root}/{name}", names.get(group, 0))
+        _set_group(f"{root}/{name}", groups.get(group, 0))
         os.chmod(f"{root}/{name}", _FOLDERS[name])
 
 
 def _usr(usr: str) -> None:
-    """Folders of our own where the host's would belong to nobody, so that a machine's root can write
-    there. ``/usr/local`` is empty.
+    """Make our own folders over the host's, so that a machine's root can write there. ``/usr/local`` is
+    empty.
     """
     for entry in os.scandir("/usr"):
         if entry.is_dir(follow_symlinks=False):
@@ -146,32 +136,30 @@ def _links(root: str) -> None:
 
 
 def _copy(names: Iterable[str], target: str) -> None:
-    """Copy files and folders of /etc as root's, without what not everybody may read."""
+    """Copy files and folders of /etc. Files that are not readable by everybody are left out."""
     for name in names:
         source = f"/etc/{name}"
         try:
-            found = os.lstat(source)
+            status = os.lstat(source)
         except FileNotFoundError:
             continue
-        if stat.S_ISLNK(found.st_mode):
+        if stat.S_ISLNK(status.st_mode):
             os.symlink(os.readlink(source), f"{target}/{name}")
-        elif stat.S_ISDIR(found.st_mode):
+        elif stat.S_ISDIR(status.st_mode):
             try:
                 children = os.listdir(source)
             except PermissionError:
                 children = []
             os.makedirs(f"{target}/{name}", 0o755, exist_ok=True)
             _copy((f"{name}/{child}" for child in children), target)
-        elif stat.S_ISREG(found.st_mode) and found.st_mode & stat.S_IROTH and found.st_size <= 1 << 20:
+        elif stat.S_ISREG(status.st_mode) and status.st_mode & stat.S_IROTH and status.st_size <= 1 << 20:
             shutil.copyfile(source, f"{target}/{name}")
-            os.chmod(f"{target}/{name}", stat.S_IMODE(found.st_mode) & 0o755)
-            os.utime(f"{target}/{name}", ns=(found.st_mtime_ns, found.st_mtime_ns))
+            os.chmod(f"{target}/{name}", stat.S_IMODE(status.st_mode) & 0o755)
+            os.utime(f"{target}/{name}", ns=(status.st_mtime_ns, status.st_mtime_ns))
 
 
-def _people(etc: str) -> dict[str, int]:
-    """Write the system's users and groups, without persons' and without a password. Returns the groups'
-    ids.
-    """
+def _copy_accounts(etc: str) -> dict[str, int]:
+    """Write the users and groups of the system, without persons and passwords. Return the groups' ids."""
     users = [fields for fields in _table("/etc/passwd", 7) if _is_system(fields[2])]
     groups = [[*fields[:3], ""] for fields in _table("/etc/group", 4) if _is_system(fields[2])]
     ids = {fields[0]: int(fields[2]) for fields in groups}
@@ -207,11 +195,11 @@ def _readable(folder: str) -> Sequence[str]:
 def _write(path: str, text: str, mode: int = 0o644, group: int = 0) -> None:
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
-    _give(path, group)
+    _set_group(path, group)
     os.chmod(path, mode)
 
 
-def _give(path: str, group: int) -> None:
+def _set_group(path: str, group: int) -> None:
     if group:
-        with contextlib.suppress(OSError):  # a user of one id: it stays root's
+        with contextlib.suppress(OSError):  # with a single id the group stays root's
             os.chown(path, 0, group)

@@ -1,10 +1,11 @@
-"""Started once per process: prepares the clean system in a file system of its own, then forks an init for
-each machine asked for.
+"""The fork server's program. It prepares the base image in its own file system, then forks an init for each
+requested machine.
 
-It dies when its caller's end of the socket closes, and every machine with it.
+It ends when the caller's end of the socket closes, and all machines end with it.
 
-It speaks lines of JSON: ``{"map": pid}`` asks to be given ids, ``{"ready": …}`` or ``{"error": …}`` follow;
-each request ``{"memory_mb": …}`` carries the init's socket and the pipe whose end tells that all is gone.
+Messages are JSON objects. ``{"map": pid}`` asks the caller to map ids; ``{"ready": true}`` or
+``{"error": ...}`` follows. Each request holds the limits of a machine. It carries the init's socket and a
+pipe whose end is closed when all processes of the machine have ended.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ import os
 import signal
 import socket
 
-from agent_peft.sandbox.jail import base_image, init, mounts, syscalls
+from agent_peft.sandbox.jail import base_image, init, mounts, seccomp, syscalls
 
-# A file system of our own must be mounted on a folder that every computer has and that nothing here needs.
-_PLACE = "/sys"
+_ROOT = "/sys"  # the mount point of our root: every computer has this folder, and nothing here needs it
 
 
 def main(descriptor: int, privileged: str) -> None:
@@ -30,8 +30,8 @@ def main(descriptor: int, privileged: str) -> None:
         caller.send(json.dumps({"error": str(error), "errno": error.errno}).encode())
         return
     caller.send(json.dumps({"ready": True}).encode())
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a machine ended
-    ids = {name: _own_ids(name) for name in ("uid_map", "gid_map")}
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody reads the exit code of a machine
+    ids = {name: _identity_map(name) for name in ("uid_map", "gid_map")}
     while True:
         message, descriptors, _, _ = socket.recv_fds(caller, 65536, 2)
         if not message:
@@ -51,74 +51,60 @@ def main(descriptor: int, privileged: str) -> None:
 
 
 def _prepare(caller: socket.socket, privileged: bool) -> None:
-    """Become root of a user namespace whose root folder holds nothing of the host but its ``/usr``, to be
-    read only.
-    """
-    if (
-        privileged
-    ):  # before we are nobody: only here can the host's /usr be had without what else is mounted in it
+    """Become root of a user namespace. Its root folder holds only the host's ``/usr``, which is read-only."""
+    if privileged:  # only now can the host's /usr be mounted without the file systems mounted in it
         syscalls.unshare(syscalls.NEWNS)
-        _place()
+        _make_root()
         syscalls.unshare(syscalls.NEWUSER | syscalls.NEWNS)
     else:
         syscalls.unshare(syscalls.NEWUSER | syscalls.NEWNS)
     caller.send(json.dumps({"map": os.getpid()}).encode())
     if not caller.recv(1):
         raise SystemExit(0)
-    with contextlib.suppress(PermissionError):  # a user of one id has no say in it
+    with contextlib.suppress(PermissionError):  # not allowed with a single id
         os.setgroups([])
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
-    syscalls.set_dumpable(True)  # we write our children's maps, which changing users forbids otherwise
+    syscalls.set_dumpable(True)  # allows us to write our children's id maps after changing the user
     if not privileged:
-        _place()
-    syscalls.mount("tmpfs", f"{_PLACE}/base", syscalls.NOSUID | syscalls.NODEV, "mode=755,size=64m")
-    base_image.build(f"{_PLACE}/base")
+        _make_root()
+    syscalls.mount("tmpfs", f"{_ROOT}/base", syscalls.NOSUID | syscalls.NODEV, "mode=755,size=64m")
+    base_image.build(f"{_ROOT}/base")
     syscalls.mount(
         "",
-        f"{_PLACE}/base",
+        f"{_ROOT}/base",
         syscalls.REMOUNT | syscalls.RDONLY | syscalls.NOSUID | syscalls.NODEV,
         "mode=755,size=64m",
     )
-    syscalls.mount(
-        "", _PLACE, syscalls.BIND | syscalls.REC, source=_PLACE
-    )  # what an outer namespace mounted cannot be our root
-    syscalls.change_root(_PLACE)
-    nothing = os.open("/dev/null", os.O_RDWR)  # the host's own devices went with its root
-    for descriptor in (0, 1, 2):
-        os.dup2(nothing, descriptor)
-    os.close(nothing)
-    _bound_inotify()
-    syscalls.check_ask_before_exec()
+    syscalls.mount("", _ROOT, syscalls.BIND | syscalls.REC, source=_ROOT)  # an outer mount cannot be a root
+    syscalls.change_root(_ROOT)
+    mounts.detach_streams()  # the host's devices are gone with its root
+    _limit_inotify()
+    seccomp.check_ask_before_exec()
 
 
-def _place() -> None:
+def _make_root() -> None:
     syscalls.mount("", "/", syscalls.REC | syscalls.PRIVATE)
-    syscalls.mount("tmpfs", _PLACE, syscalls.NOSUID | syscalls.NODEV, "mode=755,size=1m")
+    syscalls.mount("tmpfs", _ROOT, syscalls.NOSUID | syscalls.NODEV, "mode=755,size=1m")
     for name in ("base", "usr", "box", "dev", "proc"):
-        os.mkdir(f"{_PLACE}/{name}")
-    syscalls.bind("/usr", f"{_PLACE}/usr", read_only=True)
-    for name in mounts.DEVICES:
-        os.close(os.open(f"{_PLACE}/dev/{name}", os.O_CREAT | os.O_WRONLY, 0o666))
-        syscalls.bind(f"/dev/{name}", f"{_PLACE}/dev/{name}")
-    syscalls.mount(
-        "", f"{_PLACE}/proc", syscalls.BIND | syscalls.REC, source="/proc"
-    )  # a new one may only be mounted where there is one
+        os.mkdir(f"{_ROOT}/{name}")
+    syscalls.bind("/usr", f"{_ROOT}/usr", read_only=True)
+    mounts.bind_devices(f"{_ROOT}/dev")
+    # The kernel allows a new /proc only where one is visible
+    syscalls.mount("", f"{_ROOT}/proc", syscalls.BIND | syscalls.REC, source="/proc")
 
 
-def _bound_inotify() -> None:
-    """Let all machines together take half of the instances that the kernel gives our user, and leave him
-    the rest.
-    """
+def _limit_inotify() -> None:
+    """Limit all machines together to half of our user's inotify instances."""
     with contextlib.suppress(OSError, ValueError):
         with open("/proc/sys/fs/inotify/max_user_instances", encoding="utf-8") as file:
-            most = int(file.read())
+            maximum = int(file.read())
         with open("/proc/sys/user/max_inotify_instances", "w", encoding="utf-8") as file:
-            file.write(str(max(most // 2, 1)))
+            file.write(str(max(maximum // 2, 1)))
 
 
-def _own_ids(name: str) -> str:
-    """The map that gives a namespace inside ours all of our ids, under the same numbers."""
+def _identity_map(name: str) -> str:
+    """Return the id map that gives an inner namespace all of our ids, under the same numbers."""
     with open(f"/proc/self/{name}", encoding="utf-8") as file:
         rows = [line.split() for line in file]
     return "".join(f"{first} {first} {count}\n" for first, _, count in rows)

@@ -1,8 +1,8 @@
 """A machine's files, and the mount namespaces in which its processes see them.
 
-``/`` is an overlay over copies of our own, ``/usr`` one over the host's. What is written goes to one file
-system in memory, which has a limited size. Each view is a mount namespace whose root is the machine's:
-whoever is in it finds no way to what lies outside.
+``/`` is an overlay over our own copies, ``/usr`` is an overlay over the host's ``/usr``. All changes go to
+one file system in memory of a limited size. A machine has up to three mount namespaces: "agent", "clean" and
+"inspection". The root of each is the machine's, so that its processes cannot reach anything outside.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import stat
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from agent_peft.sandbox.jail import exec_guard, grading, syscalls
+from agent_peft.sandbox.jail import exec_guard, inspection, links, syscalls
 
-WRITTEN = ("root_written", "usr_written")  # all that a snapshot holds
-DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
+CHANGES = ("root_upper", "usr_upper")  # the upper layers of the overlays: the content of a snapshot
 _BOX = "/box"
-_VIEW = "/view"  # where a namespace's root is put together before it becomes the root
+_NEW_ROOT = "/new_root"  # a namespace's root is assembled here
+_FLAGS = syscalls.NOSUID | syscalls.NODEV
 _ENVIRONMENT = {
     "HOME": "/root",
     "USER": "root",
@@ -29,21 +29,18 @@ _ENVIRONMENT = {
     "TERM": "dumb",
     "PAGER": "cat",
 }
-_CLEAN = {
-    "PATH": "/usr/sbin:/usr/bin:/sbin:/bin",
-    "PYTHONNOUSERSITE": "1",
-}  # not /usr/local, which is the agent's
+_CLEAN = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONNOUSERSITE": "1"}  # /usr/local is the agent's
 _ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
     "agent": {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"},
     "clean": _CLEAN,
-    "graded": _CLEAN | grading.SETTINGS,
+    "inspection": _CLEAN | inspection.SETTINGS,
 }
 _READ_ONLY = ("sys", "sysrq-trigger", "irq", "bus", "fs", "1")  # of /proc
 _MASKED = ("kcore", "keys", "kmsg", "timer_list", "kallsyms")
 
 
 class Mounts:
-    """The files of one machine, from process 1, whose own root becomes the file system in memory."""
+    """The files of one machine. Process 1 makes it; its own root becomes the file system in memory."""
 
     def __init__(self, limits: Mapping[str, Any], new_user_namespace: Callable[[], int]) -> None:
         megabytes = limits["memory_mb"]
@@ -51,11 +48,11 @@ class Mounts:
         syscalls.mount(
             "tmpfs",
             _BOX,
-            syscalls.NOSUID | syscalls.NODEV,
+            _FLAGS,
             f"mode=755,size={megabytes}m,nr_inodes={max(megabytes * 64, 4096)}",
         )
         for name in (
-            *WRITTEN,
+            *CHANGES,
             "shm",
             "root_work",
             "usr_work",
@@ -63,124 +60,123 @@ class Mounts:
             "usr",
             "dev",
             "proc",
-            "view",
-            "grading",
+            "new_root",
+            "inspection",
         ):
             os.mkdir(f"{_BOX}/{name}")
         os.chmod(f"{_BOX}/shm", 0o1777)
-        os.chmod(f"{_BOX}/{WRITTEN[0]}", 0o755)
+        os.chmod(f"{_BOX}/{CHANGES[0]}", 0o755)
         for name in ("base", "usr"):
             syscalls.mount("", f"{_BOX}/{name}", syscalls.BIND, source=f"/{name}")
-        for name in DEVICES:
-            os.close(os.open(f"{_BOX}/dev/{name}", os.O_CREAT | os.O_WRONLY, 0o666))
-            syscalls.bind(f"/dev/{name}", f"{_BOX}/dev/{name}")
-        syscalls.mount("proc", f"{_BOX}/proc", syscalls.NOSUID | syscalls.NODEV | syscalls.NOEXEC)
+        bind_devices(f"{_BOX}/dev")
+        syscalls.mount("proc", f"{_BOX}/proc", _FLAGS | syscalls.NOEXEC)
         syscalls.change_root(_BOX)
-        nothing = os.open("/dev/null", os.O_RDWR)
-        for descriptor in (0, 1, 2):
-            os.dup2(nothing, descriptor)
-        os.close(nothing)
+        detach_streams()
         self._user = new_user_namespace()
         self._megabytes = megabytes
         with open("/proc/self/uid_map", encoding="utf-8") as file:
             self._single_id = [line.split()[2] for line in file] == ["1"]
         self._namespaces: dict[str, int] = {}
-        self._touched = False
+        self._agent_ran = False
         self._open("agent", self._build_agent)
 
-    def prepare(self, view: str, script: str) -> str:
-        """Have the namespace of a view ready; says which one it is.
+    def prepare(self, namespace: str, script: str) -> str:
+        """Make a mount namespace ready. Return its name, or that of another one that serves as well.
 
-        agent: the machine as it is. clean: the same with programs and libraries of the host, which once an
-        agent was there can only be read. graded: when nothing else runs any more; the agent's files as
-        ``script`` needs to see them, in the host's own system.
+        agent: the machine as it is.
+        clean: the same with the host's programs and libraries, which are read-only once the agent has run.
+        inspection: the agent's files as ``script`` needs to see them, in the host's own system. No process of
+            the agent may run any more.
         """
-        if view == "graded" or "graded" in self._namespaces:
-            if "graded" not in self._namespaces:
+        if namespace == "inspection" or "inspection" in self._namespaces:
+            if "inspection" not in self._namespaces:
                 self._close("agent", "clean")
                 syscalls.mount(
                     "tmpfs",
-                    grading.PLACE,
-                    syscalls.NOSUID | syscalls.NODEV,
+                    inspection.FOLDER,
+                    _FLAGS,
                     f"mode=755,size={self._megabytes}m",
                 )
-                grading.make_layers(script)
+                inspection.make_layers(script)
                 self._make_launcher()
-                self._open("graded", self._build_graded)
-            return "graded"
-        if view == "agent":
-            self._touched = True
-        elif self._touched:
+                self._open("inspection", self._build_inspection)
+            return "inspection"
+        if namespace == "agent":
+            self._agent_ran = True
+        elif self._agent_ran:
             if "clean" not in self._namespaces:
                 self._open_clean()
             return "clean"
         return "agent"
 
     def enter(self, namespace: str) -> None:
-        """Go where the machine's processes live, for good: its files, and a user namespace below that of
-        process 1.
-        """
+        """Enter a mount namespace, and the user namespace below that of process 1. There is no way back."""
         syscalls.setns(self._namespaces[namespace], syscalls.NEWNS)
         syscalls.setns(self._user, syscalls.NEWUSER)
         try:
             os.chdir("/root")
-        except OSError:  # the agent has removed or locked it
+        except OSError:  # the agent removed or locked it
             os.chdir("/")
 
     def _make_launcher(self) -> None:
-        guard = f"{grading.PLACE}/guard"
-        for folder in (f"{grading.PLACE}/launching", f"{guard}{exec_guard.PLACE}"):
+        guard = f"{inspection.FOLDER}/guard"
+        for folder in (f"{inspection.FOLDER}/launching", f"{guard}{exec_guard.FOLDER}"):
             os.mkdir(folder)
         with open(f"{guard}{exec_guard.LAUNCHER}", "w", encoding="utf-8") as file:
             file.write(exec_guard.launcher(self._single_id))
         os.chmod(f"{guard}{exec_guard.LAUNCHER}", 0o755)
 
     @staticmethod
-    def environment(view: str) -> Mapping[str, str]:
-        return {**_ENVIRONMENT, **_ENVIRONMENTS[view]}
+    def environment(namespace: str) -> Mapping[str, str]:
+        return {**_ENVIRONMENT, **_ENVIRONMENTS[namespace]}
 
     @property
     def current(self) -> str:
-        """The namespace in which the machine's files are as they are now."""
-        return "graded" if "graded" in self._namespaces else "agent"
+        """The name of the namespace that shows the machine's current files."""
+        return "inspection" if "inspection" in self._namespaces else "agent"
+
+    @staticmethod
+    def new_links() -> list[bytes]:
+        """List the links that were made since the inspection began."""
+        return links.links_in((f"{inspection.FOLDER}/root", ""), ("/shm", "/dev/shm"))
 
     def remove_new_links(self) -> None:
-        """To be called in a process of its own, which stays there."""
-        paths = grading.new_links()
-        syscalls.setns(self._namespaces["graded"], syscalls.NEWNS)
-        grading.remove_ways_out(paths)
+        """Call this in a separate process: it stays in the inspection's namespace."""
+        paths = self.new_links()
+        syscalls.setns(self._namespaces["inspection"], syscalls.NEWNS)
+        links.remove_escaping(paths)
 
     def clear(self) -> None:
-        """Forget what was written. Nothing runs any more."""
-        if "graded" in self._namespaces:
-            syscalls.unmount(grading.PLACE)
+        """Delete all changes. No process of the agent may run any more."""
+        if "inspection" in self._namespaces:
+            syscalls.unmount(inspection.FOLDER)
         self._close(*tuple(self._namespaces))
-        for name in (*WRITTEN, "root_work", "usr_work"):
+        for name in (*CHANGES, "root_work", "usr_work"):
             shutil.rmtree(f"/{name}")
             os.mkdir(f"/{name}")
-        os.chmod(f"/{WRITTEN[0]}", 0o755)
+        os.chmod(f"/{CHANGES[0]}", 0o755)
         for name in os.listdir("/shm"):
             path = f"/shm/{name}"
             shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
-        self._touched = False
+        self._agent_ran = False
 
     def assemble(self) -> None:
-        """Let the machine see what was written in the meantime."""
+        """Show the machine the changes that were restored meanwhile."""
         self._open("agent", self._build_agent)
 
     def _open(self, name: str, build: Callable[[], None]) -> None:
-        """Make a mount namespace; ``build`` runs in it and leaves its root where it shall be."""
+        """Make a mount namespace. ``build`` runs in it and sets its root."""
         ready, go = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
         pid = os.fork()
         if pid == 0:
             message = b""
             try:
-                syscalls.set_dumpable(True)  # process 1 looks at our namespace
+                syscalls.set_dumpable(True)  # process 1 opens our namespace
                 syscalls.unshare(syscalls.NEWNS)
                 build()
             except OSError as error:
                 message = f"{error.errno or 5} {error}".encode()
-            except Exception as error:  # whatever the agent left there: it is told like any other failure
+            except Exception as error:  # caused by the agent's files: reported like any other failure
                 message = f"5 {error!r}".encode()
             finally:
                 os.write(ready[1], message or b"0")
@@ -191,7 +187,7 @@ class Mounts:
             answer = os.read(ready[0], 4096)
             if answer != b"0":
                 number, _, text = (answer or b"5 it was killed").partition(b" ")
-                raise OSError(int(number), f"the {name} view: {text.decode(errors='replace')}")
+                raise OSError(int(number), f"the mount namespace {name}: {text.decode(errors='replace')}")
             self._namespaces[name] = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         finally:
             os.write(go[1], b"x")
@@ -205,14 +201,16 @@ class Mounts:
                 os.close(self._namespaces.pop(name))
 
     def _build_agent(self) -> None:
-        _overlay(_VIEW, ["/base/root"], "root")
-        _overlay(f"{_VIEW}/usr", ["/base/usr", "/usr"], "usr")
-        _dev(f"{_VIEW}/dev")
-        _proc(f"{_VIEW}/proc")
-        syscalls.change_root(_VIEW)
+        _overlay(_NEW_ROOT, ["/base/root"], "root")
+        _overlay(f"{_NEW_ROOT}/usr", ["/base/usr", "/usr"], "usr")
+        _dev(f"{_NEW_ROOT}/dev")
+        _proc(f"{_NEW_ROOT}/proc")
+        syscalls.change_root(_NEW_ROOT)
 
     def _open_clean(self) -> None:
-        """The live machine, but for what decides which program a name means, or what is loaded into it."""
+        """Make the clean namespace: the agent's, except for the files that decide which program a name means,
+        or which code is loaded into it.
+        """
         sources = {"/usr": "/usr"} | {
             f"/etc/{name}": f"/base/guard/etc/{name}" for name in os.listdir("/base/guard/etc")
         }
@@ -234,15 +232,29 @@ class Mounts:
             for descriptor in copies.values():
                 os.close(descriptor)
 
-    def _build_graded(self) -> None:
-        links = grading.links(("/root_written", ""), ("/usr_written", "/usr"), ("/shm", "/dev/shm"))
-        grading.mount_layers(_VIEW)
-        _dev(f"{_VIEW}/dev")
-        _proc(f"{_VIEW}/proc", graded=True)
-        syscalls.bind(f"{grading.PLACE}/launching", f"{_VIEW}{exec_guard.PLACE}", read_only=True)
-        syscalls.change_root(_VIEW)
-        grading.remove_ways_out(links)
-        grading.close_usr()
+    def _build_inspection(self) -> None:
+        paths = links.links_in(("/root_upper", ""), ("/usr_upper", "/usr"), ("/shm", "/dev/shm"))
+        inspection.mount_layers(_NEW_ROOT)
+        _dev(f"{_NEW_ROOT}/dev")
+        _proc(f"{_NEW_ROOT}/proc", inspecting=True)
+        syscalls.bind(f"{inspection.FOLDER}/launching", f"{_NEW_ROOT}{exec_guard.FOLDER}", read_only=True)
+        syscalls.change_root(_NEW_ROOT)
+        links.remove_escaping(paths)
+        inspection.close_usr()
+
+
+def bind_devices(folder: str) -> None:
+    for name in ("null", "zero", "full", "random", "urandom", "tty"):
+        os.close(os.open(f"{folder}/{name}", os.O_CREAT | os.O_WRONLY, 0o666))
+        syscalls.bind(f"/dev/{name}", f"{folder}/{name}")
+
+
+def detach_streams() -> None:
+    """Connect the standard streams to the /dev/null of the current root."""
+    devnull = os.open("/dev/null", os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(devnull, descriptor)
+    os.close(devnull)
 
 
 def _overlay(target: str, lower: Sequence[str], name: str) -> None:
@@ -250,16 +262,14 @@ def _overlay(target: str, lower: Sequence[str], name: str) -> None:
         "overlay",
         target,
         0,
-        f"userxattr,lowerdir={':'.join(lower)},upperdir=/{name}_written,workdir=/{name}_work",
+        f"userxattr,lowerdir={':'.join(lower)},upperdir=/{name}_upper,workdir=/{name}_work",
     )
 
 
 def _dev(target: str) -> None:
     _real_folder(target)
     syscalls.mount("tmpfs", target, syscalls.NOSUID, "mode=755,size=64k")
-    for name in DEVICES:
-        os.close(os.open(f"{target}/{name}", os.O_CREAT | os.O_WRONLY, 0o666))
-        syscalls.bind(f"/dev/{name}", f"{target}/{name}")
+    bind_devices(target)
     for name in ("pts", "shm"):
         os.mkdir(f"{target}/{name}")
     syscalls.mount(
@@ -277,20 +287,20 @@ def _dev(target: str) -> None:
     syscalls.mount("", target, syscalls.REMOUNT | syscalls.BIND | syscalls.RDONLY | syscalls.NOSUID)
 
 
-def _proc(target: str, graded: bool = False) -> None:
-    """A view of the machine's processes. When grading nobody can write into another's memory there, or see
-    another user's processes.
+def _proc(target: str, inspecting: bool = False) -> None:
+    """Mount the machine's /proc. During an inspection no process can write to another one's memory there, or
+    see the processes of another user.
     """
     _real_folder(target)
-    flags = syscalls.NOSUID | syscalls.NODEV | syscalls.NOEXEC
-    syscalls.mount("proc", target, flags, "hidepid=2" if graded else "")
+    flags = _FLAGS | syscalls.NOEXEC
+    syscalls.mount("proc", target, flags, "hidepid=2" if inspecting else "")
     for name in _READ_ONLY:
         with contextlib.suppress(FileNotFoundError):
             syscalls.bind(f"{target}/{name}", f"{target}/{name}", read_only=True)
     for name in _MASKED:
         with contextlib.suppress(FileNotFoundError):
             syscalls.bind("/dev/null", f"{target}/{name}")
-    if graded:
+    if inspecting:
         syscalls.mount("", target, syscalls.REMOUNT | syscalls.BIND | syscalls.RDONLY | flags)
 
 

@@ -1,4 +1,4 @@
-"""What runs in a machine, read from its own /proc: counted, signalled, and kept within its memory and its
+"""The processes of a machine, read from its own /proc: counting, signals, and the limits of memory and
 processor time.
 """
 
@@ -12,40 +12,25 @@ from dataclasses import dataclass
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICK = os.sysconf("SC_CLK_TCK")
-_STATE, _PARENT, _UTIME, _STIME, _CUTIME, _CSTIME, _START, _VIRTUAL, _RSS = (
-    0,
-    1,
-    11,
-    12,
-    13,
-    14,
-    19,
-    20,
-    21,
-)  # behind the name
-_BOMB_SECONDS = 0.3  # so long may a machine be full of processes or sockets
+# Columns of /proc/PID/stat after the name
+_STATE, _UTIME, _STIME, _CUTIME, _CSTIME, _START, _VIRTUAL, _RSS = 0, 11, 12, 13, 14, 19, 20, 21
+_BOMB_SECONDS = 0.3  # a machine may be full of processes or sockets for this time
 _DEAD = (b"Z", b"X")
-_SOCKET_BYTES = 425_984  # what one socket may hold in the kernel: twice net.core.wmem_max's default
-_UNSEEN_TICKS = 0.5  # charged for a process that came and went between two looks
+_SOCKET_BYTES = 425_984  # kernel memory of one socket: twice net.core.wmem_max's default
+_UNSEEN_TICKS = 0.5  # charged for a process that lived and ended between two checks
 
 
 @dataclass(frozen=True)
 class Process:
-    """A line of /proc/PID/stat: ticks of its own and of the children it waited for, when it began (ticks
-    after boot), bytes.
-
-    ``task`` is a thread of it that lives: the first thread may have ended, and then it is a zombie that still
-    computes.
-    """
+    """A line of /proc/PID/stat."""
 
     pid: int
-    task: int
-    parent: int
-    ticks: int
-    childrens_ticks: int
-    began: int
-    virtual: int
-    resident: int
+    thread: int  # id of a live thread: the first one may have ended, and the process looks like a zombie
+    ticks: int  # clock ticks of processor time
+    childrens_ticks: int  # of the children that it waited for
+    began: int  # clock ticks after boot
+    virtual: int  # bytes
+    resident: int  # bytes
 
 
 def _columns(path: str) -> list[bytes] | None:
@@ -56,65 +41,61 @@ def _columns(path: str) -> list[bytes] | None:
         return None
 
 
-def living() -> Iterator[Process]:
-    """All processes with a living thread, but process 1."""
+def live_processes() -> Iterator[Process]:
+    """List all processes with a live thread, except process 1."""
     for name in os.listdir("/proc"):
         if not name.isdigit() or name == "1":
             continue
-        columns, task = _columns(f"/proc/{name}/stat"), name
+        columns, thread = _columns(f"/proc/{name}/stat"), name
         if columns is None:
             continue
         memory = columns
         if columns[_STATE] in _DEAD:
-            found = _living_task(name)
-            if found is None:
+            live = _live_thread(name)
+            if live is None:
                 continue
-            task, memory = found
-        own, childrens = (
-            int(columns[i]) + int(columns[j]) for i, j in ((_UTIME, _STIME), (_CUTIME, _CSTIME))
-        )
-        virtual, resident = int(memory[_VIRTUAL]), int(memory[_RSS]) * _PAGE
+            thread, memory = live
         yield Process(
             int(name),
-            int(task),
-            int(columns[_PARENT]),
-            own,
-            childrens,
+            int(thread),
+            int(columns[_UTIME]) + int(columns[_STIME]),
+            int(columns[_CUTIME]) + int(columns[_CSTIME]),
             int(columns[_START]),
-            virtual,
-            resident,
+            int(memory[_VIRTUAL]),
+            int(memory[_RSS]) * _PAGE,
         )
 
 
-def _living_task(pid: str) -> tuple[str, list[bytes]] | None:
+def _live_thread(pid: str) -> tuple[str, list[bytes]] | None:
     try:
-        tasks = os.listdir(f"/proc/{pid}/task")
+        threads = os.listdir(f"/proc/{pid}/task")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    for task in tasks:
-        columns = _columns(f"/proc/{pid}/task/{task}/stat")
+    for thread in threads:
+        columns = _columns(f"/proc/{pid}/task/{thread}/stat")
         if columns is not None and columns[_STATE] not in _DEAD:
-            return task, columns
+            return thread, columns
     return None
 
 
 def kill_all() -> bool:
-    """Kill everything but process 1, which we are. Returns whether there was anything.
+    """Kill all processes except process 1, which calls this. Return whether there was one.
 
-    The kernel does it in one go, so that nobody can fork away from it, and whatever a process looks like in
-    /proc.
+    The kernel does it in one step, so that no process can escape by forking or by its appearance in /proc.
     """
     return _signal(-1, signal.SIGKILL)
 
 
-def signal_all(number: int, since: int, keep: Set[int]) -> int:
-    """Signal the living that began at ``since`` (ticks after boot) or later, without those of ``keep``.
-    Returns how many there were.
+def signal_all(number: int, since: int, spared: Set[int]) -> int:
+    """Signal the live processes that started at ``since`` (ticks after boot) or later, except ``spared``.
+    Return their number.
     """
-    stopped = number == signal.SIGKILL and _signal(-1, signal.SIGSTOP)  # at once, so that nobody forks away
+    stopped = number == signal.SIGKILL and _signal(
+        -1, signal.SIGSTOP
+    )  # first stop all at once: none can escape by forking
     count = 0
-    for process in living():
-        if process.began >= since and process.pid not in keep:
+    for process in live_processes():
+        if process.began >= since and process.pid not in spared:
             count += _signal(process.pid, number)
     if stopped:
         _signal(-1, signal.SIGCONT)
@@ -134,115 +115,112 @@ def _signal(pid: int, number: int) -> bool:
     return True
 
 
-class Watch:
-    """Kills the largest process while all together hold more memory than they may, a fork bomb, and what
-    burns the processor in the background. Looks often while things move.
+class Monitor:
+    """Enforces limits of all processes together. It kills the largest process while the memory exceeds its
+    limit, and all processes after a fork bomb or too much processor time in the background. It checks often
+    while processes are active.
     """
 
-    def __init__(self, memory: int, most: int, seconds: float, keep: Set[int]) -> None:
-        """Args:
-        memory: bytes.
-        most: processes.
-        seconds: of processor time that each command adds to what all may use together.
-        keep: those that a fork bomb leaves.
+    def __init__(self, memory: int, max_processes: int, seconds: float, spared: Set[int]) -> None:
         """
-        self._memory, self._most, self._seconds, self._keep = memory, most, seconds, keep
+        Args:
+            memory: limit in bytes.
+            seconds: each command adds this much to the allowed processor time of all processes.
+            spared: ids of processes that are killed only for their memory.
+        """
+        self._memory, self._max_processes = memory, max_processes
+        self._seconds, self._spared = seconds, spared
         self._sockets = max(memory // _SOCKET_BYTES, 64)
-        self._last = 0.0
+        self._last_ticks = 0.0
         self._full_since: float | None = None
-        self._ledger: dict[
-            tuple[int, int], int
-        ] = {}  # (pid, began) -> ticks, of all that were seen alive at the last look
-        self._gone = 0.0  # ticks of those that were seen and are gone, and of those that never were
-        self._reaped = 0.0  # seconds of those that process 1 waited for
+        self._ticks: dict[tuple[int, int], int] = {}  # by (pid, began), as of the last check
+        self._ended_ticks = 0.0  # of processes that ended since, and of those that no check has seen
+        self._reaped = 0.0  # seconds of the processes that process 1 waited for
         self._newest_pid = _newest_pid()
         self._allowed = seconds
         self.interval = 0.05
 
     def wake(self) -> None:
-        """A command is about to run."""
+        """Prepare for a new command."""
         self.interval = 0.02
         self._allowed = self.cpu_seconds() + 2 * self._seconds
 
-    def reaped(self, seconds: float) -> None:
-        """Processor time, so far, of all that process 1 has waited for."""
+    def set_reaped(self, seconds: float) -> None:
+        """Set the total processor time of all processes that process 1 has waited for."""
         self._reaped = seconds
 
     def cpu_seconds(self) -> float:
-        """Of all processes ever since: never too much but for what is charged for processes that no look
-        has seen, and at most some hundredths of a second too little for each that nobody waited for.
+        """Return the processor time of all processes so far. It is too large only by the charge for processes
+        that no check has seen. It is too small by at most some hundredths of a second for each process that
+        nobody waited for.
         """
-        found = list(living())
-        self._account(found)
-        waited = sum(process.ticks + process.childrens_ticks for process in found) / _TICK + self._reaped
-        return max(waited, (self._gone + sum(self._ledger.values())) / _TICK)
+        live = list(live_processes())
+        self._account(live)
+        waited = sum(process.ticks + process.childrens_ticks for process in live) / _TICK + self._reaped
+        return max(waited, (self._ended_ticks + sum(self._ticks.values())) / _TICK)
 
-    def look(self) -> None:
-        found = list(living())
-        self._account(found)
-        total = self._measure(found)
-        ticks = self._gone + sum(self._ledger.values())
-        if total > self._memory and found:
-            _signal(max(found, key=_held).pid, signal.SIGKILL)
+    def check(self) -> None:
+        live = list(live_processes())
+        self._account(live)
+        total = self._measure(live)
+        ticks = self._ended_ticks + sum(self._ticks.values())
+        if total > self._memory and live:
+            _signal(max(live, key=_memory_of).pid, signal.SIGKILL)
             self.interval = 0.005
-        elif ticks != self._last or total > self._memory // 2:
+        elif ticks != self._last_ticks or total > self._memory // 2:
             self.interval = 0.02
         else:
             self.interval = min(self.interval * 1.5, 0.25)
-        self._last = ticks
-        self._quell(len(found) >= self._most * 0.9 or _sockets() > self._sockets)
-        if (
-            ticks / _TICK > self._allowed
-        ):  # a command that uses up its own time is stopped by who waits for it
-            signal_all(signal.SIGKILL, 0, self._keep)
+        self._last_ticks = ticks
+        self._stop_fork_bomb(len(live) >= self._max_processes * 0.9 or _sockets() > self._sockets)
+        if ticks / _TICK > self._allowed:  # our caller stops a command that uses up its own time
+            signal_all(signal.SIGKILL, 0, self._spared)
 
-    def _account(self, found: list[Process]) -> None:
-        """Keep what each process has used, so that it still counts when nobody waits for it."""
-        now = {(process.pid, process.began): process.ticks for process in found}
-        self._gone += sum(ticks for key, ticks in self._ledger.items() if key not in now)
+    def _account(self, live: list[Process]) -> None:
+        """Record the time of each process, so that it still counts when nobody waits for the process."""
+        now = {(process.pid, process.began): process.ticks for process in live}
+        self._ended_ticks += sum(ticks for key, ticks in self._ticks.items() if key not in now)
         newest = _newest_pid()
         unseen = (newest - self._newest_pid if newest >= self._newest_pid else newest) - len(
-            now.keys() - self._ledger.keys()
+            now.keys() - self._ticks.keys()
         )
-        self._gone += _UNSEEN_TICKS * max(unseen, 0)
-        self._newest_pid, self._ledger = newest, now
+        self._ended_ticks += _UNSEEN_TICKS * max(unseen, 0)
+        self._newest_pid, self._ticks = newest, now
 
-    def _measure(self, found: list[Process]) -> int:
-        """Bytes that the processes hold: memory, page tables, and memory that they share, whether it is
-        mapped in or not.
-        """
-        total = sum(process.resident for process in found)
+    def _measure(self, live: list[Process]) -> int:
+        """Return the bytes that processes hold: memory, page tables, and shared memory, mapped or not."""
+        total = sum(process.resident for process in live)
         if total > self._memory:
-            total = sum(_own(process) for process in found)  # what several share is counted once
-        virtual = sum(process.virtual for process in found)
-        if virtual > self._memory:  # else there is no room to hide something in
+            total = sum(_proportional_size(process) for process in live)  # shared memory is counted once
+        virtual = sum(process.virtual for process in live)
+        if virtual > self._memory:  # otherwise they cannot hold more than they show
             shared: dict[bytes, int] = {}
-            for process in found:
+            for process in live:
                 total += _page_tables(process)
-                _shared(process, shared)
+                _add_shared(process, shared)
             total += sum(shared.values())
         return total
 
-    def _quell(self, full: bool) -> None:
+    def _stop_fork_bomb(self, full: bool) -> None:
         now = time.monotonic()
         if not full:
             self._full_since = None
         elif self._full_since is None:
             self._full_since = now
         elif now - self._full_since > _BOMB_SECONDS:
-            signal_all(signal.SIGKILL, 0, self._keep)
+            signal_all(signal.SIGKILL, 0, self._spared)
 
 
-def _held(process: Process) -> int:
+def _memory_of(process: Process) -> int:
     shared: dict[bytes, int] = {}
-    _shared(process, shared)
-    return _own(process) + _page_tables(process) + sum(shared.values())
+    _add_shared(process, shared)
+    return _proportional_size(process) + _page_tables(process) + sum(shared.values())
 
 
-def _own(process: Process) -> int:
-    """Bytes in memory, its share of what it shares with others."""
+def _proportional_size(process: Process) -> int:
+    """Return the bytes in memory. Shared memory counts in proportion."""
     try:
-        with open(f"/proc/{process.task}/smaps_rollup", "rb") as file:
+        with open(f"/proc/{process.thread}/smaps_rollup", "rb") as file:
             for line in file:
                 if line.startswith(b"Pss:"):
                     return int(line.split()[1]) << 10
@@ -253,7 +231,7 @@ def _own(process: Process) -> int:
 
 def _page_tables(process: Process) -> int:
     try:
-        with open(f"/proc/{process.task}/status", "rb") as file:
+        with open(f"/proc/{process.thread}/status", "rb") as file:
             for line in file:
                 if line.startswith(b"VmPTE:"):
                     return int(line.split()[1]) << 10
@@ -262,17 +240,15 @@ def _page_tables(process: Process) -> int:
     return 0
 
 
-def _shared(process: Process, sizes: dict[bytes, int]) -> None:
-    """Add the sizes of memory without a file that processes share, by inode: it is held though no process
-    has it mapped in.
-    """
+def _add_shared(process: Process, sizes: dict[bytes, int]) -> None:
+    """Add the sizes of shared anonymous memory, by inode. The kernel holds it even while it is not mapped."""
     try:
-        with open(f"/proc/{process.task}/maps", "rb") as file:
+        with open(f"/proc/{process.thread}/maps", "rb") as file:
             for line in file:
                 if line.rstrip().endswith(b"/dev/zero (deleted)"):
                     columns = line.split(maxsplit=5)
                     low, high = (int(word, 16) for word in columns[0].split(b"-"))
-                    end = int(columns[2], 16) + high - low  # a piece may be mapped of what is larger
+                    end = int(columns[2], 16) + high - low  # only a part of it may be mapped
                     sizes[columns[4]] = max(sizes.get(columns[4], 0), end)
     except (OSError, ValueError):
         pass

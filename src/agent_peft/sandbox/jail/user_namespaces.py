@@ -1,4 +1,4 @@
-"""User namespaces with the ids that we have: one to live in, and one below for what shall have less say."""
+"""User namespaces with all of our ids: one for ourselves, and one below for processes with fewer rights."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ import os
 from agent_peft.sandbox.jail import syscalls
 
 
-def leave_for(flags: int, ids: dict[str, str]) -> None:
-    """Leave for a user namespace of our own, and others, in which a child that stays behind gives us all
-    the ids we had.
+def unshare_with_ids(flags: int, ids: dict[str, str]) -> None:
+    """Move this process to a new user namespace and to other new namespaces. It keeps all its ids: a child
+    that stays outside maps them.
+
+    Args:
+        flags: the other namespaces (``syscalls.NEWNS``, ...).
+        ids: the content of ``uid_map`` and ``gid_map``.
     """
     left, mapped = os.pipe(), os.pipe()
     pid = os.fork()
@@ -25,7 +29,7 @@ def leave_for(flags: int, ids: dict[str, str]) -> None:
     syscalls.unshare(syscalls.NEWUSER | flags)
     os.write(left[1], b"x")
     if not os.read(mapped[0], 1):
-        raise OSError("a user namespace got no ids")
+        raise OSError("the ids of a user namespace could not be mapped")
     os.close(left[1])
     os.close(mapped[0])
     os.waitpid(pid, 0)
@@ -37,8 +41,8 @@ def _map_ids(pid: int, ids: dict[str, str]) -> None:
             file.write(text)
 
 
-def below(ids: dict[str, str]) -> int:
-    """A descriptor of a user namespace below ours with the same ids."""
+def child_namespace(ids: dict[str, str]) -> int:
+    """Return a descriptor of a new user namespace below ours with the same ids."""
     left, go = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
@@ -51,7 +55,7 @@ def below(ids: dict[str, str]) -> int:
     os.close(left[1])
     try:
         if not os.read(left[0], 1):
-            raise OSError("there is no user namespace for what runs in the machine")
+            raise OSError("the user namespace of the machine's processes could not be made")
         _map_ids(pid, ids)
         return os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
     finally:

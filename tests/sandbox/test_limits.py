@@ -1,12 +1,9 @@
-"""What a machine uses is bounded whatever it does, also where one number alone does not show it; and
-losing a machine is no way out.
-"""
+"""The resources of a machine are limited, also those that no single number of the kernel shows."""
 
 from __future__ import annotations
 
 import os
 import resource
-import socket
 import subprocess
 import sys
 import textwrap
@@ -14,14 +11,11 @@ import time
 
 import pytest
 
-from agent_peft.environments.os_interaction.episode import OSEpisode, Rules
-from agent_peft.environments.os_interaction.problems import Exits, Problem, Script
-from agent_peft.sandbox import fork_server
-from agent_peft.sandbox.base import MachineLost, SandboxLimits
+from agent_peft.sandbox.base import SandboxLimits
 from agent_peft.sandbox.build import build_sandbox
+from agent_peft.sandbox.host import descriptor_limit
 from agent_peft.sandbox.jail import processes
-from agent_peft.sandbox.namespaces import NamespaceSandbox
-from agent_peft.types import AgentPeftError, InfrastructureError, Outcome, StopReason
+from agent_peft.types import AgentPeftError
 
 LIMITS = SandboxLimits(memory_mb=64, processes=40, file_size_mb=16, cpu_seconds=1)
 
@@ -57,7 +51,7 @@ def test_page_tables_count(machine):
         os.ftruncate(file, 8 << 20)
         held = []
         for i in range(40000):
-            held.append(mmap.mmap(file, 8 << 20, mmap.MAP_SHARED | 0x8000))  # populate: 16 KB of page tables each
+            held.append(mmap.mmap(file, 8 << 20, mmap.MAP_SHARED | 0x8000))  # populate: 16 KB of tables
         print('REACHED')
     """
     result = machine.run(python(code), 15)
@@ -95,14 +89,14 @@ def test_children_that_nobody_waits_for_count(machine):
         print('REACHED')
     """
     result = machine.run(python(code), 20)
-    assert result.timed_out and "REACHED" not in result.output and answers(machine)
+    assert result.timed_out or result.exit_code == 137, result  # stopped by us or by process 1
+    assert "REACHED" not in result.output and answers(machine)
 
 
 def test_a_loop_between_commands_ends(machine):
     machine.run("(while :; do :; done) & echo $! >/srv/pid", 10)
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        time.sleep(3)  # while nothing runs in the foreground; each command gives all a little more
+    for seconds in (3, 6, 12, 24):  # each command allows more; a busy computer gives the loop little time
+        time.sleep(seconds)
         if machine.run("kill -0 $(cat /srv/pid)", 10).exit_code != 0:
             return
     raise AssertionError("a loop in the background went on and on")
@@ -111,7 +105,8 @@ def test_a_loop_between_commands_ends(machine):
 def test_a_flood_of_the_control_stream_is_read_slowly(machine):
     before = time.process_time()
     result = machine.run(
-        "(head -c 100M /dev/zero >&251) 2>/dev/null; trap 'head -c 8M /dev/zero >&251' DEBUG; while :; do :; done",
+        "(head -c 100M /dev/zero >&251) 2>/dev/null; "
+        "trap 'head -c 8M /dev/zero >&251' DEBUG; while :; do :; done",
         1.5,
     )
     assert result.timed_out and time.process_time() - before < 1.5
@@ -132,9 +127,9 @@ def test_descriptors_in_flight_do_not_take_ours():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     try:
-        assert fork_server._descriptors() == 256
+        assert descriptor_limit() == 256
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 20_000) if hard > 0 else 20_000, hard))
-        assert fork_server._descriptors() == 1024 or hard < 4096
+        assert descriptor_limit() == 1024 or hard < 4096
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     with build_sandbox("namespaces", LIMITS) as machine:
@@ -152,13 +147,13 @@ def test_who_cannot_be_seen_is_seen():
         pytest.skip("the number of exit is x86-64's")
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None and child.stdout.readline() == "up\n"
-        (found,) = (each for each in processes.living() if each.pid == child.pid)
-        assert found.task != found.pid and found.resident > 30 << 20
+        (process,) = (each for each in processes.live_processes() if each.pid == child.pid)
+        assert process.thread != process.pid and process.resident > 30 << 20
         child.kill()
 
 
-def test_process_1_rests_after_grading(machine):
-    """What asked before each execve is gone, and nobody waits for its questions any more."""
+def test_process_1_is_idle_after_an_inspection(machine):
+    """The processes that asked before each execve have ended, and process 1 no longer waits for questions."""
     machine.run_fresh("true; ls / >/dev/null", 10, kill_others=True)
     time.sleep(0.5)
     used = machine.run_fresh(
@@ -166,75 +161,3 @@ def test_process_1_rests_after_grading(machine):
     ).output.splitlines()
     before, after = (sum(map(int, line.rpartition(") ")[2].split()[11:13])) for line in used)
     assert after - before < os.sysconf("SC_CLK_TCK")  # of two seconds
-
-
-# losing the machine
-
-
-def episode(evaluation: str = "[ -e /srv/done ]") -> OSEpisode:
-    return OSEpisode(
-        Problem("x", Exits(Script(evaluation))),
-        Rules(limits=LIMITS, command_timeout=5, script_timeout=10),
-        seed=0,
-    )
-
-
-def kill_machine(playing: OSEpisode) -> None:
-    """Hang up on process 1, as if it had died."""
-    sandbox = playing._sandbox
-    assert isinstance(sandbox, NamespaceSandbox)
-    sandbox._machine._channel.shutdown(socket.SHUT_RDWR)
-
-
-@pytest.mark.parametrize("reply", ["Act: bash\n\n```bash\nexit 3\n```", "Act: finish"])
-def test_an_agent_whose_machine_dies_is_incorrect(reply):
-    playing = episode()
-    playing.start()
-    playing.step("Act: bash\n\n```bash\nexit 1\n```")  # the next command needs a new shell
-    kill_machine(playing)
-    result = playing.step(reply)
-    assert (result.done, result.outcome, result.stop_reason) == (True, Outcome.INCORRECT, StopReason.CRASHED)
-    playing.close()
-
-
-def test_a_machine_that_does_not_die_is_incorrect(monkeypatch):
-    playing = episode("true")
-    playing.start()
-    real = fork_server.Machine._ask
-
-    def undead(self, what, descriptors, arguments):
-        return (
-            {"undead": True}
-            if arguments.get("view") == "graded"
-            else real(self, what, descriptors, arguments)
-        )
-
-    monkeypatch.setattr(fork_server.Machine, "_ask", undead)
-    result = playing.step("Act: finish")
-    assert (result.outcome, result.stop_reason) == (Outcome.INCORRECT, StopReason.CRASHED)
-
-
-def test_where_no_machine_works_it_is_nobodys_doing(monkeypatch):
-    playing = episode()
-    playing.start()
-    kill_machine(playing)
-
-    def fail(self):
-        raise InfrastructureError("no room")
-
-    monkeypatch.setattr(NamespaceSandbox, "start", fail)
-    with pytest.raises(InfrastructureError, match="no room"):
-        playing.step("Act: finish")
-    playing.close()
-
-
-def test_the_end_of_the_fork_server_is_nobodys_doing():
-    playing = episode()
-    playing.start()
-    server = fork_server.fork_server()
-    server._process.kill()
-    server._process.wait()
-    with pytest.raises(InfrastructureError) as caught:
-        playing.step("Act: finish")
-    assert not isinstance(caught.value, MachineLost)
-    playing.close()

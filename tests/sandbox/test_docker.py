@@ -1,4 +1,4 @@
-"""What can be known of the containers without an engine; test_sandbox.py tries them where one answers."""
+"""Tests of containers without an engine. test_sandbox.py runs containers where an engine answers."""
 
 import socket
 import struct
@@ -9,7 +9,7 @@ import pytest
 
 from agent_peft.sandbox import docker_api
 from agent_peft.sandbox.base import SandboxLimits
-from agent_peft.sandbox.streams import Source
+from agent_peft.sandbox.streams import StreamKind
 
 LIMITS = SandboxLimits(memory_mb=128, processes=32, file_size_mb=16)
 
@@ -29,7 +29,7 @@ def test_containers_have_the_same_limits():
     assert {"Name": "fsize", "Soft": 16 << 20, "Hard": 16 << 20} in config["Ulimits"]
 
 
-def test_changes_of_a_container_are_gathered():
+def test_the_changes_of_a_container_are_packed():
     def tar(name, content=b"", kind=tarfile.REGTYPE):
         packed = BytesIO()
         with tarfile.open(fileobj=packed, mode="w") as archive:
@@ -40,7 +40,7 @@ def test_changes_of_a_container_are_gathered():
 
     files = {"/srv": tar("srv", kind=tarfile.DIRTYPE), "/srv/a": tar("a", b"x" * 3000)}
     changes = [{"Path": "/srv/a", "Kind": 1}, {"Path": "/srv", "Kind": 0}, {"Path": "/etc/issue", "Kind": 2}]
-    content, deleted = docker_api.gather(changes, files.__getitem__)
+    content, deleted = docker_api.pack_changes(changes, files.__getitem__)
     assert deleted == ["/etc/issue"]
     with tarfile.open(fileobj=BytesIO(content)) as archive:
         assert [(member.name, member.size, member.uid, member.isdir()) for member in archive] == [
@@ -59,6 +59,6 @@ def test_frames_of_an_engine_become_streams():
     assert streams.read(1) == []
     theirs.sendall(frames[9:])
     theirs.close()
-    found = [*streams.read(1), *streams.read(1)]
-    assert found == [(Source.OUTPUT, b"out"), (Source.CONTROL, b"mark"), (Source.END, b"3")]
+    chunks = [*streams.read(1), *streams.read(1)]
+    assert chunks == [(StreamKind.OUTPUT, b"out"), (StreamKind.CONTROL, b"mark"), (StreamKind.END, b"3")]
     streams.close()
