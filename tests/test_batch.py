@@ -46,9 +46,16 @@ def test_to_leaves_an_absent_reference_absent():
     assert batch.tokens.tolist() == [[1, 2]]
 
 
-def test_an_empty_batch_is_refused():
-    with pytest.raises(ValueError, match="empty"):
-        collate([], [])
+def test_a_batch_of_nothing_is_what_a_rank_without_groups_has():
+    nothing, none = collate([], []), collate([SHORT], [3]).select([])
+    assert len(nothing) == 0 and nothing.rows_by_group() == {}
+    for name, tensor in vars(none).items():
+        ours = getattr(nothing, name)
+        assert (ours is None and tensor is None) or (ours.shape, ours.dtype) == (tensor.shape, tensor.dtype)
+
+
+def test_rows_by_group():
+    assert collate([SHORT, LONG, SHORT], [4, 4, 1]).rows_by_group() == {4: [0, 1], 1: [2]}
 
 
 def test_each_turns_reward_is_on_its_last_sampled_token():

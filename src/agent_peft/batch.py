@@ -1,20 +1,20 @@
-"""Tensors of a batch of trajectories, and the one collate. Everything that is learnt from is a trajectory."""
+"""Tensors of a batch of trajectories, and the function that makes them. All algorithms learn from these."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
-from agent_peft.types import Trajectory
+from agent_peft.types import Group, Trajectory
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Right-padded trajectories. Index t of a (B, T) tensor speaks of token t given tokens[:t].
+    """Right-padded trajectories. Index t of a (B, T) tensor is about token t given tokens[:t].
 
     ``weights`` is zero off the action mask; an algorithm sets it once per minibatch, with one global
     denominator, so that the loss of the minibatch is the *sum* over its microbatches (and ranks) of
@@ -35,7 +35,7 @@ class Batch:
     groups: Tensor  # (B,) int64: trajectories of one task share a number
     advantages: Tensor  # (B, T) fp32, zero until an algorithm sets them
     weights: Tensor  # (B, T) fp32, zero until an algorithm sets them
-    reference_logprobs: Tensor | None = None  # (B, T) fp32, only where a penalty asks for them
+    reference_logprobs: Tensor | None = None  # (B, T) fp32, only where a penalty needs them
     values: Tensor | None = (
         # (B, T) fp32: the critic's before the update, zero off the mask; only where an algorithm has a critic
         None
@@ -45,17 +45,24 @@ class Batch:
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
+    def rows_by_group(self) -> dict[int, list[int]]:
+        """The rows of each group's trajectories, by the group's number."""
+        rows: dict[int, list[int]] = {}
+        for row, group in enumerate(self.groups.tolist()):
+            rows.setdefault(group, []).append(row)
+        return rows
+
     def select(self, rows: Sequence[int]) -> Batch:
         """The given rows, cut to their longest trajectory."""
         index = torch.as_tensor(list(rows), dtype=torch.int64, device=self.tokens.device)
         longest = int(self.lengths[index].max()) if len(index) else 0
-        chosen = {}
+        selected = {}
         for f in fields(self):
             value = getattr(self, f.name)
             if value is not None:
                 value = value[index]
-                chosen[f.name] = value[:, :longest] if value.ndim == 2 else value
-        return replace(self, **chosen)
+                selected[f.name] = value[:, :longest] if value.ndim == 2 else value
+        return replace(self, **selected)
 
     def to(self, device: torch.device | str) -> Batch:
         present = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
@@ -64,7 +71,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class PolicyOutput:
-    """What one forward says of a batch of trajectories. Index t speaks of token t given tokens[:t]."""
+    """The result of one forward over a batch of trajectories. Index t is about token t given tokens[:t]."""
 
     logprobs: Tensor  # (B, T) fp32, under the sampling distribution; zero off the action mask
     entropy: Tensor | None  # (B, T) fp32 nats, only where asked for
@@ -74,18 +81,15 @@ class PolicyOutput:
 
 
 def collate(trajectories: Sequence[Trajectory], groups: Sequence[int], mask_cut: bool = False) -> Batch:
-    """Trajectories to tensors, right-padded with token 0 (padding is told by ``lengths``, never by a token
-    id).
+    """Trajectories to tensors, right-padded with token 0. ``lengths`` marks the padding, never a token id.
 
     Args:
-        trajectories: B of them; empty ones are refused.
+        trajectories: B of them. There may be none, on a rank that has no group of a step.
         groups: B group numbers.
-        mask_cut: leave the actions that a limit on tokens ended out of the action mask.
+        mask_cut: leave actions that a token limit ended out of the action mask.
     """
-    if not trajectories:
-        raise ValueError("cannot collate an empty batch")
     lengths = [len(t.tokens) for t in trajectories]
-    shape = (len(trajectories), max(lengths))
+    shape = (len(trajectories), max(lengths, default=0))
     tokens = torch.zeros(shape, dtype=torch.int64)
     action_mask = torch.zeros(shape, dtype=torch.bool)
     logprobs = torch.zeros(shape, dtype=torch.float32)
@@ -97,12 +101,12 @@ def collate(trajectories: Sequence[Trajectory], groups: Sequence[int], mask_cut:
         logprobs[row, : lengths[row]] = torch.tensor(trajectory.logprobs).masked_fill(
             ~torch.tensor(mask), 0.0
         )
-        for place, reward in _places(trajectory, mask):
-            rewards[row, place] += reward
-    action_mask[:, 0] = False  # the first token has no predictor
+        for position, reward in _reward_positions(trajectory, mask):
+            rewards[row, position] += reward
+    action_mask[:, :1] = False  # the first token has no predictor
     return Batch(
         tokens=tokens,
-        lengths=torch.tensor(lengths),
+        lengths=torch.tensor(lengths, dtype=torch.int64),
         action_mask=action_mask,
         logprobs=logprobs,
         rewards=rewards,
@@ -113,12 +117,18 @@ def collate(trajectories: Sequence[Trajectory], groups: Sequence[int], mask_cut:
     )
 
 
+def collate_groups(groups: Mapping[int, Group], mask_cut: bool = False) -> Batch:
+    """The trajectories of groups, by the groups' numbers."""
+    members = [(t, number) for number, group in groups.items() for t in group.trajectories]
+    return collate([t for t, _ in members], [number for _, number in members], mask_cut)
+
+
 def trained_mask(trajectory: Trajectory, mask_cut: bool) -> tuple[bool, ...]:
     """(T,) the action mask, with or without cut actions.
 
     >>> from agent_peft.types import Task, Turn
-    >>> trajectory = Trajectory(Task("t"), (Turn((1,), (2, 3), (-0.5, -0.5), cut=True), Turn((4,), (5,), (-0.5,))))
-    >>> trained_mask(trajectory, mask_cut=True)
+    >>> turns = Turn((1,), (2, 3), (-0.5, -0.5), cut=True), Turn((4,), (5,), (-0.5,))
+    >>> trained_mask(Trajectory(Task("t"), turns), mask_cut=True)
     (False, False, False, False, True)
     """
     if not mask_cut:
@@ -129,11 +139,11 @@ def trained_mask(trajectory: Trajectory, mask_cut: bool) -> tuple[bool, ...]:
     )
 
 
-def _places(trajectory: Trajectory, mask: Sequence[bool]) -> Iterator[tuple[int, float]]:
-    """Where each turn's reward goes: to the last trained token sampled by its end; before any was, to the
-    first that will be.
+def _reward_positions(trajectory: Trajectory, mask: Sequence[bool]) -> Iterator[tuple[int, float]]:
+    """The position of each turn's reward: the last trained token sampled up to the end of that turn or, if
+    there is none yet, the first one sampled later.
     """
-    sampled = [t for t, mine in enumerate(mask) if mine and t > 0]
+    sampled = [t for t, is_sampled in enumerate(mask) if is_sampled and t > 0]
     end = 0
     for turn, reward in zip(trajectory.turns, trajectory.rewards, strict=bool(trajectory.rewards)):
         end += len(turn.observation) + len(turn.action)

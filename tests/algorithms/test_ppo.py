@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from torch import Tensor
 from torch.nn.functional import pad
 
-from agent_peft.algorithms import PpoConfig, averages, build_algorithm
+from agent_peft.algorithms import PpoConfig, averages
 from agent_peft.algorithms.advantages import generalized, moments, standardized
 from agent_peft.algorithms.ppo import squared_error
 from agent_peft.batch import Batch, collate
@@ -191,7 +191,7 @@ def loss_and_gradient(algorithm, batches, parameters, rows):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["default", "plain", "penalized"])
 def test_microbatches_sum_to_the_minibatch(config):
-    algorithm, moved = build_algorithm(config), policy(1)
+    algorithm, moved = config.build(), policy(1)
     batch = normalized(algorithm, rollout())
     loss, gradient, metrics = loss_and_gradient(algorithm, [batch], moved, [list(range(6))])
     assert gradient[..., -1].any(), "the critic learns"
@@ -205,7 +205,7 @@ def test_microbatches_sum_to_the_minibatch(config):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["default", "plain", "penalized"])
 def test_padding_changes_nothing(config):
-    algorithm, batch = build_algorithm(config), rollout()
+    algorithm, batch = config.build(), rollout()
     long = (
         "tokens",
         "action_mask",
@@ -227,7 +227,7 @@ def test_padding_changes_nothing(config):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["default", "plain", "penalized"])
 def test_tokens_of_the_environment_get_no_gradient(config):
-    algorithm = build_algorithm(config)
+    algorithm = config.build()
     batch = normalized(algorithm, rollout())
     _, gradient, _ = loss_and_gradient(algorithm, [batch], policy(1), [list(range(6))])
     touched = gradient[:, : batch.tokens.shape[1]].abs() > 0
@@ -237,7 +237,7 @@ def test_tokens_of_the_environment_get_no_gradient(config):
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["default", "plain", "penalized"])
 def test_before_the_first_update_nothing_has_moved(config):
-    algorithm = build_algorithm(config)
+    algorithm = config.build()
     _, _, metrics = loss_and_gradient(
         algorithm, [normalized(algorithm, rollout())], policy(0), [list(range(6))]
     )
@@ -250,7 +250,7 @@ def test_the_loss_is_ppos_written_out():
     """Token by token, from the batch alone: -min(ρÂ, clip(ρ)Â) + c1 ½ max((V-T)², (clip(V)-T)²), and the
     mean over tokens.
     """
-    algorithm = build_algorithm(PpoConfig(normalize_advantages=False, value_coef=0.7))
+    algorithm = PpoConfig(normalize_advantages=False, value_coef=0.7).build()
     batch, moved = normalized(algorithm, rollout()), policy(1)
     output, expected, clips, count = forward(moved, batch), 0.0, 0, 0
     for b in range(6):
@@ -285,9 +285,7 @@ def test_a_clipped_value_has_no_gradient_and_one_that_runs_away_has():
 
 def test_targets_are_set_before_advantages_are_standardized():
     batch = rollout()
-    plain, standard = (
-        build_algorithm(PpoConfig(normalize_advantages=flag)).prepare(batch) for flag in (False, True)
-    )
+    plain, standard = (PpoConfig(normalize_advantages=flag).build().prepare(batch) for flag in (False, True))
     torch.testing.assert_close(standard.value_targets, plain.value_targets)
     torch.testing.assert_close(plain.value_targets, plain.advantages + batch.values)
     chosen = standard.advantages[batch.action_mask]
@@ -301,7 +299,7 @@ def test_targets_are_set_before_advantages_are_standardized():
 
 
 def test_explained_variance():
-    algorithm, batch = build_algorithm(PpoConfig()), rollout()
+    algorithm, batch = PpoConfig().build(), rollout()
     returns = generalized(batch.rewards, torch.zeros_like(batch.rewards), batch.action_mask, 1.0, 1.0)
 
     def explained(values: Tensor) -> float:
@@ -318,18 +316,18 @@ def test_explained_variance():
 
 
 def test_target_kl_ends_the_epochs():
-    algorithm = build_algorithm(PpoConfig(target_kl=0.02))
+    algorithm = PpoConfig(target_kl=0.02).build()
     assert not algorithm.is_done({"approx_kl": 0.02})
     assert algorithm.is_done({"approx_kl": 0.021})
     assert not algorithm.is_done({"updates_skipped": 1.0})
-    assert not build_algorithm(PpoConfig()).is_done({"approx_kl": 1e9})
+    assert not PpoConfig().build().is_done({"approx_kl": 1e9})
 
 
 def test_what_it_needs():
-    algorithm = build_algorithm(
-        PpoConfig(value_learning_rate=0.5, value_trunk_gradient=False, update_epochs=3, minibatches=2)
-    )
-    assert (algorithm.critic.learning_rate, algorithm.critic.trunk_gradient) == (0.5, False)
+    algorithm = PpoConfig(
+        value_learning_rate=0.5, value_trunk_gradient=False, update_epochs=3, minibatches=2
+    ).build()
+    assert (algorithm.critic.learning_rate, algorithm.critic.detach) == (0.5, True)
     assert (
         algorithm.needs_reference,
         algorithm.needs_entropy,
@@ -342,8 +340,8 @@ def test_what_it_needs():
         True,
     )
     assert (algorithm.update_epochs, algorithm.minibatches) == (3, 2)
-    assert build_algorithm(PpoConfig(kl_coef=0.1)).needs_reference
-    assert build_algorithm(PpoConfig(entropy_coef=0.1)).needs_entropy
+    assert PpoConfig(kl_coef=0.1).build().needs_reference
+    assert PpoConfig(entropy_coef=0.1).build().needs_entropy
 
 
 def test_the_page_shows_every_key_and_its_default():
@@ -353,7 +351,7 @@ def test_the_page_shows_every_key_and_its_default():
 
 
 def test_without_values_it_says_so():
-    algorithm, batch = build_algorithm(PpoConfig()), rollout()
+    algorithm, batch = PpoConfig().build(), rollout()
     with pytest.raises(ValueError, match="values"):
         algorithm.prepare(replace(batch, values=None))
     with pytest.raises(ValueError, match="values"):
@@ -363,7 +361,7 @@ def test_without_values_it_says_so():
 def test_keys_without_effect_and_states_of_others_are_refused():
     with pytest.raises(ValidationError, match="target_kl has no effect with update_epochs: 1"):
         PpoConfig(update_epochs=1, target_kl=0.1)
-    algorithm = build_algorithm(PpoConfig())
+    algorithm = PpoConfig().build()
     algorithm.load_state_dict(algorithm.state_dict())
     with pytest.raises(AgentPeftError, match="baseline"):
         algorithm.load_state_dict({"baseline": 1.0})

@@ -1,7 +1,10 @@
+import math
+
 import pytest
 import torch
 
-from agent_peft.algorithms.surrogates import clipped, ratio, score_function
+from agent_peft.algorithms.surrogates import clipped, ratio, score_function, sequence_clipped
+from agent_peft.algorithms.weightings import sequence_mean
 
 # every quadrant: ratio below, within and above the clip range, for each sign of the advantage
 RATIO = torch.tensor([[0.5, 0.9, 1.0, 1.1, 2.0]]).repeat(2, 1)
@@ -11,7 +14,7 @@ SAMPLED = torch.tensor([[-1.0, -0.5, -2.0, -0.1, -3.0]]).repeat(2, 1)
 
 def gradient(surrogate, logprobs, sampled=SAMPLED, advantages=ADVANTAGES):
     leaf = logprobs.clone().requires_grad_()
-    loss, cut = surrogate(leaf, sampled, advantages)
+    loss, cut = surrogate(leaf, sampled, advantages, torch.ones_like(leaf, dtype=torch.bool))
     loss.sum().backward()
     return loss.detach(), leaf.grad, cut
 
@@ -56,6 +59,35 @@ def test_the_ratio_corrects_for_a_policy_that_has_moved():
     logits = torch.tensor([0.3, -0.4, 1.0], requires_grad=True)
     logprobs = logits.log_softmax(0)
     (exact,) = torch.autograd.grad(-(logprobs.exp() * reward).sum(), logits, retain_graph=True)
-    loss, _ = ratio(logprobs, sampled.log(), reward)
+    loss, _ = ratio(logprobs, sampled.log(), reward, torch.ones(3, dtype=torch.bool))
     (estimated,) = torch.autograd.grad((sampled * loss).sum(), logits)
     torch.testing.assert_close(estimated, exact)
+
+
+def test_the_ratio_of_a_sequence_by_hand():
+    """GSPO, equations 5 to 7: s is the geometric mean of a trajectory's ratios, without off-mask tokens."""
+    mask = torch.tensor([[True, False, True, True], [True, True, False, False], [False] * 4])
+    log_rho = torch.tensor([[0.3, 9.0, 0.0, -0.6], [0.2, 0.4, 0.0, 0.0], [0.0] * 4])
+    advantages = torch.tensor([[2.0], [-1.0], [1.0]]) * mask
+    sampled = torch.full((3, 4), -1.0)
+    leaf = (sampled + log_rho).requires_grad_()
+    loss, cut = sequence_clipped(0.2, 0.25)(leaf, sampled, advantages, mask)
+    first, second = math.exp(-0.1), math.exp(0.3)  # of 3 and of 2 tokens
+    assert loss[0, 0].item() == pytest.approx(-2 * first)
+    assert loss[1, 0].item() == pytest.approx(second), "too large, but the minimum keeps it where Â < 0"
+    assert not cut.any() and torch.isfinite(loss).all()
+    # sequence_mean: each trajectory's loss is s Â, and ∇s = s / |y| Σ_t ∇log π_t
+    weights, _ = sequence_mean(mask)
+    (weights * loss).sum().backward()
+    expected = torch.tensor([[-2 * first / 3], [second / 2], [0.0]]) * mask
+    torch.testing.assert_close(leaf.grad, expected)
+
+
+def test_a_sequence_is_clipped_as_a_whole():
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    sampled = torch.zeros(2, 2)
+    leaf = torch.tensor([[0.8, -0.2], [-0.8, 0.2]]).requires_grad_()  # s = e^0.3 and e^-0.3
+    loss, cut = sequence_clipped(0.2, 0.25)(leaf, sampled, torch.tensor([[1.0], [-1.0]]).expand(2, 2), mask)
+    loss.sum().backward()
+    torch.testing.assert_close(loss.detach(), torch.tensor([[-1.25] * 2, [0.8] * 2]))
+    assert cut.all() and not leaf.grad.any()

@@ -1,61 +1,143 @@
-"""Algorithms: pure tensor mathematics. Each is a row of ``ALGORITHMS``."""
+"""Algorithms: pure tensor mathematics. Each is a row of ``ALGORITHMS``; a user's own is named as
+``kind: "package.module:row"``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import json
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, ConfigDict, SerializeAsAny
 
-from agent_peft.algorithms.base import Algorithm, BaseAlgorithmConfig, Critic, Metrics, averages
+from agent_peft.algorithms.advantages import (
+    MovingAverageBaseline,
+    group_centered,
+    group_normalized,
+    leave_one_out,
+    plain_return,
+)
+from agent_peft.algorithms.base import Algorithm, AlgorithmConfig, Critic, Metrics, averages, weighted
 from agent_peft.algorithms.policy_gradient import (
     DrGrpoConfig,
     GrpoConfig,
+    GspoConfig,
     PolicyGradient,
     ReinforceConfig,
     RlooConfig,
-    dr_grpo,
-    grpo,
-    reinforce,
-    rloo,
 )
-from agent_peft.algorithms.ppo import Ppo, PpoConfig, build_ppo
-from agent_peft.algorithms.supervised import SftConfig, Supervised, sft
-from agent_peft.batch import PolicyOutput
+from agent_peft.algorithms.ppo import Ppo, PpoConfig
+from agent_peft.algorithms.supervised import SftConfig, Supervised
+from agent_peft.algorithms.surrogates import clipped, ratio, score_function, sequence_clipped
+from agent_peft.algorithms.weightings import constant_length, sequence_mean, sequence_sum, token_mean
+from agent_peft.batch import Batch, PolicyOutput
+from agent_peft.lookup import find, may_import, nearest
 
-AlgorithmConfig = Annotated[
-    ReinforceConfig | RlooConfig | GrpoConfig | DrGrpoConfig | PpoConfig | SftConfig,
-    Field(discriminator="kind"),
-]
-
-ALGORITHMS: dict[str, tuple[type[BaseAlgorithmConfig], Callable[[Any], Algorithm]]] = {
-    "reinforce": (ReinforceConfig, reinforce),
-    "rloo": (RlooConfig, rloo),
-    "grpo": (GrpoConfig, grpo),
-    "dr_grpo": (DrGrpoConfig, dr_grpo),
-    "ppo": (PpoConfig, build_ppo),
-    "sft": (SftConfig, sft),
+ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
+    "reinforce": ReinforceConfig,
+    "rloo": RlooConfig,
+    "grpo": GrpoConfig,
+    "dr_grpo": DrGrpoConfig,
+    "gspo": GspoConfig,
+    "ppo": PpoConfig,
+    "sft": SftConfig,
 }
 
 
-def build_algorithm(config: AlgorithmConfig) -> Algorithm:
-    """The algorithm that a configuration names.
+CUSTOM = "your own as package.module:row"
 
-    >>> build_algorithm(GrpoConfig(kl_coef=0.01)).needs_reference
-    True
+
+class CustomAlgorithmConfig(AlgorithmConfig):
+    """The configuration of a user's row or ``Algorithm`` subclass: it has no keys.
+
+    A row is copied whenever it is built, so that no training run leaves its state in it.
     """
-    return ALGORITHMS[config.kind][1](config)
 
+    def build(self) -> Algorithm:
+        custom: Any = find(self.kind)
+        algorithm: Algorithm = custom() if isinstance(custom, type) else copy.deepcopy(custom)
+        return algorithm
+
+
+class UncheckedAlgorithmConfig(CustomAlgorithmConfig):
+    """The configuration of a user's algorithm while its code must not be imported: any key is accepted, and
+    checked when the code may be imported. Its facts are the defaults.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    @cached_property
+    def facts(self) -> Algorithm:
+        return Algorithm()
+
+
+def algorithm_config_class(kind: object) -> type[AlgorithmConfig]:
+    """Return the class that configures algorithms of this kind: that of a row of ``ALGORITHMS``, or for
+    ``package.module:row`` the named ``AlgorithmConfig`` subclass.
+
+    Raises:
+        ValueError: there is no such kind, it cannot be imported, or it is no algorithm.
+    """
+    if isinstance(kind, str) and kind in ALGORITHMS:
+        return ALGORITHMS[kind]
+    if isinstance(kind, str) and ":" in kind:
+        if not may_import(kind):
+            return UncheckedAlgorithmConfig
+        custom = find(kind, "package.module:row")
+        if isinstance(custom, type) and issubclass(custom, AlgorithmConfig):
+            return custom
+        if isinstance(custom, Algorithm) or (isinstance(custom, type) and issubclass(custom, Algorithm)):
+            return CustomAlgorithmConfig
+        raise ValueError(
+            f"{kind!r} is no algorithm; name a row, or a subclass of Algorithm or AlgorithmConfig"
+        )
+    fault = "names no kind" if kind is None else f"there is no kind {kind!r}"
+    raise ValueError(f"{fault}; {nearest(kind or '', ALGORITHMS.keys(), CUSTOM)}")
+
+
+def _resolve_algorithm(value: Any) -> Any:
+    if isinstance(value, str):
+        value = {"kind": value}
+    if isinstance(value, Mapping):
+        config_class = algorithm_config_class(value.get("kind"))
+        # JSON and strict: a text is no number; its mistakes keep their places in the whole configuration
+        value = config_class.model_validate_json(json.dumps(value, default=str), strict=True)
+    if isinstance(value, AlgorithmConfig) and type(value) not in ALGORITHMS.values():
+        _check_custom(value)
+    return value
+
+
+def _check_custom(config: AlgorithmConfig) -> None:
+    """
+    Raises:
+        ValueError: a user's algorithm cannot be built, or lacks its loss.
+    """
+    try:
+        facts = config.facts
+    except Exception as error:  # the user's code may fail in any way
+        raise ValueError(f"{config.kind!r} cannot be built ({type(error).__name__}: {error})") from error
+    if not isinstance(facts, Algorithm):
+        raise ValueError(f"build() of {config.kind!r} must return an Algorithm, got {type(facts).__name__}")
+    if type(facts) is not Algorithm and type(facts).loss is Algorithm.loss:
+        raise ValueError(f"{config.kind!r} has no loss: define loss(self, output, microbatch) in its class")
+
+
+AnyAlgorithm = Annotated[SerializeAsAny[AlgorithmConfig], BeforeValidator(_resolve_algorithm)]
 
 __all__ = [
     "ALGORITHMS",
     "Algorithm",
     "AlgorithmConfig",
-    "BaseAlgorithmConfig",
+    "AnyAlgorithm",
+    "Batch",
     "Critic",
     "DrGrpoConfig",
     "GrpoConfig",
+    "GspoConfig",
     "Metrics",
+    "MovingAverageBaseline",
     "PolicyGradient",
     "PolicyOutput",
     "Ppo",
@@ -64,6 +146,20 @@ __all__ = [
     "RlooConfig",
     "SftConfig",
     "Supervised",
+    "UncheckedAlgorithmConfig",
+    "algorithm_config_class",
     "averages",
-    "build_algorithm",
+    "clipped",
+    "constant_length",
+    "group_centered",
+    "group_normalized",
+    "leave_one_out",
+    "plain_return",
+    "ratio",
+    "score_function",
+    "sequence_clipped",
+    "sequence_mean",
+    "sequence_sum",
+    "token_mean",
+    "weighted",
 ]

@@ -1,5 +1,5 @@
-"""From rewards to advantages: how much better it went than should be expected. Of trajectories (B,), or of
-tokens (B, T) with a critic.
+"""From rewards to advantages: how much better an episode went than expected. They are of trajectories (B,),
+or of tokens (B, T) with a critic.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def _within_groups(returns: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Ten
     count = torch.bincount(index, minlength=len(numbers)).double()
     if (count < 2).any():
         raise AgentPeftError(
-            f"group {int(numbers[count < 2][0])} has one trajectory, and this algorithm compares those of a group with each other: "
-            "collect groups of two or more, or train with kind: reinforce"
+            f"group {int(numbers[count < 2][0])} has one trajectory, and this algorithm compares those of a "
+            "group with each other: collect groups of two or more, or train with kind: reinforce"
         )
     deviation = returns - per_group(returns, count)
     return deviation, per_group(deviation.square(), count - 1), count[index]
@@ -84,30 +84,31 @@ def generalized(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae
     """Â_t = Σ_l (γ λ)^l δ_{t+l} with δ_t = r_t + γ V(s_{t+1}) - V(s_t) (GAE: Schulman et al., 2016, equation
     16).
 
-    A trajectory's *sampled* tokens are the steps of the process: what the environment wrote in between is
-    skipped, so that γ and λ count sampled tokens, and V(s_{t+1}) after a turn's last token is the value at
-    the next turn's first. After the last token it is 0, also where the episode was cut off: its price says
-    what that is worth. λ = 1 gives the discounted rewards to come, less the value.
+    The steps of the process are a trajectory's *sampled* tokens. Observations are skipped, so γ and λ count
+    sampled tokens, and V(s_{t+1}) after a turn's last token is the value at the next turn's first. After the
+    last token V is 0, also where the episode was cut off: the reward for that stop reason says what it is
+    worth. λ = 1 gives the discounted rewards to come, minus the value.
 
     Args:
-        rewards, values: (B, T); values[t] is V of tokens[:t]. Only what is under the mask is read.
+        rewards, values: (B, T); values[t] is V of tokens[:t]. Only entries under the mask are read.
         mask: (B, T) bool, the sampled tokens.
 
     Returns:
         (B, T), zero off the mask.
 
     >>> rewards, values = torch.tensor([[0.0, 0.0, 9.0, 1.0]]), torch.tensor([[0.0, 0.5, 9.0, 0.25]])
-    >>> generalized(rewards, values, torch.tensor([[False, True, False, True]]), gamma=1.0, gae_lambda=0.5).tolist()
+    >>> mask = torch.tensor([[False, True, False, True]])
+    >>> generalized(rewards, values, mask, gamma=1.0, gae_lambda=0.5).tolist()
     [[0.0, 0.125, 0.0, 0.75]]
     """
     advantages = torch.zeros_like(values, dtype=torch.float64)
-    following = advantages.new_zeros(len(values))  # V(s_{t+1})
+    next_value = advantages.new_zeros(len(values))  # V(s_{t+1})
     advantage = advantages.new_zeros(len(values))  # Â_{t+1}
     for t in reversed(mask.any(0).nonzero().flatten().tolist()):
         here, value = mask[:, t], values[:, t].double()
-        delta = rewards[:, t].double() + gamma * following - value
+        delta = rewards[:, t].double() + gamma * next_value - value
         advantage = torch.where(here, delta + gamma * gae_lambda * advantage, advantage)
-        following = torch.where(here, value, following)
+        next_value = torch.where(here, value, next_value)
         advantages[:, t] = advantage * here
     return advantages.to(values.dtype)
 
@@ -115,28 +116,27 @@ def generalized(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae
 def standardized(
     advantages: Tensor, mask: Tensor, sum_over_ranks: SumOverRanks = one_rank, epsilon: float = 1e-8
 ) -> Tensor:
-    """(Â - mean) / (std + epsilon) (B, T) over the step's sampled tokens, all ranks together; 0 where they
-    are all alike.
+    """(Â - mean) / (std + epsilon) (B, T) over the sampled tokens of a step, of all ranks; 0 where all are
+    equal.
     """
     mean, variance = moments(advantages, mask, sum_over_ranks)
     return ((advantages.double() - mean) / (variance.sqrt() + epsilon) * mask).to(advantages.dtype)
 
 
 def moments(values: Tensor, mask: Tensor, sum_over_ranks: SumOverRanks = one_rank) -> tuple[Tensor, Tensor]:
-    """Mean and variance (biased; fp64 scalars) of ``values`` (B, T) under ``mask``, all ranks together.
-    Equals vary by exactly 0.
+    """Mean and variance (biased; fp64 scalars) of ``values`` (B, T) under ``mask``, over all ranks. Equal
+    values have a variance of exactly 0.
     """
-    chosen = values[mask].double()
-    count, total = sum_over_ranks(torch.stack([chosen.new_tensor(len(chosen)), chosen.sum()]))
+    masked = values[mask].double()
+    count, total = sum_over_ranks(torch.stack([masked.new_tensor(len(masked)), masked.sum()]))
     mean = total / count.clamp(min=1)
-    deviation = chosen - mean
+    deviation = masked - mean
     return mean, sum_over_ranks(deviation.square().sum()) / count.clamp(min=1)
 
 
 @dataclass
 class MovingAverageBaseline:
-    """Â = R - b, then b ← m b + (1 - m) mean(R). The only thing here that remembers: ``value`` belongs into
-    the checkpoint.
+    """Â = R - b, then b ← m b + (1 - m) mean(R). It has state: ``value`` belongs in the checkpoint.
 
     >>> baseline = MovingAverageBaseline(momentum=0.9)
     >>> baseline.subtract(torch.tensor([1.0, 0.0])).tolist(), round(baseline.value, 3)
@@ -147,8 +147,8 @@ class MovingAverageBaseline:
     value: float = 0.0
 
     def subtract(self, returns: Tensor, sum_over_ranks: SumOverRanks = one_rank) -> Tensor:
-        """``returns`` less the baseline as it was before them; the mean that moves it is over all ranks,
-        so that all agree on it.
+        """``returns`` minus the baseline before they move it. The mean that moves it is over all ranks, so
+        all of them have the same baseline.
         """
         advantages = returns - self.value
         total = sum_over_ranks(

@@ -1,15 +1,18 @@
-"""What an algorithm is to the trainer, and what it reads of a policy's forward."""
+"""The interface between an algorithm and the trainer, with a default for everything but the loss."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from agent_peft.algorithms.weightings import token_mean
 from agent_peft.batch import Batch, PolicyOutput
+from agent_peft.config import Config
+from agent_peft.types import AgentPeftError
 
 Metrics = dict[str, Tensor]
 
@@ -23,96 +26,113 @@ def one_rank(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Critic:
-    """What an algorithm asks of the value head it learns with.
+    """The value head that an algorithm asks for.
 
-    >>> Critic(learning_rate=1e-2, trunk_gradient=True).trunk_gradient
-    True
+    >>> Critic(learning_rate=1e-2).detach
+    False
     """
 
-    learning_rate: float  # the head's own
-    trunk_gradient: bool  # whether the value loss also trains the model under the head
+    learning_rate: float  # of the head alone
+    detach: bool = False  # the value loss does not train the model under the head
 
 
-class Algorithm(Protocol):
-    """Turns rewarded trajectories into a loss. Called as ``prepare`` once per step, ``weigh`` per
-    minibatch, ``loss`` per microbatch.
+class Algorithm:
+    """Turns rewarded trajectories into a loss. The trainer calls ``prepare`` once per step, ``weigh`` once
+    per minibatch and ``loss`` once per microbatch. A subclass must define ``loss``.
+
+    Attributes:
+        kind: its name in messages.
+        on_policy: it learns from episodes of the policy itself; False: from demonstrations, in groups of one.
+        needs_reference: the batch must hold ``reference_logprobs``.
+        needs_entropy: the policy's output must hold ``entropy``.
+        critic: the value head it trains. With one, ``prepare`` can read the batch's ``values``, and ``loss``
+            those of the output.
+        learns_at_zero_advantage: a token whose advantage is zero still has a gradient. Where none has, the
+            trajectory needs no forward.
+        compares_groups: it compares the trajectories of a group, so a group needs two of them.
+        keeps_groups_whole: its loss needs all trajectories of a group in one microbatch, such as pairs.
+        update_epochs: passes over the batch of one step.
+        minibatches: optimizer updates per pass.
+        metrics: the names of all that ``loss`` and ``observe`` may report, except "weight".
     """
 
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def needs_reference(self) -> bool: ...
-
-    @property
-    def needs_entropy(self) -> bool: ...
-
-    @property
-    def critic(self) -> Critic | None:
-        """The value head it needs. Where it does, ``prepare`` finds the batch's ``values`` set, and
-        ``loss`` the output's.
-        """
-
-    @property
-    def learns_at_zero_advantage(self) -> bool:
-        """Whether a token whose advantage is zero still has a gradient; where none has, its trajectory
-        needs no forward.
-        """
-
-    @property
-    def on_policy(self) -> bool:
-        """Whether it learns from rollouts of the policy itself (False: from an offline dataset)."""
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        """The names of all that ``loss`` and ``observe`` may report, "weight" apart."""
-
-    @property
-    def update_epochs(self) -> int: ...
-
-    @property
-    def minibatches(self) -> int: ...
+    kind: str = "custom"
+    on_policy: bool = True
+    needs_reference: bool = False
+    needs_entropy: bool = False
+    critic: Critic | None = None
+    learns_at_zero_advantage: bool = False
+    compares_groups: bool = False
+    keeps_groups_whole: bool = False
+    update_epochs: int = 1
+    minibatches: int = 1
+    metrics: tuple[str, ...] = ()
 
     def prepare(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> Batch:
-        """Set ``advantages`` (B, T). Sees this rank's share of a whole step; groups are never split over
-        ranks.
+        """Set ``advantages`` (B, T). The batch is this rank's share of a whole step; a group is never split
+        over ranks.
         """
+        return batch
 
     def observe(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> dict[str, float]:
-        """What the prepared step says in numbers that are no means over updates; the same on every rank."""
+        """Metrics of the prepared step that are not means over updates. They must be equal on every rank."""
+        return {}
 
     def weigh(self, minibatch: Batch) -> tuple[Batch, Tensor]:
-        """Set ``weights`` (B, T), not normalised, and return what normalises them: this rank's share of the
-        denominator, a scalar.
+        """Set ``weights`` (B, T), not normalised, and return this rank's share of their denominator (scalar).
 
         The trainer sums the denominators over ranks and divides the weights by the sum before it cuts
-        microbatches.
+        microbatches, so that microbatches and ranks only ever sum. The default is the mean over tokens.
         """
+        return weighted(minibatch, token_mean)
 
     def loss(self, output: PolicyOutput, microbatch: Batch) -> tuple[Tensor, Metrics]:
-        """This microbatch's share of the minibatch's loss, a scalar with gradient, and its share of the
-        metrics.
+        """This microbatch's share of the minibatch's loss, a scalar with gradient, and of the metrics.
 
-        Every metric is ``(weights * x).sum()`` and so is ``"weight"``, with x = 1: sum all over microbatches
-        and ranks, then ``averages``.
+        Every metric is ``(weights * x).sum()``, and "weight" is the same with x = 1. The trainer sums them
+        over microbatches and ranks, then takes ``averages``.
         """
+        raise NotImplementedError(f"{type(self).__name__} defines no loss(output, microbatch)")
 
     def is_done(self, metrics: Mapping[str, float]) -> bool:
-        """Asked after each epoch with the metrics of its last update, all ranks together: are the step's
-        further epochs left out?
+        """Whether the step's remaining epochs are left out. The trainer asks after each epoch, with the
+        metrics of its last update over all ranks.
         """
+        return False
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint must remember; fit for JSON."""
+        """The state that a checkpoint must hold; fit for JSON."""
+        return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what ``state_dict`` gave.
+
+        Raises:
+            AgentPeftError: the checkpoint is of another algorithm.
+        """
+        if set(state) != set(self.state_dict()):
+            raise AgentPeftError(
+                f"the checkpoint's algorithm state holds {sorted(state)} but {self.kind} needs "
+                f"{sorted(self.state_dict())}: resume with the algorithm that wrote it, or start a fresh run"
+            )
+
+
+def weighted(minibatch: Batch, weighting: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Batch, Tensor]:
+    """The minibatch with the weights of a ``weighting``, and their denominator."""
+    weights, denominator = weighting(minibatch.action_mask)
+    return replace(minibatch, weights=weights), denominator
+
+
+def weighted_sums(per_token: Mapping[str, Tensor], microbatch: Batch) -> Metrics:
+    """``(weights * x).sum()`` of each x (B, T)."""
+    return {name: (microbatch.weights * x).sum() for name, x in per_token.items()}
 
 
 def averages(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     """Summed metrics as means over the tokens, weighted as the loss weights them.
 
-    A mean, whatever the weighting: ``sequence_sum`` divides the loss by the trajectories, but a ratio of 1
-    should still read 1.
+    They are means whatever the weighting: ``sequence_sum`` divides the loss by the number of trajectories,
+    but a ratio of 1 should still read 1.
 
     >>> import torch
     >>> averages({"ratio": torch.tensor(30.0), "weight": torch.tensor(30.0)})
@@ -124,9 +144,24 @@ def averages(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     }
 
 
-class BaseAlgorithmConfig(BaseModel):
-    """Base of every algorithm's configuration: frozen, and a key that has no effect on the algorithm is an
-    unknown key.
+class AlgorithmConfig(Config):
+    """The base of every algorithm's configuration. A key that has no effect on the algorithm is unknown.
+
+    A subclass adds its keys and defines ``build``.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    kind: str = "custom"  # a row of ALGORITHMS, or package.module:row
+
+    def build(self) -> Algorithm:
+        """A new algorithm, which may keep state from step to step."""
+        raise NotImplementedError(f"{type(self).__name__} defines no build()")
+
+    @cached_property
+    def facts(self) -> Algorithm:
+        """An algorithm to read the attributes of, such as ``facts.on_policy``; nothing is trained with it."""
+        return self.build()
+
+    def __copy__(self) -> Self:
+        copied = super().__copy__()
+        copied.__dict__.pop("facts", None)  # a copy may be given other values
+        return copied

@@ -1,21 +1,14 @@
 """Estimates of the divergence between two policies, per token (Schulman, 2020,
 http://joschu.net/blog/kl-approx.html). All (B, T).
 
-What is said of them holds for policies that give each token of the vocabulary some probability, and for
-tokens drawn of all of it. Drawn with top-p or top-k, no token shows what the other policy gives to those that
-were cut off, and none of them is unbiased.
+Their properties hold for policies that give every token of the vocabulary some probability, and for tokens
+drawn from the whole vocabulary. With top-p or top-k no drawn token shows what the other policy gives to the
+tokens that were cut off, and none of the estimates is unbiased.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
-
-
-def k1(logprobs: Tensor, other: Tensor) -> Tensor:
-    """-log r with r = other / π: unbiased for KL(π ‖ other) over tokens of π, but of high variance and of
-    either sign.
-    """
-    return logprobs - other
 
 
 def k2(logprobs: Tensor, other: Tensor) -> Tensor:
@@ -26,7 +19,7 @@ def k2(logprobs: Tensor, other: Tensor) -> Tensor:
 
 
 def k3(logprobs: Tensor, other: Tensor) -> Tensor:
-    """r - 1 - log r: unbiased for KL(π ‖ other) and never negative. To watch, not to differentiate.
+    """r - 1 - log r with r = other / π: unbiased for KL(π ‖ other) and never negative. A metric, not a loss.
 
     Its own gradient, (1 - r) ∇log π, is that of KL(other ‖ π): the derivative of an expectation also has a
     term for the policy that draws the tokens. ``reverse_kl`` has it.
@@ -39,7 +32,7 @@ def reverse_kl(logprobs: Tensor, sampled: Tensor, reference: Tensor) -> Tensor:
     """ρ k3 with ρ = π / π_sampled: unbiased for KL(π ‖ reference) in value *and* in gradient, also when π has
     moved since the rollout.
 
-    ∇(ρ k3) = ρ (k3 + 1 - r) ∇log π = ρ (-log r) ∇log π, which is k2's gradient times ρ. That is why no
-    estimator is to be chosen in the configuration: done right, k2 and k3 train the same.
+    ∇(ρ k3) = ρ (k3 + 1 - r) ∇log π = ρ (-log r) ∇log π, which is k2's gradient times ρ. So k2 and k3
+    train the same, and the configuration offers no choice between them.
     """
     return (logprobs - sampled).exp() * k3(logprobs, reference)

@@ -1,12 +1,12 @@
-"""REINFORCE and its kin: advantage × surrogate × weighting (+ penalties). An algorithm is a row here, not
-a branch.
+"""REINFORCE and its relatives: advantage × surrogate × weighting (+ penalties). Each algorithm is one row:
+a configuration whose ``build`` names its parts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from dataclasses import replace
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -21,51 +21,65 @@ from agent_peft.algorithms.advantages import (
     leave_one_out,
     plain_return,
 )
-from agent_peft.algorithms.base import BaseAlgorithmConfig, Metrics, SumOverRanks, one_rank
-from agent_peft.algorithms.surrogates import Surrogate, clipped, ratio, score_function
-from agent_peft.algorithms.weightings import WEIGHTINGS, Weighting, constant_length
+from agent_peft.algorithms.base import (
+    Algorithm,
+    AlgorithmConfig,
+    Metrics,
+    SumOverRanks,
+    one_rank,
+    weighted,
+    weighted_sums,
+)
+from agent_peft.algorithms.surrogates import Surrogate, clipped, ratio, score_function, sequence_clipped
+from agent_peft.algorithms.weightings import (
+    WEIGHTINGS,
+    Weighting,
+    WeightingName,
+    constant_length,
+    sequence_mean,
+)
 from agent_peft.batch import Batch, PolicyOutput
-from agent_peft.types import AgentPeftError
 
 
-@dataclass(frozen=True)
-class PolicyGradient:
+class PolicyGradient(Algorithm):
     """loss = Σ weights · (surrogate(Â) + β KL(π ‖ reference) - c2 entropy)
 
+    Args:
+        advantage: (returns (B,), groups (B,)) -> advantages (B,).
+        baseline: subtracted from the advantages; it moves once per step.
+        kl_coef, entropy_coef: β and c2. At 0 the penalty is not computed.
+        compares_groups: whether ``advantage`` refuses a group of one.
+
     >>> from agent_peft.algorithms.weightings import sequence_mean
-    >>> grpo = PolicyGradient("grpo", group_normalized, clipped(0.2, 0.2), sequence_mean)
-    >>> grpo.needs_reference
+    >>> row = PolicyGradient("grpo", group_normalized, clipped(0.2, 0.2), sequence_mean, compares_groups=True)
+    >>> row.needs_reference
     False
     """
 
-    kind: str
-    advantage: Advantage
-    surrogate: Surrogate
-    weighting: Weighting
-    baseline: MovingAverageBaseline | None = None
-    kl_coef: float = 0.0
-    entropy_coef: float = 0.0
-    update_epochs: int = 1
-    minibatches: int = 1
-
-    on_policy: ClassVar[bool] = True
-    critic: ClassVar[None] = None
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.kl_coef > 0
-
-    @property
-    def needs_entropy(self) -> bool:
-        return self.entropy_coef > 0
-
-    @property
-    def learns_at_zero_advantage(self) -> bool:
-        return self.needs_reference or self.needs_entropy
-
-    @property
-    def metrics(self) -> tuple[str, ...]:
-        return surrogate_metrics(self.kl_coef, self.entropy_coef)
+    def __init__(
+        self,
+        kind: str,
+        advantage: Advantage,
+        surrogate: Surrogate,
+        weighting: Weighting,
+        *,
+        baseline: MovingAverageBaseline | None = None,
+        kl_coef: float = 0.0,
+        entropy_coef: float = 0.0,
+        update_epochs: int = 1,
+        minibatches: int = 1,
+        compares_groups: bool = False,
+    ) -> None:
+        self.kind, self.advantage, self.surrogate, self.weighting = kind, advantage, surrogate, weighting
+        self.baseline, self.kl_coef, self.entropy_coef = baseline, kl_coef, entropy_coef
+        self.update_epochs, self.minibatches, self.compares_groups = (
+            update_epochs,
+            minibatches,
+            compares_groups,
+        )
+        self.needs_reference, self.needs_entropy = kl_coef > 0, entropy_coef > 0
+        self.learns_at_zero_advantage = self.needs_reference or self.needs_entropy
+        self.metrics = surrogate_metrics(kl_coef, entropy_coef)
 
     def prepare(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> Batch:
         advantages = self.advantage(batch.returns, batch.groups)
@@ -73,33 +87,21 @@ class PolicyGradient:
             advantages = self.baseline.subtract(advantages, sum_over_ranks)
         return replace(batch, advantages=advantages[:, None] * batch.action_mask)
 
-    def observe(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> dict[str, float]:
-        return {}
-
     def weigh(self, minibatch: Batch) -> tuple[Batch, Tensor]:
-        weights, denominator = self.weighting(minibatch.action_mask)
-        return replace(minibatch, weights=weights), denominator
+        return weighted(minibatch, self.weighting)
 
     def loss(self, output: PolicyOutput, microbatch: Batch) -> tuple[Tensor, Metrics]:
         """Metrics: those of ``surrogate_and_penalties``."""
-        per_token, shown = surrogate_and_penalties(
+        per_token, metrics = surrogate_and_penalties(
             output, microbatch, self.surrogate, self.kl_coef, self.entropy_coef
         )
-        weights = microbatch.weights
-        return (weights * per_token).sum(), {name: (weights * x).sum() for name, x in shown.items()}
-
-    def is_done(self, metrics: Mapping[str, float]) -> bool:
-        return False
+        return (microbatch.weights * per_token).sum(), weighted_sums(metrics, microbatch)
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.baseline is None else {"baseline": self.baseline.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if set(state) != set(self.state_dict()):
-            raise AgentPeftError(
-                f"the checkpoint's algorithm state holds {sorted(state)} but {self.kind} needs {sorted(self.state_dict())}: "
-                "resume with the algorithm that wrote it, or start a fresh run"
-            )
+        super().load_state_dict(state)
         if self.baseline is not None:
             self.baseline.value = float(state["baseline"])
 
@@ -107,16 +109,15 @@ class PolicyGradient:
 def surrogate_and_penalties(
     output: PolicyOutput, microbatch: Batch, surrogate: Surrogate, kl_coef: float, entropy_coef: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """surrogate(Â) + β KL(π ‖ reference) - c2 entropy, per token (B, T) with gradient, and what there is to
-    show of it.
+    """surrogate(Â) + β KL(π ‖ reference) - c2 entropy per token, with gradient, and its metrics; all (B, T).
 
-    Shown: weight (1), ratio, clip_fraction, approx_kl (k3, sampler ‖ policy), surprisal (an estimate of the
-    entropy), entropy, kl (k3, to the reference); where there is nothing to make one of, it is left out.
+    Metrics: weight (1), ratio, clip_fraction, approx_kl (k3, sampler ‖ policy), surprisal (an estimate of the
+    entropy), entropy, kl (k3, to the reference). Those that have nothing to be computed from are left out.
     """
     logprobs, sampled = output.logprobs, microbatch.logprobs
-    per_token, cut = surrogate(logprobs, sampled, microbatch.advantages)
+    per_token, cut = surrogate(logprobs, sampled, microbatch.advantages, microbatch.action_mask)
     with torch.no_grad():
-        shown = {
+        metrics = {
             "weight": torch.ones_like(logprobs),
             "ratio": (logprobs - sampled).exp(),
             "clip_fraction": cut.float(),
@@ -128,105 +129,147 @@ def surrogate_and_penalties(
             raise ValueError("kl_coef needs the reference's log-probabilities in the batch")
         kl = penalties.reverse_kl(logprobs, sampled, microbatch.reference_logprobs)
         per_token = per_token + kl_coef * kl
-        shown["kl"] = kl.detach()
+        metrics["kl"] = kl.detach()
     if entropy_coef and output.entropy is None:
         raise ValueError("entropy_coef needs the policy's entropy")
     if output.entropy is not None:
         per_token = per_token - entropy_coef * output.entropy
-        shown["entropy"] = output.entropy.detach()
-    return per_token, shown
+        metrics["entropy"] = output.entropy.detach()
+    return per_token, metrics
 
 
 def surrogate_metrics(kl_coef: float, entropy_coef: float) -> tuple[str, ...]:
-    """The names of what ``surrogate_and_penalties`` shows, "weight" apart."""
+    """The names of the metrics of ``surrogate_and_penalties``, except "weight"."""
     penalties = [name for name, coefficient in (("kl", kl_coef), ("entropy", entropy_coef)) if coefficient]
     return ("ratio", "clip_fraction", "approx_kl", "surprisal", *penalties)
 
 
-class _Penalized(BaseAlgorithmConfig):
-    kl_coef: float = Field(default=0.0, ge=0, description="β of the KL divergence to the reference")
-    entropy_coef: float = Field(default=0.0, ge=0, description="c2 of the entropy bonus")
+KlCoef = Annotated[float, Field(ge=0, description="β of the KL divergence to the reference")]
+EntropyCoef = Annotated[float, Field(ge=0, description="c2 of the entropy bonus")]
+UpdateEpochs = Annotated[int, Field(ge=1, description="K: passes over the batch of one step")]
+Minibatches = Annotated[int, Field(ge=1, description="optimizer updates per pass")]
+ClipLow = Annotated[float, Field(gt=0, lt=1, description="ε: the ratio is clipped below 1 - ε")]
+ClipHigh = Annotated[float, Field(gt=0, description="ε: the ratio is clipped above 1 + ε")]
+WeightingKey = Annotated[
+    WeightingName,
+    Field(description="the loss is a mean over tokens, over trajectories' means, or over trajectories' sums"),
+]
 
 
-class _Reused(_Penalized):
-    update_epochs: int = Field(default=1, ge=1, description="K: trips through the batch of one step")
-    minibatches: int = Field(default=1, ge=1, description="optimizer updates per trip")
-
-
-class ReinforceConfig(_Penalized):
-    """REINFORCE with a moving-average baseline. One update per batch: its gradient is right only on the
-    policy that acted.
+class ReinforceConfig(AlgorithmConfig):
+    """REINFORCE with a moving-average baseline. It makes one update per step, because its gradient is right
+    only for the policy that acted.
     """
 
     kind: Literal["reinforce"] = "reinforce"
-    baseline_momentum: float = Field(default=0.9, ge=0, lt=1)
+    kl_coef: KlCoef = 0.0
+    entropy_coef: EntropyCoef = 0.0
+    baseline_momentum: float = Field(
+        default=0.9, ge=0, lt=1, description="m in baseline ← m · baseline + (1 - m) · mean reward"
+    )
     baseline_start: float = Field(default=0.0, description="the baseline of the first step")
-    weighting: Literal["token_mean", "sequence_mean", "sequence_sum"] = "sequence_sum"
+    weighting: WeightingKey = "sequence_sum"
+
+    def build(self) -> PolicyGradient:
+        return PolicyGradient(
+            self.kind,
+            plain_return,
+            score_function,
+            WEIGHTINGS[self.weighting],
+            baseline=MovingAverageBaseline(self.baseline_momentum, self.baseline_start),
+            kl_coef=self.kl_coef,
+            entropy_coef=self.entropy_coef,
+        )
 
 
-class RlooConfig(_Reused):
-    """REINFORCE leave-one-out. The surrogate is the ratio: the same on policy, and corrected in later
-    updates of a batch.
+class RlooConfig(AlgorithmConfig):
+    """REINFORCE leave-one-out. The surrogate is the ratio: equal to REINFORCE's on policy, and corrected in
+    later updates of a step.
     """
 
     kind: Literal["rloo"] = "rloo"
-    weighting: Literal["token_mean", "sequence_mean", "sequence_sum"] = "sequence_sum"
+    kl_coef: KlCoef = 0.0
+    entropy_coef: EntropyCoef = 0.0
+    update_epochs: UpdateEpochs = 1
+    minibatches: Minibatches = 1
+    weighting: WeightingKey = "sequence_sum"
+
+    def build(self) -> PolicyGradient:
+        return _group_row(self, leave_one_out, ratio, WEIGHTINGS[self.weighting])
 
 
-class _Clipped(_Reused):
-    clip_low: float = Field(default=0.2, gt=0, lt=1, description="ε below 1")
-    clip_high: float = Field(default=0.2, gt=0, description="ε above 1")
-
-
-class GrpoConfig(_Clipped):
+class GrpoConfig(AlgorithmConfig):
     """Group relative policy optimization."""
 
     kind: Literal["grpo"] = "grpo"
-    weighting: Literal["token_mean", "sequence_mean", "sequence_sum"] = "sequence_mean"
+    kl_coef: KlCoef = 0.0
+    entropy_coef: EntropyCoef = 0.0
+    update_epochs: UpdateEpochs = 1
+    minibatches: Minibatches = 1
+    clip_low: ClipLow = 0.2
+    clip_high: ClipHigh = 0.2
+    weighting: WeightingKey = "sequence_mean"
+
+    def build(self) -> PolicyGradient:
+        return _group_row(
+            self, group_normalized, clipped(self.clip_low, self.clip_high), WEIGHTINGS[self.weighting]
+        )
 
 
-class DrGrpoConfig(_Clipped):
-    """GRPO done right: no division by the group's spread, none by a trajectory's own length."""
+class DrGrpoConfig(AlgorithmConfig):
+    """GRPO done right: no division by the group's standard deviation, and none by a trajectory's length."""
 
     kind: Literal["dr_grpo"] = "dr_grpo"
+    kl_coef: KlCoef = 0.0
+    entropy_coef: EntropyCoef = 0.0
+    update_epochs: UpdateEpochs = 1
+    minibatches: Minibatches = 1
+    clip_low: ClipLow = 0.2
+    clip_high: ClipHigh = 0.2
     constant_length: int = Field(
-        ge=1, description="tokens that a trajectory's sum is divided by, such as the most it may sample"
+        ge=1, description="tokens that each trajectory's sum is divided by, such as the most it may sample"
     )
 
+    def build(self) -> PolicyGradient:
+        return _group_row(
+            self,
+            group_centered,
+            clipped(self.clip_low, self.clip_high),
+            constant_length(self.constant_length),
+        )
 
-def reinforce(config: ReinforceConfig) -> PolicyGradient:
-    baseline = MovingAverageBaseline(config.baseline_momentum, config.baseline_start)
-    rest = config.model_dump(exclude={"weighting", "baseline_momentum", "baseline_start"})
+
+class GspoConfig(AlgorithmConfig):
+    """Group sequence policy optimization: GRPO with one ratio per trajectory, so its ε are far smaller."""
+
+    kind: Literal["gspo"] = "gspo"
+    kl_coef: KlCoef = 0.0
+    entropy_coef: EntropyCoef = 0.0
+    update_epochs: UpdateEpochs = 1
+    minibatches: Minibatches = 1
+    clip_low: ClipLow = 3e-4
+    clip_high: ClipHigh = 4e-4
+
+    def build(self) -> PolicyGradient:
+        return _group_row(
+            self, group_normalized, sequence_clipped(self.clip_low, self.clip_high), sequence_mean
+        )
+
+
+def _group_row(
+    config: RlooConfig | GrpoConfig | DrGrpoConfig | GspoConfig,
+    advantage: Advantage,
+    surrogate: Surrogate,
+    weighting: Weighting,
+) -> PolicyGradient:
     return PolicyGradient(
-        advantage=plain_return,
-        baseline=baseline,
-        surrogate=score_function,
-        weighting=WEIGHTINGS[config.weighting],
-        **rest,
-    )
-
-
-def rloo(config: RlooConfig) -> PolicyGradient:
-    rest = config.model_dump(exclude={"weighting"})
-    return PolicyGradient(
-        advantage=leave_one_out, surrogate=ratio, weighting=WEIGHTINGS[config.weighting], **rest
-    )
-
-
-def grpo(config: GrpoConfig) -> PolicyGradient:
-    surrogate = clipped(config.clip_low, config.clip_high)
-    rest = config.model_dump(exclude={"weighting", "clip_low", "clip_high"})
-    return PolicyGradient(
-        advantage=group_normalized, surrogate=surrogate, weighting=WEIGHTINGS[config.weighting], **rest
-    )
-
-
-def dr_grpo(config: DrGrpoConfig) -> PolicyGradient:
-    surrogate = clipped(config.clip_low, config.clip_high)
-    rest = config.model_dump(exclude={"constant_length", "clip_low", "clip_high"})
-    return PolicyGradient(
-        advantage=group_centered,
-        surrogate=surrogate,
-        weighting=constant_length(config.constant_length),
-        **rest,
+        config.kind,
+        advantage,
+        surrogate,
+        weighting,
+        kl_coef=config.kl_coef,
+        entropy_coef=config.entropy_coef,
+        update_epochs=config.update_epochs,
+        minibatches=config.minibatches,
+        compares_groups=True,
     )

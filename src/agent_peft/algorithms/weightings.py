@@ -1,13 +1,13 @@
-"""How much each token counts. (B, T) bool mask -> ((B, T) fp32 weights, scalar denominator), still to be
-divided.
+"""How much each token counts. (B, T) bool mask -> ((B, T) fp32 weights, scalar denominator), not yet divided.
 
-The denominator is additive over ranks: divided by its sum, the weights of a minibatch need nothing but sums
-from there on.
+The denominator is additive over ranks. Once the weights of a minibatch are divided by its sum, nothing but
+sums is needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from torch import Tensor
 
@@ -21,8 +21,8 @@ def token_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sequence_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean over trajectories of each one's mean (GRPO: Shao et al., 2024, equation 3). One without an
-    action does not count.
+    """The mean over trajectories of each one's mean (GRPO: Shao et al., 2024, equation 3). A trajectory
+    without an action does not count.
     """
     tokens = mask.sum(dim=1, keepdim=True)
     return mask / tokens.clamp(min=1), (tokens > 0).sum().float()
@@ -46,7 +46,8 @@ def constant_length(length: int) -> Weighting:
     return weighting
 
 
-WEIGHTINGS: dict[str, Weighting] = {
+WeightingName = Literal["token_mean", "sequence_mean", "sequence_sum"]
+WEIGHTINGS: dict[WeightingName, Weighting] = {
     "token_mean": token_mean,
     "sequence_mean": sequence_mean,
     "sequence_sum": sequence_sum,

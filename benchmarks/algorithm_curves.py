@@ -1,0 +1,168 @@
+"""A learning curve of every algorithm on one-digit addition, from the same start.
+
+    python benchmarks/algorithm_curves.py [--seeds 0 1 2] [--steps 40] [--kinds rloo grpo …]
+
+A model of one layer, trained from scratch on one thread, first sees six steps of demonstrations, so that it
+is right about one time in five. Each algorithm then trains a LoRA adapter of rank 16 on it, with its default
+keys. The curve is the share of correct answers among the 96 sampled answers of a step (temperature 1).
+Supervised fine-tuning samples nothing, so its policy is sampled before every fourth step.
+
+Prints a table, and writes benchmarks/results/algorithm_curves.json and docs/pictures/algorithm_curves.svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import RESULTS
+from rich.console import Console
+from rich.table import Table
+
+from agent_peft.algorithms import ALGORITHMS
+from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticConfig
+from agent_peft.policies.config import LoraSettings, PretrainedConfig, ScratchConfig
+from agent_peft.policies.engine import load_sampler
+from agent_peft.policies.loading import load_policy
+from agent_peft.ranks import ALONE
+from agent_peft.training.stage import StageConfig, source_of
+from agent_peft.training.trainer import Trainer
+
+PICTURE = Path(__file__).resolve().parent.parent / "docs" / "pictures" / "algorithm_curves.svg"
+TASKS = Arithmetic(ArithmeticConfig(digits=1, num_tasks=24))
+ARCHITECTURE = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.1,
+}
+REQUIRED = {"dr_grpo": {"constant_length": 3}}  # keys without a default
+EVERY = 4  # steps, between two looks at a policy that samples nothing
+
+
+def stage(kind: str, steps: int, **keys: Any) -> StageConfig:
+    algorithm = {"kind": kind, **REQUIRED.get(kind, {})}
+    settings = {"algorithm": algorithm, "steps": steps, "optimizer": {"learning_rate": 3e-3}, **keys}
+    return StageConfig.model_validate(settings)
+
+
+def acting(kind: str, steps: int) -> StageConfig:
+    groups = {"tasks_per_step": 96, "group_size": 1} if kind == "ppo" else {"tasks_per_step": 12}
+    return stage(kind, steps, **groups, sampling={"max_new_tokens": 3}, rewards={"incorrect": 0.0})
+
+
+def begin(folder: Path, seed: int) -> None:
+    """Write the model that all algorithms start from."""
+    policy = load_policy(ScratchConfig(architecture=ARCHITECTURE, alphabet=ALPHABET, device="cpu"), seed=seed)
+    for _ in Trainer(policy, TASKS, stage("sft", 6, tasks_per_step=24), seed=seed):
+        pass
+    policy.save_merged(folder)
+
+
+def curve(kind: str, folder: Path, steps: int, seed: int) -> list[tuple[int, float]]:
+    """Steps done -> share of correct answers."""
+    policy = load_policy(
+        PretrainedConfig(model=str(folder), lora=LoraSettings(rank=16), device="cpu"), seed=seed
+    )
+    if ALGORITHMS[kind](**REQUIRED.get(kind, {})).facts.on_policy:
+        trainer = Trainer(policy, TASKS, acting(kind, steps), seed=seed)
+        return [(step.number, step.metrics["success"]) for step in trainer]
+    sampler = load_sampler(policy)
+    episodes = source_of(acting("rloo", steps), TASKS, sampler, seed, ALONE)
+    trainer = iter(Trainer(policy, TASKS, stage(kind, steps, tasks_per_step=24), sampler, seed))
+    points = []
+    for done in range(steps + 1):
+        if done % EVERY == 0:
+            answers = [t for group in episodes.collect(done).groups for t in group.trajectories]
+            points.append((done, sum(t.outcome == "correct" for t in answers) / len(answers)))
+        next(trainer, None)
+    return points
+
+
+def mean_of(curves: list[list[tuple[int, float]]]) -> list[tuple[int, float]]:
+    return [
+        (points[0][0], sum(share for _, share in points) / len(points))
+        for points in zip(*curves, strict=True)
+    ]
+
+
+def picture(curves: dict[str, list[list[tuple[int, float]]]], steps: int) -> str:
+    """An SVG with one panel for each algorithm: a thin line for each seed, a thick one for their mean."""
+    width, height, left, top, columns = 150, 100, 40, 30, 4
+
+    def line(points: list[tuple[int, float]], style: str) -> str:
+        places = " ".join(f"{width * x / steps:.1f},{height * (1 - y):.1f}" for x, y in points)
+        return f'<polyline points="{places}" fill="none" {style}/>'
+
+    parts = []
+    for number, (kind, runs) in enumerate(curves.items()):
+        x, y = left + number % columns * (width + 30), top + number // columns * (height + 50)
+        parts.append(f'<g transform="translate({x},{y})">')
+        parts.append(f'<rect width="{width}" height="{height}" fill="none" stroke="#bbb"/>')
+        parts.append(f'<text x="{width / 2}" y="-8" text-anchor="middle" font-weight="bold">{kind}</text>')
+        parts += [line(run, 'stroke="#9ab" stroke-width="0.8"') for run in runs]
+        parts.append(line(mean_of(runs), 'stroke="#036" stroke-width="2.5"'))
+        for share in (0, 50, 100):
+            parts.append(
+                f'<text x="-5" y="{height - share * height / 100 + 4}" text-anchor="end">{share}</text>'
+            )
+        for step in (0, steps):
+            parts.append(
+                f'<text x="{width * step / steps}" y="{height + 14}" text-anchor="middle">{step}</text>'
+            )
+        parts.append("</g>")
+    rows = -(-len(curves) // columns)
+    size = (left + columns * (width + 30), top + rows * (height + 50))
+    text = f"{left},{size[1] - 4}"
+    label = f'<text transform="translate({text})">% of sampled answers that are correct, by step</text>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1] + 8}" '
+    return "\n".join([head + 'font-family="sans-serif" font-size="10">', *parts, label, "</svg>"]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="random seeds")
+    parser.add_argument("--steps", type=int, default=40, help="steps of each curve")
+    parser.add_argument("--kinds", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    begun, curves = time.process_time(), dict[str, list[list[tuple[int, float]]]]()
+    table = Table("algorithm", "first 4 points", "last 4 points", "last 4 points of each seed", "CPU s")
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = {seed: Path(temporary) / str(seed) for seed in arguments.seeds}
+        for seed, folder in folders.items():
+            begin(folder, seed)
+        for kind in arguments.kinds:
+            started = time.process_time()
+            runs = [curve(kind, folder, arguments.steps, seed) for seed, folder in folders.items()]
+            curves[kind] = runs
+            early, late = ([share for _, share in part] for part in (mean_of(runs)[:4], mean_of(runs)[-4:]))
+            each = ", ".join(f"{25 * sum(share for _, share in run[-4:]):.0f}" for run in runs)
+            table.add_row(
+                kind,
+                f"{100 * sum(early) / len(early):.0f} %",
+                f"{100 * sum(late) / len(late):.0f} %",
+                each,
+                f"{time.process_time() - started:.0f}",
+            )
+    content = {"seeds": arguments.seeds, "cpu_seconds": round(time.process_time() - begun), "curves": curves}
+    (RESULTS / "algorithm_curves.json").write_text(json.dumps(content) + "\n")
+    PICTURE.parent.mkdir(exist_ok=True)
+    PICTURE.write_text(picture(curves, arguments.steps))
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()
