@@ -159,7 +159,7 @@ print(resident() - before)
 """
 
 
-@pytest.mark.skipif(not has_bf16(CPU), reason="this CPU does not multiply bfloat16 by itself")
+@pytest.mark.skipif(not has_bf16(CPU), reason="this CPU does not multiply bfloat16 natively")
 def test_kernels_of_other_shapes_are_not_kept_for_ever():
     """Each batch has lengths of its own: in bfloat16 a process grew with every step."""
 

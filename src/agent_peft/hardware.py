@@ -1,4 +1,4 @@
-"""What the machine has: cores that this process may use, and 16-bit arithmetic that is not emulated."""
+"""The machine: cores that this process may use, its device, native bfloat16, and memory."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from agent_peft.types import AgentPeftError
 logger = logging.getLogger(__name__)
 
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-# oneDNN, and torch above it, keep a kernel for each shape that was multiplied, by default the last 1,024; in
-# bfloat16 a process grows by hundreds of megabytes so. Lengths differ from batch to batch: only those of one
-# batch's layers are asked for again. Both read this once.
+# oneDNN and torch keep a kernel for each of the last 1,024 shapes that were multiplied, which makes a
+# process in bfloat16 hundreds of megabytes larger. Lengths differ from batch to batch, so only the shapes
+# of one batch's layers come again. Both libraries read these variables once.
 for _name, _kernels in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128"), ("LRU_CACHE_CAPACITY", "1")):
     os.environ.setdefault(_name, _kernels)
+CACHED_WEIGHTS = 1 << 24  # the weights of a model this small stay in the caches of a CPU
 _BF16 = frozenset({"avx512_bf16", "amx_bf16", "avx10_2", "bf16", "sve_bf16"})  # x86, then ARM
 
 
 @dataclass(frozen=True)
 class Threads:
-    """How many threads torch is to use, and why.
+    """The number of threads for torch, and the reason for it.
 
     >>> choose_threads(3)
     Threads(number=3, reason='threads')
@@ -40,40 +41,38 @@ class Threads:
 
 
 def choose_threads(configured: int | None, neighbours: int = 1) -> Threads:
-    """One for each core that this process may use: a container's quota or an affinity may leave it fewer than
-    torch sees.
+    """One thread for each core that this process may use. A container's quota or the affinity may allow fewer
+    cores than torch sees.
 
     Args:
-        configured: the user's word, which is last.
-        neighbours: processes that torchrun started on this machine, this one included; they share the cores.
+        configured: ``threads`` of the configuration, which overrides all else.
+        neighbours: processes that torchrun started on this machine, this one included. They share the cores.
     """
     if configured is not None:
         return Threads(configured, "threads")
-    given = os.environ.get("OMP_NUM_THREADS")
-    if given and not (
-        neighbours > 1 and given == "1"
-    ):  # 1 is what torchrun sets where the user has said nothing
+    variable = os.environ.get("OMP_NUM_THREADS")
+    if variable and not (
+        neighbours > 1 and variable == "1"
+    ):  # torchrun sets it to 1 if the user has not set it
         return Threads(torch.get_num_threads(), "OMP_NUM_THREADS")
     cores, quota = _affinity(), cpu_quota()
     usable = cores if quota is None else min(cores, math.ceil(quota))
-    found = f"{cores} cores" + ("" if quota is None else f", of which the container may use {quota:g}")
+    reason = f"{cores} cores" + ("" if quota is None else f", of which the container may use {quota:g}")
     if neighbours > 1:
-        return Threads(max(1, usable // neighbours), f"{found}, for {neighbours} ranks")
-    return Threads(max(1, min(usable, torch.get_num_threads())), found)
+        return Threads(max(1, usable // neighbours), f"{reason}, for {neighbours} ranks")
+    return Threads(max(1, min(usable, torch.get_num_threads())), reason)
 
 
 def set_threads(configured: int | None, neighbours: int = 1) -> Threads:
-    """``choose_threads``, done."""
-    chosen = choose_threads(configured, neighbours)
-    if chosen.number != torch.get_num_threads():
-        torch.set_num_threads(chosen.number)
-    return chosen
+    """Set torch's threads to ``choose_threads``."""
+    threads = choose_threads(configured, neighbours)
+    if threads.number != torch.get_num_threads():
+        torch.set_num_threads(threads.number)
+    return threads
 
 
 def cpu_quota(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
-    """CPUs' worth of time that the control groups (version 2 or 1) of this process may use; None where
-    there is no limit.
-    """
+    """The CPUs that the control groups (version 2 or 1) of this process may use, or None without a limit."""
     quotas = []
     for line in _read(own).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -81,7 +80,7 @@ def cpu_quota(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
             continue
         base = root / "cpu" if controllers else root
         group = base / path.strip("/")
-        for folder in (group, *group.parents):  # a limit binds all below it
+        for folder in (group, *group.parents):  # a limit also holds for the groups below
             if not folder.is_relative_to(base):
                 break
             limit = (
@@ -89,15 +88,13 @@ def cpu_quota(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
                 or f"{_read(folder / 'cpu.cfs_quota_us')} {_read(folder / 'cpu.cfs_period_us')}"
             )
             match limit.split():
-                case [allowed, period] if (
-                    allowed.isdecimal() and period.isdecimal()
-                ):  # otherwise "max", or -1
+                case [allowed, period] if allowed.isdecimal() and period.isdecimal():  # else "max" or -1
                     quotas.append(int(allowed) / int(period))
     return min(quotas, default=None)
 
 
 def choose_device(configured: str) -> torch.device:
-    """``auto`` is the GPU where torch has one, else the CPU.
+    """The device that ``policy.device`` names. ``auto`` is the GPU where torch has one, else the CPU.
 
     Raises:
         AgentPeftError: this machine has no such device.
@@ -111,14 +108,15 @@ def choose_device(configured: str) -> torch.device:
     ):
         have = "its CPU alone" if not gpus else f"cuda:0 … cuda:{gpus - 1}" if gpus > 1 else "cuda:0"
         raise AgentPeftError(
-            f"policy.device: {configured} is not here, where torch can compute on {have}; set policy.device=auto"
+            f"policy.device: this machine has no {configured}; torch can compute on {have}: set "
+            "policy.device=auto"
         )
     return device
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 by itself. Elsewhere torch emulates it, several times slower
-    than float32.
+    """Whether the device multiplies bfloat16 natively. Elsewhere torch emulates it, several times slower than
+    float32.
     """
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
@@ -126,23 +124,23 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def take_peak(device: torch.device) -> int | None:
-    """The most bytes that tensors on the GPU (on a CPU: the whole process) have taken since this was asked
-    last; None where unknown.
+    """The peak of bytes since the last call: of tensors on the GPU, or of the whole process on a CPU. None
+    where the system does not tell.
     """
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         return peak
-    found = re.search(r"^VmHWM:\s+(\d+) kB$", _read(Path("/proc/self/status")), re.MULTILINE)
-    with suppress(OSError):  # then it stays that of the process's whole life
+    peak_kb = re.search(r"^VmHWM:\s+(\d+) kB$", _read(Path("/proc/self/status")), re.MULTILINE)
+    with suppress(OSError):  # then it stays the peak of the whole process
         Path("/proc/self/clear_refs").write_text("5")  # from now on
-    return int(found[1]) * 1024 if found else None
+    return int(peak_kb[1]) * 1024 if peak_kb else None
 
 
 def give_back_memory() -> None:
-    """What was freed on the CPU goes back to the system. The C library keeps it, in pieces that larger
-    tensors do not fit into; with this now and then the process stays as large as its tensors. It takes
-    milliseconds. Only glibc can be asked for it.
+    """Give freed CPU memory back to the system. Otherwise the C library keeps it, in pieces that are too
+    small for larger tensors, and the process outgrows its tensors. This takes milliseconds, and works with
+    glibc only.
     """
     if _MALLOC_TRIM is not None:
         _MALLOC_TRIM(0)
@@ -150,8 +148,8 @@ def give_back_memory() -> None:
 
 def _find_malloc_trim() -> Callable[[int], int] | None:
     with suppress(OSError, TypeError, AttributeError):  # another system, or another C library
-        found: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-        return found
+        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+        return trim
     return None
 
 

@@ -1,6 +1,4 @@
-"""A memory that is full, told from a model that cannot do what is asked of it, and told to the user in one
-line.
-"""
+"""Recognises errors that mean "out of memory", and reports them in one line."""
 
 from __future__ import annotations
 
@@ -11,7 +9,7 @@ import torch
 
 from agent_peft.types import AgentPeftError
 
-# how torch, its CPU allocator and CUDA's libraries say it where they raise a plain RuntimeError
+# Messages of torch, its CPU allocator and CUDA's libraries, where they raise a plain RuntimeError.
 _WORDS = (
     "can't allocate memory",
     "CUDA error: out of memory",
@@ -21,10 +19,12 @@ _WORDS = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """
-    >>> is_out_of_memory(RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried ...")), \\
-    ... is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory.")), is_out_of_memory(RuntimeError("a
-    bug")) (True, True, False)
+    """Whether an error means that the memory of the CPU or of a GPU is full.
+
+    >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ..."))
+    True
+    >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory.")), is_out_of_memory(ValueError("a bug"))
+    (True, False)
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
@@ -33,10 +33,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def telling_out_of_memory(doing: str, remedy: str) -> Iterator[None]:
-    """Inside, a full memory is one line.
+    """Inside, an out-of-memory error becomes one line.
+
+    Args:
+        doing: the clause that follows "out of memory".
+        remedy: what the user can do.
 
     Raises:
-        AgentPeftError: out of memory ``doing`` something; ``remedy`` says what to do.
+        AgentPeftError: the memory is full.
     """
     try:
         yield

@@ -99,7 +99,8 @@ class PretendedGpu(TorchFunctionMode):
         where: Any = (*args, *kwargs.values())  # what it is made of says where, if it is asked
         if func is torch.Tensor.numpy and self.device_of(args[0]) == GPU:
             raise TypeError(
-                "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+                "can't convert cuda:0 device type tensor to numpy. "
+                "Use Tensor.cpu() to copy the tensor to host memory first."
             )
         if func in (torch.Tensor.cpu, torch.Tensor.cuda):
             func, args = torch.Tensor.to, (args[0], GPU if func is torch.Tensor.cuda else CPU)
@@ -166,11 +167,13 @@ class _Operators(TorchDispatchMode):
             devices = {places[id(x)] for x in (args[0], *args[2:3]) if isinstance(x, torch.Tensor) and x.ndim}
             if places[id(args[0])] == CPU and any(x is not None and places[id(x)] == GPU for x in args[1]):
                 raise RuntimeError(
-                    f"indices should be either on cpu or on the same device as the indexed tensor (cpu), in {name}"
+                    "indices should be either on cpu or on the same device as the indexed tensor (cpu), "
+                    f"in {name}"
                 )
         if {CPU, GPU} <= devices and not name.startswith(TRANSFERS):
             raise RuntimeError(
-                f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! in {name}"
+                "Expected all tensors to be on the same device, but found at least two devices, "
+                f"cuda:0 and cpu! in {name}"
             )
         out = ONLY_CUDA.get(func, func)(*args, **(kwargs or {}))
         if self.crossing or not given:

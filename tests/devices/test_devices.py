@@ -20,17 +20,16 @@ from agent_peft.algorithms import ALGORITHMS
 from agent_peft.batch import Batch, collate
 from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticConfig
 from agent_peft.policies import adapters
-from agent_peft.policies.adapters import LoraSettings
-from agent_peft.policies.config import ScratchConfig
-from agent_peft.policies.engine import kv_cache
+from agent_peft.policies.config import LoraSettings, ScratchConfig
+from agent_peft.policies.engine import kv_cache, load_sampler
 from agent_peft.policies.engine.base import EngineConfig
-from agent_peft.policies.engine.local import Engine
-from agent_peft.policies.engine.shared_attention import Relatives, relatives
+from agent_peft.policies.engine.shared_attention import PrefixGroups, group_by_prefix
+from agent_peft.policies.models.character_tokenizer import character_tokenizer
 from agent_peft.policies.models.pretrained import build
 from agent_peft.policies.models.shape import scratch_architecture
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
-from agent_peft.policies.tokenization import ChatTokenizer, character_tokenizer
+from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.ranks import Ranks
 from agent_peft.seeding import derive, generator
 from agent_peft.training.microbatching import Microbatching
@@ -168,7 +167,7 @@ def test_packed_padded_and_the_models_own_forward_are_one(gpu, dtype, lora):
 @each_dtype
 def test_the_engine_says_what_a_forward_says(gpu, dtype, lora):
     policy, talks = make_policy(gpu, dtype, lora), make_talks()
-    engine = Engine(policy, EngineConfig(rows=3))
+    engine = load_sampler(policy, EngineConfig(rows=3))
     assert engine.shares
     engine.generate(talks, PLAIN)
     trajectories = [Trajectory(Task(str(number)), tuple(talk.turns)) for number, talk in enumerate(talks)]
@@ -207,10 +206,10 @@ def make_trainer(policy: Policy, algorithm: str, **more: Any) -> Trainer:
     }
     settings = StageConfig.model_validate({"sampling": {"max_new_tokens": 3, "max_tokens": 64}, **stage})
     return Trainer(
-        settings,
         policy,
-        Engine(policy, EngineConfig()),
         Arithmetic(ArithmeticConfig(digits=1, num_tasks=10)),
+        settings,
+        load_sampler(policy, EngineConfig()),
         0,
     )
 
@@ -266,7 +265,7 @@ def test_a_group_of_one_rank_sums_to_itself(gpu, tmp_path):
         world_size=1,
     )
     try:
-        ranks = Ranks(rank=0, world=2)  # two, lest it asks nobody
+        ranks = Ranks(rank=0, world_size=2)  # two, lest it asks nobody
         assert torch.equal(ranks.sum(torch.ones(3, device=gpu)).cpu(), torch.ones(3))
         policy = make_policy(gpu)
         expected = gradient(policy, make_batch())
@@ -382,12 +381,12 @@ def test_two_devices_in_one_operator_are_found(pretended_gpu, mistake):
 def test_a_tensor_that_the_engine_makes_in_the_wrong_place_is_found(pretended_gpu, monkeypatch):
     def wrong(
         parents: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> Relatives:
-        return relatives(parents, lengths, dtype, torch.device("cpu"))
+    ) -> PrefixGroups:
+        return group_by_prefix(parents, lengths, dtype, torch.device("cpu"))
 
     with pretended_gpu():
-        engine = Engine(make_policy(torch.device("cuda", 0)), EngineConfig())
+        engine = load_sampler(make_policy(torch.device("cuda", 0)), EngineConfig())
         engine.generate(make_talks(), PLAIN)
-        monkeypatch.setattr(kv_cache, "relatives", wrong)
+        monkeypatch.setattr(kv_cache, "group_by_prefix", wrong)
         with pytest.raises(RuntimeError, match="same device"):
             engine.generate(make_talks(), PLAIN)

@@ -87,7 +87,8 @@ def test_it_ends_in_time_and_goes_on_after_what_fails(gpu_benchmark, tmp_path):
 
 def test_it_runs_the_tests_that_need_a_gpu(gpu_benchmark, tmp_path):
     (tmp_path / "test_x.py").write_text(
-        "import pytest\n@pytest.mark.gpu\ndef test_a(): pass\n@pytest.mark.gpu\ndef test_b(): assert 0\ndef test_c(): assert 0\n"
+        "import pytest\n@pytest.mark.gpu\ndef test_a(): pass\n@pytest.mark.gpu\ndef test_b(): assert 0\n"
+        "def test_c(): assert 0\n"
     )
     bench = gpu_benchmark.Bench(torch.device("cpu"), gpu_benchmark.Size())
     found = gpu_benchmark.run_tests(

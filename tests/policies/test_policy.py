@@ -14,11 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from agent_peft.batch import Batch, collate
 from agent_peft.policies import adapters
+from agent_peft.policies import policy as policy_module
 from agent_peft.policies.config import PretrainedConfig, ScratchConfig
+from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig
-from agent_peft.policies.engine.local import Engine
 from agent_peft.policies.forward import output_layer, tree_attention
-from agent_peft.policies.policy import Policy, load_policy
+from agent_peft.policies.loading import load_policy
+from agent_peft.policies.policy import Policy
 from agent_peft.policies.reference import reference_of
 from agent_peft.policies.sampling import SamplingConfig, log_distribution
 from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
@@ -142,7 +144,7 @@ def test_the_trainer_scores_what_the_sampler_recorded(
 
     policy = make_policy(kind)
     conversations = [Once([1, 5, 6, 7 + seed % 3], seed) for seed in range(9)]
-    Engine(policy, EngineConfig(rows=4)).generate(
+    load_sampler(policy, EngineConfig(rows=4)).generate(
         conversations, sampling.model_copy(update={"max_new_tokens": 5})
     )
     batch = collate([Trajectory(Task("t"), tuple(c.turns)) for c in conversations], [0] * 9)
@@ -320,55 +322,35 @@ def test_siblings_cost_what_they_do_not_share(make_policy: MakePolicy) -> None:
 MAMBA = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
 
 
-@pytest.mark.parametrize(
-    "first", [make_batch(), make_batch(count=2, groups=2)], ids=["siblings", "groups of one"]
-)
 def test_a_model_with_a_running_state_falls_back_to_padding(
-    first: Batch, make_policy: MakePolicy, caplog: pytest.LogCaptureFixture
+    make_policy: MakePolicy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    policy = make_policy("mamba", lora=False, **MAMBA)
-    with caplog.at_level(logging.WARNING, logger=policy.__name__):
-        out = policy.forward(first, PLAIN)
-    assert "packing is off, trajectories are padded" in caplog.text
-    assert not policy.packing and torch.allclose(out.logprobs, direct(policy, first)[0], atol=1e-5)
-    policy.forward(make_batch(), PLAIN)
-    assert caplog.text.count("packing is off") == 1, "it is said once"
+    with caplog.at_level(logging.WARNING, logger=policy_module.__name__):
+        policy = make_policy("mamba", lora=False, **MAMBA)
+    assert caplog.text.count("packing is off, trajectories are padded") == 1
+    assert not policy.packing and not policy.tiled
+    for batch in (make_batch(), make_batch(count=2, groups=2)):
+        assert torch.allclose(policy.forward(batch, PLAIN).logprobs, direct(policy, batch)[0], atol=1e-5)
 
 
-class Summing(torch.nn.Module):
-    """Adds to each token's state those of all tokens before it, whatever the mask says."""
+def test_a_model_that_ignores_the_mask_falls_back_to_padding(
+    make_policy: MakePolicy, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It adds to each token's state those of all tokens before it, whatever the mask says. It reads a chain
+    right, and only branches tell: the proof has some.
+    """
+    model = make_policy(lora=False).base
+    forward = model.model.forward
 
-    def __init__(self, decoder: torch.nn.Module) -> None:
-        super().__init__()
-        self.decoder = decoder
-
-    def forward(self, **inputs: object) -> object:
-        out = self.decoder(**inputs)
+    def summing(*arguments: object, **inputs: object) -> object:
+        out = forward(*arguments, **inputs)
         out.last_hidden_state = out.last_hidden_state + out.last_hidden_state.cumsum(1)
         return out
 
-
-def test_the_proof_waits_for_a_branch(make_policy: MakePolicy, caplog: pytest.LogCaptureFixture) -> None:
-    """A single trajectory is a chain: packed, even a model that ignores the mask scores it right, and that
-    proves nothing.
-    """
-    policy = make_policy(lora=False)
-    policy.decoder = Summing(policy.decoder)
-    several = make_batch()
-    one = several.select([0])
-    policy.forward(one, PLAIN)
-    assert policy.packing
-    out = policy.forward(several, PLAIN)
+    model.model.forward = summing
+    policy, batch = Policy(model, make_policy().chat), make_batch()
     assert not policy.packing and "differ by" in caplog.text
-    length = one.tokens.shape[1]
-    assert torch.allclose(out.logprobs[0, :length], policy.forward(one, PLAIN).logprobs[0], atol=1e-5)
-
-
-def test_the_reference_is_proven_too(make_policy: MakePolicy, caplog: pytest.LogCaptureFixture) -> None:
-    policy, batch = make_policy(), make_batch()
-    policy.decoder = Summing(policy.decoder)
-    policy.reference_logprobs(batch, PLAIN, reference_of(policy.model, "base"))
-    assert not policy.packing
+    assert torch.allclose(policy.forward(batch, PLAIN).logprobs, direct(policy, batch)[0], atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -427,6 +409,35 @@ def test_a_policy_from_scratch_depends_on_its_seed_alone() -> None:
         not torch.equal(tensor, other.model.state_dict()[name])
         for name, tensor in first.model.state_dict().items()
     )
+
+
+def test_strings_paths_and_mappings_name_a_policy(tmp_path: Path) -> None:
+    scratch = {"kind": "scratch", "architecture": SCRATCH, "alphabet": "0123456789+-*= \n"}
+    policy = load_policy(scratch, device="cpu", lora={"rank": 2})
+    policy.save(str(tmp_path / "adapter"))
+    policy.load(str(tmp_path / "adapter"))
+    policy.save_merged(str(tmp_path / "merged"))
+    batch = make_batch()
+    expected = load_policy(scratch, device="cpu").forward(batch, PLAIN).logprobs
+    for name in (tmp_path / "merged", str(tmp_path / "merged")):
+        merged = load_policy(name, lora=None, dtype="float32", device="cpu")
+        assert not merged.has_adapter and torch.equal(merged.forward(batch, PLAIN).logprobs, expected)
+
+
+@pytest.mark.parametrize(
+    ("model", "keys", "line"),
+    [
+        ("m", {"drype": "float32"}, "policy.drype: unknown key; did you mean 'dtype'?"),
+        ("m", {"lora": {"rang": 8}}, "policy.lora.rang: unknown key; did you mean 'rank'?"),
+        ({"kind": "scrach"}, {}, "policy.kind: there is no 'scrach'; did you mean 'scratch'?"),
+        ({"kind": "scratch", "architecture": SCRATCH}, {}, "policy.alphabet: "),
+        (PretrainedConfig(model="m"), {"dtype": "int4"}, "policy.dtype: must be 'auto', 'float32' or"),
+    ],
+)
+def test_wrong_keys_are_one_line(model: object, keys: dict[str, object], line: str) -> None:
+    with pytest.raises(AgentPeftError) as raised:
+        load_policy(model, **keys)
+    assert str(raised.value).startswith(line) and "\n" not in str(raised.value)
 
 
 def test_an_adapter_starts_at_zero_and_alone_is_trained() -> None:

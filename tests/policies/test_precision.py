@@ -4,7 +4,7 @@ import torch
 from agent_peft import hardware
 from agent_peft.policies import precision
 from agent_peft.policies.config import PretrainedConfig, ScratchConfig
-from agent_peft.policies.policy import load_policy
+from agent_peft.policies.loading import load_policy
 from agent_peft.policies.precision import choose_precision, speed_of_bf16
 
 NATIVE = {"avx512_bf16"}
@@ -39,7 +39,10 @@ def test_bfloat16_is_told_where_it_is_emulated(features, caplog, found, native):
         "the user's word is the last"
     )
     told = [record.getMessage() for record in caplog.records if record.name.startswith("agent_peft")]
-    expected = "policy.dtype: bfloat16 is emulated on this CPU, several times slower than float32: set policy.dtype=auto"
+    expected = (
+        "policy.dtype: bfloat16 is emulated on this CPU, several times slower than float32: "
+        "set policy.dtype=auto"
+    )
     assert told == ([] if native else [expected])
 
 
@@ -63,7 +66,7 @@ def test_auto_measures_nothing_where_nothing_could_come_of_it(features, monkeypa
         in choose_precision(PretrainedConfig(model="nobody/nothing", device="cpu")).reason
     )
     features({"avx2"})
-    assert "does not multiply bfloat16 by itself" in choose_precision(policy()).reason
+    assert "does not multiply bfloat16 natively" in choose_precision(policy()).reason
     for dtype in ("float32", "bfloat16"):
         assert choose_precision(policy(dtype=dtype)).name == dtype
 

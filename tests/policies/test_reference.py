@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from agent_peft.batch import Batch, collate
-from agent_peft.policies.adapters import LoraSettings, attach
+from agent_peft.policies.adapters import attach
+from agent_peft.policies.config import LoraSettings
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.reference import put_back, reference_of
 from agent_peft.policies.sampling import SamplingConfig
@@ -81,7 +82,7 @@ def test_the_base_is_the_model_without_its_adapter(make_policy: MakePolicy) -> N
     )
     with pytest.raises(
         AgentPeftError,
-        match=r"reference: base is the policy with its adapter off, and there is none; set policy\.lora",
+        match=r"reference: base means the policy with its adapter off, and it has none; set policy\.lora",
     ):
         reference_of(bare.model, "base")
 

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (chat templates as their authors wrote them)
 from __future__ import annotations
 
 import functools
@@ -18,7 +19,8 @@ from tokenizers import (
 )
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from agent_peft.policies.tokenization import ChatTokenizer, StopMatcher
+from agent_peft.policies.stop_strings import StopMatcher
+from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.types import AgentPeftError, Message, Task, Trajectory, Turn
 
 SMOLLM2 = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system
@@ -467,7 +469,7 @@ def test_a_template_never_learns_the_date(caplog: pytest.LogCaptureFixture) -> N
 
 def test_a_clock_that_cannot_be_stopped_is_refused() -> None:
     with pytest.raises(
-        AgentPeftError, match="writes the present time, so that no two runs would read the same"
+        AgentPeftError, match="writes the present time, so no two runs would read the same tokens"
     ):
         ChatTokenizer(byte_level("{% set form = '%H' %}{{ strftime_now(form) }}" + SMOLLM2))
 

@@ -41,9 +41,9 @@ def make_batch() -> Batch:
     return collate([*found, found[0]], [0, 1, 0, 1, 0, 1, 0])
 
 
-def with_critic(policy: Policy, trunk_gradient: bool = True) -> Policy:
+def with_critic(policy: Policy, detach: bool = False) -> Policy:
     """Its weights are random, as if it had learnt."""
-    head = policy.attach_value_head(trunk_gradient)
+    head = policy.attach_value_head(detach=detach)
     torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(0))
     return policy
 
@@ -95,12 +95,12 @@ def test_a_fresh_critic_says_nothing_and_disturbs_nothing(make_policy: MakePolic
     policy, batch = make_policy(), make_batch()
     before = policy.forward(batch, PLAIN, entropy=True)
     assert before.values is None
-    head = policy.attach_value_head(trunk_gradient=True)
+    head = policy.attach_value_head(detach=False)
     after = policy.forward(batch, PLAIN, entropy=True, values=True)
     assert after.values is not None and not after.values.any()
     assert torch.equal(after.logprobs, before.logprobs)
-    assert policy.attach_value_head(trunk_gradient=False) is head, "a critic goes on from stage to stage"
-    assert not head.trunk_gradient
+    assert policy.attach_value_head(detach=True) is head, "a critic goes on from stage to stage"
+    assert head.detach_states
     assert all(p is not head.weight for p in policy.trainable_parameters()), (
         "it is not the policy's: an update of that alone leaves it"
     )
@@ -135,7 +135,7 @@ def test_the_value_loss_reaches_the_adapter(make_policy: MakePolicy) -> None:
 def test_the_first_gradient_is_the_heads_alone(make_policy: MakePolicy) -> None:
     """w = 0: the model under it is asked for nothing until the critic has learnt something."""
     policy = make_policy()
-    policy.attach_value_head(trunk_gradient=True)
+    policy.attach_value_head(detach=False)
     trunk, head = value_gradient(policy, make_batch())
     assert not any(gradient.any() for gradient in trunk)
     assert head is not None and bool(head.any())
@@ -143,7 +143,7 @@ def test_the_first_gradient_is_the_heads_alone(make_policy: MakePolicy) -> None:
 
 def test_a_critic_may_be_kept_from_the_trunk(make_policy: MakePolicy) -> None:
     batch = make_batch()
-    trunk, head = value_gradient(with_critic(make_policy(), trunk_gradient=False), batch)
+    trunk, head = value_gradient(with_critic(make_policy(), detach=True), batch)
     assert trunk == []
     _, other = value_gradient(with_critic(make_policy()), batch)
     torch.testing.assert_close(head, other)
@@ -181,13 +181,13 @@ def test_it_is_saved_beside_the_policy_and_comes_back(
     fresh.load(tmp_path)
     assert torch.equal(fresh.values(batch), policy.values(batch))
     attached = make_policy(lora=lora)
-    weight = attached.attach_value_head(trunk_gradient=False).weight
+    weight = attached.attach_value_head(detach=True).weight
     attached.load(tmp_path)
     assert attached.value_head is not None and attached.value_head.weight is weight, (
         "the one that an optimizer holds"
     )
     assert torch.equal(weight, policy.value_head.weight)
-    assert not attached.value_head.trunk_gradient
+    assert attached.value_head.detach_states
 
 
 @pytest.mark.filterwarnings(

@@ -1,4 +1,4 @@
-"""What a policy is to the floors above, and what it takes to configure one."""
+"""The configuration of a policy."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
-from agent_peft.policies.adapters import LoraSettings
+from agent_peft.config import Config
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 
 
-def _known_device(device: str) -> str:
+def _check_device(device: str) -> str:
     try:
         if device != "auto":
             torch.device(device)
@@ -22,15 +22,22 @@ def _known_device(device: str) -> str:
     return device
 
 
-Device = Annotated[str, AfterValidator(_known_device)]
+Device = Annotated[str, AfterValidator(_check_device)]
 
 
-class _PolicyConfig(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class LoraSettings(Config):
+    """The layers that get a LoRA adapter, and its size. Biases are never trained."""
+
+    rank: int = Field(default=16, gt=0, description="rank of the adapter's matrices")
+    alpha: float = Field(default=32, gt=0, description="the adapter's change is scaled by alpha / rank")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="on the adapter's input, in training only")
+    target_modules: Literal["all-linear"] | list[str] = Field(
+        default="all-linear", description="names of linear layers; all-linear is all but the output layer"
+    )
 
 
-class PretrainedConfig(_PolicyConfig):
-    """A Transformers causal language model with (or without) a LoRA adapter."""
+class PretrainedConfig(Config):
+    """A Transformers causal language model, with or without a LoRA adapter."""
 
     kind: Literal["pretrained"] = "pretrained"
     model: str = Field(
@@ -38,30 +45,34 @@ class PretrainedConfig(_PolicyConfig):
     )
     dtype: Dtype = Field(
         default="auto",
-        description="auto is bfloat16 where the device multiplies it by itself, and faster than float32; a run keeps what it began in",
+        description="auto is bfloat16 where the device multiplies it natively and faster than float32; "
+        "a run keeps the dtype that it began with",
     )
     device: Device = Field(default="auto", description="auto, cpu, cuda, cuda:1 …")
     lora: LoraSettings | None = Field(default=LoraSettings(), description="null trains every parameter")
     adapter: Path | None = Field(default=None, description="a folder in PEFT's layout to start from")
     packing: bool = Field(default=True, description="train on the token trie; false pads")
     activation_checkpointing: bool = Field(
-        default=False, description="less memory in training: layers are computed again in the backward"
+        default=False, description="uses less memory in training: the backward computes each layer again"
     )
 
 
-class ScratchConfig(_PolicyConfig):
-    """A model of random weights, from any Transformers configuration; the same class as a pretrained one."""
+class ScratchConfig(Config):
+    """A model of random weights, of any architecture that Transformers knows, or of a class of your own."""
 
     kind: Literal["scratch"] = "scratch"
     architecture: dict[str, Any] = Field(
-        description="a Transformers configuration, with its model_type; vocab_size comes from the tokenizer"
+        description="a Transformers configuration with its model_type (or package.module:Class and its "
+        "arguments); vocab_size comes from the tokenizer"
     )
-    alphabet: str = Field(description="a character tokenizer's alphabet")
-    dtype: Dtype = Field(default="auto", description="as of a pretrained model")
-    device: Device = "auto"
-    lora: LoraSettings | None = None
-    packing: bool = True
-    activation_checkpointing: bool = False
+    alphabet: str = Field(description="the characters that the model reads and writes, each one a token")
+    dtype: Dtype = Field(default="auto", description="as for a pretrained model")
+    device: Device = Field(default="auto", description="auto, cpu, cuda, cuda:1 …")
+    lora: LoraSettings | None = Field(default=None, description="null trains every parameter")
+    packing: bool = Field(default=True, description="train on the token trie; false pads")
+    activation_checkpointing: bool = Field(
+        default=False, description="uses less memory in training: the backward computes each layer again"
+    )
 
 
 PolicyConfig = Annotated[PretrainedConfig | ScratchConfig, Field(discriminator="kind")]

@@ -1,4 +1,4 @@
-"""Which dtype a policy computes in, and why."""
+"""The choice of the dtype that a policy computes in."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from functools import cache
 
 import torch
 
-from agent_peft.hardware import choose_device, has_bf16
+from agent_peft.hardware import CACHED_WEIGHTS, choose_device, has_bf16
 from agent_peft.policies.config import PretrainedConfig, ScratchConfig
-from agent_peft.policies.engine.onednn_linear import LEAST
 from agent_peft.policies.models.shape import shape_of
 
 logger = logging.getLogger(__name__)
 
-WORTH = 1.25  # how many times as fast bfloat16 must be on a CPU: float32 is exact
-ROWS = 256  # of the products that are timed: between a decode step's and a microbatch's
-TRIALS, SECONDS = 5, 0.1  # of each dtype, and of each trial
+MIN_SPEEDUP = 1.25  # of bfloat16 on a CPU, since float32 is exact
+ROWS = 256  # of the timed products: between the rows of a decode step and those of a microbatch
+TRIALS, SECONDS = 5, 0.1  # trials of each dtype, and seconds of each trial
 
 
 @dataclass(frozen=True)
 class Precision:
-    """A dtype, and in a few words what speaks for it."""
+    """A dtype, and the reason for it in a few words."""
 
     dtype: torch.dtype
     reason: str
@@ -35,9 +34,11 @@ class Precision:
 
 
 def choose_precision(config: PretrainedConfig | ScratchConfig) -> Precision:
-    """What ``policy.dtype`` says. ``auto`` is bfloat16 on a GPU that has it, and on a CPU that multiplies it
-    by itself, where a model is large enough for products to matter and a measurement of a second says that
-    they are faster. bfloat16 where it is emulated is told.
+    """The dtype that ``policy.dtype`` asks for.
+
+    ``auto`` is bfloat16 on a GPU that multiplies it natively. On a CPU it is bfloat16 if the CPU multiplies
+    it natively, the model is large, and a measurement of about a second shows a speedup of ``MIN_SPEEDUP``.
+    bfloat16 that would be emulated gets a warning.
     """
     device = choose_device(config.device)
     if config.dtype == "float32":
@@ -45,36 +46,38 @@ def choose_precision(config: PretrainedConfig | ScratchConfig) -> Precision:
     if config.dtype == "bfloat16":
         if not has_bf16(device):
             logger.warning(
-                "policy.dtype: bfloat16 is emulated on this %s, several times slower than float32: set policy.dtype=auto",
+                "policy.dtype: bfloat16 is emulated on this %s, several times slower than float32: "
+                "set policy.dtype=auto",
                 "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device),
             )
         return Precision(torch.bfloat16, "policy.dtype")
     if not has_bf16(device):
         return Precision(
             torch.float32,
-            f"this {'CPU' if device.type == 'cpu' else 'GPU'} does not multiply bfloat16 by itself",
+            f"this {'CPU' if device.type == 'cpu' else 'GPU'} does not multiply bfloat16 natively",
         )
     if device.type != "cpu":
-        return Precision(torch.bfloat16, "this GPU multiplies bfloat16 by itself")
+        return Precision(torch.bfloat16, "this GPU multiplies bfloat16 natively")
     if (shape := shape_of(config)) is None:
         return Precision(torch.float32, "the model's size is not known before it is loaded")
-    if shape.multiplied < LEAST:
-        return Precision(torch.float32, "products of so small a model take little of the time")
+    if shape.multiplied < CACHED_WEIGHTS:
+        return Precision(torch.float32, "matrix products take little of the time of so small a model")
     middle = max(max(linear.inputs, linear.outputs) for linear in shape.linears)
     times = speed_of_bf16(shape.hidden, middle, torch.get_num_threads())
-    dtype = torch.bfloat16 if times >= WORTH else torch.float32
+    dtype = torch.bfloat16 if times >= MIN_SPEEDUP else torch.float32
     return Precision(
-        dtype, f"this CPU multiplies bfloat16 {times:.1f} times as fast as float32; {WORTH} is worth it"
+        dtype,
+        f"this CPU multiplies bfloat16 {times:.1f} times as fast as float32; auto asks for {MIN_SPEEDUP}",
     )
 
 
 @cache
 def speed_of_bf16(inputs: int, outputs: int, threads: int) -> float:
-    """How many times as fast as in fp32 this CPU multiplies (ROWS, inputs) by (inputs, outputs) in bfloat16:
-    the best of a few trials of each, in turn.
+    """The speedup of bfloat16 over fp32 on this CPU, for products of (ROWS, inputs) and (inputs, outputs). It
+    compares the best of a few alternating trials.
 
     Args:
-        threads: of torch, by which an answer is remembered.
+        threads: the number of torch's threads; it only tells cached results apart.
     """
     best = {torch.float32: float("inf"), torch.bfloat16: float("inf")}
     products = {dtype: _product(dtype, inputs, outputs) for dtype in best}

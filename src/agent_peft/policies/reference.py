@@ -1,9 +1,8 @@
-"""The frozen policy that others are compared with: the policy as it was at one moment, or the base model
-under its adapter.
+"""The reference: a frozen policy that the present one is compared with. It is the policy at an earlier
+moment, or the base model under the adapter.
 
-Of the policy at one moment there is a copy of what is trained: A and B of an adapter, or all weights. They
-take the places of the trained ones while it is asked, so it goes through the very forward of the policy
-itself, packed or padded.
+For an earlier moment, the trained parameters (A and B of an adapter, or all weights) are copied. The copies
+take the place of the parameters while the reference is computed, so it uses the policy's own forward.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ ReferenceKind = Literal["stage_start", "base"]
 
 @dataclass(frozen=True)
 class Reference:
-    """``weights`` are copies of the trained parameters, in their order; None is the base model: the
-    adapter is off.
+    """``weights`` are copies of the trained parameters, in their order. None is the base model, with the
+    adapter off.
     """
 
     weights: tuple[Tensor, ...] | None
 
     @contextmanager
     def acting(self, model: nn.Module) -> Iterator[None]:
-        """Inside, ``model`` is the reference; afterwards it is what it was, to the bit. Not for a
-        gradient, nor while sampling.
+        """Inside, ``model`` is the reference; afterwards it is itself again, bit for bit. Do not compute
+        gradients or sample inside.
         """
         if self.weights is None:
             assert isinstance(model, PeftModel)
@@ -53,17 +52,18 @@ class Reference:
 
 
 def reference_of(model: nn.Module, kind: ReferenceKind = "stage_start") -> Reference:
-    """The model as it is now, or its base.
+    """The reference that is the model as it is now, or its base.
 
-    An adapter that is still zero makes both the same: then nothing is copied.
+    If the adapter is still zero, both are the same, and nothing is copied.
 
     Raises:
-        AgentPeftError: the base of a model without an adapter.
+        AgentPeftError: the model has no adapter, and its base is asked for.
     """
     if not isinstance(model, PeftModel):
         if kind == "base":
             raise AgentPeftError(
-                "reference: base is the policy with its adapter off, and there is none; set policy.lora, or stage_start"
+                "reference: base means the policy with its adapter off, and it has none; set policy.lora, or "
+                "reference: stage_start"
             )
     elif kind == "base" or adapters.delta_norm(model) == 0:
         return Reference(None)
@@ -72,7 +72,7 @@ def reference_of(model: nn.Module, kind: ReferenceKind = "stage_start") -> Refer
 
 @contextmanager
 def put_back(model: nn.Module) -> Iterator[None]:
-    """Whatever the trained parameters become inside, afterwards they are what they were."""
+    """Restore the trained parameters afterwards, whatever they become inside."""
     copies = [parameter.detach().clone() for parameter in trained(model)]
     try:
         yield

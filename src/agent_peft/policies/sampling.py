@@ -1,15 +1,14 @@
-"""The sampling distribution: one definition, used by the sampler token by token and by the trainer over
-whole trajectories.
-"""
+"""The sampling distribution. The sampler uses it token by token, and the trainer over whole trajectories."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor, nn
 
+from agent_peft.config import Config
 from agent_peft.seeding import derive
 
 LIMITS = (
@@ -24,23 +23,30 @@ DISTRIBUTION = (
 )  # how tokens are drawn: of no effect where demonstrations are scored
 
 
-class SamplingConfig(BaseModel):
+class SamplingConfig(Config):
     """How actions are drawn. Temperature 0 is the argmax (evaluation only: it has no density to train on)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    temperature: float = Field(default=1.0, ge=0.0)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=0, ge=0, description="0 keeps every token")
-    max_new_tokens: int = Field(default=128, ge=1, description="per turn")
-    max_tokens: int = Field(default=1024, ge=2, description="per episode, observations included")
+    temperature: float = Field(
+        default=1.0, ge=0.0, description="divides the logits; 0 takes the most likely token (evaluation only)"
+    )
+    top_p: float = Field(
+        default=1.0,
+        gt=0.0,
+        le=1.0,
+        description="keep the likeliest tokens whose probabilities reach this sum",
+    )
+    top_k: int = Field(default=0, ge=0, description="keep this many of the likeliest tokens; 0 keeps all")
+    max_new_tokens: int = Field(default=128, ge=1, description="maximum tokens of one action")
+    max_tokens: int = Field(
+        default=1024, ge=2, description="maximum tokens of one episode, observations included"
+    )
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), description="an action also ends when one of these appears in its text"
     )
 
     @property
     def truncates(self) -> bool:
-        """Whether the support is smaller than the vocabulary."""
+        """Whether top-p or top-k make the support smaller than the vocabulary."""
         return self.top_p < 1.0 or self.top_k > 0
 
 
@@ -52,9 +58,9 @@ def log_distribution(logits: Tensor, sampling: SamplingConfig, keep: Tensor | No
 
     Args:
         logits: (..., V), any float type.
-        keep: (...) int64 tokens that are inside whatever the filter says. The trainer passes the tokens that
-            were sampled: after an update the policy may have pushed one of them out of its own support, and
-            its gradient must stay finite.
+        keep: (...) int64 tokens that stay in the support whatever the filter says. The trainer passes the
+            sampled tokens: an update may have moved one of them out of the support, and its gradient must
+            stay finite.
     """
     return _filtered(logits, sampling, keep).log_softmax(-1)
 
@@ -81,10 +87,10 @@ def _filtered(logits: Tensor, sampling: SamplingConfig, keep: Tensor | None = No
 
 
 def draw(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
-    """Tokens (B,) and their log-probabilities (B,), by inverting the distribution at ``uniforms`` (B,) in [0,
-    1).
+    """Tokens (B,) and their log-probabilities (B,) in nats, by inverting the distributions of logits (B, V)
+    at ``uniforms`` (B,) in [0, 1).
 
-    A row's token depends on its own logits and its own uniform, never on who shares the batch.
+    A row's token depends on its own logits and its own uniform, and not on the rest of the batch.
     """
     p = _filtered(logits, sampling).softmax(-1)
     tokens = p.argmax(-1) if sampling.temperature == 0.0 else invert(p, uniforms)
@@ -93,14 +99,13 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> tuple[Te
 
 def invert(p: Tensor, uniforms: Tensor) -> Tensor:
     """Tokens (B,) at which the running sums of ``p`` (B, V) pass ``uniforms`` (B,) of their totals. A token
-    of probability 0 never is.
+    of probability 0 is never drawn.
 
-    First the block, then the token in it, so that only the sums of blocks are summed up. That in fp64: in
-    fp32 the running sum of 50,000 small probabilities is off by more than many of them.
+    First the block of a token is found, then the token in it, so that most running sums are short. They are
+    in fp64: in fp32 the error of a running sum over 50,000 small probabilities exceeds many of them.
     """
-    size = 1 << (
-        p.shape[-1].bit_length() // 2
-    )  # about the root; a power of two cuts most vocabularies without a rest
+    # about the square root; a power of two divides most vocabularies without remainder
+    size = 1 << (p.shape[-1].bit_length() // 2)
     if rest := -p.shape[-1] % size:
         p = nn.functional.pad(p, (0, rest))
     blocks = p.view(p.shape[0], -1, size)
@@ -114,8 +119,8 @@ def invert(p: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _passed(ends: Tensor, target: Tensor) -> Tensor:
-    """(B, 1) index of the first of the running sums (B, N) above ``target``; of the last that still grew,
-    where rounding left none.
+    """(B, 1) index of the first of the running sums (B, N) above ``target`` (B, 1). Where rounding leaves
+    none, the index of the last one that still grew.
     """
     last = (ends < ends[:, -1:]).sum(-1, keepdim=True)
     return torch.minimum(torch.searchsorted(ends, target, right=True), last)

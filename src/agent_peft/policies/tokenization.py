@@ -1,23 +1,25 @@
-"""Chat to tokens, append-only: tokens in, tokens out.
+"""Conversations to tokens, append-only: tokens in, tokens out.
 
 A conversation is encoded once, as it grows. The prompt of turn n+1 is the prompt of turn n, then the tokens
-sampled in turn n exactly as they were sampled, then ``following(…)``. Nothing sampled is ever decoded and
-encoded again, so what is trained is what was sampled.
+sampled in turn n exactly as they were sampled, then ``following(…)``. Sampled tokens are never decoded and
+encoded again, so the trained tokens are the sampled ones.
 
-What the chat template writes *around* contents (its frames) is learnt by rendering conversations of sentinel
-words as text and looking between the sentinels. Control tokens can come only from frames: contents are
-encoded with special tokens switched off, so an observation that holds the text ``<|im_end|>`` stays text.
+The text that the chat template writes *around* contents is called its frames. They are found by rendering
+conversations of sentinel words and cutting at the sentinels. Control tokens come from frames only: contents
+are encoded with special tokens switched off, so an observation that holds the text ``<|im_end|>`` stays
+text.
 
 Contents are kept verbatim, with one exception: where the template trims the contents of a role (Gemma and
-Llama 3 do), ``opening`` trims them too, since that is what the model was tuned on. ``following`` never trims.
+Llama 3 do), ``opening`` trims them too, since the model was tuned on trimmed contents. ``following`` never
+trims.
 
-Some templates cannot be used append-only: rendering a longer conversation rewrites its earlier turns (Qwen3
-drops the thoughts of earlier assistant turns; Mistral moves the system message to the last user message).
-``append_only`` is then False. ``following`` keeps earlier turns as they were sampled, against the template's
-habit, and the first time that happens a warning says so.
+Some templates are not append-only: in a longer conversation they rewrite earlier turns (Qwen3 drops the
+thoughts of earlier assistant turns; Mistral moves the system message to the last user message).
+``append_only`` is then False. ``following`` keeps earlier turns as they were sampled, and a warning says so
+at the first time.
 
-Some templates write today's date (Llama 3.2). It is always ``chat_template.DATE`` here: the same conversation
-has the same tokens tomorrow.
+Some templates write today's date (Llama 3.2). Here it is always ``chat_template.DATE``, so that the same
+conversation has the same tokens tomorrow.
 """
 
 from __future__ import annotations
@@ -25,34 +27,34 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import get_args
 
 from jinja2 import TemplateError, TemplateSyntaxError
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
+from transformers import PreTrainedTokenizerBase
 
-from agent_peft.policies.models.chat_template import BARE_TEMPLATE, PLAIN_TEMPLATE, undated
+from agent_peft.policies.models.chat_template import PLAIN_TEMPLATE, undated
+from agent_peft.policies.stop_strings import spelled_bytes
 from agent_peft.types import AgentPeftError, Message, Role
 
 logger = logging.getLogger(__name__)
 
 _WORD = "xsentinel{}x"  # plain letters and a number: no template and no tokenizer treats it specially
 _SENTINEL = re.compile(r"xsentinel(\d+)x")
+_TURN: tuple[Role, ...] = ("user", "assistant", "user")
 
 
 class ChatTokenizer:
     """Turns conversations into tokens for one tokenizer, and sampled tokens into text.
 
     Args:
-        ends: more token ids that end a turn: those of the model's generation configuration.
+        ends: further token ids that end a turn: those of the model's generation configuration.
 
     Attributes:
-        end_of_turn: token ids that end an assistant's turn: ``ends``, the tokenizer's eos, and what the
-            template writes after an assistant message.
-        append_only: whether the template, given one more turn, leaves the earlier ones as they were.
+        end_of_turn: token ids that end an assistant's turn: ``ends``, the tokenizer's eos, and the token that
+            the template writes after an assistant message.
+        append_only: whether one more turn leaves the earlier turns of the template's text unchanged.
 
     Raises:
         AgentPeftError: the template fails, drops messages, or frames each turn differently (numbered rounds).
@@ -71,9 +73,8 @@ class ChatTokenizer:
         self._marks = {str(token): token_id for token_id, token in added.items()}  # <|im_end|>, <think>, …
         alternatives = "|".join(re.escape(text) for text in sorted(self._marks, key=len, reverse=True))
         self._mark = re.compile(f"({alternatives})" if alternatives else "((?!))")
-        self._swallow_left = frozenset(
-            str(token) for token in added.values() if token.lstrip
-        )  # blanks beside them; Phi-3 has some
+        # tokens that swallow the blanks beside them (Phi-3 has some)
+        self._swallow_left = frozenset(str(token) for token in added.values() if token.lstrip)
         self._swallow_right = frozenset(str(token) for token in added.values() if token.rstrip)
         self._bytes: dict[int, bytes] = {}
         self._verbatim = frozenset(tokenizer.added_tokens_decoder)
@@ -82,35 +83,35 @@ class ChatTokenizer:
         )
 
         frames = self._turn_frames()
-        written = frozenset(text for text in self._marks if any(text in frame for frame in frames))
+        framing = frozenset(text for text in self._marks if any(text in frame for frame in frames))
         self._controls = frozenset(
-            i for text, i in self._marks.items() if added[i].special or text in written
+            i for text, i in self._marks.items() if added[i].special or text in framing
         )
-        self._trimmed = frozenset(role for role in ("system", "user", "assistant") if self._trims(role))
+        self._trimmed = frozenset(role for role in get_args(Role) if self._trims(role))
         self._closing, self._after_closing = self._split_closing(frames[4])
         self._generate = frames[5]
         lead = frames[3].removeprefix(frames[5])
-        self._lead = (
-            "" if lead.strip() else lead
-        )  # a blank before the reply that is not in the generation prompt: the policy's to write
+        # a blank before the reply that the generation prompt lacks, so that the policy has to write it
+        self._lead = "" if lead.strip() else lead
         eos = tokenizer.eos_token_id
         self._ending = self._closing or ([] if eos is None else [int(eos)]) or sorted(ends)[:1]
         if not self._ending:
             raise AgentPeftError(
-                "the tokenizer has no end-of-sequence token and its chat template ends no turn: set tokenizer.eos_token"
+                "the tokenizer has no end-of-sequence token and its chat template ends no turn: "
+                "set tokenizer.eos_token"
             )
         self.end_of_turn: frozenset[int] = frozenset(
             [*self._ending[-1:], *ends, *([] if eos is None else [int(eos)])]
         )
-        # what ends a turn may stand in the place of what the template writes there, but not where that begins
-        # the next message
+        # Any end may replace the one that the template writes, except where that one begins the next message.
         self._closed_by = self.end_of_turn if self._closes_the_last() else frozenset(self._closing[-1:])
         rewriting = self._rewriting()
         self.append_only = rewriting is None
-        self._untold = [] if rewriting is None else [rewriting]
+        self._warnings = [] if rewriting is None else [rewriting]
         if rewriting is None and tokenizer.chat_template and not self._agrees_with_template():
             warnings.warn(
-                "message by message, the tokens differ from those of the whole chat template (a prefix space?)",
+                "message by message, the tokens differ from those of the whole chat template (a prefix "
+                "space?)",
                 stacklevel=2,
             )
 
@@ -145,15 +146,16 @@ class ChatTokenizer:
         """The tokens to append after the sampled ``last_action`` so that the policy can act on
         ``observation``.
 
-        They hold what the template writes after an assistant message (without its end-of-turn token where the
-        action ends with one; a cut action gets it here, as tokens that were not sampled), the user message
-        and the generation prompt.
+        They are the end of the assistant message (without its end-of-turn token if the action ends with
+        one; a cut action gets it here, as a token that was not sampled), the user message and the
+        generation prompt.
         """
-        with suppress(IndexError):  # one of the threads that call this tells it, once
+        with suppress(IndexError):  # one of the threads that call this warns, once
             logger.warning(
-                "with the model's chat template %s; an episode keeps its turns as they were sampled, and the policy learns to act after "
-                "those: serve it with a template that keeps them too, or choose an environment of one turn",
-                self._untold.pop(),
+                "with the model's chat template %s; an episode keeps its turns as they were sampled, and the "
+                "policy learns to act after those: serve it with a template that keeps them too, or choose "
+                "an environment of one turn",
+                self._warnings.pop(),
             )
         ended = bool(last_action) and last_action[-1] in self._closed_by
         return ([] if ended else list(self._closing)) + self._encode(
@@ -182,17 +184,16 @@ class ChatTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that ``token`` adds to a text."""
-        found = self._bytes.get(token)
-        if found is None:
+        if (text := self._bytes.get(token)) is None:
             spelled = self.tokenizer.convert_ids_to_tokens(token)
             if spelled is None:  # an id beyond the vocabulary (padded embeddings) adds nothing
-                found = b""
+                text = b""
             elif token in self._verbatim:
-                found = str(spelled).encode()
+                text = str(spelled).encode()
             else:
-                found = _spelled_bytes(str(spelled), self._byte_level)
-            self._bytes[token] = found
-        return found
+                text = spelled_bytes(str(spelled), self._byte_level)
+            self._bytes[token] = text
+        return text
 
     # Encoding: frames with special tokens on, contents with them off.
 
@@ -219,8 +220,8 @@ class ChatTokenizer:
         return tokens + self._encode_plain(plain)
 
     def _encode_plain(self, text: str, guarded: bool = True) -> list[int]:
-        """``text`` in which nothing is a control token. Those not marked special would be matched all the
-        same: they are cut.
+        """The tokens of ``text`` without control tokens. The tokenizer would still match those that are not
+        marked special, so the text is cut inside them.
         """
         tokens = self._without_special(text)
         if not guarded or self._controls.isdisjoint(tokens):
@@ -232,9 +233,8 @@ class ChatTokenizer:
         return tokens
 
     def _without_special(self, text: str) -> list[int]:
-        text = text.encode("utf-16", "surrogatepass").decode(
-            "utf-16", "replace"
-        )  # half a character, which no tokenizer takes
+        # replaces halves of characters, which no tokenizer accepts
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         try:
             return (
                 list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
@@ -250,7 +250,7 @@ class ChatTokenizer:
             reason = f"{unknown!r} is not in its alphabet" if unknown else str(error)
             raise AgentPeftError(f"the tokenizer cannot encode {text[:80]!r}: {reason}") from error
 
-    # Frames: what the template writes around contents.
+    # Frames: the text that the template writes around contents.
 
     def _render(self, messages: Sequence[Message], generate: bool = True) -> str:
         chat = [{"role": m.role, "content": m.content} for m in messages]
@@ -265,14 +265,14 @@ class ChatTokenizer:
         assert isinstance(text, str)
         return text
 
-    def _frames(self, roles: Sequence[str]) -> tuple[list[str], list[int]]:
+    def _frames(self, roles: Sequence[Role]) -> tuple[list[str], list[int]]:
         """The text around each content, and which message each content is of, in the order the template
         writes them.
 
         Raises:
             TemplateError: the template refuses these roles, or leaves a message out.
         """
-        text = self._render([Message(role, _WORD.format(i)) for i, role in enumerate(roles)])  # type: ignore[arg-type]
+        text = self._render([Message(role, _WORD.format(i)) for i, role in enumerate(roles)])
         parts = _SENTINEL.split(text)
         order = [int(i) for i in parts[1::2]]
         if sorted(set(order)) != list(range(len(roles))):
@@ -297,7 +297,8 @@ class ChatTokenizer:
             raise AgentPeftError(f"the chat template cannot show several turns: {error}") from error
         if order != list(range(5)) or frames[2] != frames[4]:
             raise AgentPeftError(
-                "the chat template frames each turn differently (numbered rounds?): set another tokenizer.chat_template"
+                "the chat template frames each turn differently (numbered rounds?): set another "
+                "tokenizer.chat_template"
             )
         try:
             return frames + self._frames(["system", "user"])[0]
@@ -305,16 +306,15 @@ class ChatTokenizer:
             return frames
 
     def _split_closing(self, frame: str) -> tuple[list[int], str]:
-        """The tokens that close an assistant message, and the rest of the frame. ``</s>`` may have a blank
-        before it; it belongs here.
+        """The tokens that close an assistant message, with a blank before ``</s>`` if there is one, and the
+        rest of the frame.
         """
-        found = self._mark.search(frame)
-        if found is None or frame[: found.start()].strip():
+        mark = self._mark.search(frame)
+        if mark is None or frame[: mark.start()].strip():
             return [], frame  # the template closes assistant messages with plain text only
-        rest = frame[found.end() :]
-        return self._encode(
-            [frame[: found.end()]], []
-        ), rest.lstrip() if found.group() in self._swallow_right else rest
+        rest = frame[mark.end() :]
+        closing = self._encode([frame[: mark.end()]], [])
+        return closing, rest.lstrip() if mark.group() in self._swallow_right else rest
 
     def _closes_the_last(self) -> bool:
         """Whether the template closes an assistant message that nothing follows. GLM's does not:
@@ -329,23 +329,22 @@ class ChatTokenizer:
             return True
         return bool(tail.strip()) or not self._closing
 
-    def _trims(self, role: str) -> bool:
+    def _trims(self, role: Role) -> bool:
+        """Whether the template trims the contents of a role."""
         before = [Message("user", "x")] if role == "assistant" else []
         after = [Message("user", "x")] if role == "system" else []
         word = _WORD.format(0)
         try:
             plain, blanks = (
                 self._render([*before, Message(role, text), *after]) for text in (word, f"\n {word} \n")
-            )  # type: ignore[arg-type]
+            )
         except TemplateError:
             return False
         return plain == blanks
 
     def _rewriting(self) -> str | None:
         """How a longer conversation changes its own beginning, or None where it does not."""
-        user, reply, again = (
-            Message(role, _WORD.format(i)) for i, role in enumerate(("user", "assistant", "user"))
-        )  # type: ignore[arg-type]
+        user, reply, again = (Message(role, _WORD.format(i)) for i, role in enumerate(_TURN))
         for opening in ([Message("system", _WORD.format(3)), user], [user]):
             try:
                 first = self._render(opening)
@@ -362,7 +361,7 @@ class ChatTokenizer:
         )
 
     def _agrees_with_template(self) -> bool:
-        """Whether our pieces, put together, are the tokens of the template's own rendering."""
+        """Whether our tokens of a conversation are those of the template's own text."""
         messages = [
             Message("user", "Hello there. What is 1 + 1?"),
             Message("assistant", "It is 2."),
@@ -393,70 +392,3 @@ def _folded(messages: Sequence[Message]) -> list[Message]:
         else:
             folded.append(Message(role, message.content))
     return folded
-
-
-class StopMatcher:
-    """Says when one of the stop strings has appeared in the text of the tokens pushed so far. One per action.
-
-    It keeps only as many bytes as the longest stop string has, so a push costs the same however long the
-    action grows. Bytes, not
-    characters: a stop string or a character may straddle tokens.
-
-    >>> matcher = StopMatcher([b"ab"], {0: b"xa", 1: b"bx"}.__getitem__)
-    >>> matcher.push(0), matcher.push(1)
-    (False, True)
-    """
-
-    def __init__(self, stop: Sequence[bytes], token_bytes: Callable[[int], bytes]) -> None:
-        self._stop = tuple(stop)
-        self._token_bytes = token_bytes
-        self._keep = max((len(text) for text in self._stop), default=1) - 1
-        self._tail = b""
-        self.matched = False
-
-    def push(self, token: int) -> bool:
-        """Read one sampled token. True once a stop string has appeared, and ever after."""
-        if self._stop and not self.matched:
-            text = self._tail + self._token_bytes(token)
-            self.matched = any(stop in text for stop in self._stop)
-            self._tail = text[-self._keep :] if self._keep else b""
-        return self.matched
-
-
-_BYTE_OF: Mapping[str, int] = {character: byte for byte, character in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
-_BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
-
-
-def _spelled_bytes(spelled: str, byte_level: bool) -> bytes:
-    """The bytes of a token as the vocabulary spells it: in GPT-2's byte alphabet, or in SentencePiece's
-    manner.
-    """
-    if byte_level and all(character in _BYTE_OF for character in spelled):
-        return bytes(_BYTE_OF[character] for character in spelled)
-    if found := _BYTE_FALLBACK.fullmatch(spelled):
-        return bytes([int(found.group(1), 16)])
-    return spelled.replace("\u2581", " ").encode()  # SentencePiece's mark of a blank
-
-
-def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
-    """One token per character, after ``<pad> <bos> <eos>``; for models trained from scratch.
-
-    Its chat template writes ``<bos>`` and then the contents one after the other, an ``<eos>`` after each of
-    the assistant's; there are no roles and no generation prompt. A character outside the alphabet is an
-    error, never dropped.
-
-    >>> character_tokenizer("01+=").encode("1+0=")
-    [4, 5, 3, 6]
-    """
-    if not alphabet or len(set(alphabet)) != len(alphabet):
-        raise AgentPeftError("an alphabet needs at least one character, and each only once")
-    vocabulary = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", *alphabet])}
-    backend = Tokenizer(
-        models.WordLevel(vocabulary, unk_token="<unk>")
-    )  # not in the vocabulary: an unknown character raises
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    backend.decoder = decoders.Fuse()
-    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)  # type: ignore[no-untyped-call]
-    tokenizer.chat_template = BARE_TEMPLATE
-    return tokenizer

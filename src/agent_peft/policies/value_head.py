@@ -1,4 +1,4 @@
-"""The critic: a value head on the hidden states that the policy's own forward gives anyway."""
+"""The critic: a value head on the hidden states of the policy's forward."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ WEIGHTS = "value_head.safetensors"
 
 
 class ValueHead(nn.Module):
-    """V(s_t) = w · x_t, where x_t is the last hidden state after tokens[:t], brought to mean 0 and length 1.
+    """V(s_t) = w · x_t, where x_t is the last hidden state after tokens[:t], normalised to mean 0 and
+    length 1.
 
-    w starts at zero, so that a fresh critic says 0 and disturbs nothing. Hidden states differ in scale from
-    model to model and have a few huge coordinates; so brought into one form, one learning rate does for all
-    of them, and what the states have in common (half of their length in SmolLM2) serves as the bias. fp32
-    throughout.
+    w starts at zero, so that a new critic says 0. Hidden states differ in scale from model to model and
+    have a few huge coordinates. Normalised, one learning rate suits all models, and the component that all
+    states share (half of their length in SmolLM2) serves as the bias. All of it is computed in fp32.
 
     Args:
-        size: H.
-        trunk_gradient: whether what is learnt from values reaches the model under the head.
+        size: H, the width of the hidden states.
+        detach_states: the value loss trains the head only, and not the model under it.
 
     >>> head = ValueHead(4)
     >>> head(torch.randn(2, 3, 4)).tolist()
     [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
     """
 
-    def __init__(self, size: int, trunk_gradient: bool = True) -> None:
+    def __init__(self, size: int, detach_states: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(size))
-        self.trunk_gradient = trunk_gradient
+        self.detach_states = detach_states
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Values (...) of last hidden states (..., H)."""
-        hidden = hidden if self.trunk_gradient else hidden.detach()
+        hidden = hidden.detach() if self.detach_states else hidden
         return layer_norm(hidden.float(), self.weight.shape) @ self.weight / math.sqrt(len(self.weight))
 
 
 def save(head: ValueHead, folder: Path) -> None:
-    """Write ``value_head.safetensors``, beside the adapter and apart from it: PEFT need not know."""
+    """Write ``value_head.safetensors`` beside the adapter, in a file of its own that PEFT ignores."""
     save_file({"weight": head.weight.detach().cpu().contiguous()}, folder / WEIGHTS)
 
 
 def load(head: ValueHead, folder: Path) -> None:
-    """Read what ``save`` wrote into ``head`` (in place), bit for bit.
+    """Read into ``head`` (in place) what ``save`` wrote, bit for bit.
 
     Raises:
-        AgentPeftError: nothing there, or a head of another model.
+        AgentPeftError: the folder holds no head, or that of another model.
     """
     try:
         stored = load_file(folder / WEIGHTS)
@@ -63,7 +63,8 @@ def load(head: ValueHead, folder: Path) -> None:
         ) from error
     if {name: tensor.shape for name, tensor in stored.items()} != {"weight": head.weight.shape}:
         raise AgentPeftError(
-            f"{folder / WEIGHTS} is no value head of a model with {len(head.weight)} hidden units: is it of another model?"
+            f"{folder / WEIGHTS} is no value head of a model with {len(head.weight)} hidden units: "
+            "is it of another model?"
         )
     with torch.no_grad():
         head.weight.copy_(stored["weight"])

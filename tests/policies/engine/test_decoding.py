@@ -16,7 +16,7 @@ import torch
 from agent_peft.policies.engine import schedule
 from agent_peft.policies.engine.base import EngineConfig, EngineStatistics
 from agent_peft.policies.engine.decoding import AHEAD
-from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.engine.local import LocalEngine
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.types import AgentPeftError
@@ -118,7 +118,9 @@ def test_prompts_share_what_they_begin_with_and_no_more(
     kind: str, rows: int, make_policy: MakePolicy
 ) -> None:
     policy, conversations = make_policy(kind, lora=kind != "gpt2"), talks()
-    statistics = Engine(policy, EngineConfig(rows=rows, prefill_tokens=24)).generate(conversations, SAMPLING)
+    statistics = LocalEngine(policy, EngineConfig(rows=rows, prefill_tokens=24)).generate(
+        conversations, SAMPLING
+    )
     for talk in conversations:
         assert flat(talk) == pytest.approx(talk.own_logprobs(policy), abs=1e-4), talk.seed
     assert statistics.prefilled < statistics.prefilled_naive
@@ -128,7 +130,7 @@ def test_a_beginning_that_comes_late_is_read_once(make_policy: MakePolicy) -> No
     """The first row has one prompt; from the second prompt on it is known what they share."""
     prompts = [[1, 5, 6, 7, 8, 9, 10 + i] for i in range(6)]
     conversations = [Talk(prompt, i) for i, prompt in enumerate(prompts)]
-    engine = Engine(make_policy(), EngineConfig(rows=1))
+    engine = LocalEngine(make_policy(), EngineConfig(rows=1))
     statistics = engine.generate(conversations, SamplingConfig(max_new_tokens=1, max_tokens=20))
     assert engine.shares and statistics.prefilled == 7 + (6 + 1) + 4 * 1
 
@@ -139,7 +141,7 @@ def test_there_are_slots_for_prompts_as_many_as_rows_need(make_policy: MakePolic
     """
     policy = make_policy()
     conversations = [Talk([1, 5, 6 + i // 4], i, [[7, 8]] * 9 if i % 4 == 0 else []) for i in range(48)]
-    Engine(policy, EngineConfig(rows=8)).generate(conversations, SAMPLING)
+    LocalEngine(policy, EngineConfig(rows=8)).generate(conversations, SAMPLING)
     for talk in conversations:
         assert flat(talk) == pytest.approx(talk.own_logprobs(policy), abs=1e-4), talk.seed
 
@@ -153,7 +155,7 @@ def test_no_more_are_open_than_there_are_rows_and_a_few(
 ) -> None:
     doors = Doors()
     conversations = talks(120, latency, doors)
-    Engine(make_policy(), EngineConfig(rows=8)).generate(conversations, SAMPLING)
+    LocalEngine(make_policy(), EngineConfig(rows=8)).generate(conversations, SAMPLING)
     assert doors.total == 120 and doors.open == 0
     assert 8 < doors.peak <= 8 + AHEAD
 
@@ -165,9 +167,9 @@ def test_one_that_has_nothing_to_say_leaves_its_row_to_the_next(make_policy: Mak
             return None
 
     conversations: list[Talk] = [Mute([1], i) if i % 3 else Talk([1, 5, 6 + i], i) for i in range(12)]
-    Engine(make_policy(), EngineConfig(rows=2)).generate(conversations, SAMPLING)
+    LocalEngine(make_policy(), EngineConfig(rows=2)).generate(conversations, SAMPLING)
     assert [len(talk.actions) for talk in conversations] == [1, 0, 0] * 4
-    assert Engine(make_policy(), EngineConfig()).generate([Mute([1], 0)], SAMPLING).sampled == 0
+    assert LocalEngine(make_policy(), EngineConfig()).generate([Mute([1], 0)], SAMPLING).sampled == 0
 
 
 # -- slow environments ---------------------------------------------------------------------------------------
@@ -182,7 +184,7 @@ def test_decoding_does_not_wait_for_slow_environments(make_policy: MakePolicy) -
     def seconds(latency: float) -> float:
         conversations = [Talk([1, 5, 6], seed, [[4, 5]] * 2, lambda: latency) for seed in range(64)]
         begin = time.perf_counter()
-        Engine(policy, EngineConfig()).generate(
+        LocalEngine(policy, EngineConfig()).generate(
             conversations, SamplingConfig(max_new_tokens=40, max_tokens=200)
         )
         return time.perf_counter() - begin
@@ -198,7 +200,7 @@ def test_a_run_that_follows_a_schedule_repeats_bit_for_bit(
     """However slow its environments are, and however slow they were."""
     for name in ("PATIENCE", "FIRST_PATIENCE"):
         monkeypatch.setattr(schedule, name, 0.0)
-    engine = Engine(make_policy(), EngineConfig(rows=rows, prefill_tokens=24))
+    engine = LocalEngine(make_policy(), EngineConfig(rows=rows, prefill_tokens=24))
 
     def run(seed: int, most: float, schedule: schedule.Schedule | None) -> tuple[EngineStatistics, object]:
         clock = random.Random(seed)
@@ -221,7 +223,7 @@ def test_fast_environments_need_no_schedule(make_policy: MakePolicy) -> None:
     policy, runs = make_policy(), []
     for _ in range(3):
         conversations = talks(20)
-        statistics = Engine(policy, EngineConfig(rows=4)).generate(conversations, SAMPLING)
+        statistics = LocalEngine(policy, EngineConfig(rows=4)).generate(conversations, SAMPLING)
         runs.append((statistics, [(talk.actions, talk.logprobs) for talk in conversations]))
     assert runs[0] == runs[1] == runs[2] and runs[0][0].schedule == ()
 
@@ -231,28 +233,29 @@ def test_fast_environments_need_no_schedule(make_policy: MakePolicy) -> None:
 FULL = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     RuntimeError(
-        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: "
+        "you tried to allocate 8 bytes."
     ),
     MemoryError(),
 ]
 
 
 def fill(
-    engine: Engine,
+    engine: LocalEngine,
     monkeypatch: pytest.MonkeyPatch,
     when: Callable[[int, int], bool],
     error: Exception = FULL[0],
 ) -> None:
     """From now on a forward finds the memory full where ``when(its number, its rows)`` says so."""
-    calls, forward = [0], engine.policy.hidden_states
+    calls, forward = [0], engine.policy.read
 
-    def hidden_states(tokens: torch.Tensor, *rest: object) -> torch.Tensor:
+    def read(tokens: torch.Tensor, **inputs: object) -> torch.Tensor:
         calls[0] += 1
         if when(calls[0], tokens.shape[0]):
             raise error
-        return forward(tokens, *rest)
+        return forward(tokens, **inputs)
 
-    monkeypatch.setattr(engine.policy, "hidden_states", hidden_states)
+    monkeypatch.setattr(engine.policy, "read", read)
 
 
 MOMENTS = [{1}, {2}, {3}, {4}, {9}, {25}, {3, 4}, {5, 12, 30}]
@@ -267,7 +270,7 @@ def test_out_of_memory_halves_the_rows_and_nobody_acts_twice(
     calls: set[int], error: Exception, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The beginning, prompts, decoding, observations; before and after episodes have ended."""
-    engine, plain, doors = Engine(make_policy(), EngineConfig(rows=16)), talks(), Doors()
+    engine, plain, doors = LocalEngine(make_policy(), EngineConfig(rows=16)), talks(), Doors()
     roomy = engine.generate(plain, SAMPLING)
     halved = talks(doors=doors)
     fill(engine, monkeypatch, lambda number, rows: number in calls, error)
@@ -284,7 +287,7 @@ def test_out_of_memory_halves_the_rows_and_nobody_acts_twice(
 def test_the_smaller_number_of_rows_is_kept(
     make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = Engine(make_policy(), EngineConfig(rows=12))
+    engine = LocalEngine(make_policy(), EngineConfig(rows=12))
     fill(engine, monkeypatch, lambda number, rows: rows > 3)
     assert engine.generate(talks(), SAMPLING).row_halvings == 2
     assert [line for line in caplog.messages if "rows" in line] == [
@@ -296,7 +299,7 @@ def test_the_smaller_number_of_rows_is_kept(
 def test_a_row_that_does_not_fit_alone_is_one_line(
     make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = Engine(make_policy(), EngineConfig(rows=4))
+    engine = LocalEngine(make_policy(), EngineConfig(rows=4))
     fill(engine, monkeypatch, lambda number, rows: number > 6)
     with pytest.raises(
         AgentPeftError, match=r"out of memory while sampling: .* lower sampling\.max_tokens"
@@ -310,7 +313,7 @@ def test_an_environment_without_memory_is_none_of_the_engines(make_policy: MakeP
         def act(self, action: Sequence[int], logprobs: Sequence[float], room: int) -> Sequence[int] | None:
             raise MemoryError("of the environment")
 
-    engine = Engine(make_policy(), EngineConfig(rows=4))
+    engine = LocalEngine(make_policy(), EngineConfig(rows=4))
     with pytest.raises(MemoryError, match="of the environment"):
         engine.generate([*talks(6), Full([1, 5], 9)], SAMPLING)
     assert engine.rows == 4

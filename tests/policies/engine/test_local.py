@@ -10,9 +10,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig, EngineStatistics
 from agent_peft.policies.engine.kv_cache import TierCache, _Tier
-from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.engine.local import LocalEngine
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig, log_distribution
 from agent_peft.types import AgentPeftError
@@ -85,7 +86,7 @@ SAMPLING = SamplingConfig(max_new_tokens=6, max_tokens=200)
 def drive(
     policy: Policy, conversations: list[Talk], sampling: SamplingConfig = SAMPLING, **settings: int
 ) -> EngineStatistics:
-    return Engine(policy, EngineConfig(**settings)).generate(conversations, sampling)
+    return LocalEngine(policy, EngineConfig(**settings)).generate(conversations, sampling)
 
 
 def own_logprobs(policy: Policy, talk: Talk, sampling: SamplingConfig = SAMPLING) -> torch.Tensor:
@@ -101,8 +102,8 @@ def own_logprobs(policy: Policy, talk: Talk, sampling: SamplingConfig = SAMPLING
 @pytest.fixture
 def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that must grow several times."""
-    cache = Engine._cache
-    monkeypatch.setattr(Engine, "_cache", lambda engine, slots, *_: cache(engine, slots, (4, 4, 4)))
+    cache = LocalEngine._cache
+    monkeypatch.setattr(LocalEngine, "_cache", lambda engine, slots, *_: cache(engine, slots, (4, 4, 4)))
 
 
 def test_a_cache_begins_with_room_for_the_first_turn(
@@ -123,7 +124,7 @@ def test_a_cache_begins_with_room_for_the_first_turn(
         "__init__",
         lambda cache, slots, sizes, *more: made.append(sizes) or make(cache, slots, sizes, *more),
     )
-    engine = Engine(make_policy(), EngineConfig())
+    engine = LocalEngine(make_policy(), EngineConfig())
     made.clear()
     engine.generate([Talk([1, 5, 6], seed=0), Talk([1, 5, 6, 7, 8], seed=1)], SAMPLING)
     engine.generate([Talk([1, 5, 6], seed=0)], SamplingConfig(max_new_tokens=6, max_tokens=7))
@@ -176,7 +177,7 @@ def test_siblings_with_seeds_of_their_own_differ(make_policy: MakePolicy) -> Non
 
 def test_score_reads_as_the_sampler_does(make_policy: MakePolicy) -> None:
     policy = make_policy("gemma3_text")
-    engine = Engine(policy, EngineConfig())
+    engine = LocalEngine(policy, EngineConfig())
     tokens = random.Random(0).choices(range(3, 19), k=25)
     with torch.no_grad():
         own = policy.model(input_ids=torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
@@ -224,7 +225,7 @@ def test_a_run_repeats_bit_for_bit_however_slow_the_environments_are(make_policy
     """Where the first one waited for none, its schedule says nothing, and others that follow it wait for
     each answer when it is due.
     """
-    engine = Engine(make_policy(), EngineConfig(rows=4, environment_threads=3, prefill_tokens=24))
+    engine = LocalEngine(make_policy(), EngineConfig(rows=4, environment_threads=3, prefill_tokens=24))
     runs = []
     for attempt in range(4):
         clock = random.Random(attempt)
@@ -340,15 +341,24 @@ def test_statistics_counted_by_hand(make_policy: MakePolicy) -> None:
 
 def test_only_as_many_rows_as_configured(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     policy, widths = make_policy(), []
-    forward = policy.hidden_states
+    engine = LocalEngine(policy, EngineConfig(rows=4, prefill_tokens=12))
+    forward = policy.read
     monkeypatch.setattr(
         policy,
-        "hidden_states",
-        lambda tokens, *rest: widths.append(tuple(tokens.shape)) or forward(tokens, *rest),
+        "read",
+        lambda tokens, **inputs: widths.append(tuple(tokens.shape)) or forward(tokens, **inputs),
     )
-    drive(policy, talks(), rows=4, prefill_tokens=12)
+    engine.generate(talks(), SAMPLING)
     assert max(rows for rows, _ in widths) <= 4
     assert all(rows * length <= 12 for rows, length in widths if length > 1 and rows > 1)
+
+
+def test_a_samplers_keys_are_checked(make_policy: MakePolicy) -> None:
+    policy = make_policy()
+    sampler = load_sampler(policy, {"rows": 3})
+    assert sampler.chat is policy.chat and isinstance(sampler, LocalEngine) and sampler.rows == 3
+    with pytest.raises(AgentPeftError, match=r"^engine\.row: unknown key; did you mean 'rows'\?$"):
+        load_sampler(policy, {"row": 3})
 
 
 # -- the policy is left as it was ----------------------------------------------------------------------------
@@ -396,8 +406,8 @@ def test_an_exception_in_a_conversation_surfaces_and_leaves_the_policy_whole(mak
 
 def test_a_model_without_keys_and_values_is_refused(make_policy: MakePolicy) -> None:
     policy = make_policy("mamba", lora=False, hidden_size=16, num_hidden_layers=1, state_size=4)
-    with pytest.raises(AgentPeftError, match=r"MambaForCausalLM .* cannot be sampled here"):
-        Engine(policy, EngineConfig())
+    with pytest.raises(AgentPeftError, match=r"MambaForCausalLM cannot be sampled here: it"):
+        LocalEngine(policy, EngineConfig())
 
 
 def test_a_budget_of_positions_bounds_the_rows(make_policy: MakePolicy) -> None:

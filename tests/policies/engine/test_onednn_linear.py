@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from agent_peft.hardware import has_bf16
-from agent_peft.policies.engine import onednn_linear as layout
+from agent_peft.policies.engine import onednn_linear as onednn
 from agent_peft.policies.engine.base import EngineConfig
-from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.engine.local import LocalEngine
+from agent_peft.policies.engine.weights import sampling_weights
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 
@@ -17,53 +18,64 @@ MakePolicy = Callable[..., Policy]
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (5, 16), (2, 3, 16), (70, 16)])
-def test_a_blocked_layer_computes_what_a_plain_one_does(shape: tuple[int, ...]) -> None:
+def test_a_onednn_layer_computes_what_a_plain_one_does(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     x = torch.randn(shape)
     for bias in (True, False):
         layer = nn.Linear(16, 7, bias=bias)
         with torch.no_grad():
-            assert torch.allclose(layout.BlockedLinear(layer.weight, layer.bias)(x), layer(x), atol=1e-5)
+            assert torch.allclose(onednn.OneDnnLinear(layer.weight, layer.bias)(x), layer(x), atol=1e-5)
 
 
-def test_inside_every_linear_layer_is_blocked_and_afterwards_none(
+def test_inside_every_linear_layer_is_onednns_and_afterwards_none(
     make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = make_policy()
     before = {name: module for name, module in policy.model.named_modules()}
-    assert not policy.blocks, "so small a model stays in the caches"
-    monkeypatch.setattr(layout, "LEAST", 1)
-    assert layout.worth_it(policy.base)
-    policy.blocks = True
-    with pytest.raises(ZeroDivisionError), policy.sampling_mode(True):
+    assert not onednn.suits(policy.base), "so small a model stays in the caches"
+    monkeypatch.setattr(onednn, "CACHED_WEIGHTS", 1)
+    assert onednn.suits(policy.base)
+    with pytest.raises(ZeroDivisionError), sampling_weights(policy, onednn=True):
         inside = [type(module) for module in policy.base.modules()]
-        assert nn.Linear not in inside and isinstance(policy.head, layout.BlockedLinear)
+        assert nn.Linear not in inside and isinstance(policy.head, onednn.OneDnnLinear)
         raise ZeroDivisionError
     assert dict(policy.model.named_modules()) == before
 
 
-def test_the_sampler_says_the_same(make_policy: MakePolicy) -> None:
+def test_the_sampler_gives_the_same_log_probabilities(make_policy: MakePolicy) -> None:
     policy = make_policy()
     torch.nn.init.normal_(next(p for n, p in policy.model.named_parameters() if "lora_B" in n))
-    engine = Engine(policy, EngineConfig())
+    engine = LocalEngine(policy, EngineConfig())
     plain = engine.score([1, 5, 6, 7, 8, 9, 10], SamplingConfig())
-    assert engine.score([1, 5, 6, 7, 8, 9, 10], SamplingConfig(), blocks=True) == pytest.approx(
-        plain, abs=1e-5
-    )
+    laid_out = engine._score([1, 5, 6, 7, 8, 9, 10], SamplingConfig(), onednn=True)
+    assert laid_out == pytest.approx(plain, abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_its_adapter_the_sampler_is_the_base_model(
+    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(onednn, "CACHED_WEIGHTS", 1)
+    policy, base = make_policy(dtype=dtype), make_policy(lora=False, dtype=dtype)
+    tokens, plain = list(range(1, 17)), SamplingConfig()
+    engine = LocalEngine(policy, EngineConfig())
+    expected = torch.tensor(LocalEngine(base, EngineConfig()).score(tokens, plain))
+    with_adapter, without = (torch.tensor(engine.score(tokens, plain, on)) for on in (True, False))
+    assert policy.drift(without - expected) <= policy.rounding < policy.drift(with_adapter - expected)
 
 
 def test_a_model_whose_layers_cannot_be_replaced_is_sampled_without(
     make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = make_policy()
-    policy.blocks = True
-    monkeypatch.setattr(layout.BlockedLinear, "forward", lambda layer, x: x.new_zeros(*x.shape[:-1], 3))
-    Engine(policy, EngineConfig())
-    assert not policy.blocks
+    monkeypatch.setattr(onednn, "CACHED_WEIGHTS", 1)
+    assert LocalEngine(policy, EngineConfig()).onednn
+    monkeypatch.setattr(onednn.OneDnnLinear, "forward", lambda layer, x: x.new_zeros(*x.shape[:-1], 3))
+    assert not LocalEngine(policy, EngineConfig()).onednn
 
 
 needs_bf16 = pytest.mark.skipif(
-    not has_bf16(torch.device("cpu")), reason="this CPU does not multiply bfloat16 by itself"
+    not has_bf16(torch.device("cpu")), reason="this CPU does not multiply bfloat16 natively"
 )
 
 
@@ -81,7 +93,7 @@ def test_beside_the_product_a_small_change_is_not_rounded_away(bias: bool) -> No
         (torch.randn(192, 8, generator=generator) * 2e-4).bfloat16(),
     )
     vector = torch.randn(192, generator=generator).bfloat16() if bias else None
-    layer, exact = layout.BlockedLora(w, vector, a, b, 2.0), 2 * x.double() @ a.double().T @ b.double().T
+    layer, exact = onednn.OneDnnLoraLinear(w, vector, a, b, 2.0), 2 * x.double() @ a.double().T @ b.double().T
     change = layer(x).double() - layer.base(x).double()
     folded = (
         nn.functional.linear(x, (w.float() + 2 * b.float() @ a.float()).bfloat16(), vector).double()
@@ -97,21 +109,19 @@ def test_beside_the_product_a_small_change_is_not_rounded_away(bias: bool) -> No
 def test_in_16_bits_the_adapter_is_computed_beside_the_weights(
     make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(layout, "LEAST", 1)
+    monkeypatch.setattr(onednn, "CACHED_WEIGHTS", 1)
     policy = make_policy(kind, dtype=torch.bfloat16)
-    assert policy.blocks and policy.dtype == torch.bfloat16
+    assert onednn.suits(policy.base) and policy.dtype == torch.bfloat16
     before = dict(policy.model.named_modules())
-    with policy.sampling_mode(True):
+    with sampling_weights(policy, onednn=True):
         inside = list(policy.base.modules())
-        assert any(isinstance(module, layout.BlockedLora) for module in inside)
-        assert not any(isinstance(module, nn.Linear) for module in inside), "the others are blocked, too"
+        assert any(isinstance(module, onednn.OneDnnLoraLinear) for module in inside)
+        assert not any(isinstance(module, nn.Linear) for module in inside), "the others are replaced, too"
     assert dict(policy.model.named_modules()) == before
-    engine, tokens = Engine(policy, EngineConfig()), list(range(1, 17))
-    plain, blocks = (
-        torch.tensor(engine.score(tokens, SamplingConfig(), blocks=blocks)) for blocks in (False, True)
+    engine, tokens = LocalEngine(policy, EngineConfig()), list(range(1, 17))
+    plain, laid_out = (
+        torch.tensor(engine._score(tokens, SamplingConfig(), onednn)) for onednn in (False, True)
     )
-    assert policy.drift(plain - blocks) <= policy.rounding
-    with policy.model.disable_adapter():
-        assert (
-            policy.drift(torch.tensor(engine.score(tokens, SamplingConfig())) - blocks) > policy.rounding
-        ), "the adapter counts"
+    assert policy.drift(plain - laid_out) <= policy.rounding
+    base = torch.tensor(engine.score(tokens, SamplingConfig(), adapter=False))
+    assert policy.drift(base - laid_out) > policy.rounding, "the adapter counts"

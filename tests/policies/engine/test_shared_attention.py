@@ -8,8 +8,8 @@ from torch import nn
 from transformers import LlamaConfig
 
 from agent_peft.policies.engine import shared_attention as shared
-from agent_peft.policies.engine.shared_attention import Ancestor, attend, relatives
-from agent_peft.policies.forward.attention_override import Replacement, replacing
+from agent_peft.policies.engine.shared_attention import Prefix, attend, group_by_prefix
+from agent_peft.policies.forward.attention_override import Override, overriding
 
 CPU = torch.device("cpu")
 
@@ -29,20 +29,21 @@ def test_parts_equal_the_whole(heads: int, kv_heads: int, length: int, begins: l
     prompts, common = torch.randn(2, 3, kv_heads, 7, size), torch.randn(2, 1, kv_heads, 11, size)
     seen = torch.arange(own) <= torch.arange(4, 4 + length)[:, None]
     bias = torch.zeros(count, 1, length, own).masked_fill(~seen, -torch.inf)
-    ancestors = [
-        Ancestor(*prompts, relatives(parents, [prompt_lengths[p] for p in parents], torch.float32, CPU)),
-        Ancestor(
-            *(x[:, :, : max(begins)] for x in common), relatives([0] * count, begins, torch.float32, CPU)
+    prefixes = [
+        Prefix(*prompts, group_by_prefix(parents, [prompt_lengths[p] for p in parents], torch.float32, CPU)),
+        Prefix(
+            *(x[:, :, : max(begins)] for x in common),
+            group_by_prefix([0] * count, begins, torch.float32, CPU),
         ),
     ]
 
     class Kept:
-        def ancestors(self, layer: int) -> list[Ancestor]:
-            return ancestors if layer == 3 else []
+        def prefixes(self, layer: int) -> list[Prefix]:
+            return prefixes if layer == 3 else []
 
     module = nn.Module()
     module.layer_idx = 3
-    with replacing(Replacement(LlamaConfig(), shared.NAME, Kept())):
+    with overriding(Override(LlamaConfig(), shared.NAME, Kept())):
         found, _ = shared.shared_attention(module, query, key, value, bias, scaling=0.3)
     for b, parent in enumerate(parents):
         n = prompt_lengths[parent]
@@ -72,8 +73,8 @@ def test_the_plain_way_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
-def test_what_it_does_not_know_is_refused() -> None:
+def test_terms_that_it_does_not_compute_are_refused() -> None:
     module = nn.Module()
     module.layer_idx = 0
-    with pytest.raises(ValueError, match="does not know softcap"):
+    with pytest.raises(ValueError, match="does not support softcap"):
         shared.shared_attention(module, *torch.randn(3, 1, 1, 1, 8), torch.zeros(1, 1, 1, 1), softcap=30.0)

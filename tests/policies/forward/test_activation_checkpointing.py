@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from agent_peft.batch import Batch, collate
-from agent_peft.policies.adapters import LoraSettings
-from agent_peft.policies.config import ScratchConfig
-from agent_peft.policies.forward.activation_checkpointing import layers_of
-from agent_peft.policies.policy import Policy, load_policy
+from agent_peft.policies.config import LoraSettings, ScratchConfig
+from agent_peft.policies.loading import load_policy
+from agent_peft.policies.models.layers import layers_of
+from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
 
@@ -58,9 +58,10 @@ def assert_same(policy: Policy, **options: object) -> None:
     expected, wanted = gradient(policy, batch, **options)
     again = checkpointed(policy)
     calls = []
-    hooks = [layer.register_forward_hook(lambda *_: calls.append(1)) for layer in again.recomputed]
+    hooks = [layer.register_forward_hook(lambda *_: calls.append(1)) for layer in again.checkpointed]
     inner = [
-        next(layer.children()).register_forward_hook(lambda *_: calls.append(2)) for layer in again.recomputed
+        next(layer.children()).register_forward_hook(lambda *_: calls.append(2))
+        for layer in again.checkpointed
     ]
     logprobs, found = gradient(again, batch, **options)
     for hook in (*hooks, *inner):
@@ -148,14 +149,14 @@ def own_policy(name: str, lora: LoraSettings | None, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("lora", [LoraSettings(rank=2), None], ids=["lora", "whole"])
 def test_a_module_of_ones_own(lora: LoraSettings | None, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = own_policy("Own", lora, monkeypatch)
-    assert len(policy.recomputed) == 3
-    policy.recomputed = []
+    assert len(policy.checkpointed) == 3
+    policy.checkpointed = []
     assert_same(policy)
 
 
 def test_a_module_without_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        AgentPeftError, match=r"policy\.activation_checkpointing: the model keeps no nn\.ModuleList"
+        AgentPeftError, match=r"policy\.activation_checkpointing: the model has no nn\.ModuleList"
     ):
         own_policy("Bare", None, monkeypatch)
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from agent_peft.policies import adapters
 from agent_peft.policies.forward import output_layer as head_module
-from agent_peft.policies.forward.output_layer import chosen_logprobs
+from agent_peft.policies.forward.output_layer import logprobs_of_targets
 from agent_peft.policies.sampling import SamplingConfig
 
 
@@ -20,7 +20,7 @@ def slope(
     autograd's.
     """
     states = states.detach().clone().requires_grad_()
-    chosen_logprobs(head, True, head, states, targets, SamplingConfig(), entropy)[0].sum().backward()
+    logprobs_of_targets(head, True, head, states, targets, SamplingConfig(), entropy)[0].sum().backward()
     assert states.grad is not None
     return states.grad.double()
 
@@ -74,5 +74,7 @@ def test_an_adapter_on_the_output_layer_takes_no_more_logits_at_once(
     )
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(head_module, "CHUNK", 8 * 3000)
-        peak = peak_bytes(lambda: chosen_logprobs(head, True, head, states, targets, SamplingConfig(), False))
+        peak = peak_bytes(
+            lambda: logprobs_of_targets(head, True, head, states, targets, SamplingConfig(), False)
+        )
     assert peak < 20 * 8 * 3000 * 4

@@ -20,7 +20,7 @@ def test_tiles_show_what_the_mask_shows_and_leave_out_what_none_sees(
     whole, before = rows.mask()[0, 0], tree_attention.TILE
     tree_attention.TILE = tile
     try:
-        found = tree_attention.tiles(rows.ends[0], torch.float32, groups)
+        found = tree_attention.cut_tiles(rows.ends[0], torch.float32, groups)
     finally:
         tree_attention.TILE = before
     assert (
@@ -41,7 +41,7 @@ def test_tiles_show_what_the_mask_shows_and_leave_out_what_none_sees(
 def test_what_is_compared_grows_with_depth_not_with_the_square() -> None:
     """32 siblings of 64 after a prompt of 256: a dense mask compares six times as much."""
     trie = build_trie([[*range(256), 1000 + i, *range(63)] for i in range(32)])
-    found = tree_attention.tiles(torch.tensor(trie.ends), torch.float32)
+    found = tree_attention.cut_tiles(torch.tensor(trie.ends), torch.float32)
     compared = sum((t.stop - t.start) * len(torch.arange(len(trie))[t.keys]) for t in found)
     assert len(trie) ** 2 > 6 * compared
 

@@ -4,7 +4,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_peft.policies.forward.trie import Trie, build_trie, fill_rows, lay_out
+from agent_peft.policies.forward.trie import (
+    Trie,
+    build_trie,
+    common_length,
+    count_nodes,
+    fill_rows,
+    lay_out,
+)
 
 sequences = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=7)
 
@@ -39,6 +46,24 @@ def test_one_node_for_each_distinct_prefix(given_sequences: list[list[int]]) -> 
         for depth, node in enumerate(path):
             assert owner.setdefault(node, tuple(sequence[: depth + 1])) == tuple(sequence[: depth + 1])
     assert len(owner) == len(trie)
+
+
+@settings(deadline=None)
+@given(sequences)
+def test_counting_needs_no_trie(given_sequences: list[list[int]]) -> None:
+    assert count_nodes(given_sequences) == len(build_trie(given_sequences))
+
+
+@settings(deadline=None)
+@given(*2 * [st.lists(st.integers(0, 1), max_size=9)])
+def test_common_prefixes(one: list[int], other: list[int]) -> None:
+    expected = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+    assert common_length(one, other) == (min(len(one), len(other)) if expected is None else expected)
+
+
+def test_the_predictor_of_a_token_is_the_node_before_it() -> None:
+    layout = fill_rows([build_trie([[1, 2, 3], [1, 2, 4]]), build_trie([[5, 6]])], [[0, 2], [1]])
+    assert layout.predictors(4).tolist() == [[0, 0, 1, 0], [0, 4, 0, 0], [0, 0, 1, 0]]
 
 
 @settings(deadline=None)

@@ -15,10 +15,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from agent_peft.policies.adapters import LoraSettings
-from agent_peft.policies.config import PretrainedConfig
+from agent_peft.policies.config import LoraSettings, PretrainedConfig
+from agent_peft.policies.loading import load_policy
 from agent_peft.policies.models import adapter_base
-from agent_peft.policies.policy import Policy, load_policy
+from agent_peft.policies.policy import Policy
 from agent_peft.types import AgentPeftError
 
 SETTINGS = LoraSettings(rank=2, alpha=4)
@@ -85,7 +85,8 @@ def test_another_architecture_of_equal_shapes_is_refused(model: Path, adapter: P
     load(other)
     with pytest.raises(
         AgentPeftError,
-        match=r"the adapter in .* is of '.*/tiny', whose model_type is llama; that of the model '.*/other' is mistral: ",
+        match=r"the adapter in .* was trained on '.*/tiny', whose model_type is llama; "
+        r"that of the model '.*/other' is mistral: ",
     ):
         load(other, adapter)
 

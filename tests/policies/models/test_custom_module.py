@@ -10,11 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticConfig
-from agent_peft.policies.adapters import LoraSettings
-from agent_peft.policies.config import ScratchConfig
+from agent_peft.policies.config import LoraSettings, ScratchConfig
+from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig
-from agent_peft.policies.engine.local import Engine
-from agent_peft.policies.policy import load_policy
+from agent_peft.policies.loading import load_policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.rollout.collector import Collector
 from agent_peft.rollout.rewards import RewardConfig
@@ -60,14 +59,14 @@ def config(name: str = "Recurrent", lora: LoraSettings | None = None, **argument
 def test_what_the_engine_samples_is_what_forward_scores(lora: LoraSettings | None) -> None:
     policy = load_policy(config(lora=lora), seed=0)
     environment = Arithmetic(ArithmeticConfig(digits=1, num_tasks=8))
-    engine = Engine(policy, EngineConfig(rows=3))
+    engine = load_sampler(policy, EngineConfig(rows=3))
     sampling = SamplingConfig(max_new_tokens=5, max_tokens=32)
     groups = (
         Collector(environment, engine)
         .collect(environment.tasks[:4], 2, sampling, RewardConfig(), seed=1)
         .groups
     )
-    batch = collate_groups(groups)
+    batch = collate_groups(dict(enumerate(groups)))
     scored = policy.forward(batch, sampling).logprobs
     assert torch.allclose(scored[batch.action_mask], batch.logprobs[batch.action_mask], atol=1e-5)
     scored.sum().backward()

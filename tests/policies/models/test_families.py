@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from agent_peft.batch import Batch, collate
-from agent_peft.policies import policy as policies
+from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig
-from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.forward import language_model
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
@@ -115,7 +115,10 @@ BOUNDED = {
     "llama-dynamic": (64, r"beyond them its rotary frequencies \(dynamic\) change with the length"),
     "phi-3-long": (ORIGINAL, r"beyond them its rotary frequencies \(longrope\) change with the length"),
     "gpt-2": (ORIGINAL, r"max_position_embeddings"),
-    "gpt-neo-local": (ORIGINAL, r"its local attention has a window_size, which Agent-PEFT cannot cut"),
+    "gpt-neo-local": (
+        ORIGINAL,
+        r"its local attention has a window_size, which Agent-PEFT cannot apply to a cache",
+    ),
 }
 # name: model_type, configuration, and why no policy or no sampler is made of it
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -128,7 +131,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "llama4_text",
         SMALL
         | {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 8},
-        "Llama4ForCausalLM attends in chunks; Agent-PEFT knows full and sliding-window attention only",
+        "Llama4ForCausalLM attends in chunks; Agent-PEFT supports full and sliding-window attention only",
     ),
 }
 
@@ -149,7 +152,7 @@ def sampled(policy: Policy) -> Batch:
     """Conversations longer than the window, as the engine reads and draws them."""
     talks = [Talk([1, *random.Random(i % 2).choices(range(3, 19), k=14 + i % 2)], i) for i in range(6)]
     policy.chat.end_of_turn = frozenset()  # long actions
-    Engine(policy, EngineConfig(rows=4)).generate(talks, PLAIN)
+    load_sampler(policy, EngineConfig(rows=4)).generate(talks, PLAIN)
     return collate([Trajectory(Task("t"), tuple(talk.turns)) for talk in talks], [i % 2 for i in range(6)])
 
 
@@ -204,10 +207,10 @@ def test_a_window_that_is_cut_otherwise_than_ours_is_refused(
 ) -> None:
     """As long as 4,096 tokens, it is shown on a few."""
     make_policy("mistral", lora=False, **SMALL | {"sliding_window": 4096, "max_position_embeddings": 8192})
-    monkeypatch.setattr(policies, "window_of", lambda config: None)
+    monkeypatch.setattr(language_model, "window_of", lambda config: None)
     with pytest.raises(
         AgentPeftError,
-        match="MistralForCausalLM attends within a sliding window in a way Agent-PEFT does not know",
+        match="MistralForCausalLM attends within a sliding window in a way that Agent-PEFT does not support",
     ):
         make_policy(
             "mistral", lora=False, **SMALL | {"sliding_window": 4096, "max_position_embeddings": 8192}
@@ -218,10 +221,12 @@ def test_a_window_that_is_cut_otherwise_than_ours_is_refused(
 def test_longer_episodes_are_refused(name: str, make_policy: MakePolicy) -> None:
     kind, settings = FAMILIES[name]
     positions, reason = BOUNDED[name]
-    engine = Engine(make_policy(kind, lora=False, **settings), EngineConfig())
+    engine = load_sampler(make_policy(kind, lora=False, **settings), EngineConfig())
     engine.policy.chat.end_of_turn = frozenset()
-    line = rf"^sampling\.max_tokens: {positions + 1} is more than the {positions} positions that the model can read "
-    with pytest.raises(AgentPeftError, match=rf"{line}\({reason}\); set it to {positions} or less$"):
+    line = (
+        rf"^sampling\.max_tokens: {positions + 1} is more than the {positions} positions that the model can"
+    )
+    with pytest.raises(AgentPeftError, match=rf"{line} read \({reason}\); set it to {positions} or less$"):
         engine.generate([Talk([1, 4, 5], 0)], SamplingConfig(max_tokens=positions + 1))
     talk = Talk([1, 4, 5], 0)
     engine.generate([talk], SamplingConfig(max_new_tokens=300))  # the default max_tokens, which is lowered
@@ -232,7 +237,7 @@ def test_longer_episodes_are_refused(name: str, make_policy: MakePolicy) -> None
 def test_refused_families(name: str, make_policy: MakePolicy) -> None:
     kind, settings, line = REFUSED[name]
     with pytest.raises(AgentPeftError, match=line) as raised:
-        Engine(make_policy(kind, lora=False, **settings), EngineConfig())
+        load_sampler(make_policy(kind, lora=False, **settings), EngineConfig())
     assert "\n" not in str(raised.value)
 
 

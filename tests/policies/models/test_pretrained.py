@@ -17,12 +17,12 @@ import torch
 from transformers import LlamaConfig
 
 from agent_peft.policies.config import PretrainedConfig, ScratchConfig
+from agent_peft.policies.loading import load_policy
 from agent_peft.policies.models import pretrained
 from agent_peft.policies.models.bundled import from_gguf
 from agent_peft.policies.models.chat_template import PLAIN_TEMPLATE
 from agent_peft.policies.models.pretrained import cause, check_chat_template, check_config
 from agent_peft.policies.models.shape import shape_of
-from agent_peft.policies.policy import load_policy
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.types import AgentPeftError, Message
 
@@ -63,13 +63,13 @@ def test_code_of_a_model_is_never_run_and_nothing_is_asked(folder, monkeypatch):
         auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"},
         model_type="evil",
     )
-    assert "code of its own (auto_map), which is never run" in refused(folder)
+    assert "its own code (auto_map), which is never run" in refused(folder)
     assert shape_of(PretrainedConfig(model=str(folder))) is None
     change(folder / "config.json", model_type="llama")
     change(
         folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.C", None]}, tokenizer_class="Evil"
     )
-    assert "code of its own (auto_map), which is never run" in refused(folder)
+    assert "its own code (auto_map), which is never run" in refused(folder)
     assert not (folder / "PWNED").exists()
 
 
@@ -125,12 +125,14 @@ def test_files_that_are_missing_are_told(folder, files, told):
         (
             "num_hidden_layers",
             3,
-            "9 of the weights that its config.json describes are missing, first model.layers.2.input_layernorm.weight",
+            "9 of the weights that its config.json describes are missing, "
+            "first model.layers.2.input_layernorm.weight",
         ),
         (
             "intermediate_size",
             128,
-            "6 of the weights that its config.json describes have another size, first model.layers.0.mlp.down_proj.weight",
+            "6 of the weights that its config.json describes have another size, "
+            "first model.layers.0.mlp.down_proj.weight",
         ),
     ],
 )
@@ -156,7 +158,7 @@ def test_a_configuration_that_no_machine_could_build():
         {"text_config": {"n_layer": 10**9}},
         {"num_local_experts": 10**9},
     ):
-        with pytest.raises(AgentPeftError, match="this is no model for any machine"):
+        with pytest.raises(AgentPeftError, match="no machine can hold such a model"):
             check_config(LlamaConfig(**more), "x")
     with pytest.raises(AgentPeftError, match="attention from the hub"):
         check_config(LlamaConfig(attn_implementation="somebody/kernel"), "x")
@@ -226,8 +228,8 @@ MESSAGES = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     "template",
     [
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}" + MESSAGES,
-        "{% if messages|length == 7 %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
-        + MESSAGES,
+        "{% if messages|length == 7 %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+        "{% endfor %}{% endif %}" + MESSAGES,
         "{% if not add_generation_prompt %}{{ 9 ** (9 ** 9) }}{% endif %}" + MESSAGES,
         "{% set x = 'a' * 4000000000 %}" + MESSAGES,
         "{% for i in range(99999) %}{{ 'a' * 999 }}{% endfor %}" + MESSAGES,
@@ -253,7 +255,8 @@ def test_a_template_without_end_is_stopped(char_tokenizer, monkeypatch, template
         PLAIN_TEMPLATE,
         MESSAGES,
         "{% generation %}" + MESSAGES + "{% endgeneration %}",
-        "{{ strftime_now('%d %b %Y') }}{{ {'a': 1}|tojson }}{% for m in messages %}{% continue %}{% endfor %}",
+        "{{ strftime_now('%d %b %Y') }}{{ {'a': 1}|tojson }}"
+        "{% for m in messages %}{% continue %}{% endfor %}",
         "{{ raise_exception('no') }}",
         "{{ 1 / 0 }}",
         "{% macro a(x) %}{{ a(x) }}{% endmacro %}{{ a(1) }}",

@@ -1,4 +1,4 @@
-"""What the engine is configured by, what it drives, and what it says of a call."""
+"""The sampler protocol, its configuration, and the statistics of a call."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from agent_peft.config import Config
 from agent_peft.policies.engine.schedule import Schedule
+from agent_peft.policies.sampling import SamplingConfig
+from agent_peft.policies.tokenization import ChatTokenizer
 
 
-class EngineConfig(BaseModel):
-    """How much is computed at once. None of it changes what is sampled, but for rounding."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class EngineConfig(Config):
+    """How much the sampler computes at once. None of it changes what is sampled, except by rounding."""
 
     rows: int = Field(default=64, ge=1, description="conversations that hold keys and values at once")
     kv_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="memory's budget: no more rows than may each be max_tokens long within it",
+        description="budget of memory: no more rows than can each be max_tokens long within it; "
+        "null sets no limit",
     )
     prefill_tokens: int = Field(default=2048, ge=1, description="tokens of one prefill, padding included")
     environment_threads: int | None = Field(
@@ -30,15 +32,16 @@ class EngineConfig(BaseModel):
     overlap: int = Field(
         default=2,
         ge=1,
-        description="decode steps after which an environment's answer joins, if it is there; if not, as soon as it is",
+        description="decode steps until an environment's answer joins; a later answer joins when it arrives",
     )
     schedule: Path | None = Field(
         default=None,
-        description="a run directory: late answers join where they did in that run, which this one so repeats bit for bit",
+        description="a run directory: answers join at the steps at which they joined in that run, "
+        "so that this run repeats it bit for bit",
     )
 
     def rows_of(self, max_tokens: int) -> int:
-        """How many conversations at once, if each may be so long.
+        """The number of conversations at once, if each may be ``max_tokens`` long.
 
         >>> EngineConfig(rows=64, kv_tokens=8192).rows_of(max_tokens=1024)
         8
@@ -47,44 +50,83 @@ class EngineConfig(BaseModel):
 
 
 class Conversation(Protocol):
-    """What the engine drives. ``seed`` alone decides what is drawn from a given distribution."""
+    """What a sampler drives: it hands out a prompt, takes an action, and answers with the tokens to read
+    next.
+    """
 
     @property
     def prompt(self) -> Sequence[int] | None:
-        """Tokens, or None where there is nothing to say. Asked once, on a thread, when there is a row for
-        it or will soon be: so it may open what lies behind. The seed is asked later.
+        """The first tokens, or None where there is nothing to say. The sampler asks once, on a thread, and
+        only when there is a row for the conversation or will soon be one, so this may open an environment.
         """
         ...
 
     @property
-    def seed(self) -> int: ...
+    def seed(self) -> int:
+        """Together with the distributions, it alone decides which tokens are drawn. It is asked for after the
+        prompt.
+        """
+        ...
 
     def act(self, action: Sequence[int], logprobs: Sequence[float], room: int) -> Sequence[int] | None:
-        """Take the sampled action; give the tokens to read next, or None when it is over. Called on a thread,
-        one call at a time.
+        """Take the sampled action and return the tokens to read next, or None at the end. The sampler calls
+        this on a thread, once at a time for each conversation.
 
-        ``room`` is how many tokens the episode may still read and sample; observations that do not fit leave
-        one more action no place.
+        Args:
+            action: tokens, as sampled.
+            logprobs: their log-probabilities in nats.
+            room: the token budget left. If the observation would use it up, return None: no further action
+                is possible.
         """
         ...
 
 
 @dataclass(frozen=True)
 class EngineStatistics:
-    """What one call did: tokens read, tokens read if nothing had been shared or kept, tokens sampled, and
-    decode steps. Sums have no schedule.
-    """
+    """The counts of one call. Those of several calls can be added, without their schedules."""
 
-    prefilled: int
-    prefilled_naive: int
-    sampled: int
-    steps: int
+    prefilled: int  # tokens read
+    prefilled_naive: int  # tokens that would have been read with nothing shared and nothing kept
+    sampled: int  # tokens
+    steps: int  # decode steps
     row_halvings: int = 0  # because the memory was too small
-    late: int = 0  # answers that joined after they were due
-    waited: float = field(
-        default=0.0, compare=False
-    )  # seconds in which nothing was computed, for environments
+    late: int = 0  # answers that joined later than they were due
+    waited: float = field(default=0.0, compare=False)  # seconds without computation, for environments
     schedule: Schedule = ()
 
     def __add__(self, other: EngineStatistics) -> EngineStatistics:
         return EngineStatistics(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)[:-1]))
+
+
+class Sampler(Protocol):
+    """Draws a policy's tokens, in this process or on a server."""
+
+    @property
+    def chat(self) -> ChatTokenizer:
+        """Turns conversations into the tokens that this sampler reads and draws."""
+        ...
+
+    def generate(
+        self,
+        conversations: Sequence[Conversation],
+        sampling: SamplingConfig,
+        schedule: Schedule | None = None,
+    ) -> EngineStatistics:
+        """Drive every conversation to its end.
+
+        Args:
+            schedule: that of an earlier call with the same conversations, to be followed. None records one.
+
+        Raises:
+            AgentPeftError: a single conversation does not fit into the memory.
+        """
+        ...
+
+    def score(self, tokens: Sequence[int], sampling: SamplingConfig, adapter: bool = True) -> list[float]:
+        """The sampler's log-probabilities (T - 1) in nats of tokens[1:], with the weights that it samples
+        with.
+
+        Args:
+            adapter: False scores the base model under the adapter.
+        """
+        ...

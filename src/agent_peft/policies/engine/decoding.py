@@ -1,4 +1,4 @@
-"""One call of the engine: conversations come, decode side by side, wait for their environments, and go."""
+"""One call of the local engine: conversations decode side by side, and wait for their environments."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from agent_peft.policies.engine.kv_cache import COMMON, PROMPTS, ROWS, TierCache
 from agent_peft.policies.engine.schedule import Answer, Clock, Schedule
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig, draw, uniform
-from agent_peft.policies.tokenization import StopMatcher
+from agent_peft.policies.stop_strings import StopMatcher
 from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)
 
-AHEAD = 4  # conversations that are opened before there is a row for them, so that none stays empty meanwhile
+AHEAD = 4  # conversations that are opened before there is a row for them, so that no row stays empty
 CacheMaker = Callable[[tuple[int, int, int], tuple[int, int, int], int], TierCache]
 
 
 @dataclass(eq=False)
 class _Prompt:
-    """A prompt that was read, for the rows that continue it."""
+    """A prompt whose keys are in a slot, for the rows that continue it."""
 
     slot: int
     logits: torch.Tensor  # (V,) after its last token
@@ -39,8 +39,8 @@ class _Prompt:
 
 @dataclass(eq=False)
 class _Row:
-    """A conversation, in the engine or on its way there. ``tokens`` are all but the present action;
-    ``length`` of them are in its slot.
+    """A conversation that has a row or waits for one. ``tokens`` are all tokens except the present action,
+    and ``length`` of them are in its slot.
     """
 
     conversation: Conversation
@@ -49,7 +49,7 @@ class _Row:
     turns: int = 0
     slot: int = -1
     length: int = 0
-    prompt: tuple[int, ...] | None = None  # what it continues, once that was read
+    prompt: tuple[int, ...] | None = None  # that it continues, once it was read
     action: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     matcher: StopMatcher | None = None
@@ -57,9 +57,7 @@ class _Row:
 
 
 class Decoding:
-    """One call of ``Engine.generate``. Rows that decode hold slots [0, decoding); the others lie behind
-    them.
-    """
+    """One call of ``LocalEngine.generate``. Rows that decode hold slots [0, decoding); the others follow."""
 
     def __init__(
         self,
@@ -78,11 +76,12 @@ class Decoding:
         self.queue = deque(_Row(conversation, number) for number, conversation in enumerate(conversations))
         self.clock = Clock(config.overlap, schedule)
         self.stop = [text.encode() for text in sampling.stop]
-        self.prefilled = self.naive = self.sampled = self.row_halvings = 0
-        self._forget()
+        self.prefilled = self.prefilled_naive = self.sampled = self.row_halvings = 0
+        self._clear()
 
     def drive(self) -> EngineStatistics:
-        """
+        """Run until every conversation is over.
+
         Raises:
             AgentPeftError: a single row does not fit into the memory.
         """
@@ -97,11 +96,10 @@ class Decoding:
                 if not is_out_of_memory(error):
                     raise
                 self._halve(error)
-            # here the error is gone, and with it the tensors of the frames that it held; nothing without a
-            # GPU
+            # The error is gone here, and with it the tensors of its frames. Without a GPU this does nothing.
             torch.cuda.empty_cache()
         clock = self.clock
-        counts = self.prefilled, self.naive, self.sampled, clock.step, self.row_halvings
+        counts = self.prefilled, self.prefilled_naive, self.sampled, clock.step, self.row_halvings
         return EngineStatistics(*counts, len(clock.recorded), clock.waited, tuple(sorted(clock.recorded)))
 
     def _compute(self) -> None:
@@ -110,26 +108,26 @@ class Decoding:
         self._decode()
         self.clock.decoded(time.perf_counter() - begin)
 
-    def _forget(self) -> None:
-        """No row, and no keys and values."""
-        self.rows: list[_Row] = []  # rows[i] holds slot i; the first `decoding` of them decode
+    def _clear(self) -> None:
+        """Drop all rows, and all keys and values."""
+        self.rows: list[_Row] = []  # rows[i] holds slot i
         self.decoding = 0
-        self.shared: list[int] = []  # what prompts begin with; each continues as much of it as it begins with
+        self.common: list[int] = []  # tokens that prompts begin with; each prompt continues its part of them
         self.prompts: dict[tuple[int, ...], _Prompt] = {}
-        self.free: list[int] = []  # slots for prompts; a heap
-        self.places = 0  # slots for prompts, in all
-        self.earlier: tuple[int, ...] | None = None  # the prompt that was read last
-        self.made: TierCache | None = None
+        self.free: list[int] = []  # free slots for prompts; a heap
+        self.prompt_slots = 0  # slots for prompts, free or not
+        self.last_prompt: tuple[int, ...] | None = None
+        self._cache: TierCache | None = None
 
     def _halve(self, error: Exception) -> None:
-        """Go on with half the rows, from where the last whole turn of each left it. What an action had so
-        far is drawn again, with the same random numbers; their worlds, and who is waited for, stay as they
-        are.
+        """Go on with half the rows, each from the end of its last whole turn. Its present action is drawn
+        again with the same random numbers. Environments keep their states and their pending answers.
         """
         if self.capacity == 1:
             raise AgentPeftError(
-                f"out of memory while sampling: one row of up to {self.sampling.max_tokens} tokens does not fit beside the model; lower "
-                "sampling.max_tokens or engine.prefill_tokens, or set policy.dtype=auto"
+                f"out of memory while sampling: one row of up to {self.sampling.max_tokens} tokens does not "
+                "fit beside the model; lower sampling.max_tokens or engine.prefill_tokens, or set "
+                "policy.dtype=auto"
             ) from error
         self.capacity //= 2
         self.row_halvings += 1
@@ -137,9 +135,9 @@ class Decoding:
         for row in self.rows:
             row.length, row.prompt, row.action, row.logprobs = 0, None, [], []
         self.queue.extendleft(sorted(self.rows, key=lambda row: -row.number))
-        self._forget()
+        self._clear()
 
-    # -- rows come and go ------------------------------------------------------------------------------------
+    # -- rows join and leave ---------------------------------------------------------------------------------
 
     def _open(self, row: _Row, due: int) -> None:
         if row.answer is None and not row.tokens:
@@ -147,14 +145,14 @@ class Decoding:
             row.answer = Answer(row.number, 0, due, self.threads.submit(lambda: _prompt_of(conversation)))
 
     def _join(self) -> None:
-        """Answers that join at this step, in slot order; then conversations, as long as there are rows for
-        them. With nothing to decode, the clock goes on to the next answer.
+        """Take in the answers that join at this step, in slot order; then conversations, while there are rows
+        for them. With nothing to decode, move the clock to the next answer.
         """
         for row in islice(self.queue, AHEAD):
             self._open(row, due=self.clock.step + self.clock.overlap)
         while True:
             for row in [row for row in self.rows[self.decoding :] if row.answer is not None]:
-                self._hear(row)
+                self._receive(row)
             while self.queue and len(self.rows) < self.capacity:
                 row = self.queue.popleft()
                 self._open(row, due=self.clock.step + self.clock.overlap)
@@ -162,19 +160,19 @@ class Decoding:
                 self.rows.append(row)
                 if row.answer is not None:
                     row.answer.due = max(row.answer.due, self.clock.step)
-                    self._hear(row)
+                    self._receive(row)
             waiting = [row.answer for row in self.rows if row.answer is not None]
             if not self.rows or len(waiting) < len(self.rows):
                 return
             self.clock.skip(waiting)
 
-    def _hear(self, row: _Row) -> None:
+    def _receive(self, row: _Row) -> None:
         assert row.answer is not None
         if not self.clock.joins(row.answer):
             return
-        found, row.answer = row.answer.future.result(), None
-        if found is not None:
-            row.tokens += found
+        tokens, row.answer = row.answer.future.result(), None
+        if tokens is not None:
+            row.tokens += tokens
             return
         self._swap(row.slot, len(self.rows) - 1)
         self.rows.pop()
@@ -189,8 +187,8 @@ class Decoding:
 
     def _swap(self, a: int, b: int) -> None:
         if a != b:
-            if self.made is not None:
-                self.made.swap(a, b)
+            if self._cache is not None:
+                self._cache.swap(a, b)
             first, second = self.rows[a], self.rows[b]
             self.rows[a], self.rows[b], first.slot, second.slot = second, first, b, a
 
@@ -198,19 +196,19 @@ class Decoding:
 
     @property
     def cache(self) -> TierCache:
-        assert self.made is not None
-        return self.made
+        assert self._cache is not None
+        return self._cache
 
     def _read(self) -> None:
-        """Prefill what rows have to read: new prompts once for all that share them, then observations;
-        then sample a first token each.
+        """Prefill the tokens that rows have to read: each new prompt once for all rows that share it, then
+        observations. Then sample a first token for each row.
         """
         ready = [row for row in self.rows[self.decoding :] if row.answer is None]
         if not ready:
             return
         families: dict[tuple[int, ...], list[_Row]] = {}
         for row in ready:
-            self.naive += len(row.tokens)
+            self.prefilled_naive += len(row.tokens)
             if row.length == 0:
                 families.setdefault(tuple(row.tokens), []).append(row)
         self._read_prompts([tokens for tokens in families if tokens not in self.prompts])
@@ -235,44 +233,47 @@ class Decoding:
     def _read_prompts(self, prompts: Sequence[tuple[int, ...]]) -> None:
         if not prompts:
             return
-        if not self.shared:
-            self.shared = _common_prefix(
-                [*self.prompts, *([] if self.earlier is None else [self.earlier]), *prompts]
+        if not self.common:
+            self.common = _common_prefix(
+                [*self.prompts, *([] if self.last_prompt is None else [self.last_prompt]), *prompts]
             )
-            if self.made is None:
-                self.made = self._make_cache(prompts)
-            if self.shared:
-                self._prefill(COMMON, [(0, self.shared, 0)])
+            if self._cache is None:
+                self._cache = self._make_cache(prompts)
+            if self.common:
+                self._prefill(COMMON, [(0, self.common, 0)])
         while len(self.free) < len(prompts):
-            places, self.places = self.places, min(2 * self.places, len(self.cache.tiers[ROWS].parents))
-            self.cache.widen(PROMPTS, self.places)
-            self.free += range(places, self.places)
+            old, self.prompt_slots = (
+                self.prompt_slots,
+                min(2 * self.prompt_slots, len(self.cache.tiers[ROWS].parents)),
+            )
+            self.cache.widen(PROMPTS, self.prompt_slots)
+            self.free += range(old, self.prompt_slots)
         jobs = []
         for tokens in prompts:
-            slot, begin = heapq.heappop(self.free), _common_length(tokens, self.shared)
+            slot, begin = heapq.heappop(self.free), _common_length(tokens, self.common)
             self.cache.fork(PROMPTS, [slot], 0, begin)
             jobs.append((slot, tokens[begin:], begin))
         for tokens, (slot, _, _), logits in zip(prompts, jobs, self._prefill(PROMPTS, jobs), strict=True):
             self.prompts[tokens] = _Prompt(slot, logits)
-        self.earlier = prompts[-1]
+        self.last_prompt = prompts[-1]
 
     def _make_cache(self, prompts: Sequence[tuple[int, ...]]) -> TierCache:
-        """With slots for the prompts of the first rows, and room for their first turn: it is zeroed, so it
-        costs time. It grows where there are more.
+        """A cache for the prompts of the first rows and for their first turn. It is zeroed, which costs time,
+        so it starts small and grows.
         """
         sampling, longest = self.sampling, max(map(len, prompts))
-        self.places = len(prompts)
-        self.free = list(range(self.places))
-        own = min(sampling.max_new_tokens, max(1, sampling.max_tokens - 1))
-        sizes = len(self.shared), longest - len(self.shared), own
+        self.prompt_slots = len(prompts)
+        self.free = list(range(self.prompt_slots))
+        turn = min(sampling.max_new_tokens, max(1, sampling.max_tokens - 1))
+        sizes = len(self.common), longest - len(self.common), turn
         if not self.shares:
-            sizes = len(self.shared), longest, min(longest + sampling.max_new_tokens, sampling.max_tokens)
+            sizes = len(self.common), longest, min(longest + sampling.max_new_tokens, sampling.max_tokens)
         rows = min(self.capacity, len(self.rows) + len(self.queue))
-        return self.new_cache((1, self.places, rows), sizes, sampling.max_tokens)
+        return self.new_cache((1, self.prompt_slots, rows), sizes, sampling.max_tokens)
 
     def _prefill(self, tier: int, jobs: Sequence[tuple[int, Sequence[int], int]]) -> list[torch.Tensor]:
-        """Read (slot, tokens, start position) jobs, in pieces of about the configured size; the logits
-        (V,) after each one's last token.
+        """Read (slot, tokens, start position) jobs, in batches of about ``prefill_tokens``. Return the logits
+        (V,) after the last token of each job.
         """
         logits: list[torch.Tensor | None] = [None] * len(jobs)
         order = sorted(range(len(jobs)), key=lambda j: (len(jobs[j][1]), j))
@@ -280,29 +281,28 @@ class Decoding:
             longest, take = len(jobs[order[-1]][1]), 1
             while take < len(order) and (take + 1) * longest <= self.config.prefill_tokens:
                 take += 1
-            chosen, order = order[-take:], order[:-take]
+            batch, order = order[-take:], order[:-take]
             device = self.policy.device
             tokens = torch.zeros(take, longest, dtype=torch.int64)
             positions = torch.zeros(take, longest, dtype=torch.int64)
             last = []
-            for i, j in enumerate(chosen):
+            for i, j in enumerate(batch):
                 _, piece, start = jobs[j]
-                # padding repeats the last token at the last position: it writes there what is there
+                # padding repeats the last token at the last position, so it writes the same keys there
                 tokens[i] = torch.tensor([*piece, *[piece[-1]] * (longest - len(piece))])
                 positions[i] = torch.arange(start, start + longest).clamp_(max=start + len(piece) - 1)
                 last.append(len(piece) - 1)
                 self.prefilled += len(piece)
             tokens, positions = tokens.to(device), positions.to(device)
-            mask = self.cache.place(tier, [jobs[j][0] for j in chosen], positions)
-            hidden = self.policy.hidden_states(tokens, positions, mask, self.cache)
+            hidden = self.cache.read(self.policy, tier, [jobs[j][0] for j in batch], tokens, positions)
             out = self.policy.logits(
                 hidden[torch.arange(take, device=device), torch.tensor(last, device=device)]
             )
-            for i, j in enumerate(chosen):
+            for i, j in enumerate(batch):
                 logits[j] = out[i]
         return [x for x in logits if x is not None]
 
-    # -- writing ---------------------------------------------------------------------------------------------
+    # -- decoding --------------------------------------------------------------------------------------------
 
     def _decode(self) -> None:
         rows = self.rows[: self.decoding]
@@ -311,8 +311,7 @@ class Decoding:
         device = self.policy.device
         tokens = torch.tensor([[row.action[-1]] for row in rows], device=device)
         positions = torch.tensor([[row.length] for row in rows], device=device)
-        mask = self.cache.place(ROWS, range(len(rows)), positions)
-        hidden = self.policy.hidden_states(tokens, positions, mask, self.cache)
+        hidden = self.cache.read(self.policy, ROWS, range(len(rows)), tokens, positions)
         for row in rows:
             row.length += 1
         self._sample(rows, self.policy.logits(hidden[:, 0]))
@@ -349,14 +348,14 @@ def _prompt_of(conversation: Conversation) -> Sequence[int] | None:
     prompt = conversation.prompt
     if prompt is not None and not len(prompt):
         raise ValueError(
-            "a conversation has an empty prompt: there is nothing to predict its first token from"
+            "a conversation has an empty prompt, so its first token cannot be predicted: begin it with one"
         )
     return None if prompt is None else tuple(prompt)
 
 
 def _common_prefix(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """What all prompts begin with, but for one token: each must keep something to read. Empty where it
-    saves nothing.
+    """The longest common prefix of the prompts that leaves each of them a token to read. It is empty where
+    sharing saves nothing.
     """
     if len({tuple(p) for p in prompts}) < 2:
         return []
@@ -365,6 +364,6 @@ def _common_prefix(prompts: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _common_length(tokens: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with; at least one of ``tokens`` is left over."""
-    most = min(len(tokens) - 1, len(other))
-    return next((i for i in range(most) if tokens[i] != other[i]), most)
+    """The length of the common prefix, leaving at least one of ``tokens``."""
+    limit = min(len(tokens) - 1, len(other))
+    return next((i for i in range(limit) if tokens[i] != other[i]), limit)

@@ -1,9 +1,9 @@
-"""Keys and values of many conversations, in three tiers: what all prompts begin with, each prompt once, and
-each row's own tokens.
+"""Keys and values of many conversations, in three tiers: the common beginning of all prompts, each prompt
+once, and each row's own tokens.
 
-A slot of one tier continues a slot of the tier above, which it refers to: forking a prompt to its siblings
+A slot of one tier refers to the slot of the tier above that it continues. So forking a prompt to its siblings
 costs nothing, and attention reads a prompt once for all of them (``shared_attention``). A model that must see
-its keys in one piece gets copies.
+its keys in one tensor gets copies.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import Cache, PretrainedConfig
+from transformers import Cache, PreTrainedConfig
 
 from agent_peft.hardware import give_back_memory
-from agent_peft.policies.engine.shared_attention import Ancestor, Relatives, relatives
+from agent_peft.policies.engine.shared_attention import NAME, Prefix, PrefixGroups, group_by_prefix
+from agent_peft.policies.forward.attention_override import Override, overriding
+from agent_peft.policies.forward.language_model import LanguageModel
 
 COMMON, PROMPTS, ROWS = 0, 1, 2  # the tiers
-LARGE = 1 << 20  # bytes of a tensor: what smaller ones leave behind is not worth the milliseconds
+LARGE = 1 << 20  # bytes of a tensor: the memory of smaller ones is not worth the milliseconds
 
 
 @dataclass
@@ -33,12 +35,12 @@ class _Tier:
     capacity: int
     keys: list[Tensor | None]
     values: list[Tensor | None]
-    parents: list[int]  # the slot of the tier above that comes before; -1: none
+    parents: list[int]  # the slot of the tier above that each slot continues, or -1
     starts: list[int]
 
     def allocate(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's storage, made when its first keys (B, H, Q, D) come. Zeroed: what is masked must be
-        finite.
+        """The layer's storage, made when its first keys (B, H, Q, D) come. It is zeroed, since masked values
+        must be finite.
         """
         keys, values = self.keys[layer], self.values[layer]
         if keys is None or values is None:
@@ -48,12 +50,12 @@ class _Tier:
             self.keys[layer], self.values[layer] = keys, values
         return keys, values
 
-    def grow(self, extent: int, most: int) -> None:
-        """By doubling, until ``extent`` tokens have room, but to no more than ``most`` without need."""
+    def grow(self, extent: int, max_tokens: int) -> None:
+        """Double the capacity until ``extent`` tokens fit, but not beyond ``max_tokens`` without need."""
         old_capacity = self.capacity
         while self.capacity < extent:
             self.capacity *= 2
-        self.capacity = max(old_capacity, extent, min(self.capacity, most))
+        self.capacity = max(old_capacity, extent, min(self.capacity, max_tokens))
         for tensors in (self.keys, self.values):
             for layer, old in enumerate(tensors):
                 if old is not None and self.capacity > old_capacity:
@@ -64,13 +66,13 @@ class _Tier:
                     self._replace(tensors, layer, new)
 
     def _replace(self, tensors: list[Tensor | None], layer: int, new: Tensor) -> None:
-        """The old tensor is gone before the next one grows: its pieces fit none of the larger ones."""
+        """Free the old tensor before the next one grows: the larger tensors do not fit into its memory."""
         tensors[layer] = new
         if new.device.type == "cpu" and new.nbytes >= LARGE:
             give_back_memory()
 
     def widen(self, slots: int) -> None:
-        """To so many slots, the new ones empty."""
+        """Add empty slots, up to this number."""
         for tensors in (self.keys, self.values):
             for layer, old in enumerate(tensors):
                 if old is not None:
@@ -83,30 +85,30 @@ class _Tier:
 
 
 class TierCache(Cache):
-    """Slots that are grown by doubling. A slot's own tokens begin where those of its parent end.
+    """Slots whose capacity is doubled when needed. A slot's own tokens begin where those of its parent end.
 
-    A forward over B rows names, with ``place``, the tier and slot of each row and the positions of its Q
-    tokens. What lies behind a row's last token is stale and never attended to, so forgetting costs nothing.
+    ``place`` says where the next forward over B rows writes. Values behind a row's last token are stale and
+    never attended to, so forgetting costs nothing.
 
     Args:
-        slots: of each tier.
-        capacities: tokens a slot of each tier has room for at first.
-        shared: slots refer to their parents, and attention must be ``shared_attention``; otherwise ``fork``
+        slots: number of slots in each tier.
+        capacities: tokens for which a slot of each tier has room at first.
+        shared: slots refer to their parents, and attention is ``shared_attention``; otherwise ``fork``
             copies.
-        most: tokens that no slot will ever hold more of.
+        max_tokens: the most tokens that a slot will ever hold.
     """
 
     def __init__(
         self,
         slots: tuple[int, int, int],
         capacities: tuple[int, int, int],
-        config: PretrainedConfig,
+        config: PreTrainedConfig,
         dtype: torch.dtype,
         device: torch.device,
         shared: bool,
-        most: int = sys.maxsize,
+        max_tokens: int = sys.maxsize,
     ) -> None:
-        self.most = most
+        self.max_tokens = max_tokens
         self.num_layers = layers = config.get_text_config().num_hidden_layers
         self.dtype, self.device, self.shared = dtype, device, shared
         self.tiers = [
@@ -118,34 +120,43 @@ class TierCache(Cache):
         self._rows: Tensor | slice = slice(0)
         self._row_index = self._index = torch.zeros(0, 0, dtype=torch.int64)
         self._extent = 0
-        self._written = (
-            0,
-            0,
-            self._index,
-        )  # heads, capacity, and where (B * H * Q) tokens go in tensors of that many
-        self._relatives: list[tuple[_Tier, Relatives]] = []
+        # heads, capacity, and the (B * H * Q) indices of the placed tokens in a tensor of these
+        self._targets = (0, 0, self._index)
+        self._prefixes: list[tuple[_Tier, PrefixGroups]] = []
         self._sources: dict[int, int] = {}  # slots of rows whose tokens still lie in another one
-        self._known: dict[int, tuple[object, Relatives]] = {}
+        self._known: dict[int, tuple[object, PrefixGroups]] = {}
+
+    def read(
+        self, model: LanguageModel, tier: int, slots: Sequence[int], tokens: Tensor, positions: Tensor
+    ) -> Tensor:
+        """Last hidden states (B, Q, H) of tokens (B, Q) at positions (B, Q). Their keys go into B slots."""
+        mask = self.place(tier, slots, positions)
+        if not self.shared:
+            return model.hidden_states(tokens, positions, mask, self)
+        with overriding(Override(model.text_config, NAME, self)):
+            return model.read(
+                tokens, position_ids=positions, attention_mask=mask, past_key_values=self, use_cache=True
+            )
 
     def place(self, tier: int, slots: Sequence[int], positions: Tensor) -> Tensor:
         """Say where the next forward writes, and return its attention mask.
 
         Args:
-            slots: B slots of the tier; all of them have a parent, or none.
+            slots: B slots of the tier; either all of them have a parent, or none has.
             positions: (B, Q) of the tokens. Positions that repeat a row's last one mark padding: it is
                 overwritten later.
 
         Returns:
-            (B, 1, Q, extent): which keys of its own slot a query sees, as bool, or with ``shared`` as what is
-            added to its scores.
+            (B, 1, Q, extent) which keys of its own slot a query sees: bool, or with ``shared`` an additive
+            mask.
         """
         self._settle()
         store = self._tier = self.tiers[tier]
         starts = torch.tensor([store.starts[slot] for slot in slots], device=self.device)
         self._index = positions - starts.unsqueeze(1)
         self._extent = int(self._index.max()) + 1
-        self._written = (0, 0, self._index)
-        store.grow(self._extent, self.most)
+        self._targets = (0, 0, self._index)
+        store.grow(self._extent, self.max_tokens)
         self._row_index = torch.tensor(list(slots), device=self.device).unsqueeze(1)
         contiguous = list(slots) == list(range(slots[0], slots[0] + len(slots)))
         # a slice keeps reads free of copies; decoding compacts its rows so that it always is one
@@ -153,7 +164,7 @@ class TierCache(Cache):
         seen = torch.arange(self._extent, device=self.device) <= self._index[:, None, :, None]
         if not self.shared:
             return seen
-        self._relatives = []
+        self._prefixes = []
         while store.parents[slots[0]] >= 0:
             parents, lengths = [store.parents[slot] for slot in slots], [store.starts[slot] for slot in slots]
             tier, store = tier - 1, self.tiers[tier - 1]
@@ -161,46 +172,49 @@ class TierCache(Cache):
             if not any(lengths):  # nothing of that slot is continued
                 break
             key = (parents, lengths)
-            if (
-                tier not in self._known or self._known[tier][0] != key
-            ):  # the rows that decode stay the same for many steps
-                self._known[tier] = (key, relatives(parents, lengths, self.dtype, self.device))
-            self._relatives.append((store, self._known[tier][1]))
+            # the rows that decode stay the same for many steps
+            if tier not in self._known or self._known[tier][0] != key:
+                self._known[tier] = (key, group_by_prefix(parents, lengths, self.dtype, self.device))
+            self._prefixes.append((store, self._known[tier][1]))
             slots = parents
         return torch.zeros(seen.shape, dtype=self.dtype, device=self.device).masked_fill_(~seen, -torch.inf)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write (B, H, Q, D) keys and values at the placed positions; give back (B, H, extent, D) of the
-        rows' own slots.
+        """Write keys and values (B, H, Q, D) at the placed positions; return (B, H, extent, D), the rows' own
+        slots.
         """
         keys, values = self._tier.allocate(layer_idx, key_states, value_states)
         heads, capacity = keys.shape[1:3]
-        if (heads, capacity) != self._written[:2]:  # the same in all layers, but for few models
+        if (heads, capacity) != self._targets[:2]:  # in most models the same in all layers
             head = torch.arange(heads, device=self.device)[None, :, None]
             places = (self._row_index.unsqueeze(1) * heads + head) * capacity + self._index.unsqueeze(1)
-            self._written = (heads, capacity, places.flatten())
+            self._targets = (heads, capacity, places.flatten())
         for tensor, states in ((keys, key_states), (values, value_states)):
             tensor.view(-1, states.shape[-1]).index_copy_(
-                0, self._written[2], states.reshape(-1, states.shape[-1])
+                0, self._targets[2], states.reshape(-1, states.shape[-1])
             )
         return keys[self._rows, :, : self._extent], values[self._rows, :, : self._extent]
 
-    def ancestors(self, layer: int) -> list[Ancestor]:
-        """What the placed rows see of the tiers above, nearest first."""
-        found = []
-        for store, kin in self._relatives:
+    def prefixes(self, layer: int) -> list[Prefix]:
+        """The keys and values that the placed rows see in the tiers above, nearest first."""
+        prefixes = []
+        for store, groups in self._prefixes:
             keys, values = store.keys[layer], store.values[layer]
             assert keys is not None and values is not None
-            found.append(
-                Ancestor(keys[: kin.slots, :, : kin.extent], values[: kin.slots, :, : kin.extent], kin)
+            prefixes.append(
+                Prefix(
+                    keys[: groups.slots, :, : groups.extent],
+                    values[: groups.slots, :, : groups.extent],
+                    groups,
+                )
             )
-        return found
+        return prefixes
 
     def fork(self, tier: int, slots: Sequence[int], parent: int | None, length: int = 0) -> None:
-        """Slots begin anew: after the first ``length`` positions of slot ``parent`` of the tier above, or
-        with no parent at position 0.
+        """Empty these slots, and let them continue the first ``length`` positions of slot ``parent`` of the
+        tier above; without a parent they begin at position 0.
         """
         store = self.tiers[tier]
         refers = parent is not None and self.shared
@@ -211,7 +225,7 @@ class TierCache(Cache):
             return
         self._settle()
         above, index = self.tiers[tier - 1], torch.tensor(list(slots), device=self.device)
-        store.grow(length, self.most)
+        store.grow(length, self.max_tokens)
         for layer, (keys, values) in enumerate(zip(above.keys, above.values, strict=True)):
             if keys is not None and values is not None:
                 own_keys, own_values = store.allocate(layer, keys, values)
@@ -223,7 +237,7 @@ class TierCache(Cache):
         self.tiers[tier].widen(slots)
 
     def swap(self, a: int, b: int) -> None:
-        """Exchange two rows' slots. The tensors follow before they are next read or written, for all
+        """Exchange the slots of two rows. The tensors follow before they are next read or written, for all
         exchanges at once.
         """
         rows = self.tiers[ROWS]
@@ -242,8 +256,7 @@ class TierCache(Cache):
             if tensor is not None:
                 tensor[targets] = tensor[sources]
 
-    # What Transformers asks of a cache. Positions are always given, so these only keep its defaults from
-    # guessing.
+    # Transformers asks a cache for these. Positions are always given, so they only replace its guesses.
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return max(self._extent - self._index.shape[-1], 0)
 
@@ -253,12 +266,3 @@ class TierCache(Cache):
     @property
     def is_compileable(self) -> bool:
         return False
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(
-            t.numel() * t.element_size()
-            for tier in self.tiers
-            for t in (*tier.keys, *tier.values)
-            if t is not None
-        )

@@ -1,11 +1,10 @@
-"""At which decode step an environment's answer joins: the clock that everything numeric follows, and the
-schedule that repeats it.
+"""The clock of decode steps, which decides when an environment's answer joins; and the schedule that
+repeats it.
 
-Who decodes beside whom decides how sums are rounded, so a run repeats bit for bit only where answers join at
-the same steps. An answer is due ``overlap`` steps after it was asked for. One that is there by then joins
-exactly then, in every run. One that is late does not hold up the rows that can decode: it joins at the first
-step at which it is there, and that is written down. A recorded schedule that is followed decides it all:
-answers join where they joined, and are waited for there.
+Sums are rounded according to which rows decode together, so a run repeats bit for bit only if answers join at
+the same steps. An answer is due ``overlap`` steps after it was asked for. If it has arrived by then, it joins
+at that step, in every run. If it is late, the other rows go on; it joins at the first step after it arrived,
+and the schedule records that. A run that follows a schedule waits for each answer at its recorded step.
 """
 
 from __future__ import annotations
@@ -15,46 +14,44 @@ from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
-Join = tuple[
-    int, int, int
-]  # a conversation, which of its answers (0 is its prompt), and the decode step at which it joined
-Schedule = tuple[
-    Join, ...
-]  # of one call of the engine: the answers that joined at another step than the one they were due at
+# the number of a conversation, the number of its answer (0 is its prompt), and the decode step at which it
+# joined
+Join = tuple[int, int, int]
+Schedule = tuple[Join, ...]  # of one call: the answers that did not join at the step at which they were due
 
-# What a call may wait for late answers while other rows could decode. Hiccups of the system's scheduler are
-# tens of milliseconds: they must not change what a run with fast environments computes. With slow ones it is
-# spent once, and costs a fiftieth of the time from then on.
+# The time that a call may wait for late answers while other rows could decode. The system's scheduler delays
+# threads by tens of milliseconds, and that must not change the results of a run with fast environments. With
+# slow environments this time is spent once, and costs a fiftieth of the time from then on.
 PATIENCE = 0.2  # seconds
 PATIENCE_SHARE = 0.02  # of the time spent decoding
 FIRST_PATIENCE = (
-    1.0  # seconds, before the first step: there all rows are opened at once, and share the processor's cores
+    1.0  # seconds before the first step, where all environments start at once and share the cores
 )
 
 
 @dataclass(eq=False)
 class Answer:
-    """What a conversation was asked for, on a thread: tokens to read next, or None where there are none."""
+    """A request to a conversation, on a thread: for the tokens to read next, or None at its end."""
 
     conversation: int
     turn: int
     due: int
     future: Future[Sequence[int] | None]
-    overdue: bool = False  # it was waited for, and did not come
+    overdue: bool = False  # the engine has waited for it in vain
 
 
 class Clock:
-    """Counts decode steps, and says at which of them answers join.
+    """Counts decode steps, and decides at which of them answers join.
 
     Args:
-        overlap: decode steps that hide an answer.
-        schedule: to be followed; with None, the clock goes by what is there, and records.
+        overlap: decode steps from a request until its answer is due.
+        schedule: the schedule to follow. With None, the clock records one.
     """
 
     def __init__(self, overlap: int, schedule: Schedule | None = None) -> None:
         self.overlap = overlap
         self.step = 0
-        self.waited = 0.0  # seconds in which the engine stood still for environments
+        self.waited = 0.0  # seconds without computation, for environments
         self.recorded: list[Join] = []
         self._followed = (
             None
@@ -64,12 +61,12 @@ class Clock:
         self._patience = FIRST_PATIENCE
 
     def decoded(self, seconds: float) -> None:
-        """A step was made, in so many seconds."""
+        """A decode step has taken so many seconds."""
         self._patience = (self._patience if self.step else PATIENCE) + PATIENCE_SHARE * seconds
         self.step += 1
 
     def joins(self, answer: Answer) -> bool:
-        """Whether an answer joins at this step. It may be waited for."""
+        """Whether an answer joins at this step. This may wait for it."""
         if self._joins_at(answer) > self.step:
             return False
         if self._followed is not None:
@@ -85,14 +82,14 @@ class Clock:
         return True
 
     def skip(self, answers: Sequence[Answer]) -> None:
-        """Nothing can decode: go on to the step at which the first of these answers joins. It is a later
-        one, since each step asks for its answers once: else the order of two that join at one step would
-        hang on which of them was there first.
+        """Nothing can decode: move on to the step at which the first of these answers joins. That is a later
+        step, since each step asks for its answers once. Otherwise the order of two answers that join at one
+        step would depend on which of them arrived first.
         """
         self.step = max(self.step + 1, min(map(self._joins_at, answers)))
         if self._followed is not None:
             return
-        self._wait(answers, None)  # no row could do anything meanwhile
+        self._wait(answers, None)  # no row can decode meanwhile
         due = [answer for answer in answers if answer.due <= self.step]
         if not any(answer.future.done() for answer in due):
             self._patience -= self._wait(
@@ -108,10 +105,10 @@ class Clock:
             else self._followed.get((answer.conversation, answer.turn), answer.due)
         )
 
-    def _wait(self, answers: Sequence[Answer], most: float | None) -> float:
-        """For the first of them, at most so many seconds. Returns how long it took."""
+    def _wait(self, answers: Sequence[Answer], timeout: float | None) -> float:
+        """Wait for the first of them, for at most ``timeout`` seconds. Return the seconds that it took."""
         begin = time.perf_counter()
-        wait([answer.future for answer in answers], most, FIRST_COMPLETED)
+        wait([answer.future for answer in answers], timeout, FIRST_COMPLETED)
         took = time.perf_counter() - begin
         self.waited += took
         return took

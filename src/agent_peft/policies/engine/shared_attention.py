@@ -1,9 +1,9 @@
-"""Attention over keys that lie in several places: siblings read what they share in one product, and the parts
-are joined exactly.
+"""Attention over keys in several tensors: siblings read their shared prefix in one product, and the parts are
+joined exactly.
 
-Softmax over the union of two sets of keys is the mean of the two softmaxes, weighted by their sums of
-exponentials (Juravsky et al. 2024, "Hydragen", eq. 3-5). So a prompt's keys are read once for all rows that
-continue it, not once for each.
+The softmax over the union of two sets of keys is the mean of the two softmaxes, weighted by their sums of
+exponentials (Juravsky et al. 2024, "Hydragen", eq. 3-5). So the keys of a prompt are read once for all rows
+that continue it, and not once for each row.
 """
 
 from __future__ import annotations
@@ -16,38 +16,40 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from agent_peft.policies.forward.attention_override import now_read
+from agent_peft.policies.forward.attention_override import override_context
 
 NAME = "agent_peft_shared"
-NOWHERE = -1e4  # a score whose exponential is zero beside any other's
+NEGLIGIBLE = -1e4  # a score whose exponential is zero beside any other
 
 
 @dataclass(frozen=True)
-class Relatives:
-    """Which of B rows continue which of n slots, at most W a slot.
+class PrefixGroups:
+    """Which of B rows continue which of n slots, with at most W rows for each slot.
 
-    >>> kin = relatives([0, 0, 1], [5, 5, 3], torch.float32, torch.device("cpu"))
-    >>> kin.members.tolist(), kin.places.tolist(), kin.extent
+    >>> groups = group_by_prefix([0, 0, 1], [5, 5, 3], torch.float32, torch.device("cpu"))
+    >>> groups.members.tolist(), groups.index.tolist(), groups.extent
     ([[0, 1], [2, 0]], [0, 1, 2], 5)
     """
 
     slots: int  # n
     members: Tensor  # (n, W) rows, filled up with 0
-    places: Tensor  # (B,) where in the n * W members a row is
-    bias: (
-        Tensor | None
-        # (n, 1, 1, extent) added to the scores, where slots differ in length; (n, 1, W, extent) where members do
-    )
-    extent: int
+    index: Tensor  # (B,) the index of each row among the n * W members
+    # Added to the scores: (n, 1, 1, extent) where slots differ in length, (n, 1, W, extent) where rows of one
+    # slot do.
+    bias: Tensor | None
+    extent: int  # keys of the longest slot
 
 
-def relatives(
+def group_by_prefix(
     parents: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> Relatives:
-    """Sort B rows by the slot that each continues, and by how many of its tokens.
+) -> PrefixGroups:
+    """Sort B rows by the slot that each of them continues.
 
-    A row may continue none of them: its scores are then so low that what it reads there has no weight, and is
-    still finite.
+    A row of length 0 continues no slot. Its scores there are so low that they have no weight, and finite.
+
+    Args:
+        parents: (B,) slots.
+        lengths: (B,) how many keys of its slot each row sees.
     """
     count, extent = max(parents) + 1, max(lengths)
     families: list[list[int]] = [[] for _ in range(count)]
@@ -56,53 +58,54 @@ def relatives(
         families[parent].append(row)
         size[parent] = length
     width = max(map(len, families))
-    places = [0] * len(parents)
+    index = [0] * len(parents)
     for slot, family in enumerate(families):
         for place, row in enumerate(family):
-            places[row] = slot * width + place
-    seen = [[size[slot]] for slot in range(count)]
+            index[row] = slot * width + place
+    visible = [[size[slot]] for slot in range(count)]
     if any(length != size[parent] for parent, length in zip(parents, lengths, strict=True)):
-        seen = [[lengths[row] for row in family] + [extent] * (width - len(family)) for family in families]
+        visible = [[lengths[row] for row in family] + [extent] * (width - len(family)) for family in families]
     bias = None
-    if min(map(min, seen)) < extent:
-        most = torch.tensor(seen, device=device).unsqueeze(-1)  # (n, 1 or W, 1)
-        bias = torch.zeros(*most.shape[:2], extent, dtype=dtype, device=device)
-        bias = (
-            bias.masked_fill_(torch.arange(extent, device=device) >= most, -torch.inf)
-            .masked_fill_(most == 0, NOWHERE)
-            .unsqueeze(1)
-        )
+    if min(map(min, visible)) < extent:
+        ends = torch.tensor(visible, device=device).unsqueeze(-1)  # (n, 1 or W, 1)
+        bias = torch.zeros(*ends.shape[:2], extent, dtype=dtype, device=device)
+        bias.masked_fill_(torch.arange(extent, device=device) >= ends, -torch.inf)
+        bias = bias.masked_fill_(ends == 0, NEGLIGIBLE).unsqueeze(1)
     members = torch.tensor([family + [0] * (width - len(family)) for family in families], device=device)
-    return Relatives(count, members, torch.tensor(places, device=device), bias, extent)
+    return PrefixGroups(count, members, torch.tensor(index, device=device), bias, extent)
 
 
 @dataclass(frozen=True)
-class Ancestor:
+class Prefix:
     """Keys and values (n, kv heads, extent, D) that rows see before their own."""
 
     keys: Tensor
     values: Tensor
-    kin: Relatives
+    groups: PrefixGroups
 
 
-class Ancestry(Protocol):
-    """A cache that knows what the rows of the present forward see besides their own keys."""
+class PrefixCache(Protocol):
+    """A cache that knows which prefixes the rows of the present forward see."""
 
-    def ancestors(self, layer: int) -> list[Ancestor]: ...
+    def prefixes(self, layer: int) -> list[Prefix]: ...
 
 
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of queries (B, H, M, D) to keys (B, H, K, D), and the log of the sum of exponentials (B,
-    H, M) of each.
+    """Attention of queries (B, H, M, D) to keys and values (B, H, K, D).
+
+    Args:
+        bias: added to the scores, broadcast to (B, H, M, K).
+
+    Returns:
+        (B, H, M, D) the outputs, and (B, H, M) the logarithms of the sums of exponentials.
     """
     if query.device.type == "cpu" and keys.shape[-1] == values.shape[-1]:
         mask = None if bias is None else bias.expand(-1, -1, query.shape[2], -1)
-        found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
             query, keys, values, 0.0, False, attn_mask=mask, scale=scale
         )
-        return found
     scores = (query @ keys.transpose(-1, -2)).float() * scale
     if bias is not None:
         scores = scores + bias
@@ -110,21 +113,19 @@ def attend(
     return (scores - total.unsqueeze(-1)).exp().to(values.dtype) @ values, total
 
 
-def attend_relatives(query: Tensor, ancestor: Ancestor, scale: float) -> tuple[Tensor, Tensor]:
-    """The same for B rows of queries (B, H, M, D) that continue n slots: one product a slot, for all its
-    rows.
-    """
-    kin, (heads, length, size) = ancestor.kin, query.shape[1:]
-    slots, width = kin.members.shape
-    together = query.index_select(0, kin.members.flatten()).view(slots, width, heads, length, size)
+def attend_prefix(query: Tensor, prefix: Prefix, scale: float) -> tuple[Tensor, Tensor]:
+    """``attend`` for B rows of queries (B, H, M, D) that continue n slots: one product for each slot."""
+    groups, (heads, length, size) = prefix.groups, query.shape[1:]
+    slots, width = groups.members.shape
+    together = query.index_select(0, groups.members.flatten()).view(slots, width, heads, length, size)
     together = together.transpose(1, 2).reshape(slots, heads, width * length, size)
-    bias = (
-        kin.bias if kin.bias is None or kin.bias.shape[2] == 1 else kin.bias.repeat_interleave(length, dim=2)
-    )
-    out, total = attend(together, ancestor.keys, ancestor.values, bias, scale)
+    bias = groups.bias
+    if bias is not None and bias.shape[2] > 1:
+        bias = bias.repeat_interleave(length, dim=2)
+    out, total = attend(together, prefix.keys, prefix.values, bias, scale)
     out = out.view(slots, heads, width, length, -1).transpose(1, 2).reshape(slots * width, heads, length, -1)
     total = total.view(slots, heads, width, length).transpose(1, 2).reshape(slots * width, heads, length)
-    return out.index_select(0, kin.places), total.index_select(0, kin.places)
+    return out.index_select(0, groups.index), total.index_select(0, groups.index)
 
 
 def shared_attention(
@@ -137,13 +138,13 @@ def shared_attention(
     dropout: float = 0.0,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention interface: queries (B, heads, Q, D), the rows' own keys (B, kv heads, K, D),
-    the mask of ``place``.
+    """Transformers' attention interface: queries (B, heads, Q, D), the rows' own keys and values
+    (B, kv heads, K, D), and the mask of ``TierCache.place``.
 
     Raises:
-        ValueError: the model adds something to its scores that this does not know.
+        ValueError: the model adds something to its scores that is not computed here.
     """
-    cache: Ancestry = now_read(others)
+    cache: PrefixCache = override_context(others)
     rows, heads, length, size = query.shape
     groups = heads // key.shape[1]
     scale = size**-0.5 if scaling is None else scaling
@@ -151,13 +152,13 @@ def shared_attention(
     query = query.reshape(rows, key.shape[1], groups * length, size)
     bias = attention_mask if length == 1 else attention_mask.repeat(1, 1, groups, 1)
     layer: int = module.layer_idx  # type: ignore[assignment]
-    ancestors = cache.ancestors(layer)
-    if not ancestors:  # a prompt that is read: there is nothing to join
+    prefixes = cache.prefixes(layer)
+    if not prefixes:
         out = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
     else:
         out, total = attend(query, key, value, bias, scale)
-    for ancestor in ancestors:
-        above, sums = attend_relatives(query, ancestor, scale)
+    for prefix in prefixes:
+        above, sums = attend_prefix(query, prefix, scale)
         out = torch.lerp(out, above, torch.sigmoid(sums - total).unsqueeze(-1).to(out.dtype))
         total = torch.logaddexp(total, sums)
     return out.view(rows, heads, length, -1).transpose(1, 2).contiguous(), None

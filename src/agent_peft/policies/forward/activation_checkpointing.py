@@ -1,9 +1,8 @@
-"""Activation checkpointing (Chen et al., 2016): keep the input of each layer, and compute its inside again in
-the backward.
+"""Activation checkpointing (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"): keep the
+input of each layer, and compute the inside of the layer again in the backward.
 
-Transformers' own switch acts in training mode only, and our models never leave evaluation mode, so that
-nothing but the adapter's dropout ever drops. So the layers' ``forward`` is wrapped here, while a forward that
-trains runs.
+Transformers' own switch acts only in training mode, and our models stay in evaluation mode, so that nothing
+but the adapter's dropout ever acts. Therefore the ``forward`` of each layer is wrapped here.
 """
 
 from __future__ import annotations
@@ -15,50 +14,23 @@ from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from agent_peft.policies.forward.attention_override import as_now
-from agent_peft.types import AgentPeftError
-
-
-def layers_of(decoder: nn.Module) -> list[nn.Module]:
-    """The layers to recompute: those that Transformers would; of a module of one's own, the members of its
-    lists that have parts.
-
-    >>> block = lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-    >>> len(layers_of(nn.ModuleDict({"embedding": nn.Embedding(3, 2), "blocks": nn.ModuleList([block(), block()])})))
-    2
-
-    Raises:
-        AgentPeftError: there are none.
-    """
-    found: list[nn.Module] = [
-        module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)
-    ]
-    if not found:
-        lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
-        members = [member for one in lists for member in one if any(member.children())]
-        inside = {id(part) for member in members for part in member.modules() if part is not member}
-        found = [member for member in members if id(member) not in inside]
-    if not found:
-        raise AgentPeftError(
-            "policy.activation_checkpointing: the model keeps no nn.ModuleList of layers, so there is nothing to recompute; set it to false"
-        )
-    return found
+from agent_peft.policies.forward.attention_override import current_override
 
 
 @contextmanager
-def recomputing(layers: Sequence[nn.Module], dropouts: Sequence[nn.Module] = ()) -> Iterator[None]:
-    """A forward inside keeps only the layers' inputs; its backward, inside or not, computes the rest again,
-    to the same bits.
+def checkpointing(layers: Sequence[nn.Module], dropouts: Sequence[nn.Module] = ()) -> Iterator[None]:
+    """A forward inside keeps only the inputs of the layers. Its backward computes the rest again, bit for
+    bit, also after the context has ended.
 
     Args:
-        dropouts: modules that drop in this forward; they drop the same again, though they are back in
-            evaluation mode by then.
+        layers: the modules to compute twice.
+        dropouts: modules that drop in this forward. They drop the same again in the backward, though they are
+            back in evaluation mode by then.
     """
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _training(dropouts, as_now())
+        return nullcontext(), _training(dropouts, current_override())
 
     wrapped: Any = partial(
         checkpoint, use_reentrant=False, preserve_rng_state=bool(dropouts), context_fn=contexts
@@ -69,7 +41,7 @@ def recomputing(layers: Sequence[nn.Module], dropouts: Sequence[nn.Module] = ())
         yield
     finally:
         for layer in layers:
-            del layer.forward  # the class's own comes to light again
+            del layer.forward  # the method of the class becomes visible again
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Another attention in a model, for as long as a context lasts."""
+"""Replaces the attention of a model for as long as a context lasts."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from transformers import PretrainedConfig
+from transformers import PreTrainedConfig
 
 from agent_peft.out_of_memory import is_out_of_memory
 from agent_peft.policies.models.positions import window_of
 
-# what a model may add to its scores, and our attention does not know
-_UNKNOWN = ("softcap", "s_aux", "position_bias", "sliding_window")
-# what a model may raise that cannot work in another way than its own
-_MISFITS = (
+# Terms that a model may add to its attention scores, and that our attention does not compute.
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias", "sliding_window")
+# Exceptions that a model may raise when its attention cannot be overridden. Callers fall back or report it.
+_REFUSALS = (
     AssertionError,
     AttributeError,
     LookupError,
@@ -29,74 +29,75 @@ T = TypeVar("T")
 
 
 def attempt(work: Callable[[], T]) -> T | Exception:
-    """What ``work`` gives, or why the model cannot do it: whoever tries it falls back, or says so.
+    """The result of ``work``, or the exception with which the model refuses it.
 
-    A full memory says nothing of the model: it is raised.
+    Running out of memory says nothing about the model, so that error is raised.
 
     >>> attempt(lambda: 1), attempt(lambda: int("one"))
     (1, ValueError("invalid literal for int() with base 10: 'one'"))
     """
     try:
         return work()
-    except _MISFITS as error:
+    except _REFUSALS as error:
         if is_out_of_memory(error):
             raise
         return error
 
 
 @dataclass(frozen=True)
-class Replacement:
-    """The attention registered as ``name`` acts in models of ``config`` (the text's), and finds ``reads``
-    with ``now_read``.
+class Override:
+    """The attention registered as ``name`` acts in models of ``config`` (the text model's). It gets its
+    ``context``, such as tiles or a cache, from ``override_context``.
     """
 
-    config: PretrainedConfig
+    config: PreTrainedConfig
     name: str
-    reads: Any
+    context: Any
 
 
-_now: ContextVar[Replacement | None] = ContextVar("now", default=None)
+_current: ContextVar[Override | None] = ContextVar("override", default=None)
 
 
 @contextmanager
-def replacing(replacement: Replacement) -> Iterator[None]:
-    """Inside, the model attends in another way.
+def overriding(override: Override) -> Iterator[None]:
+    """Inside, the model uses another attention.
 
     Raises:
-        ValueError: it has a sliding window, which our attention does not cut. Not every model hands that over
-            with its scores.
+        ValueError: the model has a sliding window. Our attention does not apply it, and not every model
+            passes its window to the attention function.
     """
-    if (window := window_of(replacement.config)) is not None:
-        raise ValueError(f"our attention does not know a sliding window (of {window} tokens)")
-    config, before, token = replacement.config, replacement.config._attn_implementation, _now.set(replacement)
-    config._attn_implementation = replacement.name
+    if (window := window_of(override.config)) is not None:
+        raise ValueError(f"our attention does not apply a sliding window (of {window} tokens)")
+    config, before, token = override.config, override.config._attn_implementation, _current.set(override)
+    config._attn_implementation = override.name
     try:
         yield
     finally:
         config._attn_implementation = before
-        _now.reset(token)
+        _current.reset(token)
 
 
-def as_now() -> AbstractContextManager[None]:
-    """A context, for later, in which attention is what it is now: what is computed again must be what it
-    was.
-    """
-    replacement = _now.get()
-    return nullcontext() if replacement is None else replacing(replacement)
+def current_override() -> AbstractContextManager[None]:
+    """Capture the current override, so that activation checkpointing can re-enter it during the backward."""
+    override = _current.get()
+    return nullcontext() if override is None else overriding(override)
 
 
-def now_read(others: dict[str, Any]) -> Any:
-    """What the present replacement reads.
+def override_context(arguments: dict[str, Any]) -> Any:
+    """The context of the current override.
+
+    Args:
+        arguments: the remaining keyword arguments that the model passes to its attention function.
 
     Raises:
-        ValueError: the model passes ``others`` that add something to its scores.
+        ValueError: one of them adds something to the scores that our attention does not compute.
     """
-    replacement = _now.get()
-    own = None if replacement is None else getattr(replacement.config, "sliding_window", None)
-    unknown = [name for name in _UNKNOWN if others.get(name) is not None]
-    if own is not None and others.get("sliding_window") == own:
-        unknown.remove("sliding_window")  # too wide to cut anything, else there were no replacement
-    if unknown:
-        raise ValueError(f"our attention does not know {', '.join(unknown)}")
-    assert replacement is not None
-    return replacement.reads
+    override = _current.get()
+    window = None if override is None else getattr(override.config, "sliding_window", None)
+    unsupported = [name for name in _UNSUPPORTED if arguments.get(name) is not None]
+    if window is not None and arguments.get("sliding_window") == window:
+        unsupported.remove("sliding_window")  # too wide to cut anything: `overriding` has checked that
+    if unsupported:
+        raise ValueError(f"our attention does not support {', '.join(unsupported)}")
+    assert override is not None
+    return override.context

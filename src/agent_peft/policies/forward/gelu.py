@@ -1,5 +1,5 @@
-"""GELU's tanh form as one kernel, where Transformers writes it out: seven operations, each of which reads
-and writes everything.
+"""GELU's tanh form as one kernel. Transformers' version is seven operations, each of which reads and writes
+the whole tensor.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from transformers.activations import FastGELUActivation, GELUTanh, NewGELUActiva
 
 
 def fuse_activations(model: nn.Module) -> None:
-    """The same function, up to rounding, in place.
+    """Replace the activation functions of ``model`` (in place) by the same functions as one kernel.
 
     >>> model = nn.Sequential(NewGELUActivation(), nn.ReLU())
     >>> fuse_activations(model)

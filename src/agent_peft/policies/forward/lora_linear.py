@@ -1,9 +1,9 @@
 """A linear layer with its LoRA adapter as one operation: W x + s B A x, and one backward for both.
 
-PEFT's own adds two outputs, which reads and writes everything that the layer gives three times over, and so
-does its gradient. In 16 bits it also rounds W x before it adds s B A x. A change of less than half a unit in
-the last place of W x is then lost: of 1e-3 of it, half. Here the matrix product adds W x, in its fp32
-accumulator, to what the adapter gives, and the sum is rounded once.
+PEFT's own layer adds two outputs. That reads and writes the whole output three times, and the gradient
+again. In 16 bits it also rounds W x before it adds s B A x, and so loses a change of less than half a unit
+in the last place of W x: of a change of 1e-3 W x, half. Here the matrix product adds W x in its fp32
+accumulator to the adapter's output, and the sum is rounded once.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from transformers.pytorch_utils import Conv1D
 
 
 class _Sum(torch.autograd.Function):
-    """(n, out) of x (n, in), W (out, in), A (rank, in) and B (out, rank); W is not trained. A and B may be
-    fp32 where x and W are not.
+    """(n, out) from x (n, in), W (out, in), A (rank, in) and B (out, rank). W is not trained. A and B may
+    be fp32 where x and W are in 16 bits.
     """
 
     @staticmethod
@@ -49,13 +49,13 @@ class _Sum(torch.autograd.Function):
 
 
 def adapter_part(low: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
-    """(n, out) that the product with W is added to, of s A x (n, rank), B (out, rank) and W's bias."""
+    """(n, out) the adapter's output plus W's bias, from s A x (n, rank) and B (out, rank)."""
     return low @ b.T if bias is None else torch.addmm(bias, low, b.T)
 
 
 class FusedLoraLinear(LoraLinear):
-    """PEFT's layer; where it is more than this sum (dropout that acts, autocast, adapter off), it computes
-    it itself.
+    """PEFT's layer. Where the layer is more than this sum (active dropout, autocast, adapter off), PEFT's own
+    code computes it.
     """
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -64,8 +64,9 @@ class FusedLoraLinear(LoraLinear):
         base, (name,) = self.get_base_layer(), self.active_adapters
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         weight = base.weight.T if self.fan_in_fan_out else base.weight
-        found: Tensor = _Sum.apply(x.flatten(0, -2), weight, base.bias, a, b, self.scaling[name])  # type: ignore[no-untyped-call]
-        return found.view(*x.shape[:-1], -1)
+        inputs = x.flatten(0, -2), weight, base.bias, a, b, self.scaling[name]
+        out: Tensor = _Sum.apply(*inputs)  # type: ignore[no-untyped-call]
+        return out.view(*x.shape[:-1], -1)
 
     def _plain(self, x: Tensor) -> bool:
         base, names = self.get_base_layer(), self.active_adapters
@@ -73,9 +74,7 @@ class FusedLoraLinear(LoraLinear):
             return False
         (name,) = names
         dropout, low_rank = self.lora_dropout[name], [self.lora_A[name].weight, self.lora_B[name].weight]
-        drops = dropout.training and not isinstance(
-            dropout, nn.Identity
-        )  # a policy sets these alone to train
+        drops = dropout.training and not isinstance(dropout, nn.Identity)
         if drops or name in self.lora_variant or self.lora_bias[name] or base.weight.requires_grad:
             return False
         if type(base) is not (Conv1D if self.fan_in_fan_out else nn.Linear) or torch.is_autocast_enabled(
@@ -88,7 +87,7 @@ class FusedLoraLinear(LoraLinear):
 
 
 class FusedLoraConv1D(FusedLoraLinear):
-    """Of GPT-2's linear layer, whose weight lies transposed."""
+    """The same for GPT-2's linear layer, which keeps its weight transposed."""
 
     def __init__(self, target: nn.Module, adapter_name: str, config: LoraConfig, **kwargs: Any) -> None:
         config.fan_in_fan_out = True

@@ -1,4 +1,4 @@
-"""The output layer, a chunk of predictors at a time: there is never a tensor of (B, T, V)."""
+"""The output layer, for a chunk of predictors at a time: a tensor (B, T, V) never exists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from agent_peft.policies.sampling import SamplingConfig, log_distribution
 CHUNK = 256 * 49152  # logits that exist at once: 48 MiB in fp32
 
 
-def chosen_logprobs(
+def logprobs_of_targets(
     head: nn.Module,
     plain: bool,
     logits: Callable[[Tensor], Tensor],
@@ -24,51 +24,51 @@ def chosen_logprobs(
     sampling: SamplingConfig,
     entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities (n,) of targets (n,) given hidden states (n, H), under the sampling distribution;
-    with them entropies (n,).
+    """Log-probabilities (n,) in nats of targets (n,) under the sampling distribution, from hidden states
+    (n, H). With ``entropy``, the entropies (n,) too.
 
     Args:
-        head: a linear layer without bias that is not trained gets its gradient without computing the logits
-            again.
-        plain: whether the model does nothing more with the head's output.
-        logits: (n, V) of states (n, H): the head, and what the model does with its output.
+        head: the output layer. If it is a linear layer without bias that is not trained, the backward does
+            not compute the logits again.
+        plain: whether the head's output is the logits.
+        logits: gives (n, V) logits of states (n, H): the head, and what follows it.
     """
     if not len(targets):
         empty = states.new_zeros(0, dtype=torch.float32)
         return empty, empty if entropy else None
     frozen = isinstance(head, nn.Linear) and head.bias is None and not head.weight.requires_grad
     if plain and frozen and not entropy:
-        found: Tensor = _Frozen.apply(states, head.weight, targets, sampling)  # type: ignore[no-untyped-call]
-        return found, None
+        logp: Tensor = _Frozen.apply(states, head.weight, targets, sampling)  # type: ignore[no-untyped-call]
+        return logp, None
 
-    def score(states: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        logp = log_distribution(logits(states), sampling, keep=chosen)
-        taken = logp.gather(-1, chosen.unsqueeze(-1)).squeeze(-1)
+    def score(states: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        logp = log_distribution(logits(states), sampling, keep=target)
+        taken = logp.gather(-1, target.unsqueeze(-1)).squeeze(-1)
         if not entropy:
             return taken, taken.detach()
         return taken, -(logp.exp() * logp.masked_fill(logp.isneginf(), 0.0)).sum(-1)
 
     pieces, size = [], _rows(states, head)
-    for piece, chosen in zip(torch.split(states, size), torch.split(targets, size), strict=True):
+    for piece, target in zip(torch.split(states, size), torch.split(targets, size), strict=True):
         # checkpointed: the backward computes these logits again instead of keeping them all
         one_piece = len(targets) <= size or not torch.is_grad_enabled()
         pieces.append(
-            score(piece, chosen) if one_piece else checkpoint(score, piece, chosen, use_reentrant=False)
+            score(piece, target) if one_piece else checkpoint(score, piece, target, use_reentrant=False)
         )
     return torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces]) if entropy else None
 
 
 def _rows(states: Tensor, head: nn.Module) -> int:
-    """States of a chunk: as many as ``CHUNK`` logits are of. A layer with an adapter is no linear layer,
-    but says what it gives, too.
+    """The number of states whose logits fill a chunk. A head with an adapter is no linear layer, but also has
+    ``out_features``.
     """
     vocabulary = getattr(head, "out_features", states.shape[-1])
     return max(1, CHUNK // int(vocabulary))
 
 
 class _Frozen(torch.autograd.Function):
-    """d log p(t) / d state = (W[t] - sum_v p(v) W[v]) / temperature, which the forward finds while it has
-    p.
+    """d log p(t) / d state = (W[t] - Σ_v p(v) W[v]) / temperature, computed in the forward, where p is at
+    hand.
     """
 
     @staticmethod
@@ -77,14 +77,13 @@ class _Frozen(torch.autograd.Function):
     ) -> Tensor:
         taken, slopes = [], []
         size = max(1, CHUNK // len(weight))
-        for piece, chosen in zip(torch.split(states, size), torch.split(targets, size), strict=True):
-            logp = log_distribution(piece @ weight.T, sampling, keep=chosen)
-            taken.append(logp.gather(-1, chosen.unsqueeze(-1)).squeeze(-1))
+        for piece, target in zip(torch.split(states, size), torch.split(targets, size), strict=True):
+            logp = log_distribution(piece @ weight.T, sampling, keep=target)
+            taken.append(logp.gather(-1, target.unsqueeze(-1)).squeeze(-1))
             if ctx.needs_input_grad[0]:
-                # of a likely token W[t] and p(t) W[t] nearly cancel, so they are subtracted before any
-                # rounding
+                # For a likely token W[t] and p(t) W[t] nearly cancel, so subtract before rounding.
                 slope = logp.exp_().neg_()
-                slope.scatter_add_(-1, chosen.unsqueeze(-1), torch.ones_like(slope[:, :1]))
+                slope.scatter_add_(-1, target.unsqueeze(-1), torch.ones_like(slope[:, :1]))
                 slopes.append(slope.to(weight.dtype) @ weight)
         if slopes:
             ctx.save_for_backward(torch.cat(slopes).div_(sampling.temperature or 1.0))

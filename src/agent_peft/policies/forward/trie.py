@@ -1,15 +1,16 @@
 """The token trie: trajectories that share a prefix share its computation.
 
-Nodes are laid out depth-first; node i has a depth (its position) and ``ends[i]``, where its subtree ends. A
-node sees exactly itself and its ancestors: ``mask[q, k] = k <= q and q < ends[k]``. Tries lie one after the
-other in rows, several to a row, and cannot see each other. One forward over the rows gives the exact
-log-probs of all trajectories.
+Nodes are laid out depth-first. Node i has a depth (its position) and ``ends[i]``, where its subtree ends. A
+node sees exactly itself and its ancestors: ``mask[q, k] = k <= q and q < ends[k]``. Several tries may stand
+in one row, one after the other, and do not see each other. One forward over the rows gives the exact
+log-probabilities of all trajectories.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class Trie:
 
     tokens: list[int]  # (N,)
     positions: list[int]  # (N,) depth
-    ends: list[int]  # (N,) one past the subtree's last node
+    ends: list[int]  # (N,) one past the last node of the subtree
     paths: list[list[int]]  # B lists of L_b nodes
 
     def __len__(self) -> int:
@@ -34,83 +35,111 @@ class Trie:
 
 
 def build_trie(sequences: Sequence[Sequence[int]]) -> Trie:
-    """Merge B token sequences. In sorted order every subtree is contiguous, so one pass over them lays the
-    nodes out depth-first.
+    """Merge B token sequences. In sorted order every subtree is contiguous, so one pass lays the nodes out
+    depth-first.
     """
-    order = sorted(range(len(sequences)), key=lambda b: list(sequences[b]))
     tokens: list[int] = []
     positions: list[int] = []
     ends: list[int] = []
     paths: list[list[int]] = [[] for _ in sequences]
-    previous: list[int] = []  # path of the sequence laid out last
-    for b in order:
-        sequence = sequences[b]
-        shared = 0
-        while shared < min(len(sequence), len(previous)) and tokens[previous[shared]] == sequence[shared]:
-            shared += 1
-        for node in previous[shared:]:
-            ends[node] = len(tokens)
-        path = previous[:shared]
-        for depth in range(shared, len(sequence)):
-            path.append(len(tokens))
-            tokens.append(sequence[depth])
-            positions.append(depth)
-            ends.append(-1)
-        paths[b] = path
-        previous = path
-    for node, end in enumerate(ends):
-        if end < 0:
-            ends[node] = len(tokens)
+    previous: list[int] = []
+    path: list[int] = []
+    for sequence, b in sorted((list(sequence), b) for b, sequence in enumerate(sequences)):
+        shared = common_length(previous, sequence)
+        count, more = len(tokens), len(sequence) - shared
+        for node in path[shared:]:
+            ends[node] = count
+        path = path[:shared] + list(range(count, count + more))
+        tokens += sequence[shared:]
+        positions += range(shared, len(sequence))
+        ends += [-1] * more
+        paths[b], previous = path, sequence
+    for node in path:
+        ends[node] = len(tokens)
     return Trie(tokens, positions, ends, paths)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Tries side by side: R rows of N places, what is left over filled with nodes that see only themselves.
+def count_nodes(sequences: Sequence[Sequence[int]]) -> int:
+    """The length of ``build_trie(sequences)``, without the trie.
 
-    >>> rows = fill_rows([build_trie([[1, 2, 3], [1, 2, 4]]), build_trie([[5, 6]]), build_trie([[7]])], [[0, 1], [2], [3]])
-    >>> rows.tokens.tolist(), rows.ends.tolist(), rows.paths
+    >>> count_nodes([[1, 2, 3], [1, 2, 4]])
+    4
+    """
+    ordered = sorted(map(list, sequences))
+    shared = sum(common_length(one, other) for one, other in pairwise(ordered))
+    return sum(map(len, ordered)) - shared
+
+
+def common_length(one: list[int], other: list[int]) -> int:
+    """The length of the common prefix. Comparing slices is many times as fast as comparing tokens one by one.
+
+    >>> common_length([1, 2, 3], [1, 2, 4, 5])
+    2
+    """
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tries side by side in R rows of N nodes. Nodes that only see themselves fill the rest of a row.
+
+    >>> layout = fill_rows([build_trie([[1, 2, 3], [1, 2, 4]]), build_trie([[5, 6]]), build_trie([[7]])],
+    ...                    [[0, 1], [2], [3]])
+    >>> layout.tokens.tolist(), layout.ends.tolist(), layout.paths
     ([[1, 2, 3, 4], [5, 6, 7, 0]], [[4, 4, 3, 4], [2, 2, 3, 4]], [[0, 1, 2], [0, 1, 3], [4, 5], [6]])
     """
 
     tokens: Tensor  # (R, N) int64
     positions: Tensor  # (R, N) int64
     ends: Tensor  # (R, N) int64, within the row
-    paths: list[list[int]]  # of each sequence, its nodes as row * N + place
+    paths: list[list[int]]  # for each sequence, its nodes as row * N + index
 
     def mask(self) -> Tensor:
         """(R, 1, N, N) bool attention mask: a node sees itself and its ancestors."""
         index = torch.arange(self.tokens.shape[1], device=self.ends.device)
         return ((index[:, None] >= index[None, :]) & (index[:, None] < self.ends[:, None, :]))[:, None]
 
+    def predictors(self, length: int) -> Tensor:
+        """(B, length) the node (of R * N) that predicts token t of sequence b; 0 where there is none."""
+        predictors = torch.zeros(len(self.paths), length, dtype=torch.int64)
+        for b, path in enumerate(self.paths):
+            predictors[b, 1 : len(path)] = torch.tensor(path[:-1], dtype=torch.int64)
+        return predictors
 
-def fill_rows(tries: Sequence[Trie], members: Sequence[Sequence[int]]) -> Rows:
-    """Lay tries into rows as long as the longest of them, the longest first, each into the first row with
-    room for it.
+
+def fill_rows(tries: Sequence[Trie], members: Sequence[Sequence[int]]) -> Layout:
+    """Lay tries into rows as long as the longest trie: the longest first, each into the first row with room.
 
     Args:
-        members: for each trie, which sequences (numbered over all tries) its paths are of.
+        members: for each trie, the numbers (over all tries) of the sequences that its paths belong to.
     """
     width = max(map(len, tries))
     used: list[int] = []
-    places: dict[int, int] = {}
+    starts: dict[int, int] = {}
     for t in sorted(range(len(tries)), key=lambda t: -len(tries[t])):
         row = next((r for r, full in enumerate(used) if full + len(tries[t]) <= width), len(used))
         if row == len(used):
             used.append(0)
-        places[t] = row * width + used[row]
+        starts[t] = row * width + used[row]
         used[row] += len(tries[t])
     tokens, positions = [0] * (len(used) * width), [0] * (len(used) * width)
-    ends = [place + 1 for place in range(width)] * len(used)
+    ends = [index + 1 for index in range(width)] * len(used)
     paths: list[list[int]] = [[] for _ in range(sum(map(len, members)))]
-    for t, start in places.items():
+    for t, start in starts.items():
         trie, end = tries[t], start + len(tries[t])
         tokens[start:end], positions[start:end] = trie.tokens, trie.positions
         ends[start:end] = [start % width + e for e in trie.ends]
         for b, path in zip(members[t], trie.paths, strict=True):
             paths[b] = [start + node for node in path]
     shape = (len(used), width)
-    return Rows(
+    return Layout(
         torch.tensor(tokens).view(shape),
         torch.tensor(positions).view(shape),
         torch.tensor(ends).view(shape),
@@ -118,29 +147,28 @@ def fill_rows(tries: Sequence[Trie], members: Sequence[Sequence[int]]) -> Rows:
     )
 
 
-def lay_out(sequences: Sequence[Sequence[int]], families: Sequence[int], attention_cost: float) -> Rows:
-    """The cheaper of two layouts: one trie of everything, or one for each family (the trajectories of a
-    group).
+def lay_out(sequences: Sequence[Sequence[int]], groups: Sequence[int], attention_cost: float) -> Layout:
+    """The cheaper of two layouts: one trie of all sequences, or one trie for each group.
 
-    One trie computes what families share once; but every node of a row is compared with every other, and that
-    grows with the square.
+    One trie computes once what groups share, such as a system prompt. But every node of a row is compared
+    with every other node of it, and that cost grows with the square of the row's length.
 
     Args:
-        families: for each sequence, the number of its family.
-        attention_cost: of one pair of nodes, as a part of what a node costs without attention.
+        groups: for each sequence, the number of its group.
+        attention_cost: cost of one pair of nodes, relative to the cost of one node without attention.
     """
     members: dict[int, list[int]] = {}
-    for b, family in enumerate(families):
-        members.setdefault(family, []).append(b)
-    whole = fill_rows([build_trie(sequences)], [range(len(sequences))])
+    for b, group in enumerate(groups):
+        members.setdefault(group, []).append(b)
+    together = fill_rows([build_trie(sequences)], [range(len(sequences))])
     if len(members) == 1:
-        return whole
+        return together
     apart = fill_rows(
         [build_trie([sequences[b] for b in rows]) for rows in members.values()], list(members.values())
     )
 
-    def cost(rows: Rows) -> float:
-        count, width = rows.tokens.shape
+    def cost(layout: Layout) -> float:
+        count, width = layout.tokens.shape
         return count * width * (1 + attention_cost * width)
 
-    return min(apart, whole, key=cost)
+    return min(apart, together, key=cost)

@@ -1,5 +1,5 @@
-"""Which model an adapter is of: its tensors fit every model of the same shapes, and mean something to one
-of them only.
+"""Checks the base model of an adapter. Its tensors fit every model of the same shapes, and mean something
+to the model only that they were trained on.
 """
 
 from __future__ import annotations
@@ -19,32 +19,37 @@ _ARCHITECTURE = ("model_type", "hidden_size", "num_hidden_layers", "num_attentio
 
 
 def check_base(model: PreTrainedModel, adapter: LoraConfig, folder: Path) -> None:
-    """Warn where the adapter in ``folder`` names another model than the one it is loaded into.
+    """Warn if the adapter in ``folder`` names another model than the one it is loaded into.
 
-    Folders are moved, and a hub id names what another user has in a folder: the last part of a name counts.
+    Only the last part of a name counts, since folders are moved, and one user's hub id is another user's
+    folder.
 
     Raises:
-        AgentPeftError: that other model is here, and of another architecture.
+        AgentPeftError: the named model is on this machine, and has another architecture.
     """
     theirs, ours = adapter.base_model_name_or_path, model.name_or_path
     if not theirs or not ours or _place(theirs) == _place(ours):  # models from scratch have no name
         return
     if (named := config_here(theirs)) is not None:
-        own, other = model.config.get_text_config(), named.get_text_config()
+        configs = named.get_text_config(), model.config.get_text_config()
         for key in _ARCHITECTURE:
-            was, here = getattr(other, key, None), getattr(own, key, None)
-            if was != here:
+            expected, actual = (getattr(config, key, None) for config in configs)
+            if expected != actual:
                 raise AgentPeftError(
-                    f"the adapter in {folder} is of {theirs!r}, whose {key} is {was}; that of the model {ours!r} is {here}: "
-                    "name the model it is of as policy.model"
+                    f"the adapter in {folder} was trained on {theirs!r}, whose {key} is {expected}; that of "
+                    f"the model {ours!r} is {actual}: set policy.model to the model that the adapter was "
+                    "trained on"
                 )
     if _place(theirs).name.lower() != _place(ours).name.lower():
         logger.warning(
-            "the adapter in %s is of %r, and the model is %r: what it has learnt means little to other weights, though it fits them",
-            folder, theirs, ours,
-        )  # fmt: skip
+            "the adapter in %s was trained on %r, and the model is %r: it fits the weights of another model, "
+            "but means little to them",
+            folder,
+            theirs,
+            ours,
+        )
 
 
 def _place(name: str) -> Path:
-    """The folder of a model; for a hub id what would be one."""
+    """The folder of a model. A hub id is taken for a relative path."""
     return (cached(name) if name in BUNDLED else None) or Path(name).expanduser().resolve()

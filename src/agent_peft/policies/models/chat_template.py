@@ -1,6 +1,4 @@
-"""Chat templates: those of tokenizers that have none of their own, and one date for those that write
-today's.
-"""
+"""Chat templates for tokenizers that have none, and a fixed date for templates that write today's date."""
 
 from __future__ import annotations
 
@@ -12,8 +10,7 @@ from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)
 
-# Used where a tokenizer has no template of its own (base models); bos comes before it where the tokenizer
-# itself writes one.
+# For tokenizers without a template (base models). A bos token comes before it if the tokenizer writes one.
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] | capitalize }}:\n{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n\\n' }}{% endfor %}"
@@ -24,15 +21,15 @@ BARE_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 
-DATE = datetime.datetime(2024, 7, 26)  # what Llama 3's templates write where nobody tells them the date
+DATE = datetime.datetime(2024, 7, 26)  # the date that Llama 3's templates fall back on
 _WRITES_DATE = re.compile(r"""\bstrftime_now\(\s*(?:format\s*=\s*)?(["'])(?P<form>[^"'\\{}]*)\1\s*\)""")
 
 
 def undated(template: str | dict[str, str]) -> str | None:
-    """The same template with ``DATE`` wherever it writes today's date, None where it writes none.
+    """The template with ``DATE`` in place of today's date, or None where it writes no date.
 
     Raises:
-        AgentPeftError: it writes the present time in a form that it makes up.
+        AgentPeftError: it writes the present time in a format that it computes.
 
     >>> undated("{{ strftime_now('%d %b %Y') }}")
     "{{ '26 Jul 2024' }}"
@@ -43,7 +40,8 @@ def undated(template: str | dict[str, str]) -> str | None:
     text = _WRITES_DATE.sub(lambda call: repr(DATE.strftime(call["form"])), text)
     if "strftime_now(" in text:
         raise AgentPeftError(
-            "the chat template writes the present time, so that no two runs would read the same; write a date into it"
+            "the chat template writes the present time, so no two runs would read the same tokens; write a "
+            "date into it"
         )
     logger.warning(
         "the chat template writes today's date; here it is always %s, so that prompts stay the same",

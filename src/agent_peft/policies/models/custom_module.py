@@ -1,8 +1,8 @@
 """A user's own ``nn.Module`` as a causal language model that the engine, LoRA and checkpoints can work with.
 
-The module sees token ids and gives logits, nothing more. What stands in for its keys and values is the tokens
-themselves, kept in the engine's slots: each new token re-reads its conversation, so this is right for any
-module and slow for long conversations.
+The module maps token ids to logits. The engine's slots keep the tokens themselves in place of keys and
+values, and each new token re-reads its conversation. So this is right for every module, and slow for long
+conversations.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers import Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutput
 
 from agent_peft.lookup import find
 from agent_peft.types import AgentPeftError
 
 
-class OwnConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
-    """Names the class and its arguments; the sizes are those of the tokens that are kept in place of keys
-    and values.
+class CustomModelConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
+    """The class and its arguments. The sizes are those of the tokens that are kept in place of keys and
+    values.
     """
 
-    model_type = "agent_peft_own_module"
+    model_type = "agent_peft_custom_module"
 
     def __init__(
         self, module: str = "", arguments: Mapping[str, Any] | None = None, vocab_size: int = 1, **others: Any
@@ -35,7 +35,7 @@ class OwnConfig(PretrainedConfig):  # type: ignore[no-untyped-call]
 
 
 class _Decoder(nn.Module):
-    """In place of hidden states it gives the logits themselves."""
+    """Gives the logits in place of hidden states."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -53,9 +53,8 @@ class _Decoder(nn.Module):
         assert position_ids is not None
         tokens = input_ids[:, None, :, None]  # as (B, heads = 1, Q, size = 1) keys
         seen, _ = past_key_values.update(tokens, tokens, 0)
-        logits = self.logits(
-            seen[:, 0, :, 0]
-        )  # what lies behind a row's last token is stale, and a causal module does not look there
+        # values behind a row's last token are stale, and a causal module does not look there
+        logits = self.logits(seen[:, 0, :, 0])
         index = position_ids[:, :, None].expand(-1, -1, logits.shape[-1])
         return BaseModelOutputWithPast(last_hidden_state=logits.gather(1, index))
 
@@ -65,21 +64,22 @@ class _Decoder(nn.Module):
         if not isinstance(logits, Tensor) or logits.shape[:-1] != tokens.shape:
             got = tuple(logits.shape) if isinstance(logits, Tensor) else type(out).__name__
             raise AgentPeftError(
-                f"{type(self.module).__name__}: forward gave {got} for tokens {tuple(tokens.shape)}; it must give logits (B, T, V)"
+                f"{type(self.module).__name__}: forward gave {got} for tokens {tuple(tokens.shape)}; "
+                "it must give logits (B, T, V)"
             )
         return logits
 
 
-class OwnModel(PreTrainedModel, GenerationMixin):  # PEFT wraps what can generate
+class CustomModel(PreTrainedModel, GenerationMixin):  # PEFT wraps what can generate
     """The wrapper. ``policy.architecture: {model_type: "package.module:Class", …}`` makes
     ``Class(vocab_size=…, …)``.
     """
 
-    config_class = OwnConfig
+    config_class = CustomModelConfig
     base_model_prefix = "decoder"
     supports_gradient_checkpointing = False
 
-    def __init__(self, config: OwnConfig) -> None:
+    def __init__(self, config: CustomModelConfig) -> None:
         super().__init__(config)
         self.decoder = _Decoder(_build(config))
         self.head = nn.Identity()
@@ -101,38 +101,40 @@ class OwnModel(PreTrainedModel, GenerationMixin):  # PEFT wraps what can generat
         return CausalLMOutput(logits=self.decoder(input_ids).last_hidden_state)
 
 
-def _build(config: OwnConfig) -> nn.Module:
+def _build(config: CustomModelConfig) -> nn.Module:
     try:
-        found = own_module(config.module)
+        module_class = custom_class(config.module)
     except ValueError as error:
         raise AgentPeftError(f"policy.architecture.model_type: {error}") from error
     try:
-        return found(vocab_size=config.vocab_size, **config.arguments)
+        return module_class(vocab_size=config.vocab_size, **config.arguments)
     except TypeError as error:
         raise AgentPeftError(f"policy.architecture: {config.module} cannot be made: {error}") from error
 
 
-def own_module(name: str) -> type[nn.Module]:
-    """The class that ``package.module:Class`` names. Nothing but a subclass of ``nn.Module`` is ever called.
+def custom_class(name: str) -> type[nn.Module]:
+    """The class that ``package.module:Class`` names. Only a subclass of ``nn.Module`` is ever called.
 
     Raises:
-        ValueError: there is none.
+        ValueError: it cannot be imported, or is no such subclass.
     """
-    found = find(name)
-    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+    module_class = find(name)
+    if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
         raise ValueError(f"{name} cannot be made a model: it is no subclass of nn.Module")
-    return found
+    return module_class
 
 
-def own_model(architecture: Mapping[str, Any], vocab_size: int) -> OwnModel:
+def build_custom(architecture: Mapping[str, Any], vocab_size: int) -> CustomModel:
     """The model of ``{model_type: "package.module:Class", **arguments}``.
 
     Raises:
-        AgentPeftError: it cannot be imported or made, its output is no logits, or it looks at tokens that
-            come later.
+        AgentPeftError: the class cannot be imported or made, its output is no logits, or depends on later
+            tokens.
     """
     arguments = {key: value for key, value in architecture.items() if key != "model_type"}
-    model = OwnModel(OwnConfig(module=architecture["model_type"], arguments=arguments, vocab_size=vocab_size))
+    model = CustomModel(
+        CustomModelConfig(module=architecture["model_type"], arguments=arguments, vocab_size=vocab_size)
+    )
     model.eval()  # type: ignore[no-untyped-call]
     tokens = torch.arange(8).unsqueeze(0) % vocab_size
     later = tokens.clone()
@@ -141,10 +143,10 @@ def own_model(architecture: Mapping[str, Any], vocab_size: int) -> OwnModel:
         first, second = model(tokens).logits, model(later).logits
     if first.shape[-1] < vocab_size:
         raise AgentPeftError(
-            f"{architecture['model_type']}: gives {first.shape[-1]} logits for a vocabulary of {vocab_size}"
+            f"{architecture['model_type']} gives {first.shape[-1]} logits for a vocabulary of {vocab_size}"
         )
     if not torch.allclose(first[:, :4], second[:, :4], atol=1e-5):
         raise AgentPeftError(
-            f"{architecture['model_type']}: is not causal: its logits depend on tokens that come later"
+            f"{architecture['model_type']} is not causal: its logits depend on tokens that come later"
         )
     return model

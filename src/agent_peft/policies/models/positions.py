@@ -1,4 +1,4 @@
-"""How many positions a model can read, and how far back it looks, by its configuration."""
+"""The longest sequence that a model can read, and its sliding window, from its configuration."""
 
 from __future__ import annotations
 
@@ -6,29 +6,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PretrainedConfig
+from transformers import PreTrainedConfig
 
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.types import AgentPeftError
 
-# what configurations call the length of the table, or the range, of positions; Transformers maps most names
-# to the first
-_MOST = ("max_position_embeddings", "max_seq_len")
-# rotary frequencies that follow the longest position of a forward: keys that are kept, and neighbours in a
-# batch, would have others
+# Names for the number of positions. Transformers maps most other names to the first.
+_LENGTHS = ("max_position_embeddings", "max_seq_len")
+# Rotary frequencies that depend on the longest position of a forward. Keys in a cache, and other rows of a
+# batch, would have been computed with other frequencies.
 _FOLLOWS_LENGTH = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True)
 class Bound:
-    """No sequence may be longer. ``reason`` says which part of the configuration tells so."""
+    """The most positions of a sequence. ``reason`` names the part of the configuration that limits them."""
 
     positions: int
     reason: str
 
 
-def bound_of(config: PretrainedConfig) -> Bound | None:
-    """The longest sequence a model was made for, None where it has no positions to run out of (Mamba).
+def bound_of(config: PreTrainedConfig) -> Bound | None:
+    """The longest sequence that a model was made for, or None where it has no positions (Mamba).
 
     Rotary positions that are stretched evenly (linear, yarn) reach as far as they are stretched to, as vLLM
     reads them; frequencies that change with the length are constant up to the original length only.
@@ -36,21 +35,21 @@ def bound_of(config: PretrainedConfig) -> Bound | None:
     >>> from transformers import GPT2Config, LlamaConfig, MambaConfig
     >>> bound_of(GPT2Config(n_positions=64)), bound_of(MambaConfig())
     (Bound(positions=64, reason='max_position_embeddings'), None)
-    >>> yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}
-    >>> bound_of(LlamaConfig(max_position_embeddings=32768, rope_parameters=yarn)).positions
-    131072
+    >>> yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
+    >>> bound_of(LlamaConfig(max_position_embeddings=8192, rope_parameters=yarn)).positions
+    32768
     """
     text: Any = config.get_text_config()
-    most = next((n for name in _MOST if isinstance(n := getattr(text, name, None), int) and n > 1), None)
+    most = next((n for name in _LENGTHS if isinstance(n := getattr(text, name, None), int) and n > 1), None)
     table = [] if most is None else [Bound(most, "max_position_embeddings")]
-    found: list[Bound] = []
+    bounds: list[Bound] = []
     for rope in _ropes(text):
         kind, original = rope.get("rope_type"), rope.get("original_max_position_embeddings") or most
         if not original:
             continue
         if kind in _FOLLOWS_LENGTH:
             length = most if kind == "dynamic" and most else original
-            found.append(
+            bounds.append(
                 Bound(int(length), f"beyond them its rotary frequencies ({kind}) change with the length")
             )
         elif kind in ("linear", "yarn") and most is not None:
@@ -61,17 +60,14 @@ def bound_of(config: PretrainedConfig) -> Bound | None:
                     "max_position_embeddings, as far as its rotary positions are stretched",
                 )
             ]
-    if "local" in (
-        getattr(text, "attention_layers", None) or ()
-    ):  # GPT-Neo's, which it cuts by the place of a key, not by its position
-        found.append(
-            Bound(int(text.window_size), "its local attention has a window_size, which Agent-PEFT cannot cut")
-        )
-    return min(found + table, key=lambda bound: bound.positions, default=None)
+    if "local" in (getattr(text, "attention_layers", None) or ()):  # GPT-Neo
+        limit = "its local attention has a window_size, which Agent-PEFT cannot apply to a cache"
+        bounds.append(Bound(int(text.window_size), limit))
+    return min(bounds + table, key=lambda bound: bound.positions, default=None)
 
 
 def _ropes(text: Any) -> Iterator[dict[str, Any]]:
-    """Rotary parameters: of all layers, or of each type of layer."""
+    """The rotary parameters of all layers, or of each type of layer."""
     rope = getattr(text, "rope_parameters", None)
     if isinstance(rope, dict):
         yield from (
@@ -80,27 +76,32 @@ def _ropes(text: Any) -> Iterator[dict[str, Any]]:
 
 
 def fit(sampling: SamplingConfig, bound: Bound | None, where: str = "sampling.max_tokens") -> SamplingConfig:
-    """The same, for episodes no longer than the bound: it lowers ``max_tokens`` where that is the default.
+    """Limit the length of episodes to the bound: lower ``max_tokens`` if it is the default.
+
+    Args:
+        where: the key's path, for the error.
 
     Raises:
-        AgentPeftError: it was set, in ``where``, and is more.
+        AgentPeftError: ``max_tokens`` was set, to more than the bound.
     """
     if bound is None or sampling.max_tokens <= bound.positions:
         return sampling
     if "max_tokens" not in sampling.model_fields_set:
         return sampling.model_copy(update={"max_tokens": bound.positions})
     raise AgentPeftError(
-        f"{where}: {sampling.max_tokens} is more than the {bound.positions} positions that the model can read ({bound.reason}); "
-        f"set it to {bound.positions} or less"
+        f"{where}: {sampling.max_tokens} is more than the {bound.positions} positions that the model can "
+        f"read ({bound.reason}); set it to {bound.positions} or less"
     )
 
 
-def window_of(config: PretrainedConfig) -> int | None:
-    """How many tokens back some layer looks, None where all of them see everything there can be.
+def window_of(config: PreTrainedConfig) -> int | None:
+    """The sliding window in tokens, or None where every layer sees the longest sequence that there can be.
 
     >>> from transformers import MistralConfig
-    >>> window_of(MistralConfig(sliding_window=4096)), window_of(MistralConfig(sliding_window=4096, max_position_embeddings=2048))
-    (4096, None)
+    >>> window_of(MistralConfig(sliding_window=4096))
+    4096
+    >>> window_of(MistralConfig(sliding_window=4096, max_position_embeddings=2048)) is None
+    True
     """
     text: Any = config.get_text_config()
     window, kinds = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)

@@ -1,5 +1,5 @@
-"""Models and tokenizers from a folder or the hub, which a stranger may have made: no code of theirs is
-run, nothing is asked on the terminal, and whatever is wrong with them is told in one line.
+"""Models and tokenizers from a folder or the hub. They may come from a stranger: their code is never run,
+nothing is asked on the terminal, and every fault is reported in one line.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from agent_peft.files import check_regular
 from agent_peft.policies.models import template_probe
 from agent_peft.types import AgentPeftError
 
-MOST_REPEATED = 1024  # layers, or experts of a layer
-MOST_PER_BYTE = 8  # parameters, of any quantization there is
-PROBE_SECONDS = 5  # of the processor, to render some short conversations
+MAX_REPEATED = 1024  # layers, or experts of a layer
+MAX_PER_BYTE = 8  # parameters, in any quantization that exists
+PROBE_SECONDS = 5  # of processor time, to render some short conversations
 PROBE_BYTES = 1 << 30
-LONGEST_RENDERING = 1 << 20  # characters, of a conversation of a few words
+MAX_RENDERING = 1 << 20  # characters, for a conversation of a few words
 
 _REPEATED = re.compile(r"(num|n)_\w*(layer|block|expert)\w*|n_layer|\w*depth")
 
@@ -40,13 +40,14 @@ def load_pretrained(folder: str, dtype: torch.dtype) -> tuple[PreTrainedTokenize
 
     Raises:
         OSError: there is no such model.
-        AgentPeftError: it cannot be loaded, needs code of its own, or its sizes or its chat template are
-            beyond all bounds.
+        AgentPeftError: it cannot be loaded, needs its own code, or its sizes or its chat template exceed all
+            bounds.
     """
     check_regular(Path(folder))
     if (Path(folder) / "adapter_config.json").exists():
         raise AgentPeftError(
-            f"policy.model: {folder!r} holds an adapter; name it as policy.adapter, and the model it is of as policy.model"
+            f"policy.model: {folder!r} holds an adapter; name it as policy.adapter, and the model that it "
+            "was trained on as policy.model"
         )
     here = Path(folder).is_dir()
     if here and not (Path(folder) / "config.json").is_file():
@@ -61,7 +62,7 @@ def load_pretrained(folder: str, dtype: torch.dtype) -> tuple[PreTrainedTokenize
         model = _load_model(folder, config, dtype)
     except AgentPeftError:
         raise
-    except Exception as error:  # there is no end to what may be wrong with files
+    except Exception as error:  # a damaged file may raise anything
         if isinstance(error, OSError) and not here:
             raise
         raise AgentPeftError(f"policy.model: {folder!r} cannot be loaded: {cause(error)}") from error
@@ -83,7 +84,7 @@ def _load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
 
 
 def _load_model(folder: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Weights that are not in the files are an error: Transformers would make them up at random."""
+    """Missing weights are an error here. Transformers would draw them at random."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         config=config,
@@ -100,15 +101,15 @@ def _load_model(folder: str, config: PreTrainedConfig, dtype: torch.dtype) -> Pr
     ):
         if names := sorted(key if isinstance(key, str) else key[0] for key in keys):
             raise AgentPeftError(
-                f"policy.model: {folder!r}: {len(names)} of the weights that its config.json describes {problem}, first {names[0]}; "
-                "they do not belong together"
+                f"policy.model: {folder!r}: {len(names)} of the weights that its config.json describes "
+                f"{problem}, first {names[0]}; they do not belong together"
             )
     return model
 
 
 def ends_of(model: PreTrainedModel) -> list[int]:
-    """The tokens at which Transformers itself would stop: there may be several, of which the tokenizer
-    knows one.
+    """The tokens at which Transformers' own generation stops. There may be several; the tokenizer knows
+    one.
     """
     ends = getattr(model.generation_config, "eos_token_id", None)
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
@@ -119,8 +120,11 @@ def build(
 ) -> PreTrainedModel:
     """A model of random weights.
 
+    Args:
+        name: of the configuration, for the error.
+
     Raises:
-        AgentPeftError: there is none of this configuration; with the ``name`` of what describes it.
+        AgentPeftError: no model can be built from this configuration.
     """
     check_config(config, name)
     try:
@@ -128,7 +132,7 @@ def build(
             config, dtype=dtype, trust_remote_code=False
         )  # type: ignore[no-untyped-call]
     except Exception as error:
-        raise AgentPeftError(f"{name}: no model can be built of it: {cause(error)}") from error
+        raise AgentPeftError(f"{name}: no model can be built from it: {cause(error)}") from error
     return built
 
 
@@ -136,7 +140,7 @@ def read_config(folder: str, download: bool = True) -> PreTrainedConfig:
     """A model's configuration.
 
     Args:
-        download: whether the hub may be asked for what is not here.
+        download: whether the hub may be asked for a file that is not on this machine.
 
     Raises:
         AgentPeftError: see ``check_config``.
@@ -150,27 +154,29 @@ def read_config(folder: str, download: bool = True) -> PreTrainedConfig:
 
 
 def check_config(config: PreTrainedConfig, name: str) -> None:
-    """What would take forever to build, or fetch code from elsewhere.
+    """Refuse a configuration whose model would take forever to build, or would fetch code.
 
     Raises:
-        AgentPeftError: something like that is asked for.
+        AgentPeftError: it is such a configuration.
     """
     for key, number in _numbers(config.to_dict()):
-        if _REPEATED.fullmatch(key) and number > MOST_REPEATED:
+        if _REPEATED.fullmatch(key) and number > MAX_REPEATED:
             raise AgentPeftError(
-                f"{name}: {key}: {number} is more than {MOST_REPEATED}, so that this is no model for any machine"
+                f"{name}: {key}: {number} is more than {MAX_REPEATED}: no machine can hold such a model"
             )
     if "/" in str(getattr(config, "_attn_implementation", None)):
         raise AgentPeftError(
-            f"{name}: asks for attention from the hub ({config._attn_implementation!r}), which is code; it is not fetched"
+            f"{name}: asks for attention from the hub ({config._attn_implementation!r}), which is code; it "
+            "is not fetched: remove attn_implementation"
         )
 
 
 def check_size(config: PreTrainedConfig, folder: Path) -> None:
-    """Weights that are not in the files would be made up, whatever memory that takes.
+    """Refuse a folder whose files are too small for the parameters that its config.json describes.
+    Transformers would draw the missing ones at random, whatever memory that takes.
 
     Raises:
-        AgentPeftError: the files cannot hold so many.
+        AgentPeftError: the files cannot hold so many parameters.
     """
     with torch.device("meta"):
         parameters = sum(
@@ -183,10 +189,10 @@ def check_size(config: PreTrainedConfig, folder: Path) -> None:
         raise AgentPeftError(
             f"policy.model: '{folder}' holds no weights (*.safetensors or *.bin); copy them there"
         )
-    if parameters > MOST_PER_BYTE * stored:
+    if parameters > MAX_PER_BYTE * stored:
         raise AgentPeftError(
-            f"{folder}: its config.json describes {parameters:,} parameters, and its weights have {stored:,} bytes; "
-            "they do not belong together"
+            f"{folder}: its config.json describes {parameters:,} parameters, and its weights have "
+            f"{stored:,} bytes; they do not belong together"
         )
 
 
@@ -199,19 +205,20 @@ def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
 
 
 def cause(error: BaseException) -> str:
-    """The first line of an error of Transformers', with our advice where it gives one that has no effect
-    here.
-    """
+    """The first line of an error from Transformers; with our advice where theirs has no effect here."""
     if "trust_remote_code" in str(error):
-        return "it comes with code of its own (auto_map), which is never run; take a model of a type that Transformers knows"
+        return (
+            "it comes with its own code (auto_map), which is never run; take a model of a type that "
+            "Transformers knows"
+        )
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return f"{type(error).__name__}: {first[:300]}"
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Render short conversations in a process that can be stopped, before this one does.
+    """Render short conversations in another process, which can be stopped, before this process renders any.
 
-    A template that is slow by the clock or by chance is not found out.
+    A template that is slow only at some times, or by chance, is not detected.
 
     Raises:
         AgentPeftError: it takes too long, too much memory, or writes too much.
@@ -228,7 +235,7 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         "template": template.get("default", "") if isinstance(template, dict) else template,
         "special_tokens": {key: str(token) for key, token in tokenizer.special_tokens_map.items()},
         "conversations": conversations,
-        "longest": LONGEST_RENDERING,
+        "longest": MAX_RENDERING,
         "seconds": PROBE_SECONDS,
         "bytes": PROBE_BYTES,
     }
@@ -237,11 +244,12 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, timeout=60)
         ended = (
             0 if done.returncode == 1 else done.returncode
-        )  # 1: it could not be tried; rendering it will tell why
+        )  # 1: the template failed; rendering it says why
     except subprocess.TimeoutExpired:
         ended = template_probe.TOO_MUCH
     if ended:
         raise AgentPeftError(
-            f"{name}: the chat template takes more than {PROBE_SECONDS} seconds, {PROBE_BYTES >> 20} MB or {LONGEST_RENDERING:,} "
-            "characters for a conversation of a few words; take another model, or repair its chat_template"
+            f"{name}: the chat template takes more than {PROBE_SECONDS} seconds, {PROBE_BYTES >> 20} MB or "
+            f"{MAX_RENDERING:,} characters for a conversation of a few words; take another model, or repair "
+            "its chat_template"
         )

@@ -1,5 +1,5 @@
-"""How large a model is, read from its configuration: the model is built without weights, so this costs
-neither memory nor a download.
+"""The sizes of a model, from its configuration. The model is built without weights, so this costs neither
+memory nor a download.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from agent_peft.lookup import may_import
-from agent_peft.policies.adapters import LoraSettings
-from agent_peft.policies.config import PretrainedConfig, ScratchConfig
-from agent_peft.policies.forward.activation_checkpointing import layers_of
+from agent_peft.policies.config import LoraSettings, PretrainedConfig, ScratchConfig
 from agent_peft.policies.models.bundled import config_here
+from agent_peft.policies.models.character_tokenizer import character_tokenizer
+from agent_peft.policies.models.layers import layers_of
 from agent_peft.policies.models.pretrained import build, cause
-from agent_peft.policies.tokenization import character_tokenizer
 from agent_peft.types import AgentPeftError
 
-# tensors as wide as the MLP that an activation function keeps for its backward, beside what it gives; 1, its
-# input, where it is one kernel
+# Tensors as wide as the MLP that an activation function keeps for its backward, besides its output. A
+# function that is one kernel keeps 1: its input.
 _ACTIVATIONS = {"quick_gelu": 2, "relu": 0}
 
 
 @dataclass(frozen=True)
 class LinearShape:
-    """A linear layer. ``last``: it reads what its block has made; the others of the block all read what
-    came in.
+    """A linear layer.
+
+    ``last`` marks the block's output projection (o_proj, down_proj). The block's other layers all read the
+    block's input.
     """
 
     name: str
@@ -44,7 +45,7 @@ class LinearShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What memory depends on. Every layer is taken to be like the first one."""
+    """The sizes on which memory depends. All layers are taken to be like the first."""
 
     parameters: int
     layers: int
@@ -53,13 +54,13 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_size: int
-    norms: tuple[int, ...]  # widths of the first layer's
-    rms: bool  # norms that Transformers writes out, in fp32; else one kernel
+    norms: tuple[int, ...]  # widths of the norms of the first layer
+    rms: bool  # the norms are several operations in fp32, otherwise one kernel
     activation: int  # see _ACTIVATIONS
     gated: bool
-    eager: bool  # attention that keeps its scores
-    masks: int  # full, sliding
-    plain: bool  # attention that adds nothing to its scores, so that ours may take its place
+    eager: bool  # attention keeps its scores
+    masks: int  # 2 where there are full and sliding layers, otherwise 1
+    plain: bool  # attention adds nothing to its scores, so ours may replace it
     linears: tuple[LinearShape, ...]  # of the first layer
 
     @property
@@ -72,11 +73,11 @@ class ModelShape:
 
 
 def shape_of(config: PretrainedConfig | ScratchConfig) -> ModelShape | None:
-    """None where it cannot be known: a module of one's own, a model that is not here yet, or one that is
-    no stack of attention layers.
+    """The sizes of a policy's model, or None where they are unknown: for a custom module, a model that is
+    not on this machine yet, or one that is no stack of attention layers.
     """
-    if isinstance(config, ScratchConfig) and ":" in (own := str(config.architecture.get("model_type"))):
-        may_import(own)  # it is not imported here, but told to whoever does not trust it
+    if isinstance(config, ScratchConfig) and is_custom(config):
+        may_import(config.architecture["model_type"])  # reports the name to a caller that may not import it
     model = config_at_hand(config)
     if model is None:
         return None
@@ -94,6 +95,11 @@ def shape_of(config: PretrainedConfig | ScratchConfig) -> ModelShape | None:
         return None
 
 
+def is_custom(config: ScratchConfig) -> bool:
+    """Whether the architecture is a module of the user's own, ``package.module:Class``."""
+    return ":" in str(config.architecture.get("model_type"))
+
+
 def scratch_architecture(config: ScratchConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
     """The Transformers configuration of a model from scratch; its special tokens are the tokenizer's."""
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -104,22 +110,23 @@ def scratch_architecture(config: ScratchConfig, tokenizer: PreTrainedTokenizerBa
 
 
 def config_at_hand(config: PretrainedConfig | ScratchConfig) -> Any:
-    """The Transformers configuration of a policy, as far as it is known without a download: None where it is
-    not.
+    """The Transformers configuration of a policy, or None where it is not known without a download.
 
     Raises:
-        AgentPeftError: it asks for what is never done, see ``check_config``.
+        AgentPeftError: the configuration is refused (``check_config``).
     """
     if isinstance(config, ScratchConfig):
-        if ":" in str(config.architecture.get("model_type")):
+        if is_custom(config):
             return None
         return scratch_architecture(config, character_tokenizer(config.alphabet))
     return config_here(config.model)
 
 
 def measure(model: Any, lora: LoraSettings | None) -> ModelShape:
-    """The shape of a causal language model without an adapter, on any device; ``lora`` is what it is to
-    get.
+    """The sizes of a causal language model without an adapter, on any device.
+
+    Args:
+        lora: the adapter that the model is to get.
     """
     text = model.config.get_text_config()
     layers = layers_of(model.get_decoder())
@@ -142,7 +149,7 @@ def measure(model: Any, lora: LoraSettings | None) -> ModelShape:
     widths = {
         "q": heads * head_size,
         "k": kv_heads * head_size,
-    }  # of q_norm and k_norm; others read the hidden state
+    }  # q_norm, k_norm; others read the hidden state
     kinds = set(getattr(text, "layer_types", None) or ())
     return ModelShape(
         parameters=sum(p.numel() for p in model.parameters()),
@@ -164,8 +171,8 @@ def measure(model: Any, lora: LoraSettings | None) -> ModelShape:
 
 
 def _linears(layer: nn.Module, lora: LoraSettings | None) -> Iterator[LinearShape]:
-    """Those of a layer, block by block: the last one of each block is written last in every model there
-    is.
+    """The linear layers of a layer, block by block. In every model so far, the output projection of a block
+    is its last linear layer.
     """
     blocks: dict[str, list[tuple[str, nn.Module]]] = {}
     for name, module in layer.named_modules():
@@ -196,4 +203,4 @@ def _sizes(module: Any) -> tuple[int, int]:
 
 def _activation(text: Any) -> str:
     names = ("hidden_activation", "hidden_act", "activation_function")
-    return str(next((found for name in names if (found := getattr(text, name, None))), ""))
+    return str(next((name for key in names if (name := getattr(text, key, None))), ""))

@@ -1,6 +1,6 @@
-"""Renders a stranger's chat template in a process of its own, which may be killed: `chat_template` starts it.
+"""Renders a stranger's chat template in a separate process that may be killed; ``pretrained`` starts it.
 
-A template is a program. Jinja's sandbox keeps it from files and processes, but not from looping, or from
+A template is a program. Jinja's sandbox keeps it from files and processes, but not from looping or from
 filling the memory.
 """
 
@@ -32,8 +32,8 @@ class _Generation(Extension):
 def render_all(
     template: str, special_tokens: dict[str, str], conversations: list[list[dict[str, str]]], longest: int
 ) -> None:
-    """Every conversation, with a generation prompt and without. What fails is told later, by whoever needs
-    it.
+    """Render every conversation, with and without a generation prompt. Failures are reported later, when the
+    policy's process renders the same.
 
     Raises:
         MemoryError: there is not enough, or a text is longer than ``longest`` characters.

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from agent_peft.policies.tokenization import ChatTokenizer, character_tokenizer
+from agent_peft.policies.models.character_tokenizer import character_tokenizer
+from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.types import AgentPeftError, Message
 
 

@@ -1,0 +1,133 @@
+"""Makes the policy that a configuration describes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from pydantic import ValidationError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from agent_peft.config import first_error
+from agent_peft.hardware import choose_device
+from agent_peft.lookup import nearest
+from agent_peft.out_of_memory import telling_out_of_memory
+from agent_peft.policies import adapters
+from agent_peft.policies.config import PretrainedConfig, ScratchConfig
+from agent_peft.policies.models.bundled import BUNDLED, fetch, from_gguf
+from agent_peft.policies.models.character_tokenizer import character_tokenizer
+from agent_peft.policies.models.custom_module import build_custom
+from agent_peft.policies.models.pretrained import build, cause, ends_of, load_pretrained
+from agent_peft.policies.models.shape import is_custom, scratch_architecture
+from agent_peft.policies.policy import Policy
+from agent_peft.policies.precision import choose_precision
+from agent_peft.policies.tokenization import ChatTokenizer
+from agent_peft.seeding import derive
+from agent_peft.types import AgentPeftError
+
+_KINDS: Mapping[str, type[PretrainedConfig | ScratchConfig]] = {
+    "pretrained": PretrainedConfig,
+    "scratch": ScratchConfig,
+}
+
+
+def load_policy(
+    model: str | Path | Mapping[str, Any] | PretrainedConfig | ScratchConfig, seed: int = 0, **keys: Any
+) -> Policy:
+    """The policy of a model. Its LoRA adapter starts at zero, which is proven: the first output equals the
+    base model's.
+
+    >>> alphabet, architecture = "01+=", {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 1}
+    >>> scratch = {"kind": "scratch", "alphabet": alphabet, "architecture": architecture}
+    >>> policy = load_policy(scratch, device="cpu")
+    >>> policy.has_adapter, sum(p.numel() for p in policy.trainable_parameters()) > 0
+    (False, True)
+
+    Args:
+        model: a bundled name (``"smollm2-135m"``), a folder, a GGUF file or a hub id; or the keys of
+            ``policy`` in a run's configuration.
+        seed: decides the adapter's random matrix A, and all weights of a model from scratch.
+        keys: more keys of ``policy``, such as ``dtype="float32"``, ``lora=None`` or ``adapter="folder"``.
+
+    Raises:
+        AgentPeftError: a key is wrong, or the model cannot be loaded or is not supported.
+    """
+    config = policy_config(model, **keys)
+    device, dtype = choose_device(config.device), choose_precision(config).dtype
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # Transformers shows one for each file
+    tokenizer, base = _load_scratch(config, seed, dtype) if config.kind == "scratch" else _load(config, dtype)
+    with telling_out_of_memory(
+        "as the model was put on its device",
+        "set policy.dtype=auto, a smaller policy.model or another device",
+    ):
+        base.to(device)  # type: ignore[arg-type]  # its decorator hides self
+        chat = ChatTokenizer(tokenizer, ends_of(base))
+        adapted: PreTrainedModel | PeftModel = base
+        if config.lora is not None:
+            adapted = adapters.attach(base, config.lora, derive(seed, "adapter"))
+            adapters.assert_zero_delta(adapted)
+        policy = Policy(adapted, chat, config.packing, config.activation_checkpointing)
+    if config.kind == "pretrained" and config.adapter is not None:
+        policy.load(config.adapter)
+    return policy
+
+
+def policy_config(
+    model: str | Path | Mapping[str, Any] | PretrainedConfig | ScratchConfig, **keys: Any
+) -> PretrainedConfig | ScratchConfig:
+    """The configuration that the arguments of ``load_policy`` mean.
+
+    >>> policy_config("smollm2-135m", dtype="float32").dtype
+    'float32'
+
+    Raises:
+        AgentPeftError: a key or its value is wrong; in one line.
+    """
+    if isinstance(model, PretrainedConfig | ScratchConfig):
+        content = model.model_dump(exclude_unset=True) | {"kind": model.kind}
+    else:
+        content = dict(model) if isinstance(model, Mapping) else {"model": str(model)}
+    content = {"kind": "pretrained", **content, **keys}
+    if (config_class := _KINDS.get(content["kind"])) is None:
+        raise AgentPeftError(
+            f"policy.kind: there is no {content['kind']!r}; {nearest(content['kind'], list(_KINDS))}"
+        )
+    try:
+        return config_class.model_validate(content)
+    except ValidationError as error:
+        raise AgentPeftError(first_error(error, "policy", config_class)) from error
+
+
+def _load(config: PretrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    try:
+        return load_pretrained(resolve_model(config.model), dtype)
+    except OSError as error:
+        raise AgentPeftError(
+            f"policy.model: {config.model!r} is no bundled model ({', '.join(BUNDLED)}), no folder and no "
+            f"model that the hub gives: {cause(error)}"
+        ) from error
+
+
+def _load_scratch(
+    config: ScratchConfig, seed: int, dtype: torch.dtype
+) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    tokenizer: PreTrainedTokenizerBase = character_tokenizer(config.alphabet)
+    with torch.random.fork_rng():
+        torch.manual_seed(derive(seed, "weights"))
+        if is_custom(config):
+            model: PreTrainedModel = build_custom(config.architecture, len(tokenizer))
+            return tokenizer, model.to(dtype)  # type: ignore[arg-type]  # its decorator hides self
+        return tokenizer, build(scratch_architecture(config, tokenizer), dtype)
+
+
+def resolve_model(name: str) -> str:
+    """The folder of a bundled model or of a GGUF file; any other name is returned as it is."""
+    if name in BUNDLED:
+        return str(fetch(name))
+    if name.endswith(".gguf"):
+        return str(from_gguf(Path(name)))
+    return name
