@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticConfig
-from agent_peft.policies.adapters import LoraSettings
-from agent_peft.policies.config import PretrainedConfig, ScratchConfig
+from agent_peft.policies.config import LoraSettings, PretrainedConfig, ScratchConfig
+from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig
-from agent_peft.policies.engine.local import Engine
-from agent_peft.policies.policy import Policy, load_policy
+from agent_peft.policies.loading import load_policy
+from agent_peft.policies.policy import Policy
 from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Trainer
 
@@ -46,7 +46,7 @@ def rewards(
         **stage,
     }
     trainer = Trainer(
-        StageConfig.model_validate(settings), policy, Engine(policy, EngineConfig()), TASKS, seed=0
+        policy, TASKS, StageConfig.model_validate(settings), load_sampler(policy, EngineConfig()), seed=0
     )
     return [step.metrics for step in trainer]
 

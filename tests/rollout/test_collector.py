@@ -14,14 +14,16 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment, Episode
+from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine import schedule as clock
-from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.engine.base import EngineConfig, Sampler
 from agent_peft.policies.engine.decoding import AHEAD
-from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.models.character_tokenizer import character_tokenizer
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
-from agent_peft.policies.tokenization import ChatTokenizer, character_tokenizer
-from agent_peft.rollout.collector import ATTEMPTS, Collector, demonstrate
+from agent_peft.policies.tokenization import ChatTokenizer
+from agent_peft.rollout.collector import ATTEMPTS, Collector
+from agent_peft.rollout.demonstrations import demonstrate
 from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.types import (
     AgentPeftError,
@@ -108,12 +110,12 @@ class CountingEpisode(Episode):
 
 
 @pytest.fixture
-def engine(tiny_llama: LlamaForCausalLM, char_tokenizer: PreTrainedTokenizerFast) -> Engine:
-    return Engine(Policy(tiny_llama, ChatTokenizer(char_tokenizer)), EngineConfig(rows=5))
+def engine(tiny_llama: LlamaForCausalLM, char_tokenizer: PreTrainedTokenizerFast) -> Sampler:
+    return load_sampler(Policy(tiny_llama, ChatTokenizer(char_tokenizer)), EngineConfig(rows=5))
 
 
 def collect(
-    engine: Engine,
+    engine: Sampler,
     environment: Environment,
     size: int = 3,
     sampling: SamplingConfig = SAMPLING,
@@ -122,7 +124,7 @@ def collect(
     return Collector(environment, engine).collect(environment.tasks, size, sampling, REWARDS, seed)
 
 
-def check(trajectory: Trajectory, engine: Engine, sampling: SamplingConfig = SAMPLING) -> None:
+def check(trajectory: Trajectory, engine: Sampler, sampling: SamplingConfig = SAMPLING) -> None:
     """What every trajectory of whatever environment must hold: tokens that grow append-only, and a mask of
     what was sampled.
     """
@@ -154,7 +156,7 @@ def check(trajectory: Trajectory, engine: Engine, sampling: SamplingConfig = SAM
     assert [x for turn in trajectory.turns for x in turn.logprobs] == pytest.approx(own, abs=1e-4)
 
 
-def test_groups_come_in_the_tasks_order_with_consistent_turns(engine: Engine) -> None:
+def test_groups_come_in_the_tasks_order_with_consistent_turns(engine: Sampler) -> None:
     environment = Counting([1, 3, 2, 4])
     collection = collect(engine, environment)
     assert [group.task for group in collection.groups] == list(environment.tasks)
@@ -175,7 +177,7 @@ def test_groups_come_in_the_tasks_order_with_consistent_turns(engine: Engine) ->
     assert environment.opened == environment.closed == Counter({task.id: 3 for task in environment.tasks})
 
 
-def test_the_seed_decides_and_what_is_around_does_not(engine: Engine) -> None:
+def test_the_seed_decides_and_what_is_around_does_not(engine: Sampler) -> None:
     environment = Counting([1, 3, 2, 4])
     tokens = [[t.tokens for t in group.trajectories] for group in collect(engine, environment).groups]
     assert tokens == [[t.tokens for t in group.trajectories] for group in collect(engine, environment).groups]
@@ -191,7 +193,7 @@ def test_the_seed_decides_and_what_is_around_does_not(engine: Engine) -> None:
     )
 
 
-def test_arithmetic(engine: Engine) -> None:
+def test_arithmetic(engine: Sampler) -> None:
     environment = load_environment({"kind": "arithmetic", "num_tasks": 5, "digits": 1})
     collection = collect(engine, environment, 4)
     assert [group.task.id for group in collection.groups] == [task.id for task in environment.tasks]
@@ -204,7 +206,7 @@ def test_arithmetic(engine: Engine) -> None:
 
 
 @pytest.fixture
-def text_engine() -> Engine:
+def text_engine() -> Sampler:
     """A tiny random model over all of printable ASCII, for environments that speak in sentences."""
     tokenizer = character_tokenizer("\n" + "".join(map(chr, range(32, 127))))
     shape = {
@@ -219,10 +221,10 @@ def text_engine() -> Engine:
         model = LlamaForCausalLM(
             LlamaConfig(vocab_size=len(tokenizer), pad_token_id=0, bos_token_id=1, eos_token_id=2, **shape)
         )
-    return Engine(Policy(model, ChatTokenizer(tokenizer)), EngineConfig(rows=4))
+    return load_sampler(Policy(model, ChatTokenizer(tokenizer)), EngineConfig(rows=4))
 
 
-def test_db_bench(text_engine: Engine) -> None:
+def test_db_bench(text_engine: Sampler) -> None:
     environment = load_environment({"kind": "db_bench", "generate": {"num_tasks": 3}, "max_turns": 2})
     sampling = SamplingConfig(max_new_tokens=8, max_tokens=6000)
     collection = collect(text_engine, environment, 2, sampling)
@@ -237,7 +239,7 @@ def test_db_bench(text_engine: Engine) -> None:
 # -- limits --------------------------------------------------------------------------------------------------
 
 
-def test_an_episode_that_runs_out_of_tokens_is_cut_and_told(engine: Engine) -> None:
+def test_an_episode_that_runs_out_of_tokens_is_cut_and_told(engine: Sampler) -> None:
     environment = Counting([40, 40, 1])
     sampling = SamplingConfig(max_new_tokens=6, max_tokens=24)
     collection = collect(engine, environment, 4, sampling)
@@ -255,7 +257,7 @@ def test_an_episode_that_runs_out_of_tokens_is_cut_and_told(engine: Engine) -> N
 def test_no_more_episodes_are_open_than_the_engine_has_rows_and_a_few(
     tiny_llama: LlamaForCausalLM, char_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    engine = Engine(Policy(tiny_llama, ChatTokenizer(char_tokenizer)), EngineConfig(rows=8))
+    engine = load_sampler(Policy(tiny_llama, ChatTokenizer(char_tokenizer)), EngineConfig(rows=8))
     environment = Counting([1 + i % 3 for i in range(200)], {f"t{i}": {"step": 1} for i in range(0, 200, 40)})
     collection = collect(engine, environment, 1)
     assert [len(group.trajectories) for group in collection.groups] == [1] * 200
@@ -263,7 +265,7 @@ def test_no_more_episodes_are_open_than_the_engine_has_rows_and_a_few(
     assert environment.opened == environment.closed and 8 < environment.peak <= 8 + AHEAD
 
 
-def test_an_episode_is_closed_when_it_ends_and_not_at_the_end_of_the_trip(engine: Engine) -> None:
+def test_an_episode_is_closed_when_it_ends_and_not_at_the_end_of_the_trip(engine: Sampler) -> None:
     class Watching(Counting):
         def episode(self, task: Task, seed: int) -> Episode:
             left.append(self.opened.total() - self.closed.total())
@@ -276,24 +278,26 @@ def test_an_episode_is_closed_when_it_ends_and_not_at_the_end_of_the_trip(engine
 
 
 def test_whatever_ends_a_collection_nothing_stays_open(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
+    engine: Sampler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward, calls = engine.policy.hidden_states, [0]
+    forward, calls = engine.policy.read, [0]
 
-    def hidden_states(*arguments: Any) -> Any:
+    def read(*arguments: Any, **inputs: Any) -> Any:
         calls[0] += 1
         if calls[0] > 12:
             raise RuntimeError("a fault of the model's")
-        return forward(*arguments)
+        return forward(*arguments, **inputs)
 
-    monkeypatch.setattr(engine.policy, "hidden_states", hidden_states)
+    monkeypatch.setattr(engine.policy, "read", read)
     environment = Counting([3] * 40)
     with pytest.raises(RuntimeError, match="a fault of the model's"):
         collect(engine, environment, 1)
     assert environment.opened == environment.closed and 5 <= environment.opened.total() < 40
 
 
-def test_a_schedule_is_handed_up_and_can_be_followed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_schedule_is_handed_up_and_can_be_followed(
+    engine: Sampler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("PATIENCE", "FIRST_PATIENCE"):
         monkeypatch.setattr(clock, name, 0.0)
     seconds = random.Random(0)
@@ -319,7 +323,7 @@ def test_a_schedule_is_handed_up_and_can_be_followed(engine: Engine, monkeypatch
     assert len(run().schedule) == 2, "each attempt has its own"
 
 
-def test_actions_that_a_limit_ended_are_marked(engine: Engine) -> None:
+def test_actions_that_a_limit_ended_are_marked(engine: Sampler) -> None:
     end = min(engine.policy.chat.end_of_turn)
     sampling = SamplingConfig(temperature=2.0, max_new_tokens=5, max_tokens=60, stop=("3", "+-"))
     reached = set()
@@ -338,7 +342,7 @@ def test_actions_that_a_limit_ended_are_marked(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("where", ["episode", "start", "step"])
-def test_an_episode_whose_environment_fails_is_tried_again(where: str, engine: Engine) -> None:
+def test_an_episode_whose_environment_fails_is_tried_again(where: str, engine: Sampler) -> None:
     environment = Counting([2, 2], {"t1": {where: 1}})
     collection = collect(engine, environment)
     assert collection.failures == 1 and [len(group.trajectories) for group in collection.groups] == [3, 3]
@@ -351,7 +355,7 @@ def test_an_episode_whose_environment_fails_is_tried_again(where: str, engine: E
 
 @pytest.mark.parametrize("where", ["episode", "start"])
 def test_what_fails_again_and_again_before_the_agent_acts_is_dropped_and_counted(
-    where: str, engine: Engine, caplog: Any
+    where: str, engine: Sampler, caplog: Any
 ) -> None:
     environment = Counting([2, 1, 3], {"t1": {where: 10**6}, "t2": {where: ATTEMPTS * 3 - 2}})
     collection = collect(engine, environment)
@@ -369,13 +373,13 @@ def test_what_fails_again_and_again_before_the_agent_acts_is_dropped_and_counted
         "an episode that nobody has acted in is begun anew with another seed"
     )
     assert (
-        f"task t1: the world failed before the agent had acted; the episode is left out (InfrastructureError: {where} of t1)"
-        in caplog.text
+        "task t1: the environment failed before the agent had acted; the episode is left out "
+        f"(InfrastructureError: {where} of t1)" in caplog.text
     )
 
 
 def test_what_fails_again_and_again_after_an_action_is_incorrect_and_told(
-    engine: Engine, caplog: Any
+    engine: Sampler, caplog: Any
 ) -> None:
     environment = Counting([2, 3], {"t1": {"step": 10**6}})
     collection = collect(engine, environment)
@@ -391,14 +395,15 @@ def test_what_fails_again_and_again_after_an_action_is_incorrect_and_told(
     assert Counter(environment.seeds).most_common()[2][1] == ATTEMPTS, "the same seed each time"
     (line,) = caplog.messages
     assert line == (
-        "task t1: the world failed after the agent's action, and again when the actions were replayed; it counts as incorrect "
+        "task t1: the environment failed after the agent's action, and again when the actions were replayed; "
+        "the episode counts as incorrect "
         "(InfrastructureError: step of t1)"
     )
 
 
 @pytest.mark.parametrize("where", ["episode", "start", "step"])
 def test_a_fault_of_another_kind_is_told_and_counted_and_ends_nothing(
-    where: str, engine: Engine, caplog: Any
+    where: str, engine: Sampler, caplog: Any
 ) -> None:
     environment = Counting([2, 2, 2], {"t1": {where: 2}}, error=ZeroDivisionError)
     collection = collect(engine, environment)
@@ -417,7 +422,7 @@ def test_a_fault_of_another_kind_is_told_and_counted_and_ends_nothing(
     )
 
 
-def test_a_mistake_of_the_users_is_told_before_the_agent_acts(engine: Engine) -> None:
+def test_a_mistake_of_the_users_is_told_before_the_agent_acts(engine: Sampler) -> None:
     environment = Counting([2, 2], {"t1": {"start": 1}}, error=AgentPeftError)
     with pytest.raises(AgentPeftError, match="start of t1"):
         collect(engine, environment)
@@ -428,14 +433,14 @@ def test_a_mistake_of_the_users_is_told_before_the_agent_acts(engine: Engine) ->
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("where", ["start", "step"])
-def test_who_wants_to_stop_can_stop(where: str, error: type[Exception], engine: Engine) -> None:
+def test_who_wants_to_stop_can_stop(where: str, error: type[Exception], engine: Sampler) -> None:
     environment = Counting([2, 2], {"t1": {where: 1}}, error=error)
     with pytest.raises(error):
         collect(engine, environment)
     assert environment.opened == environment.closed
 
 
-def test_a_prompt_that_cannot_be_encoded_closes_its_episode(engine: Engine) -> None:
+def test_a_prompt_that_cannot_be_encoded_closes_its_episode(engine: Sampler) -> None:
     environment = load_environment({"kind": "db_bench", "generate": {"num_tasks": 1}})
     with pytest.raises(AgentPeftError, match="not in its alphabet"):
         collect(engine, environment)
@@ -444,7 +449,7 @@ def test_a_prompt_that_cannot_be_encoded_closes_its_episode(engine: Engine) -> N
 # -- demonstrations ------------------------------------------------------------------------------------------
 
 
-def test_a_demonstration_is_replayed_in_the_environment(engine: Engine) -> None:
+def test_a_demonstration_is_replayed_in_the_environment(engine: Sampler) -> None:
     environment, chat = Counting([3]), engine.policy.chat
     trajectory = demonstrate(environment, environment.tasks[0], chat, REWARDS, seed=0)
     assert [list(turn.action) for turn in trajectory.turns] == [chat.action_tokens(str(i)) for i in range(3)]
@@ -458,7 +463,7 @@ def test_a_demonstration_is_replayed_in_the_environment(engine: Engine) -> None:
     [{"kind": "arithmetic", "num_tasks": 6}, {"kind": "db_bench", "generate": {"num_tasks": 6}}],
     ids=lambda config: config["kind"],
 )
-def test_golds_of_real_environments_are_correct(config: dict[str, Any], text_engine: Engine) -> None:
+def test_golds_of_real_environments_are_correct(config: dict[str, Any], text_engine: Sampler) -> None:
     environment, chat = load_environment(config), text_engine.policy.chat
     for task in environment.tasks:
         trajectory = demonstrate(environment, task, chat, REWARDS, seed=0)
@@ -473,21 +478,22 @@ def test_golds_of_real_environments_are_correct(config: dict[str, Any], text_eng
 @pytest.mark.parametrize("where", ["episode", "start", "step"])
 @pytest.mark.parametrize("error", [InfrastructureError, ZeroDivisionError, AgentPeftError])
 def test_a_demonstration_that_breaks_is_one_line_and_closed(
-    where: str, error: type[Exception], engine: Engine
+    where: str, error: type[Exception], engine: Sampler
 ) -> None:
     environment = Counting([3], {"t0": {where: 1}}, error=error)
     with pytest.raises(AgentPeftError, match=f"{where} of t0") as raised:
         demonstrate(environment, environment.tasks[0], engine.policy.chat, REWARDS, seed=0)
     assert "\n" not in str(raised.value)
     if error is ZeroDivisionError:
-        told = rf"task t0: the environment failed while .* was replayed \(ZeroDivisionError: {where} of t0, at test_collector.py:\d+\)"
+        cause = rf"\(ZeroDivisionError: {where} of t0, at test_collector.py:\d+\)"
+        told = rf"task t0: the environment failed while .* was replayed {cause}"
         assert re.fullmatch(told, str(raised.value))
     assert environment.opened == environment.closed
 
 
-def test_without_a_demonstration_it_says_so(engine: Engine) -> None:
+def test_without_a_demonstration_it_says_so(engine: Sampler) -> None:
     environment = Counting([0])
-    with pytest.raises(AgentPeftError, match="task t0: the environment knows no demonstration"):
+    with pytest.raises(AgentPeftError, match="task t0: the environment has no demonstration"):
         demonstrate(environment, environment.tasks[0], engine.policy.chat, REWARDS, seed=0)
 
 
@@ -496,7 +502,7 @@ class Unfinished(Counting):
         return ["0"]
 
 
-def test_a_demonstration_that_does_not_end_its_episode_is_a_mistake(engine: Engine) -> None:
+def test_a_demonstration_that_does_not_end_its_episode_is_a_mistake(engine: Sampler) -> None:
     environment = Unfinished([3])
     with pytest.raises(AgentPeftError, match="task t0: its demonstration does not end the episode"):
         demonstrate(environment, environment.tasks[0], engine.policy.chat, REWARDS, seed=0)

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from agent_peft.environments.base import Environment, Episode
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer
-from agent_peft.rollout.collector import demonstrate
-from agent_peft.rollout.demonstrations import DemonstrationCheck, unsayable_because
+from agent_peft.rollout.demonstrations import DemonstrationCheck, demonstrate, unsayable_because
 from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.types import AgentPeftError, Group, Message, Outcome, StepResult, StopReason, Task, Trajectory
 

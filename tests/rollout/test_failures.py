@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from agent_peft.environments.base import Environment, Episode
-from agent_peft.policies.engine.base import EngineConfig
-from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.engine import load_sampler
+from agent_peft.policies.engine.base import EngineConfig, Sampler
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer
@@ -119,11 +119,11 @@ def right(action: str) -> bool:
 
 
 @pytest.fixture
-def engine(tiny_llama: LlamaForCausalLM, char_tokenizer: PreTrainedTokenizerFast) -> Engine:
-    return Engine(Policy(tiny_llama, ChatTokenizer(char_tokenizer)), EngineConfig(rows=24))
+def engine(tiny_llama: LlamaForCausalLM, char_tokenizer: PreTrainedTokenizerFast) -> Sampler:
+    return load_sampler(Policy(tiny_llama, ChatTokenizer(char_tokenizer)), EngineConfig(rows=24))
 
 
-def collect(engine: Engine, environment: Environment, rewards: RewardConfig = REWARDS) -> Collection:
+def collect(engine: Sampler, environment: Environment, rewards: RewardConfig = REWARDS) -> Collection:
     found = Collector(environment, engine).collect(environment.tasks, 4, SAMPLING, rewards, 0)
     if isinstance(environment, Worlds):
         assert not environment.open, "every episode is closed"
@@ -233,7 +233,7 @@ DEFECTS = {
 
 @pytest.mark.parametrize("trouble", [*CRASHES.values(), *DEFECTS.values()], ids=[*CRASHES, *DEFECTS])
 def test_a_policy_that_breaks_its_world_or_its_environment_reports_the_success_it_has(
-    trouble: Any, engine: Engine
+    trouble: Any, engine: Sampler
 ) -> None:
     plain, broken = collect(engine, Worlds()), collect(engine, Worlds(trouble))
     successes = [t.outcome is Outcome.CORRECT for t in trajectories(plain)]
@@ -254,7 +254,7 @@ def test_a_policy_that_breaks_its_world_or_its_environment_reports_the_success_i
     assert paired_test(honest, reported).difference == 0.0
 
 
-def test_worlds_that_do_not_start_again_are_the_agents_doing(engine: Engine) -> None:
+def test_worlds_that_do_not_start_again_are_the_agents_doing(engine: Sampler) -> None:
     """The attempt that came to an action decides, not the ones that came to none."""
     plain = collect(engine, Worlds())
 
@@ -268,7 +268,7 @@ def test_worlds_that_do_not_start_again_are_the_agents_doing(engine: Engine) -> 
     assert broken.crashed == sum(t.outcome is Outcome.INCORRECT for t in trajectories(plain)) > 0
 
 
-def test_a_defect_in_the_replay_is_counted_and_the_crash_stays_the_agents(engine: Engine) -> None:
+def test_a_defect_in_the_replay_is_counted_and_the_crash_stays_the_agents(engine: Sampler) -> None:
     def trouble(world: World, action: str) -> None:
         if world.last and not right(action) and world.number == 1:
             raise InfrastructureError("gone")
@@ -280,7 +280,7 @@ def test_a_defect_in_the_replay_is_counted_and_the_crash_stays_the_agents(engine
     assert broken.defects == (ATTEMPTS - 1) * broken.crashed > 0
 
 
-def test_a_crash_is_no_way_out_of_a_price(engine: Engine) -> None:
+def test_a_crash_is_no_way_out_of_a_price(engine: Sampler) -> None:
     """Where running out of turns costs more than being wrong, the agent that crashes instead pays that."""
     rewards = RewardConfig(incorrect=-0.1, turn_limit=-0.7, timeout=-0.2)
     for trouble in (crash, lose(TypeError())):
@@ -292,7 +292,7 @@ def test_a_crash_is_no_way_out_of_a_price(engine: Engine) -> None:
     "body", ["return float('nan')", "raise KeyError(trajectory.messages[-1].content)", "return 1j"]
 )
 def test_a_reward_term_that_fails_at_a_reply_is_a_defect_and_worth_nothing(
-    body: str, engine: Engine, tmp_path: Any, monkeypatch: Any
+    body: str, engine: Sampler, tmp_path: Any, monkeypatch: Any
 ) -> None:
     module = f"odd_terms_{tmp_path.name.replace('-', '_')}"
     condition = "sum(map(ord, trajectory.messages[-1].content)) % 2 == 0"
@@ -308,7 +308,7 @@ def test_a_reward_term_that_fails_at_a_reply_is_a_defect_and_worth_nothing(
     assert {t.reward for t in trajectories(found) if t not in odd} == {-0.1 + 0.5}
 
 
-def test_warnings_are_few_and_printable(engine: Engine, caplog: Any) -> None:
+def test_warnings_are_few_and_printable(engine: Sampler, caplog: Any) -> None:
     def trouble(world: World, action: str) -> None:
         raise InfrastructureError("gone\nforged line" + "x" * 10_000)
 
@@ -317,14 +317,14 @@ def test_warnings_are_few_and_printable(engine: Engine, caplog: Any) -> None:
     assert collect(engine, environment).crashed == 30 * 4
     assert len(caplog.messages) == 6
     assert all(line.isprintable() and len(line) < 500 for line in caplog.messages)
-    assert caplog.messages[-1].startswith("25 more tasks: the world failed after the agent's action")
+    assert caplog.messages[-1].startswith("25 more tasks: the environment failed after the agent's action")
 
 
 # -- a failure that is the world's ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("turn", [1, 2, 3])
-def test_a_failure_that_passes_changes_nothing_in_what_the_policy_draws(turn: int, engine: Engine) -> None:
+def test_a_failure_that_passes_changes_nothing_in_what_the_policy_draws(turn: int, engine: Sampler) -> None:
     def trouble(world: World, action: str) -> None:
         if world.number == 1 and world.turn == turn and world.task.id != "t1":
             raise InfrastructureError("the network is down")
@@ -339,7 +339,7 @@ def test_a_failure_that_passes_changes_nothing_in_what_the_policy_draws(turn: in
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
 
 
-def test_failures_at_one_turn_after_the_other_are_followed(engine: Engine) -> None:
+def test_failures_at_one_turn_after_the_other_are_followed(engine: Sampler) -> None:
     def trouble(world: World, action: str) -> None:
         if world.turn == world.number and world.number < ATTEMPTS:
             raise InfrastructureError("the network is down again")
@@ -349,7 +349,7 @@ def test_failures_at_one_turn_after_the_other_are_followed(engine: Engine) -> No
     assert failed.crashed == 0 and failed.failures == (ATTEMPTS - 1) * 6 * 4
 
 
-def test_what_was_answered_is_kept_where_a_later_action_is_not(engine: Engine) -> None:
+def test_what_was_answered_is_kept_where_a_later_action_is_not(engine: Sampler) -> None:
     """The record is that of the attempt that came farthest: the second turn, which only the second world
     answered, and the third.
     """
@@ -366,7 +366,7 @@ def test_what_was_answered_is_kept_where_a_later_action_is_not(engine: Engine) -
     }
 
 
-def test_a_replay_keeps_to_the_room_that_there_was(engine: Engine) -> None:
+def test_a_replay_keeps_to_the_room_that_there_was(engine: Sampler) -> None:
     """Where the first world's answer would not have fitted, neither does the replayed one."""
 
     def talks(world: World, action: str) -> StepResult | None:
@@ -382,7 +382,7 @@ def test_a_replay_keeps_to_the_room_that_there_was(engine: Engine) -> None:
     assert trajectories(failed) == trajectories(plain)
 
 
-def test_a_world_that_cannot_be_closed_is_told_and_counted(engine: Engine, caplog: Any) -> None:
+def test_a_world_that_cannot_be_closed_is_told_and_counted(engine: Sampler, caplog: Any) -> None:
     class Clinging(Worlds):
         def episode(self, task: Task, seed: int) -> World:
             return ClingingWorld(self, task, seed, 1)
@@ -402,7 +402,7 @@ def test_a_world_that_cannot_be_closed_is_told_and_counted(engine: Engine, caplo
 
 
 def test_a_defect_is_told_once_however_often_it_is_met_and_never_at_length(
-    engine: Engine, caplog: Any
+    engine: Sampler, caplog: Any
 ) -> None:
     def trouble(world: World, action: str) -> None:
         def deeper(left: int) -> None:
@@ -427,7 +427,7 @@ class Speechless(Exception):
 
 
 @pytest.mark.parametrize("kind", [Speechless, type("Gone", (Speechless, InfrastructureError), {})])
-def test_an_error_that_cannot_say_what_it_is(kind: type[Exception], engine: Engine) -> None:
+def test_an_error_that_cannot_say_what_it_is(kind: type[Exception], engine: Sampler) -> None:
     assert {t.outcome for t in trajectories(collect(engine, Worlds(lose(kind()))))} == {
         Outcome.CORRECT,
         Outcome.INCORRECT,
@@ -453,7 +453,7 @@ HAPPENS: dict[str, Callable[[], Any]] = {
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(happens=st.lists(st.sampled_from(sorted(HAPPENS)), min_size=1, max_size=30), dies=st.booleans())
 def test_whatever_a_world_does_every_episode_that_acted_has_one_outcome(
-    engine: Engine, happens: list[str], dies: bool
+    engine: Sampler, happens: list[str], dies: bool
 ) -> None:
     calls = itertools.cycle(happens)
 

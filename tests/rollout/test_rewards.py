@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from agent_peft.configuration.explain import effective_values, explain
-from agent_peft.configuration.loading import dump_config, load_config
+from agent_peft.configuration.loading import dump_config, read_config
 from agent_peft.configuration.run_config import resolved
 from agent_peft.rollout.rewards import TERMS, RewardConfig, price
 from agent_peft.types import AgentPeftError, Message, Outcome, StopReason, Task, Trajectory, Turn
@@ -51,6 +51,17 @@ def test_the_end_is_priced(config, outcome, stop_reason, expected):
         0.0,
         expected,
     )
+
+
+def test_a_score_is_worth_its_weight_at_the_last_turn_beside_the_outcome():
+    half = replace(trajectory(True, False), score=0.5)
+    assert price(half, RewardConfig()).rewards == price(trajectory(True, False), RewardConfig()).rewards
+    config = RewardConfig(incorrect=-0.25, score=0.5, invalid_action=-1.0)
+    assert price(half, config).rewards == (0.0, -1.0)  # -1 + -1/4 + 1/2 · 1/2
+    assert price(replace(half, score=0.0), config).rewards == (0.0, -1.25)
+    assert price(replace(half, score=None), config).rewards == (0.0, -1.25)
+    won = replace(trajectory(True, outcome=Outcome.CORRECT), score=0.75)
+    assert price(won, config).rewards == (1.375,)
 
 
 def test_invalid_actions_are_priced_at_their_turn_and_add_to_the_end():
@@ -192,7 +203,7 @@ def own(tmp_path, monkeypatch):
 
 def test_a_function_of_the_users_own_reads_the_priced_trajectory(own):
     module = own(
-        "def f(trajectory):\n    return trajectory.reward + len(trajectory.messages) + trajectory.num_action_tokens\n"
+        "def f(trajectory):\n    return trajectory.reward + len(trajectory.messages) + trajectory.num_action_tokens\n"  # noqa: E501
     )
     assert term(said("x", tokens=3), kind=f"{module}:f", weight=0.5) == 0.5 * (1.0 + 4 + 3)
     terms = [{"kind": "format", "weight": 10.0}, {"kind": f"{module}:f"}]  # prices, but no other terms
@@ -224,7 +235,7 @@ def test_what_is_no_number_is_told(own, body, told):
 
 def test_any_real_number_will_do(own):
     module = own(
-        "import numpy\nfrom fractions import Fraction\ndef a(t): return numpy.float32(0.5)\ndef b(t): return Fraction(1, 2)\n"
+        "import numpy\nfrom fractions import Fraction\ndef a(t): return numpy.float32(0.5)\ndef b(t): return Fraction(1, 2)\n"  # noqa: E501
     )
     for name in ("a", "b"):
         assert term(said("x"), kind=f"{module}:{name}") == 0.5
@@ -251,15 +262,15 @@ def written(tmp_path, terms, one_stage=True):
     [
         (
             [{"kind": "format", "wieght": 1}],
-            "x.yaml:7: rewards.terms.0.wieght: unknown key; did you mean rewards.terms.0.weight?",
+            "x.yaml:7: rewards.terms.0.wieght: unknown key; did you mean 'rewards.terms.0.weight'?",
         ),
         (
             [{"kind": "format"}, {"kind": "length_penalty", "target_token": 9}],
-            "x.yaml: rewards.terms.1.target_tokens is missing (action tokens of an episode that cost nothing) (and 1 more mistake)",
+            "x.yaml: rewards.terms.1.target_tokens is missing (action tokens of an episode that cost nothing) (and 1 more error)",  # noqa: E501
         ),
         (
             [{"kind": "length_penalty", "target_tokens": 9, "max_step": 3}],
-            "x.yaml:7: rewards.terms.0.max_step: unknown key; the keys here are kind, target_tokens, weight, when",
+            "x.yaml:7: rewards.terms.0.max_step: unknown key; the keys here are kind, target_tokens, weight, when",  # noqa: E501
         ),
         ([{"kind": "format", "target_tokens": 3}], "x.yaml:7: rewards.terms.0.target_tokens: unknown key; "),
         ([{"kind": "json:dumps", "max_steps": 3}], "x.yaml:7: rewards.terms.0.max_steps: unknown key; "),
@@ -269,16 +280,16 @@ def written(tmp_path, terms, one_stage=True):
         ),
         (
             [{"kind": "zzz"}],
-            "there is no kind 'zzz'; give one of length_penalty, reasoning_steps, format, or your own as package.module:function",
+            "there is no kind 'zzz'; give one of length_penalty, reasoning_steps, format, or your own as package.module:function",  # noqa: E501
         ),
         (
             [{"weight": 1}],
-            "rewards.terms.0.kind is missing (length_penalty, reasoning_steps, format, or a function of your own",
+            "rewards.terms.0.kind is missing (length_penalty, reasoning_steps, format, or a function of your own",  # noqa: E501
         ),
         ([{"kind": 3}], "x.yaml:7: rewards.terms.0.kind: must be a text, got 3"),
         (
             [{"kind": "no_such_module:f"}],
-            "kind: 'no_such_module:f' cannot be imported (ModuleNotFoundError: No module named 'no_such_module'); write it as",
+            "kind: 'no_such_module:f' cannot be imported (ModuleNotFoundError: No module named 'no_such_module'); write it as",  # noqa: E501
         ),
         ([{"kind": "json:nothing"}], "'json:nothing' cannot be imported (AttributeError: "),
         ([{"kind": "json:decoder"}], "'json:decoder' is no function but <module"),
@@ -297,7 +308,7 @@ def written(tmp_path, terms, one_stage=True):
 )
 def test_mistakes_are_told_in_one_line(tmp_path, terms, told):
     with pytest.raises(AgentPeftError) as raised:
-        load_config(written(tmp_path, terms))
+        read_config(written(tmp_path, terms))
     assert told in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -305,7 +316,7 @@ def test_mistakes_are_told_in_one_line(tmp_path, terms, told):
 def test_a_module_that_fails_is_told(tmp_path, own):
     module = own("1 / 0\n")
     with pytest.raises(AgentPeftError, match=r"cannot be imported \(ZeroDivisionError: division by zero\)"):
-        load_config(written(tmp_path, [{"kind": f"{module}:f"}]))
+        read_config(written(tmp_path, [{"kind": f"{module}:f"}]))
 
 
 def test_a_function_that_takes_no_trajectory_is_told(tmp_path, own):
@@ -313,13 +324,13 @@ def test_a_function_that_takes_no_trajectory_is_told(tmp_path, own):
     with pytest.raises(
         AgentPeftError, match=rf"'{module}:f' cannot be called with a trajectory \(too many positional"
     ):
-        load_config(written(tmp_path, [{"kind": f"{module}:f"}]))
+        read_config(written(tmp_path, [{"kind": f"{module}:f"}]))
 
 
 def test_terms_are_shown_with_their_defaults_and_go_there_and_back(tmp_path, own):
     module = own("def f(trajectory):\n    return 1.0\n")
     terms = [{"kind": "length_penalty", "target_tokens": 64}, {"kind": f"{module}:f", "weight": -0.5}]
-    config, provenance = load_config(written(tmp_path, terms, one_stage=False))
+    config, provenance = read_config(written(tmp_path, terms, one_stage=False))
     full = [
         {"kind": "length_penalty", "weight": 0.1, "when": "correct", "target_tokens": 64},
         {"kind": f"{module}:f", "weight": -0.5, "when": "always"},
@@ -331,16 +342,16 @@ def test_terms_are_shown_with_their_defaults_and_go_there_and_back(tmp_path, own
         console.print(explain(config, provenance))
     assert "rewards.terms" in capture.get() and "length_penalty" in capture.get()
     dump_config(config, tmp_path / "again.yaml")
-    assert load_config(tmp_path / "again.yaml")[0] == config
+    assert read_config(tmp_path / "again.yaml")[0] == config
     assert resolved(config)["stages"][1]["rewards"]["terms"] == full
 
 
 def test_an_override_of_the_terms(tmp_path):
     path = written(tmp_path, [{"kind": "format"}])
-    config, _ = load_config(path, ["rewards.terms=[{kind: reasoning_steps, max_steps: 2}]"])
+    config, _ = read_config(path, ["rewards.terms=[{kind: reasoning_steps, max_steps: 2}]"])
     assert [(term.kind, term.weight) for term in config.stages[0].rewards.terms] == [("reasoning_steps", 0.1)]
     with pytest.raises(
         AgentPeftError,
-        match=r"command line: rewards.terms.0.max_stepss: unknown key; did you mean rewards.terms.0.max_steps",
+        match=r"command line: rewards.terms.0.max_stepss: unknown key; did you mean 'rewards.terms.0.max_steps'",  # noqa: E501
     ):
-        load_config(path, ["rewards.terms=[{kind: reasoning_steps, max_stepss: 2}]"])
+        read_config(path, ["rewards.terms=[{kind: reasoning_steps, max_stepss: 2}]"])

@@ -13,15 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from agent_peft.rollout.report_tables import skill_table, table
 from agent_peft.rollout.statistics import (
     EvaluationReport,
     paired_test,
     pass_at_k,
     rate_of,
     sign_flip_p,
-    skill_table,
     summarize,
-    table,
     wilson_interval,
 )
 from agent_peft.types import AgentPeftError, Group, Outcome, StopReason, Task, Trajectory, Turn
@@ -258,9 +257,10 @@ def test_what_is_left_out_is_told():
         "success 100.0% (21–100) on 1 tasks",
     )
     assert (
-        two.summary == "success 100.0% (21–100) on 1 tasks; 2 of 21 episodes are left out: their world failed"
+        two.summary
+        == "success 100.0% (21–100) on 1 tasks; 2 of 21 episodes are left out: their environment failed"
     )
-    assert re.search(r"left out \(world failed\) +│ +1 │ +2 ", shown(table({"one": one, "two": two})))
+    assert re.search(r"left out \(failed\) +│ +1 │ +2 ", shown(table({"one": one, "two": two})))
     assert EvaluationReport.from_json(json.loads(json.dumps(two.to_json()))) == two
 
 
@@ -296,3 +296,51 @@ def test_tables_show_what_was_found():
     assert "insert" in shown(skill_table({"base": base, "after [sft]": sft}))
     assert "other tasks" in shown(table({"base": base, "after sft": report([True])}))
     assert base.summary == "success 10.0% (2–40) on 10 tasks"
+
+
+# -- scores --------------------------------------------------------------------------------------------------
+
+
+def scored(*scores):
+    """A report of tasks with these scores (one list of attempts per task); None is no score."""
+    groups = []
+    for number, attempts in enumerate(scores):
+        task = Task(str(number))
+        groups.append(Group(task, [replace(attempt(task, False), score=score) for score in attempts]))
+    return summarize(groups)
+
+
+def test_the_mean_score_is_over_tasks_and_an_ungraded_episode_counts_as_zero():
+    found = scored([0.5, 1.0], [0.25, None])
+    assert found.score.value == pytest.approx((0.75 + 0.125) / 2)
+    assert found.score.tasks == 2
+    assert found.summary == "success 0.0% (0–66) on 2 tasks, score 43.8% (12–82)"  # Wilson, n = 4
+
+
+def test_the_interval_of_scores_that_are_0_and_1_is_that_of_successes():
+    scores = [[1.0], [0.0], [1.0], [1.0]]
+    assert scored(*scores).score == report([True, False, True, True]).success
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=30))
+def test_the_interval_of_scores_holds_their_mean_and_is_at_least_as_wide_as_the_normal_one(scores):
+    found = scored(*([score] for score in scores)).score
+    mean = math.fsum(scores) / len(scores)
+    assert 0 <= found.low <= mean + 1e-9 and mean - 1e-9 <= found.high <= 1
+    n, z = len(scores), 1.959964
+    half = z * math.sqrt(mean * (1 - mean) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    assert found.high - found.low >= 2 * half - 1e-6
+
+
+def test_reports_without_scores_say_nothing_of_them_and_those_with_scores_survive_a_file():
+    plain, graded = report([True, False]), scored([0.5], [1.0])
+    assert plain.score is None and "score" not in plain.to_json() and "score" not in plain.summary
+    for each in (plain, graded):
+        assert EvaluationReport.from_json(json.loads(json.dumps(each.to_json()))) == each
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(table({"base": plain, "after": graded}))
+    (row,) = [line for line in shown.getvalue().splitlines() if "score" in line]
+    assert "75.0%" in row
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(table({"base": plain}))
+    assert "score" not in shown.getvalue()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ import torch
 from agent_peft.batch import Batch
 from agent_peft.environments import load_environment
 from agent_peft.policies import adapters, policy
-from agent_peft.policies.engine.local import Engine
-from agent_peft.policies.policy import Policy, load_policy
+from agent_peft.policies.engine import local, weights
+from agent_peft.policies.loading import load_policy
+from agent_peft.policies.policy import Policy
 from agent_peft.training import checks
 from agent_peft.training import trainer as trainer_module
 from agent_peft.training.trainer import Trainer
@@ -31,8 +33,8 @@ def stops(trainer: Trainer, match: str) -> None:
 
 
 @contextmanager
-def without_adapter(policy: Policy, blocks: bool):
-    """What ``sampling_mode`` would be if the adapter never reached the sampler."""
+def without_adapter(policy: Policy, onednn: bool, adapter: bool = True):
+    """What ``sampling_weights`` would be if the adapter never reached the sampler."""
     with torch.no_grad(), policy.model.disable_adapter():
         yield
 
@@ -87,7 +89,7 @@ def test_nothing_fires_over_many_turns(make_trainer):
         sampling={"max_new_tokens": 6, "max_tokens": 6000},
     )
     environment = load_environment({"kind": "db_bench", "generate": {"num_tasks": 2}, "max_turns": 3})
-    trainer = Trainer(base.stage, base.policy, base.engine, environment, seed=0)
+    trainer = Trainer(base.policy, environment, base.stage, base.engine, seed=0)
     steps = list(trainer)
     assert max(len(t.turns) for step in steps for g in step.collection.groups for t in g.trajectories) > 1
 
@@ -98,14 +100,14 @@ def test_the_canary_is_the_beginning_of_a_trajectory(make_trainer, monkeypatch):
     rounds off them is more than the tolerance.
     """
     scored: list[list[int]] = []
-    own = Engine.score
+    own = local.LocalEngine.score
 
     def score(self, tokens, *rest, **more):
         scored.append(tokens)
         return own(self, tokens, *rest, **more)
 
     trainer = make_trainer("grpo", steps=1, sampling={"max_new_tokens": 12})
-    monkeypatch.setattr(Engine, "score", score)
+    monkeypatch.setattr(local.LocalEngine, "score", score)
     monkeypatch.setattr(checks, "CANARY_TOKENS", 4)
     (step,) = trainer
     trajectories = [t for group in step.collection.groups for t in group.trajectories]
@@ -129,14 +131,14 @@ def test_an_adapter_that_never_reaches_the_sampler(make_trainer, monkeypatch):
     """Unseen in the first rollout, where the adapter is zero; found by the canary right after the first
     update.
     """
-    monkeypatch.setattr(Policy, "sampling_mode", without_adapter)
+    monkeypatch.setattr(local, "sampling_weights", without_adapter)
     trainer = make_trainer()
     stops(trainer, "the sampler does not act with the weights that were just updated")
     assert trainer.updates == 1
 
 
 def test_without_the_canary_the_next_rollout_tells(make_trainer, monkeypatch):
-    monkeypatch.setattr(Policy, "sampling_mode", without_adapter)
+    monkeypatch.setattr(local, "sampling_weights", without_adapter)
     monkeypatch.setattr(checks.Canary, "after_update", lambda canary, tokens: None)
     trainer = make_trainer("reinforce")
     stops(trainer, "log-probabilities of freshly sampled tokens differ from the sampler's")
@@ -145,7 +147,7 @@ def test_without_the_canary_the_next_rollout_tells(make_trainer, monkeypatch):
 
 def test_a_stale_adapter_in_the_sampler(make_trainer, monkeypatch):
     """As if the folded weights of the first rollout were kept: the sampler is one adapter behind."""
-    folded, kept = adapters.folded, {}
+    folded, kept = weights.folded, {}
 
     @contextmanager
     def stale(model, linear=None):
@@ -161,13 +163,13 @@ def test_a_stale_adapter_in_the_sampler(make_trainer, monkeypatch):
             for name, layer in modules.items():
                 layer.weight.data.copy_(current[name])
 
-    monkeypatch.setattr(adapters, "folded", stale)
+    monkeypatch.setattr(weights, "folded", stale)
     stops(make_trainer(), "the sampler does not act with the weights that were just updated")
 
 
 def test_an_adapter_folded_at_half_its_strength(make_trainer, monkeypatch):
-    delta = adapters._delta
-    monkeypatch.setattr(adapters, "_delta", lambda layer: delta(layer) / 2)
+    delta = weights.delta_of
+    monkeypatch.setattr(weights, "delta_of", lambda layer: delta(layer) / 2)
     stops(make_trainer(), "the sampler does not act with the weights that were just updated")
 
 
@@ -215,7 +217,7 @@ def test_another_distribution_in_the_trainer(make_trainer, monkeypatch, drawn, s
 
 def test_weights_that_move_between_rollout_and_update(make_trainer):
     trainer = make_trainer("reinforce")
-    collect = trainer.collect
+    collect = trainer.source.collect
 
     def drifting(step):
         collection = collect(step)
@@ -223,13 +225,13 @@ def test_weights_that_move_between_rollout_and_update(make_trainer):
             trainer.policy.head.weight.mul_(1.05)
         return collection
 
-    trainer.collect = drifting
+    trainer.source = SimpleNamespace(collect=drifting)
     stops(trainer, "differ from the sampler's")
 
 
 def test_log_probabilities_that_are_no_numbers(make_trainer):
     trainer = make_trainer("reinforce")
-    collect = trainer.collect
+    collect = trainer.source.collect
 
     def spoiling(step):
         collection = collect(step)
@@ -237,7 +239,7 @@ def test_log_probabilities_that_are_no_numbers(make_trainer):
             trainer.policy.head.weight[0, 0] = float("nan")
         return collection
 
-    trainer.collect = spoiling
+    trainer.source = SimpleNamespace(collect=spoiling)
     stops(trainer, "by nan nats")
 
 
@@ -302,7 +304,7 @@ def test_nothing_to_train_is_told(make_trainer):
     for parameter in trainer.parameters:
         parameter.requires_grad_(False)
     with pytest.raises((AgentPeftError, ValueError), match="no parameter requires a gradient"):
-        Trainer(trainer.stage, trainer.policy, trainer.engine, trainer.environment, seed=0)
+        Trainer(trainer.policy, trainer.environment, trainer.stage, trainer.engine, seed=0)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -53,13 +53,13 @@ def test_masked_they_give_no_gradient(make_trainer, algorithm):
     }
     masked, plain = make_trainer(kind, mask_cut_actions=True, **settings), make_trainer(kind, **settings)
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-    backward = masked.backward
+    compute = masked.gradients.compute
 
-    def record(weighed, on_policy):
+    def record(weighed, *rest):
         seen.append((weighed.weights, weighed.action_mask))
-        return backward(weighed, on_policy)
+        return compute(weighed, *rest)
 
-    masked.backward = record
+    masked.gradients.compute = record
     (step,) = list(masked)
     trajectories = [t for group in step.collection.groups for t in group.trajectories]
     weights, mask = seen[0]
@@ -103,14 +103,14 @@ def test_where_nothing_is_sampled_the_mask_is_refused(make_trainer, policy_confi
 
 def test_halvings_of_the_rows_are_counted(make_trainer, monkeypatch):
     trainer = make_trainer("grpo", steps=2)
-    forward = trainer.policy.hidden_states
+    forward = trainer.policy.read
 
-    def hidden_states(tokens, *rest):
+    def read(tokens, **inputs):
         if tokens.shape[0] > 9:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return forward(tokens, *rest)
+        return forward(tokens, **inputs)
 
-    monkeypatch.setattr(trainer.policy, "hidden_states", hidden_states)
+    monkeypatch.setattr(trainer.policy, "read", read)
     assert [step.metrics["row_halvings"] for step in trainer] == [1.0, 0.0], (
         "of the 16 rows that a step has, and for good"
     )

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from agent_peft.configuration.run_config import TrainConfig
-from agent_peft.policies.adapters import LoraSettings
-from agent_peft.policies.config import ScratchConfig
+from agent_peft.policies.config import LoraSettings, ScratchConfig
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.runs.run import _Run, train
 from agent_peft.training.trainer import Trainer
@@ -47,7 +46,7 @@ def taught(make_trainer: MakeTrainer) -> Callable[..., Trainer]:
         metrics(sft)
         more = {"steps": steps, "tasks_per_step": 10, "rewards": PRICES, "policy": {"lora": lora}, **stage}
         rl = make_trainer(algorithm, **more)
-        return Trainer(rl.stage, sft.policy, sft.engine, sft.environment, seed=1)
+        return Trainer(sft.policy, sft.environment, rl.stage, sft.engine, seed=1)
 
     return teach
 
@@ -206,18 +205,19 @@ def test_under_dropout_the_ratio_still_tells_of_changed_weights(taught):
 
 
 def test_the_loss_of_demonstrations_is_their_cross_entropy(make_trainer, tmp_path):
-    from agent_peft.configuration.loading import load_config
+    from agent_peft.configuration.loading import read_config
 
     path = tmp_path / "x.yaml"
     path.write_text(
-        "run_dir: r\npolicy: {kind: pretrained, model: m}\nenvironment: {kind: arithmetic, num_tasks: 10}\nsteps: 1\n"
-        "sampling: {temperature: 0.7, top_p: 0.9, max_new_tokens: 3}\nstages: [sft, {algorithm: rloo}]\n"
+        "run_dir: r\npolicy: {kind: pretrained, model: m}\nenvironment: "
+        "{kind: arithmetic, num_tasks: 10}\nsteps: 1\nsampling: "
+        "{temperature: 0.7, top_p: 0.9, max_new_tokens: 3}\nstages: [sft, {algorithm: rloo}]\n"
     )
-    supervised, rl = load_config(path, check_files=False)[0].stages
+    supervised, rl = read_config(path, check_files=False)[0].stages
     assert supervised.sampling == SamplingConfig(max_new_tokens=3) and rl.sampling.top_p == 0.9
     trainer = make_trainer("sft")
-    trainer = Trainer(supervised, trainer.policy, trainer.engine, trainer.environment, seed=0)
-    batch = trainer.prepare(list(trainer.collect(0).groups))
+    trainer = Trainer(trainer.policy, trainer.environment, supervised, trainer.engine, seed=0)
+    batch = trainer.prepare(list(trainer.source.collect(0).groups))
     logits = trainer.policy.model(input_ids=batch.tokens).logits[:, :-1].log_softmax(-1)
     expected = -logits.gather(-1, batch.tokens[:, 1:, None])[..., 0][batch.action_mask[:, 1:]].mean().item()
     (step,) = trainer
@@ -228,16 +228,16 @@ def test_the_loss_of_demonstrations_is_their_cross_entropy(make_trainer, tmp_pat
 
 
 def test_an_evaluation_keeps_the_limits_of_the_stage_that_it_follows(config, monkeypatch):
-    from agent_peft.runs import run as runs
+    from agent_peft.runs import evaluations
 
     seen: list[tuple[int, float]] = []
-    evaluate = runs.evaluate
+    evaluate = evaluations.evaluate
 
     def watching(engine, environment, evaluation, *rest):
         seen.append((evaluation.sampling.max_new_tokens, evaluation.sampling.temperature))
         return evaluate(engine, environment, evaluation, *rest)
 
-    monkeypatch.setattr(runs, "evaluate", watching)
+    monkeypatch.setattr(evaluations, "evaluate", watching)
     stages = tuple(
         stage.model_copy(update={"steps": 1, "sampling": SamplingConfig(max_new_tokens=limit)})
         for stage, limit in zip(config.stages, (2, 3, 4), strict=True)

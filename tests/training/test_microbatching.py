@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from agent_peft.batch import collate
+from agent_peft.training.microbatching import Microbatching
 from agent_peft.training.trainer import Trainer
-from agent_peft.types import AgentPeftError
+from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
 
 SMOOTH = {"learning_rate": 1e-2, "epsilon": 1e-2, "max_grad_norm": float("inf")}
 ALGORITHMS = [
@@ -80,7 +82,7 @@ def test_half_the_budget_and_the_same_gradient(make_trainer, caplog, algorithm, 
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == sum(halvings) > 0
     assert all(w.startswith("out of memory in a microbatch of ") and "\n" not in w for w in warnings)
-    assert warnings[-1].endswith(f"going on with microbatch_tokens={tight.microbatching.tokens}")
+    assert warnings[-1].endswith(f"going on with microbatch_tokens={tight.gradients.microbatching.tokens}")
 
 
 def test_what_one_step_has_found_out_the_next_one_knows(make_trainer, caplog):
@@ -137,3 +139,47 @@ def test_other_errors_are_no_lack_of_memory(make_trainer):
     trainer.policy.decoder.register_forward_pre_hook(broken)
     with pytest.raises(RuntimeError, match="a bug"):
         list(trainer)
+
+
+def test_a_group_that_is_kept_whole_is_never_cut():
+    """Three groups of two rows each. A group of which one row needs a forward goes in whole."""
+    turn = Turn((1, 2, 3), (4, 5), (-0.5, -0.5))
+    batch = collate([Trajectory(Task("t"), (turn,))] * 6, [0, 0, 3, 3, 5, 5])
+    live = torch.tensor([True, False, False, False, True, True])
+    count = lambda sequences: sum(len(tokens) for tokens in sequences)  # noqa: E731
+    for tokens, whole, split in ((1, [[0, 1], [4, 5]], [[0], [4], [5]]), (20, [[0, 1, 4, 5]], [[0, 4, 5]])):
+        assert list(Microbatching(tokens, count, keeps_groups_whole=True).cut(batch, live)) == whole
+        assert list(Microbatching(tokens, count).cut(batch, live)) == split
+
+
+def test_a_whole_group_that_does_not_fit_is_one_line():
+    turn = Turn((1, 2, 3), (4, 5), (-0.5, -0.5))
+    batch = collate([Trajectory(Task("t"), (turn,))] * 4, [0, 0, 1, 1])
+    microbatching = Microbatching(100, lambda sequences: 10 * len(sequences), keeps_groups_whole=True)
+    tried = []
+
+    def work():
+        for rows in microbatching.cut(batch, torch.ones(4, dtype=torch.bool)):
+            tried.append(rows)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(AgentPeftError, match="one group of 20 tokens does not fit"):
+        microbatching.within_memory(work)
+    assert tried == [[0, 1, 2, 3], [0, 1]]
+
+
+def test_gradients_in_16_bits_of_a_backward_that_failed_are_forgotten(make_trainer):
+    """They are not yet in the fp32 copies when memory runs out, and must not be added to the next ones."""
+    settings = {
+        "policy": {"dtype": "bfloat16", "lora": None},
+        "steps": 1,
+        "microbatch_tokens": 1000,
+        "optimizer": SMOOTH,
+        "group_size": 1,
+        "tasks_per_step": 8,
+    }
+    roomy, tight = make_trainer("sft", **settings), make_trainer("sft", **settings)
+    limit(tight, 30, "backward")
+    (expected,), (found,) = list(roomy), list(tight)
+    assert found.metrics["microbatch_halvings"] > 0
+    assert found.metrics["gradient_norm"] == pytest.approx(expected.metrics["gradient_norm"], rel=0.05)

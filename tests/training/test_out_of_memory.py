@@ -12,12 +12,12 @@ import pytest
 import torch
 from peft import PeftModel
 
-from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.loading import read_config
 from agent_peft.environments.arithmetic import ALPHABET
 from agent_peft.policies import policy
+from agent_peft.policies.engine import kv_cache, load_sampler
 from agent_peft.policies.engine.base import EngineConfig
-from agent_peft.policies.engine.local import Engine
-from agent_peft.policies.policy import load_policy
+from agent_peft.policies.loading import load_policy
 from agent_peft.runs import run, targets
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import AgentPeftError
@@ -25,7 +25,8 @@ from agent_peft.types import AgentPeftError
 FULL = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     RuntimeError(
-        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried "
+        "to allocate 8 bytes."
     ),
     MemoryError(),
 ]
@@ -57,41 +58,23 @@ def one_line(error: pytest.ExceptionInfo[AgentPeftError]) -> str:
 
 
 @each_kind
-def test_met_in_the_proof_of_packing_it_halves_and_packing_stays(make_trainer, error):
-    settings = {"optimizer": SMOOTH, "microbatch_tokens": 1000, "sampling": {"max_new_tokens": 5}, "steps": 1}
-    roomy, tight = make_trainer("grpo", **settings), make_trainer("grpo", **settings)
-    own, calls = tight.policy._score, []
-
-    def score(batch: Any, *rest: Any, **named: Any) -> Any:
-        calls.append(torch.is_grad_enabled())
-        if len(calls) == 1:
-            raise error
-        return own(batch, *rest, **named)
-
-    tight.policy._score = score
-    expected, found = [step.metrics for step in roomy], [step.metrics for step in tight]
-    assert calls[0] is False, "the first to score is the proof"
-    assert tight.policy.packing and tight.policy._packing_proven
-    assert found[0]["microbatch_halvings"] == 1 and expected[0]["microbatch_halvings"] == 0
-    for ours, theirs in zip(tight.parameters, roomy.parameters, strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-6, atol=1e-6)
-
-
-@each_kind
-def test_met_in_the_proof_of_tiles_it_is_raised(policy_config, monkeypatch, error):
-    monkeypatch.setattr(policy.Policy, "_along_tree", raises(error))
-    with pytest.raises(type(error)):
+@pytest.mark.parametrize("step", ["tree_states", "packed_states"])
+def test_met_in_the_proofs_of_a_policy_it_is_one_line(policy_config, monkeypatch, step, error):
+    """It says nothing about the model: neither tiles nor packing are given up for it."""
+    monkeypatch.setattr(policy.Policy, step, raises(error))
+    with pytest.raises(AgentPeftError, match="out of memory as the model was put on its device: set") as told:
         load_policy(policy_config, 0)
+    assert one_line(told)
 
 
 @each_kind
 def test_met_in_the_proof_of_the_engine_it_is_one_line(policy_config, monkeypatch, error):
     policy = load_policy(policy_config, 0)
-    monkeypatch.setattr(policy, "hidden_states", raises(error))
+    monkeypatch.setattr(kv_cache.TierCache, "read", raises(error))
     with pytest.raises(
         AgentPeftError, match="out of memory as the sampler read its first tokens: set policy"
     ) as told:
-        Engine(policy, EngineConfig())
+        load_sampler(policy, EngineConfig())
     assert "slots" not in one_line(told)
 
 
@@ -120,12 +103,14 @@ def test_met_as_a_file_is_written_it_is_one_line(policy_config, tmp_path, monkey
         f"""
 run_dir: {tmp_path / "run"}
 environment: {{kind: arithmetic, digits: 1, num_tasks: 10}}
-policy: {{kind: scratch, alphabet: {ALPHABET!r}, lora: {{rank: 2, alpha: 4}}, device: cpu, architecture: {policy_config.architecture!r}}}
+policy:
+  {{kind: scratch, alphabet: {ALPHABET!r}, lora: {{rank: 2, alpha: 4}}, device: cpu,
+   architecture: {policy_config.architecture!r}}}
 algorithm: {{kind: grpo}}
 stages: [{{name: one, steps: 1, tasks_per_step: 2, group_size: 2, sampling: {{max_new_tokens: 3}}}}]
 """.replace("False", "false")
     )
-    config, _ = load_config(tmp_path / "config.yaml")
+    config, _ = read_config(tmp_path / "config.yaml")
     if moment == "a checkpoint was written":
         monkeypatch.setattr(Trainer, "save", raises(error))
         with pytest.raises(AgentPeftError, match=f"out of memory as {moment}") as told:

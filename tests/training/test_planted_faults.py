@@ -13,10 +13,10 @@ import torch
 
 from agent_peft.environments import load_environment
 from agent_peft.policies.config import PretrainedConfig
-from agent_peft.policies.engine import decoding
+from agent_peft.policies.engine import decoding, load_sampler, local
 from agent_peft.policies.engine.base import EngineConfig
-from agent_peft.policies.engine.local import Engine
-from agent_peft.policies.policy import Policy, load_policy
+from agent_peft.policies.loading import load_policy
+from agent_peft.policies.policy import Policy
 from agent_peft.training import checks
 from agent_peft.training import trainer as trainer_module
 from agent_peft.training.stage import StageConfig
@@ -35,21 +35,21 @@ def sampler_acts_with(
     monkeypatch: pytest.MonkeyPatch, adapter: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 ) -> None:
     """Where the sampler reads its weights it finds ``adapter(the trainer's)``."""
-    own = Policy.sampling_mode
+    own = local.sampling_weights
 
     @contextmanager
-    def sampling_mode(policy: Policy, blocks: bool) -> Iterator[None]:
+    def sampling_weights(policy: Policy, *how: bool) -> Iterator[None]:
         now = {name: b.clone() for name, b in lora_b(policy).items()}
         for name, b in adapter(now).items():
             lora_b(policy)[name].copy_(b)
         try:
-            with own(policy, blocks):
+            with own(policy, *how):
                 yield
         finally:
             for name, b in now.items():
                 lora_b(policy)[name].copy_(b)
 
-    monkeypatch.setattr(Policy, "sampling_mode", sampling_mode)
+    monkeypatch.setattr(local, "sampling_weights", sampling_weights)
 
 
 def one_update_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def make(make_trainer: Callable[..., Trainer]) -> Callable[[str], Trainer]:
             optimizer={"learning_rate": 3e-2},
             microbatch_tokens=8192,
         )
-        return Trainer(small.stage, small.policy, small.engine, load_environment(TASKS), seed=0)
+        return Trainer(small.policy, load_environment(TASKS), small.stage, small.engine, seed=0)
 
     return made
 
@@ -163,13 +163,13 @@ def test_a_real_model_is_watched_as_well(smollm2: Path, dtype: str) -> None:
     itself.
     """
     policy = load_policy(PretrainedConfig(model=str(smollm2), dtype=dtype, device="cpu"), 0)  # type: ignore[arg-type]
-    engine, environment = Engine(policy, EngineConfig()), load_environment(TASKS)
+    engine, environment = load_sampler(policy, EngineConfig()), load_environment(TASKS)
     learnt = {
         "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2},
         "sampling": {"max_new_tokens": 32, "max_tokens": 512},
     }
     supervised = {"algorithm": {"kind": "sft"}, "steps": 4, "tasks_per_step": 4, **learnt}
-    list(Trainer(StageConfig.model_validate(supervised), policy, engine, environment, seed=0))
+    list(Trainer(policy, environment, StageConfig.model_validate(supervised), engine, seed=0))
     acting = StageConfig.model_validate(
         {
             "algorithm": {"kind": "reinforce"},
@@ -186,11 +186,11 @@ def test_a_real_model_is_watched_as_well(smollm2: Path, dtype: str) -> None:
             b.copy_(start[name])
         with pytest.MonkeyPatch.context() as patch:
             if fault is None:
-                assert len(list(Trainer(acting, policy, engine, environment, seed=1))) == 1
+                assert len(list(Trainer(policy, environment, acting, engine, seed=1))) == 1
                 continue
             fault(patch)
             with pytest.raises(TrustError):
-                list(Trainer(acting, policy, engine, environment, seed=1))
+                list(Trainer(policy, environment, acting, engine, seed=1))
 
 
 def test_a_tenth_of_a_change_is_told_from_rounding_and_rounding_from_a_change() -> None:

@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from agent_peft.algorithms import PpoConfig, build_algorithm
+from agent_peft.algorithms import PpoConfig
 from agent_peft.batch import collate
-from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.loading import read_config
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.policies.value_head import WEIGHTS
 from agent_peft.runs import run as runs
@@ -70,7 +70,7 @@ def test_old_values_are_those_before_the_update(make_trainer):
     seen, update = [], trainer.update
 
     def watching(minibatch, on_policy):
-        before = trainer.score(minibatch, trainer.policy.values)
+        before = trainer.gradients.score(minibatch, trainer.policy.values)
         seen.append((update(minibatch, on_policy), minibatch.values, before))
         return seen[-1][0]
 
@@ -148,7 +148,7 @@ def test_a_key_without_effect_is_told_at_its_place(tmp_path):
     with pytest.raises(
         AgentPeftError, match=r"c\.yaml:6: algorithm: target_kl has no effect with update_epochs: 1"
     ):
-        load_config(path)
+        read_config(path)
 
 
 # -- what the critic learns ----------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def test_a_key_without_effect_is_told_at_its_place(tmp_path):
 def test_explained_variance_rises(make_trainer):
     """The reward is told by the prompt: a critic can know all of it, and a constant nothing."""
     trainer = make_trainer({"kind": "ppo", "value_learning_rate": 0.1})
-    algorithm, policy = build_algorithm(PpoConfig(normalize_advantages=False)), trainer.policy
+    algorithm, policy = PpoConfig(normalize_advantages=False).build(), trainer.policy
     turns = [Turn((3, 5, 6, 4 + i % 2), (7 + i % 3, 8), (-1.0, -1.0)) for i in range(12)]
     batch = collate(
         [Trajectory(Task("t"), (turn,), rewards=(float(i % 2),)) for i, turn in enumerate(turns)], [0] * 12
@@ -195,10 +195,10 @@ def test_a_critic_goes_on_from_stage_to_stage(make_trainer):
     first = make_trainer(PPO)
     run(first)
     learnt = first.policy.value_head.weight.detach().clone()
-    between = Trainer(make_trainer("sft").stage, first.policy, first.engine, first.environment, seed=1)
+    between = Trainer(first.policy, first.environment, make_trainer("sft").stage, first.engine, seed=1)
     assert all(p is not first.policy.value_head.weight for p in between.parameters)
     run(between)
-    again = Trainer(first.stage, first.policy, first.engine, first.environment, seed=2)
+    again = Trainer(first.policy, first.environment, first.stage, first.engine, seed=2)
     assert learnt.any()
     assert torch.equal(again.policy.value_head.weight, learnt)
 
@@ -237,7 +237,7 @@ def config(tmp_path, policy_config):
     }
     path = tmp_path / "config.yaml"
     path.write_text(dump(content))
-    return load_config(path)[0]
+    return read_config(path)[0]
 
 
 def test_every_epoch_leaves_an_adapter_and_its_statistics(config):

@@ -13,11 +13,11 @@ from dataclasses import replace
 import pytest
 
 from agent_peft.configuration.explain import effective_values, facts
-from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.loading import read_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.environments.arithmetic import Arithmetic, ArithmeticConfig
-from agent_peft.rollout.evaluation import EvaluationConfig
+from agent_peft.rollout.evaluation import EvaluationConfig, evaluate
 from agent_peft.runs import run as runs
 from agent_peft.runs.folder import settle_dtype
 from agent_peft.runs.run import train
@@ -35,8 +35,8 @@ ROLLOUTS = {
 class Poisoned(Trainer):
     """At step 1 of RL, one parameter's gradient is not a number."""
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
+    def __init__(self, *arguments, **more):
+        super().__init__(*arguments, **more)
         if self.algorithm.on_policy:
             poison(self, math.nan)
 
@@ -61,7 +61,7 @@ def configure(tmp_path, policy_config):
         }
         path = tmp_path / "config.yaml"
         path.write_text(dump({**settings, **changes}))
-        return load_config(path, overrides)[0]
+        return read_config(path, overrides)[0]
 
     return configure
 
@@ -207,17 +207,17 @@ def test_an_evaluation_counts_what_was_broken_and_tells_what_is_left_out(make_tr
         "sampling": {"max_new_tokens": 3, "temperature": 1.0},
     }
     evaluation = EvaluationConfig.model_validate(settings)
-    honest = runs.evaluate(engine, Doors(0, None), evaluation, 0)
+    honest = evaluate(engine, Doors(0, None), evaluation, 0)
     assert 0 < honest.success.value < 1
-    found = runs.evaluate(engine, Doors(0, breaks), evaluation, 0)
+    found = evaluate(engine, Doors(0, breaks), evaluation, 0)
     assert (found.success, found.pass_at, found.outcomes) == (honest.success, honest.pass_at, honest.outcomes)
     assert found.infrastructure_failures == 0
 
     caplog.clear()
-    fewer = runs.evaluate(engine, Doors(2, breaks), evaluation, 0)
+    fewer = evaluate(engine, Doors(2, breaks), evaluation, 0)
     assert (fewer.success.tasks, fewer.attempts, fewer.infrastructure_failures) == (6, 24, 8)
     assert {task: honest.outcomes[task] for task in fewer.outcomes} == fewer.outcomes
-    assert fewer.summary.endswith(" on 6 tasks; 8 of 32 episodes are left out: their world failed")
+    assert fewer.summary.endswith(" on 6 tasks; 8 of 32 episodes are left out: their environment failed")
     assert "8 episodes are left out" in caplog.messages[-1]
 
 
@@ -236,14 +236,14 @@ def test_steps_on_the_command_line_shorten_every_stage(configure, tmp_path):
 
 def test_explain_says_where_the_short_run_comes_from(configure, tmp_path):
     configure()
-    config, provenance = load_config(tmp_path / "config.yaml", ["steps=1"])
+    config, provenance = read_config(tmp_path / "config.yaml", ["steps=1"])
     values = dict(effective_values(config))
     for stage in ("stages.0", "stages.1"):
         assert (values[f"{stage}.steps"], provenance.of(f"{stage}.steps")) == (
             1,
             "command line, for all stages",
         )
-    config, provenance = load_config(tmp_path / "config.yaml", ["steps=1", "stages.1.steps=7"])
+    config, provenance = read_config(tmp_path / "config.yaml", ["steps=1", "stages.1.steps=7"])
     assert [stage.steps for stage in config.stages] == [1, 7]
 
 
@@ -296,4 +296,4 @@ def test_what_may_change_during_a_run_is_no_other_configuration(configure, run_c
     train(again)
     after = run_contents(config.run_dir)
     assert [name for name in before if before[name] != after[name]] == ["config.yaml"]
-    assert load_config(config.run_dir / "config.yaml")[0] == settle_dtype(again, "float32")
+    assert read_config(config.run_dir / "config.yaml")[0] == settle_dtype(again, "float32")

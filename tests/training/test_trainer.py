@@ -7,14 +7,15 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from agent_peft.environments.base import Environment, Episode
-from agent_peft.policies.adapters import LoraSettings
-from agent_peft.rollout.collector import Collector
-from agent_peft.training.trainer import BARREN, Trainer
+from agent_peft.policies.config import LoraSettings
+from agent_peft.training.step_metrics import BARREN
+from agent_peft.training.trainer import Trainer
 from agent_peft.types import (
     AgentPeftError,
     Group,
@@ -207,7 +208,7 @@ def test_minibatches_are_whole_groups_and_every_group_once(make_trainer):
 def test_tasks_come_in_trips(make_trainer, order):
     trainer = make_trainer("sft", task_order=order, tasks_per_step=4, steps=5)
     every = [task.id for task in trainer.environment.tasks]
-    drawn = [task.id for step in range(5) for task in trainer.tasks(step)]
+    drawn = [task.id for step in range(5) for task in trainer.source.order.at(step)]
     trips = [drawn[:10], drawn[10:]]
     assert all(sorted(trip) == sorted(every) for trip in trips)
     if order == "sequential":
@@ -216,12 +217,12 @@ def test_tasks_come_in_trips(make_trainer, order):
         assert every not in trips
         assert trips[0] != trips[1]
         other = make_trainer("sft", task_order=order, tasks_per_step=4, steps=5, seed=1)
-        assert [task.id for step in range(5) for task in other.tasks(step)] != drawn
+        assert [task.id for step in range(5) for task in other.source.order.at(step)] != drawn
 
 
 def test_a_batch_larger_than_the_tasks_repeats_them(make_trainer):
     trainer = make_trainer("sft", tasks_per_step=25)
-    assert set(Counter(task.id for task in trainer.tasks(0)).values()) == {2, 3}
+    assert set(Counter(task.id for task in trainer.source.order.at(0)).values()) == {2, 3}
 
 
 def test_the_seed_alone_decides(make_trainer):
@@ -238,7 +239,7 @@ def test_a_stage_goes_on_with_the_policy_of_the_one_before(make_trainer):
     run(sft)
     taught = [p.detach().clone() for p in sft.parameters]
     rl = make_trainer("grpo", rewards={"invalid_action": -0.5})
-    rl = Trainer(rl.stage, sft.policy, sft.engine, sft.environment, seed=1)
+    rl = Trainer(sft.policy, sft.environment, rl.stage, sft.engine, seed=1)
     assert all(torch.equal(p, q) for p, q in zip(rl.parameters, taught, strict=True))
     found = run(rl)
     assert found[0]["ratio"] == pytest.approx(1, abs=1e-5)
@@ -315,10 +316,10 @@ def test_steps_without_a_signal_are_warned_of_once(make_trainer, caplog, steps, 
 
 def test_a_step_with_a_signal_counts_anew(make_trainer, caplog):
     trainer = make_trainer("rloo", steps=BARREN + 1, tasks_per_step=8)
-    trainer.barren = BARREN - 1
+    trainer.signal.barren = BARREN - 1
     steps = iter(trainer)
     assert next(steps).metrics["groups_with_signal"] > 0
-    assert trainer.barren == 0 and not caplog.messages
+    assert trainer.signal.barren == 0 and not caplog.messages
 
 
 def test_demonstrations_that_are_wrong_are_counted_and_learnt_from(make_trainer, caplog):
@@ -338,7 +339,7 @@ def test_demonstrations_that_are_wrong_are_counted_and_learnt_from(make_trainer,
 @pytest.mark.parametrize(("algorithm", "groups"), [("reinforce", 4), ("ppo", 4), ("rloo", 0), ("grpo", 0)])
 def test_groups_left_with_one_episode_count_where_none_is_compared(make_trainer, algorithm, groups):
     trainer = make_trainer(algorithm, steps=1)
-    collect = trainer.collect
+    collect = trainer.source.collect
 
     def losing(step):
         found = collect(step)
@@ -347,7 +348,7 @@ def test_groups_left_with_one_episode_count_where_none_is_compared(make_trainer,
         ]  # the environment failed in the others
         return found
 
-    trainer.collect = losing
+    trainer.source = SimpleNamespace(collect=losing)
     if groups:
         (step,) = trainer
         assert step.metrics["episodes"] == groups
@@ -390,14 +391,14 @@ def test_a_gradient_that_is_not_finite_stops_before_it_spoils_the_weights(make_t
 
 def test_more_minibatches_than_groups_is_one_line(make_trainer):
     trainer = make_trainer({"kind": "rloo", "minibatches": 4})
-    collect = trainer.collect
+    collect = trainer.source.collect
 
     def losing(step):
         found = collect(step)
         del found.groups[1:]  # as if the environment had failed in them
         return found
 
-    trainer.collect = losing
+    trainer.source = SimpleNamespace(collect=losing)
     with pytest.raises(AgentPeftError, match="minibatches: 4 is more than the 1 groups"):
         run(trainer)
 
@@ -460,8 +461,8 @@ def is_right(action: str) -> bool:
 
 
 def train_on(make_trainer, environment: Fragile) -> tuple[Trainer, list[dict[str, float]]]:
-    trainer = make_trainer("rloo", steps=3, rewards={}, optimizer=SMOOTH)
-    trainer.environment, trainer.collector = environment, Collector(environment, trainer.engine)
+    made = make_trainer("rloo", steps=3, rewards={}, optimizer=SMOOTH)
+    trainer = Trainer(made.policy, environment, made.stage, made.engine)
     return trainer, run(trainer)
 
 

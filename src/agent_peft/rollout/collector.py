@@ -1,14 +1,14 @@
-"""Where policies meet environments: tasks in, groups of trajectories out.
+"""Policies act in environments: tasks in, groups of trajectories out.
 
-What a failing world counts must never be worth bringing about. A world that fails before the agent has acted
-is nobody's doing: the episode is begun anew with another seed, and in the end left out. One that fails after
-an action may be the agent's doing: the episode goes on only where a world of the same seed, in which the same
-actions were replayed, says the same and then answers; else it is incorrect. So an agent that breaks its world
-when it is about to fail gains nothing: neither the task, nor the seed, nor a token is drawn again. What
-remains: a world that is not decided by its seed draws its own coins again when it is replayed, so an action
-that breaks the world where such a coin falls badly, before any observation shows it, is tried up to
-``ATTEMPTS`` times. An environment closes that by judging what an agent can break itself, instead of raising:
-the OS interaction does, and the DB Bench.
+An agent must never gain by making its environment fail. A failure before the agent has acted is not its
+doing: the episode starts again with another seed and, if it still fails, is left out. A failure after an
+action may be the agent's doing. The episode then goes on only if a second episode with the same seed, in
+which the same actions are replayed, gives the same observations and then answers; otherwise it is incorrect.
+So an agent that breaks its environment when it is about to fail gains nothing: neither the task, nor the
+seed, nor a token is drawn again. One gap remains. An environment with randomness that its seed does not
+decide draws it again in a replay, so an action that breaks the environment after a bad draw, before any
+observation shows it, is tried up to ``ATTEMPTS`` times. An environment closes this gap by grading such an
+action instead of raising, as OS interaction and DB Bench do.
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ from __future__ import annotations
 import json
 import logging
 import traceback
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from agent_peft.environments.base import Environment
 from agent_peft.environments.contract import ContractError, place_of
 from agent_peft.files import write_atomic
-from agent_peft.policies.engine.base import EngineStatistics
-from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.engine.base import EngineStatistics, Sampler
 from agent_peft.policies.engine.schedule import Schedule
 from agent_peft.policies.sampling import SamplingConfig
-from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.printable import printable
 from agent_peft.rollout.conversation import EpisodeConversation
 from agent_peft.rollout.rewards import RewardConfig, price
@@ -38,21 +36,23 @@ from agent_peft.types import AgentPeftError, Group, Outcome, StopReason, Task, T
 logger = logging.getLogger(__name__)
 
 NOTHING = EngineStatistics(0, 0, 0, 0)
-ATTEMPTS = 3  # how often an episode is tried whose environment fails
-TASKS_TOLD = 5  # a collection warns of no more than these
-KINDS_TOLD = 20  # of defects, each of them once
-FRAMES_TOLD, LINES_TOLD, LINE = 12, 60, 200  # of a traceback, and characters of a line
+ATTEMPTS = 3  # of an episode whose environment fails
+MAX_TASKS_IN_WARNINGS = 5  # of one collection
+MAX_KINDS = 20  # of defects, each of which is logged once
+MAX_FRAMES, MAX_LINES, LINE = 12, 60, 200  # of a traceback, and characters of a line
 
 
 @dataclass(frozen=True)
 class Collection:
-    """What one trip collected. An episode whose world failed again and again before the agent had acted is in
-    no group.
+    """The groups of one step. An episode whose environment failed in every attempt before the agent had acted
+    is in no group.
 
-    ``failures`` counts the attempts that a failing world ended, those that were tried again included;
-    ``defects`` counts the exceptions of other kinds that an environment or a reward term raised. ``schedule``
-    has the late answers of each call of the engine, and so says how this rank's part can be repeated bit for
-    bit.
+    Attributes:
+        failures: how many attempts a failing environment ended, including those that were repeated.
+        defects: how many other exceptions an environment or a reward term raised.
+        schedule: the late answers of each call of the sampler, with which this rank's part can be repeated
+            bit for bit.
+        metrics: of the source, for the step's record.
     """
 
     groups: list[Group]
@@ -60,19 +60,24 @@ class Collection:
     statistics: EngineStatistics = NOTHING
     defects: int = 0
     schedule: tuple[Schedule, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def crashed(self) -> int:
-        """How many episodes count as incorrect because their world failed after an action, and whenever
-        the actions were replayed.
+        """How many episodes count as incorrect because their environment failed after an action, and again in
+        every replay.
         """
         return sum(t.stop_reason is StopReason.CRASHED for group in self.groups for t in group.trajectories)
 
 
 @dataclass(frozen=True)
 class CollectionSchedule:
-    """Of one collection on this rank: what is to be followed (None records a new one), and where what
-    happened is written.
+    """The sampling schedule of one collection on this rank.
+
+    Attributes:
+        path: the file that it is written to.
+        settings: written beside it.
+        followed: the schedule to repeat; None records a new one.
     """
 
     path: Path
@@ -87,13 +92,16 @@ class CollectionSchedule:
             self.path.unlink(missing_ok=True)
 
 
-class Collector:
-    """Acts in one environment with one engine."""
+ScheduleOf = Callable[[int], CollectionSchedule | None]  # of a step
 
-    def __init__(self, environment: Environment, engine: Engine) -> None:
+
+class Collector:
+    """Acts in one environment with one sampler."""
+
+    def __init__(self, environment: Environment, engine: Sampler) -> None:
         self.environment, self.engine = environment, engine
-        self._told: set[tuple[str, str]] = set()  # kinds of defects
-        self._works = False  # an episode has ended otherwise than by a defect
+        self._logged: set[tuple[str, str]] = set()  # kinds of defects
+        self._works = False  # an episode has ended without a defect
 
     def collect(
         self,
@@ -105,22 +113,22 @@ class Collector:
         positions: Sequence[int] | None = None,
         schedule: Sequence[Schedule] | None = None,
     ) -> Collection:
-        """``group_size`` episodes of each task, in the tasks' order. What an episode draws depends on its
-        seed, which is that of the task's position, and on nothing around it. No more episodes are open at
-        once than the engine has rows, and a few.
+        """Collect ``group_size`` episodes of each task, in the order of the tasks. The tokens that an episode
+        draws depend on its seed alone, which is derived from the position of its task. The number of open
+        episodes is at most the number of the sampler's rows, plus a few.
 
         Args:
-            positions: of the tasks to collect, where other processes collect the rest; None takes all.
-            schedule: that of an earlier collection of the same, to be followed.
+            positions: of the tasks to collect here, while other processes collect the rest; None takes all.
+            schedule: that of an earlier collection with the same arguments, to repeat.
 
         Raises:
-            AgentPeftError: an episode cannot be begun, for a reason that is the user's to mend; or every
-                episode of the first collection ended by a defect. After that, nothing that an environment
-                raises when the agent acts ends a collection.
+            AgentPeftError: an episode cannot start for a reason that the user must correct; or every episode
+                of the first collection ended by a defect. Otherwise nothing that an environment raises when
+                the agent acts ends a collection.
         """
         positions = range(len(tasks)) if positions is None else positions
         defects: list[BaseException] = []
-        acting = (self.engine.policy.chat, defects, sampling.stop, sampling.max_tokens)
+        acting = (self.engine.chat, defects, sampling.stop, sampling.max_tokens)
         conversations = {
             (position, member): EpisodeConversation(self.environment, tasks[position], *acting)
             for position in positions
@@ -146,11 +154,12 @@ class Collector:
         crashed = [c for c in unanswered if c.turns]
         _warn(
             crashed,
-            "the world failed after the agent's action, and again when the actions were replayed; it counts as incorrect",
+            "the environment failed after the agent's action, and again when the actions were replayed; "
+            "the episode counts as incorrect",
         )
         _warn(
             [c for c in unanswered if not c.turns],
-            "the world failed before the agent had acted; the episode is left out",
+            "the environment failed before the agent had acted; the episode is left out",
         )
         for conversation in crashed:
             conversation.end(Outcome.INCORRECT, StopReason.CRASHED)
@@ -158,9 +167,10 @@ class Collector:
         self._works = self._works or any(not c.defective for c in conversations.values())
         if len(conversations) > 1 and not self._works:
             raise AgentPeftError(
-                f"{self._whole(defects[0])}; every one of the first {len(conversations)} episodes ended by a defect"
+                f"{self._whole(defects[0])}; every one of the first {len(conversations)} episodes ended by a "
+                "defect"
             )
-        self._tell(defects)
+        self._log(defects)
         groups = [
             Group(
                 tasks[position],
@@ -172,34 +182,34 @@ class Collector:
             groups, failures, statistics, len(defects), tuple(recorded) if any(recorded) else ()
         )
 
-    def _tell(self, defects: Sequence[BaseException]) -> None:
-        """Each kind of defect once, with its traceback, however many episodes meet it."""
+    def _log(self, defects: Sequence[BaseException]) -> None:
+        """Log each kind of defect once, with its traceback, however many episodes meet it."""
         for error in defects:
-            kind = (type(error).__name__, _place(error))
-            if kind in self._told or len(self._told) >= KINDS_TOLD:
+            kind = (type(error).__name__, origin_of(error))
+            if kind in self._logged or len(self._logged) >= MAX_KINDS:
                 continue
-            self._told.add(kind)
+            self._logged.add(kind)
             logger.error(
                 "%s: a defect; every episode in which the agent's action meets it counts as incorrect",
                 self._whole(error),
             )
-            if isinstance(error, ContractError):  # nothing was raised that a traceback could tell more of
+            if isinstance(error, ContractError):  # it was not raised, so it has no traceback
                 continue
-            lines = "".join(traceback.format_exception(error, limit=-FRAMES_TOLD)).splitlines()
-            for line in lines[-LINES_TOLD:]:
+            lines = "".join(traceback.format_exception(error, limit=-MAX_FRAMES)).splitlines()
+            for line in lines[-MAX_LINES:]:
                 logger.error("  %s", printable(line, LINE))
 
     def _whole(self, error: BaseException) -> str:
-        """Where a defect was met first, what it is, and the line of the environment's that raised it."""
+        """Where a defect came up first, its error, and the line of the environment that raised it."""
         where = printable(error.__notes__[0], LINE)
         if isinstance(error, AgentPeftError):
             return f"{where}: {printable(error, 2 * LINE)}"
-        return f"{where}: {told(error)}, at {place_of(error, type(self.environment))}"
+        return f"{where}: {one_line(error)}, at {place_of(error, type(self.environment))}"
 
 
 def _priced(conversation: EpisodeConversation, rewards: RewardConfig) -> Trajectory:
-    """The trajectory with its rewards. A term that fails at what the agent said must not be worth bringing
-    about: it is a defect.
+    """The trajectory with its rewards. An agent must not gain by making a reward term fail, so that is a
+    defect of the episode.
     """
     try:
         return price(conversation.trajectory, rewards)
@@ -210,71 +220,27 @@ def _priced(conversation: EpisodeConversation, rewards: RewardConfig) -> Traject
 
 
 def _warn(conversations: Sequence[EpisodeConversation], what: str) -> None:
-    """One line per task, and no more than a few."""
+    """Warn in one line for each task, of a few of them."""
     tasks = {c.task.id: c for c in conversations}
-    for task, conversation in list(tasks.items())[:TASKS_TOLD]:
-        logger.warning("task %s: %s (%s)", printable(task, LINE), what, told(conversation.failure))
-    if len(tasks) > TASKS_TOLD:
-        logger.warning("%d more tasks: %s", len(tasks) - TASKS_TOLD, what)
+    for task, conversation in list(tasks.items())[:MAX_TASKS_IN_WARNINGS]:
+        logger.warning("task %s: %s (%s)", printable(task, LINE), what, one_line(conversation.failure))
+    if len(tasks) > MAX_TASKS_IN_WARNINGS:
+        logger.warning("%d more tasks: %s", len(tasks) - MAX_TASKS_IN_WARNINGS, what)
 
 
-def told(error: BaseException | None) -> str:
-    """What went wrong, in one line."""
+def one_line(error: BaseException | None) -> str:
+    """An error in one line."""
     try:
         return printable(f"{type(error).__name__}: {error}", LINE)
-    except Exception:  # an error that cannot say what it is
+    except Exception:  # from its __str__
         return type(error).__name__
 
 
-def _place(error: BaseException) -> str:
-    """Where it was raised; where its cause was, if it has one; the code that returned what it must not."""
+def origin_of(error: BaseException) -> str:
+    """``file:line`` where an error, or its cause, was raised; for a broken contract, of the code that broke
+    it.
+    """
     if isinstance(error, ContractError):
         return error.place
     frames = traceback.extract_tb((error.__cause__ or error).__traceback__, limit=-1)
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-
-
-def demonstrate(
-    environment: Environment, task: Task, chat: ChatTokenizer, rewards: RewardConfig, seed: int
-) -> Trajectory:
-    """The trajectory of a task's demonstration, replayed in the environment: its observations are the real
-    ones.
-
-    Raises:
-        AgentPeftError: the environment knows no demonstration of this task, or does not get through it.
-    """
-    actions = environment.demonstration(task)
-    if actions is None:
-        raise AgentPeftError(
-            f"task {task.id}: the environment knows no demonstration, so a supervised stage cannot use it"
-        )
-    if (
-        isinstance(actions, str)
-        or not isinstance(actions, Sequence)
-        or not all(isinstance(action, str) for action in actions)
-    ):
-        given = printable(repr(actions), 60)
-        raise AgentPeftError(
-            f"task {task.id}: its demonstration must be a list of texts, one for each turn; got {given}"
-        )
-    defects: list[BaseException] = []
-    conversation = EpisodeConversation(environment, task, chat, defects)
-    try:
-        conversation.begin(seed)
-        for action in () if conversation.failure else actions:
-            tokens = chat.action_tokens(action)
-            if conversation.act(tokens, [0.0] * len(tokens), room=1 << 30) is None:
-                break
-    finally:
-        conversation.close()
-    error = defects[0] if conversation.stop_reason is StopReason.DEFECT else conversation.failure
-    if error is not None:
-        place = f"{told(error)}, at {Path(_place(error)).name}"
-        raise AgentPeftError(
-            f"task {task.id}: the environment failed while its demonstration was replayed ({place})"
-        ) from error
-    for error in defects:
-        logger.error("task %s: after its demonstration: %s", printable(task.id, LINE), told(error))
-    if not conversation.over:
-        raise AgentPeftError(f"task {task.id}: its demonstration does not end the episode")
-    return price(conversation.trajectory, rewards)

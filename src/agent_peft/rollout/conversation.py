@@ -1,6 +1,4 @@
-"""One episode, as the engine sees it: tokens in, tokens out, and whatever its environment raises ends in
-an outcome.
-"""
+"""One episode in tokens, as the sampler sees it. Every exception of its environment ends in an outcome."""
 
 from __future__ import annotations
 
@@ -8,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from agent_peft.environments.base import Environment, Episode
-from agent_peft.environments.contract import ContractError, opened, opening_of, result_of
-from agent_peft.policies.tokenization import ChatTokenizer, StopMatcher
+from agent_peft.environments.contract import ContractError, open_episode, opening_of, result_of
+from agent_peft.policies.stop_strings import StopMatcher
+from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.seeding import derive
 from agent_peft.types import (
     AgentPeftError,
@@ -22,26 +21,23 @@ from agent_peft.types import (
     Turn,
 )
 
-PASSING = (
-    KeyboardInterrupt,
-    SystemExit,
-    GeneratorExit,
-)  # they end the program; nothing else that an environment raises does
+# these end the program; no other exception of an environment does
+PASSING = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
 class EpisodeConversation:
-    """One episode and its record, which outlives a world that fails: ``begin_again`` brings a new world to
-    where the record ends.
+    """One episode and its record. The record outlives a world that fails: ``begin_again`` replays it in a new
+    world.
 
-    Begun, and after each action, it goes on, or it is over, or it has a ``failure``: the world has ended this
-    attempt. Anything else that is raised at an action is a defect. It ends the episode as incorrect, so that
-    a reply which raises is never worth it. Its world is opened when the engine asks for its prompt, and
-    closed as soon as it is over or has failed.
+    After its beginning and after each action the episode goes on, or is over, or has a ``failure``, which is
+    an InfrastructureError of the world. Any other exception at an action is a defect. It ends the episode as
+    incorrect, so that no reply gains by it. The world is opened when the sampler asks for the prompt, and
+    closed when the episode is over or has failed.
 
     Args:
-        defects: where exceptions go that are not the world's.
+        defects: a list for exceptions that are not failures of the world.
         stop: strings that end an action.
-        max_tokens: of the episode; None is no limit. An opening that leaves no room for an action within it
+        max_tokens: limit of the episode's tokens; None sets no limit. An opening without room for an action
             is a user's mistake.
     """
 
@@ -60,6 +56,7 @@ class EpisodeConversation:
         self.turns: list[Turn] = []
         self.messages: list[Message] = []
         self.outcome, self.stop_reason = Outcome.UNKNOWN, StopReason.INFRASTRUCTURE
+        self.score: float | None = None
         self.over = False
         self.failure: BaseException | None = None
         self._observation: tuple[int, ...] = ()
@@ -68,11 +65,11 @@ class EpisodeConversation:
 
     @property
     def prompt(self) -> Sequence[int] | None:
-        """All tokens so far, the next observation included, once a world is open; None where there is none to
-        act in.
+        """Open a world, and return all tokens so far with the next observation. None where the world fails or
+        the episode is over.
 
         Raises:
-            AgentPeftError: it cannot be opened, for a reason that is the user's to mend.
+            AgentPeftError: the world cannot be opened because of a user's mistake.
         """
         if self.turns:
             self.begin_again()
@@ -84,10 +81,10 @@ class EpisodeConversation:
         return (*self.trajectory.tokens, *self._observation)
 
     def begin(self, seed: int) -> None:
-        """Open the episode that ``seed`` decides: what is drawn in its world, and by the engine.
+        """Open the episode of ``seed``, from which its world and the sampler draw.
 
         Raises:
-            AgentPeftError: it cannot be opened, for a reason that is the user's to mend.
+            AgentPeftError: the world cannot be opened because of a user's mistake.
         """
         self.seed, self.failure = seed, None
         try:
@@ -95,8 +92,10 @@ class EpisodeConversation:
             self.messages, self._observation = opening, tuple(self.chat.opening(opening))
             if self.max_tokens is not None and len(self._observation) >= self.max_tokens:
                 raise AgentPeftError(
-                    f"task {self.task.id}: its opening has {len(self._observation)} tokens, so there is no room for an action within "
-                    f"sampling.max_tokens: {self.max_tokens}; raise that (of an evaluation, evaluation.sampling's), or leave the task out"
+                    f"task {self.task.id}: its opening has {len(self._observation)} tokens, so there is no "
+                    "room for an action within "
+                    f"sampling.max_tokens: {self.max_tokens}; raise that (of an evaluation, "
+                    "evaluation.sampling's), or leave the task out"
                 )
         except ContractError as error:
             raise AgentPeftError(f"{self.where}: {error}") from error
@@ -106,12 +105,11 @@ class EpisodeConversation:
             self._fail(error)
 
     def begin_again(self) -> None:
-        """Open an episode of the same seed, and replay the recorded actions in it, the last of which was not
-        answered.
+        """Open an episode of the same seed, and replay the recorded actions in it. The last action had no
+        answer yet.
 
-        Nothing is sampled again, and the new world must say what the first one said: the actions were drawn
-        after reading that. In another context their log-probabilities would be wrong, and another world would
-        be a second try, which failing must not buy.
+        Nothing is sampled again, and the new world must answer as the first one did. Otherwise the recorded
+        log-probabilities would belong to another context, and a failure would give the agent a second try.
         """
         self.failure = None
         try:
@@ -122,7 +120,12 @@ class EpisodeConversation:
             self._fail(error)
 
     def act(self, action: Sequence[int], logprobs: Sequence[float], room: int) -> Sequence[int] | None:
-        """Take the sampled action; what to read next, or None where nothing is."""
+        """Take the sampled action. Return the tokens of the next observation, or None where there is none.
+
+        Args:
+            room: the token budget that is left. An observation that would use it up ends the episode, because
+                no further action is possible.
+        """
         self.turns.append(Turn(self._observation, tuple(action), tuple(logprobs), cut=self._is_cut(action)))
         self._room = room
         following = self._step()
@@ -135,15 +138,15 @@ class EpisodeConversation:
 
     @property
     def defective(self) -> bool:
-        """Whether something that is not the world's ended it, or kept it from being begun."""
+        """Whether an exception that is not a failure of the world ended the episode or its beginning."""
         unbegun = (
             self.failure is not None and not self.turns and not isinstance(self.failure, InfrastructureError)
         )
         return unbegun or self.stop_reason is StopReason.DEFECT
 
     def defect(self, error: BaseException) -> None:
-        """Keep an exception that is not the world's, with where it was met first: one object may be raised
-        again and again.
+        """Record an exception that is not a failure of the world, with the place where it came first. One
+        object may be raised several times.
         """
         if not getattr(error, "__notes__", ()):
             error.add_note(self.where)
@@ -151,16 +154,23 @@ class EpisodeConversation:
 
     @property
     def where(self) -> str:
-        """The task, the seed that its environment was given, and the turn."""
+        """The task, the environment's seed, and the turn."""
         moment = f"turn {len(self.turns)}" if self.turns else "at its start"
         return f"task {self.task.id!r}, seed {derive(self.seed, 'environment')}, {moment}"
 
     @property
     def trajectory(self) -> Trajectory:
-        return Trajectory(self.task, tuple(self.turns), tuple(self.messages), self.outcome, self.stop_reason)
+        return Trajectory(
+            self.task,
+            tuple(self.turns),
+            tuple(self.messages),
+            self.outcome,
+            self.stop_reason,
+            score=self.score,
+        )
 
     def close(self) -> None:
-        """Free the world. The record stays."""
+        """Close the world. The record stays."""
         episode, self._episode = self._episode, None
         if episode is None:
             return
@@ -172,12 +182,12 @@ class EpisodeConversation:
             self.defect(error)
 
     def _is_cut(self, action: Sequence[int]) -> bool:
-        """Whether a limit ended an action, and not the policy."""
+        """Whether a limit, and not the policy, ended an action."""
         matcher = StopMatcher(self.stop, self.chat.token_bytes)
         return not any(matcher.push(token) or token in self.chat.end_of_turn for token in action)
 
     def _open(self) -> list[Message]:
-        self._episode = opened(self.environment, self.task, derive(self.seed, "environment"))
+        self._episode = open_episode(self.environment, self.task, derive(self.seed, "environment"))
         return opening_of(self._episode)
 
     def _fail(self, error: BaseException) -> None:
@@ -200,7 +210,7 @@ class EpisodeConversation:
         self._step()
 
     def _step(self) -> Sequence[int] | None:
-        """Hand the last action of the record to the world."""
+        """Pass the last action of the record to the world."""
         turn = self.turns[-1]
         try:
             assert self._episode is not None
@@ -216,6 +226,7 @@ class EpisodeConversation:
             self.turns[-1] = replace(turn, valid=bool(result.valid))
             if stop_reason is not None:
                 self.end(outcome, stop_reason)
+                self.score = result.score
                 return None
             observation = tuple(self.chat.following(result.observation, turn.action))
         except PASSING:
@@ -228,7 +239,7 @@ class EpisodeConversation:
             self.end(Outcome.INCORRECT, StopReason.DEFECT)
             return None
         self.messages.append(Message("user", result.observation))
-        if len(observation) >= self._room:  # nothing could be said after reading it
+        if len(observation) >= self._room:  # there would be no room for an action
             self.end(Outcome.INCORRECT, StopReason.TOKEN_LIMIT)
             return None
         self._observation = observation

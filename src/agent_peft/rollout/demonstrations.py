@@ -1,34 +1,40 @@
-"""What is wrong with demonstrations: those that the sampler could never say, and those that the environment
-does not grade as correct.
+"""Replaying demonstrations, and their faults: those that the sampler could never produce, and those that the
+environment does not grade as correct.
 
-They are learnt from all the same, since they are what a user gave; but they are counted in every step, and
-told once.
+Training uses them all the same, because the user gave them. They are counted in every step, and the first one
+of each kind is reported.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+from agent_peft.environments.base import Environment
 from agent_peft.policies.sampling import SamplingConfig
-from agent_peft.policies.tokenization import ChatTokenizer, StopMatcher
+from agent_peft.policies.stop_strings import StopMatcher
+from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.printable import printable
-from agent_peft.types import Group, Outcome, Trajectory, Turn
+from agent_peft.rollout.collector import LINE, one_line, origin_of
+from agent_peft.rollout.conversation import EpisodeConversation
+from agent_peft.rollout.rewards import RewardConfig, price
+from agent_peft.types import AgentPeftError, Group, Outcome, StopReason, Task, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
 
-LONGEST_ID = 200  # characters
-
 
 class DemonstrationCheck:
-    """Counts the faults of each step's demonstrations, and warns of each kind of fault once."""
+    """Counts the faulty demonstrations of each step, and warns once of each kind of fault."""
 
     def __init__(self, chat: ChatTokenizer, sampling: SamplingConfig, warns: bool = True) -> None:
         self.chat, self.sampling = chat, sampling
-        self._told = set[str]() if warns else {"incorrect", "unsayable"}
+        self._warned = set[str]() if warns else {"incorrect", "unsayable"}
 
     def count(self, groups: Sequence[Group]) -> dict[str, float]:
-        """How many are not graded as correct, and how many the sampler could not say."""
+        """The metrics of a step: how many are not graded as correct, and how many the sampler could not
+        produce.
+        """
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         incorrect = [
             (t, f"it is graded {t.outcome.value}, not correct")
@@ -46,12 +52,13 @@ class DemonstrationCheck:
         }
 
     def _warn(self, kind: str, faults: Sequence[tuple[Trajectory, str]]) -> None:
-        if faults and kind not in self._told:
-            self._told.add(kind)
+        if faults and kind not in self._warned:
+            self._warned.add(kind)
             trajectory, reason = faults[0]
-            task = printable(trajectory.task.id, LONGEST_ID)
+            task = printable(trajectory.task.id, LINE)
             logger.warning(
-                "task %s: of its demonstration, %s; it is learnt from all the same (counted as demonstrations_%s)",
+                "task %s: of its demonstration, %s; training uses it all the same (counted as "
+                "demonstrations_%s)",
                 task,
                 reason,
                 kind,
@@ -59,40 +66,85 @@ class DemonstrationCheck:
 
 
 def unsayable_because(trajectory: Trajectory, chat: ChatTokenizer, sampling: SamplingConfig) -> str | None:
-    """Why the sampler could not have said what a demonstration says, within the limits and stop strings;
-    None where it could.
-    """
-    return next(_limits_passed(trajectory, chat, sampling), None)
+    """Why the sampler could not produce a demonstration within its limits and stop strings, or None."""
+    return next(_exceeded_limits(trajectory, chat, sampling), None)
 
 
-def _limits_passed(trajectory: Trajectory, chat: ChatTokenizer, sampling: SamplingConfig) -> Iterator[str]:
+def _exceeded_limits(trajectory: Trajectory, chat: ChatTokenizer, sampling: SamplingConfig) -> Iterator[str]:
     for number, turn in enumerate(trajectory.turns, start=1):
-        said = _text_of(turn, chat)
-        if len(said) > sampling.max_new_tokens:
-            yield f"turn {number} has {len(said)} tokens, more than sampling.max_new_tokens: {sampling.max_new_tokens}"
-        if (stop := _stopped_inside(said, chat, sampling.stop)) is not None:
+        text = _text_of(turn, chat)
+        if len(text) > sampling.max_new_tokens:
+            limit = f"sampling.max_new_tokens: {sampling.max_new_tokens}"
+            yield f"turn {number} has {len(text)} tokens, more than {limit}"
+        if (stop := _stopped_inside(text, chat, sampling.stop)) is not None:
             yield f"turn {number} goes on after {stop!r}, which sampling.stop ends an action at"
-    unsaid = sum(len(turn.action) - len(_text_of(turn, chat)) for turn in trajectory.turns[-1:])
-    if (length := len(trajectory.tokens) - unsaid) > sampling.max_tokens:
+    end_tokens = sum(len(turn.action) - len(_text_of(turn, chat)) for turn in trajectory.turns[-1:])
+    if (length := len(trajectory.tokens) - end_tokens) > sampling.max_tokens:
         yield f"all turns have {length} tokens, more than sampling.max_tokens: {sampling.max_tokens}"
 
 
 def _text_of(turn: Turn, chat: ChatTokenizer) -> list[int]:
-    """The tokens of an action without its end token: an environment hears the same where a limit leaves no
-    room for that.
+    """The tokens of an action without its end tokens. Where a limit leaves no room for those, the environment
+    receives the same text.
     """
-    said = list(turn.action)
-    while said and said[-1] in chat.end_of_turn:
-        said.pop()
-    return said
+    text = list(turn.action)
+    while text and text[-1] in chat.end_of_turn:
+        text.pop()
+    return text
 
 
-def _stopped_inside(said: Sequence[int], chat: ChatTokenizer, stops: Sequence[str]) -> str | None:
-    """A stop string that ends an action before its text is over. One at the very end only takes the place
-    of the end token.
+def _stopped_inside(text: Sequence[int], chat: ChatTokenizer, stops: Sequence[str]) -> str | None:
+    """A stop string that ends an action before the end of its text. One at the very end only replaces the end
+    token.
     """
     for stop in stops:
         matcher = StopMatcher([stop.encode()], chat.token_bytes)
-        if any(matcher.push(token) for token in said[:-1]):
+        if any(matcher.push(token) for token in text[:-1]):
             return stop
     return None
+
+
+def demonstrate(
+    environment: Environment, task: Task, chat: ChatTokenizer, rewards: RewardConfig, seed: int
+) -> Trajectory:
+    """The trajectory of a task's demonstration, replayed in the environment, so its observations are real.
+
+    Raises:
+        AgentPeftError: the environment has no demonstration of this task, or the replay fails.
+    """
+    actions = environment.demonstration(task)
+    if actions is None:
+        raise AgentPeftError(
+            f"task {task.id}: the environment has no demonstration, so a supervised stage cannot use this "
+            "task"
+        )
+    if (
+        isinstance(actions, str)
+        or not isinstance(actions, Sequence)
+        or not all(isinstance(action, str) for action in actions)
+    ):
+        given = printable(repr(actions), 60)
+        raise AgentPeftError(
+            f"task {task.id}: its demonstration must be a list of texts, one for each turn; got {given}"
+        )
+    defects: list[BaseException] = []
+    conversation = EpisodeConversation(environment, task, chat, defects)
+    try:
+        conversation.begin(seed)
+        for action in () if conversation.failure else actions:
+            tokens = chat.action_tokens(action)
+            if conversation.act(tokens, [0.0] * len(tokens), room=1 << 30) is None:
+                break
+    finally:
+        conversation.close()
+    error = defects[0] if conversation.stop_reason is StopReason.DEFECT else conversation.failure
+    if error is not None:
+        place = f"{one_line(error)}, at {Path(origin_of(error)).name}"
+        raise AgentPeftError(
+            f"task {task.id}: the environment failed while its demonstration was replayed ({place})"
+        ) from error
+    for error in defects:
+        logger.error("task %s: after its demonstration: %s", printable(task.id, LINE), one_line(error))
+    if not conversation.over:
+        raise AgentPeftError(f"task {task.id}: its demonstration does not end the episode")
+    return price(conversation.trajectory, rewards)

@@ -1,4 +1,4 @@
-"""The policy measured on held-out tasks."""
+"""The evaluation of a policy on the tasks of an environment."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from agent_peft.config import Config
+from agent_peft.config import Config, first_error
 from agent_peft.environments import AnyEnvironment
-from agent_peft.environments.base import Environment
-from agent_peft.policies.engine.local import Engine
+from agent_peft.environments.base import Environment, EnvironmentConfig
+from agent_peft.lookup import nearest
+from agent_peft.policies.engine import load_sampler
+from agent_peft.policies.engine.base import Sampler
+from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import LIMITS, SamplingConfig
 from agent_peft.ranks import ALONE, Ranks
 from agent_peft.rollout.collector import CollectionSchedule, Collector
@@ -20,8 +23,11 @@ from agent_peft.rollout.gathering import gather_collection
 from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.rollout.statistics import EvaluationReport, summarize
 from agent_peft.seeding import derive
+from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)
+
+MEASURES = ("attempts", "num_tasks", "sampling")  # the keys that a single evaluation has
 
 
 def _greedy(value: Any) -> Any:
@@ -32,37 +38,38 @@ def _greedy(value: Any) -> Any:
 
 
 class EvaluationConfig(Config):
-    """When the policy is measured, and on what. Nothing here touches training."""
+    """When a run measures its policy, and on which tasks. No key here changes training."""
 
-    environment: AnyEnvironment
+    environment: AnyEnvironment = Field(description="the tasks to measure on, best not those of training")
     at: tuple[Literal["start", "stages"], ...] = Field(
-        default=("start", "stages"), description="before the first step, after each stage"
+        default=("start", "stages"), description="start: before the first step; stages: after each stage"
     )
     every: int = Field(
         default=0,
         ge=0,
-        description="steps of the run, those of earlier stages included; 0 is never in between",
+        description="also after each so many steps, counted over all stages; 0 adds no evaluation",
     )
     attempts: int = Field(default=1, ge=1, description="episodes of each task, for pass@k")
-    num_tasks: int | None = Field(default=None, ge=1, description="the first ones; null takes all")
+    num_tasks: int | None = Field(
+        default=None, ge=1, description="how many tasks, from the first on; null takes all"
+    )
     sampling: Annotated[SamplingConfig, BeforeValidator(_greedy)] = Field(
         default=SamplingConfig(temperature=0.0),
-        description="limits and stop strings that are not set, or null, are those of the stage that it follows; at the start, of the first",
+        description="how tokens are drawn, greedily by default; limits and stop strings that are not set, or "
+        "null, are those of the stage that the evaluation follows (at the start, those of the first)",
     )
 
     @property
     def inherited(self) -> tuple[str, ...]:
-        """The keys of its sampling that a stage decides."""
+        """The keys of ``sampling`` that a stage decides."""
         return tuple(key for key in LIMITS if key not in self.sampling.model_fields_set)
 
     def following(self, stage: SamplingConfig) -> EvaluationConfig:
-        """As it is when it follows a stage that samples so."""
+        """Return the evaluation after a stage that samples so: with the stage's limits where it has none."""
         limits = {key: getattr(stage, key) for key in self.inherited}
-        own = self.sampling.model_fields_set  # it still sets what it set
-        sampling = SamplingConfig.model_construct(_fields_set=set(own), **{**dict(self.sampling), **limits})
-        found = self.model_copy()
-        object.__setattr__(found, "sampling", sampling)
-        return found
+        fields_set = set(self.sampling.model_fields_set)  # inherited limits do not count as set
+        sampling = SamplingConfig.model_construct(_fields_set=fields_set, **{**dict(self.sampling), **limits})
+        return self.model_copy(update={"sampling": sampling})
 
     @model_validator(mode="after")
     def _effective(self) -> EvaluationConfig:
@@ -72,37 +79,70 @@ class EvaluationConfig(Config):
             raise ValueError("at names the same moment twice")
         if self.attempts > 1 and self.sampling.temperature == 0:
             raise ValueError(
-                f"attempts: {self.attempts} has no effect at sampling.temperature: 0, where all attempts are alike; raise it"
+                f"attempts: {self.attempts} has no effect at sampling.temperature: 0, where all attempts are "
+                "alike; raise it"
             )
         return self
 
 
 def evaluate(
-    engine: Engine,
+    policy: Policy | Sampler,
     environment: Environment,
-    evaluation: EvaluationConfig,
-    seed: int,
+    evaluation: EvaluationConfig | Mapping[str, Any] | None = None,
+    seed: int = 0,
     ranks: Ranks = ALONE,
     schedule: CollectionSchedule | None = None,
 ) -> EvaluationReport:
-    """``attempts`` episodes of each task; those whose environment failed before the agent had acted are
-    left out.
+    """Measure a policy on an environment: ``attempts`` episodes of each task, greedy by default.
+
+    Episodes whose environment failed before the agent had acted are left out, and counted.
+
+    Args:
+        policy: a policy, for which a sampler is made, or a sampler.
+        evaluation: the settings, or a mapping with the keys ``attempts``, ``num_tasks`` and ``sampling``,
+            such as ``{"attempts": 4, "sampling": {"temperature": 1.0}}``.
+        seed: decides the episodes and, at a temperature above 0, the tokens.
+        schedule: a recorded schedule of late answers to follow, and the file for a new one.
+
+    Raises:
+        AgentPeftError: a key is wrong, or no episode came to an end.
     """
-    tasks = environment.tasks[: evaluation.num_tasks]
-    seed, positions = derive(seed, "evaluation"), ranks.share(range(len(tasks)))
-    acting = (tasks, evaluation.attempts, evaluation.sampling, RewardConfig(), seed, positions)
-    mine = Collector(environment, engine).collect(*acting, schedule.followed if schedule else None)
-    if schedule is not None:
-        schedule.write(mine.schedule)
-    collection = gather_collection(ranks, mine, tasks)
-    report = summarize(
-        collection.groups,
-        len(tasks) * evaluation.attempts - sum(len(group.trajectories) for group in collection.groups),
+    sampler = load_sampler(policy) if isinstance(policy, Policy) else policy
+    settings = _settings(evaluation)
+    tasks = environment.tasks[: settings.num_tasks]
+    collection = Collector(environment, sampler).collect(
+        tasks,
+        settings.attempts,
+        settings.sampling,
+        RewardConfig(),
+        derive(seed, "evaluation"),
+        ranks.share(range(len(tasks))),
+        schedule.followed if schedule else None,
     )
-    if (collection.failures or collection.defects) and ranks.leads:
-        found = collection.failures, report.infrastructure_failures, collection.crashed, collection.defects
+    if schedule is not None:
+        schedule.write(collection.schedule)
+    collection = gather_collection(ranks, collection, tasks)
+    lost = len(tasks) * settings.attempts - sum(len(group.trajectories) for group in collection.groups)
+    report = summarize(collection.groups, lost)
+    if (collection.failures or collection.defects) and ranks.is_main:
         logger.warning(
-            "the environment failed %d times: %d episodes are left out, %d count as crashed by the agent; %d defects",
-            *found,
+            "the environment failed %d times: %d episodes are left out, %d count as crashed by the agent; "
+            "%d defects",
+            collection.failures,
+            report.infrastructure_failures,
+            collection.crashed,
+            collection.defects,
         )
     return report
+
+
+def _settings(evaluation: EvaluationConfig | Mapping[str, Any] | None) -> EvaluationConfig:
+    if isinstance(evaluation, EvaluationConfig):
+        return evaluation
+    given = dict(evaluation or {})
+    if others := sorted(given.keys() - set(MEASURES)):
+        raise AgentPeftError(f"evaluation.{others[0]} has no effect here; {nearest(others[0], MEASURES)}")
+    try:  # the environment is an argument of its own, and not looked at here
+        return EvaluationConfig.model_validate({**given, "environment": EnvironmentConfig()})
+    except ValidationError as error:
+        raise AgentPeftError(first_error(error, "evaluation", EvaluationConfig)) from error

@@ -1,4 +1,4 @@
-"""What each rank collected, as one collection on all of them."""
+"""Joining the collections of all ranks."""
 
 from __future__ import annotations
 
@@ -12,45 +12,47 @@ from agent_peft.types import Group, Message, Outcome, StopReason, Task, Trajecto
 
 
 def gather_collection(ranks: Ranks, mine: Collection, tasks: Sequence[Task]) -> Collection:
-    """The groups that each rank collected of its share of ``tasks``, as one collection in the tasks'
-    order: the same on all ranks.
+    """One collection from those of all ranks, in the order of ``tasks``. It is a collective, and its result
+    is the same on every rank.
+
+    Args:
+        mine: this rank's collection, of its share of ``tasks``.
     """
-    if ranks.world == 1:
+    if ranks.world_size == 1:
         return mine
     groups: dict[int, Group] = {}
     failures, defects, statistics = 0, 0, NOTHING
-    written = {
-        "groups": [[_written(t) for t in group.trajectories] for group in mine.groups],
+    content = {
+        "groups": [[_to_json(t) for t in group.trajectories] for group in mine.groups],
         "failures": mine.failures,
         "defects": mine.defects,
         "statistics": vars(mine.statistics) | {"schedule": ()},  # each rank keeps its own
     }
-    for rank, found in enumerate(ranks.gather_objects(written)):
-        positions = Ranks(rank, ranks.world).share(range(len(tasks)))
-        for position, trajectories in zip(positions, found["groups"], strict=True):
-            groups[position] = Group(tasks[position], [_read(tasks[position], t) for t in trajectories])
-        failures += found["failures"]
-        defects += found["defects"]
-        statistics += EngineStatistics(**found["statistics"])
+    for rank, part in enumerate(ranks.gather_objects(content)):
+        positions = Ranks(rank, ranks.world_size).share(range(len(tasks)))
+        for position, trajectories in zip(positions, part["groups"], strict=True):
+            groups[position] = Group(tasks[position], [_from_json(tasks[position], t) for t in trajectories])
+        failures += part["failures"]
+        defects += part["defects"]
+        statistics += EngineStatistics(**part["statistics"])
     return Collection([groups[position] for position in range(len(tasks))], failures, statistics, defects)
 
 
-def _written(trajectory: Trajectory) -> dict[str, Any]:
+def _to_json(trajectory: Trajectory) -> dict[str, Any]:
     """All but the task, which every rank has."""
-    own = {name: value for name, value in vars(trajectory).items() if name != "task"}
     return {
-        **own,
+        **{name: value for name, value in vars(trajectory).items() if name != "task"},
         "turns": [vars(turn) for turn in trajectory.turns],
         "messages": [vars(message) for message in trajectory.messages],
     }
 
 
-def _read(task: Task, written: Mapping[str, Any]) -> Trajectory:
-    turns = tuple(Turn(**_tuples(turn)) for turn in written["turns"])
-    messages = tuple(Message(**message) for message in written["messages"])
-    facts = {"outcome": Outcome(written["outcome"]), "stop_reason": StopReason(written["stop_reason"])}
-    return Trajectory(**{**_tuples(written), **facts, "task": task, "turns": turns, "messages": messages})
+def _from_json(task: Task, content: Mapping[str, Any]) -> Trajectory:
+    turns = tuple(Turn(**_tuples(turn)) for turn in content["turns"])
+    messages = tuple(Message(**message) for message in content["messages"])
+    facts = {"outcome": Outcome(content["outcome"]), "stop_reason": StopReason(content["stop_reason"])}
+    return Trajectory(**{**_tuples(content), **facts, "task": task, "turns": turns, "messages": messages})
 
 
-def _tuples(written: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in written.items()}
+def _tuples(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}

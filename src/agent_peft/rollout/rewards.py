@@ -1,12 +1,11 @@
-"""From facts to rewards: what an outcome is worth is the configuration's word, never the environment's.
+"""Rewards: the configuration prices the facts that an environment states.
 
-An episode's reward is its prices (for most, its accuracy) and the ``terms``: Σ weight · term(trajectory),
-added at the last turn.
+An episode's reward is the configured value of its outcome and stop reason, the weighted ``score`` of its
+environment, and Σ weight · term(trajectory) over the ``terms``. The last two are added at the last turn.
 """
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import math
 import numbers
@@ -16,16 +15,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
 
-from agent_peft.lookup import find, may_import
+from agent_peft.config import Config
+from agent_peft.lookup import find, may_import, nearest
 from agent_peft.types import AgentPeftError, Outcome, StopReason, Trajectory
 
+WEIGHT = "the term is multiplied by this"
+WHEN = "whether the term counts in every episode or only in correct ones"
 
-class TermConfig(BaseModel):
-    """Base of the terms: how much one is worth, and for which episodes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+class TermConfig(Config):
+    """The base of a term: its weight, and the episodes that it counts for."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
 
     kind: str
     weight: float
@@ -33,57 +36,53 @@ class TermConfig(BaseModel):
 
 
 class LengthPenaltyConfig(TermConfig):
-    """0 up to ``target_tokens``, then falling, -1 from twice as many on: with a weight below the price of
-    being correct, a correct answer is never worth less than none.
+    """0 up to ``target_tokens``, then falling to -1 at twice as many. If its weight is below the price of a
+    correct outcome, a correct answer is never worth less than none.
     """
 
     kind: Literal["length_penalty"] = "length_penalty"
     target_tokens: int = Field(ge=1, description="action tokens of an episode that cost nothing")
-    weight: float = Field(default=0.1, ge=0)
-    when: Literal["correct", "always"] = "correct"
+    weight: float = Field(default=0.1, ge=0, description=WEIGHT)
+    when: Literal["correct", "always"] = Field(default="correct", description=WHEN)
 
 
 class ReasoningStepsConfig(TermConfig):
-    """One for each reasoning step: a line of what the agent said, but for its last line, the answer. Blank
-    and repeated lines are none.
+    """One for each reasoning step. A step is a line of the agent's text before the last line, which is the
+    answer. Blank and repeated lines do not count.
     """
 
     kind: Literal["reasoning_steps"] = "reasoning_steps"
-    max_steps: int = Field(default=5, ge=1, description="more are worth no more")
-    weight: float = Field(default=0.1, ge=0)
-    when: Literal["correct", "always"] = "correct"
+    max_steps: int = Field(default=5, ge=1, description="maximum number of steps that count")
+    weight: float = Field(default=0.1, ge=0, description=WEIGHT)
+    when: Literal["correct", "always"] = Field(default="correct", description=WHEN)
 
 
 class FormatConfig(TermConfig):
     """The share of turns whose action the environment could understand."""
 
     kind: Literal["format"] = "format"
-    weight: float = Field(default=0.1, ge=0)
-    when: Literal["correct", "always"] = "always"
+    weight: float = Field(default=0.1, ge=0, description=WEIGHT)
+    when: Literal["correct", "always"] = Field(default="always", description=WHEN)
 
 
-class OwnTermConfig(TermConfig):
-    """A function of the user's own, from a ``Trajectory`` (with its prices in ``rewards``) to a number."""
+class CustomTermConfig(TermConfig):
+    """A function of the user's own, from a ``Trajectory`` with its prices in ``rewards`` to a number."""
 
     kind: str = Field(
-        description="length_penalty, reasoning_steps, format, or a function of your own as package.module:function"
+        description="length_penalty, reasoning_steps, format, or a function of your own as "
+        "package.module:function"
     )
-    weight: float = 1.0
-    when: Literal["correct", "always"] = "always"
+    weight: float = Field(default=1.0, description=WEIGHT)
+    when: Literal["correct", "always"] = Field(default="always", description=WHEN)
 
     @field_validator("kind")
     @classmethod
     def _importable(cls, kind: str) -> str:
         if ":" not in kind:
-            near = difflib.get_close_matches(kind, TERMS, 1)
-            advice = (
-                f"did you mean {near[0]!r}?"
-                if near
-                else f"give one of {', '.join(TERMS)}, or your own as package.module:function"
-            )
+            advice = nearest(kind, TERMS.keys(), "your own as package.module:function")
             raise ValueError(f"there is no kind {kind!r}; {advice}")
         if may_import(kind):
-            own_function(kind)
+            custom_function(kind)
         return kind
 
 
@@ -110,15 +109,15 @@ def valid_share(config: FormatConfig, trajectory: Trajectory) -> float:
     return 1.0 - trajectory.num_invalid / len(trajectory.turns)
 
 
-def own_term(config: OwnTermConfig, trajectory: Trajectory) -> float:
-    """What the user's function returns.
+def custom_term(config: CustomTermConfig, trajectory: Trajectory) -> float:
+    """Call the user's function.
 
     Raises:
         AgentPeftError: it fails, or returns no finite number.
     """
     place = f"reward term {config.kind!r}, task {trajectory.task.id!r}"
     try:
-        found = own_function(config.kind)(trajectory)
+        found = custom_function(config.kind)(trajectory)
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # anything may go wrong in there, and a library in Rust may panic
@@ -132,11 +131,11 @@ def own_term(config: OwnTermConfig, trajectory: Trajectory) -> float:
     return float(found)
 
 
-def own_function(kind: str) -> Callable[[Trajectory], Any]:
-    """The function that ``package.module:function`` names.
+def custom_function(kind: str) -> Callable[[Trajectory], Any]:
+    """Return the function that ``package.module:function`` names.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such function of one argument.
     """
     found = find(kind, "package.module:function")
     if not callable(found):
@@ -161,12 +160,12 @@ TERMS: dict[str, tuple[type[TermConfig], Callable[[Any, Trajectory], float]]] = 
 
 def _tag(value: Any) -> str:
     kind = value.get("kind") if isinstance(value, Mapping) else getattr(value, "kind", None)
-    return str(kind) if kind in TERMS else "own"
+    return str(kind) if kind in TERMS else "custom"
 
 
 AnyTerm = Annotated[
     Annotated[
-        OwnTermConfig, Tag("own")
+        CustomTermConfig, Tag("custom")
     ]  # first, so that the mistakes of a kind that is in no row are told as its
     | Annotated[LengthPenaltyConfig, Tag("length_penalty")]
     | Annotated[ReasoningStepsConfig, Tag("reasoning_steps")]
@@ -175,45 +174,52 @@ AnyTerm = Annotated[
 ]
 
 
-class RewardConfig(BaseModel):
-    """Prices. That of a stop reason, where one is given, takes the place of the outcome's, unless the outcome
-    is correct. An episode that the agent crashed, or that met a defect, costs what the worst end costs:
-    neither is a way out of another one.
+class RewardConfig(Config):
+    """Prices of facts. The price of a stop reason, where one is set, replaces that of the outcome unless the
+    outcome is correct. An episode that crashed or met a defect has the lowest of all prices, so that an agent
+    cannot gain by it.
 
     >>> RewardConfig(timeout=-0.3).end(Outcome.INCORRECT, StopReason.TIMEOUT)
     -0.3
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
 
-    correct: float = Field(default=1.0, description="an episode that the environment grades as correct")
-    incorrect: float = Field(default=-0.1, description="one that it grades as incorrect")
-    unknown: float = Field(default=0.0, description="one that it does not grade")
+    correct: float = Field(
+        default=1.0, description="price of an episode that the environment grades as correct"
+    )
+    incorrect: float = Field(default=-0.1, description="price of an episode that it grades as incorrect")
+    unknown: float = Field(default=0.0, description="price of an episode that it does not grade")
     timeout: float | None = Field(
-        default=None, description="one whose clock ran out (episode_seconds); null: as its outcome"
+        default=None,
+        description="price of an episode whose clock ran out (episode_seconds); null takes its outcome's",
     )
     turn_limit: float | None = Field(
-        default=None, description="one that used all its turns; null: as its outcome"
+        default=None, description="price of an episode that used all its turns; null takes its outcome's"
     )
     token_limit: float | None = Field(
-        default=None, description="one that ran into sampling.max_tokens; null: as its outcome"
+        default=None,
+        description="price of an episode that ran into sampling.max_tokens; null takes its outcome's",
     )
     invalid_action: float = Field(
-        default=0.0, description="for each turn whose action could not be understood"
+        default=0.0, description="price of each turn whose action could not be understood"
     )
     cut_action: float = Field(
-        default=0.0, description="for each turn whose action sampling.max_new_tokens or max_tokens ended"
+        default=0.0, description="price of each turn whose action sampling.max_new_tokens or max_tokens ended"
     )
-    terms: tuple[AnyTerm, ...] = Field(
-        default=(), description="what else is worth something, at the last turn"
+    score: float = Field(
+        default=0.0,
+        description="weight of the environment's score, from 0 to 1, beside the outcome's price; an episode "
+        "without a score gets nothing for it",
     )
+    terms: tuple[AnyTerm, ...] = Field(default=(), description="further rewards, added at the last turn")
 
     def end(self, outcome: Outcome, stop_reason: StopReason) -> float:
-        """What the end of an episode is worth.
+        """The price of an episode's end.
 
         Raises:
-            ValueError: an infrastructure failure, which has no price: such an episode is repeated, never
-                learnt from.
+            ValueError: for an infrastructure failure, which has no price. Such an episode is repeated, and no
+                policy learns from it.
         """
         if stop_reason is StopReason.INFRASTRUCTURE:
             raise ValueError("an infrastructure failure has no price: keep its trajectory out")
@@ -234,16 +240,17 @@ class RewardConfig(BaseModel):
 
 
 def price(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
-    """The trajectory with one reward per turn: an invalid or cut action's at its turn, the end's and the
-    terms' at the last (they add up).
+    """Return the trajectory with one reward per turn. The prices of invalid and cut actions are at their
+    turns; those of the end, the score and the terms are at the last turn.
 
     Raises:
-        ValueError: an infrastructure failure, or no turn to bear the price.
-        AgentPeftError: a term of the user's own fails.
+        ValueError: the trajectory is an infrastructure failure, or has no turn.
+        AgentPeftError: a function of the user's own fails.
 
     >>> from agent_peft.types import Task, Turn
     >>> turns = (Turn((1,), (2,), (-0.5,), valid=False), Turn((3,), (4,), (-0.5,)))
-    >>> price(Trajectory(Task("t"), turns, outcome=Outcome.CORRECT), RewardConfig(invalid_action=-0.1)).rewards
+    >>> solved = Trajectory(Task("t"), turns, outcome=Outcome.CORRECT)
+    >>> price(solved, RewardConfig(invalid_action=-0.1)).rewards
     (-0.1, 1.0)
     """
     end = config.end(trajectory.outcome, trajectory.stop_reason)
@@ -255,6 +262,8 @@ def price(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
         for reward, turn in zip(rewards, trajectory.turns, strict=True)
     ]
     rewards[-1] += end
+    if config.score and trajectory.score is not None:
+        rewards[-1] += config.score * trajectory.score
     priced = replace(trajectory, rewards=tuple(rewards))
     if not config.terms:
         return priced
@@ -263,8 +272,8 @@ def price(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
 
 
 def worth(term: TermConfig, trajectory: Trajectory) -> float:
-    """A term's value before its weight; 0 for an episode that it does not speak of."""
+    """A term's value before its weight; 0 for an episode that it does not count for."""
     if term.when == "correct" and trajectory.outcome is not Outcome.CORRECT:
         return 0.0
-    measure: Callable[[Any, Trajectory], float] = TERMS[term.kind][1] if term.kind in TERMS else own_term
+    measure: Callable[[Any, Trajectory], float] = TERMS[term.kind][1] if term.kind in TERMS else custom_term
     return measure(term, trajectory)

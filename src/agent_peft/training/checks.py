@@ -1,9 +1,8 @@
-"""Checks that are always on. A run whose numbers could not be trusted stops; it does not go on with a
-warning.
+"""Checks that are always on. A run whose numbers cannot be trusted stops, instead of going on with a warning.
 
 In fp32 sampler and trainer agree to a thousandth of a nat, so each token is compared. In 16 bits rounding
-alone puts them some hundredths apart, and up to half a nat for a token: there, what is compared is how they
-*change*, over many tokens, together.
+alone makes them differ by some hundredths, and by up to half a nat for a single token. There, the *changes*
+of many tokens are compared together.
 """
 
 from __future__ import annotations
@@ -16,43 +15,41 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from agent_peft.batch import collate
+from agent_peft.batch import Batch, collate
 from agent_peft.policies import adapters
-from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.engine.base import Sampler
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.ranks import Ranks
 from agent_peft.types import Task, Trajectory, TrustError, Turn
 
 CANARY_TOKENS = 16  # where each token is compared
-CHANGE_TOKENS = 192  # where changes are
-LEAST_SLOPE = (
-    0.05  # of the difference on the mean of two changes: the sampler's is 5 % too small or too large
-)
-LEAST_TILT = 0.02  # of the difference on the log-probabilities: a temperature of 1.02 or more
+CHANGE_TOKENS = 192  # where changes are compared
+# slope of the difference on the mean of two changes: the sampler's change is 5 % too small or too large
+MIN_SLOPE = 0.05
+MIN_TILT = 0.02  # slope of the difference on the log-probabilities: a temperature of 1.02 or more
 CERTAIN = 6.0  # standard errors
-PARTS = 8  # of the tokens, most of which must agree
+PARTS = 8  # parts of the tokens, most of which must agree
 
 
 @dataclass
 class Mismatch:
-    """How far the sampler's log-probabilities of freshly sampled tokens are from the trainer's, over the
-    microbatches of an update.
+    """The difference between the sampler's and the trainer's log-probabilities of freshly sampled tokens,
+    over the microbatches of an update.
 
     ``mismatch`` is the mean |Δ log p| in nats, ``mismatch_max`` the largest, and ``mismatch_k3`` the mean of
     e^Δ - 1 - Δ, which is an estimate of the KL divergence from the sampler to the trainer (Schulman 2020,
     "Approximating KL divergence").
     """
 
-    sums: Tensor = field(
-        default_factory=lambda: torch.zeros(8, dtype=torch.float64)
-    )  # n, |d|, k3, d, d², m, m², dm
+    # n, |d|, k3, d, d², m, m², dm
+    sums: Tensor = field(default_factory=lambda: torch.zeros(8, dtype=torch.float64))
     largest: float = 0.0
 
     def add(self, trainer: Tensor, sampler: Tensor) -> None:
-        """Of the same tokens (n,)."""
+        """Add log-probabilities (n,) of the same tokens."""
         d = trainer.detach().to(sampler).double() - sampler.double()
-        m = sampler.double() + d / 2  # the mean of both, so that the rounding of neither is taken for a slope
+        m = sampler.double() + d / 2  # the mean of both, so that rounding of one is not taken for a slope
         one = torch.ones_like(d)
         self.sums += torch.stack(
             [x.sum() for x in (one, d.abs(), d.exp() - 1 - d, d, d * d, m, m * m, d * m)]
@@ -60,19 +57,11 @@ class Mismatch:
         self.largest = max(self.largest, float(d.abs().max())) if not d.isnan().any() else math.nan
 
     def over(self, ranks: Ranks) -> Mismatch:
-        """That of all ranks."""
-        found = (
-            [self]
-            if ranks.world == 1
-            else [
-                Mismatch(torch.tensor(s, dtype=torch.float64), x)
-                for s, x in ranks.gather_objects([self.sums.tolist(), self.largest])
-            ]
-        )
-        return Mismatch(
-            torch.stack([one.sums for one in found]).sum(0),
-            max((one.largest for one in found), key=_nan_last),
-        )
+        """The mismatch over all ranks."""
+        if ranks.world_size == 1:
+            return self
+        sums, largest = zip(*ranks.gather_objects([self.sums.tolist(), self.largest]), strict=True)
+        return Mismatch(torch.tensor(sums, dtype=torch.float64).sum(0), max(largest, key=_nan_last))
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -85,66 +74,71 @@ class Mismatch:
 
     @property
     def slope(self) -> tuple[float, float]:
-        """Of the difference on the log-probabilities themselves, with its standard error. Another
-        temperature shows here.
+        """The slope of the difference on the log-probabilities themselves, and its standard error. It shows a
+        wrong temperature.
         """
         n, _, _, d, dd, m, mm, dm = self.sums.tolist()
         spread, together = mm - m * m / max(n, 1), dm - d * m / max(n, 1)
         if n < CHANGE_TOKENS or spread <= 0:
             return 0.0, math.inf
         slope = together / spread
-        left = max(dd - d * d / n - slope * together, 0.0)
-        return slope, math.sqrt(left / n / spread)
+        residual = max(dd - d * d / n - slope * together, 0.0)
+        return slope, math.sqrt(residual / n / spread)
 
 
 def assert_on_policy(policy: Policy, mismatch: Mismatch, sampling: SamplingConfig) -> None:
     """The first minibatch after a rollout is on policy: ratio 1, KL 0, clip fraction 0. Anything else means
     that the trainer and the sampler disagree about the tokens, the mask, the distribution or the weights.
 
-    In fp32 over the whole vocabulary no token may differ. Where rounding can move a token across the border
-    of top-p or top-k, or in 16 bits, the mean may not, and the difference may not grow with the
-    log-probability.
+    In fp32 over the whole vocabulary no single token may differ. In 16 bits, or where rounding can move a
+    token across the border of top-p or top-k, the mean must not differ, and the difference must not grow with
+    the log-probability.
+
+    Raises:
+        TrustError: they differ by more than rounding.
     """
     if not mismatch.metrics:
         return
     strict = policy.dtype == torch.float32 and not sampling.truncates
     worst = mismatch.metrics["mismatch_max" if strict else "mismatch"]
-    if not worst <= policy.rounding:  # NaN is no agreement either
+    if not worst <= policy.rounding:  # so NaN fails
         raise TrustError(
-            f"the trainer's log-probabilities of freshly sampled tokens differ from the sampler's by {worst:.3g} nats "
-            f"({'at most' if strict else 'on average'}; {policy.rounding:.2g} is rounding): the loss mask, the sampling distribution or "
-            "the sampler's weights are not what the trainer takes them for"
+            "the trainer's log-probabilities of freshly sampled tokens differ from the sampler's by "
+            f"{worst:.3g} nats ({'at most' if strict else 'on average'}; {policy.rounding:.2g} is rounding): "
+            "the loss mask, the sampling distribution or the sampler's weights are not those that the "
+            "trainer assumes"
         )
     slope, error = mismatch.slope
-    if not strict and not sampling.truncates and abs(slope) > LEAST_TILT + CERTAIN * error:
+    if not strict and not sampling.truncates and abs(slope) > MIN_TILT + CERTAIN * error:
         raise TrustError(
             f"the trainer's log-probabilities of freshly sampled tokens are {100 * abs(slope):.0f} % "
-            f"{'larger' if slope > 0 else 'smaller'} than the sampler's, which is no rounding: they do not mean the same temperature"
+            f"{'larger' if slope > 0 else 'smaller'} than the sampler's, which is more than rounding: they "
+            "do not use the same temperature"
         )
 
 
 class Canary:
-    """A few tokens that sampler and trainer are asked about after each update: it must have reached both.
+    """A few tokens that sampler and trainer score after each update, to show that it has reached both.
 
-    In fp32 they are tokens of each minibatch, and each of their log-probabilities must be the same. In 16
-    bits they stay the same, and so must what has become of their log-probabilities: since the last update,
-    and since the adapter was zero.
+    In fp32 they are tokens of each minibatch, and every log-probability must be equal. In 16 bits the tokens
+    stay the same, and the change of their log-probabilities must be equal: since the last update, and since
+    the adapter was zero.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.policy = engine, engine.policy
+    def __init__(self, policy: Policy, sampler: Sampler) -> None:
+        self.policy, self.sampler = policy, sampler
         self.tokens: list[int] = []
-        self.first: tuple[Tensor, Tensor] | None = (
-            None  # of the adapter off; of weights that are all trained, before the first update
-        )
+        # with the adapter off; where all weights are trained, before the first update
+        self.first: tuple[Tensor, Tensor] | None = None
         self.last: tuple[Tensor, Tensor] | None = None
 
     def before_update(self, tokens: Sequence[int]) -> None:
-        """
+        """Score the tokens whose change the 16-bit check follows.
+
         Args:
-            tokens: of a trajectory, whose beginning is scored. A piece out of its middle would be text as the
-                model never sees it: an end token in second place makes hidden states of SmolLM2 24,000 large,
-                and what fp32 rounds off there is 0.002 nats.
+            tokens: a trajectory, of which the beginning is scored. A piece from its middle would be text that
+                the model never sees: an end token in second place makes hidden states of SmolLM2 as large as
+                24,000, where fp32 rounding amounts to 0.002 nats.
         """
         if self.policy.dtype == torch.float32 or self.last is not None or len(tokens) < 2:
             return
@@ -155,9 +149,13 @@ class Canary:
             self.first = self._read(self.tokens, adapter=False)
 
     def after_update(self, tokens: Sequence[int]) -> None:
-        """
+        """Compare sampler and trainer.
+
+        Args:
+            tokens: a trajectory of the minibatch.
+
         Raises:
-            TrustError: the update has not reached the sampler, or not all of it.
+            TrustError: the update has not reached the sampler, or only in part.
         """
         tokens = self.tokens or list(tokens[:CANARY_TOKENS])
         if len(tokens) < 2:
@@ -166,8 +164,8 @@ class Canary:
         drift, bound = self.policy.drift(sampler - trainer), self.policy.rounding
         if not drift <= bound:
             raise TrustError(
-                f"sampler and trainer score the same tokens {drift:.3g} nats apart ({bound:.2g} is rounding): "
-                "the sampler does not act with the weights that were just updated"
+                f"sampler and trainer score the same tokens {drift:.3g} nats apart ({bound:.2g} is "
+                "rounding): the sampler does not act with the weights that were just updated"
             )
         if self.first is None or self.last is None:
             return
@@ -178,21 +176,16 @@ class Canary:
             if (slope := changed_apart(sampler - sampler_then, trainer - trainer_then)) is not None:
                 share = (2 + slope) / max(2 - slope, 0.01)
                 raise TrustError(
-                    f"since {since}, the sampler's log-probabilities have changed by {100 * share:.0f} % of what the trainer's have: "
-                    "the sampler does not act with the weights that were just updated"
+                    f"since {since}, the sampler's log-probabilities have changed by {100 * share:.0f} % of "
+                    "the trainer's change: the sampler does not act with the weights that were just updated"
                 )
         self.last = sampler, trainer
 
     def _read(self, tokens: list[int], adapter: bool = True) -> tuple[Tensor, Tensor]:
         """Log-probabilities (T - 1) of tokens[1:]: the sampler's, and the trainer's."""
         plain, policy = SamplingConfig(), self.policy
-        strict = policy.dtype == torch.float32
+        sampler = torch.tensor(self.sampler.score(tokens, plain, adapter))
         with nullcontext() if adapter else policy.model.disable_adapter():
-            # a layout of its own takes longer to make than a few tokens to read; where many are read, it is
-            # the one that samples
-            sampler = torch.tensor(
-                self.engine.score(tokens, plain, blocks=policy.blocks and adapter and not strict)
-            )
             turn = Turn((tokens[0],), tuple(tokens[1:]), (0.0,) * (len(tokens) - 1))
             whole = collate([Trajectory(Task("canary"), (turn,))], [0])
             with torch.no_grad():
@@ -200,13 +193,18 @@ class Canary:
         return sampler, trainer
 
 
-def changed_apart(sampler: Tensor, trainer: Tensor) -> float | None:
-    """The slope of (sampler - trainer) on the mean of both changes (n,), if it is certain that it is not 0;
-    None where they may agree.
+def canary_tokens(minibatch: Batch) -> list[int]:
+    """The minibatch's first trajectory; none on a rank that has no part of it."""
+    return minibatch.tokens[0, : int(minibatch.lengths[0])].tolist() if len(minibatch) else []
 
-    It is 0 where both change alike, -2 where the sampler's do not change, and -0.1 where they lack a tenth.
-    Both are rounded alike, so rounding adds nothing to it, and its standard error says how small a change can
-    be told from rounding. As rounding has outliers, most of ``PARTS`` parts of the tokens must say the same.
+
+def changed_apart(sampler: Tensor, trainer: Tensor) -> float | None:
+    """The slope of (sampler - trainer) on the mean of both changes (n,) if it is certainly not 0, else None.
+
+    It is 0 where both change equally, -2 where the sampler's values do not change, and -0.1 where their
+    change is a tenth too small. Both are rounded in the same way, so rounding adds nothing to the slope, and
+    its standard error says how small a change can be told from rounding. Rounding has outliers, so most of
+    ``PARTS`` parts of the tokens must agree.
 
     >>> change = torch.linspace(-1, 1, 64)
     >>> changed_apart(change, change) is None, changed_apart(0.9 * change, change) is None
@@ -214,15 +212,15 @@ def changed_apart(sampler: Tensor, trainer: Tensor) -> float | None:
     """
     d, m = sampler.double() - trainer.double(), (sampler.double() + trainer.double()) / 2
     slope, error = _slope(d, m)
-    if not abs(slope) > LEAST_SLOPE + CERTAIN * error:
+    if not abs(slope) > MIN_SLOPE + CERTAIN * error:
         return None
     parts = [_slope(d[part::PARTS], m[part::PARTS])[0] for part in range(PARTS)]
-    agree = sum(one * slope > 0 and abs(one) > LEAST_SLOPE / 2 for one in parts)
+    agree = sum(one * slope > 0 and abs(one) > MIN_SLOPE / 2 for one in parts)
     return slope if agree >= PARTS - 1 else None
 
 
 def _slope(d: Tensor, m: Tensor) -> tuple[float, float]:
-    """Through the origin, with its standard error."""
+    """The slope of d on m through the origin, and its standard error."""
     length = float(m @ m)
     if not length > 0.0:
         return 0.0, math.inf
@@ -235,14 +233,18 @@ def _nan_last(value: float) -> float:
 
 
 def assert_learning(policy: Policy, changed: bool) -> None:
-    """After the first update the adapter's delta is no longer zero; of a model without one, the weights
-    are others.
+    """After the first update the adapter's delta is not zero; without an adapter, some weight has changed.
+
+    Raises:
+        TrustError: nothing has changed.
     """
     if policy.has_adapter and not adapters.delta_norm(policy.model) > 0.0:
         raise TrustError(
-            "the adapter's delta is still zero after the first update: its parameters get no gradient, or the optimizer does not hold them"
+            "the adapter's delta is still zero after the first update: its parameters get no gradient, or "
+            "the optimizer does not hold them"
         )
     if not policy.has_adapter and not changed:
         raise TrustError(
-            "the first update has changed no weight: optimizer.learning_rate is too small for fp32, or nothing is trained"
+            "the first update has changed no weight: optimizer.learning_rate is too small for fp32, or "
+            "nothing is trained"
         )

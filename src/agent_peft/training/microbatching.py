@@ -1,6 +1,4 @@
-"""How a minibatch is cut into microbatches, and what happens where one of them does not fit into the
-memory.
-"""
+"""Cutting a minibatch into microbatches, and cutting smaller where one of them does not fit into memory."""
 
 from __future__ import annotations
 
@@ -19,57 +17,72 @@ T = TypeVar("T")
 
 
 class Microbatching:
-    """The rows of each microbatch: of at most ``tokens`` positions, and of fewer once the memory was too
+    """Cuts a batch into microbatches of at most ``tokens`` positions, and of fewer once the memory was too
     small for that.
 
     Args:
         tokens: ``microbatch_tokens``, the budget to start with.
-        count: how many positions a forward over some trajectories computes.
+        count: sequences of tokens -> how many positions a forward over them computes.
+        keeps_groups_whole: never split a group, because the loss compares its trajectories.
     """
 
-    def __init__(self, tokens: int, count: Callable[[Sequence[Sequence[int]]], int]) -> None:
-        self.tokens, self.count = tokens, count
+    def __init__(
+        self,
+        tokens: int,
+        count: Callable[[Sequence[Sequence[int]]], int],
+        keeps_groups_whole: bool = False,
+    ) -> None:
+        self.tokens, self.count, self.keeps_groups_whole = tokens, count, keeps_groups_whole
         self.halvings = 0
-        self._computed: tuple[int, int] = (
-            0,
-            0,
-        )  # trajectories and positions of the microbatch that was cut last
+        self._last = (0, 0)  # of the last microbatch: parts that could be cut apart, and positions
 
     def cut(self, batch: Batch, live: torch.Tensor) -> Iterator[list[int]]:
-        """Live rows: groups side by side until the token budget is full; one that alone exceeds it is cut."""
-        chosen: list[int] = []
-        cost = 0
-        groups: dict[int, list[int]] = {}
-        for row, group in enumerate(batch.groups.tolist()):
-            if live[row]:
-                groups.setdefault(group, []).append(row)
-        for rows in groups.values():
-            for piece, more in self._pieces(batch, rows):
-                if chosen and cost + more > self.tokens:
-                    self._computed = len(chosen), cost
-                    yield chosen
-                    chosen, cost = [], 0
-                chosen, cost = chosen + piece, cost + more
-        if chosen:
-            self._computed = len(chosen), cost
-            yield chosen
+        """The rows of each microbatch: groups side by side until the token budget is full. A group that alone
+        exceeds it is split, unless groups are kept whole.
 
-    def _pieces(self, batch: Batch, rows: list[int]) -> Iterator[tuple[list[int], int]]:
-        cost = self.count([batch.tokens[row, : int(batch.lengths[row])].tolist() for row in rows])
+        Args:
+            live: (B,) bool, rows that need a forward. A group that is kept whole needs one if any row does.
+        """
+        rows, cost, parts = list[int](), 0, 0
+        for piece, more in self._pieces(batch, live):
+            if rows and cost + more > self.tokens:
+                self._last = parts, cost
+                yield rows
+                rows, cost, parts = [], 0, 0
+            parts += 1 if self.keeps_groups_whole else len(piece)
+            rows, cost = rows + piece, cost + more
+        if rows:
+            self._last = parts, cost
+            yield rows
+
+    def _pieces(self, batch: Batch, live: torch.Tensor) -> Iterator[tuple[list[int], int]]:
+        """Rows that go into one microbatch, and their positions."""
+        for rows in batch.rows_by_group().values():
+            if self.keeps_groups_whole and live[rows].any():
+                yield rows, self._cost(batch, rows)
+            elif not self.keeps_groups_whole and (rows := [row for row in rows if live[row]]):
+                yield from self._split(batch, rows)
+
+    def _split(self, batch: Batch, rows: list[int]) -> Iterator[tuple[list[int], int]]:
+        cost = self._cost(batch, rows)
         if len(rows) > 1 and cost > self.tokens:
             half = len(rows) // 2
-            yield from self._pieces(batch, rows[:half])
-            yield from self._pieces(batch, rows[half:])
+            yield from self._split(batch, rows[:half])
+            yield from self._split(batch, rows[half:])
         else:
             yield rows, cost
 
+    def _cost(self, batch: Batch, rows: list[int]) -> int:
+        return self.count([batch.tokens[row, : int(batch.lengths[row])].tolist() for row in rows])
+
     def within_memory(self, work: Callable[[], T]) -> T:
-        """What ``work`` gives, which cuts its batch here. Out of memory, it starts over, with half the budget
-        from then on: so nothing counts twice, if it starts from nothing. Ranks need not do so alike, if
-        ``work`` does not wait for them.
+        """The result of ``work``, which cuts its batch with ``cut``. If it runs out of memory, it runs again
+        from the start with half the token budget, which stays halved.
+
+        ``work`` must reset its own state. It must not contain collectives, because ranks retry independently.
 
         Raises:
-            AgentPeftError: a single trajectory does not fit.
+            AgentPeftError: a single trajectory, or a single group that is kept whole, does not fit.
         """
         while True:
             try:
@@ -78,16 +91,16 @@ class Microbatching:
                 if not is_out_of_memory(error):
                     raise
                 self._halve(error)
-            # here the error is gone, and with it the tensors of the frames that it held; nothing without a
-            # GPU
-            torch.cuda.empty_cache()
+            # the error is gone by now, and with it the tensors of the frames that it held
+            torch.cuda.empty_cache()  # does nothing without a GPU
 
     def _halve(self, error: Exception) -> None:
-        trajectories, positions = self._computed
-        if trajectories <= 1:
+        parts, positions = self._last
+        if parts <= 1:
             raise AgentPeftError(
-                f"out of memory: one trajectory of {positions} tokens does not fit; set policy.activation_checkpointing=true or "
-                "policy.dtype=auto, or lower sampling.max_tokens, engine.rows or policy.lora.rank"
+                f"out of memory: one {'group' if self.keeps_groups_whole else 'trajectory'} of {positions} "
+                "tokens does not fit; set policy.activation_checkpointing=true or policy.dtype=auto, or "
+                "lower sampling.max_tokens, engine.rows or policy.lora.rank"
             ) from error
         self.halvings += 1
         self.tokens = max(1, min(self.tokens, positions) // 2)

@@ -1,4 +1,4 @@
-"""AdamW and the learning rate's schedule."""
+"""AdamW, its learning-rate schedule, and fp32 master weights."""
 
 from __future__ import annotations
 
@@ -7,35 +7,46 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from agent_peft.config import Config
+
 Schedule = Literal["constant", "linear", "cosine"]
 
 
-class OptimizerConfig(BaseModel):
-    """AdamW (Loshchilov and Hutter, 2019). A LoRA adapter wants about ten times the learning rate of full
+class OptimizerConfig(Config):
+    """AdamW (Loshchilov and Hutter, 2019). A LoRA adapter needs about ten times the learning rate of full
     fine-tuning.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    learning_rate: float = Field(default=2e-4, gt=0)
+    learning_rate: float = Field(default=2e-4, gt=0, description="learning rate after the warm-up")
     weight_decay: float = Field(
-        default=0.0, ge=0, description="of matrices; vectors (norms, biases) are never decayed"
+        default=0.0, ge=0, description="weight decay of matrices; vectors (norms, biases) are never decayed"
     )
-    betas: tuple[float, float] = (0.9, 0.99)
-    epsilon: float = Field(default=1e-8, gt=0)
+    betas: tuple[float, float] = Field(
+        default=(0.9, 0.99), description="decay rates of the averages of the gradient and of its square"
+    )
+    epsilon: float = Field(default=1e-8, gt=0, description="added to the root of the squared average")
     max_grad_norm: float = Field(
-        default=1.0, gt=0, description="the gradient is scaled down to this 2-norm; .inf never does"
+        default=1.0,
+        gt=0,
+        description="a gradient with a larger 2-norm is scaled down to it; .inf never scales",
     )
-    warmup_steps: int = Field(default=0, ge=0, description="optimizer updates from almost 0 to learning_rate")
-    schedule: Schedule = Field(default="constant", description="what follows the warm-up")
+    warmup_steps: int = Field(
+        default=0, ge=0, description="optimizer updates in which the rate grows to learning_rate"
+    )
+    schedule: Schedule = Field(
+        default="constant", description="course of the learning rate after the warm-up"
+    )
     min_lr_ratio: float = Field(
-        default=0.0, ge=0, le=1, description="where the schedule ends, as a part of learning_rate"
+        default=0.0,
+        ge=0,
+        le=1,
+        description="learning rate at the end of the schedule, as a fraction of learning_rate",
     )
 
     @model_validator(mode="after")
@@ -50,16 +61,16 @@ class OptimizerConfig(BaseModel):
 
 
 class MasterWeights:
-    """What the optimizer steps on: fp32 copies of the parameters that are trained in 16 bits, and the others
-    themselves.
+    """The parameters that the optimizer updates: fp32 copies of those that are trained in 16 bits, and the
+    others themselves.
 
-    A bf16 number has 8 bits: an update of less than a 500th of a weight would be rounded away, every time. In
-    the copy such updates add up (Micikevicius et al. 2018, "Mixed precision training", 3.1). Gradients are
-    summed over microbatches in fp32, too. What acts is the copy, rounded so that small updates of many
-    weights show at once, see ``rounded``.
+    A bf16 number has 8 significant bits, so an update of less than a 500th of a weight would always be
+    rounded away. In the copy such updates add up (Micikevicius et al. 2018, "Mixed precision training", 3.1).
+    Gradients are summed over microbatches in fp32, too. The model acts with the copy after rounding, which
+    ``rounded`` does in a way that shows small updates of many weights at once.
 
     Attributes:
-        parameters: in the order of those that were given.
+        parameters: in the order of the constructor's argument.
     """
 
     def __init__(self, parameters: Iterable[Parameter]) -> None:
@@ -74,14 +85,19 @@ class MasterWeights:
             self._pairs.append((parameter, copy))
 
     def take_gradients(self) -> None:
-        """Move the gradients of a backward to the copies, on top of those that are there."""
+        """Add the gradients of a backward to those of the copies."""
         for parameter, copy in self._pairs:
             if (gradient := parameter.grad) is not None:
                 copy.grad = gradient.float() if copy.grad is None else copy.grad.add_(gradient)
                 parameter.grad = None
 
+    def drop_gradients(self) -> None:
+        """Drop gradients that were not taken, such as those of a backward that ran out of memory half-way."""
+        for parameter, _ in self._pairs:
+            parameter.grad = None
+
     def publish(self) -> None:
-        """Round the copies into the parameters: after each of the optimizer's steps."""
+        """Round the copies into the parameters. Call it after each step of the optimizer."""
         with torch.no_grad():
             for parameter, copy in self._pairs:
                 parameter.copy_(rounded(copy) if parameter.dtype == torch.bfloat16 else copy)
@@ -96,19 +112,21 @@ class MasterWeights:
 
 
 def rounded(copy: Tensor) -> Tensor:
-    """fp32 to bf16, up or down by a threshold of each weight's own, which is always the same and evenly
-    spread over the weights.
+    """fp32 to bf16, up or down by a threshold for each weight. The threshold of a weight is constant, and the
+    thresholds are evenly spread over the weights.
 
-    Weights begin on bf16's grid. Rounded to nearest, none of them would leave its place before it has gone
-    half a step of the grid; so, of those that have gone a hundredth of a step one in a hundred does, and
-    their sum is right from the first update on. It is stochastic rounding without its noise: one that has not
-    moved stays where it is.
+    Weights begin on the grid of bf16. With rounding to nearest, a weight would stay in place until it had
+    moved half a step of the grid. Here, of the weights that have moved a hundredth of a step, one in a
+    hundred changes, so their sum is right from the first update on. This is stochastic rounding without
+    noise: a weight that has not moved does not change.
 
-    >>> rounded(torch.full((1000,), 1.0)).unique().tolist(), round(float(rounded(torch.full((1000,), 1.001)).float().mean()), 4)
-    ([1.0], 1.001)
+    >>> rounded(torch.full((1000,), 1.0)).unique().tolist()
+    [1.0]
+    >>> round(float(rounded(torch.full((1000,), 1.001)).float().mean()), 4)
+    1.001
     """
     places = torch.arange(copy.numel(), dtype=torch.int32, device=copy.device).view(copy.shape)
-    thresholds = (places * -1640531535 >> 16) & 0xFFFF  # the golden ratio's multiples, in 16 bits
+    thresholds = (places * -1640531535 >> 16) & 0xFFFF  # multiples of the golden ratio, in 16 bits
     return ((copy.view(torch.int32) + thresholds) & -0x10000).view(torch.float32).bfloat16()
 
 
@@ -116,14 +134,15 @@ def build_optimizer(
     parameters: Iterable[Parameter],
     config: OptimizerConfig,
     total_steps: int,
-    own_rates: Sequence[tuple[Sequence[Parameter], float]] = (),
+    separate_rates: Sequence[tuple[Sequence[Parameter], float]] = (),
 ) -> tuple[AdamW, LambdaLR]:
-    """The optimizer and its scheduler; step the scheduler once after each step of the optimizer.
+    """The optimizer and its scheduler. Step the scheduler once after each step of the optimizer.
 
     Args:
         parameters: those to train, in an order that is the same when a run is resumed.
-        total_steps: optimizer updates (not trips through the main loop) at which the schedule ends.
-        own_rates: more of them, with a learning rate each; they follow the schedule, and are never decayed.
+        total_steps: optimizer updates (not steps of the main loop) at which the schedule ends.
+        separate_rates: more parameters, each list with its learning rate. They follow the schedule and are
+            never decayed.
 
     Raises:
         ValueError: nothing to train.
@@ -137,14 +156,13 @@ def build_optimizer(
     groups = [group for group in (matrices, vectors) if group["params"]]
     if not groups:
         raise ValueError("no parameter requires a gradient")
-    groups += [{"params": list(more), "lr": rate, "weight_decay": 0.0} for more, rate in own_rates]
+    groups += [{"params": list(more), "lr": rate, "weight_decay": 0.0} for more, rate in separate_rates]
     optimizer = AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon)
     return optimizer, LambdaLR(optimizer, learning_rate_factor(config, total_steps))
 
 
 def learning_rate_factor(config: OptimizerConfig, total_steps: int) -> Callable[[int], float]:
-    """update number (from 0) -> what ``learning_rate`` is multiplied with; the last update of ``total_steps``
-    still learns.
+    """update number (from 0) -> factor of ``learning_rate``. The last update of ``total_steps`` still learns.
 
     >>> factor = learning_rate_factor(OptimizerConfig(warmup_steps=2, schedule="linear"), total_steps=6)
     >>> [factor(step) for step in range(8)]
@@ -152,14 +170,16 @@ def learning_rate_factor(config: OptimizerConfig, total_steps: int) -> Callable[
     """
     warmup, floor = config.warmup_steps, config.min_lr_ratio
 
-    # A plain function: LambdaLR leaves it out of its state, so a resumed run follows its configuration.
+    # a plain function, which LambdaLR leaves out of its state: so a resumed run follows its configuration
     def factor(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
         progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-        left = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}[
-            config.schedule
-        ]
-        return floor + (1 - floor) * left
+        remaining = {
+            "constant": 1.0,
+            "linear": 1 - progress,
+            "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        }[config.schedule]
+        return floor + (1 - floor) * remaining
 
     return factor

@@ -1,52 +1,47 @@
-"""What a stage of training is configured by."""
+"""The configuration of a stage of training."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
-from agent_peft.algorithms import Algorithm, AlgorithmConfig, build_algorithm
-from agent_peft.batch import collate
-from agent_peft.config import Config
+from agent_peft.algorithms import AnyAlgorithm, UncheckedAlgorithmConfig
+from agent_peft.config import Config, first_error
+from agent_peft.environments.base import Environment
+from agent_peft.lookup import nearest
+from agent_peft.policies.engine.base import Sampler
 from agent_peft.policies.reference import ReferenceKind
 from agent_peft.policies.sampling import DISTRIBUTION, SamplingConfig
+from agent_peft.ranks import Ranks
+from agent_peft.rollout.collector import Collector, ScheduleOf
+from agent_peft.rollout.demonstrations import DemonstrationCheck
 from agent_peft.rollout.rewards import RewardConfig
+from agent_peft.rollout.sources import Demonstrations, Rollouts, Source
+from agent_peft.rollout.task_order import TaskOrder
 from agent_peft.training.optimizer import OptimizerConfig
 from agent_peft.training.step_metrics import metrics_of
-from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
+from agent_peft.types import AgentPeftError
 
-
-def compares_within_groups(algorithm: Algorithm) -> bool:
-    """Asked of the algorithm itself, so that none is known by name here: does it refuse a group of one? It
-    is used up.
-    """
-    probe = collate([Trajectory(Task("probe"), (Turn((0,), (0,), (0.0,)),), rewards=(0.0,))], groups=[0])
-    try:
-        algorithm.prepare(replace(probe, values=probe.rewards))
-    except AgentPeftError:
-        return True
-    return False
-
-
-MOST_STEPS = 1_000_000
-MOST_EPISODES = 1_000_000  # of a step: a group, or groups
+MAX_STEPS = 1_000_000
+MAX_EPISODES = 1_000_000  # of a step: a group, or groups
 
 
 class UntilConfig(Config):
-    """What ends a stage before its last step: the mean of a metric over the last steps. Its step numbers
-    then jump to the stage's end.
+    """Ends a stage before its last step, when the mean of a metric over the latest steps is high or low
+    enough. The run's step numbers then jump to the end of the stage.
     """
 
     metric: str = Field(
-        description="such as success, reward or surprisal (the model's; a supervised stage's others are the demonstrations')"
+        description="such as success, reward or surprisal; a supervised stage measures success and reward of "
+        "its demonstrations, so use surprisal there"
     )
-    above: float | None = None
-    below: float | None = None
-    over: int = Field(default=4, ge=1, description="steps, of those that have the metric")
+    above: float | None = Field(default=None, description="the stage ends when the mean is above this")
+    below: float | None = Field(default=None, description="the stage ends when the mean is below this")
+    over: int = Field(
+        default=4, ge=1, description="how many of the latest steps that have the metric are averaged"
+    )
 
     @model_validator(mode="after")
     def _one_side(self) -> UntilConfig:
@@ -62,49 +57,54 @@ class UntilConfig(Config):
 
 def _unknown_metric(name: str, known: Sequence[str]) -> str:
     if name.startswith("evaluation"):
-        return f"until.metric: {name!r} is measured by evaluations, and until looks at the steps of its stage; give success, or surprisal"
-    near = difflib.get_close_matches(name.lower(), known, 1)
-    return f"until.metric: {name!r} is no metric of this stage; " + (
-        f"did you mean {near[0]!r}?" if near else f"give one of {', '.join(known)}"
-    )
+        return (
+            f"until.metric: {name!r} is measured by evaluations, and until looks at the steps of its stage; "
+            "give success, or surprisal"
+        )
+    return f"until.metric: {name!r} is no metric of this stage; {nearest(name, known)}"
 
 
 class StageConfig(Config):
-    """A stretch of training with one algorithm. Supervised stages learn from demonstrations, in groups of
-    one.
-    """
+    """A part of a run with one algorithm. Supervised stages learn from demonstrations, in groups of one."""
 
-    algorithm: AlgorithmConfig
+    algorithm: AnyAlgorithm = Field(description="how the policy learns from the episodes")
     name: str = Field(
-        default_factory=lambda before: before["algorithm"].kind,
+        default_factory=lambda before: before["algorithm"].kind.rpartition(":")[2],
         min_length=1,
-        description="default: the algorithm's kind",
+        description="name of the stage in metrics and files; default: the algorithm's kind",
     )
-    steps: int = Field(ge=1, le=MOST_STEPS, description="trips through the main loop")
-    until: UntilConfig | None = Field(default=None, description="ends the stage earlier")
-    tasks_per_step: int = Field(default=8, ge=1, le=MOST_EPISODES)
+    steps: int = Field(ge=1, le=MAX_STEPS, description="number of steps: trips through the main loop")
+    until: UntilConfig | None = Field(
+        default=None, description="ends the stage before its last step; null never does"
+    )
+    tasks_per_step: int = Field(default=8, ge=1, le=MAX_EPISODES, description="number of tasks of one step")
     group_size: int = Field(
-        default_factory=lambda before: 8 if build_algorithm(before["algorithm"]).on_policy else 1,
+        default_factory=lambda before: 8 if before["algorithm"].facts.on_policy else 1,
         ge=1,
-        le=MOST_EPISODES,
-        description="episodes of one task",
+        le=MAX_EPISODES,
+        description="episodes of each task; default: 8, or 1 if the stage learns from demonstrations",
     )
-    rewards: RewardConfig = RewardConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    sampling: SamplingConfig = SamplingConfig()
+    rewards: RewardConfig = Field(default=RewardConfig(), description="what an episode is worth")
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="how weights are updated")
+    sampling: SamplingConfig = Field(default=SamplingConfig(), description="how tokens are sampled")
     microbatch_tokens: int = Field(
-        default=768, ge=1, description="positions of one forward: time and memory, never the result"
+        default=768,
+        ge=1,
+        description="maximum positions of one forward; changes time and memory, never the result",
     )
     reference: ReferenceKind = Field(
         default="stage_start",
-        description="what kl_coef holds the policy at: stage_start is the policy as the stage began, base is it with its adapter off",
+        description="the policy that the KL is measured to: stage_start is the policy at the start of the "
+        "stage, base is the policy with its adapter off",
     )
     mask_cut_actions: bool = Field(
-        default=False, description="do not train on actions that a limit on tokens ended; they are priced"
+        default=False, description="do not train on actions that a token limit ended; they still get rewards"
     )
-    task_order: Literal["shuffle", "sequential"] = "shuffle"
+    task_order: Literal["shuffle", "sequential"] = Field(
+        default="shuffle", description="order of the tasks in each trip through them"
+    )
     nonfinite: Literal["stop", "skip"] = Field(
-        default="stop", description="an update whose loss or gradient is NaN or infinite"
+        default="stop", description="what happens at an update whose loss or gradient is NaN or infinite"
     )
 
     @field_validator("name")
@@ -112,12 +112,10 @@ class StageConfig(Config):
     def _names_a_file(cls, name: str) -> str:
         if set(name) & set("/\\\0"):
             raise ValueError(
-                f"{name!r} cannot be part of a file's name, and an evaluation's file is named by it; leave out / and \\"
+                f"{name!r} cannot be part of a file's name, and evaluations are files named after their "
+                "stage; leave out / and \\"
             )
         return name
-
-    def build(self) -> Algorithm:
-        return build_algorithm(self.algorithm)
 
     @property
     def episodes_per_step(self) -> int:
@@ -125,16 +123,19 @@ class StageConfig(Config):
 
     @property
     def updates(self) -> int:
-        """Optimizer updates of the whole stage, if no step is without anything to learn from."""
-        algorithm = self.build()
-        return self.steps * algorithm.update_epochs * algorithm.minibatches
+        """The number of optimizer updates of the stage, if every step has something to learn from."""
+        facts = self.algorithm.facts
+        return self.steps * facts.update_epochs * facts.minibatches
 
     @model_validator(mode="after")
     def _effective(self) -> StageConfig:
-        kind, algorithm, sampling = self.algorithm.kind, self.build(), self.sampling
+        if isinstance(self.algorithm, UncheckedAlgorithmConfig):
+            return self  # its facts are not known
+        kind, algorithm, sampling = self.algorithm.kind, self.algorithm.facts, self.sampling
         if not algorithm.on_policy and self.group_size != 1:
             raise ValueError(
-                f"group_size has no effect on {kind}, which learns from demonstrations in groups of one; leave it out"
+                f"group_size has no effect on {kind}, which learns from demonstrations in groups of one; "
+                "leave it out"
             )
         if not algorithm.on_policy and self.mask_cut_actions:
             raise ValueError(
@@ -148,24 +149,62 @@ class StageConfig(Config):
             drawn := [key for key in DISTRIBUTION if getattr(sampling, key) != getattr(SamplingConfig(), key)]
         ):
             raise ValueError(
-                f"sampling.{drawn[0]} has no effect on {kind}, which scores the whole distribution; leave it out"
+                f"sampling.{drawn[0]} has no effect on {kind}, which scores the whole distribution; "
+                "leave it out"
             )
         if "reference" in self.model_fields_set and not algorithm.needs_reference:
             raise ValueError(f"reference has no effect on {kind} without a kl_coef; leave it out")
         if algorithm.needs_reference and sampling.truncates:
             key = "top_p" if sampling.top_p < 1 else "top_k"
             raise ValueError(
-                f"sampling.{key} cuts off tokens that the reference gives probability to, so the KL cannot be measured on those that are "
-                "drawn; leave top_p and top_k out, or set kl_coef: 0"
+                f"sampling.{key} cuts off tokens that the reference gives probability to, so the KL cannot "
+                "be measured on those that are drawn; leave top_p and top_k out, or set kl_coef: 0"
             )
         if self.until is not None and self.until.metric not in (known := metrics_of(algorithm)):
             raise ValueError(_unknown_metric(self.until.metric, known))
         if algorithm.minibatches > self.tasks_per_step:
             raise ValueError(
-                f"algorithm.minibatches: {algorithm.minibatches} is more than tasks_per_step: {self.tasks_per_step}"
+                f"algorithm.minibatches: {algorithm.minibatches} is more than "
+                f"tasks_per_step: {self.tasks_per_step}"
             )
-        if self.group_size == 1 and compares_within_groups(algorithm):
+        if self.group_size == 1 and algorithm.compares_groups:
             raise ValueError(
-                f"group_size: 1 is too small for {kind}, which compares the episodes of a task with each other"
+                f"group_size: 1 is too small for {kind}, which compares the episodes of a task with each "
+                "other"
             )
         return self
+
+
+class Stage(StageConfig):
+    """A stage for ``Trainer``, from the keys and short forms of a YAML file.
+
+    >>> Stage(algorithm="rloo", steps=50, optimizer={"learning_rate": 3e-4}).group_size
+    8
+
+    Raises:
+        AgentPeftError: a key or a value is wrong; in one line.
+    """
+
+    def __init__(self, /, **keys: Any) -> None:
+        try:
+            super().__init__(**keys)
+        except ValidationError as error:
+            raise AgentPeftError(first_error(error, "stage", StageConfig)) from error
+
+
+def source_of(
+    stage: StageConfig,
+    environment: Environment,
+    sampler: Sampler,
+    seed: int,
+    ranks: Ranks,
+    schedule_of: ScheduleOf | None = None,
+) -> Source:
+    """The source that a stage's algorithm learns from: episodes of the policy, or demonstrations."""
+    order = TaskOrder(environment.tasks, stage.tasks_per_step, seed, stage.task_order == "shuffle")
+    if stage.algorithm.facts.on_policy:
+        collector = Collector(environment, sampler)
+        settings = (stage.group_size, stage.sampling, stage.rewards)
+        return Rollouts(collector, order, *settings, seed, ranks, schedule_of)
+    check = DemonstrationCheck(sampler.chat, stage.sampling, warns=ranks.is_main)
+    return Demonstrations(environment, order, sampler.chat, stage.rewards, seed, ranks, check)

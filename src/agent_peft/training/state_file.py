@@ -1,4 +1,4 @@
-"""What a trainer remembers, as a file whose bytes depend on the values alone."""
+"""A trainer's state as a file whose bytes depend on the values alone."""
 
 from __future__ import annotations
 
@@ -11,42 +11,41 @@ import torch
 
 
 def save_state(state: Any, path: Path) -> None:
-    """Write tensors, numbers and texts in dicts, lists and tuples. What was loaded and saved again has the
-    same bytes as what was not.
+    """Write tensors, numbers and texts in dicts, lists and tuples. A state that was loaded and saved again
+    has the same bytes.
 
     Raises:
-        OSError: it cannot be written, for want of room say.
+        OSError: it cannot be written, for example because the disk is full.
     """
-    copy = _alone(state)
+    copy = _unshared(state)
     try:
         torch.save(copy, path)
-    except RuntimeError as error:  # of torch's own writer, whatever the operating system said
+    except RuntimeError as error:  # torch's writer hides the operating system's error
         raise OSError(errno.EIO, str(error).splitlines()[0], str(path)) from error
 
 
 def load_state(path: Path, *, mapped: bool = False) -> Any:
-    """Read what ``save_state`` wrote. Only such values are read: a file of anybody's runs no code.
+    """Read a file of ``save_state``. Only values are read, so a file from a stranger runs no code.
 
-    The tensors are on the CPU, whatever device they were saved from: what takes the state moves them to where
-    it computes.
+    The tensors are on the CPU, whatever device they were saved from. The caller moves them.
 
     Args:
-        mapped: the tensors' bytes are read when they are asked for. Enough to see whether the file is whole.
+        mapped: read the tensors' bytes on first use, which is enough to check that the file is complete.
 
     Raises:
-        Exception: it is damaged; torch raises of many kinds.
+        Exception: the file is damaged; torch raises exceptions of many kinds.
     """
     return torch.load(path, weights_only=True, map_location="cpu", mmap=mapped)
 
 
-def _alone(value: Any) -> Any:
-    """A copy in which no two objects are one, but for equal texts: pickle writes an object once and then
-    refers to it.
+def _unshared(value: Any) -> Any:
+    """A copy that shares no objects except equal texts. Pickle writes a shared object once and then refers to
+    it, so sharing would change the bytes.
     """
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):
-        return {_alone(key): _alone(inner) for key, inner in value.items()}
+        return {_unshared(key): _unshared(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_alone(inner) for inner in value)
+        return type(value)(_unshared(inner) for inner in value)
     return sys.intern(value) if type(value) is str else value

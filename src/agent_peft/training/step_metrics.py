@@ -1,20 +1,25 @@
-"""What a step says in numbers, and the names of these numbers: known before a stage runs, so that a
-configuration can be judged by them.
+"""The metrics of a step, and their names: these are known before a stage runs, so that a configuration can
+be checked against them.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from agent_peft.algorithms import Algorithm
 from agent_peft.rollout.collector import Collection
 from agent_peft.types import Group, Trajectory
 
-COUNTS = ("nonfinite_updates",)  # of the updates of a step; of all else the mean is shown
+logger = logging.getLogger(__name__)
 
-# -- names: those of each function below, or of the code that is named. A test compares them with what steps g
+BARREN = 10  # steps in a row without a signal, after which there is a warning
+COUNTS = ("nonfinite_updates",)  # summed over the updates of a step; all others are averaged
+
+# -- names: by the code that gives them. A test compares them with the metrics of real steps
 
 DESCRIBED = (
+    "score",
     "reward",
     "success",
     "episodes",
@@ -37,16 +42,16 @@ ROLLED_OUT = (
     "mismatch",
     "mismatch_max",
     "mismatch_k3",
-)  # Trainer.observe, trust.Mismatch
+)  # Trainer.observe, checks.Mismatch
 DEMONSTRATED = ("demonstrations_incorrect", "demonstrations_unsayable")  # DemonstrationCheck.count
 
 
 def metrics_of(algorithm: Algorithm) -> tuple[str, ...]:
-    """All metrics that a step of a stage may have. One without an update has no loss, and nothing else that
-    is measured by one.
+    """The names of all metrics that a step of a stage may have. A step without an update has no loss, and no
+    other metric that an update measures.
 
-    >>> from agent_peft.algorithms import SftConfig, build_algorithm
-    >>> "surprisal" in metrics_of(build_algorithm(SftConfig()))
+    >>> from agent_peft.algorithms import SftConfig
+    >>> "surprisal" in metrics_of(SftConfig().facts)
     True
     """
     return (
@@ -58,21 +63,48 @@ def metrics_of(algorithm: Algorithm) -> tuple[str, ...]:
     )
 
 
+class SignalCounter:
+    """Counts the steps in a row without a signal, that is, without any advantage that is not zero, and warns
+    of ``BARREN`` of them.
+    """
+
+    def __init__(self, warns: bool = True) -> None:
+        self.warns, self.barren = warns, 0
+
+    def count(self, share: float) -> dict[str, float]:
+        """The metric of a step.
+
+        Args:
+            share: of its groups, those with a signal.
+        """
+        self.barren = 0 if share else self.barren + 1
+        if self.barren == BARREN and self.warns:
+            logger.warning(
+                "%d steps in a row without a signal: no episode had another reward than those it is compared "
+                "with, so nothing is learnt; read the trajectories, then train on demonstrations first "
+                "(sft), take easier tasks, or reward partial success (rewards)",
+                BARREN,
+            )
+        return {"groups_with_signal": share}
+
+
 # -- numbers -------------------------------------------------------------------------------------------------
 
 
 def describe(groups: list[Group], collection: Collection) -> dict[str, float]:
-    """A step's trajectories in numbers. Shares are of trajectories, but for ``zero_variance_groups``, of
-    groups, and of turns for ``invalid_actions`` and ``cut_actions`` (ended by a limit on tokens). Failures
-    are counted.
+    """The metrics of a step's trajectories. Most are means or shares of trajectories.
+    ``zero_variance_groups`` is a share of groups; ``invalid_actions`` and ``cut_actions`` (ended by a token
+    limit) are shares of turns. Failures are counts.
     """
     trajectories: list[Trajectory] = [t for group in groups for t in group.trajectories]
     turns = sum(len(t.turns) for t in trajectories)
 
-    def share(count: int) -> float:
+    def share(count: float) -> float:
         return count / len(trajectories)
 
+    graded = any(t.score is not None for t in trajectories)
     return {
+        **({"score": share(sum(t.score or 0.0 for t in trajectories))} if graded else {}),
         "reward": sum(t.reward for t in trajectories) / len(trajectories),
         "success": share(sum(t.outcome == "correct" for t in trajectories)),
         "episodes": float(len(trajectories)),
@@ -94,9 +126,7 @@ def describe(groups: list[Group], collection: Collection) -> dict[str, float]:
 
 
 def mean_of(records: list[Mapping[str, float]]) -> dict[str, float]:
-    """Means of what the updates of one step reported, each over those that reported it; ``COUNTS`` are
-    added up.
-    """
+    """Each metric's mean over the updates of a step that report it; those of ``COUNTS`` are summed."""
     names = dict.fromkeys(name for record in records for name in record)
     values = {name: [record[name] for record in records if name in record] for name in names}
-    return {name: sum(found) / (1 if name in COUNTS else len(found)) for name, found in values.items()}
+    return {name: sum(numbers) / (1 if name in COUNTS else len(numbers)) for name, numbers in values.items()}

@@ -1,0 +1,74 @@
+"""Tables that compare evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+
+from rich.table import Table
+from rich.text import Text
+
+from agent_peft.rollout.statistics import EvaluationReport, paired_test
+from agent_peft.types import AgentPeftError
+
+
+def table(reports: Mapping[str, EvaluationReport]) -> Table:
+    """Return a table of reports, one column each ("base", "after sft", …), with the change since the column
+    before.
+    """
+    columns = list(reports.values())
+    rows = _table("success on the evaluation tasks (95 % interval)", reports)
+    rows.add_row("tasks", *(str(report.success.tasks) for report in columns))
+    rows.add_row("success", *(report.success.percent for report in columns))
+    if any(report.score for report in columns):
+        scores = ("" if report.score is None else report.score.percent for report in columns)
+        rows.add_row("score", *scores)
+    if len(columns) > 1:
+        changes = [_change(before, after) for before, after in pairwise(columns)]
+        rows.add_row("change, points", "", *(change for change, _ in changes))
+        rows.add_row("p, if no change", "", *(p for _, p in changes))
+    for k in sorted({k for report in columns for k in report.pass_at} - {1}):
+        rows.add_row(
+            f"pass@{k}", *(f"{report.pass_at[k]:.1%}" if k in report.pass_at else "" for report in columns)
+        )
+    rows.add_section()
+    rows.add_row("attempts", *(str(report.attempts) for report in columns))
+    for reason in sorted({reason for report in columns for reason in report.stop_reasons}):
+        rows.add_row(
+            f"ended: {reason}",
+            *(f"{report.stop_reasons.get(reason, 0) / report.attempts:.1%}" for report in columns),
+        )
+    rows.add_row("invalid actions", *(f"{report.invalid_actions:.1%}" for report in columns))
+    rows.add_row("cut actions", *(f"{report.cut_actions:.1%}" for report in columns))
+    rows.add_row("turns", *(f"{report.mean_turns:.2f}" for report in columns))
+    rows.add_row("action tokens", *(f"{report.mean_action_tokens:.1f}" for report in columns))
+    if any(report.infrastructure_failures for report in columns):
+        rows.add_row("left out (failed)", *(str(report.infrastructure_failures) for report in columns))
+    return rows
+
+
+def skill_table(reports: Mapping[str, EvaluationReport]) -> Table:
+    """Return a table of the success rates by skill (the first of a task), one column for each report."""
+    columns = list(reports.values())
+    rows = _table("success by skill (95 % interval)", reports, "tasks")
+    for skill in sorted({skill for report in columns for skill in report.by_skill}):
+        rates = [report.by_skill.get(skill) for report in columns]
+        counts = "/".join(sorted({str(rate.tasks) for rate in rates if rate is not None}))
+        rows.add_row(Text(skill), counts, *("" if rate is None else rate.percent for rate in rates))
+    return rows
+
+
+def _table(title: str, reports: Mapping[str, EvaluationReport], *more: str) -> Table:
+    rows = Table(title=title, title_justify="left")
+    rows.add_column("")
+    for name in (*more, *reports):
+        rows.add_column(Text(name), justify="right")
+    return rows
+
+
+def _change(before: EvaluationReport, after: EvaluationReport) -> tuple[str, str]:
+    try:
+        test = paired_test(before, after)
+    except AgentPeftError:
+        return "other tasks", ""
+    return f"{100 * test.difference:+.1f} ({100 * test.low:+.0f}…{100 * test.high:+.0f})", f"{test.p:.2g}"

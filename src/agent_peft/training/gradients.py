@@ -1,0 +1,147 @@
+"""The gradient of a minibatch, one microbatch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from agent_peft.algorithms import Algorithm
+from agent_peft.batch import Batch
+from agent_peft.policies.policy import Policy
+from agent_peft.policies.reference import Reference, reference_of
+from agent_peft.training.checks import Mismatch
+from agent_peft.training.microbatching import Microbatching
+from agent_peft.training.optimizer import MasterWeights
+from agent_peft.training.stage import StageConfig
+from agent_peft.types import TrustError
+
+
+class Gradients:
+    """Forwards and backwards over the microbatches of a batch. No rank waits for another one here.
+
+    Attributes:
+        reference: the policy that the KL is measured to, where the algorithm needs one.
+        at_step: the policy that the step began with, where dropout makes a copy of it necessary.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        algorithm: Algorithm,
+        stage: StageConfig,
+        masters: MasterWeights,
+        optimizer: Optimizer,
+    ) -> None:
+        self.policy, self.algorithm, self.sampling = policy, algorithm, stage.sampling
+        self.masters, self.optimizer = masters, optimizer
+        self.microbatching = Microbatching(
+            stage.microbatch_tokens, policy.count_nodes, algorithm.keeps_groups_whole
+        )
+        self.reference = reference_of(policy.model, stage.reference) if algorithm.needs_reference else None
+        self.at_step: Reference | None = None
+
+    def begin_step(self, batch: Batch) -> Batch:
+        """The step's batch with ``reference_logprobs``, where they stay the same for all of its updates."""
+        policy = self.policy
+        if policy.dropouts and self.algorithm.on_policy:
+            self.at_step = reference_of(policy.model)
+        elif (reference := self.reference) is not None and len(batch):
+            logprobs = self.score(
+                batch, lambda part: policy.reference_logprobs(part, self.sampling, reference)
+            )
+            return replace(batch, reference_logprobs=logprobs)
+        return batch
+
+    def score(self, batch: Batch, scores: Callable[[Batch], Tensor]) -> Tensor:
+        """(B, T) values that ``scores`` gives for each microbatch, without gradient."""
+
+        def work() -> Tensor:
+            values = torch.zeros_like(batch.logprobs)
+            for rows in self.microbatching.cut(batch, torch.ones(len(batch), dtype=torch.bool)):
+                part = scores(batch.select(rows)).cpu()
+                values[rows, : part.shape[1]] = part
+            return values
+
+        return self.microbatching.within_memory(work)
+
+    def compute(
+        self, weighed: Batch, on_policy: bool, dropout_seed: Callable[[int], int]
+    ) -> tuple[dict[str, Tensor], Mismatch]:
+        """Leave the minibatch's gradient in the parameters.
+
+        Args:
+            weighed: a minibatch with its final weights.
+            on_policy: the policy is still the one that sampled, so its log-probabilities are compared with
+                the sampler's.
+            dropout_seed: microbatch number -> the seed of its dropout masks.
+
+        Returns:
+            The sums of the loss and its metrics, empty where nothing has a gradient; and how far the
+            policy is from the sampler.
+        """
+        return self.microbatching.within_memory(lambda: self._compute(weighed, on_policy, dropout_seed))
+
+    def _compute(
+        self, weighed: Batch, on_policy: bool, dropout_seed: Callable[[int], int]
+    ) -> tuple[dict[str, Tensor], Mismatch]:
+        algorithm, policy = self.algorithm, self.policy
+        sums: dict[str, Tensor] = {}
+        mismatch = Mismatch()
+        self.masters.drop_gradients()
+        self.optimizer.zero_grad(set_to_none=True)
+        for number, microbatch in enumerate(self._microbatches(weighed)):
+            masks = dropout_seed(number) if policy.dropouts else None
+            needs = {"entropy": algorithm.needs_entropy, "values": algorithm.critic is not None}
+            output = policy.forward(microbatch, self.sampling, **needs, dropout_seed=masks)
+            microbatch = microbatch.to(output.logprobs.device)
+            if on_policy:  # the sampler drops nothing, so with dropout the check scores once more
+                scored = output.logprobs if masks is None else self._logprobs(microbatch)
+                mismatch.add(scored[microbatch.action_mask], microbatch.logprobs[microbatch.action_mask])
+            if masks is not None and algorithm.on_policy:
+                fresh = output.logprobs.detach() if on_policy else None
+                microbatch = self._under_masks(microbatch, masks, fresh)
+            loss, metrics = algorithm.loss(output, microbatch)
+            if not loss.requires_grad:
+                raise TrustError(
+                    "the loss has no gradient: the policy's log-probabilities are detached, so nothing would "
+                    "be learnt"
+                )
+            loss.backward()  # type: ignore[no-untyped-call]
+            self.masters.take_gradients()
+            for name, value in {**metrics, "loss": loss.detach()}.items():
+                sums[name] = sums[name] + value if name in sums else value
+        return sums, mismatch
+
+    def _microbatches(self, minibatch: Batch) -> Iterator[Batch]:
+        """The minibatch, cut. Rows without a gradient are left out."""
+        live = minibatch.weights.abs().sum(1) > 0
+        if not self.algorithm.learns_at_zero_advantage:
+            live &= (minibatch.advantages != 0).any(1)  # NaN is not 0: its forward shows it in the loss
+        for rows in self.microbatching.cut(minibatch, live):
+            yield minibatch.select(rows)
+
+    def _under_masks(self, microbatch: Batch, masks: int, fresh: Tensor | None) -> Batch:
+        """The microbatch with the log-probabilities that its loss compares the policy with, scored under the
+        dropout masks of this update: so the ratio and the KL measure changed weights, and not which units
+        were dropped (Hausknecht and Wagener, 2022, https://arxiv.org/abs/2202.11818).
+
+        Args:
+            fresh: (B, T) log-probabilities under these masks, where the policy is still the one that sampled.
+        """
+
+        def scored(by: Reference) -> Tensor:
+            return self.policy.reference_logprobs(microbatch, self.sampling, by, masks)
+
+        assert self.at_step is not None
+        sampled = scored(self.at_step) if fresh is None else fresh
+        reference = None if self.reference is None else scored(self.reference)
+        return replace(microbatch, logprobs=sampled, reference_logprobs=reference)
+
+    def _logprobs(self, microbatch: Batch) -> Tensor:
+        """(B, T) log-probabilities of the policy as it acts, without dropout and without gradient."""
+        with torch.no_grad():
+            return self.policy.forward(microbatch, self.sampling).logprobs
