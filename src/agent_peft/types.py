@@ -1,4 +1,4 @@
-"""The vocabulary: what every floor above may speak of. Standard library only, no torch.
+"""The vocabulary of all other modules. It needs only the standard library.
 
 One noun, one meaning. A *task* is one problem, a *skill* its tag; an *environment* holds the dynamics and an
 *episode* is one run of it; a *turn* is one exchange, a *trajectory* the record of an episode, and a *group*
@@ -16,25 +16,23 @@ Role = Literal["system", "user", "assistant"]
 
 
 class AgentPeftError(Exception):
-    """A user's mistake or a broken promise, told in one line that says what to do. The command line prints
-    it, without a traceback.
+    """A user's mistake or a broken contract. Its text is one line that says what to do. The command line
+    prints it without a traceback.
     """
 
 
 class TrustError(AgentPeftError):
-    """A check that is always on has failed: the run's numbers could not have been trusted, so the run
-    stops.
-    """
+    """A check that is always on has failed. The run stops, because its numbers could not be trusted."""
 
 
 class InfrastructureError(Exception):
-    """The world under an environment failed (a server died, a disk is full). The episode is retried; what
-    the agent may have caused, by replaying its actions.
+    """The world under an environment failed (a server died, a disk is full). The episode is tried again. If
+    the agent may have caused the failure, its actions are replayed.
     """
 
 
 class Outcome(StrEnum):
-    """What the grader found. A fact, not a price: rewards are set by the configuration."""
+    """The result of grading. It is a fact; the configuration sets the rewards."""
 
     CORRECT = "correct"
     INCORRECT = "incorrect"
@@ -48,14 +46,12 @@ class StopReason(StrEnum):
     TURN_LIMIT = "turn_limit"  # it used all its turns without finishing
     TOKEN_LIMIT = "token_limit"  # it ran into the context limit: truncated
     TIMEOUT = "timeout"  # the environment's clock ran out
-    # the world failed after the agent's action, and again when the action was replayed: counted as the
-    # agent's doing
+    # the world failed after an action, and again when the action was replayed: it counts as the agent's doing
     CRASHED = "crashed"
-    # the environment's code raised at the agent's action: told as a fault of ours, and never worth raising
+    # the environment's code raised at an action: it is reported, and the agent never gains by it
     DEFECT = "defect"
-    INFRASTRUCTURE = (
-        "infrastructure"  # the world failed before the agent had acted, after retries: counts for nothing
-    )
+    # the world failed before the agent had acted, also when it was tried again: the episode does not count
+    INFRASTRUCTURE = "infrastructure"
 
 
 @dataclass(frozen=True)
@@ -72,8 +68,8 @@ class Message:
 
 @dataclass(frozen=True)
 class Task:
-    """One problem. ``content`` is the environment's own description of it, as read from a file, and is never
-    shown to the agent whole.
+    """One problem. ``content`` is the environment's description of it, as read from a file. The agent never
+    sees all of it.
 
     >>> Task(id="insert-0007", skills=("insert",), content={"instruction": "Add a row."}).skills
     ('insert',)
@@ -86,11 +82,12 @@ class Task:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What the environment answers to one action.
+    """The environment's answer to one action.
 
     ``observation`` is the text the agent reads next, empty when ``done``. ``stop_reason`` is set exactly when
     ``done``; until then the outcome is UNKNOWN. ``valid`` is False when the action could not be understood
-    (and the observation says why).
+    (and the observation says why). ``score`` grades a finished episode between 0 and 1; it is None where the
+    environment knows outcomes only.
 
     >>> StepResult("[(1,)]").done
     False
@@ -101,6 +98,7 @@ class StepResult:
     outcome: Outcome = Outcome.UNKNOWN
     stop_reason: StopReason | None = None
     valid: bool = True
+    score: float | None = None
 
     def __post_init__(self) -> None:
         if self.done != (self.stop_reason is not None):
@@ -109,7 +107,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Turn:
-    """One exchange in tokens: what the policy read, then what it sampled. Nothing here was decoded and
+    """One exchange in tokens: the policy reads an observation and samples an action. No token was decoded and
     encoded again.
 
     ``logprobs[i]`` is the log-probability (nats) with which ``action[i]`` was sampled, under the sampling
@@ -132,10 +130,10 @@ class Turn:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """The record of an episode. Flattens to ``o1 y1 o2 y2 …`` with mask ``0 1 0 1`` (per token).
+    """The record of an episode. It flattens to ``o1 y1 o2 y2 …`` with mask ``0 1 0 1`` (per token).
 
-    ``rewards`` has one price per turn; their sum is the return. ``messages`` is for people; training reads
-    only ``turns``.
+    ``rewards`` has one reward per turn; their sum is the return. ``score`` is the environment's grade between
+    0 and 1, or None. ``messages`` is for people; training reads only ``turns``.
 
     >>> t = Trajectory(Task("t"), turns=(Turn((1, 2), (3,), (-0.5,)), Turn((4,), (5, 6), (-0.1, -0.2))))
     >>> t.tokens, t.action_mask
@@ -148,6 +146,7 @@ class Trajectory:
     outcome: Outcome = Outcome.UNKNOWN
     stop_reason: StopReason = StopReason.FINISHED
     rewards: tuple[float, ...] = ()
+    score: float | None = None
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -161,7 +160,7 @@ class Trajectory:
 
     @property
     def logprobs(self) -> tuple[float, ...]:
-        """Zero where the token was not sampled."""
+        """The log-probability of each token; zero where it was not sampled."""
         return tuple(x for turn in self.turns for x in (*(0.0,) * len(turn.observation), *turn.logprobs))
 
     @property

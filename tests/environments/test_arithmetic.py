@@ -313,7 +313,7 @@ def test_nothing_is_listed_up_front():
         ({"answer": "backwards"}, "environment.answer"),
         (
             {"operation": "division"},
-            "there is no operation 'division'; give addition, multiplication, or your own as package.module:NAME",
+            "there is no operation 'division'; give addition, multiplication, or your own as package.module:NAME",  # noqa: E501
         ),
         ({"operation": "nowhere:division"}, "'nowhere:division' cannot be imported"),
         (

@@ -16,8 +16,8 @@ from agent_peft.environments import clock, load_environment
 from agent_peft.environments.clock import Clock
 from agent_peft.environments.db_bench import DBBench, DBBenchConfig, DBBenchEpisode
 from agent_peft.environments.db_bench.protocol import operation
+from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig
-from agent_peft.policies.engine.local import Engine
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer
@@ -52,7 +52,7 @@ class Dawdling(DBBench):
     """Every reply becomes a statement without end."""
 
     def episode(self, task: Task, seed: int) -> DBBenchEpisode:
-        return DawdlingEpisode(self._problem(task), self._rules, seed)
+        return DawdlingEpisode(self._problem(task), self.config, seed)
 
 
 class DawdlingEpisode(DBBenchEpisode):
@@ -68,7 +68,7 @@ def test_running_out_has_its_price(
     tiny_llama: LlamaForCausalLM, char_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     environment = Dawdling(DBBenchConfig.model_validate({**PATIENT, "generate": {"num_tasks": 2}}))
-    engine = Engine(Policy(tiny_llama, ChatTokenizer(char_tokenizer)), EngineConfig(rows=4))
+    engine = load_sampler(Policy(tiny_llama, ChatTokenizer(char_tokenizer)), EngineConfig(rows=4))
     rewards = RewardConfig(incorrect=-0.1, timeout=-0.4)
     collection = Collector(environment, engine).collect(
         environment.tasks, 2, SamplingConfig(max_new_tokens=3, max_tokens=50), rewards, 0

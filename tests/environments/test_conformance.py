@@ -1,6 +1,5 @@
 """What every environment must do, run over each of them."""
 
-import json
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -11,6 +10,7 @@ import pytest
 
 from agent_peft.environments import ENVIRONMENTS, load_environment
 from agent_peft.environments.base import EnvironmentConfig
+from agent_peft.testing import check_environment
 from agent_peft.types import AgentPeftError, Outcome, StopReason
 
 PROBLEMS = str(Path(__file__).parent / "own_problems.jsonl")
@@ -41,7 +41,7 @@ PATIENCE = {
     "os_interaction": {"command_timeout": 600.0},
 }
 ENDLESS = {
-    "db_bench": "Action: Operation\n```sql\nWITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT COUNT(*) FROM c\n```",
+    "db_bench": "Action: Operation\n```sql\nWITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT COUNT(*) FROM c\n```",  # noqa: E501
     "os_interaction": "Act: bash\n\n```bash\necho begun; sleep 600\n```",
 }
 # each of them over HTTP too; the environment of an OpenEnv server has no golds to replay
@@ -113,26 +113,9 @@ def test_the_same_seed_gives_the_same_tasks_and_another_others(load, kind):
     assert load(kind).tasks != load(kind, 1).tasks
 
 
-def test_task_ids_are_distinct_and_tasks_can_be_written_as_json(load, kind):
-    tasks = load(kind).tasks
-    assert len({task.id for task in tasks}) == len(tasks)
-    assert all(json.loads(json.dumps(task.content)) == task.content for task in tasks)
-
-
-def test_the_same_replies_give_the_same_results(load, kind):
-    environment = load(kind)
-    for task in environment.tasks[:4]:
-        replies = environment.demonstration(task)
-        assert play(environment, task, replies) == play(environment, task, replies)
-
-
-def test_openings_end_with_the_user(load, kind):
-    environment = load(kind)
-    episode = environment.episode(environment.tasks[0], seed=0)
-    opening = episode.start()
-    episode.close()
-    assert opening[-1].role == "user"
-    assert opening[-1].content.strip()
+def test_it_keeps_all_rules(settings, kind):
+    keys = dict(settings(kind))
+    check_environment(keys.pop("kind"), **keys)
 
 
 def test_a_step_after_the_end_raises(load, kind):
@@ -158,18 +141,15 @@ def test_a_step_after_close_raises_and_close_is_idempotent(load, kind):
     environment.close()
 
 
-@pytest.mark.parametrize(
-    "reply", ["", "\0", "\ud800", "Action: Operation\n```sql\nDROP TABLE t\n```", "9" * 5000, "x" * 100_000]
-)
-def test_whatever_is_written_ends_in_a_result(load, kind, reply):
+def test_sql_as_an_action_is_answered_everywhere(load, kind):
     environment = load(kind)
-    result = play(environment, environment.tasks[0], [reply])[0]
-    assert result.outcome is not Outcome.CORRECT
+    reply = "Action: Operation\n```sql\nDROP TABLE t\n```"
+    assert play(environment, environment.tasks[0], [reply])[0].outcome is not Outcome.CORRECT
 
 
 def test_every_clock_is_covered():
     assert set(ENDLESS) == {
-        kind for kind, (config, _) in ENVIRONMENTS.items() if "episode_seconds" in config.model_fields
+        kind for kind, row in ENVIRONMENTS.items() if "episode_seconds" in row.config_class.model_fields
     }
 
 
@@ -202,8 +182,8 @@ def test_a_clock_that_runs_out_stops_the_command_and_ends_the_episode(kind, wher
 
 
 def test_a_configuration_object_loads_too(settings, kind):
-    config_class, environment_class = ENVIRONMENTS[kind.split()[0]]
-    config = config_class.model_validate(settings(kind))
+    environment_class = ENVIRONMENTS[kind.split()[0]]
+    config = environment_class.config_class.model_validate(settings(kind))
     assert isinstance(config, EnvironmentConfig)
     environment = load_environment(config)
     assert isinstance(environment, environment_class)
@@ -223,20 +203,22 @@ def test_an_unknown_kind_names_the_nearest():
 def test_a_class_of_the_users_own(tmp_path, monkeypatch):
     (tmp_path / "own_world.py").write_text(
         "from agent_peft.environments.arithmetic import Arithmetic, ArithmeticConfig\n"
+        "class WorldConfig(ArithmeticConfig):\n"
+        "    size: int = 2\n"
         "class World(Arithmetic):\n"
-        "    def __init__(self, config):\n"
-        "        super().__init__(ArithmeticConfig())\n"
-        "        self.config = config\n"
+        "    config_class = WorldConfig\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert load_environment({"kind": "own_world:World", "size": 3}).config == {"size": 3}
+    config = load_environment({"kind": "own_world:World", "size": 3, "digits": 1}).config
+    assert (config.kind, config.size, config.digits) == ("own_world:World", 3, 1)
+    check_environment("own_world:World", digits=1, num_tasks=3)
     for kind in ("own_world:Nothing", "no_such_world:World"):
         with pytest.raises(AgentPeftError, match=r"package\.module:Class"):
             load_environment({"kind": kind})
 
 
 def test_torch_stays_unloaded():
-    script = "import sys, agent_peft.environments, agent_peft.environments.task_files.validation; sys.exit('torch' in sys.modules)"
+    script = "import sys, agent_peft.environments, agent_peft.environments.task_commands, agent_peft.testing; sys.exit('torch' in sys.modules)"  # noqa: E501
     assert subprocess.run([sys.executable, "-c", script], env=_environment()).returncode == 0
 
 

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment
-from agent_peft.environments.task_files.validation import validate
-from agent_peft.policies.engine.base import EngineConfig
-from agent_peft.policies.engine.local import Engine
+from agent_peft.environments.http.messages import StepResponse
+from agent_peft.environments.task_commands import validate_tasks
+from agent_peft.policies.engine import load_sampler
+from agent_peft.policies.engine.base import EngineConfig, Sampler
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer
@@ -74,27 +76,29 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]
 
 
 @pytest.fixture
-def engine(tiny_llama: LlamaForCausalLM, char_tokenizer: PreTrainedTokenizerFast) -> Engine:
-    return Engine(Policy(tiny_llama, ChatTokenizer(char_tokenizer)), EngineConfig(rows=6))
+def engine(tiny_llama: LlamaForCausalLM, char_tokenizer: PreTrainedTokenizerFast) -> Sampler:
+    return load_sampler(Policy(tiny_llama, ChatTokenizer(char_tokenizer)), EngineConfig(rows=6))
 
 
-def collect(engine: Engine, environment: Environment, seed: int = 0) -> Collection:
+def collect(engine: Sampler, environment: Environment, seed: int = 0) -> Collection:
     sampling = SamplingConfig(max_new_tokens=3, max_tokens=60)
     return Collector(environment, engine).collect(environment.tasks, 2, sampling, RewardConfig(), seed)
 
 
-def test_the_world_is_well_as_it_is(world: Any, engine: Engine) -> None:
+def test_the_world_is_well_as_it_is(world: Any, engine: Sampler) -> None:
     collection = collect(engine, load_environment({"kind": world()}))
     assert {t.outcome for group in collection.groups for t in group.trajectories} == {Outcome.CORRECT}
 
 
 def test_the_example_of_the_page_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs/environments.md").read_text()
-    (example,) = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    example, test = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    assert len([line for line in example.splitlines() if line.strip()]) <= 40
     (tmp_path / "guessing_of_the_page.py").write_text(example)
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = validate("guessing_of_the_page:Higher", None)
-    assert found == {"tasks": 50, "gold_correct": 50, "nothing_correct": 0, "rejected": []}
+    exec(test.replace("guessing:", "guessing_of_the_page:"), {})
+    found = validate_tasks("guessing_of_the_page:Higher")
+    assert found == {"tasks": 50, "gold_correct": 50, "nothing_correct": 0, "rejected": [], "violations": []}
     with pytest.raises(AgentPeftError, match="did you mean 'num_tasks'"):
         load_environment({"kind": "guessing_of_the_page:Higher", "num_task": 20})
 
@@ -106,8 +110,8 @@ LOADING = {
     "keywords": (
         "def __init__(self, config):",
         "def __init__(self, num_tasks=3):\n        list(range(num_tasks))",
-        r"World cannot be made: TypeError: 'dict' object cannot be interpreted as an integer, at own_\w+\.py:6; a class is called with one "
-        r"argument, a dict of the keys beside kind: def __init__\(self, config\)",
+        r"World cannot be made: TypeError: 'NoKeys' object cannot be interpreted as an integer, "
+        r"at own_\w+\.py:6; a class is called with one argument, its configuration: def __init__\(self, conf",
     ),
     "no argument": (
         "def __init__(self, config):",
@@ -119,7 +123,7 @@ LOADING = {
         "def other(self):",
         r"World cannot be made: TypeError: Can't instantiate abstract class",
     ),
-    "raises": (INIT, "config['nothing']", r"World cannot be made: KeyError: 'nothing', at own_\w+\.py:6; "),
+    "raises": (INIT, "{}['nothing']", r"World cannot be made: KeyError: 'nothing', at own_\w+\.py:6; "),
     "no tasks": (
         INIT,
         "self._tasks = []",
@@ -157,7 +161,7 @@ def test_a_mistake_that_loading_shows(mistake: str, world: Any) -> None:
     line, written, message = LOADING[mistake]
     kind = world((line, written))
     with pytest.raises(AgentPeftError, match=message) as told:
-        load_environment({"kind": kind, "num_tasks": 3})
+        load_environment({"kind": kind})
     assert "\n" not in str(told.value)
 
 
@@ -170,22 +174,57 @@ def test_a_function_and_a_class_that_is_no_environment(world: Any) -> None:
             load_environment({"kind": f"{module}:{name}"})
 
 
-def test_an_annotated_argument_gets_its_configuration_and_unknown_keys_are_errors(world: Any) -> None:
+CONFIGURED = (
+    "class World(Environment):",
+    "class Settings(EnvironmentConfig):\n    num_tasks: int = 2\n    tasks: str = ''\n\n"
+    "class World(Environment):\n    config_class = Settings",
+)
+
+
+def test_a_class_gets_its_configuration_and_unknown_keys_are_errors(world: Any) -> None:
     kind = world(
-        ("class World(", "class Settings(EnvironmentConfig):\n    num_tasks: int = 2\n\nclass World("),
-        (
-            "def __init__(self, config):",
-            "def __init__(self, config: Settings):\n        self.config = config",
-        ),
+        CONFIGURED,
+        ("def __init__(self, config):", "def __init__(self, config):\n        self.config = config"),
     )
-    assert load_environment({"kind": kind, "num_tasks": 5}).config.num_tasks == 5  # type: ignore[attr-defined]
+    assert load_environment({"kind": kind, "num_tasks": 5}).config.num_tasks == 5
     with pytest.raises(
         AgentPeftError,
-        match=r"environment\.num_task: Extra inputs are not permitted \(did you mean 'num_tasks'\?\)",
+        match=r"environment\.num_task: unknown key; did you mean 'num_tasks'\?",
     ):
         load_environment({"kind": kind, "num_task": 5})
-    with pytest.raises(AgentPeftError, match=r"environment\.num_tasks: Input should be a valid integer"):
+    with pytest.raises(AgentPeftError, match=r"environment\.num_tasks: must be a whole number"):
         load_environment({"kind": kind, "num_tasks": "many"})
+
+
+def test_a_class_without_a_configuration_takes_no_keys(world: Any) -> None:
+    kind = world()
+    with pytest.raises(
+        AgentPeftError, match=rf"^environment: {kind} takes no keys; set its config_class to a"
+    ):
+        load_environment(kind, num_tasks=5)
+
+
+def test_an_environment_is_loaded_by_class_kind_mapping_or_configuration(world: Any) -> None:
+    kind = world(
+        CONFIGURED,
+        ("def __init__(self, config):", "def __init__(self, config):\n        self.config = config"),
+    )
+    by_kind = load_environment(kind, num_tasks=5)
+    world_class = type(by_kind)
+    assert by_kind.config.kind == kind
+    for environment in (
+        load_environment(world_class, num_tasks=5),
+        load_environment({"kind": kind}, num_tasks=5),
+        load_environment(by_kind.config),
+        load_environment({"kind": kind, "num_tasks": 4}, num_tasks=5),
+        load_environment(load_environment(kind).config, num_tasks=5),
+    ):
+        assert type(environment) is world_class
+        assert environment.config == by_kind.config
+    with pytest.raises(AgentPeftError, match=r"^environment: names no kind; give one of arithmetic"):
+        load_environment(world_class.config_class(num_tasks=5))
+    with pytest.raises(AgentPeftError, match=r"is no subclass of agent_peft\.environments\.Environment"):
+        load_environment(int)  # type: ignore[arg-type]
 
 
 # -- when an episode begins ----------------------------------------------------------------------------------
@@ -223,13 +262,13 @@ BEGINNING = {
     "a role": (
         START,
         "return [Message('human', '1+1=')]",
-        r"Run\.start \({file}:16\) returned a message of role 'human'; a role is one of system, user, assistant$",
+        r"Run\.start \({file}:16\) returned a message of role 'human'; a role is one of system, user, assistant$",  # noqa: E501
     ),
 }
 
 
 @pytest.mark.parametrize("mistake", BEGINNING)
-def test_a_mistake_at_the_beginning_of_an_episode(mistake: str, world: Any, engine: Engine) -> None:
+def test_a_mistake_at_the_beginning_of_an_episode(mistake: str, world: Any, engine: Sampler) -> None:
     line, written, message = BEGINNING[mistake]
     kind = world((line, written))
     with pytest.raises(AgentPeftError, match=WHERE + message.format(file=FILE)):
@@ -238,7 +277,7 @@ def test_a_mistake_at_the_beginning_of_an_episode(mistake: str, world: Any, engi
 
 @pytest.mark.parametrize("mistake", BEGINNING)
 def test_a_mistake_at_the_beginning_comes_over_http_as_one_line(
-    mistake: str, world: Any, serving: Any, engine: Engine
+    mistake: str, world: Any, serving: Any, engine: Sampler
 ) -> None:
     line, written, message = BEGINNING[mistake]
     host = serving({"train": load_environment({"kind": world((line, written))})})
@@ -250,7 +289,7 @@ def test_a_mistake_at_the_beginning_comes_over_http_as_one_line(
 
 @pytest.mark.parametrize(("line", "number"), [(EPISODE, 13), (START, 17)])
 def test_an_environment_that_begins_no_episode_stops_the_run(
-    line: str, number: int, world: Any, engine: Engine
+    line: str, number: int, world: Any, engine: Sampler
 ) -> None:
     kind = world((line, "raise KeyError('x')"))
     message = (
@@ -272,11 +311,12 @@ ACTING = {
     "outcome True": (
         "return StepResult('', True, True, StopReason.FINISHED)",
         PLACE
-        + r"a StepResult whose outcome is True; give Outcome\.CORRECT, Outcome\.INCORRECT or Outcome\.UNKNOWN",
+        + r"a StepResult whose outcome is True; give Outcome\.CORRECT, Outcome\.INCORRECT or Outcome\.UNKNOWN",  # noqa: E501
     ),
     "outcome 0.5": (
         "return StepResult('', True, 0.5, StopReason.FINISHED)",
-        PLACE + r"a StepResult whose outcome is 0\.5; give Outcome",
+        PLACE
+        + r"a StepResult whose outcome is 0\.5; give Outcome\..*; a graded result is the score, from 0 to 1",
     ),
     "outcome won": (
         "return StepResult('', True, 'won', StopReason.FINISHED)",
@@ -290,6 +330,10 @@ ACTING = {
         "return StepResult('', True)",
         r"ValueError: a step result carries a stop reason exactly when .*, at own_\w+\.py:20",
     ),
+    "score": (
+        "return StepResult('', True, Outcome.CORRECT, StopReason.FINISHED, score=2)",
+        PLACE + r"a StepResult whose score is 2; give None, or at the end a number from 0 to 1",
+    ),
     "observation": (
         "return StepResult(None)",
         PLACE + r"a StepResult whose observation is None; give a text, empty at the end",
@@ -299,7 +343,7 @@ ACTING = {
 
 @pytest.mark.parametrize("mistake", ACTING)
 def test_a_mistake_at_an_action_stops_the_run_where_every_first_episode_meets_it(
-    mistake: str, world: Any, engine: Engine
+    mistake: str, world: Any, engine: Sampler
 ) -> None:
     written, message = ACTING[mistake]
     kind = world((STEP, written))
@@ -322,7 +366,7 @@ class Well(Run):
 
 @pytest.mark.parametrize("mistake", ACTING)
 def test_where_other_episodes_are_well_it_is_told_once_and_ends_nothing(
-    mistake: str, world: Any, engine: Engine, caplog: pytest.LogCaptureFixture
+    mistake: str, world: Any, engine: Sampler, caplog: pytest.LogCaptureFixture
 ) -> None:
     written, message = ACTING[mistake]
     kind = world(
@@ -362,12 +406,18 @@ def test_the_demonstrations_of_a_users_class_are_validated(case: str, world: Any
         (
             STEP,
             "if action in ('wait', 'nothing'): return StepResult('') if action == 'wait' else None\n"
-            "        return StepResult('', True, Outcome.CORRECT if action == '2' else Outcome.INCORRECT, StopReason.FINISHED)",
+            "        return StepResult('', True, Outcome.CORRECT if action == '2' else Outcome.INCORRECT, StopReason.FINISHED)",  # noqa: E501
         ),
     )
-    found = validate(kind, None)
+    found = validate_tasks(kind)
     if cause is None:
-        assert found == {"tasks": 3, "gold_correct": 3, "nothing_correct": 0, "rejected": []}
+        assert found == {
+            "tasks": 3,
+            "gold_correct": 3,
+            "nothing_correct": 0,
+            "rejected": [],
+            "violations": [],
+        }
     else:
         assert (found["gold_correct"], [entry["id"] for entry in found["rejected"]]) == (
             0,
@@ -377,20 +427,44 @@ def test_the_demonstrations_of_a_users_class_are_validated(case: str, world: Any
 
 
 def test_doing_nothing_must_not_pass_and_a_task_file_is_handed_over(world: Any) -> None:
-    kind = world((INIT, "self._tasks = [Task(config['tasks'])]"))
-    assert validate(kind, "some.json")["rejected"] == [
+    kind = world(CONFIGURED, (INIT, "self._tasks = [Task(config.tasks)]"))
+    found = validate_tasks(kind, tasks="some.json")
+    assert found["rejected"] == [
         {"id": "some.json", "cause": "it has no demonstration that could be replayed"}
     ]
-    assert validate(kind, "some.json")["nothing_correct"] == 1
-    with pytest.raises(AgentPeftError, match="takes no sandbox; leave it out"):
-        validate(kind, "some.json", {"sandbox": "none"})
-    with pytest.raises(AgentPeftError, match="give a task file"):
-        validate("db_bench", None)
+    assert found["nothing_correct"] == 1
+    assert found["violations"][0].startswith("task 'some.json': doing nothing passes")
+    with pytest.raises(AgentPeftError, match=r"environment\.sandbox: unknown key"):
+        validate_tasks(kind, tasks="some.json", sandbox="none")
 
 
-def test_a_result_written_as_text_is_right(world: Any, engine: Engine) -> None:
+def test_a_result_written_as_text_is_right(world: Any, engine: Sampler) -> None:
     kind = world((STEP, "return StepResult('', True, 'correct', 'finished')"))
     collection = collect(engine, load_environment({"kind": kind}))
     assert {(t.outcome, t.stop_reason) for g in collection.groups for t in g.trajectories} == {
         (Outcome.CORRECT, StopReason.FINISHED)
     }
+
+
+def test_a_score_comes_with_the_trajectory_here_and_over_http(
+    world: Any, engine: Sampler, serving: Any
+) -> None:
+    kind = world((STEP, "return StepResult('', True, 'incorrect', 'finished', score=0.25)"))
+    local = load_environment(kind)
+    remote = load_environment("remote", url=serving({"train": local}).url)
+    for environment in (local, remote):
+        groups = collect(engine, environment).groups
+        assert {trajectory.score for group in groups for trajectory in group.trajectories} == {0.25}
+    remote.close()
+
+
+def test_the_answer_of_a_server_that_knows_no_scores_is_understood() -> None:
+    facts = {"episode_id": "e", "index": 0, "outcome": "correct", "stop_reason": "finished", "valid": True}
+    answer = {"observation": {"text": ""}, "reward": 1.0, "done": True, "metadata": facts}
+    assert StepResponse.model_validate(answer).result().score is None
+    assert StepResponse.model_validate({**answer, "metadata": {**facts, "score": 0.5}}).result().score == 0.5
+    early = {**answer, "done": False, "metadata": {**facts, "stop_reason": None, "score": 0.5}}
+    with pytest.raises(ValidationError, match="only the last step tells a score"):
+        StepResponse.model_validate(early)
+    with pytest.raises(ValidationError, match="less than or equal to 1"):
+        StepResponse.model_validate({**answer, "metadata": {**facts, "score": 1.5}})

@@ -17,10 +17,20 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from agent_peft.configuration.explain import effective_values
-from agent_peft.configuration.loading import dump_config, load_config
+from agent_peft.configuration.loading import dump_config, read_config
 from agent_peft.environments import load_environment
-from agent_peft.environments.gsm8k import GSM8K, GSM8KConfig, answer_pattern, last_number, parse_number
-from agent_peft.environments.task_files.download import SETS, convert, download
+from agent_peft.environments.db_bench import environment as db_bench_environment
+from agent_peft.environments.gsm8k import (
+    GSM8K,
+    HUB_SET,
+    GSM8KConfig,
+    answer_pattern,
+    last_number,
+    parse_number,
+)
+from agent_peft.environments.os_interaction import environment as os_environment
+from agent_peft.environments.task_commands import download_tasks
+from agent_peft.environments.task_files.download import convert
 from agent_peft.types import AgentPeftError, Message, Outcome, StopReason
 
 OWN = Path(__file__).parent / "own_problems.jsonl"
@@ -210,7 +220,7 @@ def test_the_opening_by_hand():
     assert environment.episode(environment.tasks[0], seed=0).start() == [
         Message(
             "system",
-            "Solve the problem step by step, each step on a line of its own. Then write the answer, a number, on a last line like this:\n"
+            "Solve the problem step by step, each step on a line of its own. Then write the answer, a number, on a last line like this:\n"  # noqa: E501
             "#### <number>",
         ),
         Message("user", "Mia has 3 apples and buys 4 more. How many apples does she have?"),
@@ -342,7 +352,7 @@ def test_lines_end_where_json_lines_end(tmp_path):
         (f"{{tasks: {OWN}, split: test}}", "x.yaml:5: environment: split has no effect on a file"),
         (
             "{tasks: openai/gsm8k}",
-            "split is missing: 'openai/gsm8k' is taken for a hub id (a file ends in .jsonl); set it to train or test",
+            "split is missing: 'openai/gsm8k' is taken for a hub id (a file ends in .jsonl); set it to train or test",  # noqa: E501
         ),
         (
             "{tasks: openai/gsm8k, split: valid}",
@@ -356,11 +366,11 @@ def test_lines_end_where_json_lines_end(tmp_path):
         ),
         (
             f"{{tasks: {OWN}, example: 3}}",
-            "x.yaml:5: environment.example: unknown key; did you mean environment.examples?",
+            "x.yaml:5: environment.example: unknown key; did you mean 'environment.examples'?",
         ),
         (
             f"{{tasks: {OWN}, num_task: 3}}",
-            "x.yaml:5: environment.num_task: unknown key; did you mean environment.num_tasks?",
+            "x.yaml:5: environment.num_task: unknown key; did you mean 'environment.num_tasks'?",
         ),
         (
             f"{{tasks: {OWN}, num_tasks: 0}}",
@@ -378,7 +388,7 @@ def test_lines_end_where_json_lines_end(tmp_path):
 def test_mistakes_in_a_configuration(tmp_path, written, told):
     (tmp_path / "x.yaml").write_text(TOP + written.replace("{", "{kind: gsm8k, ", 1) + "\n")
     with pytest.raises(AgentPeftError) as raised:
-        load_config(tmp_path / "x.yaml")
+        read_config(tmp_path / "x.yaml")
     assert "\n" not in str(raised.value)
     assert told in str(raised.value).replace(f"{tmp_path}/", "")
 
@@ -389,9 +399,9 @@ def test_a_configuration_goes_there_and_back(tmp_path, source):
     (tmp_path / "x.yaml").write_text(
         f"{TOP}{{kind: gsm8k, tasks: {source}{split}, examples: 2, examples_seed: 5}}\n"
     )
-    config, _ = load_config(tmp_path / "x.yaml")
+    config, _ = read_config(tmp_path / "x.yaml")
     dump_config(config, tmp_path / "again.yaml")
-    again, _ = load_config(tmp_path / "again.yaml")
+    again, _ = read_config(tmp_path / "again.yaml")
     assert again == config
     assert type(again.environment.tasks) is type(config.environment.tasks)
     assert isinstance(again.environment.tasks, Path) == source.endswith("jsonl")
@@ -425,7 +435,7 @@ def repository(tmp_path):
 
 
 def test_parquet_becomes_the_files_that_the_environment_reads(repository, tmp_path):
-    written = convert(SETS["gsm8k"], repository, tmp_path / "out")
+    written = convert(HUB_SET, repository, tmp_path / "out")
     assert [path.relative_to(tmp_path / "out").as_posix() for path in written] == [
         "train.jsonl",
         "test.jsonl",
@@ -464,15 +474,15 @@ def test_the_other_set_gets_its_structures_back(tmp_path):
     for name, rows in {"db_bench": [entry, other], "os_interaction": [system]}.items():
         (tmp_path / "repository" / name).mkdir(parents=True)
         parquet.write_table(table(rows), tmp_path / "repository" / name / "train-00000-of-00001.parquet")
-    db_bench, os_interaction = convert(
-        SETS["lifelong_agent_bench"], tmp_path / "repository", tmp_path / "out"
-    )
-    assert db_bench == tmp_path / "out" / "db_bench" / "entry_dict.json"
+    places = tmp_path / "repository", tmp_path / "out"
+    (db_bench,) = convert(db_bench_environment.HUB_SET, *places)
+    assert db_bench == tmp_path / "out" / "entry_dict.json"
     found = json.loads(db_bench.read_text())
     assert list(found) == ["8", "3"]
     assert found["8"]["table_info"]["row_list"] == [[1, "its"], [2, "b"]]
     assert found["8"]["instruction"] == "[Add] a row."
     assert found["3"]["answer_info"]["direct"] == [[1, None]]
+    (os_interaction,) = convert(os_environment.HUB_SET, *places)
     assert json.loads(os_interaction.read_text())["0"]["evaluation_info"] == {
         "evaluation_command_item": {"script": "[ -f a ]"}
     }
@@ -480,16 +490,18 @@ def test_the_other_set_gets_its_structures_back(tmp_path):
 
 def test_a_set_that_has_changed_is_told(tmp_path):
     with pytest.raises(AgentPeftError, match=r"openai/gsm8k: holds no .* file like main/train"):
-        convert(SETS["gsm8k"], tmp_path, tmp_path / "out")
-    with pytest.raises(AgentPeftError, match="there is no set 'gsm8' to download; did you mean 'gsm8k'"):
-        download("gsm8", tmp_path)
+        convert(HUB_SET, tmp_path, tmp_path / "out")
+    with pytest.raises(AgentPeftError, match="there is no kind 'gsm8'; did you mean 'gsm8k'"):
+        download_tasks("gsm8", tmp_path)
+    with pytest.raises(AgentPeftError, match="has no tasks to download; choose db_bench or gsm8k or os_int"):
+        download_tasks("arithmetic", tmp_path)
     (tmp_path / "db_bench").mkdir()
     (tmp_path / "db_bench" / "train.jsonl").write_text('{"sample_index": 1, "row_list": "__import__(1)"}\n')
     with pytest.raises(AgentPeftError, match="row_list: '__import__\\(1\\)' is neither JSON nor a literal"):
-        convert(SETS["lifelong_agent_bench"], tmp_path, tmp_path / "out")
+        convert(db_bench_environment.HUB_SET, tmp_path, tmp_path / "out")
     (tmp_path / "db_bench" / "train.jsonl").write_text('{"sample_index": 1}\n{"sample_index": 1}\n')
     with pytest.raises(AgentPeftError, match="one sample_index twice"):
-        convert(SETS["lifelong_agent_bench"], tmp_path, tmp_path / "out")
+        convert(db_bench_environment.HUB_SET, tmp_path, tmp_path / "out")
 
 
 def test_files_that_cannot_be_read_are_told(repository, tmp_path, monkeypatch):
@@ -499,10 +511,10 @@ def test_files_that_cannot_be_read_are_told(repository, tmp_path, monkeypatch):
             AgentPeftError,
             match=r"train-0.*parquet: reading parquet needs pyarrow: pip install 'agent-peft\[datasets\]'",
         ):
-            convert(SETS["gsm8k"], repository, tmp_path / "out")
+            convert(HUB_SET, repository, tmp_path / "out")
     (repository / "main" / "train-00000-of-00002.parquet").write_bytes(b"nonsense")
     with pytest.raises(AgentPeftError, match=r"train-0.*parquet: cannot be read \("):
-        convert(SETS["gsm8k"], repository, tmp_path / "out")
+        convert(HUB_SET, repository, tmp_path / "out")
 
 
 def offline(home, *arguments):

@@ -25,7 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 # says a mark after a while; another episode's mark would be seen
 ACTIONS: dict[str, str] = {
     "os_interaction": "Act: bash\n\n```bash\nsleep 0.05; echo {mark} >>/tmp/marks; cat /tmp/marks\n```",
-    "db_bench": "Action: Operation\n```sql\nWITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c LIMIT 50000) "
+    "db_bench": "Action: Operation\n```sql\nWITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c LIMIT 50000) "  # noqa: E501
     "SELECT '{mark}', COUNT(*) FROM c\n```",
 }
 

@@ -2,130 +2,125 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, SerializeAsAny, field_validator
+from pydantic import BeforeValidator, ConfigDict, SerializeAsAny, field_validator
 
-from agent_peft.environments.arithmetic import Arithmetic, ArithmeticConfig
-from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
+from agent_peft.environments.arithmetic import Arithmetic
+from agent_peft.environments.base import Environment, EnvironmentConfig, Episode, Inspection, TaskFiles
 from agent_peft.environments.contract import build, check_tasks, configured
-from agent_peft.environments.db_bench import DBBench, DBBenchConfig
-from agent_peft.environments.gsm8k import GSM8K, GSM8KConfig
-from agent_peft.environments.http.client import RemoteConfig, RemoteEnvironment
-from agent_peft.environments.http.openenv import OpenEnv, OpenEnvConfig
-from agent_peft.environments.os_interaction import OSInteraction, OSInteractionConfig
-from agent_peft.lookup import find, may_import
+from agent_peft.environments.db_bench import DBBench
+from agent_peft.environments.gsm8k import GSM8K
+from agent_peft.environments.http.client import RemoteEnvironment
+from agent_peft.environments.http.openenv import OpenEnv
+from agent_peft.environments.os_interaction import OSInteraction
+from agent_peft.lookup import find, may_import, nearest
 from agent_peft.types import AgentPeftError
 
-ENVIRONMENTS: dict[str, tuple[type[EnvironmentConfig], type[Environment]]] = {
-    "arithmetic": (ArithmeticConfig, Arithmetic),
-    "db_bench": (DBBenchConfig, DBBench),
-    "gsm8k": (GSM8KConfig, GSM8K),
-    "os_interaction": (OSInteractionConfig, OSInteraction),
-    "openenv": (OpenEnvConfig, OpenEnv),
-    "remote": (RemoteConfig, RemoteEnvironment),
+ENVIRONMENTS: dict[str, type[Environment]] = {
+    "arithmetic": Arithmetic,
+    "db_bench": DBBench,
+    "gsm8k": GSM8K,
+    "os_interaction": OSInteraction,
+    "openenv": OpenEnv,
+    "remote": RemoteEnvironment,
 }
+CUSTOM = "your own as package.module:Class"
 
 
-def load_environment(config: EnvironmentConfig | Mapping[str, Any]) -> Environment:
-    """The environment that a configuration describes.
+def load_environment(
+    environment: str | type[Environment] | EnvironmentConfig | Mapping[str, Any], /, **keys: Any
+) -> Environment:
+    """Load an environment with its tasks.
 
     Args:
-        config: one of the configurations of ``ENVIRONMENTS``, or a mapping with ``kind``. A kind
-            ``"package.module:Class"`` names a subclass of ``Environment`` of the user's own, which is called
-            with the rest of the mapping.
+        environment: a kind, which is a row of ``ENVIRONMENTS`` or ``"package.module:Class"``; a class of your
+            own; or a whole configuration, as a mapping with ``kind`` or as an object.
+        keys: keys of its configuration.
 
     Raises:
-        AgentPeftError: there is no such kind, the mapping does not fit it, the environment cannot be loaded,
-            or has no tasks.
+        AgentPeftError: there is no such kind, a key or a value is wrong, the environment cannot be loaded, or
+            it has no tasks.
+
+    >>> len(load_environment("arithmetic", digits=1, num_tasks=5).tasks)
+    5
     """
-    settings: Mapping[str, Any] = config.model_dump() if isinstance(config, BaseModel) else config
-    kind = settings.get("kind")
-    if isinstance(kind, str) and ":" in kind:
-        try:
-            own = own_class(kind)
-        except ValueError as error:
-            raise AgentPeftError(f"environment kind {error}") from error
-        return _checked(build(own, {key: value for key, value in settings.items() if key != "kind"}), kind)
-    if kind not in ENVIRONMENTS:
-        nearest = difflib.get_close_matches(str(kind), ENVIRONMENTS, 1, cutoff=0.0)[0]
-        raise AgentPeftError(
-            f"there is no environment of kind {kind!r}; did you mean {nearest!r}? (your own class: package.module:Class)"
-        )
-    config_class, environment_class = ENVIRONMENTS[kind]
-    if not isinstance(config, config_class):
-        config = configured(config_class, settings)
-    environment: Environment = environment_class(config)  # type: ignore[call-arg]  # each class takes the configuration beside it
-    return _checked(environment, kind)
-
-
-def _checked(environment: Environment, kind: str) -> Environment:
+    if isinstance(environment, str | type):
+        settings: dict[str, Any] = {"kind": environment}
+    else:
+        settings = dict(environment if isinstance(environment, Mapping) else environment.model_dump())
+    kind = settings.get("kind") or None
     try:
-        check_tasks(environment, kind)
+        loaded_class = environment_class(kind)
+    except ValueError as error:
+        raise AgentPeftError(f"environment: {error}") from error
+    if isinstance(environment, loaded_class.config_class) and not keys:
+        config = environment
+    else:
+        name = kind if isinstance(kind, str) else f"{loaded_class.__module__}:{loaded_class.__qualname__}"
+        config = configured(loaded_class.config_class, {**settings, **keys, "kind": name})
+    made = build(loaded_class, config)
+    try:
+        check_tasks(made, config.kind)
     except BaseException:
-        environment.close()
+        made.close()
         raise
-    return environment
+    return made
 
 
-def own_class(kind: str) -> type[Environment]:
-    """The class that ``package.module:Class`` names. Nothing but a subclass of ``Environment`` is ever
-    called.
+def environment_class(kind: object) -> type[Environment]:
+    """Return the class of a kind: that of a row, or the subclass of ``Environment`` that
+    ``package.module:Class`` names. A class is its own kind.
 
     Raises:
         ValueError: there is none.
     """
-    found = find(kind)
-    if not (isinstance(found, type) and issubclass(found, Environment)):
-        raise ValueError(f"{kind!r} is no subclass of agent_peft.environments.Environment; name one")
-    return found
+    if isinstance(kind, str) and kind in ENVIRONMENTS:
+        return ENVIRONMENTS[kind]
+    if isinstance(kind, type) or (isinstance(kind, str) and ":" in kind):
+        named = find(kind) if isinstance(kind, str) else kind
+        if not (isinstance(named, type) and issubclass(named, Environment)):
+            raise ValueError(f"{kind!r} is no subclass of agent_peft.environments.Environment; name one")
+        return named
+    fault = "names no kind" if kind is None else f"there is no kind {kind!r}"
+    raise ValueError(f"{fault}; {nearest(kind or '', ENVIRONMENTS.keys(), CUSTOM)}")
 
 
-class OwnEnvironmentConfig(EnvironmentConfig):
-    """Of a user's own environment, ``kind: "package.module:Class"``: the other keys are for the class to
-    judge, when it is built.
+class UncheckedEnvironmentConfig(EnvironmentConfig):
+    """The configuration of an environment of the user's own while its code must not be imported: any key is
+    accepted, and checked when the environment is loaded.
     """
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
 
     kind: str
 
     @field_validator("kind")
     @classmethod
-    def _importable(cls, kind: str) -> str:
-        if may_import(kind):
-            own_class(kind)
+    def _is_noted(cls, kind: str) -> str:
+        may_import(kind)
         return kind
 
 
 def environment_config_class(kind: object) -> type[EnvironmentConfig]:
-    """The class that configures environments of this kind.
+    """Return the class that configures environments of this kind.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such kind.
     """
-    if isinstance(kind, str) and ":" in kind:
-        return OwnEnvironmentConfig
-    if kind in ENVIRONMENTS:
-        return ENVIRONMENTS[kind][0]
-    kinds = f"{', '.join(ENVIRONMENTS)}, or your own as package.module:Class"
-    near = difflib.get_close_matches(str(kind), ENVIRONMENTS, 1)
-    advice = f"did you mean {near[0]!r}?" if near else f"give one of {kinds}"
-    raise ValueError(
-        f"names no kind; give one of {kinds}" if kind is None else f"there is no kind {kind!r}; {advice}"
-    )
+    if isinstance(kind, str) and ":" in kind and not may_import(kind):
+        return UncheckedEnvironmentConfig
+    return environment_class(kind).config_class
 
 
 def _resolve_environment(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
-    found = environment_config_class(value.get("kind"))
-    return found.model_validate_json(
-        json.dumps(value, default=str), strict=True
-    )  # its mistakes keep their places within ours
+    config_class = environment_config_class(value.get("kind"))
+    # JSON and strict: numbers are no texts here; its mistakes keep their places within ours
+    return config_class.model_validate_json(json.dumps(value, default=str), strict=True)
 
 
 AnyEnvironment = Annotated[SerializeAsAny[EnvironmentConfig], BeforeValidator(_resolve_environment)]
@@ -136,6 +131,8 @@ __all__ = [
     "Environment",
     "EnvironmentConfig",
     "Episode",
+    "Inspection",
+    "TaskFiles",
+    "environment_class",
     "load_environment",
-    "own_class",
 ]

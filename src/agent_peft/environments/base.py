@@ -1,77 +1,134 @@
-"""What an environment is: tasks, and episodes that answer actions with facts."""
+"""The interface of an environment: tasks, and episodes that answer actions with facts."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import model_validator
 
+from agent_peft.config import Config
 from agent_peft.types import Message, StepResult, Task
 
 
-class EnvironmentConfig(BaseModel):
-    """Base of every environment's configuration: frozen, and an unknown key is an error."""
+class EnvironmentConfig(Config):
+    """The base of every environment's configuration. It is frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    kind: str = ""  # a row of ENVIRONMENTS, or package.module:Class; set when an environment is loaded
+
+
+class NoKeys(EnvironmentConfig):
+    """The configuration of an environment that declares no keys. Its validator needs a separate class: with a
+    validator that runs first, pydantic treats JSON as Python, where a list is not a tuple.
+    """
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_no_keys(cls, settings: Any) -> Any:
+        if isinstance(settings, Mapping) and set(settings) - {"kind"}:
+            raise ValueError(
+                f"{settings.get('kind')} takes no keys; set its config_class to a subclass of "
+                "agent_peft.environments.EnvironmentConfig that declares them"
+            )
+        return settings
 
 
 class Episode(ABC):
-    """One run of an environment on one task. Owned by one thread at a time; many episodes run at once."""
+    """One run of an environment on one task. One thread at a time may use it; many episodes run at once."""
 
     @abstractmethod
     def start(self) -> Sequence[Message]:
-        """The conversation's opening (system and user messages). Called once, before the first ``step``."""
+        """Return the conversation's opening (system and user messages). It is called once, before the first
+        ``step``.
+        """
 
     @abstractmethod
     def step(self, action: str) -> StepResult:
-        """Act. Anything a policy may write ends in a result, never in an exception of ours.
+        """Act. Whatever a policy writes must end in a result, never in an exception.
 
         Raises:
-            RuntimeError: the episode is already done or closed (a fault of the caller).
-            InfrastructureError: the world underneath failed. The actions are replayed in another one, and if
-                that fails, too, the episode is incorrect. What an agent can break is better judged here than
-                raised.
+            RuntimeError: the episode is already done or closed, which is a fault of the caller.
+            InfrastructureError: the world under the environment failed. The actions are replayed in another
+                episode, and if that fails, too, the episode is incorrect. If an agent can cause a failure,
+                grade it here instead of raising.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Free everything the episode holds. May be called twice."""
+        """Free everything that the episode holds. It may be called twice, and from another thread."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The result of replaying one task; ``cause`` is None where the task can be used.
+
+    >>> Inspection(gold_is_correct=True, nothing_is_correct=False, cause=None).cause is None
+    True
+    """
+
+    gold_is_correct: bool
+    nothing_is_correct: bool
+    cause: str | None
+
+
+@dataclass(frozen=True)
+class TaskFiles:
+    """The operations of an environment on files of tasks, for ``agent-peft generate``, ``validate`` and
+    ``download``. An operation is None where the environment does not offer it.
+    """
+
+    # it takes the keys of ``generate_config`` as arguments, and returns the entries of a file by their ids
+    generate: Callable[..., Mapping[str, Mapping[str, Any]]] | None = None
+    generate_config: type[Config] = Config
+    # its argument is the environment's configuration; it yields each task's id with its inspection. None
+    # replays the demonstrations of the loaded environment
+    inspect: Callable[[Any], Iterable[tuple[str, Inspection]]] | None = None
+    download: Callable[[Path], Sequence[Path]] | None = None  # writes into a folder; returns the files
 
 
 class Environment(ABC):
-    """The dynamics of a family of tasks. Holds no state of any episode, so it may be shared between
-    threads.
+    """The dynamics of a family of tasks. It holds no state of any episode, so threads may share it.
+
+    A subclass is called with one argument, an instance of its ``config_class``.
     """
+
+    config_class: ClassVar[type[EnvironmentConfig]] = NoKeys
+    task_files: ClassVar[TaskFiles] = TaskFiles()
+
+    def __init__(self, config: Any = None) -> None:
+        self.config = config
 
     @property
     @abstractmethod
     def tasks(self) -> Sequence[Task]:
-        """The usable tasks, in a fixed order: the same configuration gives the same tasks."""
+        """The usable tasks in a fixed order. The same configuration gives the same tasks."""
 
     @property
     def sandboxed(self) -> bool:
-        """Whether an action can do no more than its episode allows; False if it can do what this process's
-        user can.
+        """Whether an action can do no more than its episode allows. False where it can do everything that
+        the user of this process can.
         """
         return True
 
     @abstractmethod
     def episode(self, task: Task, seed: int) -> Episode:
-        """A fresh episode of ``task``. Whatever is random in it comes from ``seed``.
+        """Create an episode of ``task``. All randomness in it comes from ``seed``.
 
-        The task may be none of ``tasks`` but a stranger's, sent to a server: all that an episode relies on is
-        checked here.
+        The task may come from a client of a server instead of from ``tasks``, so check all that the episode
+        relies on.
 
         Raises:
-            AgentPeftError: the task is not as this environment's tasks are.
+            AgentPeftError: the task is not of this environment's form.
         """
 
     def demonstration(self, task: Task) -> Sequence[str] | None:
-        """Actions that solve ``task`` (one text per turn), or None where none is known. For supervised
-        stages and for validation.
+        """Return actions that solve ``task``, one text per turn, or None where none are known. Supervised
+        stages and validation use them.
         """
         return None
 
     def close(self) -> None:  # noqa: B027 (most environments hold nothing)
-        """Free what all episodes shared. May be called twice."""
+        """Free everything that the episodes share. It may be called twice."""

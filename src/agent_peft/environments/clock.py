@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 
 class Clock:
-    """It runs while the agent's commands or statements do, and stands while the agent thinks, so that a slow
-    policy loses nothing by it.
+    """It runs while the agent's commands or statements run, and stands while the agent thinks, so that a slow
+    policy loses nothing.
 
-    What is the environment's own (starting a machine, a task's scripts, grading) is not counted either; it
-    has limits of its own.
+    It also stands while a machine starts, while a task's scripts run, and during grading, which have other
+    limits.
 
     >>> Clock(None).left, Clock(2.5).left
     (inf, 2.5)

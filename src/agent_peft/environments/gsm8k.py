@@ -12,24 +12,27 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
-from agent_peft.environments.task_files.download import hub_rows
-from agent_peft.environments.task_files.reading import LIMIT
+from agent_peft.environments.base import Environment, EnvironmentConfig, Episode, TaskFiles
+from agent_peft.environments.task_files.download import HubSet, download, hub_rows
+from agent_peft.environments.task_files.reading import MAX_FILE_BYTES
 from agent_peft.files import parse_json, read_text
 from agent_peft.seeding import generator
 from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason, Task
 
+HUB_SET = HubSet("openai/gsm8k", {"train.jsonl": "main/train*", "test.jsonl": "main/test*"})
 GOLD_MARK = "####"  # of the data; what the agent writes is set by answer_format
 ANSWER = "{answer}"
 INSTRUCTION = """\
-Solve the problem step by step, each step on a line of its own. Then write the answer, a number, on a last line like this:
+Solve the problem step by step, each step on a line of its own. Then write the answer, a number, on a last \
+line like this:
 {answer_format}"""
-MOST_STEPS = 8  # problems with as many steps, or more, share a skill: there are few
+MAX_STEPS = 8  # problems with as many steps, or more, share a skill: there are few
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _ANNOTATION = re.compile(r"<<[^<>\n]*>>")
@@ -41,53 +44,59 @@ _ANYWHERE = re.compile(
 )  # in 5-3, the minus is no sign
 
 
-def _file_or_hub_id(written: str | Path) -> str | Path:
+def _file_or_hub_id(source: str | Path) -> str | Path:
     is_hub_id = (
-        isinstance(written, str) and _HUB_ID.fullmatch(written) and not written.endswith((".jsonl", ".json"))
+        isinstance(source, str) and _HUB_ID.fullmatch(source) and not source.endswith((".jsonl", ".json"))
     )
-    return written if is_hub_id else Path(written)
+    return source if is_hub_id else Path(source)
 
 
 class GSM8KConfig(EnvironmentConfig):
-    """The problems, how many solved ones the prompt shows, and how the answer is to be written."""
+    """The problems, the number of solved ones in the prompt, and the format of the answer."""
 
-    kind: Literal["gsm8k"] = "gsm8k"
+    kind: str = "gsm8k"
     tasks: Annotated[str | Path, AfterValidator(_file_or_hub_id)] = Field(
         description="a .jsonl file, or a hub id such as openai/gsm8k"
     )
-    split: Literal["train", "test"] | None = Field(default=None, description="of a hub id, which needs one")
-    offset: int = Field(default=0, ge=0, description="problems to pass over")
-    num_tasks: int | None = Field(default=None, ge=1, description="so many from there; null takes all")
+    split: Literal["train", "test"] | None = Field(
+        default=None, description="train or test; a hub id needs it, a file takes none"
+    )
+    offset: int = Field(default=0, ge=0, description="number of problems to skip")
+    num_tasks: int | None = Field(
+        default=None, ge=1, description="number of problems after the offset; null takes all"
+    )
     examples: int = Field(
-        default=0, ge=0, description="solved problems that the prompt shows, the same ones in every episode"
+        default=0, ge=0, description="number of solved problems in the prompt, the same ones in every episode"
     )
     examples_from: Path | None = Field(
-        default=None, description="a .jsonl file to draw them from; null draws from the problems left out"
+        default=None,
+        description="a .jsonl file to draw the examples from; null draws from the problems left out",
     )
-    examples_seed: int = Field(default=0, description="chooses them")
+    examples_seed: int = Field(default=0, description="seed that chooses the examples")
     instruction: str = Field(
         default=INSTRUCTION,
-        description="the prompt's beginning; {answer_format} stands for it; empty is none",
+        description="beginning of the prompt; {answer_format} is replaced by the format; empty for none",
     )
     answer_format: str = Field(
-        default="#### {answer}", description="one line; {answer} stands for the number"
+        default="#### {answer}",
+        description="format of the answer in one line, in which {answer} stands for the number",
     )
     annotations: bool = Field(
-        default=False, description="keep the calculator's <<48/2=24>> in demonstrations and examples"
+        default=False, description="whether demonstrations and examples keep the calculator's <<48/2=24>>"
     )
     strict: bool = Field(
         default=True,
-        description="false grades a reply without the format on its last number (it stays invalid)",
+        description="whether a reply without the format is incorrect; false grades it on its last number",
     )
 
     @field_validator("answer_format")
     @classmethod
-    def _names_the_answer_once(cls, written: str) -> str:
-        if written.count(ANSWER) != 1 or len(written.splitlines()) != 1:
+    def _names_the_answer_once(cls, answer_format: str) -> str:
+        if answer_format.count(ANSWER) != 1 or len(answer_format.splitlines()) != 1:
             raise ValueError(
-                f"{written!r} must be one line with {ANSWER} in it once, such as '#### {ANSWER}'"
+                f"{answer_format!r} must be one line with {ANSWER} in it once, such as '#### {ANSWER}'"
             )
-        return written
+        return answer_format
 
     @model_validator(mode="after")
     def _effective(self) -> GSM8KConfig:
@@ -97,7 +106,8 @@ class GSM8KConfig(EnvironmentConfig):
             )
         if isinstance(self.tasks, str) and self.split is None:
             raise ValueError(
-                f"split is missing: {self.tasks!r} is taken for a hub id (a file ends in .jsonl); set it to train or test"
+                f"split is missing: {self.tasks!r} is taken for a hub id (a file ends in .jsonl); set it "
+                "to train or test"
             )
         for key in ("examples_from", "examples_seed"):
             if self.examples == 0 and getattr(self, key) != type(self).model_fields[key].default:
@@ -106,12 +116,12 @@ class GSM8KConfig(EnvironmentConfig):
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What an entry says. ``number`` is as the data writes it, thousands commas included; ``reasoning`` holds
-    one step a line.
+class WordProblem:
+    """The content of an entry. ``number`` is spelled as in the data, with thousands commas; ``reasoning``
+    holds one step a line.
 
     >>> read_entry("t", {"question": "3 + 4?", "answer": "3 + 4 = <<3+4=7>>7\\n#### 7"})
-    Problem(question='3 + 4?', reasoning='3 + 4 = <<3+4=7>>7', number='7')
+    WordProblem(question='3 + 4?', reasoning='3 + 4 = <<3+4=7>>7', number='7')
     """
 
     question: str
@@ -120,21 +130,22 @@ class Problem:
 
     @property
     def value(self) -> Decimal:
-        found = parse_number(self.number)
-        assert found is not None  # read_entry has checked it
-        return found
+        number = parse_number(self.number)
+        assert number is not None  # read_entry has checked it
+        return number
 
     @property
     def skill(self) -> str:
-        """By the number of steps, which says most of how hard a problem is: ``steps_2`` … ``steps_7``,
-        ``steps_8+``.
-        """
+        """The number of steps, which says most about the difficulty: ``steps_2`` … ``steps_8+``."""
         steps = sum(bool(line.strip()) for line in self.reasoning.splitlines())
-        return f"steps_{steps}" if steps < MOST_STEPS else f"steps_{MOST_STEPS}+"
+        return f"steps_{steps}" if steps < MAX_STEPS else f"steps_{MAX_STEPS}+"
 
 
 class GSM8K(Environment):
-    """The environment. Tasks are called after their file (or split) and line, ``train:17``."""
+    """The environment. A task's id is its file (or split) and line, such as ``train:17``."""
+
+    config_class = GSM8KConfig
+    task_files = TaskFiles(download=partial(download, HUB_SET))
 
     def __init__(self, config: GSM8KConfig) -> None:
         """
@@ -142,16 +153,17 @@ class GSM8K(Environment):
             AgentPeftError: the problems cannot be read, or there are too few for ``offset``, ``num_tasks`` or
                 ``examples``.
         """
-        self.config = config
-        found = load_tasks(config.tasks, config.split)
-        last = len(found) if config.num_tasks is None else config.offset + config.num_tasks
-        self._tasks = found[config.offset : last]
-        if last > len(found) or not self._tasks:
-            wanted = "" if config.num_tasks is None else f" + num_tasks: {config.num_tasks}"
+        self.config: GSM8KConfig = config
+        problems = load_tasks(config.tasks, config.split)
+        last = len(problems) if config.num_tasks is None else config.offset + config.num_tasks
+        self._tasks = problems[config.offset : last]
+        if last > len(problems) or not self._tasks:
+            count = "" if config.num_tasks is None else f" + num_tasks: {config.num_tasks}"
             raise AgentPeftError(
-                f"{config.tasks}: offset: {config.offset}{wanted} is beyond its {len(found)} problems; lower it"
+                f"{config.tasks}: offset: {config.offset}{count} is beyond its {len(problems)} problems; "
+                "lower it"
             )
-        left_out = (*found[: config.offset], *found[last:])
+        left_out = (*problems[: config.offset], *problems[last:])
         self.prompt = "\n\n".join(
             filter(None, (self._instruction(), *map(self._shown, self._examples(left_out))))
         )
@@ -168,13 +180,13 @@ class GSM8K(Environment):
         return [self._solution(read_entry(task.id, task.content))]
 
     def answer_of(self, reply: str) -> tuple[Decimal | None, bool]:
-        """The number that a reply answers, if any, and whether it is in the format."""
-        written = [match[1] for match in self._pattern.finditer(reply)]
-        if written:
-            return parse_number(written[-1]), True
+        """The number of a reply, if there is one, and whether it is in the format."""
+        answers = [match[1] for match in self._pattern.finditer(reply)]
+        if answers:
+            return parse_number(answers[-1]), True
         return None if self.config.strict else last_number(reply), False
 
-    def _solution(self, problem: Problem) -> str:
+    def _solution(self, problem: WordProblem) -> str:
         reasoning = problem.reasoning if self.config.annotations else _ANNOTATION.sub("", problem.reasoning)
         return f"{reasoning}\n{self.config.answer_format.replace(ANSWER, problem.number)}".lstrip("\n")
 
@@ -183,17 +195,17 @@ class GSM8K(Environment):
             "{answer_format}", self.config.answer_format.replace(ANSWER, "<number>")
         )
 
-    def _shown(self, problem: Problem) -> str:
+    def _shown(self, problem: WordProblem) -> str:
         return f"Problem: {problem.question}\nSolution:\n{self._solution(problem)}"
 
-    def _examples(self, left_out: Sequence[Task]) -> list[Problem]:
+    def _examples(self, left_out: Sequence[Task]) -> list[WordProblem]:
         config = self.config
         if not config.examples:
             return []
-        asked = {task.content["question"].strip() for task in self._tasks}
+        questions = {task.content["question"].strip() for task in self._tasks}
         pool = left_out if config.examples_from is None else load_tasks(config.examples_from, None)
         usable = [
-            task for task in pool if task.content["question"].strip() not in asked
+            task for task in pool if task.content["question"].strip() not in questions
         ]  # a problem never shows its own solution
         if len(usable) < config.examples:
             place = (
@@ -202,16 +214,17 @@ class GSM8K(Environment):
                 else f"of {config.examples_from} are not tasks"
             )
             raise AgentPeftError(
-                f"examples: {config.examples}, but only {len(usable)} problems {place}; lower it, or set examples_from"
+                f"examples: {config.examples}, but only {len(usable)} problems {place}; lower it, or set "
+                "examples_from"
             )
-        chosen = generator(config.examples_seed, "gsm8k", "examples").sample(usable, config.examples)
-        return [read_entry(task.id, task.content) for task in chosen]
+        examples = generator(config.examples_seed, "gsm8k", "examples").sample(usable, config.examples)
+        return [read_entry(task.id, task.content) for task in examples]
 
 
 class GSM8KEpisode(Episode):
     """One turn. A reply without the answer in its format is an invalid action."""
 
-    def __init__(self, environment: GSM8K, problem: Problem) -> None:
+    def __init__(self, environment: GSM8K, problem: WordProblem) -> None:
         self._environment, self._problem = environment, problem
         self._over = False
 
@@ -232,8 +245,8 @@ class GSM8KEpisode(Episode):
 
 
 def answer_pattern(answer_format: str) -> re.Pattern[str]:
-    """Finds the answers in a reply, their numbers as group 1. Where nothing follows {answer}, the number must
-    end its line.
+    """A pattern that finds the answers of a reply; group 1 is the number. If nothing follows {answer} in the
+    format, the number must end its line.
 
     >>> answer_pattern("#### {answer}").findall("#### Sum\\n#### $1,080.\\n#### 3 apples")
     ['$1,080.']
@@ -246,7 +259,7 @@ def answer_pattern(answer_format: str) -> re.Pattern[str]:
 
 
 def parse_number(text: str) -> Decimal | None:
-    """The number that a text is, exactly; None for anything else.
+    """The exact number that a text spells, or None.
 
     >>> parse_number("-$1,234.50"), parse_number("72."), parse_number("1,23"), parse_number("7 apples")
     (Decimal('-1234.50'), Decimal('72'), None, None)
@@ -256,16 +269,17 @@ def parse_number(text: str) -> Decimal | None:
 
 
 def last_number(text: str) -> Decimal | None:
-    """The last number in a text. A minus is a sign only where it does not follow what it could be subtracted
-    from.
+    """The last number in a text. A minus is a sign only if no number stands before it.
 
-    >>> last_number("so it is 48/2 = 24 apples."), last_number("that leaves -3"), last_number("5-3"), last_number("none")
-    (Decimal('24'), Decimal('-3'), Decimal('3'), None)
+    >>> last_number("so it is 48/2 = 24 apples."), last_number("that leaves -3")
+    (Decimal('24'), Decimal('-3'))
+    >>> last_number("5-3"), last_number("none")
+    (Decimal('3'), None)
     """
-    found = None
-    for found in _ANYWHERE.finditer(text):  # noqa: B007 (the last one is wanted)
+    match = None
+    for match in _ANYWHERE.finditer(text):  # noqa: B007 (the last one is wanted)
         pass
-    return parse_number(found[0]) if found is not None else None
+    return parse_number(match[0]) if match is not None else None
 
 
 def load_tasks(source: Path | str, split: str | None) -> tuple[Task, ...]:
@@ -292,8 +306,8 @@ def load_tasks(source: Path | str, split: str | None) -> tuple[Task, ...]:
     return tuple(tasks)
 
 
-def read_entry(name: str, entry: Any) -> Problem:
-    """Check an entry and say what it means.
+def read_entry(name: str, entry: Any) -> WordProblem:
+    """Check an entry, and return its content.
 
     Raises:
         AgentPeftError: with the entry's name and what belongs there.
@@ -303,7 +317,7 @@ def read_entry(name: str, entry: Any) -> Problem:
     ):
         raise AgentPeftError(f"{name}: must be an object with two texts, question and answer")
     reasoning, _, number = entry["answer"].rpartition(GOLD_MARK)
-    problem = Problem(entry["question"].strip(), reasoning.strip(), number.strip())
+    problem = WordProblem(entry["question"].strip(), reasoning.strip(), number.strip())
     if not problem.question or GOLD_MARK not in entry["answer"] or parse_number(problem.number) is None:
         raise AgentPeftError(
             f"{name}: needs a question, and an answer that ends with '{GOLD_MARK} ' and a number"
@@ -313,7 +327,7 @@ def read_entry(name: str, entry: Any) -> Problem:
 
 def _lines(path: Path) -> Iterable[tuple[int, Any]]:
     """(line number from 1, entry) of a JSONL file; blank lines are passed over."""
-    lines = read_text(path, "a JSONL file", LIMIT).split(
+    lines = read_text(path, "a JSONL file", MAX_FILE_BYTES).split(
         "\n"
     )  # splitlines would cut at U+2028 inside a text, too
     for number, line in enumerate(lines, 1):

@@ -31,7 +31,7 @@ HOSTILE_SQL: tuple[tuple[str, ...], ...] = (
     # rows that cannot be sorted together
     (f"UPDATE {TABLE} SET name = CASE WHEN id = 1 THEN x'' ELSE x'01' END",),
     (
-        f"UPDATE {TABLE} SET name = CASE id % 5 WHEN 0 THEN NULL WHEN 1 THEN x'00' WHEN 2 THEN 9e999 WHEN 3 THEN -1 ELSE '' END, id = NULL",
+        f"UPDATE {TABLE} SET name = CASE id % 5 WHEN 0 THEN NULL WHEN 1 THEN x'00' WHEN 2 THEN 9e999 WHEN 3 THEN -1 ELSE '' END, id = NULL",  # noqa: E501
     ),
     (f"UPDATE {TABLE} SET score = 9223372036854775807 + id, name = 9223372036854775807",),
     # memory, between two looks of any progress handler
@@ -50,7 +50,7 @@ HOSTILE_SQL: tuple[tuple[str, ...], ...] = (
         f"UPDATE {TABLE} SET id = 1 RETURNING hex(zeroblob(4000))",
     ),
     (
-        "WITH RECURSIVE r(x, n) AS (SELECT hex(zeroblob(4000)), 0 UNION SELECT x, n + 1 FROM r) SELECT x FROM r ORDER BY n DESC",
+        "WITH RECURSIVE r(x, n) AS (SELECT hex(zeroblob(4000)), 0 UNION SELECT x, n + 1 FROM r) SELECT x FROM r ORDER BY n DESC",  # noqa: E501
     ),
     ("SELECT " + ", ".join(["zeroblob(8000)"] * 190) + f" FROM {_MANY}",),
     (
@@ -72,7 +72,7 @@ HOSTILE_SQL: tuple[tuple[str, ...], ...] = (
     (f"CREATE INDEX more ON {TABLE} (id) WHERE {_SLOW} > 0",),
     (f"SELECT MAX({_SLOW}) FROM {TABLE}",),
     (
-        f"WITH v(h, id) AS MATERIALIZED (SELECT {_LONG}, 1) SELECT MAX({_SLOW}) FROM v, {_MANY.replace('records a,', '')}",
+        f"WITH v(h, id) AS MATERIALIZED (SELECT {_LONG}, 1) SELECT MAX({_SLOW}) FROM v, {_MANY.replace('records a,', '')}",  # noqa: E501
     ),
     (f"SELECT MAX({_LONG} || a.id GLOB '{'*a' * 45}*b') FROM {_MANY}",),
     (f"SELECT MAX({_LONG} || a.id LIKE '{'%a' * 45}%b') FROM {_MANY}",),
@@ -100,7 +100,7 @@ HOSTILE_SQL: tuple[tuple[str, ...], ...] = (
     ("WITH a AS (" * 900,),
     ("SELECT json('" + "[" * 4_900 + "')",),
     (
-        "WITH RECURSIVE r(j, n) AS (SELECT '1', 0 UNION ALL SELECT '[' || j || ']', n + 1 FROM r WHERE n < 4000) SELECT json(j) FROM r",
+        "WITH RECURSIVE r(j, n) AS (SELECT '1', 0 UNION ALL SELECT '[' || j || ']', n + 1 FROM r WHERE n < 4000) SELECT json(j) FROM r",  # noqa: E501
     ),
     # characters
     ("SELECT '\ud800'",),
@@ -113,7 +113,7 @@ HOSTILE_SQL: tuple[tuple[str, ...], ...] = (
     ("SELECT " + "9" * 5_000,),
     ("SELECT 1e999, -1e999, 1e999 - 1e999, -0.0, 0x7fffffffffffffff",),
     (
-        "SELECT zeroblob(9223372036854775807), randomblob(-9223372036854775808), substr('a', -9223372036854775808, 9223372036854775807)",
+        "SELECT zeroblob(9223372036854775807), randomblob(-9223372036854775808), substr('a', -9223372036854775808, 9223372036854775807)",  # noqa: E501
     ),
     ("SELECT round(1.5, 9223372036854775807), char(9223372036854775807), abs(-9223372036854775808)",),
     ("SELECT 1 LIMIT 9223372036854775807 OFFSET -9223372036854775808",),

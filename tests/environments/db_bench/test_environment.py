@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from agent_peft.environments.db_bench import DBBench, DBBenchConfig, load_tasks
 from agent_peft.environments.db_bench.protocol import answer, operation
-from agent_peft.environments.task_files.validation import validate
+from agent_peft.environments.task_commands import validate_tasks
 from agent_peft.types import AgentPeftError, Outcome, StopReason, Task
 
 
@@ -66,7 +66,7 @@ def test_the_opening_says_the_protocol_the_turns_and_the_table(tmp_path):
     assert len(system.content.split()) <= 90
     assert (
         user.content
-        == "Do it.\nThe name of this table is score list, and the headers of this table are id, first name, score."
+        == "Do it.\nThe name of this table is score list, and the headers of this table are id, first name, score."  # noqa: E501
     )
 
 
@@ -204,7 +204,7 @@ def test_what_cannot_be_used_is_listed_and_logged(tmp_path, caplog):
     assert [record.message.count("\n") for record in caplog.records] == [0]
     assert "6 of 8 tasks cannot be used" in caplog.text
 
-    found = validate("db_bench", tmp_path / "tasks.json")
+    found = validate_tasks("db_bench", tasks=tmp_path / "tasks.json")
     assert (found["tasks"], found["gold_correct"], found["nothing_correct"]) == (8, 3, 1)
     assert [rejection["id"] for rejection in found["rejected"]] == list(bad)
     with pytest.raises(AgentPeftError, match="no task can be used"):
@@ -326,6 +326,10 @@ def test_a_wrong_file_is_told(tmp_path, content, message):
         load_tasks(tmp_path / "missing.json")
 
 
-def test_only_task_files_of_db_bench_can_be_validated(tmp_path):
-    with pytest.raises(AgentPeftError, match="choose db_bench"):
-        validate("arithmetic", tmp_path / "x.json")
+def test_validation_needs_a_source_of_tasks_and_knows_its_keys(tmp_path):
+    with pytest.raises(AgentPeftError, match="set exactly one of tasks"):
+        validate_tasks("db_bench")
+    with pytest.raises(AgentPeftError, match=r"environment\.sandbox: unknown key"):
+        validate_tasks("db_bench", tasks=tmp_path / "x.json", sandbox="docker")
+    found = validate_tasks("db_bench", generate={"num_tasks": 8}, limit=3, skills=["insert"])
+    assert (found["tasks"], found["gold_correct"], found["rejected"]) == (1, 1, [])

@@ -186,7 +186,7 @@ def test_reading_raises_nothing_but_value_error(text):
     ],
 )
 def test_hostile_answers_are_wrong_and_quickly_so(text):
-    begun = time.perf_counter()
+    begun = time.process_time()
     assert not answer_is_correct(text, TWO, None)
     assert not answer_is_correct(text, [(5,)], None)
-    assert time.perf_counter() - begun < 2
+    assert time.process_time() - begun < 2

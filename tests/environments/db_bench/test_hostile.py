@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agent_peft.environments.db_bench import DBBench, DBBenchConfig, load_tasks
-from agent_peft.environments.db_bench.episode import DBBenchEpisode, Rules
+from agent_peft.environments.db_bench import DBBench, DBBenchConfig, GenerateConfig, load_tasks
+from agent_peft.environments.db_bench.episode import DBBenchEpisode
 from agent_peft.environments.db_bench.grader import answer_is_correct, tables_are_equal
 from agent_peft.environments.db_bench.inspection import inspect
 from agent_peft.environments.db_bench.protocol import answer, operation
@@ -26,7 +26,9 @@ from .hostile_replies import (
     TABLE,
 )
 
-RULES = Rules(statement_seconds=0.1, statement_steps=1_000_000, max_turns=5)
+RULES = DBBenchConfig(
+    generate=GenerateConfig(num_tasks=1), statement_seconds=0.1, statement_steps=1_000_000, max_turns=5
+)
 COLUMN_TYPES = ("INT", "TEXT", "INT")
 
 

@@ -17,7 +17,7 @@ import pytest
 from agent_peft.environments.db_bench import DBBench, DBBenchConfig, GenerateConfig, fork_server
 from agent_peft.environments.db_bench.channel import Channel, encode
 from agent_peft.environments.db_bench.database import Column, DatabaseStopped, Table
-from agent_peft.environments.db_bench.episode import DBBenchEpisode, Rules
+from agent_peft.environments.db_bench.episode import DBBenchEpisode
 from agent_peft.environments.db_bench.isolated import IsolatedDatabase
 from agent_peft.environments.db_bench.protocol import answer, operation
 from agent_peft.environments.db_bench.tasks import read_entry
@@ -27,6 +27,7 @@ from .hostile_replies import COLUMNS, HOSTILE_EPISODES, ROWS
 from .hostile_replies import TABLE as NAME
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+CONFIG = DBBenchConfig(generate=GenerateConfig(num_tasks=1))
 TABLE = Table("t", (Column("a", "INT"), Column("b", "TEXT")), tuple((i, f"x{i}") for i in range(100)))
 ENDLESS = (
     "CREATE TABLE u (a DEFAULT (format('%.*c', 1000000000, 'x')), b)",
@@ -152,7 +153,7 @@ def test_a_call_that_would_not_end_is_ended_by_the_kernel(alone):
         "SELECT json_group_object(random(), hex(zeroblob(4000))) FROM t a, t b, t c, t d",
         "SELECT hex(zeroblob(4000)) FROM t a, t b, t c, t d ORDER BY random()",
         "SELECT DISTINCT hex(randomblob(4000)) FROM t a, t b, t c ORDER BY 1",
-        "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) INSERT INTO t SELECT i, i FROM n RETURNING hex(zeroblob(2000))",
+        "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) INSERT INTO t SELECT i, i FROM n RETURNING hex(zeroblob(2000))",  # noqa: E501
     ],
 )
 def test_memory_is_bounded_and_the_database_survives(alone, sql):
@@ -194,7 +195,7 @@ def test_the_grader_reads_no_table_that_has_grown_too_much():
     database = open_database()
     assert (
         database.execute(
-            "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 150000) INSERT INTO t SELECT i, i FROM n"
+            "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n LIMIT 150000) INSERT INTO t SELECT i, i FROM n"  # noqa: E501
         ).error
         is None
     )
@@ -256,7 +257,7 @@ def test_idle_workers_that_died_are_replaced(alone):
 def test_a_worker_that_is_killed_makes_the_episode_incorrect(alone):
     """What an agent may have caused is never told as a failure of the world."""
     for replies in ([operation("SELECT 1")], [answer("done")]):
-        episode = DBBenchEpisode(PROBLEM, Rules(), seed=0)
+        episode = DBBenchEpisode(PROBLEM, CONFIG, seed=0)
         episode.start()
         for worker in children(alone):
             os.kill(worker, signal.SIGKILL)
@@ -270,10 +271,10 @@ def test_no_process_at_all_is_an_infrastructure_failure(monkeypatch):
     fork_server.stop()
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(InfrastructureError, match="cannot be started"):
-        DBBenchEpisode(PROBLEM, Rules(), seed=0).start()
+        DBBenchEpisode(PROBLEM, CONFIG, seed=0).start()
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(InfrastructureError, match="it ended as it started"):
-        DBBenchEpisode(PROBLEM, Rules(), seed=0).start()
+        DBBenchEpisode(PROBLEM, CONFIG, seed=0).start()
     monkeypatch.undo()
     open_database().close()
 
@@ -317,7 +318,7 @@ for sql in {ENDLESS!r} if {busy} else ():
 pid = fork_server._server._process.pid
 print(pid, *open(f"/proc/{{pid}}/task/{{pid}}/children").read().split(), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
-"""
+"""  # noqa: E501
     run = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert run.returncode == -signal.SIGKILL
     pids = run.stdout.split()
@@ -395,7 +396,9 @@ def attack_and_count(alone, count):
     """How many descriptors, threads, bytes, processes and temporary files ``count`` hostile episodes
     leave.
     """
-    rules = Rules(statement_seconds=0.05, statement_steps=1_000_000)
+    rules = DBBenchConfig(
+        generate=GenerateConfig(num_tasks=1), statement_seconds=0.05, statement_steps=1_000_000
+    )
     temporary = sorted(os.listdir("/tmp") + os.listdir("/var/tmp"))
     counts = []
     for start in (0, count // 2):

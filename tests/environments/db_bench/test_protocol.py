@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from agent_peft.environments.db_bench.protocol import (
     Answer,
-    Malformed,
+    MalformedReply,
     Operation,
     answer,
     operation,
@@ -72,7 +72,7 @@ def test_an_answer_may_have_several_lines():
 )
 def test_malformed_replies_say_what_to_write(reply, why):
     parsed = parse_reply(reply)
-    assert isinstance(parsed, Malformed)
+    assert isinstance(parsed, MalformedReply)
     assert why in parsed.why
     assert len(parsed.why) < 200
 
@@ -88,7 +88,7 @@ def test_what_looks_like_an_action_inside_the_sql_is_sql():
 
 @given(st.text() | st.text("action:oper \n`sqlfinw*", max_size=200))
 def test_parsing_never_raises(reply):
-    assert isinstance(parse_reply(reply), Operation | Answer | Malformed)
+    assert isinstance(parse_reply(reply), Operation | Answer | MalformedReply)
 
 
 @pytest.mark.parametrize(

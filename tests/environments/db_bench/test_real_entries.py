@@ -5,13 +5,22 @@ import re
 
 import pytest
 
-from agent_peft.environments.db_bench import DBBench, DBBenchConfig, load_tasks, primary_skill, skills_of
-from agent_peft.environments.db_bench.episode import DBBenchEpisode, Rules
+from agent_peft.environments.db_bench import (
+    DBBench,
+    DBBenchConfig,
+    GenerateConfig,
+    load_tasks,
+    primary_skill,
+    skills_of,
+)
+from agent_peft.environments.db_bench.episode import DBBenchEpisode
 from agent_peft.environments.db_bench.protocol import answer
 from agent_peft.environments.db_bench.syntax import SKILLS
 from agent_peft.environments.db_bench.tasks import read_entry
-from agent_peft.environments.task_files.validation import validate
+from agent_peft.environments.task_commands import validate_tasks
 from agent_peft.types import Outcome
+
+CONFIG = DBBenchConfig(generate=GenerateConfig(num_tasks=1))
 
 
 @pytest.fixture
@@ -47,7 +56,7 @@ def test_all_entries_load_and_the_rejected_are_explained(path):
 
 
 def test_validation_agrees_with_loading(path):
-    found, environment = validate("db_bench", path), DBBench(DBBenchConfig(tasks=path))
+    found, environment = validate_tasks("db_bench", tasks=path), DBBench(DBBenchConfig(tasks=path))
     assert found["tasks"] == found["gold_correct"] + len(found["rejected"])
     assert found["nothing_correct"] == 0
     assert [rejection["id"] for rejection in found["rejected"]] == [
@@ -67,7 +76,7 @@ def test_empty_and_wrong_answers_never_score(path):
                 repr([*problem.direct, problem.direct[0]]),
             ]
         for text in texts:
-            episode = DBBenchEpisode(problem, Rules(), seed=0)
+            episode = DBBenchEpisode(problem, CONFIG, seed=0)
             episode.start()
             assert episode.step(answer(text)).outcome is not Outcome.CORRECT, (task.id, text)
             episode.close()

@@ -128,7 +128,7 @@ def test_a_broken_table_is_told():
         ("UPDATE t SET b = hex(zeroblob(4000)) || (SELECT COUNT(*) FROM t a, t b, t c, t d)", "was stopped"),
         ("CREATE TABLE u AS SELECT hex(zeroblob(2000)) AS h FROM t a, t b", "disk is full|was stopped"),
         (
-            "WITH h(h, n) AS MATERIALIZED (SELECT replace(hex(zeroblob(1900)), '0', 'a'), replace(hex(zeroblob(900)), '0', 'a') || 'b') "
+            "WITH h(h, n) AS MATERIALIZED (SELECT replace(hex(zeroblob(1900)), '0', 'a'), replace(hex(zeroblob(900)), '0', 'a') || 'b') "  # noqa: E501
             "SELECT SUM(" + " + ".join(["instr(h, n)"] * 90) + ") FROM h, t a, t b, t c",
             "was stopped",
         ),

@@ -74,7 +74,7 @@ def main(port: str, log: str, tasks: str) -> None:
 
     host = Host(
         {"train": Tally({"log": Path(log), "tasks": int(tasks)})},
-        Address("127.0.0.1", int(port), 0),
+        Address("127.0.0.1", int(port)),
         Limits(),
     )
     asyncio.run(host.run(lambda: print(host.url, flush=True)))

@@ -31,8 +31,6 @@ def remote(serving):
     def found(settings, limits=None, **keys):
         local = load_environment(settings)
         host = serving({"train": local}, **({"limits": limits} if limits else {}))
-        if keys.get("examples"):
-            keys["examples_url"] = host.examples_url
         opened.append(load_environment({"kind": "remote", "url": host.url, **keys}))
         return local, opened[-1], host
 
@@ -124,15 +122,11 @@ def test_examples_go_between_the_system_message_and_the_task(remote):
     assert opening[-1] not in opening[:-1]
 
 
-def test_examples_that_are_too_many_or_have_no_effect(remote, serving):
+def test_examples_that_are_too_many(remote):
     with pytest.raises(
         AgentPeftError, match=r"has 12 solved tasks, and examples . 1 are needed; set examples to 11"
     ):
         remote(SUMS, examples=12)
-    with pytest.raises(AgentPeftError, match="examples_url has no effect"):
-        load_environment(
-            {"kind": "remote", "url": "http://localhost:1", "examples_url": "http://localhost:2"}
-        )
 
 
 # -- the world between ---------------------------------------------------------------------------------------
@@ -148,11 +142,11 @@ def test_no_server_is_a_mistake_of_one_line():
 
 def test_a_server_that_lost_the_episode_is_an_infrastructure_failure(remote):
     _, elsewhere, host = remote(SUMS)
-    for lose in (host.episodes.open.clear, lambda: setattr(host.episodes, "server_id", "started anew")):
+    for lose in (host.episodes.open.clear, lambda: setattr(host.episodes, "server_id", "restarted")):
         episode = elsewhere.episode(elsewhere.tasks[0], 0)
         episode.start()
         lose()
-        with pytest.raises(InfrastructureError, match="started anew"):
+        with pytest.raises(InfrastructureError, match="restarted"):
             episode.step("1")
         episode.close()
 
@@ -183,7 +177,7 @@ def test_more_episodes_than_the_server_holds_is_a_mistake(remote):
 
 
 def test_a_policy_may_be_slower_than_a_server_is_patient(remote, monkeypatch):
-    monkeypatch.setattr("agent_peft.environments.http.client.PULSE", 0.05)
+    monkeypatch.setattr("agent_peft.environments.http.client.PULSE_SECONDS", 0.05)
     _, elsewhere, host = remote(SUMS, limits=Limits(idle_seconds=1.0))
     thinking, silent = (elsewhere.episode(elsewhere.tasks[0], seed) for seed in range(2))
     for episode in (thinking, silent):
@@ -323,8 +317,8 @@ def test_a_server_that_does_not_answer_the_close_is_no_trouble(remote, caplog):
 def test_what_is_not_installed_is_named_with_its_extra(package):
     ask = {
         "httpx": "load_environment({'kind': 'remote', 'url': 'http://localhost:1'})",
-        "websockets": "from agent_peft.environments.http.openenv import OpenEnvConfig as C, Session; "
-        "Session(C(url='http://localhost:1', num_tasks=1), {})",
+        "websockets": "from agent_peft.environments.http.openenv import OpenEnvConfig as C, OpenEnvConnection; "  # noqa: E501
+        "OpenEnvConnection(C(url='http://localhost:1', num_tasks=1), {})",
         "fastapi": "import agent_peft.environments.http.server",
     }[package]
     script = f"""

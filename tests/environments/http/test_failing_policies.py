@@ -7,7 +7,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +15,9 @@ from agent_peft.environments import load_environment
 from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticConfig
 from agent_peft.environments.base import Episode
 from agent_peft.policies.engine.base import Conversation, EngineStatistics
+from agent_peft.policies.models.character_tokenizer import character_tokenizer
 from agent_peft.policies.sampling import SamplingConfig
-from agent_peft.policies.tokenization import ChatTokenizer, character_tokenizer
+from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.rollout.collector import Collection, Collector
 from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.rollout.statistics import summarize
@@ -58,7 +58,7 @@ class BrittleEpisode(Episode):
 class Half:
     """Stands in for an engine: half of the episodes are answered rightly."""
 
-    policy = SimpleNamespace(chat=ChatTokenizer(character_tokenizer(ALPHABET)))
+    chat = ChatTokenizer(character_tokenizer(ALPHABET))
 
     def generate(
         self, conversations: Sequence[Conversation], sampling: SamplingConfig, schedule: object = None
@@ -66,7 +66,7 @@ class Half:
         for conversation in conversations:
             task = conversation.task  # type: ignore[attr-defined]
             total = task.content["a"] + task.content["b"] + conversation.seed % 2
-            action = self.policy.chat.action_tokens(str(total))
+            action = self.chat.action_tokens(str(total))
             if conversation.prompt is not None:
                 assert conversation.act(action, [-0.5] * len(action), 100) is None
         return EngineStatistics(0, 0, 0, 0)

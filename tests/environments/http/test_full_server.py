@@ -8,8 +8,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from agent_peft.environments import load_environment
 from agent_peft.environments.http.limits import Limits
+from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig
-from agent_peft.policies.engine.local import Engine
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer
@@ -26,7 +26,7 @@ def test_an_evaluation_of_more_episodes_than_the_server_holds(
         limits=Limits(episodes=16),
     )
     elsewhere = load_environment({"kind": "remote", "url": host.url, "patience": 0.0})
-    engine = Engine(Policy(tiny_llama, ChatTokenizer(char_tokenizer)), EngineConfig(rows=4))
+    engine = load_sampler(Policy(tiny_llama, ChatTokenizer(char_tokenizer)), EngineConfig(rows=4))
     collection = Collector(elsewhere, engine).collect(
         elsewhere.tasks, 1, SamplingConfig(max_new_tokens=3, max_tokens=40), RewardConfig(), 0
     )

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from agent_peft.environments import load_environment
 from agent_peft.environments.http import messages
-from agent_peft.environments.http.connection import LONGEST_ANSWER, DefectError
+from agent_peft.environments.http.connection import MAX_ANSWER_BYTES, DefectError
 from agent_peft.types import AgentPeftError, InfrastructureError, StepResult
 from tests.environments.http.strangers import answering
 
@@ -83,7 +83,7 @@ try:
 except Exception as error:
     print(type(error).__name__, str(error)[:200])
 print(peak() - before)
-"""
+"""  # noqa: E501
 
 
 def answer_endlessly(line, head):
@@ -164,11 +164,11 @@ def test_totals_that_are_not_true(pages):
 
 
 def test_all_tasks_together_are_bounded(monkeypatch):
-    monkeypatch.setattr("agent_peft.environments.http.client.LONGEST_SET", 10_000)
+    monkeypatch.setattr("agent_peft.environments.http.client.MAX_SET_BYTES", 10_000)
     page = json.dumps({"total": 9999, "tasks": [{"id": "t", "content": {"x": "a" * 900}}]}).encode()
     with (
         answering(lambda line, head: line.sendall(http(page, head))) as url,
-        pytest.raises(AgentPeftError, match="serve fewer of them"),
+        pytest.raises(AgentPeftError, match="serve fewer"),
     ):
         remote(url)
 
@@ -491,7 +491,7 @@ def test_openenv_answers_that_are_none(openenv, data):
 @pytest.mark.parametrize(
     "frames",
     [
-        [frame(b" " * (LONGEST_ANSWER + 1))],
+        [frame(b" " * (MAX_ANSWER_BYTES + 1))],
         [
             frame(b'{"type": "observation"}').replace(b"\x81", b"\xc1", 1)
         ],  # compressed, which was not agreed on

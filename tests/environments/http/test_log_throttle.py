@@ -1,8 +1,10 @@
 """A log that strangers cannot fill."""
 
 import logging
+from importlib import import_module
 
 from agent_peft.environments.http.log_throttle import LINES, MESSAGE, TRACEBACK, LogThrottle, throttled
+from agent_peft.environments.http.server import LOGGERS
 
 logger = logging.getLogger("tests.throttled")
 
@@ -50,3 +52,9 @@ def test_no_line_is_long_or_forged(caplog):
     assert all(line.startswith("| ") for line in told.splitlines())
     assert "\x1b" not in caplog.text
     assert not logger.filters
+
+
+def test_the_loggers_that_are_throttled_are_those_of_modules_that_log():
+    ours = [name for name in LOGGERS if name.startswith("agent_peft.")]
+    assert ours
+    assert all(import_module(name).logger.name == name for name in ours)

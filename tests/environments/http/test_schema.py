@@ -20,14 +20,13 @@ CHECKS = (
 )
 
 
-@pytest.mark.parametrize("service", ["url", "examples_url"])
-def test_no_request_is_answered_with_500(serving, service):
+def test_no_request_is_answered_with_500(serving):
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis.errors import Unsatisfiable
     from schemathesis import checks
 
     served = load_environment({"kind": "db_bench", "generate": {"num_tasks": 8}})
-    url = getattr(serving({"train": served}), service)
+    url = serving({"train": served}).url
     document = schemathesis.openapi.from_url(f"{url}/openapi.json")
     chosen = [getattr(checks, name, None) or checks.CHECKS.get_one(name) for name in CHECKS]
     tried = set()
@@ -51,7 +50,5 @@ def test_no_request_is_answered_with_500(serving, service):
                 told()
     negative = {path for path, mode in tried if mode is schemathesis.GenerationMode.NEGATIVE}
     assert "/api/ping" in {path for path, _ in tried}
-    assert negative >= (
-        {"/step", "/reset", "/close", "/tasks", "/demonstration"} if service == "url" else {"/examples"}
-    )
+    assert negative >= {"/step", "/reset", "/close", "/tasks", "/demonstration", "/examples"}
     assert httpx.post(f"{url}/api/ping", trust_env=False).status_code == 200

@@ -255,8 +255,7 @@ def test_pings(serving, world):
     host = serving(
         {"train": world}
     )  # as: curl -X POST -H "Content-Type: application/json" -d '{}' http://127.0.0.1:8000/api/ping
-    for url in (host.url, host.examples_url):
-        assert httpx.post(f"{url}/api/ping", json={}, trust_env=False).json() == {"status": "ok"}
+    assert httpx.post(f"{host.url}/api/ping", json={}, trust_env=False).json() == {"status": "ok"}
 
 
 def test_lone_surrogates_travel(api):
@@ -293,7 +292,7 @@ def test_a_wrong_token_is_refused(serving, world):
         assert stranger.get("/openapi.json").status_code == 401
         assert stranger.post("/api/ping", json={}).status_code == 200
         assert stranger.get("/tasks", headers={"authorization": "Bearer correct-horse"}).status_code == 200
-    assert httpx.get(f"{host.examples_url}/examples", trust_env=False).status_code == 401
+    assert httpx.get(f"{host.url}/examples", trust_env=False).status_code == 401
 
 
 def test_a_web_page_may_not_speak_to_ones_loopback(api):
@@ -348,7 +347,7 @@ def test_a_body_that_never_comes_is_not_waited_for(serving, world):
     host = serving({"train": world}, limits=Limits(body_seconds=0.3))
     with socket.create_connection(("127.0.0.1", int(host.url.rsplit(":", 1)[1])), timeout=20) as line:
         line.sendall(
-            b"POST /step HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n{"
+            b"POST /step HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n{"  # noqa: E501
         )
         assert line.recv(1000).startswith(b"HTTP/1.1 408")
 
@@ -420,7 +419,7 @@ def test_idle_episodes_are_closed_unless_their_client_still_speaks(world):
 
 
 def test_what_is_remembered_is_bounded(world, monkeypatch):
-    monkeypatch.setattr("agent_peft.environments.http.episodes.REMEMBERED", 3)
+    monkeypatch.setattr("agent_peft.environments.http.episodes.MAX_ENDED", 3)
 
     async def scenario(table, now):
         for number in range(10):
@@ -457,8 +456,8 @@ def test_a_port_that_is_taken_is_a_mistake(serving, world):
     taken = int(serving({"train": world}).url.rsplit(":", 1)[1])
     with pytest.raises(AgentPeftError, match=rf"cannot listen on 127.0.0.1, port {taken} .*--port"):
         Host({"train": world}, Address("127.0.0.1", taken), Limits())
-    with pytest.raises(AgentPeftError, match="--examples-port"):
-        Host({"train": world}, Address("127.0.0.1", 0, taken), Limits())
+    with pytest.raises(AgentPeftError, match="a port is a number from 0 to 65535"):
+        Host({"train": world}, Address("127.0.0.1", 1 << 16), Limits())
 
 
 def test_tasks_that_are_no_json_are_refused_at_the_start(world):
@@ -472,20 +471,16 @@ def test_tasks_that_are_no_json_are_refused_at_the_start(world):
 def test_examples_are_demonstrations_as_the_environment_answers_them(serving):
     environment = load_environment({"kind": "db_bench", "generate": {"num_tasks": 6}})
     host = serving({"train": environment})
-    found = httpx.get(f"{host.examples_url}/examples", params={"count": 2}, trust_env=False).json()[
-        "examples"
-    ]
+    found = httpx.get(f"{host.url}/examples", params={"count": 2}, trust_env=False).json()["examples"]
     assert [example["task"] for example in found] == [task.id for task in environment.tasks[:2]]
     roles = [message["role"] for message in found[0]["messages"]]
     assert roles == ["system", "user", "assistant", "user", "assistant"]
     assert [m["content"] for m in found[0]["messages"] if m["role"] == "assistant"] == list(
         environment.demonstration(environment.tasks[0])
     )
-    assert (
-        httpx.get(f"{host.examples_url}/examples", params={"count": 65}, trust_env=False).status_code == 422
-    )
+    assert httpx.get(f"{host.url}/examples", params={"count": 65}, trust_env=False).status_code == 422
 
 
 def test_no_demonstrations_are_said(serving, world):
-    refused = httpx.get(f"{serving({'train': world}).examples_url}/examples", trust_env=False)
+    refused = httpx.get(f"{serving({'train': world}).url}/examples", trust_env=False)
     assert (refused.status_code, refused.json()["code"]) == (404, "no_examples")

@@ -270,10 +270,10 @@ def test_answers_are_kept_in_bytes_not_only_in_number(world):
             await table.step(act("x" * 1000, name=str(number)))
             table.open[str(number)].over = True
             await table._free(table.open[str(number)])
-        assert table.kept <= 10_000
+        assert table.ended_bytes <= 10_000
         assert "59" in table.ended
         assert "31" not in table.ended
-        assert table.kept == sum(record.kept for record in table.ended.values() if record)
+        assert table.ended_bytes == sum(record.answer_bytes for record in table.ended.values() if record)
 
     in_loop(world, scenario, answers_bytes=10_000)
 
@@ -365,7 +365,7 @@ def test_whatever_an_environment_does_at_an_action_is_a_defect_and_frees_the_epi
     episode = elsewhere.episode(elsewhere.tasks[0], 0)
     episode.start()
     told = {
-        "nothing": r"task 'a': OddEpisode\.step \(test_strangers_tasks\.py:\d+\) returned None; give an agent_peft",
+        "nothing": r"task 'a': OddEpisode\.step \(test_strangers_tasks\.py:\d+\) returned None; give an agent_peft",  # noqa: E501
         "bytes": r"returned a StepResult whose observation is b'bytes'; give a text",
     }.get(action, "the environment raised")
     with caplog.at_level(logging.ERROR), pytest.raises(DefectError, match=told):
@@ -426,7 +426,7 @@ def test_an_action_longer_than_any_context_is_an_action(serving, world):
     with pytest.raises(
         InfrastructureError, match="more than 4194304 bytes"
     ):  # the observation, which is the action
-        episode.step("\U0010ffff" * (messages.LONGEST_ACTION + 5))
+        episode.step("\U0010ffff" * (messages.MAX_ACTION_CHARS + 5))
     episode.close()
     assert world.open == 0
     elsewhere.close()
@@ -439,8 +439,7 @@ def test_an_environment_without_a_sandbox_is_served_with_a_token_only(world):
     with pytest.raises(AgentPeftError, match=r"without a sandbox, so whoever .* --token"):
         Host({"train": world, "evaluation": Bare()}, Address("127.0.0.1", 0), Limits())
     host = Host({"train": Bare()}, Address("127.0.0.1", 0), Limits(), token="s3cret")
-    for sock in host._sockets:
-        sock.close()
+    host._socket.close()
     host.episodes._threads.shutdown()
 
 
@@ -459,7 +458,7 @@ def test_a_demonstration_that_raises_is_passed_over(serving, world, caplog):
         return known(task) if len(tried) > 2 else 1 / 0
 
     environment.demonstration = demonstration
-    url = serving({"train": environment}).examples_url
+    url = serving({"train": environment}).url
     with caplog.at_level(logging.ERROR):
         for _ in range(2):
             found = httpx.get(f"{url}/examples", params={"count": 1}, trust_env=False).json()["examples"]
@@ -468,7 +467,7 @@ def test_a_demonstration_that_raises_is_passed_over(serving, world, caplog):
 
 
 def test_pages_are_bounded_in_bytes(serving, monkeypatch):
-    monkeypatch.setattr(messages, "LONGEST_PAGE", 200)
+    monkeypatch.setattr(messages, "MAX_PAGE_BYTES", 200)
     environment = load_environment(PRODUCTS)
     host = serving({"train": environment})
     assert 0 < len(httpx.get(f"{host.url}/tasks", trust_env=False).json()["tasks"]) < 12

@@ -73,7 +73,7 @@ def test_an_answer_that_nobody_reads_is_not_kept(serving):
         line.settimeout(2)
         with suppress(OSError):
             line.sendall(pages)
-        assert until(lambda: not host._servers[0].server_state.connections)
+        assert until(lambda: not host._server.server_state.connections)
 
 
 def test_when_there_are_too_many_connections_the_slowest_make_room(serving, caplog):
@@ -83,7 +83,7 @@ def test_when_there_are_too_many_connections_the_slowest_make_room(serving, capl
         assert httpx.get(f"{host.url}/health", trust_env=False, timeout=20).json() == {"status": "healthy"}
         assert until(lambda: sum(map(hung_up, slow)) >= 32)
         assert not hung_up(slow[-1])
-        assert len(host._servers[0].server_state.connections) <= 8
+        assert len(host._server.server_state.connections) <= 8
     assert (
         len([record for record in caplog.records if "one is closed for another" in record.getMessage()]) <= 20
     )
@@ -105,7 +105,7 @@ def test_connections_that_are_busy_are_not_closed_for_others(serving):
     with ExitStack() as stack:
         try:
             busy = [stack.enter_context(connect(host.url, asked)) for _ in range(4)]
-            assert until(lambda: len(host._servers[0].server_state.tasks) == 4)
+            assert until(lambda: len(host._server.server_state.tasks) == 4)
             refused = ask(host.url, request())
             assert not refused or status(refused) == 503  # or reset, where what was sent was not read before
         finally:
@@ -189,7 +189,7 @@ def test_websockets_leave_room_for_requests_and_for_those_that_play(serving):
         assert json.loads(playing.recv(timeout=20))["data"]["step_count"] == 0
         idle[-1].send('{"type": "reset"}')
         assert json.loads(idle[-1].recv(timeout=20))["type"] == "observation"
-        assert len(host._servers[0].server_state.connections) <= 8
+        assert len(host._server.server_state.connections) <= 8
 
 
 def test_a_full_house_of_playing_websockets_refuses_another(serving):
@@ -224,8 +224,6 @@ def test_pings_that_are_not_read_about_fill_nothing(serving):
         with suppress(OSError):
             for _ in range(500):
                 line.sendall(ping * 500)
-        buffers = [
-            c.transport.get_write_buffer_size() for c in list(host._servers[0].server_state.connections)
-        ]
+        buffers = [c.transport.get_write_buffer_size() for c in list(host._server.server_state.connections)]
         assert sum(buffers) < 1 << 20
-        assert until(lambda: not host._servers[0].server_state.connections)
+        assert until(lambda: not host._server.server_state.connections)

@@ -19,10 +19,10 @@ ALPHABET = "0123456789+*-= ^$"  # every character of a prompt or an answer, for 
 
 Form = Literal["plain", "reversed", "worked"]
 
-MOST_DIGITS = 9  # of an operand
-LARGEST_RESULT = 10**1000  # Python writes no number of more than 4,300 digits
+MAX_DIGITS = 9  # of an operand
+RESULT_LIMIT = 10**1000  # Python writes no number of more than 4,300 digits
 
-# the number that is graded; work is free, but it has no "$", which closes the answer
+# the graded number is group 1; the work is not graded, but it may not hold "$", which closes the answer
 GRADED: dict[Form, str] = {
     "plain": r"(-?[0-9]+)",
     "reversed": r"([0-9]+-?)",
@@ -31,28 +31,28 @@ GRADED: dict[Form, str] = {
 
 
 class ArithmeticConfig(EnvironmentConfig):
-    """Two numbers of exactly as many digits as asked for (0 has one digit), to be added, multiplied, or
-    what a user says.
-    """
+    """Two numbers with exactly ``digits`` digits each (0 has one digit), and the operation on them."""
 
-    kind: Literal["arithmetic"] = "arithmetic"
+    kind: str = "arithmetic"
     operation: str = Field(
         default="addition",
         description="addition, multiplication, or your own Operation as package.module:NAME",
     )
     digits: int | tuple[int, int] = Field(
-        default=3, description="of both operands; [low, high] mixes, with a skill for each"
+        default=3, description="digits of both operands; [low, high] mixes lengths, with a skill for each"
     )
     answer: Form = Field(
         default="plain",
-        description="reversed: last digit first, as carries go; worked: the same, after the work",
+        description="plain; reversed: last digit first; worked: reversed, after the work",
     )
-    symbols: bool = Field(default=False, description="^ opens the question, $ closes the answer")
-    split: Split = Field(default="train", description="which share no problem")
+    symbols: bool = Field(default=False, description="whether ^ opens the question and $ closes the answer")
+    split: Split = Field(default="train", description="train or heldout, which share no problem")
     num_tasks: int | None = Field(
-        default=None, ge=1, description="distinct problems; null is all of the split"
+        default=None, ge=1, description="number of distinct problems; null takes all of the split"
     )
-    seed: int = Field(default=0, description="chooses the problems and their order; never which are held out")
+    seed: int = Field(
+        default=0, description="chooses the problems and their order; the held-out ones are always the same"
+    )
 
     @field_validator("operation")
     @classmethod
@@ -65,11 +65,11 @@ class ArithmeticConfig(EnvironmentConfig):
     @classmethod
     def _ascending(cls, digits: Any) -> Any:
         numbers = digits if isinstance(digits, list | tuple) and len(digits) == 2 else [digits]
-        if not all(type(number) is int and 1 <= number <= MOST_DIGITS for number in numbers) or sorted(
+        if not all(type(number) is int and 1 <= number <= MAX_DIGITS for number in numbers) or sorted(
             set(numbers)
         ) != list(numbers):
             raise ValueError(
-                f"{digits!r:.50} is neither a number from 1 to {MOST_DIGITS} nor two of them, [low, high]"
+                f"{digits!r:.50} is neither a number from 1 to {MAX_DIGITS} nor two of them, [low, high]"
             )
         return (
             tuple(digits) if isinstance(digits, list) else digits
@@ -77,19 +77,19 @@ class ArithmeticConfig(EnvironmentConfig):
 
 
 class Arithmetic(Environment):
-    """Which problems are held out depends on their operands alone, so no training run of any seed or
-    operation has seen one.
-
-    ``a+b`` and ``b+a`` are on the same side, since one gives the other away.
+    """The environment. Whether a problem is held out depends on its operands alone, so no training run of any
+    seed or operation sees it. ``a+b`` and ``b+a`` are in the same split, because one gives the other away.
     """
+
+    config_class = ArithmeticConfig
 
     def __init__(self, config: ArithmeticConfig) -> None:
         """
         Raises:
-            AgentPeftError: the split has fewer than ``num_tasks`` problems, or nobody has said how the
-                operation is worked out.
+            AgentPeftError: the split has fewer than ``num_tasks`` problems, or the operation has no worked
+                form.
         """
-        self.config = config
+        self.config: ArithmeticConfig = config
         self.operation = find_operation(config.operation)
         digits = config.digits if isinstance(config.digits, tuple) else (config.digits, config.digits)
         skill = config.operation.rpartition(":")[2]
@@ -102,7 +102,8 @@ class Arithmetic(Environment):
             )
         if config.answer == "worked" and self.operation.worked is None:
             raise AgentPeftError(
-                f"answer: worked: {config.operation} has no worked form; give its Operation one, or set answer: reversed"
+                f"answer: worked: {config.operation} has no worked form; give its Operation one, or set "
+                "answer: reversed"
             )
         self._tasks = Problems(
             skill, self.operation.symbol, digits, config.split, config.seed, range(config.num_tasks or count)
@@ -128,13 +129,15 @@ class Arithmetic(Environment):
     def _answer(self, task: Task) -> str:
         result = self.operation.compute(*read_operands(task))
         if not isinstance(result, int):
-            shown = reprlib.repr(result)
+            text = reprlib.repr(result)
             raise AgentPeftError(
-                f"{self.config.operation} of {task.id:.50} is {shown}, no whole number; change the operation's compute"
+                f"{self.config.operation} of {task.id:.50} is {text}, no whole number; change the "
+                "operation's compute"
             )
-        if abs(result) >= LARGEST_RESULT:
+        if abs(result) >= RESULT_LIMIT:
             raise AgentPeftError(
-                f"{self.config.operation} of {task.id:.50} has more than 1,000 digits; change the operation's compute"
+                f"{self.config.operation} of {task.id:.50} has more than 1,000 digits; change the "
+                "operation's compute"
             )
         return str(result) if self.config.answer == "plain" else backwards(result)
 
@@ -143,20 +146,18 @@ def read_operands(task: Task) -> tuple[int, int]:
     """The two numbers of a task.
 
     Raises:
-        AgentPeftError: they are not two natural numbers of at most ``MOST_DIGITS`` digits.
+        AgentPeftError: they are not two natural numbers of at most ``MAX_DIGITS`` digits.
     """
     a, b = task.content.get("a"), task.content.get("b")
-    if type(a) is int and type(b) is int and min(a, b) >= 0 and max(a, b) < 10**MOST_DIGITS:
+    if type(a) is int and type(b) is int and min(a, b) >= 0 and max(a, b) < 10**MAX_DIGITS:
         return a, b
     raise AgentPeftError(
-        f"task {task.id!r:.50}: a and b must be whole numbers of at most {MOST_DIGITS} digits, from 0 on"
+        f"task {task.id!r:.50}: a and b must be whole numbers of at most {MAX_DIGITS} digits, from 0 on"
     )
 
 
 class ArithmeticEpisode(Episode):
-    """One turn. An action of another form than the one asked for is invalid, and as wrong as a wrong
-    number.
-    """
+    """One turn. An action of another form is invalid, and incorrect like a wrong number."""
 
     def __init__(self, question: str, grammar: re.Pattern[str], answer: str) -> None:
         self._question, self._grammar, self._answer = question, grammar, answer
@@ -169,10 +170,10 @@ class ArithmeticEpisode(Episode):
         if self._over:
             raise RuntimeError("the episode is over")
         self._over = True
-        found = self._grammar.fullmatch(action.strip())
-        outcome = Outcome.CORRECT if found and found[1] == self._answer else Outcome.INCORRECT
+        match = self._grammar.fullmatch(action.strip())
+        outcome = Outcome.CORRECT if match and match[1] == self._answer else Outcome.INCORRECT
         return StepResult(
-            "", done=True, outcome=outcome, stop_reason=StopReason.FINISHED, valid=found is not None
+            "", done=True, outcome=outcome, stop_reason=StopReason.FINISHED, valid=match is not None
         )
 
     def close(self) -> None:

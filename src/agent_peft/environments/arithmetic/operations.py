@@ -1,8 +1,8 @@
-"""What can be asked: the operations, each with its symbol, its result, and how it is worked out on paper.
+"""The operations, each with its symbol, its result, and its worked form.
 
-On paper every number stands backwards, its last digit first, as carries go, and is filled up with zeros to a
-width that depends on the digits of the operands alone: so each character follows from a few others, which
-stand at fixed distances before it.
+In a worked form every number stands backwards, its last digit first, in the order of the carries. It is
+padded with zeros to a width that depends only on the digits of the operands. So each character follows from a
+few others at fixed distances before it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Operation:
             character.isdigit() or character.isspace() or character in "=$" for character in self.symbol
         ):
             raise AgentPeftError(
-                f"an operation's symbol stands between two numbers, and {self.symbol!r} cannot; choose one such as '-'"
+                f"an operation's symbol stands between two numbers, and {self.symbol!r} cannot; choose one "
+                "such as '-'"
             )
 
 
@@ -63,8 +64,8 @@ def columns(a: int, b: int, digits: int) -> str:
 
 
 def partial_products(a: int, b: int, digits: int) -> str:
-    """``a`` times each digit of ``b``, the last first, added up one after the other: a chain of sums of two
-    numbers, but for the last.
+    """Multiply ``a`` by each digit of ``b``, from the last to the first, and add up the products one after
+    the other. Every sum has two numbers, except the last.
 
     >>> partial_products(12, 34, 2)  # 48 + 360
     '840+0630'
@@ -96,12 +97,14 @@ def find_operation(name: str) -> Operation:
     if ":" not in name:
         if name not in OPERATIONS:
             raise ValueError(
-                f"there is no operation {name!r}; give {', '.join(OPERATIONS)}, or your own as package.module:NAME"
+                f"there is no operation {name!r}; give {', '.join(OPERATIONS)}, or your own as "
+                "package.module:NAME"
             )
         return OPERATIONS[name]
-    found = find(name, "package.module:NAME")
-    if not isinstance(found, Operation):
+    operation = find(name, "package.module:NAME")
+    if not isinstance(operation, Operation):
         raise ValueError(
-            f"{name!r} is a {type(found).__name__}, not an agent_peft.environments.arithmetic.Operation; name one"
+            f"{name!r} is a {type(operation).__name__}, not an agent_peft.environments.arithmetic.Operation; "
+            "name one"
         )
-    return found
+    return operation

@@ -1,4 +1,4 @@
-"""Which problems there are, which of them are held out, and in what order they come: all by index
+"""The problems, the held-out ones among them, and their order: all by index
 arithmetic, so no list is ever made.
 """
 
@@ -58,9 +58,7 @@ class Permutation:
 
 
 def count_problems(digits: int, split: Split) -> int:
-    """How many ordered pairs of ``digits``-digit operands a split has: exactly a fifth of them are held
-    out.
-    """
+    """The number of ordered pairs of ``digits``-digit operands in a split. A fifth of all is held out."""
     return _operands(digits) ** 2 // HELDOUT * (1 if split == "heldout" else HELDOUT - 1)
 
 

@@ -16,8 +16,8 @@ def _from_bytes(cell: bytes) -> dict[str, str]:
     return {"hex": cell.hex()}
 
 
-def _to_bytes(written: dict[str, str]) -> bytes:
-    return bytes.fromhex(written["hex"])
+def _to_bytes(changes: dict[str, str]) -> bytes:
+    return bytes.fromhex(changes["hex"])
 
 
 _ENCODER = json.JSONEncoder(default=_from_bytes, check_circular=False, separators=(",", ":"))
@@ -55,9 +55,9 @@ class Channel:
         self.send = end.sendall
         self.close = end.close
 
-    def set_patience(self, seconds: float) -> None:
-        """How long to wait for the other end. The kernel's clock, as Python's would cost two more system
-        calls for each message.
+    def set_timeout(self, seconds: float) -> None:
+        """Set the time limit of waiting for the other end. The kernel measures it, because Python would need
+        two more system calls for each message.
         """
         time = struct.pack("@ll", int(seconds), 0)
         self._end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, time)

@@ -30,7 +30,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """The one table of a task, as it is before the agent acts.
+    """The table of a task before the agent acts.
 
     >>> Table("orders", (Column("id", "INT"),), ((1,), (2,))).headers
     ('id',)
@@ -47,8 +47,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Executed:
-    """What one statement did: ``rows`` of a query (None if it was none), or how many rows it ``changed``, or
-    the ``error`` as text.
+    """The result of one statement: the ``rows`` of a query (None for other statements), the number of rows
+    that it ``changed``, or the ``error`` as text.
 
     ``cut`` says that there were more rows than were fetched.
 
@@ -69,7 +69,8 @@ class DatabaseStopped(Exception):
 
     def __init__(self, reason: StopReason) -> None:
         super().__init__(
-            f"the statement was stopped, and its database with it ({'time' if reason is StopReason.TIMEOUT else 'memory'})"
+            "the statement was stopped, and its database with it "
+            f"({'time' if reason is StopReason.TIMEOUT else 'memory'})"
         )
         self.reason = reason
 

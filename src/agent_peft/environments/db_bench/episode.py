@@ -1,18 +1,18 @@
-"""One run of a DB Bench task: the database, the agent's replies, and the verdict."""
+"""An episode of DB Bench: the database, the agent's replies, and the grade."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from agent_peft.environments.base import Episode
 from agent_peft.environments.clock import Clock
+from agent_peft.environments.db_bench.config import DBBenchConfig
 from agent_peft.environments.db_bench.database import Database, DatabaseStopped, Executed, Row, Table
 from agent_peft.environments.db_bench.grader import answer_is_correct, tables_are_equal
 from agent_peft.environments.db_bench.isolated import IsolatedDatabase
-from agent_peft.environments.db_bench.protocol import Answer, Malformed, answer, operation, parse_reply
-from agent_peft.environments.db_bench.tasks import Problem
+from agent_peft.environments.db_bench.protocol import Answer, MalformedReply, answer, operation, parse_reply
+from agent_peft.environments.db_bench.tasks import SQLProblem
 from agent_peft.types import Message, Outcome, StepResult, StopReason
 
 # Short on purpose: the agent reads both in every episode.
@@ -32,46 +32,28 @@ USER_PROMPT = "{instruction}\nThe name of this table is {table}, and the headers
 CUT_MARK = " ... (cut)"
 
 
-@dataclass(frozen=True)
-class Rules:
-    """What bounds an episode: turns, how long an observation may be (characters), a statement's wall clock
-    and machine steps, and the wall clock of all statements together.
-
-    >>> Rules().max_turns
-    3
-    """
-
-    database: str = "sqlite"
-    max_turns: int = 3
-    max_observation_chars: int = 400
-    statement_seconds: float = 2.0
-    statement_steps: int = 20_000_000
-    episode_seconds: float | None = None
-
-    def open(self, table: Table, seed: int) -> Database:
-        """A fresh database that holds ``table``."""
-        return _DATABASES[self.database](
-            table, seconds=self.statement_seconds, steps=self.statement_steps, seed=seed
-        )
+DATABASES = {"sqlite": IsolatedDatabase}
 
 
-_DATABASES = {"sqlite": IsolatedDatabase}
+def open_database(config: DBBenchConfig, table: Table, seed: int) -> Database:
+    """Open a new database that holds ``table``."""
+    database = DATABASES[config.database]
+    return database(table, seconds=config.statement_seconds, steps=config.statement_steps, seed=seed)
 
 
 class DBBenchEpisode(Episode):
     """An episode: at most ``max_turns`` replies, of which the last should be an ``Action: Answer``.
 
-    The SQL runs in a process of its own. An agent that makes it die, by a statement that cannot be stopped
-    otherwise, has failed. It may be closed from another thread than the one that steps: ``close`` waits until
-    the step is done.
+    The SQL runs in another process. If a statement can be stopped only by ending that process, the agent has
+    failed. Another thread may close the episode: ``close`` waits until the current step is done.
     """
 
-    def __init__(self, problem: Problem, rules: Rules, seed: int) -> None:
-        self._problem, self._rules, self._seed = problem, rules, seed
+    def __init__(self, problem: SQLProblem, config: DBBenchConfig, seed: int) -> None:
+        self._problem, self._config, self._seed = problem, config, seed
         self._database: Database | None = None
         self._turns = 0
         self._done = False
-        self._clock = Clock(rules.episode_seconds)
+        self._clock = Clock(config.episode_seconds)
         self._lock = threading.RLock()  # a worker that is given back must not owe an answer
 
     def start(self) -> Sequence[Message]:
@@ -85,12 +67,12 @@ class DBBenchEpisode(Episode):
         with self._lock:
             if self._done or self._database is not None:
                 raise RuntimeError("the episode was started before")
-            self._database = self._rules.open(table, self._seed)
+            self._database = open_database(self._config, table, self._seed)
         user = USER_PROMPT.format(
             instruction=self._problem.instruction, table=table.name, headers=", ".join(table.headers)
         )
         return (
-            Message("system", SYSTEM_PROMPT.format(max_turns=self._rules.max_turns)),
+            Message("system", SYSTEM_PROMPT.format(max_turns=self._config.max_turns)),
             Message("user", user),
         )
 
@@ -108,11 +90,11 @@ class DBBenchEpisode(Episode):
         if isinstance(reply, Answer):
             outcome = Outcome.CORRECT if self._is_correct(reply.text, database) else Outcome.INCORRECT
             return self._end(StopReason.FINISHED, outcome, valid=True)
-        valid = not isinstance(reply, Malformed)
-        last = self._turns >= self._rules.max_turns
+        valid = not isinstance(reply, MalformedReply)
+        last = self._turns >= self._config.max_turns
         if last:  # nobody would see what the statement did
             return self._end(StopReason.TURN_LIMIT, Outcome.INCORRECT, valid)
-        if isinstance(reply, Malformed):
+        if isinstance(reply, MalformedReply):
             return StepResult(reply.why, valid=False)
         try:
             with self._clock.running():
@@ -121,7 +103,7 @@ class DBBenchEpisode(Episode):
             return self._end(stopped.reason, Outcome.INCORRECT, valid=True)
         if self._clock.ran_out:
             return self._end(StopReason.TIMEOUT, Outcome.INCORRECT, valid=True)
-        return StepResult(observation(executed, self._rules.max_observation_chars))
+        return StepResult(observation(executed, self._config.max_observation_chars))
 
     def close(self) -> None:
         with self._lock:
@@ -150,9 +132,9 @@ class DBBenchEpisode(Episode):
             return False
 
 
-def run_gold(problem: Problem, rules: Rules) -> tuple[Executed, tuple[Row, ...] | None]:
-    """What the gold SQL does to a fresh copy of the table: its result, and the whole table after it."""
-    database = rules.open(problem.table, seed=0)
+def run_gold(problem: SQLProblem, config: DBBenchConfig) -> tuple[Executed, tuple[Row, ...] | None]:
+    """Run the gold SQL on a new copy of the table. Return its result, and the whole table after it."""
+    database = open_database(config, problem.table, seed=0)
     try:
         return database.execute(problem.sql), database.table()
     except DatabaseStopped as stopped:
@@ -161,15 +143,15 @@ def run_gold(problem: Problem, rules: Rules) -> tuple[Executed, tuple[Row, ...] 
         database.close()
 
 
-def demonstrate(problem: Problem, rules: Rules) -> tuple[str, str] | None:
-    """Replies that solve the problem: run the gold SQL, answer with the rows it gives; None where the gold
+def demonstrate(problem: SQLProblem, config: DBBenchConfig) -> tuple[str, str] | None:
+    """Replies that solve the problem: the gold SQL, and an answer with its rows. None if the gold
     does not run.
     """
-    return replies_of(problem, run_gold(problem, rules)[0])
+    return replies_of(problem, run_gold(problem, config)[0])
 
 
-def replies_of(problem: Problem, executed: Executed) -> tuple[str, str] | None:
-    """The demonstration, given what the gold SQL did."""
+def replies_of(problem: SQLProblem, executed: Executed) -> tuple[str, str] | None:
+    """The demonstration, given the result of the gold SQL."""
     if executed.error is not None:
         return None
     return operation(problem.sql), answer(
@@ -178,10 +160,12 @@ def replies_of(problem: Problem, executed: Executed) -> tuple[str, str] | None:
 
 
 def observation(executed: Executed, limit: int) -> str:
-    """What the agent reads of a statement's result, in at most ``limit`` characters.
+    """A statement's result as the agent reads it, in at most ``limit`` characters.
 
-    >>> observation(Executed(rows=((1, "a"),)), 400), observation(Executed(changed=3), 400), observation(Executed(error="no column b"), 400)
-    ("[(1, 'a')]", 'Done. 3 rows changed.', 'Error: no column b')
+    >>> observation(Executed(rows=((1, "a"),)), 400), observation(Executed(changed=3), 400)
+    ("[(1, 'a')]", 'Done. 3 rows changed.')
+    >>> observation(Executed(error="no column b"), 400)
+    'Error: no column b'
     """
     if executed.error is not None:
         text = "Error: " + one_line(executed.error, limit + 1)

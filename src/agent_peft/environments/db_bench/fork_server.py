@@ -45,7 +45,7 @@ class Worker:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._owes = False  # an answer: whoever asked has left without it
-        self.set_patience = channel.set_patience
+        self.set_timeout = channel.set_timeout
 
     def ask(self, message: bytes) -> Any:
         """Send a request, and wait for the answer.
@@ -165,7 +165,7 @@ class ForkServer:
         self._process.kill()  # the workers at work do not need it
         self._process.wait()
 
-    def abandon(self) -> None:
+    def detach(self) -> None:
         """Forget it, in a fork of the process that it belongs to."""
         self._caller.close()
         self._process.returncode = 0  # which is not ours to wait for
@@ -243,7 +243,7 @@ def _drop(server: ForkServer) -> None:
 
 def _ask_first(worker: Worker, opening: bytes) -> Any:
     try:
-        worker.set_patience(_START_SECONDS)
+        worker.set_timeout(_START_SECONDS)
         return worker.ask(opening)
     except BaseException:
         worker.close()
@@ -251,11 +251,11 @@ def _ask_first(worker: Worker, opening: bytes) -> Any:
 
 
 def _forget() -> None:
-    """What a fork of this process begins with: all that it has of its parent's is to end with the parent."""
+    """Forget the parent's fork server in a forked process, because it ends with the parent."""
     global _lock, _server
     _lock = threading.Lock()  # the other may be held by a thread that this process does not have
     if _server is not None:
-        _server.abandon()
+        _server.detach()
         _server = None
     for worker in list(_workers):
         worker.close()

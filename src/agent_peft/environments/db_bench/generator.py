@@ -194,7 +194,7 @@ def _limit(draw: _Draw) -> Made:
     key, descending, slots = _sort(draw)
     names, columns = _columns(draw, most=3)
     count = draw.rng.randint(2, 4)
-    sql = f"SELECT {names} FROM {draw.schema.table} ORDER BY {key.name} {'DESC' if descending else 'ASC'} LIMIT {count};"
+    sql = f"SELECT {names} FROM {draw.schema.table} ORDER BY {key.name} {'DESC' if descending else 'ASC'} LIMIT {count};"  # noqa: E501
     return sql, {**slots, **columns, "count": count}
 
 

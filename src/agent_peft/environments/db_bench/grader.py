@@ -70,16 +70,16 @@ def _as_rows(value: Any, gold: Sequence[Row]) -> list[list[Row]]:
     return ([[tuple(value)]] if one_row else []) + ([[(cell,) for cell in value]] if one_column else [])
 
 
-def _same(gold: list[Row], found: list[Row], order: tuple[int, ...] | None) -> bool:
-    if len(gold) != len(found) or {len(row) for row in gold} != {len(row) for row in found}:
+def _same(gold: list[Row], answered: list[Row], order: tuple[int, ...] | None) -> bool:
+    if len(gold) != len(answered) or {len(row) for row in gold} != {len(row) for row in answered}:
         return False
     if order is not None and not all(
-        _equal(a[key], b[key]) for a, b in zip(gold, found, strict=True) for key in order
+        _equal(a[key], b[key]) for a, b in zip(gold, answered, strict=True) for key in order
     ):
         return False
     # rows that are equal to the letter first; those left over differ, if at all, by less than rounding can
     # tell
-    missing, surplus = Counter(map(_typed, gold)), Counter(map(_typed, found))
+    missing, surplus = Counter(map(_typed, gold)), Counter(map(_typed, answered))
     left, right = list((missing - surplus).elements()), list((surplus - missing).elements())
     left, right = sorted(left, key=_sort_key), sorted(right, key=_sort_key)
     return all(
@@ -122,12 +122,12 @@ def _as_float(cell: Any) -> float:
         return math.inf if cell > 0 else -math.inf
 
 
-def _equal(gold: Cell, found: Cell) -> bool:
-    if not (isinstance(gold, int | float) and isinstance(found, int | float)):
-        return type(gold) is type(found) and gold == found
-    if isinstance(gold, int) and isinstance(found, int):
-        return gold == found
-    a, b = _as_float(gold), _as_float(found)
+def _equal(gold: Cell, answered: Cell) -> bool:
+    if not (isinstance(gold, int | float) and isinstance(answered, int | float)):
+        return type(gold) is type(answered) and gold == answered
+    if isinstance(gold, int) and isinstance(answered, int):
+        return gold == answered
+    a, b = _as_float(gold), _as_float(answered)
     if math.isclose(a, b, rel_tol=1e-6):
         return True
     return (

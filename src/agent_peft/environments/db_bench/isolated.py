@@ -16,7 +16,7 @@ from agent_peft.types import AgentPeftError, StopReason
 _MAX_TABLE = 4 << 20  # bytes of a table as JSON
 _MAX_SECONDS = 86_400.0
 # seconds after its limit that a statement's answer may take: the worker's own clock is the one that ends it
-_PATIENCE = 30.0
+_GRACE_SECONDS = 30.0
 _TABLE, _RESET = encode(["table"]), encode(["reset"])
 
 
@@ -24,9 +24,12 @@ class IsolatedDatabase:
     """`Database` for SQL of strangers: a `SQLiteDatabase` in a worker.
 
     >>> from agent_peft.environments.db_bench.database import Column
-    >>> database = IsolatedDatabase(Table("t", (Column("a", "INT"),), ((1,), (2,))), seconds=2.0, steps=20_000_000, seed=0)
-    >>> database.execute("SELECT SUM(a) FROM t").rows, database.execute("DELETE FROM t WHERE a = 1").changed, database.table()
-    (((3,),), 1, ((2,),))
+    >>> table = Table("t", (Column("a", "INT"),), ((1,), (2,)))
+    >>> database = IsolatedDatabase(table, seconds=2.0, steps=20_000_000, seed=0)
+    >>> database.execute("SELECT SUM(a) FROM t").rows
+    ((3,),)
+    >>> database.execute("DELETE FROM t WHERE a = 1").changed, database.table()
+    (1, ((2,),))
     >>> database.close()
     """
 
@@ -45,14 +48,15 @@ class IsolatedDatabase:
             raise AgentPeftError(f"SQLite does not accept the table {table.name!r}: {error}") from error
         if len(opening) > _MAX_TABLE:
             raise AgentPeftError(
-                f"the table {table.name!r} is too large: {len(opening)} bytes, and at most {_MAX_TABLE} can be used"
+                f"the table {table.name!r} is too large: {len(opening)} bytes, and at most {_MAX_TABLE} "
+                "can be used"
             )
         self._closed = False
         self._worker, refusal = fork_server.employ(opening)
         if refusal is not None:
             self.close()
             raise AgentPeftError(refusal)
-        self._worker.set_patience(self._seconds + _PATIENCE)
+        self._worker.set_timeout(self._seconds + _GRACE_SECONDS)
 
     def execute(self, sql: str, seconds: float | None = None) -> Executed:
         if len(sql) > MAX_SQL:

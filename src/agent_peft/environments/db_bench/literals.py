@@ -36,28 +36,30 @@ def read_literal(text: str, *, thousands: bool = False) -> Any:
     Raises:
         ValueError: the text is not such a value.
 
-    >>> read_literal("[(1, 'a'), (2, null)]"), read_literal("5, 'O''Hara'"), read_literal("[(1,000)]", thousands=True)
-    ([[1, 'a'], [2, None]], [5, "O'Hara"], [[1000]])
+    >>> read_literal("[(1, 'a'), (2, null)]"), read_literal("5, 'O''Hara'")
+    ([[1, 'a'], [2, None]], [5, "O'Hara"])
+    >>> read_literal("[(1,000)]", thousands=True)
+    [[1000]]
     """
     stack: list[list[Any]] = [[]]
     brackets: list[str] = []
-    wanted, comma, position = True, False, _skip_blank(text, 0)
+    expects_value, comma, position = True, False, _skip_blank(text, 0)
     while position < len(text):
         match = (_THOUSANDS.match(text, position) if thousands else None) or _TOKEN.match(text, position)
         if match is None:
             raise ValueError(f"unexpected text at {position}")
         kind, token = match.lastgroup or "number", match[0]
         if kind == "comma":
-            if wanted:
+            if expects_value:
                 raise ValueError("a comma too many")
-            wanted = comma = True
+            expects_value = comma = True
         elif kind == "close":
             if not brackets or brackets.pop() + token not in ("[]", "()"):
                 raise ValueError("brackets do not match")
             closed = stack.pop()
             stack[-1].append(closed)
-            wanted = comma = False
-        elif not wanted:
+            expects_value = comma = False
+        elif not expects_value:
             raise ValueError("a comma is missing")
         elif kind == "open":
             if len(brackets) == _MAX_DEPTH:
@@ -72,7 +74,7 @@ def read_literal(text: str, *, thousands: bool = False) -> Any:
                 if kind == "string"
                 else to_number(token)
             )
-            wanted = False
+            expects_value = False
         position = _skip_blank(text, match.end())
     if brackets or not stack[0]:
         raise ValueError("a bracket is left open" if brackets else "nothing is written")

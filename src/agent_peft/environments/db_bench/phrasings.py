@@ -91,14 +91,14 @@ TRAIN = Phrasings(
             "Return the {columns_said} of all {many}. The result must be sorted by {key} {direction}.",
         ),
         "limit_only": (
-            "Return the {columns_said} of the {count} {many} with the {extreme} {key_said}, starting with the {extreme}.",
+            "Return the {columns_said} of the {count} {many} with the {extreme} {key_said}, starting with the {extreme}.",  # noqa: E501
             "Which {count} {many} have the {extreme} {key}? Return {columns}, {extreme} first.",
             "List {columns} for the {count} rows of {table} with the {extreme} {key}, {extreme} first.",
-            "Show the {columns_said} of the {count} {many} that have the {extreme} {key_said}. Begin with the {extreme}.",
-            "Find the {count} {many} with the {extreme} {key_said} and return {columns}, from the {extreme} on.",
+            "Show the {columns_said} of the {count} {many} that have the {extreme} {key_said}. Begin with the {extreme}.",  # noqa: E501
+            "Find the {count} {many} with the {extreme} {key_said} and return {columns}, from the {extreme} on.",  # noqa: E501
             "I want {columns} of only {count} {many}: those with the {extreme} {key}, {extreme} first.",
-            "Order the {many} so that the {extreme} {key_said} comes first, and return the {columns_said} of the first {count}.",
-            "Return {columns}, limited to the {count} {many} with the {extreme} {key}, with the {extreme} at the top.",
+            "Order the {many} so that the {extreme} {key_said} comes first, and return the {columns_said} of the first {count}.",  # noqa: E501
+            "Return {columns}, limited to the {count} {many} with the {extreme} {key}, with the {extreme} at the top.",  # noqa: E501
         ),
         "group_by_single_column": (
             "For each {group_said}, what is the {aggregate_said}? Return {outputs_said}.",
@@ -184,11 +184,11 @@ HELDOUT = Phrasings(
             "Display {table} by {key}, {direction}, with only {columns}.",
         ),
         "limit_only": (
-            "Tell me the {columns_said} of just {count} {many}, the ones with the {extreme} {key_said}, the very {extreme} on top.",
+            "Tell me the {columns_said} of just {count} {many}, the ones with the {extreme} {key_said}, the very {extreme} on top.",  # noqa: E501
             "Fetch {columns} of the top {count} of {table} when the {extreme} {key} is put first.",
-            "Could you print {columns} of the {count} {many} having the {extreme} {key}, the very {extreme} leading?",
-            "Rank the {many} with the {extreme} {key_said} leading, keep {count}, and display their {columns_said}.",
-            "Give only {count} rows, with {columns}: the {many} of {extreme} {key}, the very {extreme} leading.",
+            "Could you print {columns} of the {count} {many} having the {extreme} {key}, the very {extreme} leading?",  # noqa: E501
+            "Rank the {many} with the {extreme} {key_said} leading, keep {count}, and display their {columns_said}.",  # noqa: E501
+            "Give only {count} rows, with {columns}: the {many} of {extreme} {key}, the very {extreme} leading.",  # noqa: E501
         ),
         "group_by_single_column": (
             "Break {table} down by {group}, displaying {outputs}.",

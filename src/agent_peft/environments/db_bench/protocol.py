@@ -1,5 +1,5 @@
-"""How the agent writes: ``Action: Operation`` and one block of SQL, or ``Action: Answer`` and ``Final
-Answer: …``.
+"""The form of the agent's replies: ``Action: Operation`` and one block of SQL, or ``Action: Answer`` and
+``Final Answer: …``.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Malformed:
+class MalformedReply:
     """The reply could not be understood; ``why`` tells the agent what to write.
 
-    >>> Malformed("Write one action.").why
+    >>> MalformedReply("Write one action.").why
     'Write one action.'
     """
 
     why: str
 
 
-def parse_reply(reply: str) -> Operation | Answer | Malformed:
+def parse_reply(reply: str) -> Operation | Answer | MalformedReply:
     """Understand a reply. Case, white space, text around the action and the block's language tag do not
     matter.
 
@@ -62,7 +62,7 @@ def parse_reply(reply: str) -> Operation | Answer | Malformed:
     """
     first = _ACTION.search(reply)
     if first is None:
-        return Malformed(f"No action found. Write either\n{OPERATION_FORMAT}\nor\n{ANSWER_FORMAT}")
+        return MalformedReply(f"No action found. Write either\n{OPERATION_FORMAT}\nor\n{ANSWER_FORMAT}")
     return _parse_answer(reply, first.end()) if first[1].lower() == "answer" else _parse_operation(reply)
 
 
@@ -82,35 +82,41 @@ def answer(rows: Sequence[Sequence[object]] | str) -> str:
     )
 
 
-def _parse_operation(reply: str) -> Operation | Malformed:
+def _parse_operation(reply: str) -> Operation | MalformedReply:
     parts = reply.split("```")
     outside = "\n".join(parts[::2])
     if any(match[1].lower() == "answer" for match in _ACTION.finditer(outside)):
-        return Malformed("Two actions found. Write one action, wait for its result, then write the other.")
+        return MalformedReply(
+            "Two actions found. Write one action, wait for its result, then write the other."
+        )
     if len(parts) < 3:
         why = "The ```sql block is not closed." if len(parts) == 2 else "No SQL block found."
-        return Malformed(f"{why} Write\n{OPERATION_FORMAT}")
+        return MalformedReply(f"{why} Write\n{OPERATION_FORMAT}")
     if len(parts) > 3:
-        return Malformed("More than one block found. Write one SQL statement in one ```sql block.")
+        return MalformedReply("More than one block found. Write one SQL statement in one ```sql block.")
     sql = parts[1].strip()
     if language := _LANGUAGE.match(sql):
         sql = sql[language.end() :].strip()
-    return Operation(sql) if sql else Malformed(f"The SQL block is empty. Write\n{OPERATION_FORMAT}")
+    return Operation(sql) if sql else MalformedReply(f"The SQL block is empty. Write\n{OPERATION_FORMAT}")
 
 
-def _parse_answer(reply: str, position: int) -> Answer | Malformed:
+def _parse_answer(reply: str, position: int) -> Answer | MalformedReply:
     marker = _FINAL_ANSWER.search(reply, position)
     other = _ACTION.search(reply, position, marker.start() if marker else len(reply))
     if other is not None and other[1].lower() == "operation":
-        return Malformed("Two actions found. Write one action, wait for its result, then write the other.")
+        return MalformedReply(
+            "Two actions found. Write one action, wait for its result, then write the other."
+        )
     if marker is None:
-        return Malformed(f"No final answer found. Write\n{ANSWER_FORMAT}")
+        return MalformedReply(f"No final answer found. Write\n{ANSWER_FORMAT}")
     text = reply[marker.end() :].strip()
     follow = re.search(r"^[ \t]*+action[ \t]*+:", text, re.IGNORECASE | re.MULTILINE)
     if follow is not None:
-        return Malformed("Two actions found. Write one action, wait for its result, then write the other.")
+        return MalformedReply(
+            "Two actions found. Write one action, wait for its result, then write the other."
+        )
     return (
         Answer(text)
         if text.strip("`* \t\n")
-        else Malformed(f"The final answer is empty. Write\n{ANSWER_FORMAT}")
+        else MalformedReply(f"The final answer is empty. Write\n{ANSWER_FORMAT}")
     )

@@ -12,25 +12,25 @@ _LABELS = {
     "people": """
 Ann Lee|Ben Ortiz|Carla Diaz|David Kim|Ella Novak|Frank Moss|Grace Hall|Hugo Weber|Ines Costa|Jack Stone|Kira Patel|
 Liam Byrne|Mona Ali|Nina Rossi|Omar Haddad|Paula Reyes|Quinn Baker|Rosa Lima|Sean O'Brien|Tara Singh|Uma Rao|Victor Hugo|
-Wendy Clark|Xia Chen|Yusuf Demir|Zoe Adams|Maya Cohen|Leo Fischer|Nora Berg|Ivan Petrov""",
+Wendy Clark|Xia Chen|Yusuf Demir|Zoe Adams|Maya Cohen|Leo Fischer|Nora Berg|Ivan Petrov""",  # noqa: E501
     "titles": """
 Silver River|Night Train|The Last Orchard|Paper Moon|Winter's End|Red Harbor|Quiet Hills|Golden Hour|Broken Compass|
 Summer Rain|Glass Garden|Deep Water|Open Road|First Light|Stone Bridge|Hidden Valley|Blue Lantern|Iron Gate|Long Shadow|
-Second Sun""",
+Second Sun""",  # noqa: E501
     "places": """
 Fairview|Oakdale|Port Ellen|Lakeside|Millbrook|Ashford|Kingston|Westfield|Green Bay|Harlow|Summit|Cedar Falls|St. Mary's|
-Dover|Riverton|Elmwood|Marlow|Stonehaven|Bridgeport|Eastgate""",
+Dover|Riverton|Elmwood|Marlow|Stonehaven|Bridgeport|Eastgate""",  # noqa: E501
     "shops": """
 Blue Door|Corner Market|Baker's Choice|Sunrise Foods|Maple & Co|North Star|Urban Goods|Red Barn|Fresh Fields|Harbor House|
-Top Shelf|Green Leaf|Old Mill|Silver Spoon|City Works|Bright Side|Oak Table|Little Owl""",
+Top Shelf|Green Leaf|Old Mill|Silver Spoon|City Works|Bright Side|Oak Table|Little Owl""",  # noqa: E501
     "tools": """
-Hammer|Drill|Wrench|Chisel|Hand Saw|Clamp|Sander|Ladder|Pliers|Level|Screwdriver|Tape Measure|Heat Gun|Workbench|Planer|Vise""",
+Hammer|Drill|Wrench|Chisel|Hand Saw|Clamp|Sander|Ladder|Pliers|Level|Screwdriver|Tape Measure|Heat Gun|Workbench|Planer|Vise""",  # noqa: E501
     "goods": """
 Desk Lamp|Notebook|Backpack|Water Bottle|Phone Case|Headphones|Office Chair|Coffee Mug|Wall Clock|Umbrella|Keyboard|
-Mouse Pad|Wool Scarf|Travel Pillow|Picture Frame|Candle Set|Sun Hat|Yoga Mat""",
+Mouse Pad|Wool Scarf|Travel Pillow|Picture Frame|Candle Set|Sun Hat|Yoga Mat""",  # noqa: E501
     "foods": """
 Tomato Soup|Apple Pie|Fish Tacos|Veggie Burger|Onion Rings|Caesar Salad|Mushroom Risotto|Chicken Curry|Pancakes|Garlic Bread|
-Lentil Stew|Fruit Salad|Cheese Plate|Spring Rolls|Beef Noodles|Rice Bowl""",
+Lentil Stew|Fruit Salad|Cheese Plate|Spring Rolls|Beef Noodles|Rice Bowl""",  # noqa: E501
     "names": """
 Bella|Max|Luna|Charlie|Daisy|Rocky|Milo|Coco|Oscar|Ruby|Simba|Nala|Bruno|Willow|Pepper|Ziggy|Shadow|Honey""",
 }
@@ -64,7 +64,7 @@ wine_cellar: bottle, bottles: label_name @titles, grape Merlot|Syrah|Riesling, v
 delivery_trips: trip, trips: trip_id #1..400, courier @people, vehicle bike|scooter|truck, distance_km 1..90
 toy_store: toy, toys: toy_id #1..250, material wood|plastic|fabric, age_group 0-3|4-7|8-12, price 2..90, in_stock 0..120
 concert_tickets: concert, concerts: concert @titles, venue Main Hall|Arena|Old Theater, seats 50..2000..10, concert_date date
-"""
+"""  # noqa: E501
 
 _HELDOUT = """
 farm_animals: animal, animals: tag #1..300, animal_name @names, breed sheep|goat|cow, weight_kg 20..600
@@ -81,7 +81,7 @@ ski_rentals: rental, rentals: rental_id #1..400, guest @people, gear skis|snowbo
 recycling_sites: site, sites: site_name @places, waste glass|paper|metal, bins 1..60, pickups 1..40
 board_games: game, games: game_id #1..200, publisher Kosmos|Asmodee|Ravens, play_minutes 10..240..5, max_players 2..14
 radio_shows: show, shows: show_title @titles, station KXR|Wave FM|City One, listeners 100..8000..20, first_aired date
-"""
+"""  # noqa: E501
 
 TRAIN = read_schemas(_TRAIN, _LABELS)
 HELDOUT = read_schemas(_HELDOUT, _LABELS)

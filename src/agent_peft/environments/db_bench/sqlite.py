@@ -73,9 +73,12 @@ class SQLiteDatabase:
     """`Database` on the standard library's sqlite3.
 
     >>> from agent_peft.environments.db_bench.database import Column
-    >>> database = SQLiteDatabase(Table("t", (Column("a", "INT"),), ((1,), (2,))), seconds=2.0, steps=20_000_000, seed=0)
-    >>> database.execute("SELECT SUM(a) FROM t").rows, database.execute("DELETE FROM t WHERE a = 1").changed, database.table()
-    (((3,),), 1, ((2,),))
+    >>> table = Table("t", (Column("a", "INT"),), ((1,), (2,)))
+    >>> database = SQLiteDatabase(table, seconds=2.0, steps=20_000_000, seed=0)
+    >>> database.execute("SELECT SUM(a) FROM t").rows
+    ((3,),)
+    >>> database.execute("DELETE FROM t WHERE a = 1").changed, database.table()
+    (1, ((2,),))
     >>> database.close()
     """
 
@@ -171,7 +174,7 @@ class SQLiteDatabase:
         self._connection.close()
 
     def _begin(self, sql: str, seconds: float | None = None) -> _Clock:
-        """What each statement begins with."""
+        """Reset the state and the clock for a new statement."""
         self._refusal, self._statement, self._altering = None, sql.lower(), False
         clock = _Clock(self.seconds if seconds is None else min(self.seconds, seconds), self._steps)
         self._connection.set_progress_handler(clock.look, _STEPS_PER_LOOK)

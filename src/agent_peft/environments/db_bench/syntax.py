@@ -1,6 +1,4 @@
-"""What a statement is, read off its syntax tree (sqlglot): its skills, and which output columns its rows
-are sorted by.
-"""
+"""Reading a statement's syntax tree (sqlglot): its skills, and the output columns that sort its rows."""
 
 from __future__ import annotations
 
@@ -47,8 +45,7 @@ SKILLS = (
 
 
 def primary_skill(skills: Sequence[str]) -> str:
-    """The one skill that stands for a task with many: the first of ``SKILLS`` it has, so that each task
-    counts once.
+    """The skill that represents a task: the first of ``SKILLS`` that it has. So each task counts once.
 
     >>> primary_skill(("select", "order_by_single_column", "limit_only"))
     'limit_only'
@@ -89,7 +86,9 @@ def parse(sql: str) -> exp.Expr | None:
             tokens
         )  # the statements of LifelongAgentBench take 1.5 for each token
         trees = parser.parse(tokens, sql)
-    except Exception:  # whatever it may be: an odd statement makes sqlglot raise KeyError, AttributeError, RecursionError ...
+    except (
+        Exception
+    ):  # an odd statement makes sqlglot raise KeyError, AttributeError, RecursionError and more
         return None
     return trees[0] if trees else None
 
@@ -111,23 +110,23 @@ def skills_of(sql: str) -> tuple[str, ...]:
 
 
 def _skills(tree: exp.Expr) -> tuple[str, ...]:
-    found = {name for name, kind in _STATEMENTS.items() if isinstance(tree, kind)}
+    names = {name for name, kind in _STATEMENTS.items() if isinstance(tree, kind)}
     if tree.find(exp.Select):
-        found.add("select")
+        names.add("select")
     sources: tuple[type[exp.Expr], ...] = (
         (exp.Table,) if isinstance(tree, exp.Select) else (exp.Table, exp.Subquery)
     )
     if any(source.alias for source in tree.find_all(*sources)):
-        found.add("table_alias")
+        names.add("table_alias")
     query = tree.expression if isinstance(tree, exp.Insert) else tree
     if isinstance(tree, exp.Select):
-        found |= _select_skills(tree)
+        names |= _select_skills(tree)
     elif tree.args.get("limit") is not None:
-        found.add("limit_only")
+        names.add("limit_only")
     if query is not None and (where := query.args.get("where")) is not None:
-        found.add(_where_skill(where.this))
-    found |= _subquery_skills(tree, query)
-    return tuple(skill for skill in SKILLS if skill in found)
+        names.add(_where_skill(where.this))
+    names |= _subquery_skills(tree, query)
+    return tuple(skill for skill in SKILLS if skill in names)
 
 
 def order_keys(sql: str, headers: Sequence[str], width: int) -> tuple[int, ...] | None:
@@ -190,12 +189,12 @@ def _where_skill(condition: exp.Expr) -> str:
 
 
 def _select_skills(select: exp.Select) -> set[str]:
-    """What the clauses of a SELECT show."""
-    found = set()
+    """The skills of the clauses of a SELECT."""
+    names = set()
     if any(isinstance(column, exp.Alias) for column in select.expressions):
-        found.add("column_alias")
+        names.add("column_alias")
     if (group := select.args.get("group")) is not None:
-        found.add("group_by_single_column" if len(group.expressions) == 1 else "group_by_multiple_columns")
+        names.add("group_by_single_column" if len(group.expressions) == 1 else "group_by_multiple_columns")
     if (having := select.args.get("having")) is not None:
         nodes = _own(having.this)
         number = (
@@ -203,24 +202,24 @@ def _select_skills(select: exp.Select) -> set[str]:
             if any(isinstance(node, exp.Connector) for node in nodes)
             else "single_condition"
         )
-        found.add(f"having_{number}_with_aggregate")
+        names.add(f"having_{number}_with_aggregate")
         if any(isinstance(node, exp.Add | exp.Sub | exp.Mul | exp.Div) for node in nodes):
-            found.add("having_aggregate_calculation")
+            names.add("having_aggregate_calculation")
     if (order := select.args.get("order")) is not None:
         directions = {bool(term.args.get("desc")) for term in order.expressions}
         several = f"multiple_columns_{'same_direction' if len(directions) == 1 else 'different_directions'}"
-        found.add(f"order_by_{'single_column' if len(order.expressions) == 1 else several}")
+        names.add(f"order_by_{'single_column' if len(order.expressions) == 1 else several}")
     if select.args.get("limit") is not None:
-        found.add("limit_and_offset" if select.args.get("offset") else "limit_only")
-    return found
+        names.add("limit_and_offset" if select.args.get("offset") else "limit_only")
+    return names
 
 
 def _subquery_skills(tree: exp.Expr, query: exp.Expr | None) -> set[str]:
     inner = [select for select in tree.find_all(exp.Select) if select is not query]
     outermost = [select for select in inner if select.parent_select is None or select.parent_select is query]
-    found = set()
+    names = set()
     if len(outermost) < len(inner):
-        found.add("subquery_nested")
+        names.add("subquery_nested")
     if len(outermost) > 1:
-        found.add("subquery_multiple")
-    return found or ({"subquery_single"} if inner else set())
+        names.add("subquery_multiple")
+    return names or ({"subquery_single"} if inner else set())

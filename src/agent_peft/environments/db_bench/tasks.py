@@ -1,4 +1,4 @@
-"""LifelongAgentBench's entry format: reading files of it, and what an entry says.
+"""LifelongAgentBench's entry format: reading files and entries.
 
 An entry is ``{"instruction", "skill_list"?, "table_info": {"name", "column_info_list": [{"name", "type"}],
 "row_list"}, "answer_info": {"sql", "direct", "md5"}}``; ``direct`` holds the rows of a SELECT, and is null
@@ -23,11 +23,12 @@ _TYPE = re.compile(r"[A-Za-z][A-Za-z0-9_ ]*(\([0-9, ]*\))?")
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What an entry says, checked. ``direct`` is the answer of a SELECT, None for a modification; ``order``
-    is `order_keys` of its SQL.
+class SQLProblem:
+    """The checked content of an entry. ``direct`` is the answer of a SELECT, None for a modification;
+    ``order`` is `order_keys` of its SQL.
 
-    >>> Problem("Delete all.", Table("t", (Column("a", "INT"),), ((1,),)), "DELETE FROM t", direct=None, md5=None, order=None).table.name
+    >>> table = Table("t", (Column("a", "INT"),), ((1,),))
+    >>> SQLProblem("Delete all.", table, "DELETE FROM t", direct=None, md5=None, order=None).table.name
     't'
     """
 
@@ -61,8 +62,8 @@ def task_of(name: str, entry: Any) -> Task:
     return Task(id=name, skills=(*first, *(skill for skill in skills if skill not in first)), content=entry)
 
 
-def read_entry(name: str, entry: Any) -> Problem:
-    """Check an entry and say what it means.
+def read_entry(name: str, entry: Any) -> SQLProblem:
+    """Check an entry, and return its content.
 
     Raises:
         AgentPeftError: with the entry's name, the key that is wrong, and what belongs there.
@@ -91,7 +92,7 @@ def read_entry(name: str, entry: Any) -> Problem:
     if md5 is not None and not (isinstance(md5, str) and re.fullmatch("[0-9a-f]{32}", md5)):
         raise wrong(name, "answer_info.md5", "null or 32 hexadecimal digits")
     order = order_keys(sql, table.headers, len(direct[0])) if direct else None
-    return Problem(instruction, table, sql, direct, md5, order)
+    return SQLProblem(instruction, table, sql, direct, md5, order)
 
 
 def table_md5(rows: Iterable[Row]) -> str:

@@ -73,7 +73,7 @@ def _work(end: socket.socket) -> None:
 
 
 def _set_limits() -> None:
-    """Of this process and those it forks."""
+    """Set the limits of this process and its children."""
     if sys.platform.startswith("linux"):
         with open("/proc/self/statm", encoding="ascii") as file:
             pages = int(file.read().split()[0])

@@ -1,15 +1,15 @@
-"""What our FastAPI applications share: answers in ASCII JSON, refusals in one line, and the ping. Needs
+"""The basis of the FastAPI application: answers in ASCII JSON, refusals in one line, and the ping. It needs
 the extra ``server``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from agent_peft import __version__
+from agent_peft.config import first_error
 from agent_peft.environments.http import messages
 from agent_peft.environments.http.messages import Refusal
+from agent_peft.version import __version__
 
 try:  # the one place where the server's packages are imported
     import uvicorn
@@ -28,7 +28,6 @@ __all__ = [
     "WebSocket",
     "WebSocketDisconnect",
     "new_app",
-    "one_line",
     "uvicorn",
 ]
 
@@ -52,7 +51,7 @@ def new_app(title: str, description: str) -> FastAPI:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> Response:
-        return problem(422, "invalid", one_line(error.errors()))
+        return problem(422, "invalid", messages.one_line(first_error(error)))
 
     @app.exception_handler(HTTPException)
     async def other(_: Request, error: HTTPException) -> Response:
@@ -74,12 +73,3 @@ def new_app(title: str, description: str) -> FastAPI:
 
 def problem(status: int, code: str, text: str, headers: Any = None) -> Response:
     return JSON({"detail": text, "code": code}, status, headers=headers)
-
-
-def one_line(errors: Sequence[Any]) -> str:
-    """The first of pydantic's errors, and where it is."""
-    first = errors[0]
-    where = ".".join(str(part)[:50] for part in first["loc"])
-    return messages.one_line(
-        f"{where}: {first['msg']}" + (f" (and {len(errors) - 1} more)" if len(errors) > 1 else "")
-    )

@@ -1,6 +1,4 @@
-"""An environment that runs in another process, or on another machine: the other end of ``agent-peft
-serve``.
-"""
+"""The client of ``agent-peft serve``: an environment that runs in another process or on another machine."""
 
 from __future__ import annotations
 
@@ -11,70 +9,63 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Annotated, Literal, overload
-from urllib.parse import urlsplit
+from typing import Annotated, overload
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
 from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
 from agent_peft.environments.http import messages
-from agent_peft.environments.http.connection import LONGEST_PAGE, Connection, DefectError, checked_url
+from agent_peft.environments.http.connection import MAX_PAGE_BYTES, Connection, DefectError, checked_url
 from agent_peft.types import AgentPeftError, InfrastructureError, Message, StepResult, Task
 
 logger = logging.getLogger(__name__)
 
-LOOK = 16  # tasks in a page of very many, of which a step looks at a few
-LOOKS = 64  # such pages that are kept
-LONGEST_SET = 256 << 20  # bytes of all tasks, where these are not very many
-PULSE = 60.0  # seconds between two signs of life
+TASKS_PER_PAGE = 16  # tasks in a page of very many, of which a step looks at a few
+MAX_CACHED_PAGES = 64  # such pages that are kept
+MAX_SET_BYTES = 256 << 20  # bytes of all tasks, where these are not very many
+PULSE_SECONDS = 60.0  # seconds between two signs of life
 PAGE_NODES = 4_000_000  # commas and brackets of a page
 
 
 class RemoteConfig(EnvironmentConfig):
-    """Where the environment is, and how long to wait for it."""
+    """The server of an environment, and the time limits of requests."""
 
-    kind: Literal["remote"] = "remote"
-    url: Annotated[str, AfterValidator(checked_url)] = Field(description="such as http://127.0.0.1:8000")
+    kind: str = "remote"
+    url: Annotated[str, AfterValidator(checked_url)] = Field(
+        description="address of the server, such as http://127.0.0.1:8000"
+    )
     environment: str = Field(
-        default=messages.TRAIN, description="train or evaluation, as the server calls it"
+        default=messages.TRAIN, description="name of the environment on the server: train or evaluation"
     )
     token: str | None = Field(
-        default=None, description="the name of the environment variable that holds the server's token"
+        default=None,
+        description="name of the environment variable that holds the server's token; null sends none",
     )
-    timeout: float = Field(default=120.0, gt=0, description="seconds for one answer")
+    timeout: float = Field(default=120.0, gt=0, description="time limit of one answer in seconds")
     patience: float = Field(
-        default=30.0, ge=0, description="seconds within which an unanswered request is tried again"
+        default=30.0, ge=0, description="seconds for which an unanswered request is repeated"
     )
-    examples: int = Field(default=0, ge=0, le=63, description="solved tasks shown before each task")
-    examples_url: Annotated[str, AfterValidator(checked_url)] | None = Field(
-        default=None, description="default: the server's next port"
-    )
-
-    @model_validator(mode="after")
-    def _effective(self) -> RemoteConfig:
-        if self.examples_url is not None and not self.examples:
-            raise ValueError(
-                "examples_url has no effect without examples; set how many are shown, or leave it out"
-            )
-        return self
+    examples: int = Field(default=0, ge=0, le=63, description="number of solved tasks shown before each task")
 
 
 class RemoteEnvironment(Environment):
-    """Nobody above can tell it from the environment that is served: tasks, seeds, demonstrations, results and
-    errors are the same.
+    """A served environment. Its tasks, seeds, demonstrations, results and errors are those of the environment
+    on the server.
 
-    A request that is not answered is sent again, and executed once. An episode that the server has lost (it
-    was killed, or started anew) raises ``InfrastructureError``: the collector replays its actions in another
-    episode, which is incorrect where that fails, too.
+    An unanswered request is sent again, and the server executes it once. An episode that the server has lost
+    (it was killed or restarted) raises ``InfrastructureError``. The collector then replays its actions in
+    another episode, and counts the episode as incorrect if that fails, too.
     """
 
+    config_class = RemoteConfig
+
     def __init__(self, config: RemoteConfig) -> None:
-        """Ask for the tasks.
+        """Fetch the tasks.
 
         Raises:
             AgentPeftError: no server answers, or it refuses.
         """
-        self.config = config
+        self.config: RemoteConfig = config
         self.connection = Connection(config.url, config.token, config.timeout, config.patience)
         self._presence = Presence(self.connection)
         try:
@@ -99,18 +90,18 @@ class RemoteEnvironment(Environment):
 
     def episode(self, task: Task, seed: int) -> RemoteEpisode:
         request = messages.ResetRequest(
-            # an address, not a draw: two runs of one seed must not meet in one episode
+            # random, not derived from the seed: two runs of one seed must not share an episode
             episode_id=uuid.uuid4().hex,
             environment=self.config.environment,
             task=self._name(task),
             seed=seed,
         )
-        shown = [example for example in self._examples if example.task != task.id][: self.config.examples]
+        examples = [example for example in self._examples if example.task != task.id][: self.config.examples]
         return RemoteEpisode(
             self.connection,
             self._presence,
             request,
-            [message.message() for example in shown for message in example.messages],
+            [message.message() for example in examples for message in example.messages],
         )
 
     def demonstration(self, task: Task) -> Sequence[str] | None:
@@ -122,50 +113,45 @@ class RemoteEnvironment(Environment):
         self.connection.close()
 
     def _name(self, task: Task) -> str | messages.TaskMessage:
-        """A served task by its id, another whole."""
+        """The id of a served task; any other task whole."""
         return task.id if self._by_id.get(task.id) == task else messages.TaskMessage.of(task)
 
     def _fetch_tasks(self) -> Sequence[Task]:
-        """All of them at once, or, where they are very many, as they are looked at."""
+        """All tasks at once, or a sequence that fetches pages when there are very many."""
         where, connection = {"environment": self.config.environment}, self.connection
         tasks: list[Task] = []
         while True:
             page = connection.get(
-                "/tasks", messages.TaskPage, {**where, "offset": len(tasks)}, LONGEST_PAGE, PAGE_NODES
+                "/tasks", messages.TaskPage, {**where, "offset": len(tasks)}, MAX_PAGE_BYTES, PAGE_NODES
             )
-            if page.total > messages.MANY:
+            if page.total > messages.MAX_LISTED_TASKS:
                 return RemoteTasks(connection, self.config.environment, range(page.total))
-            if connection.received > LONGEST_SET:
+            if connection.received > MAX_SET_BYTES:
                 raise AgentPeftError(
-                    f"{connection.url}: its tasks have more than {LONGEST_SET >> 20} MiB; serve fewer of them"
+                    f"{connection.url}: its tasks have more than {MAX_SET_BYTES >> 20} MiB; serve fewer"
                 )
             tasks += [message.task() for message in page.tasks]
             if len(tasks) >= page.total or not page.tasks:
                 return tuple(tasks)
 
     def _fetch_examples(self) -> tuple[messages.Example, ...]:
-        """One more than are shown: a task is never shown its own solution."""
-        config = self.config
-        url = config.examples_url or next_port(config.url)
-        connection = Connection(url, config.token, config.timeout, config.patience)
-        try:
-            found = connection.get("/examples", messages.Examples, {"count": config.examples + 1}).examples
-        finally:
-            connection.close()
-        if len(found) <= config.examples:
+        """One example more than a prompt shows, because a task never shows its own solution."""
+        count = self.config.examples
+        examples = self.connection.get("/examples", messages.Examples, {"count": count + 1}).examples
+        if len(examples) <= count:
             raise AgentPeftError(
-                f"{url}: has {len(found)} solved tasks, and examples + 1 are needed; set examples to {len(found) - 1}"
+                f"{self.connection.url}: has {len(examples)} solved tasks, and examples + 1 are needed; "
+                f"set examples to {len(examples) - 1}"
             )
-        return found
+        return examples
 
 
 @dataclass(frozen=True, eq=False)
 class RemoteTasks(Sequence[Task]):
-    """More tasks than one wants to hold: each page is fetched when it is looked at.
+    """A sequence of very many tasks. It fetches a page when one of its tasks is read.
 
     Raises:
-        InfrastructureError: of every look, where the server does not answer, or with fewer tasks than it says
-            it has.
+        InfrastructureError: on reading, if the server does not answer, or sends fewer tasks than it has.
     """
 
     connection: Connection
@@ -175,7 +161,7 @@ class RemoteTasks(Sequence[Task]):
 
     def __post_init__(self) -> None:
         if self.pages is None:
-            object.__setattr__(self, "pages", lru_cache(maxsize=LOOKS)(self._fetch))
+            object.__setattr__(self, "pages", lru_cache(maxsize=MAX_CACHED_PAGES)(self._fetch))
 
     @overload
     def __getitem__(self, index: int) -> Task: ...
@@ -185,24 +171,24 @@ class RemoteTasks(Sequence[Task]):
         if isinstance(index, slice):
             return replace(self, indices=self.indices[index])
         assert self.pages is not None
-        page, place = divmod(self.indices[index], LOOK)
+        page, place = divmod(self.indices[index], TASKS_PER_PAGE)
         return self.pages(page)[place]
 
     def __len__(self) -> int:
         return len(self.indices)
 
     def _fetch(self, page: int) -> tuple[Task, ...]:
-        where = {"environment": self.environment, "offset": page * LOOK, "limit": LOOK}
-        told = self.connection.get("/tasks", messages.TaskPage, where)
-        if len(told.tasks) != min(LOOK, len(self.indices) - page * LOOK):
+        where = {"environment": self.environment, "offset": page * TASKS_PER_PAGE, "limit": TASKS_PER_PAGE}
+        answer = self.connection.get("/tasks", messages.TaskPage, where)
+        if len(answer.tasks) != min(TASKS_PER_PAGE, len(self.indices) - page * TASKS_PER_PAGE):
             raise InfrastructureError(
-                f"{self.connection.url}: page {page} of its tasks has {len(told.tasks)}"
+                f"{self.connection.url}: page {page} of its tasks has {len(answer.tasks)}"
             )
-        return tuple(message.task() for message in told.tasks)
+        return tuple(message.task() for message in answer.tasks)
 
 
 class RemoteEpisode(Episode):
-    """One episode elsewhere. Its requests are told apart by their index."""
+    """An episode on the server. The index of a step identifies its request."""
 
     def __init__(
         self,
@@ -234,7 +220,8 @@ class RemoteEpisode(Episode):
         opening = response.messages()
         if not opening:
             raise AgentPeftError(
-                f"{self._connection.url}: an episode of {response.metadata.task!r:.50} begins without a message"
+                f"{self._connection.url}: an episode of {response.metadata.task!r:.50} begins without a "
+                "message"
             )
         leading = next(
             (place for place, message in enumerate(opening) if message.role != "system"), len(opening)
@@ -243,8 +230,8 @@ class RemoteEpisode(Episode):
         return [*opening[:leading], *(m for m in self._examples if m.role != "system"), *opening[leading:]]
 
     def step(self, action: str) -> StepResult:
-        """Act, with the first ``messages.LONGEST_ACTION`` characters of an action that is longer than any
-        context.
+        """Act. Only the first ``messages.MAX_ACTION_CHARS`` characters of an action are sent; this is longer
+        than any context.
 
         Raises:
             DefectError: the environment raised.
@@ -257,7 +244,7 @@ class RemoteEpisode(Episode):
         request = messages.StepRequest(
             episode_id=self._name,
             index=self._steps,
-            action=messages.Action(text=action[: messages.LONGEST_ACTION]),
+            action=messages.Action(text=action[: messages.MAX_ACTION_CHARS]),
             server_id=self._server,
         )
         response = self._connection.post("/step", messages.StepResponse, request)
@@ -271,8 +258,8 @@ class RemoteEpisode(Episode):
         return result
 
     def close(self) -> None:
-        """Tell the server, if it answers; it closes idle episodes by itself. Another thread may be at a
-        step, which is answered.
+        """Tell the server, if it answers. It closes idle episodes by itself. A step of another thread is
+        still answered.
         """
         self._presence.remove(self._name)
         if self._started and not self._over:
@@ -286,8 +273,8 @@ class RemoteEpisode(Episode):
 
 
 class Presence:
-    """Says now and then that this client is still there, while it has episodes open: a policy may write
-    for longer at one reply than a server waits for a client that is silent.
+    """Sends a sign of life once a minute while episodes are open. A policy may need more time for one reply
+    than a server waits for a silent client.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -311,21 +298,9 @@ class Presence:
         self._stopped.set()
 
     def _run(self) -> None:
-        while not self._stopped.wait(PULSE):
+        while not self._stopped.wait(PULSE_SECONDS):
             with self._lock:
                 episode = next(iter(self._open), None)
             if episode is not None:
                 with suppress(AgentPeftError, InfrastructureError, DefectError):  # whoever steps is told
                     self._connection.get("/state", messages.State, {"episode_id": episode}, patient=False)
-
-
-def next_port(url: str) -> str:
-    """Where the example conversations are, unless it is said.
-
-    >>> next_port("http://127.0.0.1:8000")
-    'http://127.0.0.1:8001'
-    """
-    parts = urlsplit(url)
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    host = f"[{parts.hostname}]" if ":" in (parts.hostname or "") else parts.hostname
-    return f"{parts.scheme}://{host}:{port + 1}"

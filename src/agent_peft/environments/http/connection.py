@@ -8,7 +8,6 @@ server is not trusted to be one: what it answers is read up to a limit, in a tim
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import time
 import uuid
@@ -21,7 +20,9 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
 
+from agent_peft.config import first_error
 from agent_peft.environments.http import messages
+from agent_peft.environments.http.guard import is_loopback
 from agent_peft.types import AgentPeftError, InfrastructureError
 
 if TYPE_CHECKING:
@@ -31,10 +32,9 @@ Answer = TypeVar("Answer", bound=BaseModel)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # seconds between two attempts: doubled from the first to the longest
 BUSY = frozenset({502, 503, 504})  # of whatever stands between us and the server
-LONGEST_ANSWER = 4 << 20  # bytes: more than any context holds
-LONGEST_PAGE = (
-    4 * messages.LONGEST_PAGE
-)  # a server's pages are shorter, but for a task that is long by itself
+MAX_ANSWER_BYTES = 4 << 20  # bytes: more than any context holds
+# a server's pages are shorter, unless a single task is longer
+MAX_PAGE_BYTES = 4 * messages.MAX_PAGE_BYTES
 UNCOMPRESSED = {"accept-encoding": "identity"}  # a few bytes could be a gigabyte
 
 
@@ -93,8 +93,8 @@ class Connection:
         path: str,
         model: type[Answer],
         params: Mapping[str, Any] | None = None,
-        longest: int = LONGEST_ANSWER,
-        nodes: int = messages.MOST_NODES,
+        longest: int = MAX_ANSWER_BYTES,
+        nodes: int = messages.MAX_NODES,
         patient: bool = True,
     ) -> Answer:
         """
@@ -121,8 +121,8 @@ class Connection:
         path: str,
         *,
         patient: bool = True,
-        longest: int = LONGEST_ANSWER,
-        nodes: int = messages.MOST_NODES,
+        longest: int = MAX_ANSWER_BYTES,
+        nodes: int = messages.MAX_NODES,
         **more: Any,
     ) -> Any:
         """The JSON of the answer.
@@ -163,7 +163,8 @@ class Connection:
                     if echo or status in BUSY:
                         raise _Lost("the answer is to another request" if echo else f"HTTP {status}")
                     raise AgentPeftError(
-                        f"{self.url}{path}: the answer (HTTP {status}) comes from no agent-peft server; set another url"
+                        f"{self.url}{path}: the answer (HTTP {status}) comes from no agent-peft server; "
+                        "set another url"
                     )
                 body = read_answer(response, longest, self._timeout)
             self.received += len(body)
@@ -179,9 +180,9 @@ class Connection:
         return found
 
     def _refused(self, path: str, status: int, told: Any) -> None:
-        problem = messages.Problem(detail=f"HTTP {status}", code="")
+        problem = messages.ErrorAnswer(detail=f"HTTP {status}", code="")
         with suppress(ValidationError):
-            problem = messages.Problem.model_validate(told)
+            problem = messages.ErrorAnswer.model_validate(told)
         detail = messages.one_line(problem.detail)
         if problem.code in messages.LOST:
             raise InfrastructureError(f"{self.url}{path}: {detail}")
@@ -193,7 +194,8 @@ class Connection:
             raise _Lost(detail)
         if status in (401, 403):
             raise AgentPeftError(
-                f"{self.url}: {detail}; name the environment variable that holds the server's token with token"
+                f"{self.url}: {detail}; name the environment variable that holds the server's token with "
+                "token"
             )
         raise AgentPeftError(f"{self.url}{path}: {detail}")
 
@@ -201,10 +203,9 @@ class Connection:
         try:
             return model.model_validate(found)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-            where = ".".join(str(part)[:50] for part in first["loc"])
+            fault = messages.one_line(first_error(error))
             raise AgentPeftError(
-                f"{self.url}: the server speaks another version of agent-peft ({messages.one_line(where)}: {first['msg']})"
+                f"{self.url}: the server speaks another version of agent-peft ({fault})"
             ) from error
 
 
@@ -232,7 +233,7 @@ def read_answer(response: httpx.Response, longest: int, seconds: float) -> bytes
 
 
 def import_httpx() -> ModuleType:
-    """The one place where httpx is imported.
+    """Import httpx, only here.
 
     Raises:
         AgentPeftError: it is not installed.
@@ -274,11 +275,7 @@ def is_local(url: str) -> bool:
     >>> is_local("http://127.0.0.1:8000"), is_local("https://example.org")
     (True, False)
     """
-    host = urlsplit(url).hostname or ""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return is_loopback(urlsplit(url).hostname or "")
 
 
 def checked_url(url: str, schemes: tuple[str, ...] = ("http", "https")) -> str:

@@ -1,4 +1,4 @@
-"""What stands before every request: who may speak, how much, and how long that may take. Plain ASGI."""
+"""The guard in front of the application: who may send requests, how large, and how slowly. Plain ASGI."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ class Guard:
                     raise Refusal(
                         403,
                         "origin",
-                        f"this server is for this machine alone, and has no name such as {value[:255].decode('latin-1')!r}",
+                        "this server is for this machine alone, and has no name such as "
+                        f"{value[:255].decode('latin-1')!r}",
                     )
         elif path not in FREE and not hmac.compare_digest(
             dict(headers).get(b"authorization", b""), self.expected
@@ -167,18 +168,18 @@ async def _refuse(kind: str, refusal: Refusal, send: Send) -> None:
 def names_loopback(value: bytes) -> bool:
     """Whether a Host or an Origin names this machine to itself alone.
 
-    >>> names_loopback(b"localhost:80"), names_loopback(b"http://[::1]:80"), names_loopback(b"[::1"), names_loopback(b"null")
-    (True, True, False, False)
+    >>> [names_loopback(name) for name in (b"localhost:80", b"http://[::1]:80", b"[::1", b"null")]
+    [True, True, False, False]
     """
-    written = _HOST.fullmatch(value.decode("latin-1").strip())
-    return written is not None and is_loopback(written[1].strip("[]").lower())
+    match = _HOST.fullmatch(value.decode("latin-1").strip())
+    return match is not None and is_loopback(match[1].strip("[]").lower())
 
 
 def is_loopback(host: str) -> bool:
     """Whether ``host`` names this machine to itself alone.
 
-    >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("localhost"), is_loopback("0.0.0.0"), is_loopback("example.org")
-    (True, True, True, False, False)
+    >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "example.org")]
+    [True, True, True, False, False]
     """
     if host == "localhost":
         return True

@@ -1,4 +1,4 @@
-"""What strangers may ask of a server, and for how long."""
+"""The limits of a server for clients that it does not trust."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agent_peft.environments.http import messages
 
 @dataclass(frozen=True)
 class Limits:
-    """Sizes are in bytes, but for ``action_chars``.
+    """Limits of a server. Sizes are in bytes; ``action_chars`` is in characters.
 
     >>> Limits(episodes=8).threads
     64
@@ -25,7 +25,7 @@ class Limits:
     bodies_bytes: int = 128 << 20  # of all requests together
     task_bytes: int = 1 << 20  # of any other request, such as a reset with a whole task
     tasks_bytes: int = 64 << 20  # of the whole tasks of all episodes together
-    action_chars: int = messages.LONGEST_ACTION
+    action_chars: int = messages.MAX_ACTION_CHARS
     answers_bytes: int = 16 << 20  # kept of episodes that are over
     connections: int = 1024  # at once; fewer where the process may have few descriptors
     head_seconds: float = 10.0  # until a request has sent its header

@@ -1,11 +1,11 @@
-"""What goes over the wire: OpenEnv's reset, step and state, and what ours says beyond them.
+"""The messages between server and client: OpenEnv's reset, step and state, and our additions.
 
 An OpenEnv server answers with ``{observation, reward, done, metadata}``. Ours puts the facts into
-``metadata`` (outcome, stop reason, validity), and prices them for OpenEnv's clients: 1 for correct, 0 for
-incorrect, null where the outcome is unknown.
+``metadata`` (outcome, stop reason, validity, score). For OpenEnv's clients it also sets the reward: 1 for
+correct, 0 for incorrect, null where the outcome is unknown.
 
-Texts are JSON in ASCII with ``\\u`` escapes, so that whatever a policy writes arrives as it was, lone
-surrogates included.
+Texts are JSON in ASCII with ``\\u`` escapes, so that every text of a policy arrives unchanged, also with lone
+surrogates.
 """
 
 from __future__ import annotations
@@ -16,35 +16,33 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import BaseModel, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
 
+from agent_peft.config import Config
 from agent_peft.printable import printable
 from agent_peft.types import AgentPeftError, Message, Outcome, Role, StepResult, StopReason, Task
 
 REQUEST_ID = "x-request-id"  # echoed, so that a response can never be taken for that of another request
 CLIENT_ID = "x-client-id"  # episodes of a client that still speaks are not idle
-# more tasks than these (arithmetic has up to 10^17) are sent as they are asked for, and whole instead of by
-# their ids
-MANY = 10_000
-TRAIN = "train"  # the environment that is meant where none is named
+# above this many tasks (arithmetic has up to 10^17), clients fetch pages when they need them, and send a
+# task's full content instead of its id
+MAX_LISTED_TASKS = 10_000
+TRAIN = "train"  # the default environment
 
-LONGEST_ACTION = 1 << 20  # characters; in JSON up to twelve times as many bytes
-LONGEST_PAGE = 8 << 20  # bytes of tasks in one answer, but for a task that is longer by itself
-MOST_NODES = 200_000  # commas and brackets of a request; as Python's objects each takes up to a hundred bytes
-# brackets within brackets; Python gives up at some hundreds, at different ones when it reads, writes and
-# compares
-DEEPEST = 100
+MAX_ACTION_CHARS = 1 << 20  # characters; in JSON up to twelve times as many bytes
+MAX_PAGE_BYTES = 8 << 20  # bytes of tasks in one answer; a longer task is sent alone
+MAX_NODES = 200_000  # commas and brackets of a request; as Python's objects each takes up to a hundred bytes
+# nested brackets; Python fails at some hundreds, and at different numbers for reading, writing and comparing
+MAX_DEPTH = 100
 LINE = 500  # characters of a refusal
 
-# why a request was refused
-UNKNOWN = (
-    "unknown_episode"  # never heard of: the server was started anew, or the episode was idle for too long
-)
+# codes of refusals
+UNKNOWN = "unknown_episode"  # the server was restarted, or the episode was idle for too long
 ENDED = "episode_ended"
 CONFLICT = "conflict"  # another request under the same episode and index, or not the next index
 FULL = "full"
 INFRASTRUCTURE = "infrastructure"  # the world under the environment failed
-BROKEN = "broken"  # the environment's code raised: a defect of it, not a failure of the world
+BROKEN = "broken"  # the environment's code raised, which is a defect and not a failure of the world
 LOST = frozenset({UNKNOWN, ENDED, CONFLICT, INFRASTRUCTURE})  # the episode counts for nothing
 
 _STRINGS = re.compile(
@@ -81,9 +79,7 @@ TaskName = Annotated[str, Field(max_length=1000)]
 First = FailFast()  # of a million wrong items only the first is an error, or the errors would fill the memory
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+class _Message(Config):
     @model_validator(mode="before")
     @classmethod
     def _has_few_keys(cls, content: Any) -> Any:
@@ -95,11 +91,11 @@ class _Message(BaseModel):
 
 
 class TaskMessage(_Message):
-    """A task that the server does not have: it is sent whole."""
+    """A whole task, for a server that does not have it."""
 
     id: TaskName
     skills: Annotated[tuple[Annotated[str, Field(max_length=255)], ...], First, Field(max_length=100)] = ()
-    content: Object = {}
+    content: Object = Field(default={})
 
     @classmethod
     def of(cls, task: Task) -> TaskMessage:
@@ -110,9 +106,7 @@ class TaskMessage(_Message):
 
 
 class ResetRequest(_Message):
-    """Start an episode. The same request with the same ``episode_id`` starts none: it is answered as
-    before.
-    """
+    """Start an episode. A repeated request with the same ``episode_id`` gets the first answer again."""
 
     episode_id: Name | None = Field(
         default=None, description="chosen by the client; null lets the server choose"
@@ -125,27 +119,25 @@ class ResetRequest(_Message):
 
 
 class Action(_Message):
-    """What the agent says."""
+    """The agent's action."""
 
     text: Text
     metadata: Unread = Field(default={}, description="not read")
 
 
 class StepRequest(_Message):
-    """Act. The same action under the same index is executed once: a repeated request is answered as
-    before.
-    """
+    """Act. An index is executed once: a repeated request with the same action gets the first answer again."""
 
     episode_id: Name
     index: int = Field(ge=0, lt=2**31, description="0 for the first step of an episode")
     action: Action
     server_id: Name | None = Field(
-        default=None, description="as reset told it: a step is not taken by a server started since"
+        default=None, description="from the answer to reset; a server that was started later refuses the step"
     )
 
 
 class CloseRequest(_Message):
-    """Free an episode. May be repeated."""
+    """Free an episode. The request may be repeated."""
 
     episode_id: Name
 
@@ -172,14 +164,14 @@ class ChatMessage(_Message):
 
 
 class Observation(_Message):
-    """What the agent reads next: ``text``, and after a reset the whole opening of the conversation."""
+    """The text that the agent reads next, and after a reset the whole opening of the conversation."""
 
     text: Text
     messages: Annotated[tuple[ChatMessage, ...], First] = ()
 
 
 class ResetFacts(_Message):
-    """What is known of an episode that has begun."""
+    """The facts of an episode that has begun."""
 
     episode_id: str
     server_id: str
@@ -198,13 +190,15 @@ class ResetResponse(_Message):
 
 
 class StepFacts(_Message):
-    """What the environment found, beside what the agent reads."""
+    """The facts of a step."""
 
     episode_id: str
     index: int
     outcome: Outcome
     stop_reason: StopReason | None
     valid: bool
+    # left out where there is none, for clients that know no scores
+    score: float | None = Field(default=None, ge=0, le=1, exclude_if=lambda score: score is None)
 
 
 class StepResponse(_Message):
@@ -217,6 +211,8 @@ class StepResponse(_Message):
     def _says_why_it_ended(self) -> StepResponse:
         if self.done != (self.metadata.stop_reason is not None):
             raise ValueError("a step tells a stop reason exactly when it is the last")
+        if self.metadata.score is not None and not self.done:
+            raise ValueError("only the last step tells a score")
         return self
 
     @classmethod
@@ -227,6 +223,7 @@ class StepResponse(_Message):
             outcome=result.outcome,
             stop_reason=result.stop_reason,
             valid=result.valid,
+            score=result.score,
         )
         reward = _REWARDS[result.outcome] if result.done else None
         return cls(
@@ -235,7 +232,9 @@ class StepResponse(_Message):
 
     def result(self) -> StepResult:
         facts = self.metadata
-        return StepResult(self.observation.text, self.done, facts.outcome, facts.stop_reason, facts.valid)
+        return StepResult(
+            self.observation.text, self.done, facts.outcome, facts.stop_reason, facts.valid, facts.score
+        )
 
 
 class State(_Message):
@@ -269,7 +268,7 @@ class Examples(_Message):
 
 
 class Metadata(_Message):
-    """OpenEnv's metadata, and what is served."""
+    """OpenEnv's metadata, and the environments that are served."""
 
     name: str
     description: str
@@ -294,8 +293,8 @@ class Pong(_Message):
     status: Literal["ok"] = "ok"
 
 
-class Problem(_Message):
-    """Why a request was refused, in one line."""
+class ErrorAnswer(_Message):
+    """The cause of a refusal in one line."""
 
     detail: str
     code: str
@@ -310,7 +309,7 @@ class Refusal(Exception):
 
 
 def one_line(text: object) -> str:
-    r"""What others wrote, as one short line that a terminal shows as it is.
+    r"""Return a stranger's text as one short line of printable characters.
 
     >>> one_line("two\nlines"), one_line("x" * 1000)[-5:]
     ('two lines', 'xx...')
@@ -318,24 +317,24 @@ def one_line(text: object) -> str:
     return printable(" ".join(str(text)[: 2 * LINE].split()), LINE)
 
 
-def decode(text: bytes | str, nodes: int = MOST_NODES) -> Any:
-    """What a JSON text of a stranger says.
+def decode(text: bytes | str, nodes: int = MAX_NODES) -> Any:
+    """Parse a stranger's JSON text.
 
     Raises:
-        ValueError: it is not JSON in UTF-8, or is nested too deeply, or would be more than ``nodes`` objects.
+        ValueError: it is not JSON in UTF-8, is nested too deeply, or would be more than ``nodes`` objects.
     """
     raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     check_json(raw, nodes)
     return json.loads(raw)
 
 
-def check_json(text: bytes | bytearray, nodes: int = MOST_NODES) -> None:
-    r"""Whether a text, if it is JSON, is fit to be read: a megabyte of brackets would be a hundred of
-    Python's objects.
+def check_json(text: bytes | bytearray, nodes: int = MAX_NODES) -> None:
+    r"""Check the size of a JSON text before it is parsed: a megabyte of brackets would take a hundred
+    megabytes as Python's objects.
 
     Raises:
-        ValueError: it would be more than ``nodes`` objects, is nested too deeply, or is not in UTF-8 (in
-            UTF-16, brackets could hide).
+        ValueError: it would become more than ``nodes`` objects, is nested too deeply, or is not in UTF-8 (in
+            UTF-16 the check would miss brackets).
 
     >>> check_json(b'{"a": [1, 2, "[[[\\",,,"]}', nodes=4)
     """
@@ -347,8 +346,8 @@ def check_json(text: bytes | bytearray, nodes: int = MOST_NODES) -> None:
     if sum(map(outside.count, (b",", b"[", b"{"))) > nodes:
         raise ValueError(f"it has more than {nodes} commas and brackets")
     depths = accumulate(1 if bracket in b"[{" else -1 for bracket in outside.translate(None, _NO_BRACKETS))
-    if max(depths, default=0) > DEEPEST:
-        raise ValueError(f"its brackets are nested more than {DEEPEST} deep")
+    if max(depths, default=0) > MAX_DEPTH:
+        raise ValueError(f"its brackets are nested more than {MAX_DEPTH} deep")
 
 
 def encode(content: BaseModel | Mapping[str, Any]) -> bytes:
@@ -362,5 +361,5 @@ def encode(content: BaseModel | Mapping[str, Any]) -> bytes:
 
 
 def missing_extra(package: str) -> AgentPeftError:
-    """What to say where a package of the extra ``server`` is not installed."""
+    """The error for a missing package of the extra ``server``."""
     return AgentPeftError(f"environments over HTTP need {package}: pip install 'agent-peft[server]'")

@@ -1,9 +1,8 @@
-"""Train on anyone's OpenEnv server (https://github.com/huggingface/OpenEnv): its reset, its observations, its
-reward.
+"""Training on an OpenEnv server (https://github.com/huggingface/OpenEnv).
 
-OpenEnv prices, where our environments state facts: a reward of at least ``threshold`` is CORRECT, a smaller
-one INCORRECT, none at all UNKNOWN. It has seeds, where ours have tasks: task n is the server's reset with the
-n-th seed.
+OpenEnv gives a reward where our environments state facts: a reward of at least ``threshold`` is CORRECT, a
+smaller one is INCORRECT, and no reward is UNKNOWN. OpenEnv has seeds where our environments have tasks:
+task n is the server's reset with the n-th seed.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator
 
+from agent_peft.config import first_error
 from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
 from agent_peft.environments.http import messages
 from agent_peft.environments.http.connection import (
-    LONGEST_ANSWER,
+    MAX_ANSWER_BYTES,
     UNCOMPRESSED,
     TooLong,
     authorization,
@@ -51,32 +51,39 @@ OURS = frozenset({"seed", "episode_id"})
 
 
 class OpenEnvConfig(EnvironmentConfig):
-    """A server, what its actions and observations are called, and how its reward is read."""
+    """A server, the keys of its actions and observations, and the meaning of its reward."""
 
-    kind: Literal["openenv"] = "openenv"
-    url: Annotated[str, AfterValidator(checked_url)] = Field(description="such as http://127.0.0.1:8000")
-    num_tasks: int = Field(ge=1, description="how many seeds")
-    seed: int = Field(default=0, description="another seed gives other seeds to the server")
-    token: str | None = Field(
-        default=None, description="the name of the environment variable that holds a bearer token"
+    kind: str = "openenv"
+    url: Annotated[str, AfterValidator(checked_url)] = Field(
+        description="address of the server, such as http://127.0.0.1:8000"
     )
-    max_turns: int = Field(default=8, ge=1, description="then the episode ends, graded all the same")
+    num_tasks: int = Field(ge=1, description="number of tasks; task n is a reset with the n-th seed")
+    seed: int = Field(default=0, description="seed that the seeds of the resets are derived from")
+    token: str | None = Field(
+        default=None,
+        description="name of the environment variable that holds a bearer token; null sends none",
+    )
+    max_turns: int = Field(
+        default=8, ge=1, description="maximum number of turns; then the episode ends and is graded"
+    )
     threshold: float = Field(
-        default=1.0, allow_inf_nan=False, description="the smallest reward that is correct"
+        default=1.0, allow_inf_nan=False, description="smallest reward that counts as correct"
     )
     reward: Literal["last", "sum"] = Field(
-        default="last", description="of an episode: its last step's, or the sum of all"
+        default="last", description="reward of an episode: that of its last step, or the sum of all"
     )
     action_key: str | None = Field(
-        default=None, description="where the agent's text goes; null: the one text that /schema asks for"
+        default=None,
+        description="key of an action that takes the agent's text; null takes the one text of /schema",
     )
     observation_key: str | None = Field(
-        default=None, description="what the agent reads; null: the one text of /schema, else all, as JSON"
+        default=None,
+        description="key that the agent reads; null takes the one text of /schema, or else all keys as JSON",
     )
-    system_prompt: str = Field(default="", description="said first; empty: nothing")
-    prompt: str = Field(default="", description="before the first observation")
-    reset: dict[str, Any] = Field(default={}, description="what reset is given beside the seed")
-    timeout: float = Field(default=60.0, gt=0, description="seconds for one answer")
+    system_prompt: str = Field(default="", description="system message; empty for none")
+    prompt: str = Field(default="", description="text before the first observation")
+    reset: dict[str, Any] = Field(default={}, description="arguments of reset beside the seed")
+    timeout: float = Field(default=60.0, gt=0, description="time limit of one answer in seconds")
 
     @field_validator("reset")
     @classmethod
@@ -91,13 +98,15 @@ class OpenEnv(Environment):
     state).
     """
 
+    config_class = OpenEnvConfig
+
     def __init__(self, config: OpenEnvConfig) -> None:
-        """Read the server's schema, and see whether a seed decides an episode.
+        """Read the server's schema, and check whether a seed decides an episode.
 
         Raises:
             AgentPeftError: no server answers, or its actions and observations are not texts.
         """
-        self.config = config
+        self.config: OpenEnvConfig = config
         self._headers = authorization(config.token)
         schema = self._schema()
         self.action_key = config.action_key or _only_text(_object(schema.get("action")), config.url)
@@ -114,11 +123,11 @@ class OpenEnv(Environment):
         return self._tasks
 
     def episode(self, task: Task, seed: int) -> OpenEnvEpisode:
-        """``seed`` draws nothing here: OpenEnv has one seed, and it is the task."""
+        """Create an episode. ``seed`` is not used, because OpenEnv has one seed, which is the task."""
         return OpenEnvEpisode(self, {**self.config.reset, "seed": task.content["seed"]})
 
     def show(self, observation: Mapping[str, Any]) -> str:
-        """What the agent reads of an observation."""
+        """The text of an observation, as the agent reads it."""
         if self.observation_key is None:
             return json.dumps(
                 {key: value for key, value in observation.items() if key not in NOT_TEXT}, ensure_ascii=False
@@ -126,8 +135,8 @@ class OpenEnv(Environment):
         value = observation.get(self.observation_key, "")
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
-    def connect(self) -> Session:
-        return Session(self.config, self._headers)
+    def connect(self) -> OpenEnvConnection:
+        return OpenEnvConnection(self.config, self._headers)
 
     def _schema(self) -> Mapping[str, Any]:
         httpx, config = import_httpx(), self.config
@@ -140,7 +149,7 @@ class OpenEnv(Environment):
                 client.stream("GET", f"{config.url}/schema") as response,
             ):
                 response.raise_for_status()
-                return _object(messages.decode(read_answer(response, LONGEST_ANSWER, config.timeout)))
+                return _object(messages.decode(read_answer(response, MAX_ANSWER_BYTES, config.timeout)))
         except (httpx.HTTPError, TooLong, ValueError) as error:
             raise AgentPeftError(
                 f"{config.url}: no OpenEnv server answers: {messages.one_line(error)}"
@@ -164,11 +173,11 @@ class OpenEnv(Environment):
 
 
 class OpenEnvEpisode(Episode):
-    """One session. What the server refuses to execute is an invalid action, and the agent reads why."""
+    """One session. An action that the server refuses is invalid, and the agent reads the cause."""
 
     def __init__(self, environment: OpenEnv, reset: Mapping[str, Any]) -> None:
         self._environment, self._reset = environment, reset
-        self._session: Session | None = None
+        self._session: OpenEnvConnection | None = None
         self._over = False
         self._turns = 0
         self._rewards: list[float] = []
@@ -184,15 +193,16 @@ class OpenEnvEpisode(Episode):
         answer = self._session.ask("reset", self._reset)
         if answer.error is not None:
             raise InfrastructureError(f"{config.url}: reset failed: {messages.one_line(answer.error)}")
-        shown = "\n".join(
+        text = "\n".join(
             part for part in (config.prompt, self._environment.show(answer.shown)) if part.strip()
         )
-        if not shown:
+        if not text:
             raise AgentPeftError(
-                f"{config.url}: the first observation is empty; set prompt, so that the agent has something to read"
+                f"{config.url}: the first observation is empty; set prompt, so that the agent has "
+                "something to read"
             )
         system = [Message("system", config.system_prompt)] if config.system_prompt else []
-        return [*system, Message("user", shown)]
+        return [*system, Message("user", text)]
 
     def step(self, action: str) -> StepResult:
         if self._over or self._session is None:
@@ -226,7 +236,7 @@ class OpenEnvEpisode(Episode):
 
 
 class Answer(BaseModel):
-    """What a server said to one message: an observation, or why it refused."""
+    """A server's answer to one message: an observation, or the cause of a refusal."""
 
     observation: Any = {}
     reward: float | None = Field(default=None, allow_inf_nan=False)
@@ -238,21 +248,21 @@ class Answer(BaseModel):
         return self.observation if isinstance(self.observation, dict) else {"observation": self.observation}
 
 
-class _Told(BaseModel):
+class _Envelope(BaseModel):
     type: str
     data: dict[str, Any] = {}
 
 
-class _Refused(BaseModel):
+class _ErrorContent(BaseModel):
     code: str = ""
     message: str = "the server gave no reason"
 
 
-class Session:
-    """A WebSocket to an OpenEnv server: one message, one answer.
+class OpenEnvConnection:
+    """A WebSocket to an OpenEnv server, with one answer for each message.
 
     Raises:
-        InfrastructureError: of all methods but ``close``, where the connection fails.
+        InfrastructureError: from every method except ``close``, if the connection fails.
         AgentPeftError: the server has no room for one more session.
     """
 
@@ -279,7 +289,7 @@ class Session:
                     open_timeout=config.timeout,
                     close_timeout=2.0,
                     compression=None,
-                    max_size=LONGEST_ANSWER,
+                    max_size=MAX_ANSWER_BYTES,
                     max_queue=1,
                     **options,
                 )
@@ -291,18 +301,17 @@ class Session:
         try:
             with suppress(self._closed):  # a server without room says so before it is asked, and hangs up
                 self._socket.send(json.dumps({"type": kind, "data": dict(content)}))
-            told = _Told.model_validate(messages.decode(self._socket.recv(timeout=self.timeout)))
-            if told.type == "error":
-                return self._refused(_Refused.model_validate(told.data))
-            return Answer.model_validate({**told.data, "error": None})
+            envelope = _Envelope.model_validate(messages.decode(self._socket.recv(timeout=self.timeout)))
+            if envelope.type == "error":
+                return self._refused(_ErrorContent.model_validate(envelope.data))
+            return Answer.model_validate({**envelope.data, "error": None})
         except self._failures as error:
             self.close()
             raise self._failed(kind, error) from error
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = messages.one_line(".".join(map(str, first["loc"])))
+            fault = messages.one_line(first_error(error))
             raise InfrastructureError(
-                f"{self.url}: {kind}: the answer is not one of OpenEnv ({where}: {first['msg']})"
+                f"{self.url}: {kind}: the answer is not one of OpenEnv ({fault})"
             ) from error
         except ValueError as error:
             raise InfrastructureError(
@@ -318,24 +327,25 @@ class Session:
     def _failed(self, kind: str, error: Exception) -> InfrastructureError:
         return InfrastructureError(f"{self.url}: {kind}: {messages.one_line(error) or type(error).__name__}")
 
-    def _refused(self, told: _Refused) -> Answer:
-        if told.code == "CAPACITY_REACHED":
+    def _refused(self, refusal: _ErrorContent) -> Answer:
+        if refusal.code == "CAPACITY_REACHED":
             raise AgentPeftError(
-                f"{self.url}: {messages.one_line(told.message)}; let the server hold as many sessions as there are episodes at once "
+                f"{self.url}: {messages.one_line(refusal.message)}; let the server hold as many sessions as "
+                "there are episodes at once "
                 "(engine.rows, and a few), or set engine.rows lower"
             )
-        if told.code in ("FACTORY_ERROR", "SESSION_ERROR"):
-            raise InfrastructureError(f"{self.url}: {messages.one_line(told.message)}")
-        return Answer(error=told.message)
+        if refusal.code in ("FACTORY_ERROR", "SESSION_ERROR"):
+            raise InfrastructureError(f"{self.url}: {messages.one_line(refusal.message)}")
+        return Answer(error=refusal.message)
 
 
 def _plain(text: str) -> str:
-    """Lone surrogates cannot be sent to everybody."""
+    """Replace lone surrogates, which not every server accepts."""
     return text.encode("utf-8", "replace").decode()
 
 
-def _object(found: Any) -> dict[str, Any]:
-    return found if isinstance(found, dict) else {}
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _texts(schema: Mapping[str, Any]) -> list[str]:
@@ -348,17 +358,18 @@ def _texts(schema: Mapping[str, Any]) -> list[str]:
 
 
 def _only_text(schema: Mapping[str, Any], url: str) -> str:
-    told = schema.get("required")
+    listed = schema.get("required")
     texts, required = (
         _texts(schema),
-        [name for name in told if isinstance(name, str)] if isinstance(told, list) else [],
+        [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else [],
     )
-    wanted = [name for name in texts if name in required] or texts
-    if len(wanted) == 1 and set(required) <= set(wanted):
-        return wanted[0]
+    candidates = [name for name in texts if name in required] or texts
+    if len(candidates) == 1 and set(required) <= set(candidates):
+        return candidates[0]
     keys = messages.one_line(", ".join(_object(schema.get("properties")))) or "none"
     raise AgentPeftError(
-        f"{url}: an action is not one text (its keys: {keys}); set action_key, or write an environment of your own"
+        f"{url}: an action is not one text (its keys: {keys}); set action_key, or write an environment of "
+        "your own"
     )
 
 

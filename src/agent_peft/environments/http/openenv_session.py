@@ -1,7 +1,7 @@
 """An OpenEnv client's WebSocket session: ``{"type": "reset" | "step" | "state" | "close", "data": {...}}``,
 one episode at a time.
 
-A session's episode ends with it, so nothing is ever sent twice here, and steps need no index.
+An episode ends with its session, so no request is repeated here, and steps need no index.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from agent_peft.config import first_error
 from agent_peft.environments.http import messages
-from agent_peft.environments.http.app import WebSocket, WebSocketDisconnect, one_line
+from agent_peft.environments.http.app import WebSocket, WebSocketDisconnect
 from agent_peft.environments.http.episodes import Episodes
 from agent_peft.environments.http.messages import Refusal
 
 _CODES = {messages.FULL: "CAPACITY_REACHED", "invalid": "VALIDATION_ERROR", "too_long": "VALIDATION_ERROR"}
 
 
-class Session:
-    """What one socket has asked for so far."""
+class OpenEnvSession:
+    """The session of one WebSocket."""
 
     def __init__(self, socket: WebSocket, episodes: Episodes) -> None:
         self.socket, self.episodes = socket, episodes
@@ -59,7 +60,7 @@ class Session:
                         "UNKNOWN_TYPE",
                     )
         except ValidationError as error:
-            return _error(one_line(error.errors(include_url=False, include_input=False)), "VALIDATION_ERROR")
+            return _error(messages.one_line(first_error(error)), "VALIDATION_ERROR")
         except Refusal as refusal:
             return _error(refusal.text, _CODES.get(refusal.code, "EXECUTION_ERROR"))
 
@@ -92,18 +93,18 @@ class Session:
 
 
 class Sessions:
-    """Those that are open at once: at most half of all connections, so that there is room for requests."""
+    """The open sessions: at most half of all connections, so that there is room for requests."""
 
     def __init__(self, episodes: Episodes) -> None:
         self.episodes, self.limits = episodes, episodes.limits
-        self.open: set[Session] = set()
+        self.open: set[OpenEnvSession] = set()
 
     async def converse(self, socket: WebSocket) -> None:
         """Serve one socket until it closes, is idle for too long, or must make room for another."""
         if len(self.open) >= max(1, self.limits.connections // 2) and not await self._make_room():
             await socket.close(1013, "the server holds as many sessions as it may")
             return
-        session = Session(socket, self.episodes)
+        session = OpenEnvSession(socket, self.episodes)
         self.open.add(session)
         try:
             await socket.accept()
@@ -115,7 +116,7 @@ class Sessions:
             self.open.discard(session)
             await session.end()
 
-    async def _serve_one(self, session: Session) -> bool:
+    async def _serve_one(self, session: OpenEnvSession) -> bool:
         """One message and its answer. Whether there may be another.
 
         Raises:

@@ -1,4 +1,4 @@
-"""``agent-peft serve``: environments for anyone who speaks HTTP, many episodes at once. Needs the extra
+"""The server of ``agent-peft serve``: environments over HTTP, many episodes at once. It needs the extra
 ``server``.
 """
 
@@ -14,17 +14,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any
 
 from pydantic import BaseModel
 
-from agent_peft import __version__
 from agent_peft.environments.base import Environment
 from agent_peft.environments.http import messages
 from agent_peft.environments.http.app import JSON, FastAPI, Header, Query, Response, WebSocket, new_app
-from agent_peft.environments.http.chat_history import ChatHistory, chat_history_app
+from agent_peft.environments.http.chat_history import MAX_EXAMPLES, ChatHistory
 from agent_peft.environments.http.episodes import PAGE, Episodes
 from agent_peft.environments.http.guard import Guard, is_loopback
 from agent_peft.environments.http.limits import Limits
@@ -32,25 +31,29 @@ from agent_peft.environments.http.log_throttle import throttled
 from agent_peft.environments.http.openenv_session import Sessions
 from agent_peft.environments.http.transport import Server, within_descriptors
 from agent_peft.types import AgentPeftError
+from agent_peft.version import __version__
 
 logger = logging.getLogger(__name__)
 
 LOGGERS = (
     "uvicorn.error",
     "asyncio",
-    *(f"agent_peft.environments.http.{name}" for name in ("hosting", "transport", "chat_history")),
+    *(
+        f"agent_peft.environments.http.{name}"
+        for name in ("refusals", "episodes", "transport", "chat_history")
+    ),
 )
-CLOSING = 10.0  # seconds that environments get to close where a step of them does not end
+CLOSING = 10.0  # seconds for closing environments one of whose steps does not end
 
 Client = Annotated[str | None, Header(alias=messages.CLIENT_ID, max_length=64)]
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": messages.Problem}
+    status: {"model": messages.ErrorAnswer}
     for status in (400, 401, 403, 404, 408, 409, 410, 413, 415, 422, 429, 503)
 }
 
 
-def environment_app(episodes: Episodes) -> FastAPI:
-    """The environments' API, without what guards it: see ``Guard``."""
+def environment_app(episodes: Episodes, history: ChatHistory) -> FastAPI:
+    """The environments' API. ``Guard`` protects it."""
     sessions = Sessions(episodes)
     app = new_app(
         "Agent-PEFT environments",
@@ -64,12 +67,12 @@ def environment_app(episodes: Episodes) -> FastAPI:
 
     @route("POST", "/reset", messages.ResetResponse)
     async def reset(request: messages.ResetRequest | None = None, client: Client = None) -> Response:
-        """Start an episode, once: a request that comes again is answered as before."""
+        """Start an episode. A repeated request gets the first answer again."""
         return JSON(await episodes.reset(request or messages.ResetRequest(), client))
 
     @route("POST", "/step", messages.StepResponse)
     async def step(request: messages.StepRequest, client: Client = None) -> Response:
-        """Act, once: a request that comes again, with the same index, is answered as before."""
+        """Act. A repeated request with the same index gets the first answer again."""
         return JSON(await episodes.step(request, client))
 
     @route("POST", "/close", messages.Pong)
@@ -80,7 +83,7 @@ def environment_app(episodes: Episodes) -> FastAPI:
 
     @route("GET", "/state", messages.State)
     async def state(episode_id: Annotated[str, Query(max_length=255)], client: Client = None) -> Response:
-        """How far an episode has come."""
+        """The number of steps of an episode, and whether it is done."""
         return JSON(episodes.state(episode_id, client))
 
     @route("GET", "/tasks", messages.TaskPage)
@@ -89,10 +92,9 @@ def environment_app(episodes: Episodes) -> FastAPI:
         offset: Annotated[int, Query(ge=0, lt=2**62)] = 0,
         limit: Annotated[int, Query(ge=1, le=PAGE)] = PAGE,
     ) -> Response:
-        """The tasks in their order, ``limit`` from ``offset`` on, or fewer where these would be too long for
-        one answer.
+        """Up to ``limit`` tasks in their order from ``offset`` on; fewer if the answer would be too long.
 
-        Their contents may hold solutions: they are for trainers, not agents.
+        Their contents may hold solutions: they are for trainers, not for agents.
         """
         everything = episodes.environment(environment).tasks
         page: list[messages.TaskMessage] = []
@@ -100,7 +102,7 @@ def environment_app(episodes: Episodes) -> FastAPI:
         for task in everything[offset : offset + limit]:
             message = messages.TaskMessage.of(task)
             size += len(messages.encode(message))
-            if page and size > messages.LONGEST_PAGE:
+            if page and size > messages.MAX_PAGE_BYTES:
                 break
             page.append(message)
         return JSON(messages.TaskPage(total=len(everything), tasks=tuple(page)))
@@ -110,9 +112,14 @@ def environment_app(episodes: Episodes) -> FastAPI:
         """Actions that solve a task, or null where none are known."""
         return JSON(messages.Demonstration(actions=await episodes.demonstration(request)))
 
+    @route("GET", "/examples", messages.Examples)
+    async def examples(count: Annotated[int, Query(ge=1, le=MAX_EXAMPLES)] = 4) -> Response:
+        """The first ``count`` solved tasks of the first environment, as conversations."""
+        return JSON(await history.examples(count))
+
     @route("GET", "/metadata", messages.Metadata)
     async def metadata() -> Response:
-        """Which environments are served."""
+        """The environments that are served."""
         counts = {name: len(environment.tasks) for name, environment in episodes.environments.items()}
         about = "Environments of Agent-PEFT; an action is {text}, an observation {text, messages}."
         return JSON(
@@ -149,25 +156,18 @@ def environment_app(episodes: Episodes) -> FastAPI:
 
 @dataclass(frozen=True)
 class Address:
-    """Where to listen: ``port`` for the environments, ``examples_port`` for their example conversations; 0
-    takes a free one.
+    """The address to listen on. Port 0 takes a free one.
 
-    >>> Address("127.0.0.1", 8000).ports
-    (8000, 8001)
+    >>> Address("127.0.0.1").port
+    8000
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
-    examples_port: int | None = None  # null: the one after ``port``
-
-    @property
-    def ports(self) -> tuple[int, int]:
-        after = self.port + 1 if self.port else 0
-        return self.port, after if self.examples_port is None else self.examples_port
 
 
 class Host:
-    """A server that listens, and one of its example conversations beside it.
+    """A server and its listening socket.
 
     Raises:
         AgentPeftError: an address is taken, or a token is needed.
@@ -182,43 +182,37 @@ class Host:
     ) -> None:
         if token is None and not is_loopback(address.host):
             raise AgentPeftError(
-                f"{address.host} can be reached from other machines, so a token is needed: put one into an environment variable "
+                f"{address.host} can be reached from other machines, so a token is needed: put one into an "
+                "environment variable "
                 "and name it with --token"
             )
         for name, environment in environments.items():
             if token is None and not environment.sandboxed:
                 raise AgentPeftError(
-                    f"{name} runs without a sandbox, so whoever reaches this server (any user of this machine does) acts as its user: "
+                    f"{name} runs without a sandbox, so whoever reaches this server (any user of this "
+                    "machine does) acts as its user: "
                     "choose a sandbox, or put a token into an environment variable and name it with --token"
                 )
         check_tasks(environments)
         limits = within_descriptors(limits)
         self.episodes = Episodes(environments, limits)
         history = ChatHistory(next(iter(environments.values())), self.episodes.in_thread)
-        self._sockets = _listen(address)
-        apps = (environment_app(self.episodes), chat_history_app(history))
-        few = replace(limits, connections=max(1, limits.connections // 4))  # of examples one asks once
-        self._servers = [
-            Server(Guard(app, limits, token), bounds) for app, bounds in zip(apps, (limits, few), strict=True)
-        ]
+        self._socket = _listen(address)
+        self._server = Server(Guard(environment_app(self.episodes, history), limits, token), limits)
         self._stopped: float | None = None
-        shown = f"[{address.host}]" if ":" in address.host else address.host
-        self.url, self.examples_url = (
-            f"http://{shown}:{socket.getsockname()[1]}" for socket in self._sockets
-        )
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
 
     async def run(self, ready: Callable[[], None] | None = None) -> None:
-        """Serve until ``stop``, then close every episode, but for those at a step that does not end (they
-        stay in ``episodes.open``).
+        """Serve until ``stop``, then close every episode. Episodes at a step that does not end stay in
+        ``episodes.open``.
         """
         reaper = asyncio.create_task(self._reap())
         try:
             if ready is not None:
                 ready()
             with throttled(LOGGERS):
-                await asyncio.gather(
-                    *(server.serve([sock]) for server, sock in zip(self._servers, self._sockets, strict=True))
-                )
+                await self._server.serve([self._socket])
         finally:
             reaper.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -227,10 +221,9 @@ class Host:
             await self.episodes.shutdown(max(0.0, self.episodes.limits.shutdown_seconds - spent))
 
     def stop(self) -> None:
-        """May be called from a signal handler, or another thread."""
+        """Stop serving. Signal handlers and other threads may call this."""
         self._stopped = self._stopped or time.monotonic()
-        for server in self._servers:
-            server.should_exit = True
+        self._server.should_exit = True
 
     async def _reap(self) -> None:
         while True:
@@ -241,9 +234,9 @@ class Host:
 def serve(
     environments: Mapping[str, Environment], address: Address, limits: Limits, token: str | None = None
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then close everything. Prints one line when it listens.
+    """Serve until SIGTERM or SIGINT, then close everything. Print one line when the server listens.
 
-    The process ends even if a step does not: it is the last thing that the process does.
+    Call this last: if a step does not end, the process is ended without it.
 
     Raises:
         AgentPeftError: an address is taken, or a token is needed.
@@ -255,10 +248,7 @@ def serve(
             names = " and ".join(
                 f"{name} ({len(environment.tasks)} tasks)" for name, environment in environments.items()
             )
-            print(
-                f"serving {names} on {host.url} (its API: {host.url}/docs), example conversations on {host.examples_url}",
-                flush=True,
-            )
+            print(f"serving {names} on {host.url} (its API: {host.url}/docs)", flush=True)
 
         async def until_signalled() -> None:
             loop = asyncio.get_running_loop()
@@ -287,11 +277,13 @@ def _close(environments: Mapping[str, Environment]) -> None:
 
 
 def check_tasks(environments: Mapping[str, Environment]) -> None:
-    """Raises:
-    AgentPeftError: a task cannot be written as JSON.
+    """Check that every task can be written as JSON.
+
+    Raises:
+        AgentPeftError: one cannot.
     """
     for name, environment in environments.items():
-        for task in islice(environment.tasks, messages.MANY):
+        for task in islice(environment.tasks, messages.MAX_LISTED_TASKS):
             try:
                 messages.encode(messages.TaskMessage.of(task))
             except (TypeError, ValueError, RecursionError) as error:
@@ -300,21 +292,17 @@ def check_tasks(environments: Mapping[str, Environment]) -> None:
                 ) from error
 
 
-def _listen(address: Address) -> list[socket.socket]:
+def _listen(address: Address) -> socket.socket:
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    sockets: list[socket.socket] = []
-    for option, port in zip(("--port", "--examples-port"), address.ports, strict=True):
-        try:
-            if not 0 <= port < 1 << 16:
-                raise OSError(0, "a port is a number from 0 to 65535")
-            sockets.append(socket.create_server((address.host, port), family=family, backlog=1024))
-            # inherited by what is accepted: without it each answer, a head and a body, waits 40 ms for an
-            # acknowledgement
-            sockets[-1].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError as error:
-            for earlier in sockets:
-                earlier.close()
-            raise AgentPeftError(
-                f"cannot listen on {address.host}, port {port} ({error.strerror}); set --host or {option}"
-            ) from error
-    return sockets
+    try:
+        if not 0 <= address.port < 1 << 16:
+            raise OSError(0, "a port is a number from 0 to 65535")
+        listening = socket.create_server((address.host, address.port), family=family, backlog=1024)
+    except OSError as error:
+        raise AgentPeftError(
+            f"cannot listen on {address.host}, port {address.port} ({error.strerror}); set --host or --port"
+        ) from error
+    # accepted connections inherit it. Without it each answer, a head and a body, waits 40 ms for an
+    # acknowledgement
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening

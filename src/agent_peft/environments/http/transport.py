@@ -1,20 +1,18 @@
-"""The server's end of each connection: no client keeps one by being slow, and there are never more than there
-are descriptors for.
+"""Connections of the server: slow clients lose theirs, and there are never more than there are descriptors.
 
-uvicorn bounds what a request may hold, and how long an idle connection is kept. But it waits without end for
-the rest of a header and for a client that does not read its answer, and takes connections until it has no
-descriptor to take one with. An application cannot see these, so they are bounded here.
+uvicorn limits the size of a request and the time of an idle connection. But it waits without end for the rest
+of a header and for a client that does not read its answer, and it accepts connections until no descriptor is
+left. An application cannot see these cases, so this module limits them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import resource
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -71,7 +69,7 @@ class Config(uvicorn.Config):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, but for the signals (two of them share a process), and with an eye on its connections."""
+    """uvicorn's server, which also closes connections that wait for too long."""
 
     def __init__(self, app: Callable[..., Awaitable[None]], limits: Limits) -> None:
         super().__init__(Config(app, limits))
@@ -88,10 +86,6 @@ class Server(uvicorn.Server):
                 if isinstance(connection, HTTPConnection | WebSocketConnection):
                     connection.clock.look(connection.awaited, now)
         return await super().on_tick(counter)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class Clock:

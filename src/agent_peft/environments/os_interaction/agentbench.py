@@ -18,8 +18,8 @@ from agent_peft.environments.os_interaction.problems import (
     Checks,
     Comparison,
     Matches,
-    Problem,
     Script,
+    ShellProblem,
     Unusable,
     is_typable,
 )
@@ -35,19 +35,20 @@ def is_entry(entry: Mapping[str, Any]) -> bool:
 
 
 def check_shape(name: str, entry: Mapping[str, Any]) -> None:
-    """
+    """Check the form of an entry. An entry that is only unusable here passes.
+
     Raises:
-        AgentPeftError: the entry is not as it should be. What merely cannot be had here is let through.
+        AgentPeftError: a value is wrong.
     """
     with contextlib.suppress(Unusable):
         read_problem(name, entry)
 
 
-def read_problem(name: str, entry: Mapping[str, Any]) -> Problem:
-    """What an entry says.
+def read_problem(name: str, entry: Mapping[str, Any]) -> ShellProblem:
+    """Check an entry, and return its content.
 
     Raises:
-        Unusable: it asks for what cannot be had here: an image, a language, a file that is not there.
+        Unusable: it needs an image, a language or a file that is not here.
         AgentPeftError: the entry is not as it should be.
     """
     description = text_of(name, entry, "description")
@@ -64,7 +65,7 @@ def read_problem(name: str, entry: Mapping[str, Any]) -> Problem:
     example = evaluation.get("example", entry.get("example"))
     gold = _script(name, "evaluation.example", example) if example is not None else None
     started = _script(name, "start", start) if start is not None else None
-    return Problem(
+    return ShellProblem(
         description,
         _evaluation(name, evaluation, gold),
         initialization=initialization,

@@ -1,112 +1,62 @@
-"""One run of an OS interaction task: the machine, the agent's replies, and the verdict."""
+"""An episode of OS interaction: the machine, the agent's replies, and the grade."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
 
 from agent_peft.environments.base import Episode
 from agent_peft.environments.clock import Clock
+from agent_peft.environments.os_interaction.config import OSInteractionConfig
 from agent_peft.environments.os_interaction.grader import grade
-from agent_peft.environments.os_interaction.problems import Matches, Problem, Script
+from agent_peft.environments.os_interaction.problems import Matches, Script, ShellProblem
 from agent_peft.environments.os_interaction.protocol import (
     PROTOCOLS,
     Command,
     Finish,
-    Malformed,
-    ProtocolName,
+    MalformedCommand,
 )
-from agent_peft.sandbox.base import CommandResult, MachineLost, Sandbox, SandboxLimits
+from agent_peft.sandbox.base import CommandResult, MachineLost, Sandbox
 from agent_peft.sandbox.build import build_sandbox
 from agent_peft.seeding import derive
 from agent_peft.types import InfrastructureError, Message, Outcome, StepResult, StopReason
 
 logger = logging.getLogger(__name__)
 
-SandboxKind = Literal["namespaces", "bubblewrap", "docker", "podman", "none"]
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What bounds an episode: turns, seconds of a command and of a task's own scripts, characters of an
-    observation, the sandbox, and the seconds of all commands together.
-
-    >>> Rules().max_turns
-    5
-    """
-
-    sandbox: SandboxKind = "namespaces"
-    limits: SandboxLimits = field(default_factory=SandboxLimits)
-    protocol: ProtocolName = "act"
-    max_turns: int = 5
-    max_observation_chars: int = 800
-    command_timeout: float = 20.0
-    script_timeout: float = 30.0
-    episode_seconds: float | None = None
-
-    def prepare(self, problem: Problem) -> Sandbox:
-        """A machine on which the task's initialization has run; bash's RANDOM is fixed there, so that all
-        episodes of a task get the same.
-
-        Raises:
-            InfrastructureError: the machine did not start, or the initialization did not end.
-        """
-        sandbox = build_sandbox(self.sandbox, self.limits)
-        try:
-            sandbox.start()
-            for i, script in enumerate(problem.initialization):
-                result = sandbox.run_fresh(f"RANDOM={i + 1}\n{script.bash}", self.script_timeout)
-                if result.exit_code is None:
-                    raise InfrastructureError(
-                        f"the initialization of the task was stopped after {self.script_timeout:g} seconds"
-                    )
-            return sandbox
-        except BaseException:
-            sandbox.close()
-            raise
-
-    def begin(self, problem: Problem, sandbox: Sandbox, seed: int) -> None:
-        """Type what the task wants to be running into the shell."""
-        sandbox.run(f"RANDOM={derive(seed, 'shell') % 32768}", self.script_timeout)
-        if problem.start is not None:
-            sandbox.run(problem.start, self.script_timeout)
-
 
 class OSEpisode(Episode):
     """An episode: at most ``max_turns`` replies, of which the last should be a finish (or an answer).
 
-    It may be closed from another thread than the one that steps: ``close`` waits until the step is done.
+    Another thread may close the episode: ``close`` waits until the current step is done.
     """
 
-    def __init__(self, problem: Problem, rules: Rules, seed: int) -> None:
-        self._problem, self._rules, self._seed = problem, rules, seed
-        self._protocol = PROTOCOLS[rules.protocol]
+    def __init__(self, problem: ShellProblem, config: OSInteractionConfig, seed: int) -> None:
+        self._problem, self._config, self._seed = problem, config, seed
+        self._protocol = PROTOCOLS[config.protocol]
         self._sandbox: Sandbox | None = None
         self._before: bytes | None = None  # the machine before the agent acted, for examples to run on
         self._turns = 0
         self._done = False
-        self._clock = Clock(rules.episode_seconds)
+        self._clock = Clock(config.episode_seconds)
         self._lock = (
             threading.RLock()
         )  # a machine's descriptors must not be closed, and given to another's, while a step reads them
 
     def start(self) -> Sequence[Message]:
-        problem, rules = self._problem, self._rules
+        problem, config = self._problem, self._config
         with self._lock:
             if self._done or self._sandbox is not None:
                 raise RuntimeError("the episode was started before")
-            self._sandbox = rules.prepare(problem)
+            self._sandbox = prepare(problem, config)
             try:
                 if problem.needs_answer and not isinstance(problem.evaluation, Matches):
                     self._before = self._sandbox.snapshot()
-                rules.begin(problem, self._sandbox, self._seed)
+                begin(problem, config, self._sandbox, self._seed)
             except BaseException:
                 self.close()
                 raise
-        prompt = self._protocol.prompt(rules.max_turns, problem.answers)
+        prompt = self._protocol.prompt(config.max_turns, problem.answers)
         return (Message("system", prompt), Message("user", problem.instruction))
 
     def step(self, action: str) -> StepResult:
@@ -126,22 +76,24 @@ class OSEpisode(Episode):
         self._turns += 1
         reply = self._protocol.parse(action)
         if isinstance(reply, Finish) and reply.answer is not None and not self._problem.answers:
-            reply = Malformed(
+            reply = MalformedCommand(
                 f"This task asks for no answer. When it is done, write\n{self._protocol.write(Finish())}"
             )
         if isinstance(reply, Finish):
-            done = grade(self._problem, reply.answer, sandbox, self._run_example, self._rules.script_timeout)
+            done = grade(self._problem, reply.answer, sandbox, self._run_example, self._config.script_timeout)
             return self._end(StopReason.FINISHED, Outcome.CORRECT if done else Outcome.INCORRECT, valid=True)
         valid = isinstance(reply, Command)
-        if self._turns >= self._rules.max_turns:  # nobody would see what the command did
+        if self._turns >= self._config.max_turns:  # nobody would see what the command did
             return self._end(StopReason.TURN_LIMIT, Outcome.INCORRECT, valid)
-        if isinstance(reply, Malformed):
+        if isinstance(reply, MalformedCommand):
             return StepResult(reply.why, valid=False)
         with self._clock.running():
-            result = sandbox.run(reply.text, min(self._rules.command_timeout, self._clock.left))
+            result = sandbox.run(reply.text, min(self._config.command_timeout, self._clock.left))
         if self._clock.ran_out:
             return self._end(StopReason.TIMEOUT, Outcome.INCORRECT, valid=True)
-        return StepResult(observation(result, self._rules.max_observation_chars, self._rules.command_timeout))
+        return StepResult(
+            observation(result, self._config.max_observation_chars, self._config.command_timeout)
+        )
 
     def close(self) -> None:
         with self._lock:
@@ -150,13 +102,13 @@ class OSEpisode(Episode):
                 self._sandbox.close()
 
     def _judge(self, error: MachineLost) -> StepResult:
-        """The machine was lost. If a new one works, it was the agent's doing, whom nothing shall be
-        forgiven for crashing its world.
+        """Grade an episode whose machine was lost. If a new machine works, the agent caused it, and the
+        episode is incorrect.
         """
         self.close()
         try:
-            with build_sandbox(self._rules.sandbox, self._rules.limits) as other:
-                well = other.run_fresh("true", self._rules.script_timeout).ok
+            with build_sandbox(self._config.sandbox, self._config.limits) as other:
+                well = other.run_fresh("true", self._config.script_timeout).ok
         except (InfrastructureError, OSError) as failure:
             raise InfrastructureError(
                 f"{error}, and a new sandbox does not work either: {failure}"
@@ -171,24 +123,53 @@ class OSEpisode(Episode):
         return StepResult("", done=True, outcome=outcome, stop_reason=reason, valid=valid)
 
     def _run_example(self, example: Script) -> CommandResult:
-        sandbox = build_sandbox(self._rules.sandbox, self._rules.limits)
+        sandbox = build_sandbox(self._config.sandbox, self._config.limits)
         try:
             sandbox.start()
             if self._before is not None:
                 sandbox.restore(self._before)
-            self._rules.begin(self._problem, sandbox, self._seed)
-            return sandbox.run_fresh(example.bash, self._rules.script_timeout)
+            begin(self._problem, self._config, sandbox, self._seed)
+            return sandbox.run_fresh(example.bash, self._config.script_timeout)
         except MachineLost as error:
             raise InfrastructureError(str(error)) from error  # the agent was never there
         finally:
             sandbox.close()
 
 
-def demonstrate(problem: Problem, rules: Rules) -> tuple[str, ...] | None:
-    """Replies that solve the problem, None where nobody knows them: run the gold, then finish, or answer
-    with what it printed.
+def prepare(problem: ShellProblem, config: OSInteractionConfig) -> Sandbox:
+    """Start a machine, and run the task's initialization on it. The value of bash's RANDOM is fixed there, so
+    that all episodes of a task get the same machine.
+
+    Raises:
+        InfrastructureError: the machine did not start, or the initialization did not end.
     """
-    write = PROTOCOLS[rules.protocol].write
+    sandbox = build_sandbox(config.sandbox, config.limits)
+    try:
+        sandbox.start()
+        for i, script in enumerate(problem.initialization):
+            result = sandbox.run_fresh(f"RANDOM={i + 1}\n{script.bash}", config.script_timeout)
+            if result.exit_code is None:
+                raise InfrastructureError(
+                    f"the initialization of the task was stopped after {config.script_timeout:g} seconds"
+                )
+        return sandbox
+    except BaseException:
+        sandbox.close()
+        raise
+
+
+def begin(problem: ShellProblem, config: OSInteractionConfig, sandbox: Sandbox, seed: int) -> None:
+    """Type the commands that the task wants to be running into the shell."""
+    sandbox.run(f"RANDOM={derive(seed, 'shell') % 32768}", config.script_timeout)
+    if problem.start is not None:
+        sandbox.run(problem.start, config.script_timeout)
+
+
+def demonstrate(problem: ShellProblem, config: OSInteractionConfig) -> tuple[str, ...] | None:
+    """Replies that solve the problem: the gold, and a finish, or an answer with the gold's output. None where
+    there is no gold.
+    """
+    write = PROTOCOLS[config.protocol].write
     if isinstance(problem.evaluation, Matches) and problem.evaluation.answer is not None:
         return (write(Finish(problem.evaluation.answer)),)
     if problem.gold is None or isinstance(problem.evaluation, Matches):
@@ -196,18 +177,19 @@ def demonstrate(problem: Problem, rules: Rules) -> tuple[str, ...] | None:
     act = write(Command(problem.gold.strip()))
     if not problem.needs_answer:
         return (act, write(Finish()))
-    sandbox = rules.prepare(problem)
+    sandbox = prepare(problem, config)
     try:
-        rules.begin(problem, sandbox, seed=0)
-        return (act, write(Finish(sandbox.run_fresh(problem.gold, rules.script_timeout).output.strip())))
+        begin(problem, config, sandbox, seed=0)
+        return (act, write(Finish(sandbox.run_fresh(problem.gold, config.script_timeout).output.strip())))
     finally:
         sandbox.close()
 
 
 def observation(result: CommandResult, limit: int, seconds: float) -> str:
-    """What the agent reads of a command, in at most ``limit`` characters.
+    """A command's result as the agent reads it, in at most ``limit`` characters.
 
-    >>> [observation(result, 100, 20) for result in (CommandResult("a\\n", 0), CommandResult("", 1), CommandResult("", 0))]
+    >>> results = CommandResult("a\\n", 0), CommandResult("", 1), CommandResult("", 0)
+    >>> [observation(result, 100, 20) for result in results]
     ['a', '[exit code 1]', '(no output)']
     """
     text = "".join(

@@ -65,7 +65,7 @@ class _Searcher:
         return self._process.poll() is None
 
     def ask(self, expression: str, text: str) -> Any:
-        """What it replies; None where it died over it, or took too long."""
+        """The reply; None if the process died or took too long."""
         assert self._process.stdin is not None and self._process.stdout is not None
         reply = b""
         try:
@@ -87,7 +87,7 @@ class _Searcher:
         self._process.wait()
         self._release()
 
-    def abandon(self) -> None:
+    def detach(self) -> None:
         """Let go of it in a child that we forked: it is our parent's."""
         self._process.returncode = 0  # there is nothing for us to wait for
         self._release()
@@ -153,7 +153,7 @@ def _after_fork() -> None:
     global _lock, _searcher
     _lock = threading.Lock()  # another thread of our parent may hold it for ever
     if _searcher is not None:
-        _searcher.abandon()
+        _searcher.detach()
         _searcher = None
 
 

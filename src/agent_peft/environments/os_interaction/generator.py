@@ -6,7 +6,6 @@ afterwards, not at how it came about, so another right way passes too.
 
 from __future__ import annotations
 
-import difflib
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from agent_peft.environments.os_interaction.kinds import CHAINS, CHECKS, KINDS, 
 from agent_peft.environments.os_interaction.kinds.names import Names
 from agent_peft.environments.os_interaction.problems import SKILLS
 from agent_peft.environments.os_interaction.tasks import by_rarity
+from agent_peft.lookup import nearest
 from agent_peft.seeding import derive, generator
 from agent_peft.types import AgentPeftError
 
@@ -45,10 +45,8 @@ def generate(
     skills = tuple(skills or SKILLS)
     for skill in skills:
         if skill not in KINDS:
-            nearest = difflib.get_close_matches(skill, SKILLS, 1, cutoff=0.0)[0]
-            raise AgentPeftError(
-                f"no tasks can be generated for skill {skill!r}; did you mean {nearest!r}? (all: {', '.join(sorted(SKILLS))})"
-            )
+            advice = nearest(skill, sorted(SKILLS))
+            raise AgentPeftError(f"no tasks can be generated for skill {skill!r}; {advice}")
     if split not in SPLITS:
         raise AgentPeftError(f"there is no split {split!r}; choose train or heldout")
     if num_tasks < 1:
@@ -61,10 +59,10 @@ def generate(
         skill = skills[i % len(skills)]
         rng = generator(seed, "os_interaction", split, skill, i)
         for _ in range(_ATTEMPTS):
-            chosen = (
+            kinds = (
                 _combination(skill, skills, rng) if rng.random() < combined else [rng.choice(KINDS[skill])]
             )
-            entry = make_entry(i, chosen, split, rng)
+            entry = make_entry(i, kinds, split, rng)
             if (
                 whole := f"{entry['instruction']}\n{entry['initialization_command_item']['script']}"
             ) not in seen:
@@ -74,7 +72,7 @@ def generate(
                 f"no further distinct {skill} task was found in {_ATTEMPTS} draws; ask for fewer tasks"
             )
         seen.add(whole)
-        entries[f"{split}-{i:04d}-{'+'.join(kind.skills[0] for kind in chosen)}"] = entry
+        entries[f"{split}-{i:04d}-{'+'.join(kind.skills[0] for kind in kinds)}"] = entry
     return entries
 
 
@@ -86,18 +84,18 @@ def _combination(skill: str, skills: Sequence[str], rng: random.Random) -> list[
     others = rng.sample([other for other in skills if other != skill] or [skill], 1)
     if len(set(skills)) > 2 and rng.random() < 0.3:
         others.append(rng.choice([other for other in skills if other not in (skill, others[0])]))
-    chosen = [rng.choice(KINDS[each]) for each in (skill, *others)]
-    rng.shuffle(chosen)
-    return chosen
+    kinds = [rng.choice(KINDS[each]) for each in (skill, *others)]
+    rng.shuffle(kinds)
+    return kinds
 
 
-def make_entry(index: int, chosen: Sequence[Kind], split: str, rng: random.Random) -> dict[str, Any]:
+def make_entry(index: int, kinds: Sequence[Kind], split: str, rng: random.Random) -> dict[str, Any]:
     """A task that asks for one thing of each kind, in this order."""
     used: set[str] = set()  # so that requests of one task do not get into each other's way
     pools = SPLITS[split]
     worlds = []
     requests, init, gold, end = [], [], [], []
-    for kind in chosen:
+    for kind in kinds:
         slots = kind.slots(pools, rng, used)
         worlds.append((kind, slots))
         requests.append(slots.fill(rng.choice(kind.train if split == "train" else kind.heldout)))
@@ -132,7 +130,7 @@ def make_entry(index: int, chosen: Sequence[Kind], split: str, rng: random.Rando
             },
             "ground_truth_command_item": {"command_name": "bash", "script": solution},
         },
-        "skill_list": list(by_rarity(skill for kind in chosen for skill in kind.skills)),
+        "skill_list": list(by_rarity(skill for kind in kinds for skill in kind.skills)),
         "raw_entry_hash": derive(0, instruction, solution),
     }
 

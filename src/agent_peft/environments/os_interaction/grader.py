@@ -15,8 +15,8 @@ from agent_peft.environments.os_interaction.problems import (
     Comparison,
     Exits,
     Matches,
-    Problem,
     Script,
+    ShellProblem,
 )
 from agent_peft.sandbox.base import CommandResult, Sandbox
 
@@ -24,7 +24,7 @@ MAX_ANSWER = 4_000  # characters: no truth is near it
 
 
 def grade(
-    problem: Problem,
+    problem: ShellProblem,
     answer: str | None,
     sandbox: Sandbox,
     run_example: Callable[[Script], CommandResult],

@@ -19,7 +19,7 @@ _UNITS: dict[str, int] = {"": 1} | {
 }
 
 
-def matches(wanted: Matches, answer: str) -> bool:
+def matches(expected: Matches, answer: str) -> bool:
     """Whether an answer is the text that was asked for, or fits the expression.
 
     >>> matches(Matches("log"), " log\\n"), matches(Matches(regex="^[0-9]+$"), "12")
@@ -28,16 +28,22 @@ def matches(wanted: Matches, answer: str) -> bool:
     Raises:
         InfrastructureError: no process could be started to search for the expression.
     """
-    said = answer.strip() if wanted.strip else answer
-    return said == wanted.answer if wanted.answer is not None else expressions.found(wanted.regex or "", said)
+    said = answer.strip() if expected.strip else answer
+    return (
+        said == expected.answer
+        if expected.answer is not None
+        else expressions.found(expected.regex or "", said)
+    )
 
 
 def compare(how: Comparison, answer: str, truth: str) -> bool:
     """Whether an answer is the truth, in AgentBench's ways; but one that guesses at many truths, or says next
     to nothing, is none.
 
-    >>> compare(Comparison.INTEGER, "1,024", "1024"), compare(Comparison.SIZE, "4 KB", "4.0K"), compare(Comparison.STRING, "a", "b")
-    (True, True, False)
+    >>> compare(Comparison.INTEGER, "1,024", "1024"), compare(Comparison.SIZE, "4 KB", "4.0K")
+    (True, True)
+    >>> compare(Comparison.STRING, "a", "b")
+    False
     """
     said, true = _newlines(answer), _newlines(truth)
     match how:

@@ -1,6 +1,4 @@
-"""What a task says, checked: how its machine is prepared, what the agent is asked, and how the outcome is
-told.
-"""
+"""The checked content of a task: the preparation of its machine, the instruction, and the evaluation."""
 
 from __future__ import annotations
 
@@ -65,7 +63,7 @@ class Script:
 
     @property
     def bash(self) -> str:
-        """It as a script of bash."""
+        """The script in bash."""
         return self.code if self.language == "bash" else self.command()
 
     def command(self, *arguments: str) -> str:
@@ -88,7 +86,7 @@ def is_typable(text: str) -> bool:
 
 
 class Comparison(StrEnum):
-    """How AgentBench's own check scripts compare the answer with the truth."""
+    """The comparisons of answer and truth in AgentBench's check scripts."""
 
     INTEGER = "integer-match"
     STRING = "string-match"
@@ -129,11 +127,11 @@ class Checks:
 
 
 @dataclass(frozen=True)
-class Problem:
+class ShellProblem:
     """One task. ``initialization`` runs before the agent, ``start`` is typed into its shell; ``gold`` is a
     bash script that solves it.
 
-    >>> Problem("Make /a.", Exits(Script("[ -d /a ]")), gold="mkdir /a").answers
+    >>> ShellProblem("Make /a.", Exits(Script("[ -d /a ]")), gold="mkdir /a").answers
     False
     """
 

@@ -46,17 +46,17 @@ class Finish:
 
 
 @dataclass(frozen=True)
-class Malformed:
+class MalformedCommand:
     """The reply could not be understood; ``why`` tells the agent what to write.
 
-    >>> Malformed("Write one action.").why
+    >>> MalformedCommand("Write one action.").why
     'Write one action.'
     """
 
     why: str
 
 
-Reply = Command | Finish | Malformed
+Reply = Command | Finish | MalformedCommand
 
 
 def parse_act(reply: str) -> Reply:
@@ -74,26 +74,26 @@ def parse_act(reply: str) -> Reply:
     parts = reply.split("```")
     acts = [act.lower() for act in _ACT.findall("\0".join(parts[::2]))]  # those outside the blocks
     if not acts:
-        return Malformed(
+        return MalformedCommand(
             f"No action found. Write either\n{BASH_FORMAT.format(command='<commands>')}\nor\n{FINISH_FORMAT}"
         )
     act = acts[0]
     if len(acts) > 1 and set(acts) != {"finish"}:
-        return Malformed(TWO_ACTIONS)
+        return MalformedCommand(TWO_ACTIONS)
     if act == "answer":  # whatever stands in its parentheses is the answer
         i, found = next((i, match) for i in range(0, len(parts), 2) if (match := _ACT.search(parts[i])))
         rest = "```".join([parts[i][found.end() :], *parts[i + 1 :]])
         opening, closing = rest.find("("), rest.rfind(")")
         if opening < 0 or closing < opening or rest[:opening].strip():
-            return Malformed(f"No answer found. Write\n{ANSWER_FORMAT.format(text='<your answer>')}")
+            return MalformedCommand(f"No answer found. Write\n{ANSWER_FORMAT.format(text='<your answer>')}")
         return _finish(rest[opening + 1 : closing])
     if act == "finish":
-        return Finish() if len(parts) == 1 else Malformed(TWO_ACTIONS)
+        return Finish() if len(parts) == 1 else MalformedCommand(TWO_ACTIONS)
     if len(parts) < 3:
         why = "The ```bash block is not closed." if len(parts) == 2 else "No bash block found."
-        return Malformed(f"{why} Write\n{BASH_FORMAT.format(command='<commands>')}")
+        return MalformedCommand(f"{why} Write\n{BASH_FORMAT.format(command='<commands>')}")
     if len(parts) > 3:
-        return Malformed("More than one block found. Write all commands in one ```bash block.")
+        return MalformedCommand("More than one block found. Write all commands in one ```bash block.")
     block = parts[1]
     if language := _LANGUAGE.match(block):
         block = block[language.end() :]
@@ -111,16 +111,17 @@ def parse_tool_call(reply: str) -> Reply:
     """
     calls = reply.count("<tool_call>")
     if calls > 1:
-        return Malformed(TWO_ACTIONS)
+        return MalformedCommand(TWO_ACTIONS)
     text = reply.split("<tool_call>")[1].split("</tool_call>")[0] if calls else reply
     text = re.sub(r"\A\s*+```(?:json)?|```\s*\Z", "", text).strip()
     try:
         call = json.loads(text)
     except (ValueError, RecursionError):
-        return Malformed(f"No tool call found. Write\n{write_tool_call('bash', command='<commands>')}")
+        return MalformedCommand(f"No tool call found. Write\n{write_tool_call('bash', command='<commands>')}")
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
-        return Malformed(
-            f"A tool call is an object with name and arguments. Write\n{write_tool_call('bash', command='<commands>')}"
+        return MalformedCommand(
+            "A tool call is an object with name and arguments. "
+            f"Write\n{write_tool_call('bash', command='<commands>')}"
         )
     arguments = call.get("arguments", call.get("parameters", {}))
     if isinstance(arguments, str):  # some models write them as a text of JSON
@@ -129,7 +130,7 @@ def parse_tool_call(reply: str) -> Reply:
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, Mapping):
-        return Malformed("The arguments of a tool call are an object.")
+        return MalformedCommand("The arguments of a tool call are an object.")
     return _call(call["name"], arguments)
 
 
@@ -171,7 +172,7 @@ def _call(name: str, arguments: Mapping[str, Any]) -> Reply:
     if name == "bash":
         command = arguments.get("command")
         if not isinstance(command, str):
-            return Malformed(
+            return MalformedCommand(
                 f"The command is missing. Write\n{write_tool_call('bash', command='<commands>')}"
             )
         return _command(command, "The command is empty.")
@@ -182,23 +183,23 @@ def _call(name: str, arguments: Mapping[str, Any]) -> Reply:
         if isinstance(text, int | float) and not isinstance(text, bool):
             text = str(text)
         if not isinstance(text, str):
-            return Malformed(
+            return MalformedCommand(
                 f"The answer's text is missing. Write\n{write_tool_call('answer', text='<your answer>')}"
             )
         return _finish(text)
-    return Malformed(f"There is no tool {name[:40]!r}; call bash, finish or answer.")
+    return MalformedCommand(f"There is no tool {name[:40]!r}; call bash, finish or answer.")
 
 
 def _command(text: str, empty: str) -> Reply:
     text = text.strip()
     if not text:
-        return Malformed(empty)
+        return MalformedCommand(empty)
     if len(text) > MAX_COMMAND:
-        return Malformed(f"The command is longer than {MAX_COMMAND} characters.")
+        return MalformedCommand(f"The command is longer than {MAX_COMMAND} characters.")
     return (
         Command(text)
         if is_typable(text)
-        else Malformed("The command holds a character that cannot be typed.")
+        else MalformedCommand("The command holds a character that cannot be typed.")
     )
 
 
@@ -206,7 +207,7 @@ def _finish(answer: str) -> Reply:
     return (
         Finish(answer.strip())
         if is_typable(answer)
-        else Malformed("The answer holds a character that cannot be typed.")
+        else MalformedCommand("The answer holds a character that cannot be typed.")
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from agent_peft.environments.os_interaction import agentbench
 from agent_peft.environments.os_interaction.agentbench import bring_files
-from agent_peft.environments.os_interaction.problems import SKILLS, Exits, Problem, Script, is_typable
+from agent_peft.environments.os_interaction.problems import SKILLS, Exits, Script, ShellProblem, is_typable
 from agent_peft.environments.task_files.reading import object_of, read_tasks, text_of, wrong
 from agent_peft.types import AgentPeftError, Task
 
@@ -73,11 +73,11 @@ def by_rarity(skills: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(dict.fromkeys(skills), key=lambda skill: ranks.get(skill, len(SKILLS))))
 
 
-def read_problem(name: str, entry: Mapping[str, Any]) -> Problem:
-    """What an entry says.
+def read_problem(name: str, entry: Mapping[str, Any]) -> ShellProblem:
+    """Check an entry, and return its content.
 
     Raises:
-        Unusable: it asks for what cannot be had here.
+        Unusable: it needs something that is not here.
         AgentPeftError: with the entry's name, the key that is wrong, and what belongs there.
     """
     if agentbench.is_entry(entry):
@@ -90,7 +90,7 @@ def read_problem(name: str, entry: Mapping[str, Any]) -> Problem:
     evaluation = _script(name, info, "evaluation_info.evaluation_command_item")
     truth = "evaluation_info.ground_truth_command_item"
     gold = _script(name, info, truth) if info.get("ground_truth_command_item") is not None else None
-    return Problem(
+    return ShellProblem(
         instruction,
         Exits(Script(evaluation)),
         initialization=(Script(initialization),) if initialization.strip() else (),

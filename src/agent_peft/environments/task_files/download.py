@@ -1,5 +1,4 @@
-"""Sets from the Hugging Face hub, as the files that the environments read. The one place that speaks with the
-hub about them.
+"""Downloading sets of tasks from the Hugging Face hub, and writing them as the files that environments read.
 
 huggingface_hub comes with transformers; reading parquet needs pyarrow, the extra ``datasets``.
 """
@@ -7,7 +6,6 @@ huggingface_hub comes with transformers; reading parquet needs pyarrow, the extr
 from __future__ import annotations
 
 import ast
-import difflib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,70 +18,47 @@ from agent_peft.types import AgentPeftError
 
 @dataclass(frozen=True)
 class HubSet:
-    """A set's place on the hub, and which of our files is made from which of its files (patterns).
+    """A set of tasks on the hub.
 
-    >>> SETS["gsm8k"].files["test.jsonl"]
+    >>> HubSet("openai/gsm8k", {"test.jsonl": "main/test*"}).files["test.jsonl"]
     'main/test*'
     """
 
     repository: str
-    files: Mapping[str, str]
+    files: Mapping[str, str]  # our file -> the pattern of the repository's files that it is made from
+    # keys whose values may be texts that hold JSON or a Python literal: parquet has no lists of mixed types
+    structured: frozenset[str] = frozenset()
 
 
-SETS = {
-    "gsm8k": HubSet("openai/gsm8k", {"train.jsonl": "main/train*", "test.jsonl": "main/test*"}),
-    "lifelong_agent_bench": HubSet(
-        "csyq/LifelongAgentBench",
-        {"db_bench/entry_dict.json": "db_bench/*", "os_interaction/entry_dict.json": "os_interaction/*"},
-    ),
-}
 SUFFIXES = (".parquet", ".jsonl")
-MOST_ROWS = 1_000_000
-MOST_BYTES = (
-    64 * MEGABYTE
-)  # of a file's rows, whatever the file itself is: a small one may hold a text a million times
-# parquet has no lists of mixed types, so these may be texts that hold JSON or a Python literal
-STRUCTURED = frozenset(
-    {"answer_info", "direct", "table_info", "column_info_list", "row_list", "skill_list"}
-) | {
-    "initialization_command_item",
-    "evaluation_info",
-    "evaluation_command_item",
-    "ground_truth_command_item",
-}
+MAX_ROWS = 1_000_000
+MAX_BYTES = 64 * MEGABYTE  # of a set's rows; a small file may hold a text a million times
 
 
-def download(name: str, folder: Path) -> list[Path]:
-    """Fetch a set and write it into ``folder``, in the layout of ``SETS``. Returns the files that were
-    written.
+def download(hub_set: HubSet, folder: Path) -> list[Path]:
+    """Fetch a set and write it into ``folder``. Return the files.
 
     Raises:
-        AgentPeftError: there is no such set, the hub does not give it, or it is not what it was.
+        AgentPeftError: the hub does not give the set, or the set has changed.
     """
-    if name not in SETS:
-        near = difflib.get_close_matches(name, SETS, 1)
-        advice = f"did you mean {near[0]!r}?" if near else f"choose {' or '.join(SETS)}"
-        raise AgentPeftError(f"there is no set {name!r} to download; {advice}")
-    chosen = SETS[name]
-    return convert(chosen, _snapshot(chosen.repository, list(chosen.files.values())), folder)
+    return convert(hub_set, _snapshot(hub_set.repository, list(hub_set.files.values())), folder)
 
 
-def convert(chosen: HubSet, snapshot: Path, folder: Path) -> list[Path]:
-    """Write a set's files from a local copy of its repository."""
-    written = []
-    for file, pattern in chosen.files.items():
-        rows = read_rows(_found(snapshot, [pattern], chosen.repository))
+def convert(hub_set: HubSet, snapshot: Path, folder: Path) -> list[Path]:
+    """Write a set's files from a local copy of its repository.
+
+    Raises:
+        AgentPeftError: the set has changed, or a file cannot be written.
+    """
+    for file, pattern in hub_set.files.items():
+        rows = read_rows(_matching(snapshot, [pattern], hub_set.repository))
         path = folder / file
         try:
-            text = _written(path, rows)
+            text = _file_text(path, rows, hub_set.structured)
             text.encode()  # half of a character is in no file
-        except (
-            RecursionError,
-            TypeError,
-            ValueError,
-        ) as error:  # what JSON cannot hold, such as a date or a set
+        except (RecursionError, TypeError, ValueError) as error:  # a date or a set is not JSON
             raise AgentPeftError(
-                f"{chosen.repository}: {pattern} cannot be written as JSON ({error}); the set has changed"
+                f"{hub_set.repository}: {pattern} cannot be written as JSON ({error}); the set has changed"
             ) from error
         try:
             write_atomic(path, text)
@@ -91,14 +66,15 @@ def convert(chosen: HubSet, snapshot: Path, folder: Path) -> list[Path]:
             raise AgentPeftError(
                 f"{path}: cannot be written ({error.strerror}); name another folder"
             ) from error
-        written.append(path)
-    return written
+    return [folder / file for file in hub_set.files]
 
 
-def _written(path: Path, rows: Sequence[Mapping[str, Any]]) -> str:
+def _file_text(path: Path, rows: Sequence[Mapping[str, Any]], structured: frozenset[str]) -> str:
     if path.suffix == ".jsonl":
         return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    entries = {str(row.get("sample_index", place)): unpacked(row) for place, row in enumerate(rows)}
+    entries = {
+        str(row.get("sample_index", place)): unpacked(row, structured) for place, row in enumerate(rows)
+    }
     if len(entries) < len(rows):
         raise ValueError("it holds one sample_index twice")
     return json.dumps(entries, ensure_ascii=False, indent=1) + "\n"
@@ -111,14 +87,14 @@ def hub_rows(repository: str, split: str) -> list[dict[str, Any]]:
         AgentPeftError: the hub does not give it.
     """
     patterns = [f"{place}{split}*{suffix}" for place in ("main/", "data/", "") for suffix in SUFFIXES]
-    return read_rows(_found(_snapshot(repository, patterns), patterns, repository))
+    return read_rows(_matching(_snapshot(repository, patterns), patterns, repository))
 
 
 def read_rows(files: Sequence[Path]) -> list[dict[str, Any]]:
     """The rows of parquet and JSONL files, in order.
 
     Raises:
-        AgentPeftError: one cannot be read, holds more than ``MOST_ROWS`` or ``MOST_BYTES``, or a row that is
+        AgentPeftError: one cannot be read, holds more than ``MAX_ROWS`` or ``MAX_BYTES``, or a row that is
             no object.
     """
     rows: list[dict[str, Any]] = []
@@ -127,8 +103,8 @@ def read_rows(files: Sequence[Path]) -> list[dict[str, Any]]:
             for row in _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file):
                 if not isinstance(row, dict):
                     raise ValueError("a row is no object")
-                if len(rows) == MOST_ROWS:
-                    raise ValueError(f"there are more than {MOST_ROWS:,} rows")
+                if len(rows) == MAX_ROWS:
+                    raise ValueError(f"there are more than {MAX_ROWS:,} rows")
                 rows.append(row)
         except ImportError as error:
             raise AgentPeftError(
@@ -145,7 +121,7 @@ def read_rows(files: Sequence[Path]) -> list[dict[str, Any]]:
 
 def _json_rows(file: Path) -> Iterator[Any]:
     return (
-        parse_json(line) for line in read_text(file, "a JSONL file", MOST_BYTES).split("\n") if line.strip()
+        parse_json(line) for line in read_text(file, "a JSONL file", MAX_BYTES).split("\n") if line.strip()
     )
 
 
@@ -160,28 +136,29 @@ def _parquet_rows(file: Path) -> Iterator[Any]:
         largest = max((group.total_byte_size for group in groups), default=0)
         _check_bytes(largest)
         read = 0
-        for batch in table.iter_batches(batch_size=min(1000, max(1, MOST_BYTES // max(1, largest)))):
+        for batch in table.iter_batches(batch_size=min(1000, max(1, MAX_BYTES // max(1, largest)))):
             read += batch.nbytes
             _check_bytes(read)
             yield from batch.to_pylist()
 
 
 def _check_bytes(number: int) -> None:
-    if number > MOST_BYTES:
-        raise ValueError(f"its rows take more than {MOST_BYTES // MEGABYTE} MB")
+    if number > MAX_BYTES:
+        raise ValueError(f"its rows take more than {MAX_BYTES // MEGABYTE} MB")
 
 
-def unpacked(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row whose structured values are structures, also where they were written as texts.
+def unpacked(row: Mapping[str, Any], structured: frozenset[str]) -> dict[str, Any]:
+    """Parse the values of the structured keys where they are texts.
 
-    >>> unpacked({"instruction": "[1]", "answer_info": {"direct": "[(1, 'a')]", "md5": None}})
+    >>> row = {"instruction": "[1]", "answer_info": {"direct": "[(1, 'a')]", "md5": None}}
+    >>> unpacked(row, frozenset({"answer_info", "direct"}))
     {'instruction': '[1]', 'answer_info': {'direct': [(1, 'a')], 'md5': None}}
     """
-    return {key: _unpacked(key, value) for key, value in row.items()}
+    return {key: _unpacked(key, value, structured) for key, value in row.items()}
 
 
-def _unpacked(key: str, value: Any) -> Any:
-    if isinstance(value, str) and key in STRUCTURED:
+def _unpacked(key: str, value: Any, structured: frozenset[str]) -> Any:
+    if isinstance(value, str) and key in structured:
         try:
             value = parse_json(value)
         except ValueError:
@@ -191,7 +168,7 @@ def _unpacked(key: str, value: Any) -> Any:
                 raise AgentPeftError(
                     f"{key}: {value[:40]!r} is neither JSON nor a literal; the set has changed"
                 ) from error
-    return unpacked(value) if isinstance(value, Mapping) else value
+    return unpacked(value, structured) if isinstance(value, Mapping) else value
 
 
 def _snapshot(repository: str, patterns: list[str]) -> Path:
@@ -202,16 +179,18 @@ def _snapshot(repository: str, patterns: list[str]) -> Path:
     except Exception as error:  # the client lets through those of its transport, too
         cause = " ".join(str(error).split())[:200]
         raise AgentPeftError(
-            f"{repository}: the hub does not give it ({type(error).__name__}: {cause}); check the name and the network"
+            f"{repository}: the hub does not give it ({type(error).__name__}: {cause}); check the name and "
+            "the network"
         ) from error
 
 
-def _found(snapshot: Path, patterns: Sequence[str], repository: str) -> list[Path]:
+def _matching(snapshot: Path, patterns: Sequence[str], repository: str) -> list[Path]:
     """The files of the first pattern that has any."""
     for pattern in patterns:
         files = sorted(path for path in snapshot.glob(pattern) if path.suffix in SUFFIXES)
         if files:
             return files
     raise AgentPeftError(
-        f"{repository}: holds no {' or '.join(SUFFIXES)} file like {' or '.join(patterns)}; the set has changed"
+        f"{repository}: holds no {' or '.join(SUFFIXES)} file like {' or '.join(patterns)}; the set has "
+        "changed"
     )

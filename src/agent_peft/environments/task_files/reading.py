@@ -1,19 +1,17 @@
-"""Task files of JSON entries: reading them, and taking what belongs there out of an entry, or saying what
-does.
-"""
+"""Task files of JSON entries: reading a file, and reading the values of an entry with clear errors."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from agent_peft.files import MEGABYTE, parse_json, read_text
+from agent_peft.lookup import nearest
 from agent_peft.types import AgentPeftError, Task
 
-LIMIT = 64 * MEGABYTE  # of a task file; as Python's objects it takes up to twenty times as much
-LONGEST_ID = 200  # characters
+MAX_FILE_BYTES = 64 * MEGABYTE  # of a task file; as Python's objects it takes up to twenty times as much
+MAX_ID_CHARS = 200  # characters
 
 
 def read_tasks(
@@ -22,20 +20,20 @@ def read_tasks(
     """The tasks of a file: a JSON object of entries (its keys become the ids), a JSON list, or JSON lines.
 
     Args:
-        what: whose entries they are, for the messages.
-        is_entry: whether an object is one entry, and not an object of entries.
-        task_of: (id, entry) -> task.
+        what: the environment's name, for messages.
+        is_entry: tells an entry from an object of entries.
+        task_of: makes a task of an id and an entry.
 
     Raises:
         AgentPeftError: the file cannot be read, or an entry is not as it should be (the entry and the key are
             named).
     """
-    text = read_text(path, f"a JSON file of {what} entries", LIMIT)
+    text = read_text(path, f"a JSON file of {what} entries", MAX_FILE_BYTES)
     tasks: dict[str, Task] = {}
     for name, entry in _entries(path, text, is_entry):
-        if len(name) > LONGEST_ID:
+        if len(name) > MAX_ID_CHARS:
             raise AgentPeftError(
-                f"{path}: the id {name[:40]!r}... has {len(name)} characters; {LONGEST_ID} is the most"
+                f"{path}: the id {name[:40]!r}... has {len(name)} characters; {MAX_ID_CHARS} is the most"
             )
         if name in tasks:
             raise AgentPeftError(
@@ -83,41 +81,51 @@ def _line(path: Path, number: int, line: str) -> Any:
         raise AgentPeftError(f"{path}: line {number} is not JSON ({error})") from error
 
 
-def wrong(name: str, key: str, wanted: str) -> AgentPeftError:
-    """The one line that tells what to do."""
-    return AgentPeftError(f"entry {name!r}: {key} must be {wanted}")
+def wrong(name: str, key: str, expected: str) -> AgentPeftError:
+    """The error for a wrong value, in one line."""
+    return AgentPeftError(f"entry {name!r}: {key} must be {expected}")
 
 
 def object_of(name: str, holder: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """The object under the last part of ``key``, a dotted path from the entry."""
-    found = holder.get(key.rsplit(".", 1)[-1])
-    if not isinstance(found, Mapping):
+    value = holder.get(key.rsplit(".", 1)[-1])
+    if not isinstance(value, Mapping):
         raise wrong(name, key, "an object")
-    return found
+    return value
 
 
 def text_of(name: str, holder: Mapping[str, Any], key: str) -> str:
     """The text, not blank, under the last part of ``key``."""
-    found = holder.get(key.rsplit(".", 1)[-1])
-    if not isinstance(found, str) or not found.strip():
+    value = holder.get(key.rsplit(".", 1)[-1])
+    if not isinstance(value, str) or not value.strip():
         raise wrong(name, key, "a text")
-    return found
+    return value
 
 
 def list_of(name: str, holder: Mapping[str, Any], key: str) -> Sequence[Any]:
     """The list under the last part of ``key``."""
-    found = holder.get(key.rsplit(".", 1)[-1])
-    if not isinstance(found, list | tuple):
+    value = holder.get(key.rsplit(".", 1)[-1])
+    if not isinstance(value, list | tuple):
         raise wrong(name, key, "a list")
-    return found
+    return value
 
 
 def check_skills(skills: Sequence[str] | None, among: Sequence[str]) -> None:
-    """
+    """Check that all skills are known.
+
     Raises:
-        ValueError: one of the skills is not there; with the nearest that is.
+        ValueError: one is not; with the nearest one that is.
     """
     for skill in skills or ():
         if skill not in among:
-            nearest = difflib.get_close_matches(skill, among, 1, cutoff=0.0)[0]
-            raise ValueError(f"{skill!r} is no skill here; did you mean {nearest!r}?")
+            raise ValueError(f"{skill!r} is no skill here; {nearest(skill, among)}")
+
+
+def check_one_source(tasks: Path | None, generate: object) -> None:
+    """Check that a configuration names exactly one source of tasks.
+
+    Raises:
+        ValueError: it names both or none.
+    """
+    if (tasks is None) == (generate is None):
+        raise ValueError("set exactly one of tasks (a file) and generate")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from agent_peft.environments.os_interaction.kinds import accounts, chains, files, listings, text
+from agent_peft.environments.os_interaction.kinds import accounts, chains, files, lines, listings, text
 from agent_peft.environments.os_interaction.kinds.base import Kind, Slots
 
-ALL = (*files.KINDS, *listings.KINDS, *text.KINDS, *accounts.KINDS)
+ALL = (*files.KINDS, *listings.KINDS, *text.KINDS, *lines.KINDS, *accounts.KINDS)
 KINDS: dict[str, tuple[Kind, ...]] = {
     skill: tuple(kind for kind in ALL if kind.skills[0] == skill)
     for skill in dict.fromkeys(kind.skills[0] for kind in ALL)

@@ -6,8 +6,8 @@ import datetime
 
 from agent_peft.environments.os_interaction.kinds.base import Kind, Slots
 
-# Who is there before the agent comes has a known number, so that owners can be told by it, and not by a name
-# that may be given anew.
+# Accounts that exist before the agent acts have known numbers. Owners are compared by number, because a name
+# may be given to another account.
 A_USER, THE_USER = "useradd -u {user.number} {user}", "user:{user}:{user.number} group:{user}:{user.number}"
 A_GROUP, THE_GROUP = "groupadd -g {group.number} {group}", "group:{group}:{group.number}"
 _BOTH, _THE_BOTH = f"{A_USER} && {A_GROUP}", f"{THE_USER} {THE_GROUP}"

@@ -1,5 +1,5 @@
-"""What a kind of generated task is: the request in several wordings, the script before it, a solution, and
-a check of what it leaves.
+"""A kind of generated task: the request in several wordings, the script before it, a solution, and a check of
+the result.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Account(str):
 
 
 class Slots(dict[str, str]):
-    """What fills a template's slots. A slot that nobody has filled is drawn when it is first asked for: its
-    name, without a number at the end, says what it is, and no two slots of a task are the same.
+    """The values of a template's slots. A slot is drawn when it is first read. Its name without the number
+    says what is drawn, and no two slots of a task are equal.
     """
 
     def __init__(self, names: Names, rng: random.Random, used: set[str]) -> None:
@@ -98,8 +98,8 @@ class Kind:
 
 
 def _claims(value: str) -> set[str]:
-    """What no other slot may be: a file claims its folder too, lest that be listed, made or deleted by
-    another request.
+    """The values that no other slot may have. A file claims its folder, too, so that no other request lists,
+    makes or deletes it.
     """
     return {value, value.parent} if isinstance(value, Place) and value.count("/") == 3 else {value}
 

@@ -213,7 +213,8 @@ KINDS = (
         before="{dir}/{name} {dir}/{name2}",
         gold="cp -r {dir} {dir2}",
         after="{dir}/{name} {dir}/{name2} {dir2}/{name} {dir2}/{name2}",
-        check="lines {dir}/{name} '{text}' && lines {dir2}/{name} '{text}' && empty {dir}/{name2} {dir2}/{name2}",
+        check="lines {dir}/{name} '{text}' && lines {dir2}/{name} '{text}' && empty {dir}/{name2} "
+        "{dir2}/{name2}",
         kept="lines {dir}/{name} '{text}'",
     ),
     Kind(
@@ -329,7 +330,8 @@ KINDS = (
             "Please make {mode} the mode of {dir} with all it holds.",
             "{dir} and its contents ought to have mode {mode}.",
         ),
-        init="mkdir -p {dir}/inner && touch {dir}/{name} {dir}/{name2} {dir}/inner/{name} && chmod -R 604 {dir}",
+        init="mkdir -p {dir}/inner && touch {dir}/{name} {dir}/{name2} {dir}/inner/{name} && chmod -R 604 "
+        "{dir}",
         before="{dir}/{name} {dir}/{name2} {dir}/inner/{name}",
         gold="chmod -R {mode} {dir}",
         check="has %a {mode} {dir} {dir}/{name} {dir}/{name2} {dir}/inner {dir}/inner/{name}",

@@ -44,7 +44,8 @@ KINDS = (
         ("find",),
         train=(
             "Find all .{ext} files under {dir} and write their full paths to {file}.",
-            "Search {dir} and its subdirectories for files that end in .{ext}, and save their full paths in {file}, one per line.",
+            "Search {dir} and its subdirectories for files that end in .{ext}, and save their full paths "
+            "in {file}, one per line.",
             "Save the full path of every .{ext} file below {dir} to {file}.",
         ),
         heldout=(

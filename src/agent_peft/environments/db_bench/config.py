@@ -1,0 +1,77 @@
+"""The configuration of DB Bench."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from agent_peft.config import Config
+from agent_peft.environments.base import EnvironmentConfig
+from agent_peft.environments.db_bench.generator import GENERATED_SKILLS
+from agent_peft.environments.db_bench.syntax import SKILLS
+from agent_peft.environments.task_files.reading import check_one_source, check_skills
+
+
+class GenerateConfig(Config):
+    """Which tasks to generate. The splits ``train`` and ``heldout`` share no table name and no phrasing."""
+
+    num_tasks: int = Field(gt=0, description="number of tasks")
+    seed: int = Field(0, description="another seed gives other tasks")
+    skills: tuple[str, ...] = Field(
+        GENERATED_SKILLS, min_length=1, description="skills of the tasks; the tasks take them in turn"
+    )
+    split: Literal["train", "heldout"] = Field(
+        "train", description="train or heldout, which share no table name and no phrasing"
+    )
+
+    @field_validator("skills")
+    @classmethod
+    def _skills_are_known(cls, skills: tuple[str, ...]) -> tuple[str, ...]:
+        check_skills(skills, GENERATED_SKILLS)
+        return skills
+
+
+class DBBenchConfig(EnvironmentConfig):
+    """The tasks (of a file in LifelongAgentBench's format, or generated) and the limits of an episode."""
+
+    kind: str = "db_bench"
+    tasks: Path | None = Field(None, description="file of tasks; set this or generate")
+    generate: GenerateConfig | None = Field(None, description="tasks to generate; set this or tasks")
+    database: Literal["sqlite"] = Field("sqlite", description="database that runs the SQL")
+    skills: list[str] | None = Field(
+        None, min_length=1, description="keeps the tasks whose primary skill is in this list; null keeps all"
+    )
+    limit: int | None = Field(
+        None, gt=0, description="maximum number of tasks, the first usable ones; null keeps all"
+    )
+    max_turns: int = Field(
+        3, ge=2, description="maximum number of replies, the answer included; the agent is told"
+    )
+    max_observation_chars: int = Field(
+        400, ge=40, description="maximum characters of a statement's result; the rest is cut"
+    )
+    statement_seconds: float = Field(2.0, gt=0, description="time limit of one statement in seconds")
+    statement_steps: int = Field(
+        20_000_000,
+        gt=0,
+        description="limit of one statement in steps of SQLite's virtual machine, equal on every machine",
+    )
+    episode_seconds: float | None = Field(
+        None,
+        gt=0,
+        description="time limit of all statements of an episode together, in seconds; it ends with the stop "
+        "reason timeout; null sets no limit",
+    )
+
+    @field_validator("skills")
+    @classmethod
+    def _skills_are_known(cls, skills: list[str] | None) -> list[str] | None:
+        check_skills(skills, SKILLS)
+        return skills
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DBBenchConfig:
+        check_one_source(self.tasks, self.generate)
+        return self

@@ -1,0 +1,102 @@
+"""The configuration of OS interaction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from agent_peft.config import Config
+from agent_peft.environments.base import EnvironmentConfig
+from agent_peft.environments.os_interaction.problems import SKILLS
+from agent_peft.environments.os_interaction.protocol import ProtocolName
+from agent_peft.environments.task_files.reading import check_one_source, check_skills
+from agent_peft.sandbox.base import SandboxLimits
+
+SandboxKind = Literal["namespaces", "bubblewrap", "docker", "podman", "none"]
+
+
+class OSGenerateConfig(Config):
+    """Which tasks to generate. The splits ``train`` and ``heldout`` share no name of a file, user or group,
+    and no phrasing.
+    """
+
+    num_tasks: int = Field(gt=0, description="number of tasks")
+    seed: int = Field(0, description="another seed gives other tasks")
+    skills: tuple[str, ...] = Field(
+        SKILLS, min_length=1, description="skills of the tasks; the tasks take them in turn"
+    )
+    split: Literal["train", "heldout"] = Field(
+        "train", description="train or heldout, which share no name and no phrasing"
+    )
+    combined: float = Field(
+        0.25, ge=0, le=1, description="share of tasks that ask for two or three things at once"
+    )
+
+    @field_validator("skills")
+    @classmethod
+    def _skills_are_known(cls, skills: tuple[str, ...]) -> tuple[str, ...]:
+        check_skills(skills, SKILLS)
+        return skills
+
+
+class OSInteractionConfig(EnvironmentConfig):
+    """The tasks (of a file in LifelongAgentBench's or AgentBench's format, or generated), the sandbox and the
+    limits of an episode.
+
+    The primary skill of a task is the rarest skill that it needs. By default the tasks of a file are
+    replayed when they are loaded, and generated ones, which are tested, are not.
+    """
+
+    kind: str = "os_interaction"
+    tasks: Path | None = Field(None, description="file of tasks; set this or generate")
+    generate: OSGenerateConfig | None = Field(None, description="tasks to generate; set this or tasks")
+    skills: list[str] | None = Field(
+        None, min_length=1, description="keeps the tasks whose primary skill is in this list; null keeps all"
+    )
+    limit: int | None = Field(
+        None, gt=0, description="maximum number of tasks, the first usable ones; null keeps all"
+    )
+    sandbox: SandboxKind = Field(
+        "namespaces", description="machine of each episode; none runs the commands on this machine itself"
+    )
+    limits: SandboxLimits = Field(
+        default_factory=SandboxLimits, description="limits of one machine: memory, processes, files, output"
+    )
+    protocol: ProtocolName = Field("act", description="form in which the agent writes a command")
+    max_turns: int = Field(
+        5, ge=2, description="maximum number of replies, the finish included; the agent is told"
+    )
+    max_observation_chars: int = Field(
+        800,
+        ge=100,
+        description="maximum characters of a command's output; the middle of a longer one is cut out",
+    )
+    command_timeout: float = Field(
+        20.0, gt=0, description="time limit of one command of the agent in seconds"
+    )
+    script_timeout: float = Field(
+        30.0, gt=0, description="time limit of a task's initialization, and of its evaluation, in seconds"
+    )
+    episode_seconds: float | None = Field(
+        None,
+        gt=0,
+        description="time limit of all commands of an episode together, in seconds; it ends with the stop "
+        "reason timeout; null sets no limit",
+    )
+    replay: bool | None = Field(
+        None, description="whether each task is tried when it is loaded; null tries those of a file"
+    )
+    replay_threads: int = Field(4, ge=1, le=64, description="number of tasks that are tried at a time")
+
+    @field_validator("skills")
+    @classmethod
+    def _skills_are_known(cls, skills: list[str] | None) -> list[str] | None:
+        check_skills(skills, SKILLS)
+        return skills
+
+    @model_validator(mode="after")
+    def _one_source(self) -> OSInteractionConfig:
+        check_one_source(self.tasks, self.generate)
+        return self

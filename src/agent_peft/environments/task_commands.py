@@ -1,0 +1,108 @@
+"""Generating, validating and downloading tasks, for every environment that offers it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from agent_peft.environments import ENVIRONMENTS, Environment, environment_class, load_environment
+from agent_peft.environments.base import Inspection
+from agent_peft.environments.conformance import violations_of
+from agent_peft.environments.contract import MAX_CHECKED_TASKS, configured
+from agent_peft.environments.task_files.replay import inspect
+from agent_peft.types import AgentPeftError
+
+
+def generate_tasks(kind: str, /, **keys: Any) -> Mapping[str, Mapping[str, Any]]:
+    """Generate the entries of a task file, by id.
+
+    Args:
+        kind: an environment that generates tasks, or ``package.module:Class``.
+        keys: those of the class's ``task_files.generate_config``, such as ``num_tasks=100, split="heldout"``.
+
+    Raises:
+        AgentPeftError: the environment generates no tasks, or a key or a value is wrong.
+    """
+    generate, config_class = _operation(kind, "generate"), _class_of(kind).task_files.generate_config
+    entries: Mapping[str, Mapping[str, Any]] = generate(**dict(configured(config_class, keys, "generate")))
+    return entries
+
+
+def validate_tasks(kind: str, /, **keys: Any) -> dict[str, Any]:
+    """Replay every task's demonstration, which must be correct, and replies that do nothing, which must not,
+    through real episodes. A class of the user's own is checked by ``conformance``, too.
+
+    Args:
+        kind: an environment, or ``package.module:Class``.
+        keys: those of its configuration, such as ``tasks="tasks.json"``.
+
+    Returns:
+        ``{"tasks", "gold_correct", "nothing_correct", "rejected": [{"id", "cause"}], "violations": [line]}``:
+        three counts, the tasks that cannot be used, and the breaches of the contract.
+
+    Raises:
+        AgentPeftError: the environment cannot be loaded, or a key or a value is wrong.
+    """
+    environment, violations = _class_of(kind), []
+    if environment.task_files.inspect is not None:
+        config = configured(environment.config_class, {"kind": kind, **keys})
+        inspections = environment.task_files.inspect(config)
+        inspected = list(_up_to(getattr(config, "limit", None), inspections))
+    else:
+        loaded = load_environment(kind, **keys)
+        try:
+            tasks = islice(loaded.tasks, MAX_CHECKED_TASKS)
+            inspected = [(task.id, inspect(loaded, task)) for task in tasks]
+        finally:
+            loaded.close()
+        violations = violations_of(lambda: load_environment(kind, **keys))
+    return {
+        "tasks": len(inspected),
+        "gold_correct": sum(inspection.gold_is_correct for _, inspection in inspected),
+        "nothing_correct": sum(inspection.nothing_is_correct for _, inspection in inspected),
+        "rejected": [
+            {"id": name, "cause": inspection.cause}
+            for name, inspection in inspected
+            if inspection.cause is not None
+        ],
+        "violations": violations,
+    }
+
+
+def download_tasks(kind: str, folder: Path | str) -> Sequence[Path]:
+    """Download the published tasks of an environment into ``folder``. Return the files.
+
+    Raises:
+        AgentPeftError: the environment has none, or the hub does not give them.
+    """
+    files: Sequence[Path] = _operation(kind, "download")(Path(folder))
+    return files
+
+
+def _up_to(
+    limit: int | None, inspections: Iterable[tuple[str, Inspection]]
+) -> Iterator[tuple[str, Inspection]]:
+    """The inspections up to the ``limit``-th usable task."""
+    usable = 0
+    for name, inspection in inspections:
+        yield name, inspection
+        usable += inspection.cause is None
+        if usable == limit:
+            return
+
+
+def _class_of(kind: str) -> type[Environment]:
+    try:
+        return environment_class(kind)
+    except ValueError as error:
+        raise AgentPeftError(f"environment: {error}") from error
+
+
+def _operation(kind: str, name: str) -> Any:
+    operation = getattr(_class_of(kind).task_files, name)
+    if operation is None:
+        able = [other for other, row in ENVIRONMENTS.items() if getattr(row.task_files, name)]
+        raise AgentPeftError(f"{kind} has no tasks to {name}; choose {' or '.join(able)}")
+    return operation

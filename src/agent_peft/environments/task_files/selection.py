@@ -1,0 +1,111 @@
+"""The usable tasks of a configuration: from a file or a generator, by skill, replayed, up to a limit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from agent_peft.types import AgentPeftError, Task
+
+logger = logging.getLogger(__name__)
+
+NUM_SHOWN = 3  # rejections in a warning
+
+
+class TaskSettings(Protocol):
+    """The keys of a configuration whose tasks come from a file or a generator."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def tasks(self) -> Path | None: ...
+    @property
+    def generate(self) -> Iterable[tuple[str, Any]] | None: ...
+    @property
+    def skills(self) -> Sequence[str] | None: ...
+    @property
+    def limit(self) -> int | None: ...
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """A task that cannot be used, and the cause.
+
+    >>> Rejection("7", "the gold SQL fails: no such function: STDDEV").id
+    '7'
+    """
+
+    id: str
+    cause: str
+
+
+def load_selected(
+    config: TaskSettings,
+    read: Callable[[Path], Sequence[Task]],
+    generate: Callable[..., Mapping[str, Any]],
+    task_of: Callable[[str, Any], Task],
+) -> Sequence[Task]:
+    """Load the tasks of the file or the generator whose primary skill the configuration keeps.
+
+    Args:
+        read: reads a file of tasks.
+        generate: takes the keys of ``config.generate``; returns entries by their ids.
+        task_of: makes a task of an id and an entry.
+
+    Raises:
+        AgentPeftError: the file is wrong, or no task has one of the skills.
+    """
+    if config.tasks is not None:
+        tasks = read(config.tasks)
+    else:
+        tasks = [task_of(*item) for item in generate(**dict(config.generate or ())).items()]
+    if config.skills is None:
+        return tasks
+    tasks = [task for task in tasks if task.skills and task.skills[0] in config.skills]
+    if not tasks:
+        skills = ", ".join(config.skills)
+        raise AgentPeftError(f"{_source(config)}: no task has one of the skills {skills}; choose others")
+    return tasks
+
+
+def select_usable(
+    config: TaskSettings, tasks: Sequence[Task], causes: Iterable[str | None]
+) -> tuple[tuple[Task, ...], tuple[Rejection, ...]]:
+    """Return the first ``config.limit`` usable tasks, and the rejections before them.
+
+    Args:
+        causes: of each task, why it cannot be used, or None. No more of them are consumed than are needed.
+
+    Raises:
+        AgentPeftError: no task can be used.
+    """
+    usable: list[Task] = []
+    rejected: list[Rejection] = []
+    for task, cause in zip(tasks, causes, strict=False):
+        if cause is not None:
+            rejected.append(Rejection(task.id, cause))
+            continue
+        usable.append(task)
+        if len(usable) == config.limit:
+            break
+    if not usable:
+        first = rejected[0]
+        raise AgentPeftError(f"{_source(config)}: no task can be used ({first.id}: {first.cause})")
+    if rejected:
+        causes_shown = [f"{rejection.id}: {rejection.cause}" for rejection in rejected[:NUM_SHOWN]]
+        ellipsis = ["..."] * (len(rejected) > NUM_SHOWN)
+        logger.warning(
+            "%s: %d of %d tasks cannot be used (%s)",
+            config.kind,
+            len(rejected),
+            len(tasks),
+            "; ".join(causes_shown + ellipsis),
+        )
+    return tuple(usable), tuple(rejected)
+
+
+def _source(config: TaskSettings) -> str:
+    return str(config.tasks) if config.tasks is not None else "generated tasks"
