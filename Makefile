@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart check test test-slow test-all
+.PHONY: help install quickstart check docs test test-slow test-all
 
 help:  ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | sort
@@ -21,13 +21,16 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 quickstart: install  ## train a small agent on this machine's CPU (ARGS="seed=1 run_dir=runs/one" overrides)
-	$(VENV)/bin/agent-peft train configs/quickstart.yaml $(ARGS)
+	$(VENV)/bin/agent-peft train quickstart $(ARGS)
 
 check: install  ## lint, formatting, types, floors
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy --strict src
 	$(VENV)/bin/pytest -q tests/test_architecture.py
+
+docs: install  ## make docs/configuration.md from the configuration's classes
+	$(VENV)/bin/python -m agent_peft.configuration.keys > docs/configuration.md
 
 test: install  ## the fast tests and the docstrings' examples
 	$(PYTEST)

@@ -77,7 +77,8 @@ NAMED = {
 @pytest.fixture
 def evil(tmp_path, monkeypatch):
     (tmp_path / "evil_module.py").write_text(
-        "open('PWNED', 'w').close()\ndef f(t): return 0.0\nclass E:\n    def __init__(self, *a, **k): f(open('CALLED', 'w'))\n"
+        "open('PWNED', 'w').close()\ndef f(t): return 0.0\n"
+        "class E:\n    def __init__(self, *a, **k): f(open('CALLED', 'w'))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
@@ -88,7 +89,7 @@ def evil(tmp_path, monkeypatch):
 def test_explain_runs_no_code_that_a_configuration_names(said, evil, name):
     code, out, _ = said("explain", write(**NAMED[name]))
     assert code == 0
-    assert "this is code that CONFIG names: --trust runs it" in out
+    assert "this is code that CONFIG names, and --trust runs it" in out
     assert ("Popen" if name == "environment" else "evil_module") in out.split("not run and not checked: ")[1]
     assert "optimizer updates" in out  # the rest is explained
     assert not (evil / "PWNED").exists()
@@ -176,8 +177,8 @@ COMMANDS = {
     "explain": ["explain", "FILE"],
     "serve": ["serve", "FILE"],
     "evaluate": ["evaluate", "nowhere", "--config", "FILE"],
-    "validate": ["validate", "db_bench", "--tasks", "FILE"],
-    "validate os": ["validate", "os_interaction", "--tasks", "FILE"],
+    "validate": ["validate", "db_bench", "tasks=FILE"],
+    "validate os": ["validate", "os_interaction", "tasks=FILE"],
     "gsm8k": ["explain", "c.yaml", "environment={kind: gsm8k, tasks: FILE}"],
     "db_bench": ["train", "c.yaml", "environment={kind: db_bench, tasks: FILE}"],
 }
@@ -211,22 +212,50 @@ def test_ids_and_causes_are_printed_with_escapes(said):
         "skill_list": ["select"],
     }
     Path("t.json").write_text(json.dumps({HOSTILE.replace("\ud800", ""): entry}))
-    code, out, _ = said("validate", "db_bench", "--tasks", "t.json")
+    code, out, _ = said("validate", "db_bench", "tasks=t.json")
     assert code == 1
     assert "cannot be used: \\x1b]0;owned\\x07\\x1b[2J\\u202e\\r\\nforged line: " in out
-    code, out, _ = said("validate", "db_bench", "--tasks", "t.json", "--json")
+    code, out, _ = said("validate", "db_bench", "tasks=t.json", "--json")
     assert json.loads(out)["rejected"][0]["id"] == HOSTILE.replace("\ud800", "")
 
 
 # -- values --------------------------------------------------------------------------------------------------
 
 LEAVES = [
-    "seed", "threads", "steps", "tasks_per_step", "group_size", "run_dir", "name", "algorithm", "rewards", "stages", "engine",
-    "policy.device", "policy.alphabet", "policy.lora", "policy.kind", "policy.architecture.n_layer", "policy.architecture.n_embd",
-    "policy.architecture.model_type", "policy.architecture.n_positions", "environment", "environment.digits", "environment.num_tasks",
-    "environment.seed", "environment.operation", "sampling.max_new_tokens", "sampling.max_tokens", "sampling.temperature",
-    "sampling.stop", "evaluation.every", "evaluation.num_tasks", "evaluation.at", "optimizer.learning_rate", "checkpoint.every",
-]  # fmt: skip
+    "seed",
+    "threads",
+    "steps",
+    "tasks_per_step",
+    "group_size",
+    "run_dir",
+    "name",
+    "algorithm",
+    "rewards",
+    "stages",
+    "engine",
+    "policy.device",
+    "policy.alphabet",
+    "policy.lora",
+    "policy.kind",
+    "policy.architecture.n_layer",
+    "policy.architecture.n_embd",
+    "policy.architecture.model_type",
+    "policy.architecture.n_positions",
+    "environment",
+    "environment.digits",
+    "environment.num_tasks",
+    "environment.seed",
+    "environment.operation",
+    "sampling.max_new_tokens",
+    "sampling.max_tokens",
+    "sampling.temperature",
+    "sampling.stop",
+    "evaluation.every",
+    "evaluation.num_tasks",
+    "evaluation.at",
+    "optimizer.learning_rate",
+    "checkpoint.every",
+]
 VALUES = st.one_of(
     st.sampled_from(
         [

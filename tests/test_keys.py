@@ -9,25 +9,22 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
 from typer.main import get_command
 
 from agent_peft import cli
 from agent_peft.cli import run
 from agent_peft.configuration.effective import EFFECTIVE, refuse_ineffective
-from agent_peft.configuration.loading import load_config
-from agent_peft.configuration.run_config import TrainConfig, resolved
+from agent_peft.configuration.keys import sections
+from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.run_config import resolved
+from agent_peft.configuration.schema import models_of
 from agent_peft.configuration.yaml12 import dump
-from agent_peft.environments import ENVIRONMENTS
-from agent_peft.environments.base import EnvironmentConfig
+from agent_peft.environments import task_commands
 from agent_peft.environments.http import server
-from agent_peft.environments.task_files import download, generation, validation
 from agent_peft.runs import run as runs
 from agent_peft.runs import targets
 from agent_peft.runs.targets import load_target_config
@@ -39,16 +36,18 @@ from agent_peft.types import AgentPeftError
 # is as evaluate.
 ENVIRONMENT_KEYS = {
     "arithmetic": "kind operation digits answer symbols split num_tasks seed",
-    "db_bench": "kind tasks generate database skills limit max_turns max_observation_chars statement_seconds statement_steps "
-    "episode_seconds",
+    "db_bench": "kind tasks generate database skills limit max_turns max_observation_chars "
+    "statement_seconds statement_steps episode_seconds",
     "db_bench.generate": "num_tasks seed skills split",
-    "gsm8k": "kind tasks split offset num_tasks examples examples_from examples_seed instruction answer_format annotations strict",
-    "os_interaction": "kind tasks generate skills limit sandbox protocol max_turns max_observation_chars command_timeout script_timeout "
-    "episode_seconds replay replay_threads",
+    "gsm8k": "kind tasks split offset num_tasks examples examples_from examples_seed instruction "
+    "answer_format annotations strict",
+    "os_interaction": "kind tasks generate skills limit sandbox protocol max_turns max_observation_chars "
+    "command_timeout script_timeout episode_seconds replay replay_threads",
     "os_interaction.generate": "num_tasks seed skills split combined",
     "os_interaction.limits": "memory_mb processes file_size_mb cpu_seconds output_chars",
-    "openenv": "kind url num_tasks seed token max_turns threshold reward action_key observation_key system_prompt prompt reset timeout",
-    "remote": "kind url environment token timeout patience examples examples_url",
+    "openenv": "kind url num_tasks seed token max_turns threshold reward action_key observation_key "
+    "system_prompt prompt reset timeout",
+    "remote": "kind url environment token timeout patience examples",
 }
 KEYS: dict[str, dict[str, str]] = {
     "": {"evaluate": "seed threads", "": "run_dir", "evaluate serve": "evaluation"},
@@ -72,13 +71,14 @@ KEYS: dict[str, dict[str, str]] = {
     "checkpoint": {"": "every keep_last"},
     "ranks": {"": "timeout allow_other_number"},
     "stages": {
-        "": "name steps until tasks_per_step group_size microbatch_tokens reference mask_cut_actions task_order nonfinite"
+        "": "name steps until tasks_per_step group_size microbatch_tokens reference mask_cut_actions "
+        "task_order nonfinite"
     },
     "stages.until": {"": "metric above below over"},
     "stages.rewards": {
-        "": "correct incorrect unknown timeout turn_limit token_limit invalid_action cut_action"
+        "": "correct incorrect unknown timeout turn_limit token_limit invalid_action cut_action score"
     },
-    "stages.rewards.terms:own": {"": "kind weight when"},
+    "stages.rewards.terms:custom": {"": "kind weight when"},
     "stages.rewards.terms:length_penalty": {"": "kind weight when target_tokens"},
     "stages.rewards.terms:reasoning_steps": {"": "kind weight when max_steps"},
     "stages.rewards.terms:format": {"": "kind weight when"},
@@ -96,9 +96,11 @@ KEYS: dict[str, dict[str, str]] = {
     "stages.algorithm:dr_grpo": {
         "": "kind kl_coef entropy_coef update_epochs minibatches clip_low clip_high constant_length"
     },
+    "stages.algorithm:gspo": {"": "kind kl_coef entropy_coef update_epochs minibatches clip_low clip_high"},
     "stages.algorithm:ppo": {
-        "": "kind gamma gae_lambda normalize_advantages clip_low clip_high value_clip value_coef value_learning_rate value_trunk_gradient "
-        "entropy_coef kl_coef update_epochs minibatches target_kl weighting"
+        "": "kind gamma gae_lambda normalize_advantages clip_low clip_high value_clip value_coef "
+        "value_learning_rate value_trunk_gradient entropy_coef kl_coef update_epochs minibatches target_kl "
+        "weighting"
     },
     "stages.algorithm:sft": {"": "kind"},
 }
@@ -113,32 +115,12 @@ assert len(FIELDS) == sum(len(names.split()) for groups in KEYS.values() for nam
 )
 
 
-def models_of(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return (
-            [configured for configured, _ in ENVIRONMENTS.values()]
-            if annotation is EnvironmentConfig
-            else [annotation]
-        )
-    return [model for argument in get_args(annotation) for model in models_of(argument)]
-
-
-def fields_below(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Every field that holds a value, or may be null, with its path; where there are several kinds,
-    ``:kind`` says which.
-    """
-    for name, field in model.model_fields.items():
-        below, key = models_of(field.annotation), f"{path}.{name}".removeprefix(".")
-        if not below or type(None) in get_args(field.annotation):
-            yield key, field
-        for inner in below:
-            kind = inner.model_fields["kind"].default if len(below) > 1 else None
-            yield from fields_below(
-                inner, key if kind is None else f"{key}:{kind if isinstance(kind, str) else 'own'}"
-            )
-
-
-FOUND = dict(fields_below(TrainConfig))
+FOUND = {
+    f"{section.name}.{key.name}".removeprefix("."): key.field
+    for section in sections()
+    for key in section.keys
+    if not models_of(key.field.annotation) or type(None) in get_args(key.field.annotation)
+}
 
 
 def test_every_key_of_a_configuration_is_in_the_table():
@@ -176,7 +158,7 @@ ENVIRONMENT_OF = {
     "remote": {"kind": "remote", "url": "http://localhost:1", "examples": 1},
 }
 TERM_OF = {
-    "own": {"kind": "own:term", "weight": 2.0},
+    "custom": {"kind": "own:term", "weight": 2.0},
     "length_penalty": {"kind": "length_penalty", "target_tokens": 5},
 }
 OTHER_KIND = {
@@ -213,7 +195,6 @@ NAMED: dict[str, str] = {
     "environment.answer_format": "{path}='= {{answer}}'",
     "environment.url": "{path}=http://localhost:2",
     "environment.reset": "{path}={{level: 3}}",
-    "environment.examples_url": "{path}=http://localhost:2",
     "engine.schedule": "{path}=tasks.json",
     "evaluation.at": "{path}=[start]",
     "evaluation.attempts": "{path}=2 evaluation.sampling.temperature=1",
@@ -312,9 +293,8 @@ def overrides_of(key: str, content: dict[str, Any]) -> tuple[str, list[str]]:
     other = first_of(OTHER_KIND, section) if name == "kind" else None
     if ".terms:" in key:
         term = at(content, f"{parent}.0")
-        return f"{parent}.0.{name}", [
-            f"{parent}={json.dumps([other or {**term, name: another(term[name], FOUND[key].annotation, name)}])}"
-        ]
+        other = other or {**term, name: another(term[name], FOUND[key].annotation, name)}
+        return f"{parent}.0.{name}", [f"{parent}={json.dumps([other])}"]
     if other is not None:
         return path, [f"{parent}={json.dumps(other)}"]
     if (named := first_of(NAMED, key)) is not None:
@@ -339,7 +319,7 @@ CONFIGURED = [
 def test_an_environments_key_may_be_called_as_an_environment(folder):
     """The server's name of it, which is no short form of a kind."""
     content = {**settings_for(""), "environment": ENVIRONMENT_OF["remote"]}
-    config = load_config(write(content, folder / "c.yaml"), ["environment.environment=evaluation"])[0]
+    config = read_config(write(content, folder / "c.yaml"), ["environment.environment=evaluation"])[0]
     assert config.environment.environment == "evaluation"
 
 
@@ -350,9 +330,9 @@ def test_keys_of_a_configuration(folder, section):
     """
     for key in (key for key in CONFIGURED if key.rpartition(".")[0] == section):
         file = write(settings_for(key), folder / "run" / "config.yaml")
-        before = resolved(load_config(file)[0])
+        before = resolved(read_config(file)[0])
         path, overrides = overrides_of(key, before)
-        assert at(resolved(load_config(file, overrides, warn=False)[0]), path) != at(before, path), overrides
+        assert at(resolved(read_config(file, overrides, warn=False)[0]), path) != at(before, path), overrides
         if "evaluate" in FIELDS[key]:
             measured = load_target_config(Path("run"), None, overrides, None, None)
             if key != "evaluation":  # without it the tasks are those of training
@@ -391,9 +371,9 @@ def reached(monkeypatch) -> dict[str, Any]:
         (targets, "merge_run"),
         (targets, "evaluate_target"),
         (server, "serve"),
-        (generation, "generate_entries"),
-        (validation, "validate"),
-        (download, "download"),
+        (task_commands, "generate_tasks"),
+        (task_commands, "validate_tasks"),
+        (task_commands, "download_tasks"),
     ):
         ending(module, name)
     return found
@@ -427,32 +407,16 @@ COMMANDS: dict[str, tuple[list[str], dict[str, list[str]]]] = {
             "overrides": ["environment.digits=1"],
             "host": ["--host", "::1"],
             "port": ["--port", "0"],
-            "examples_port": ["--examples-port", "7"],
             "token": ["--token", "TOKEN_OF_MINE"],
             "max_episodes": ["--max-episodes", "2"],
             "idle_seconds": ["--idle-seconds", "2"],
         },
     ),
     "generate": (
-        ["os_interaction", "--num-tasks", "3", "--output", "x.json"],
-        {
-            "num_tasks": ["--num-tasks", "4"],
-            "seed": ["--seed", "1"],
-            "skills": ["--skills", "mkdir"],
-            "split": ["--split", "heldout"],
-            "combined": ["--combined", "0.5"],
-        },
+        ["os_interaction", "num_tasks=3", "--output", "x.json"],
+        {"keys": ["split=heldout"]},
     ),
-    "validate": (
-        ["os_interaction", "--tasks", "tasks.json"],
-        {
-            "tasks": ["--tasks", "others.jsonl"],
-            "database": ["--database", "sqlite"],
-            "sandbox": ["--sandbox", "docker"],
-            "threads": ["--threads", "2"],
-            "command_timeout": ["--command-timeout", "3"],
-        },
-    ),
+    "validate": (["os_interaction"], {"keys": ["tasks=others.jsonl", "sandbox=docker"]}),
     "download": (["gsm8k"], {"output": ["--output", "there"]}),
 }
 # These change what is shown or done after the worker; each is looked at by a test of its own, here or in the
@@ -460,12 +424,12 @@ COMMANDS: dict[str, tuple[list[str], dict[str, list[str]]]] = {
 SHOWN = {
     "evaluate": {"as_json", "target", "config"},  # test_cli, below
     "merge": {"as_json", "both", "run"},  # test_cli
-    "explain": {"as_json", "config", "overrides", "trust"},  # below, test_hostile_inputs
+    "explain": {"as_json", "config", "overrides", "keys", "trust"},  # below, test_hostile_inputs
     "train": {"config"},
     "serve": {"config"},
-    "generate": {"replay", "output", "environment"},  # test_cli
+    "generate": {"check", "output", "environment"},  # test_cli
     "validate": {"as_json", "environment"},  # test_cli
-    "download": {"name"},  # environments/test_gsm8k
+    "download": {"environment"},  # environments/test_gsm8k
 }
 
 
@@ -517,14 +481,18 @@ def test_explain_shows_what_the_command_line_says(folder, capsys):
         assert run(["explain", file, "--json", *overrides]) == 0
         shown.append(json.loads(capsys.readouterr().out)["values"])
     assert {key for key in shown[0] if shown[0][key] != shown[1][key]} == {"stages.0.optimizer.learning_rate"}
-    assert shown[1]["stages.0.optimizer.learning_rate"] == {"value": 0.5, "from": "command line"}
+    assert shown[1]["stages.0.optimizer.learning_rate"] == {
+        "value": 0.5,
+        "from": "command line",
+        "what it does": "learning rate after the warm-up",
+    }
 
 
 @pytest.mark.parametrize(
     "file", sorted((Path(__file__).parent.parent / "configs").glob("*.yaml")), ids=lambda file: file.stem
 )
 def test_our_own_configurations_name_no_file_outside_the_folder_they_are_used_in(file):
-    config = load_config(file, check_files=False)[0]
+    config = read_config(file, check_files=False)[0]
     models = [
         config,
         config.policy,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import agent_peft
-from agent_peft.lookup import NotImportedError, find, may_import, without_imports
+from agent_peft.lookup import NotImportedError, alike, find, may_import, nearest, without_imports
 
 
 @pytest.mark.parametrize(
@@ -66,3 +66,36 @@ def test_nothing_else_imports_by_name():
             node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
         }
         assert path.name == "lookup.py" or "import_module" not in words, path
+
+
+@pytest.mark.parametrize(
+    ("module", "home", "what"),
+    [("difflib", "lookup.py", "a second cut-off"), ("ConfigDict(frozen", "config.py", "a second base")],
+)
+def test_advice_and_the_base_of_configurations_are_written_once(module, home, what):
+    root = Path(agent_peft.__file__).parent
+    places = [
+        str(path.relative_to(root)) for path in sorted(root.rglob("*.py")) if module in path.read_text()
+    ]
+    assert places == [home], what
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("Learning_Rate", "did you mean 'learning_rate'?"),
+        ("lerning_rat", "did you mean 'learning_rate'?"),
+        ("rate", "give one of learning_rate, steps"),
+        ("", "give one of learning_rate, steps"),
+        (None, "give one of learning_rate, steps"),
+        (3, "give one of learning_rate, steps"),
+    ],
+)
+def test_advice_on_a_name(name, advice):
+    assert nearest(name, ["learning_rate", "steps"]) == advice
+    assert (alike(name, ["learning_rate", "steps"]) is None) == advice.startswith("give")
+
+
+def test_advice_shows_the_texts_of_a_mapping():
+    assert nearest("rows", {"row": "engine.rows"}) == "did you mean 'engine.rows'?"
+    assert nearest("x", {"row": "engine.rows"}, "your own") == "give one of engine.rows, or your own"

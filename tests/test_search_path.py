@@ -19,7 +19,7 @@ policy: {kind: scratch, alphabet: "0123456789+*-= ", architecture: {model_type: 
 environment: {kind: arithmetic, digits: 1, operation: "own_operations:minus"}
 algorithm: reinforce
 steps: 1
-"""
+"""  # noqa: E501
 OWN = 'from agent_peft.environments.arithmetic import Operation\nminus = Operation("-", lambda a, b: a - b)\n'
 
 

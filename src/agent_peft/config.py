@@ -1,12 +1,18 @@
-"""The base of every configuration: frozen, checked, and an unknown key is an error."""
+"""The base class of every configuration, and validation errors in one line."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
+from typing import Any, get_args
+
 from pydantic import BaseModel, ConfigDict
+
+from agent_peft.lookup import nearest
 
 
 class Config(BaseModel):
-    """A part of a configuration. It cannot be changed, and a key that it does not know is an error.
+    """A part of a configuration. It is frozen, its defaults are validated, and an unknown key is an error.
 
     >>> class Limits(Config):
     ...     rows: int = 64
@@ -15,3 +21,77 @@ class Config(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The configuration classes that a type names, in their order.
+
+    >>> models_in(tuple[Config, ...] | None)
+    [<class 'agent_peft.config.Config'>]
+    """
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in models_in(argument)]
+
+
+def first_error(error: Any, place: str = "", model: type[BaseModel] | None = None) -> str:
+    """Return the first error of a validation: its key path, the fault, and the number of further errors.
+
+    Args:
+        error: a ``ValidationError``, or anything else with its method ``errors``.
+        place: where the content stands, in front of the key path.
+        model: the class that refused the content; with it, an unknown key gets advice.
+
+    >>> try:
+    ...     Config(row=1)
+    ... except ValueError as error:
+    ...     print(first_error(error, "engine"))
+    engine.row: Extra inputs are not permitted
+    """
+    # a misspelled key comes first: it explains the missing one, and the defaults that depend on that
+    errors = [one for one in error.errors() if one["type"] != "default_factory_not_called"]
+    first, *others = sorted(errors, key=lambda one: one["type"] != "extra_forbidden")
+    message, models = first["msg"], [] if model is None else [model]
+    if first["type"] == "value_error":
+        message = str(first["ctx"]["error"])
+    elif first["type"] == "missing":
+        message = "is missing"
+    elif first["type"] != "extra_forbidden" and models:
+        message = mismatch(first["input"], [message])
+    elif models:
+        for part in first["loc"][:-1]:
+            fields = [known.model_fields[part] for known in models if part in known.model_fields]
+            models = [inner for field in fields for inner in models_in(field.annotation)] or models
+        known = dict.fromkeys(name for inner in models for name in inner.model_fields)
+        message = "unknown key; " + (nearest(first["loc"][-1], list(known)) if known else "there are no keys")
+    where = ".".join(filter(None, (place, *(str(part)[:50] for part in first["loc"]))))
+    more = f" (and {len(others)} more error{'s' * (len(others) > 1)})" if others else ""
+    return f"{where}: {message}{more}" if where else f"{message}{more}"
+
+
+def mismatch(value: Any, messages: Iterable[str]) -> str:
+    """Say what a value must be, from pydantic's messages about it.
+
+    >>> mismatch("few", ["Input should be a valid integer, unable to parse string as an integer"])
+    'must be a whole number, got "few"'
+    """
+    expected = " or ".join(dict.fromkeys(map(_expected, messages)))
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return f"must be {expected}, got {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def _expected(message: str) -> str:
+    """The words after "must be", from a message of pydantic's."""
+    expected = (
+        message.removeprefix("Input should be ").removeprefix("Input is not ").split(", unable to parse")[0]
+    )
+    ours = {
+        "a valid array": "a list",
+        "an object": "a mapping",
+        "a valid string": "a text",
+        "a valid boolean": "true or false",
+        "a valid integer": "a whole number",
+        "a valid number": "a number",
+        "String should have at least 1 character": "a text that is not empty",
+    }
+    return ours.get(expected, expected)

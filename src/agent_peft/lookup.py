@@ -1,29 +1,31 @@
-"""Code of a user's own, which a configuration names as ``package.module:Name``. Only this module imports
-what is named there.
+"""Names in a configuration: importing a user's code by ``package.module:Name``, and advice on a misspelled
+name. No other module imports by name.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from agent_peft.types import AgentPeftError
 
+ALIKE = 0.7  # of difflib's ratio: below it, a name is not taken for a misspelling of another one
+
 
 class NotImportedError(AgentPeftError):
-    """Code that a configuration names is needed, and the command was not told to trust it."""
+    """A configuration names code that is needed, and the command does not trust it."""
 
 
-_passed_over: list[str] | None = (
-    None  # the names that were met while nothing may be imported; None where all may be
-)
+_refused: list[str] | None = None  # the names asked for while nothing may be imported; None: all may be
 
 
 @contextmanager
 def without_imports() -> Iterator[list[str]]:
-    """While inside, no thread imports what a configuration names. Gives the list that those names go to.
+    """Inside this context, no thread imports the code that a configuration names. Yield the list that
+    collects those names.
 
     >>> with without_imports() as names:
     ...     may_import("this:s")
@@ -31,28 +33,31 @@ def without_imports() -> Iterator[list[str]]:
     >>> names
     ['this:s']
     """
-    global _passed_over
-    before, _passed_over = _passed_over, []
+    global _refused
+    before, _refused = _refused, []
     try:
-        yield _passed_over
+        yield _refused
     finally:
-        _passed_over = before
+        _refused = before
 
 
 def may_import(name: str) -> bool:
-    """Whether what is named may be imported and run now. A check that gets False believes the name; who
-    needs the code asks ``find``.
+    """Whether the named code may be imported and run now. If not, a check must accept the name as it is;
+    ``find`` raises.
     """
-    if _passed_over is not None and name not in _passed_over:
-        _passed_over.append(name)
-    return _passed_over is None
+    if _refused is not None and name not in _refused:
+        _refused.append(name)
+    return _refused is None
 
 
 def find(name: str, form: str = "package.module:Class") -> Any:
-    """What ``package.module:Name`` names.
+    """Import and return the object that ``package.module:Name`` names.
+
+    Args:
+        form: how such a name is written, for the error message.
 
     Raises:
-        ValueError: it cannot be imported; with the ``form`` that a name has.
+        ValueError: it cannot be imported.
         NotImportedError: nothing may be imported now.
 
     >>> find("math:gcd")(12, 18)
@@ -65,7 +70,37 @@ def find(name: str, form: str = "package.module:Class") -> Any:
     module, _, attribute = name.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (Exception, SystemExit) as error:  # a module of the user's may fail in any way
+    except (Exception, SystemExit) as error:  # a user's module may fail in any way
         raise ValueError(
             f"{name!r} cannot be imported ({type(error).__name__}: {error}); write it as {form}"
         ) from error
+
+
+def nearest(name: object, candidates: Iterable[str] | Mapping[str, str], custom: str = "") -> str:
+    """Return advice on a name that does not exist: the candidate that it resembles, or all candidates.
+
+    Args:
+        candidates: the valid names; or each of them with the text that stands for it in the advice.
+        custom: how a user writes a name that is none of the candidates.
+
+    >>> nearest("GRPO", ["grpo", "rloo"])
+    "did you mean 'grpo'?"
+    >>> nearest("rate", ["sft", "rloo"], "your own as package.module:row")
+    'give one of sft, rloo, or your own as package.module:row'
+    """
+    texts = candidates if isinstance(candidates, Mapping) else {text: text for text in candidates}
+    resembled = alike(name, texts)
+    if resembled is not None:
+        return f"did you mean {texts[resembled]!r}?"
+    return f"give one of {', '.join([*texts.values(), *([f'or {custom}'] if custom else [])])}"
+
+
+def alike(name: object, candidates: Iterable[str]) -> str | None:
+    """The candidate of which a name is a misspelling, if there is one. Case does not count.
+
+    >>> alike("lerning_rate", ["learning_rate", "steps"])
+    'learning_rate'
+    """
+    names = {known.lower(): known for known in candidates}
+    closest = difflib.get_close_matches(str(name).lower(), names, 1, ALIKE)
+    return names[closest[0]] if closest else None

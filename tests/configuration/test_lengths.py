@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from agent_peft.configuration.loading import Provenance, dump_config, load_config
+from agent_peft.configuration.loading import Provenance, dump_config, read_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.types import AgentPeftError
 
 Load = Callable[..., tuple[TrainConfig, Provenance]]
 
-SCRATCH = '{kind: scratch, alphabet: "0123456789+-*= ", architecture: {model_type: gpt2, n_layer: 1, n_head: 1, n_embd: 8, n_positions: 32}}'
+SCRATCH = (
+    '{kind: scratch, alphabet: "0123456789+*-= ", '
+    "architecture: {model_type: gpt2, n_layer: 1, n_head: 1, n_embd: 8, n_positions: 32}}"
+)
 TEXT = """\
 run_dir: runs/a
 policy: %s
@@ -32,7 +35,7 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [
 def load(tmp_path: Path) -> Load:
     def load(policy: str, *overrides: str) -> tuple[TrainConfig, Provenance]:
         (tmp_path / "x.yaml").write_text(TEXT % policy)
-        return load_config(tmp_path / "x.yaml", overrides)
+        return read_config(tmp_path / "x.yaml", overrides)
 
     return load
 
@@ -54,7 +57,7 @@ def test_a_default_is_lowered_to_the_models_positions(load: Load, tmp_path: Path
     for path in ("stages.0", "stages.1"):
         assert provenance.of(f"{path}.sampling.max_tokens") == "the positions of policy.model"
     dump_config(config, tmp_path / "resolved.yaml")
-    assert load_config(tmp_path / "resolved.yaml")[0] == config
+    assert read_config(tmp_path / "resolved.yaml")[0] == config
 
 
 def test_what_fits_stays(load: Load, tmp_path: Path) -> None:
@@ -75,8 +78,8 @@ def test_what_fits_stays(load: Load, tmp_path: Path) -> None:
 def test_what_was_set_and_is_too_long_is_refused(where: str, load: Load) -> None:
     with pytest.raises(AgentPeftError) as raised:
         load(SCRATCH, f"{where}=33")
-    line = "33 is more than the 32 positions that the model can read (max_position_embeddings); set it to 32 or less"
-    assert str(raised.value) == f"command line: {where}: {line}"
+    line = "33 is more than the 32 positions that the model can read (max_position_embeddings); "
+    assert str(raised.value) == f"command line: {where}: {line}set it to 32 or less"
 
 
 def test_rotary_frequencies_that_change_with_the_length(load: Load, tmp_path: Path) -> None:
@@ -86,7 +89,6 @@ def test_rotary_frequencies_that_change_with_the_length(load: Load, tmp_path: Pa
         max_position_embeddings=131072,
         original_max_position_embeddings=4096,
         rope_parameters=LONGROPE,
-        # fmt: skip
         hidden_size=32,
         num_attention_heads=4,
         num_key_value_heads=4,

@@ -17,13 +17,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agent_peft.batch import Batch, collate
 from agent_peft.configuration.explain import memory
-from agent_peft.configuration.loading import load_config
-from agent_peft.configuration.memory import Learner, stage_memory
+from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.memory import MemoryModel, stage_memory
 from agent_peft.policies import adapters
-from agent_peft.policies.adapters import LoraSettings
-from agent_peft.policies.config import PretrainedConfig, ScratchConfig
+from agent_peft.policies.config import LoraSettings, PretrainedConfig, ScratchConfig
 from agent_peft.policies.engine import onednn_linear
 from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.engine.weights import sampling_weights
 from agent_peft.policies.forward.gelu import fuse_activations
 from agent_peft.policies.models.shape import measure, shape_of
 from agent_peft.policies.policy import Policy
@@ -71,11 +71,11 @@ def build(
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def learner_of(
+def model_of(
     model: PreTrainedModel, lora: LoraSettings | None, recomputes: bool = False, tiled: bool = False
-) -> Learner:
+) -> MemoryModel:
     rank, dropout = (None, False) if lora is None else (lora.rank, lora.dropout > 0)
-    return Learner(measure(model, lora), model.dtype.itemsize, rank, dropout, recomputes, tiled)
+    return MemoryModel(measure(model, lora), model.dtype.itemsize, rank, dropout, recomputes, tiled)
 
 
 def make_batch(length: int, count: int = 4) -> Batch:
@@ -118,7 +118,7 @@ def bytes_kept(model: nn.Module, forward: Callable[[], object]) -> int:
 def test_what_the_layers_keep_for_the_backward(name: str, adapter: str, dtype: torch.dtype) -> None:
     lora, positions = ADAPTERS[adapter], 192
     model: Any = build(name, dtype)
-    learner = learner_of(model, lora)
+    needs = model_of(model, lora)
     fuse_activations(model)  # as a policy does
     if lora is not None:
         model = adapters.attach(model, lora, 0)
@@ -129,7 +129,7 @@ def test_what_the_layers_keep_for_the_backward(name: str, adapter: str, dtype: t
     mask: Any = torch.zeros(positions, positions, dtype=dtype).masked_fill_(
         torch.ones(positions, positions).triu(1) > 0, -1e9
     )[None, None]
-    if learner.shape.masks == 2:
+    if needs.shape.masks == 2:
         mask = {"full_attention": mask, "sliding_attention": mask.clone()}
     tokens, places = torch.zeros(1, positions, dtype=torch.int64), torch.arange(positions)[None]
     counted = bytes_kept(
@@ -140,8 +140,8 @@ def test_what_the_layers_keep_for_the_backward(name: str, adapter: str, dtype: t
             ).last_hidden_state
         ),
     )
-    assert learner.kept_bytes(positions, positions) == pytest.approx(counted, rel=0.2)
-    assert learner.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert needs.saved_bytes(positions, positions) == pytest.approx(counted, rel=0.2)
+    assert needs.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 PEAKS = [
@@ -161,7 +161,7 @@ def test_the_peak_of_a_microbatch(
 ) -> None:
     tiled, recomputes, entropy = attention == "tiled", layers == "recomputed", what == "entropy"
     model: Any = build(name, vocabulary=vocabulary)
-    learner = learner_of(model, lora, recomputes, tiled)
+    needs = model_of(model, lora, recomputes, tiled)
     if lora is not None:
         model = adapters.attach(model, lora, 0)
     policy = Policy(model, ChatTokenizer(char_tokenizer), activation_checkpointing=recomputes)
@@ -179,10 +179,10 @@ def test_the_peak_of_a_microbatch(
 
     depth = batch.tokens.shape[1]
     inside, logits = (
-        learner.backward_bytes(positions, depth),
-        learner.head_bytes(int(batch.action_mask.sum()), entropy, sampling.truncates),
+        needs.backward_bytes(positions, depth),
+        needs.head_bytes(int(batch.action_mask.sum()), entropy, sampling.truncates),
     )
-    assert learner.kept_bytes(positions, depth) + max(inside, logits) == pytest.approx(
+    assert needs.saved_bytes(positions, depth) + max(inside, logits) == pytest.approx(
         peak_bytes(work), rel=0.2
     )
 
@@ -200,21 +200,21 @@ def sizes(parts: Any) -> dict[str, int]:
 
 def test_the_parts_of_a_stage() -> None:
     """Numbers by hand: SmolLM2's shape with three layers."""
-    learner = learner_of(build("smollm2"), LORA)
+    needs = model_of(build("smollm2"), LORA)
     found = stage_memory(
-        learner, make_stage(sampling={"max_tokens": 500}, microbatch_tokens=1000), EngineConfig(rows=10)
+        needs, make_stage(sampling={"max_tokens": 500}, microbatch_tokens=1000), EngineConfig(rows=10)
     )
     matrices = 3 * (576 * 576 * 2 + 576 * 192 * 2 + 3 * 576 * 1536)
     adapter = 3 * 8 * ((576 + 576) * 2 + (576 + 192) * 2 + (576 + 1536) * 3)
     # Transformers ties the embeddings of neither here, so there are two
-    assert sizes(found.held) == {
+    assert sizes(found.always) == {
         "weights": 4 * (2 * 100 * 576 + matrices + 7 * 576),
         "adapter, gradient, AdamW": 16 * adapter,
     }
     assert sizes(found.sampling)["keys and values"] == 10 * 500 * (2 * 3 * 3 * 64 * 4)
     assert sizes(found.sampling)["weights with the adapter folded in"] == 4 * matrices
-    assert sizes(found.training)["activations of a microbatch"] == learner.kept_bytes(1000, 500)
-    whole = [sum(sizes(parts).values()) for parts in (found.held, found.sampling, found.training)]
+    assert sizes(found.training)["activations of a microbatch"] == needs.saved_bytes(1000, 500)
+    whole = [sum(sizes(parts).values()) for parts in (found.always, found.sampling, found.training)]
     assert found.peak == whole[0] + max(whole[1:])
 
 
@@ -223,16 +223,16 @@ def test_the_parts_in_16_bits() -> None:
     fp32.
     """
     adapted, whole = (
-        learner_of(build("smollm2", torch.bfloat16), LORA),
-        learner_of(build("smollm2", torch.bfloat16), None),
+        model_of(build("smollm2", torch.bfloat16), LORA),
+        model_of(build("smollm2", torch.bfloat16), None),
     )
     found = stage_memory(adapted, make_stage(), EngineConfig())
     assert "weights with the adapter folded in" not in sizes(found.sampling)
-    assert sizes(found.held) == {
+    assert sizes(found.always) == {
         "weights": 2 * adapted.shape.parameters,
         "adapter, gradient, AdamW": 16 * adapted.trained,
     }
-    held = sizes(stage_memory(whole, make_stage(), EngineConfig()).held)
+    held = sizes(stage_memory(whole, make_stage(), EngineConfig()).always)
     assert sum(held.values()) == (2 + 4 + 4 + 8) * whole.trained
 
 
@@ -243,21 +243,21 @@ def test_a_reference_is_a_copy_of_what_is_trained() -> None:
         (None, torch.bfloat16, 2),
         (None, torch.float32, 4),
     ):
-        learner = learner_of(build("smollm2", dtype), lora)
-        assert "reference" not in sizes(stage_memory(learner, make_stage(), EngineConfig()).held)
+        needs = model_of(build("smollm2", dtype), lora)
+        assert "reference" not in sizes(stage_memory(needs, make_stage(), EngineConfig()).always)
         assert (
-            sizes(stage_memory(learner, make_stage(**penalized), EngineConfig()).held)["reference"]
-            == width * learner.trained
+            sizes(stage_memory(needs, make_stage(**penalized), EngineConfig()).always)["reference"]
+            == width * needs.trained
         )
         assert "reference" not in sizes(
-            stage_memory(learner, make_stage(**penalized, reference="base"), EngineConfig()).held
+            stage_memory(needs, make_stage(**penalized, reference="base"), EngineConfig()).always
         )
 
 
 def test_padded_rows_have_smaller_masks() -> None:
-    packed = learner_of(build("smollm2"), LORA)
+    packed = model_of(build("smollm2"), LORA)
     padded = replace(packed, packed=False)
-    assert packed.kept_bytes(4000, 500) - padded.kept_bytes(4000, 500) == 5 * 4000 * (4000 - 500)
+    assert packed.saved_bytes(4000, 500) - padded.saved_bytes(4000, 500) == 5 * 4000 * (4000 - 500)
 
 
 @pytest.mark.parametrize("lora", [LORA, None])
@@ -265,48 +265,46 @@ def test_the_samplers_layout_is_a_copy_of_all_weights(
     lora: LoraSettings | None, char_tokenizer, monkeypatch
 ) -> None:
     """It was left out where all parameters are trained, and the output layer everywhere."""
-    monkeypatch.setattr(onednn_linear, "LEAST", 1)
+    monkeypatch.setattr(onednn_linear, "CACHED_WEIGHTS", 1)
     model = build("smollm2")
-    learner = replace(learner_of(model, lora), blocks=True)
+    needs = replace(model_of(model, lora), reordered=True)
     (predicted,) = [
         part.size
-        for part in stage_memory(learner, make_stage(), EngineConfig()).sampling
+        for part in stage_memory(needs, make_stage(), EngineConfig()).sampling
         if "layout" in part.name
     ]
     policy = Policy(adapters.attach(model, lora, 0) if lora else model, ChatTokenizer(char_tokenizer))
-    assert policy.blocks
-    with policy.sampling_mode(blocks=True):
-        copies = [m.blocked for m in policy.model.modules() if isinstance(m, onednn_linear.BlockedLinear)]
+    assert onednn_linear.suits(policy.base)
+    with sampling_weights(policy, onednn=True):
+        copies = [m.blocked for m in policy.model.modules() if isinstance(m, onednn_linear.OneDnnLinear)]
     assert predicted == 4 * sum(copy.numel() for copy in copies)
 
 
 def test_budgets_bound_it() -> None:
-    learner = learner_of(build("gpt2"), None)
+    needs = model_of(build("gpt2"), None)
 
     def of(**settings: Any) -> dict[str, int]:
         engine = EngineConfig(rows=settings.pop("rows", 64), kv_tokens=settings.pop("kv_tokens", None))
-        found = stage_memory(learner, make_stage(**settings), engine)
-        return sizes((*found.held, *found.sampling, *found.training))
+        found = stage_memory(needs, make_stage(**settings), engine)
+        return sizes((*found.always, *found.sampling, *found.training))
 
     usual, small = of(), of(tasks_per_step=1, group_size=2, microbatch_tokens=10**6)
     assert "adapter, gradient, AdamW" not in usual and usual["gradient, AdamW"] == 3 * usual["weights"]
     assert of(kv_tokens=8 * 1024 + 1000)["keys and values"] * 8 == usual["keys and values"]
     assert of(rows=8)["keys and values"] * 8 == usual["keys and values"]
     assert small["keys and values"] * 32 == usual["keys and values"], "no more rows than episodes"
-    assert small["activations of a microbatch"] == learner.kept_bytes(2048, 1024), (
+    assert small["activations of a microbatch"] == needs.saved_bytes(2048, 1024), (
         "no more positions than two episodes"
     )
-    assert of(microbatch_tokens=1)["activations of a microbatch"] == learner.kept_bytes(1024, 1024), (
+    assert of(microbatch_tokens=1)["activations of a microbatch"] == needs.saved_bytes(1024, 1024), (
         "one episode is never cut"
     )
 
 
 def test_demonstrations_need_no_sampling() -> None:
-    found = stage_memory(
-        learner_of(build("gpt2"), LORA), make_stage(algorithm={"kind": "sft"}), EngineConfig()
-    )
+    found = stage_memory(model_of(build("gpt2"), LORA), make_stage(algorithm={"kind": "sft"}), EngineConfig())
     assert not found.sampling
-    assert found.peak == sum(part.size for part in (*found.held, *found.training))
+    assert found.peak == sum(part.size for part in (*found.always, *found.training))
 
 
 # -- where the shape comes from ------------------------------------------------------------------------------
@@ -333,7 +331,7 @@ def test_a_shape_needs_no_weights(peak_bytes: Callable[[Callable[[], object]], i
         128,
     )
     assert shapes[0].gated and shapes[0].rms and len(shapes[0].linears) == 7
-    assert Learner(shapes[0], 2, 16).trained == 41_943_040, (
+    assert MemoryModel(shapes[0], 2, 16).trained == 41_943_040, (
         "PEFT's own count of rank 16 on all linear layers of Llama 3 8B"
     )
 
@@ -364,7 +362,9 @@ def test_explain_tells_of_every_stage_and_of_the_evaluation(tmp_path) -> None:
     (tmp_path / "x.yaml").write_text(
         f"""run_dir: {tmp_path}/run
 policy:
-  {{kind: scratch, alphabet: "01234", dtype: auto, device: cpu, architecture: {{model_type: gpt2, n_layer: 2, n_embd: 32, n_head: 4}}}}
+  kind: scratch
+  alphabet: "01234"
+  architecture: {{model_type: gpt2, n_layer: 2, n_embd: 32, n_head: 4}}
 environment: {{kind: arithmetic, num_tasks: 10}}
 evaluation: {{environment: {{kind: arithmetic, split: heldout, num_tasks: 100}}}}
 tasks_per_step: 1
@@ -372,7 +372,7 @@ group_size: 2
 stages: [{{algorithm: sft, steps: 1}}, {{algorithm: grpo, steps: 1}}]
 """
     )
-    config = load_config(tmp_path / "x.yaml")[0]
+    config = read_config(tmp_path / "x.yaml")[0]
     found = memory(config)
     assert list(found) == ["stage 0: sft", "stage 1: grpo", "evaluation"]
     assert found["stage 1: grpo"].peak >= found["stage 0: sft"].peak > 0
@@ -382,7 +382,7 @@ stages: [{{algorithm: sft, steps: 1}}, {{algorithm: grpo, steps: 1}}]
         and not found["evaluation"].training
     )
     few = memory(
-        load_config(
+        read_config(
             tmp_path / "x.yaml",
             ["evaluation.num_tasks=3", "evaluation.attempts=2", "evaluation.sampling.temperature=1"],
         )[0]

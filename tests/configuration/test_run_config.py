@@ -10,9 +10,8 @@ from rich.console import Console
 from agent_peft.algorithms import ALGORITHMS
 from agent_peft.configuration.effective import load_for_evaluation
 from agent_peft.configuration.explain import effective_values, explain, facts
-from agent_peft.configuration.loading import dump_config, load_config
+from agent_peft.configuration.loading import dump_config, read_config
 from agent_peft.configuration.run_config import TrainConfig, resolved
-from agent_peft.environments import OwnEnvironmentConfig
 from agent_peft.environments.arithmetic import ArithmeticConfig
 from agent_peft.policies.config import PretrainedConfig
 from agent_peft.types import AgentPeftError
@@ -37,7 +36,7 @@ def load(tmp_path):
     def load(text, *overrides, **options):
         path = tmp_path / "x.yaml"
         path.write_text(text)
-        return load_config(path, overrides, **options)
+        return read_config(path, overrides, **options)
 
     return load
 
@@ -94,19 +93,21 @@ def test_stages_override_the_top_key_by_key(load):
 def test_another_kind_replaces_the_mapping(load):
     text = (
         TOP
-        + "steps: 3\nalgorithm: {kind: grpo, clip_low: 0.1}\nstages:\n  - {algorithm: rloo}\n  - {algorithm: {clip_high: 0.3}}\n"
+        + "steps: 3\nalgorithm: {kind: grpo, clip_low: 0.1}\nstages:\n"
+        + "  - {algorithm: rloo}\n  - {algorithm: {clip_high: 0.3}}\n"
     )
     rloo, grpo = load(text)[0].stages
-    assert rloo.algorithm == ALGORITHMS["rloo"][0]()
-    assert grpo.algorithm == ALGORITHMS["grpo"][0](clip_low=0.1, clip_high=0.3)
+    assert rloo.algorithm == ALGORITHMS["rloo"]()
+    assert grpo.algorithm == ALGORITHMS["grpo"](clip_low=0.1, clip_high=0.3)
 
 
 def test_a_kind_said_again_overrides_nothing(load):
     text = (
         TOP
-        + "steps: 3\nalgorithm: {kind: grpo, clip_low: 0.1}\nstages:\n  - {algorithm: {kind: grpo, kl_coef: 0.5}}\n"
+        + "steps: 3\nalgorithm: {kind: grpo, clip_low: 0.1}\nstages:\n"
+        + "  - {algorithm: {kind: grpo, kl_coef: 0.5}}\n"
     )
-    assert load(text)[0].stages[0].algorithm == ALGORITHMS["grpo"][0](clip_low=0.1, kl_coef=0.5)
+    assert load(text)[0].stages[0].algorithm == ALGORITHMS["grpo"](clip_low=0.1, kl_coef=0.5)
 
 
 def test_supervised_stages_pass_over_what_is_for_rollouts(load):
@@ -134,7 +135,10 @@ def test_evaluation_is_greedy_and_keeps_the_limits_of_training(load):
 
 
 def test_evaluation_keeps_the_limits_of_the_stage_that_it_follows(load, tmp_path):
-    stages = "stages:\n  - {algorithm: sft, sampling: {max_new_tokens: 5}}\n  - {algorithm: grpo, sampling: {max_tokens: 88, stop: [b]}}\n"
+    stages = (
+        "stages:\n  - {algorithm: sft, sampling: {max_new_tokens: 5}}\n"
+        "  - {algorithm: grpo, sampling: {max_tokens: 88, stop: [b]}}\n"
+    )
     config, provenance = load(
         TOP + HELDOUT + "  sampling: {temperature: 0.5}\nsteps: 2\nsampling: {max_new_tokens: 9}\n" + stages
     )
@@ -157,7 +161,7 @@ def test_evaluation_keeps_the_limits_of_the_stage_that_it_follows(load, tmp_path
         and "max_tokens 88" in facts(config)["evaluation after grpo"]
     )
     dump_config(config, tmp_path / "again.yaml")
-    again = load_config(tmp_path / "again.yaml")[0]
+    again = read_config(tmp_path / "again.yaml")[0]
     assert again == config and [limits(again, steps) for steps in (0, 4)] == [
         limits(config, steps) for steps in (0, 4)
     ]
@@ -179,7 +183,7 @@ def test_supervised_stages_pass_over_how_tokens_are_drawn(load, tmp_path):
     shown = {key for key, _ in effective_values(config) if key.startswith("stages.0.sampling")}
     assert shown == {f"stages.0.sampling.{key}" for key in ("max_new_tokens", "max_tokens", "stop")}
     dump_config(config, tmp_path / "again.yaml")
-    assert load_config(tmp_path / "again.yaml")[0] == config
+    assert read_config(tmp_path / "again.yaml")[0] == config
 
 
 def test_the_reference_is_passed_over_where_nothing_is_measured_to_it(load):
@@ -209,18 +213,26 @@ def test_numbers_and_paths(load):
 
 def test_a_users_own_environment(load, tmp_path, monkeypatch):
     (tmp_path / "my_own_env.py").write_text(
+        "from agent_peft.environments import EnvironmentConfig\n"
         "from agent_peft.environments.arithmetic import Arithmetic, ArithmeticConfig\n"
+        "class MineConfig(EnvironmentConfig):\n"
+        "    amount: int\n"
         "class Mine(Arithmetic):\n"
-        "    def __init__(self, settings):\n"
-        "        super().__init__(ArithmeticConfig(num_tasks=settings['amount']))\n"
+        "    config_class = MineConfig\n"
+        "    def __init__(self, config):\n"
+        "        super().__init__(ArithmeticConfig(num_tasks=config.amount))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     config, provenance = load(ONE, "environment={kind: 'my_own_env:Mine', amount: 5}")
-    assert isinstance(config.environment, OwnEnvironmentConfig)
+    assert type(config.environment).__name__ == "MineConfig"
+    with pytest.raises(
+        AgentPeftError, match=r"environment\.amonut: unknown key; did you mean 'environment\.amount'"
+    ):
+        load(ONE, "environment={kind: 'my_own_env:Mine', amount: 5, amonut: 6}")
     assert facts(config)["tasks"] == "5"
     assert provenance.of("environment.amount") == "command line"
     dump_config(config, tmp_path / "again.yaml")
-    assert load_config(tmp_path / "again.yaml")[0] == config
+    assert read_config(tmp_path / "again.yaml")[0] == config
     del sys.modules["my_own_env"]
 
 
@@ -244,7 +256,7 @@ def test_an_override_of_a_stage_wins_over_one_of_all(load, order):
 def test_an_overridden_kind_and_its_keys_in_any_order(load, order):
     text = TOP + "steps: 3\nalgorithm: {kind: grpo, clip_low: 0.1}\n"
     config, _ = load(text, *["algorithm=rloo", "algorithm.weighting=token_mean"][::order])
-    assert config.stages[0].algorithm == ALGORITHMS["rloo"][0](weighting="token_mean")
+    assert config.stages[0].algorithm == ALGORITHMS["rloo"](weighting="token_mean")
 
 
 def test_override_values_are_yaml(load):
@@ -271,18 +283,18 @@ def test_an_override_may_save_what_the_file_lacks(load):
 
 MISTAKES = [
     # unknown keys name the nearest valid one
-    (ONE + "seeed: 1", (), "x.yaml:6: seeed: unknown key; did you mean seed?"),
+    (ONE + "seeed: 1", (), "x.yaml:6: seeed: unknown key; did you mean 'seed'?"),
     (
         ONE + "optimizer: {learning_rat: 1}",
         (),
-        "x.yaml:6: optimizer.learning_rat: unknown key; did you mean optimizer.learning_rate?",
+        "x.yaml:6: optimizer.learning_rat: unknown key; did you mean 'optimizer.learning_rate'?",
     ),
     (
         ONE + "learning_rate: 1",
         (),
-        "x.yaml:6: learning_rate: unknown key; did you mean optimizer.learning_rate?",
+        "x.yaml:6: learning_rate: unknown key; did you mean 'optimizer.learning_rate'?",
     ),
-    (ONE + "optimizer: {step: 3}", (), "x.yaml:6: optimizer.step: unknown key; did you mean steps?"),
+    (ONE + "optimizer: {step: 3}", (), "x.yaml:6: optimizer.step: unknown key; did you mean 'steps'?"),
     (
         ONE + "optimizer: {zzz: 3}",
         (),
@@ -291,40 +303,44 @@ MISTAKES = [
     (
         ONE,
         ("policy.lora.rnk=8",),
-        "command line: policy.lora.rnk: unknown key; did you mean policy.lora.rank?",
+        "command line: policy.lora.rnk: unknown key; did you mean 'policy.lora.rank'?",
     ),
     (
         ONE,
         ("algorithm.clip_lo=0.1",),
-        "command line: algorithm.clip_lo: unknown key; did you mean algorithm.clip_low?",
+        "command line: algorithm.clip_lo: unknown key; did you mean 'algorithm.clip_low'?",
     ),
     (
         ONE,
         ("environment.digts=3",),
-        "command line: environment.digts: unknown key; did you mean environment.digits?",
+        "command line: environment.digts: unknown key; did you mean 'environment.digits'?",
     ),
     (
         ONE,
         ("environment.tasks=x",),
-        "command line: environment.tasks: unknown key; did you mean environment.num_tasks?",
+        "command line: environment.tasks: unknown key; did you mean 'environment.num_tasks'?",
     ),
-    (ONE, ("engine.row=3",), "command line: engine.row: unknown key; did you mean engine.rows?"),
+    (ONE, ("engine.row=3",), "command line: engine.row: unknown key; did you mean 'engine.rows'?"),
     (
         ONE + HELDOUT + "  attempt: 3",
         (),
-        "x.yaml:8: evaluation.attempt: unknown key; did you mean evaluation.attempts?",
+        "x.yaml:8: evaluation.attempt: unknown key; did you mean 'evaluation.attempts'?",
     ),
     (
         TWO,
         ("stages.1.algorithm.clip_lo=1",),
-        "stages.1.algorithm.clip_lo: unknown key; did you mean stages.1.algorithm.clip_low?",
+        "stages.1.algorithm.clip_lo: unknown key; did you mean 'stages.1.algorithm.clip_low'?",
     ),
     (
         TWO,
         ("algorithm.clip_low=0.1",),
         "command line: algorithm.clip_low (for stages.0): unknown key; the keys here are kind",
     ),
-    (TWO, ("stages.0.stepss=1",), "command line: stages.0.stepss: unknown key; did you mean stages.0.steps?"),
+    (
+        TWO,
+        ("stages.0.stepss=1",),
+        "command line: stages.0.stepss: unknown key; did you mean 'stages.0.steps'?",
+    ),
     # wrong types say what was given and what is expected
     (ONE + "group_size: eight", (), 'x.yaml:6: group_size: must be a whole number, got "eight"'),
     (ONE + "group_size: '8'", (), 'x.yaml:6: group_size: must be a whole number, got "8"'),
@@ -372,8 +388,8 @@ MISTAKES = [
         "command line: task_order: must be 'shuffle' or 'sequential', got \"shufle\"",
     ),
     # kinds
-    (ONE, ("algorithm=GRPO",), "command line: algorithm.kind: there is no 'GRPO'; did you mean 'grpo'?"),
-    (ONE, ("algorithm=gpro",), "command line: algorithm.kind: there is no 'gpro'; did you mean 'grpo'?"),
+    (ONE, ("algorithm=GRPO",), "command line: algorithm: there is no kind 'GRPO'; did you mean 'grpo'?"),
+    (ONE, ("algorithm=grop",), "command line: algorithm: there is no kind 'grop'; did you mean 'grpo'?"),
     (
         ONE,
         ("policy.kind=zzz",),
@@ -387,7 +403,7 @@ MISTAKES = [
     (
         ONE,
         ("environment=no_module_of_ours:X",),
-        "command line: environment: 'no_module_of_ours:X' cannot be imported (ModuleNotFoundError: No module named",
+        "command line: environment: 'no_module_of_ours:X' cannot be imported (ModuleNotFoundError: No module",
     ),
     (
         ONE + "evaluation: {environment: {num_tasks: 3}}",
@@ -400,22 +416,30 @@ MISTAKES = [
         "x.yaml:2: policy: names no kind; give one of pretrained, scratch",
     ),
     # what is missing
-    (ONE.replace("steps: 3\n", ""), (), "x.yaml: steps is missing (trips through the main loop)"),
+    (
+        ONE.replace("steps: 3\n", ""),
+        (),
+        "x.yaml: steps is missing (number of steps: trips through the main loop)",
+    ),
     (
         TWO.replace("steps: 3\n", ""),
         (),
-        "x.yaml: stages.0.steps is missing (trips through the main loop) (and 1 more mistake)",
+        "x.yaml: stages.0.steps is missing (number of steps: trips through the main loop) (and 1 more error)",
     ),
     (ONE, ("algorithm=dr_grpo",), "x.yaml: algorithm.constant_length is missing"),
     (ONE, ("evaluation.attempts=3",), "x.yaml: evaluation.environment is missing"),
-    ("run_dir: r\n", (), "x.yaml: policy is missing (and 3 more mistakes)"),
+    (
+        "run_dir: r\n",
+        (),
+        "x.yaml: policy is missing (the model that acts and is trained) (and 3 more errors)",
+    ),
     ("", (), "x.yaml: is empty; write at least run_dir, policy, environment, algorithm and steps"),
     ("- a", (), "x.yaml: is not a mapping of keys to values"),
     # several
     (
         TWO,
         ("seed=z", "stages.1.steps=x", "stages.0.steps=y"),
-        'command line: seed: must be a whole number, got "z" (and 2 more mistakes)',
+        'command line: seed: must be a whole number, got "z" (and 2 more errors)',
     ),
     # files
     (
@@ -436,7 +460,8 @@ MISTAKES = [
     ),
     (
         TOP
-        + "steps: 3\noptimizer: {learning_rate: 1}\nstages: [{algorithm: grpo, optimizer: {learning_rate: 2}}]",
+        + "steps: 3\noptimizer: {learning_rate: 1}\n"
+        + "stages: [{algorithm: grpo, optimizer: {learning_rate: 2}}]",
         (),
         "x.yaml:5: optimizer.learning_rate has no effect, because every stage sets its own; remove it",
     ),
@@ -448,12 +473,14 @@ MISTAKES = [
     (
         TOP + "steps: 3\nalgorithm: sft\ngroup_size: 8",
         (),
-        "x.yaml:6: group_size has no effect, because every stage learns from demonstrations, in groups of one, and draws no tokens",
+        "x.yaml:6: group_size has no effect, because every stage learns from demonstrations, "
+        "in groups of one, and draws no tokens",
     ),
     (
         TOP + "steps: 3\nstages: [{algorithm: sft, group_size: 2}]",
         (),
-        "x.yaml:5: stages.0.group_size has no effect, because stages.0 learns from demonstrations, in groups of one, and draws no tokens",
+        "x.yaml:5: stages.0.group_size has no effect, because stages.0 learns from demonstrations, "
+        "in groups of one, and draws no tokens",
     ),
     (
         TWO,
@@ -507,7 +534,8 @@ MISTAKES = [
     (
         ONE + "group_size: 1",
         (),
-        "x.yaml:6: group_size: 1 is too small for grpo, which compares the episodes of a task with each other",
+        "x.yaml:6: group_size: 1 is too small for grpo, which compares the episodes of a task with each "
+        "other",
     ),
     (
         ONE,
@@ -517,7 +545,8 @@ MISTAKES = [
     (
         ONE,
         ("policy.lora=null", "algorithm.kl_coef=0.1", "reference=base"),
-        "x.yaml: reference: base of stage 'grpo' is the policy with its adapter off; set policy.lora, or stage_start",
+        "x.yaml: reference: base of stage 'grpo' is the policy with its adapter off; set policy.lora, or "
+        "reference: stage_start",
     ),
     (
         ONE,
@@ -537,7 +566,7 @@ MISTAKES = [
     (
         ONE + "until: {metric: KL, above: 1}",
         (),
-        "until.metric: 'KL' is no metric of this stage; give one of reward, success,",
+        "until.metric: 'KL' is no metric of this stage; give one of score, reward, success,",
     ),
     (
         ONE + "until: {metric: evaluation.success, above: 1}",
@@ -551,7 +580,7 @@ MISTAKES = [
     (
         TOP + "steps: 1\nstages: [grop]",
         (),
-        "x.yaml:5: stages.0.algorithm.kind: there is no 'grop'; did you mean 'grpo'?",
+        "x.yaml:5: stages.0.algorithm: there is no kind 'grop'; did you mean 'grpo'?",
     ),
     (TWO, ("stages.2.steps=4",), "command line: stages.2 is out of range: the last stage is stages.1"),
     (ONE, ("stages.1.steps=4",), "command line: stages.1 is out of range: the last stage is stages.0"),
@@ -581,7 +610,7 @@ def test_mistakes(mistake, text, overrides, told):
 
 def test_no_such_file(tmp_path):
     with pytest.raises(AgentPeftError, match=r"nowhere.yaml: cannot be read \(No such file or directory\)"):
-        load_config(tmp_path / "nowhere.yaml")
+        read_config(tmp_path / "nowhere.yaml")
 
 
 def test_files_are_not_asked_for_where_they_are_not_read(load):
@@ -614,8 +643,8 @@ def test_the_model_itself_refuses_what_the_file_may_not_say():
 def test_a_dumped_configuration_loads_equal(load, text, tmp_path):
     config, _ = load(text)
     dump_config(config, tmp_path / "again.yaml")
-    assert load_config(tmp_path / "again.yaml")[0] == config
-    assert resolved(load_config(tmp_path / "again.yaml")[0]) == resolved(config)
+    assert read_config(tmp_path / "again.yaml")[0] == config
+    assert resolved(read_config(tmp_path / "again.yaml")[0]) == resolved(config)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -632,7 +661,7 @@ def test_any_number_and_any_text_survives(load, tmp_path, rate, name, stop):
     )
     config = config.model_copy(update={"stages": (stage,)})
     dump_config(config, tmp_path / "again.yaml")
-    assert load_config(tmp_path / "again.yaml")[0] == config
+    assert read_config(tmp_path / "again.yaml")[0] == config
 
 
 # -- explain -------------------------------------------------------------------------------------------------
@@ -678,7 +707,7 @@ def test_facts(load):
 
 
 def test_explain_shows_both(load):
-    console = Console(width=100)
+    console = Console(width=200)
     with console.capture() as capture:
         console.print(explain(*load(TWO)))
     shown = capture.get()

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_peft.configuration.yaml12 import DEEPEST, LONGEST, MOST_VALUES, dump, leaves, parse, plain
+from agent_peft.configuration.yaml12 import MAX_CHARACTERS, MAX_DEPTH, MAX_VALUES, dump, leaves, parse, plain
 from agent_peft.types import AgentPeftError
 
 
@@ -156,8 +156,8 @@ LAUGHS = "x: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
         "- " * 50_000,
         "a0: &a0 [1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}]\n" for i in range(1, 500)),
         "a0: &a0 {b: 1}\n" + "".join(f"a{i}: &a{i} {{<<: *a{i - 1}}}\n" for i in range(1, 500)),
-        "x: &x {a: 1}\ny: {<<: [" + ",".join(["*x"] * MOST_VALUES) + "]}",
-        "x" * (LONGEST + 1),
+        "x: &x {a: 1}\ny: {<<: [" + ",".join(["*x"] * MAX_VALUES) + "]}",
+        "x" * (MAX_CHARACTERS + 1),
     ],
     ids=[
         "laughs",
@@ -180,7 +180,7 @@ def test_what_would_grow_without_bound_is_refused(text):
 
 
 def test_what_is_within_the_bounds_is_read():
-    deep = "[" * DEEPEST + "1" + "]" * DEEPEST
+    deep = "[" * MAX_DEPTH + "1" + "]" * MAX_DEPTH
     assert str(plain(parse(deep, "x"))) == deep
     aliases = "a: &a [1, 2]\nb: [" + ", ".join(["*a"] * 1000) + "]"
     assert plain(parse(aliases, "x"))["b"] == [[1, 2]] * 1000

@@ -1,4 +1,4 @@
-"""A configuration for a command that does not train: on the command line, keys without an effect on it are
+"""Configurations for commands that do not train. Overrides without an effect on such a command are
 refused.
 """
 
@@ -7,19 +7,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from agent_peft.configuration.loading import load_config
-from agent_peft.configuration.run_config import TrainConfig, resolved
-from agent_peft.configuration.yaml12 import leaves, parse
+from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.merging import merge
+from agent_peft.configuration.run_config import TrainConfig
+from agent_peft.configuration.yaml12 import Tree, leaves, parse
 from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.types import AgentPeftError
 
 POLICY = ("policy.model", "policy.device", "policy.dtype")
 EVALUATION = ("evaluation.environment", "evaluation.attempts", "evaluation.num_tasks", "evaluation.sampling")
-ENGINE = tuple(
-    f"engine.{key}" for key in EngineConfig.model_fields if key != "schedule"
-)  # nothing is recorded, so nothing is repeated
+# nothing is recorded, so no schedule is followed
+ENGINE = tuple(f"engine.{key}" for key in EngineConfig.model_fields if key != "schedule")
 EFFECTIVE = {
     "evaluate": ("seed", "threads", *POLICY, *ENGINE, *EVALUATION),
     "merge": ("policy.model", "policy.device"),
@@ -34,56 +33,63 @@ def load_for_evaluation(
     attempts: int | None,
     effective: Sequence[str] = EFFECTIVE["evaluate"],
 ) -> TrainConfig:
-    """A run's configuration whose ``evaluation`` is set: that of the file, or the tasks it trains on, with
-    ``tasks`` in their place.
+    """Read the configuration of a run for a command that measures it. Where the file has no ``evaluation``,
+    the tasks of training are measured.
 
     Args:
+        tasks: a task file that takes the place of the evaluation's tasks.
+        attempts: short for ``evaluation.attempts``.
         effective: the keys that an override may set.
 
     Raises:
-        AgentPeftError: as ``load_config``, or an override has no effect on an evaluation.
+        AgentPeftError: as ``read_config``, or an override has no effect on an evaluation.
     """
     given = [text.partition("=")[0].strip() for text in overrides]
-    others = [text for text, key in zip(overrides, given, strict=True) if key.split(".")[0] != "evaluation"]
-    content = resolved(load_config(path, others, check_files=False, warn=False)[0])
-    measures_training = content["evaluation"] is None
-    refuse_ineffective("evaluate", overrides, (*effective, "environment") if measures_training else effective)
-    if "seed" in given and content["policy"]["kind"] == "scratch":
-        raise AgentPeftError(
-            "command line: seed decides the weights of policy.kind: scratch, too, which would be others; leave it out"
-        )
-    more: dict[str, Any] = {}
-    environment = content["environment"] if measures_training else content["evaluation"]["environment"]
-    if measures_training:
-        inherited = {f"evaluation.environment.{key}": value for key, value in environment.items()}
-        more |= {
-            key: value
-            for key, value in inherited.items()
-            if not any(f"{key}.".startswith(f"{name}.") for name in given)
-        }
+    texts = list(overrides)
     if attempts is not None:
-        more["evaluation.attempts"] = attempts
+        texts.append(f"evaluation.attempts={attempts}")
     if tasks is not None:
-        if measures_training and (
-            twice := [key for key in given if key.startswith(("environment.tasks", "environment.generate"))]
-        ):
-            raise AgentPeftError(
-                f"command line: {twice[0]} and --tasks both say where the tasks are; give one of them"
-            )
-        more["evaluation.environment.tasks"] = str(tasks)
-        if "generate" in environment:  # the other source of tasks
-            more["evaluation.environment.generate"] = None
-    return load_config(path, [*overrides, *(f"{key}={json.dumps(value)}" for key, value in more.items())])[0]
+        texts.append(f"evaluation.environment.tasks={json.dumps(str(tasks))}")
+    measures_training = False
+
+    def adapt(top: Tree, general: Tree) -> None:
+        nonlocal measures_training
+        training, evaluation = top.get("environment"), top.get("evaluation")
+        if not isinstance(evaluation, dict):
+            measures_training, override = True, general.get("environment")
+            if isinstance(training, dict) and isinstance(override, dict):
+                training = merge(training, override)
+            evaluation = {} if training is None else {"environment": training}
+        environment = evaluation.get("environment")
+        if tasks is not None and isinstance(environment, dict):  # the file replaces the other source of tasks
+            tasks_elsewhere = {key: node for key, node in environment.items() if key != "generate"}
+            evaluation = {**evaluation, "environment": tasks_elsewhere}
+        top["evaluation"] = evaluation
+
+    config = read_config(path, texts, adapt=adapt)[0]
+    refuse_ineffective("evaluate", overrides, (*effective, "environment") if measures_training else effective)
+    if "seed" in given and config.policy.kind == "scratch":
+        raise AgentPeftError(
+            "command line: seed decides the weights of policy.kind: scratch, too, which would be others; "
+            "leave it out"
+        )
+    sources = [key for key in given if key.startswith(("environment.tasks", "environment.generate"))]
+    if tasks is not None and measures_training and sources:
+        raise AgentPeftError(
+            f"command line: {sources[0]} and --tasks both say where the tasks are; give one of them"
+        )
+    return config
 
 
 def refuse_ineffective(command: str, overrides: Sequence[str], effective: Sequence[str]) -> None:
-    """
+    """Check that every override has an effect on a command.
+
     Args:
         overrides: as they stand on the command line.
         effective: key paths. One stands for all keys below it.
 
     Raises:
-        AgentPeftError: an override sets a key without an effect. It names the first one.
+        AgentPeftError: an override sets a key without an effect. The message names the first one.
     """
     for key in keys_of(overrides):
         if not any(
@@ -95,7 +101,7 @@ def refuse_ineffective(command: str, overrides: Sequence[str], effective: Sequen
 
 
 def keys_of(overrides: Sequence[str]) -> Iterator[str]:
-    """The key path of each value that overrides set, those within mappings and lists included.
+    """Yield the key path of each value that overrides set, those within mappings and lists included.
 
     >>> list(keys_of(["engine.rows=8", "evaluation={num_tasks: 3, at: [start]}"]))
     ['engine.rows', 'evaluation.num_tasks', 'evaluation.at.0']

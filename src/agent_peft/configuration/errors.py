@@ -1,44 +1,44 @@
-"""What is wrong with a configuration, in one line: where it was written, its key path, what is expected."""
+"""Errors of a configuration in one line: the place of a value, its key path, and what is expected."""
 
 from __future__ import annotations
 
-import difflib
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from agent_peft.config import mismatch
 from agent_peft.configuration.run_config import TrainConfig
+from agent_peft.configuration.schema import model_of, models_of
 from agent_peft.configuration.yaml12 import Leaf, Node, leaves
-from agent_peft.environments import environment_config_class
-from agent_peft.environments.base import EnvironmentConfig
+from agent_peft.lookup import alike, nearest
 from agent_peft.training.stage import StageConfig
 
 Keys = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Written:
-    """A configuration as it was written, and how its keys are to be told: without ``stages.0`` where
-    ``one_stage`` stands at the top.
+class Document:
+    """A configuration with the origin of each value. With ``one_stage`` the keys of the stage stand at the
+    top, so messages leave out ``stages.0``.
     """
 
     root: Node
     source: str
     one_stage: bool
 
-    def find(self, keys: Keys) -> Node | None:
+    def at(self, keys: Keys) -> Node | None:
         node: Node | None = self.root
         for key in keys:
             node = _child(node, key)
         return node
 
     def keys(self, location: Sequence[int | str]) -> Keys:
-        """A location of pydantic's without what it adds to tell the members of a union apart."""
+        """A location of pydantic's, without the parts that it adds to tell the members of a union apart."""
         keys: Keys = ()
         node: Node | None = self.root
         for number, part in enumerate(location):
@@ -53,7 +53,7 @@ class Written:
         return keys
 
     def path(self, keys: Keys) -> str:
-        node = self.find(keys)
+        node = self.at(keys)
         if keys[:2] == ("stages", "0") and self.one_stage:
             keys = keys[2:]
         if isinstance(node, Leaf):
@@ -66,159 +66,102 @@ class Written:
         return ": ".join(part for part in (self.origin(keys), self.path(keys)) if part)
 
     def origin(self, keys: Keys) -> str:
-        """``file:line`` of what stands at ``keys``; the file alone for the whole of it, for a stage, and
-        for what is not there.
+        """``file:line`` of the node at ``keys``; the file alone for the whole document, for a stage, and for
+        a node that is absent.
         """
-        node = self.find(keys)
+        node = self.at(keys)
         if node is None or not keys or keys[:-1] == ("stages",):
             return self.source
         return next((leaf.origin for _, leaf in leaves(node)), self.source)
 
+    def model(self, keys: Keys) -> type[BaseModel] | None:
+        """The class that configures the mapping at ``keys``, as far as the kinds in the document tell."""
+        if not keys:
+            return TrainConfig
+        kind = _child(self.at(keys), "kind")
+        return model_of(self.annotation(keys), kind.value if isinstance(kind, Leaf) else None)
 
-def explain_mistakes(error: ValidationError, written: Written) -> str:
-    """The first mistake, and how many more there are."""
-    found: dict[Keys, ErrorDetails] = {}
+    def field(self, keys: Keys) -> FieldInfo | None:
+        model = self.model(keys[:-1])
+        return model.model_fields.get(keys[-1]) if model is not None else None
+
+    def annotation(self, keys: Keys) -> Any:
+        """The type of the value at ``keys``."""
+        if keys and keys[-1].isdecimal():
+            return self.annotation(keys[:-1])
+        field = self.field(keys) if keys else None
+        return field.annotation if field is not None else None
+
+
+def config_error(error: ValidationError, document: Document) -> str:
+    """Return the first error, and the number of further errors."""
+    details_by_keys: dict[Keys, ErrorDetails] = {}
+    messages: dict[Keys, list[str]] = {}
     for details in error.errors(include_url=False):
-        if details["type"] != "default_factory_not_called":  # follows from another
-            found.setdefault(written.keys(details["loc"]), details)
-    keys, first = next(iter(found.items()))
-    alike = [other["msg"] for other in error.errors(include_url=False) if written.keys(other["loc"]) == keys]
-    nodes = ((place, written.find(place)) for place in found)
-    others = (
-        len({id(node) if isinstance(node, Leaf) else place for place, node in nodes}) - 1
-    )  # a value may stand for several stages
-    more = f" (and {others} more {'mistake' if others == 1 else 'mistakes'})" if others else ""
-    return f"{_tell(keys, first, alike, written)}{more}"
+        keys = document.keys(details["loc"])
+        messages.setdefault(keys, []).append(details["msg"])
+        if details["type"] != "default_factory_not_called":  # follows from another error
+            details_by_keys.setdefault(keys, details)
+    keys, first = next(iter(details_by_keys.items()))
+    nodes = ((place, document.at(place)) for place in details_by_keys)
+    # a value may stand for several stages
+    others = len({id(node) if isinstance(node, Leaf) else place for place, node in nodes}) - 1
+    more = f" (and {others} more {'error' if others == 1 else 'errors'})" if others else ""
+    return f"{_message(keys, first, messages[keys], document)}{more}"
 
 
-def _tell(keys: Keys, details: ErrorDetails, messages: Sequence[str], written: Written) -> str:
-    place, kind = written.place(keys), details["type"]
+def _message(keys: Keys, details: ErrorDetails, messages: Sequence[str], document: Document) -> str:
+    place, kind = document.place(keys), details["type"]
     if kind == "extra_forbidden":
-        return f"{place}: unknown key; {_nearest(keys, written)}"
+        return f"{place}: unknown key; {_advice(keys, document)}"
     if kind == "missing":
-        return f"{written.place(keys)} is missing{_about(keys, written)}"
+        field = document.field(keys)
+        about = f" ({field.description})" if field is not None and field.description else ""
+        return f"{place} is missing{about}"
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        known = (
-            details["ctx"]["expected_tags"].replace("'", "")
-            if "ctx" in details and "expected_tags" in details["ctx"]
-            else ""
-        )
-        kinds = known or ", ".join(_kinds(_annotation(keys, written)))
+        kinds = list(models_of(document.annotation(keys)))
         if kind == "union_tag_not_found":
-            return f"{place}: names no kind; give one of {kinds}"
-        given = str(details["ctx"]["tag"])
-        near = difflib.get_close_matches(given.lower(), kinds.split(", "), 1)
-        return f"{place}.kind: there is no {given!r}; {f'did you mean {near[0]!r}?' if near else f'give one of {kinds}'}"
+            return f"{place}: names no kind; {nearest('', kinds)}"
+        tag = str(details["ctx"]["tag"])
+        return f"{place}.kind: there is no {tag!r}; {nearest(tag, kinds)}"
     if kind == "value_error":
         message = str(details["ctx"]["error"])
-        culprit = (
-            *keys,
-            *re.split(r"[^\w.]", message)[0].split("."),
-        )  # a check of several keys names the wrong one first
-        origin = written.origin(culprit if written.find(culprit) is not None else keys)
-        return ": ".join(part for part in (origin, written.path(keys), message) if part)
-    wanted = " or ".join(dict.fromkeys(_wanted(message) for message in messages))
-    return f"{place}: must be {wanted}, got {_shown(details['input'])}"
+        # a check of several keys names the wrong one first
+        culprit = (*keys, *re.split(r"[^\w.]", message)[0].split("."))
+        origin = document.origin(culprit if document.at(culprit) is not None else keys)
+        return ": ".join(part for part in (origin, document.path(keys), message) if part)
+    return f"{place}: {mismatch(details['input'], messages)}"
 
 
-def _wanted(message: str) -> str:
-    """What goes after "must be", from a message of pydantic's."""
-    wanted = (
-        message.removeprefix("Input should be ").removeprefix("Input is not ").split(", unable to parse")[0]
-    )
-    ours = {
-        "a valid array": "a list",
-        "an object": "a mapping",
-        "a valid string": "a text",
-        "a valid boolean": "true or false",
-        "a valid integer": "a whole number",
-        "a valid number": "a number",
-        "String should have at least 1 character": "a text that is not empty",
-    }
-    return ours.get(wanted, wanted)
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _nearest(keys: Keys, written: Written) -> str:
-    """The valid key that an unknown one resembles: of its own mapping, else of any."""
+def _advice(keys: Keys, document: Document) -> str:
+    """The valid key that an unknown one resembles, in its own mapping or else anywhere."""
     parent, name = keys[:-1], keys[-1]
-    at_top = not parent or (written.one_stage and parent == ("stages", "0"))
-    models: list[type[BaseModel] | None] = [TrainConfig, StageConfig] if at_top else [_model(parent, written)]
+    at_top = not parent or (document.one_stage and parent == ("stages", "0"))
+    models: list[type[BaseModel] | None] = [TrainConfig, StageConfig] if at_top else [document.model(parent)]
     siblings = [field for model in models if model is not None for field in model.model_fields]
-    node = written.find(keys)
-    shown = node.path.rpartition(".")[0] if isinstance(node, Leaf) else written.path(parent)
-    prefix = f"{shown}." if shown else ""
-    near = difflib.get_close_matches(name, siblings, 1)
-    if near:
-        return f"did you mean {prefix}{near[0]}?"
-    everywhere = {path.rsplit(".", 1)[-1]: path for path in reversed(list(_all_keys(written)))}
-    near = difflib.get_close_matches(name, everywhere, 1, cutoff=0.8)
-    if near:
-        return f"did you mean {everywhere[near[0]]}?"
+    node = document.at(keys)
+    section = node.path.rpartition(".")[0] if isinstance(node, Leaf) else document.path(parent)
+    below = {field: f"{section}.{field}" if section else field for field in siblings}
+    everywhere = {path.rsplit(".", 1)[-1]: path for path in reversed(list(_all_paths(document)))}
+    for paths in (below, everywhere):
+        if alike(name, paths) is not None:
+            return nearest(name, paths)
     return f"the keys here are {', '.join(sorted(siblings))}" if siblings else "there are no keys here"
 
 
-def _all_keys(written: Written) -> Iterator[str]:
-    def inside(model: type[BaseModel], keys: Keys, shown: Keys) -> Iterator[str]:
+def _all_paths(document: Document) -> Iterator[str]:
+    def inside(model: type[BaseModel], keys: Keys, path: Keys) -> Iterator[str]:
         for name in model.model_fields:
             if (model, name) == (TrainConfig, "stages"):
-                yield from inside(StageConfig, ("stages", "0"), () if written.one_stage else ("stages", "0"))
+                stage = ("stages", "0")
+                yield from inside(StageConfig, stage, () if document.one_stage else stage)
                 continue
-            yield ".".join((*shown, name))
-            below = _model((*keys, name), written)
+            yield ".".join((*path, name))
+            below = document.model((*keys, name))
             if below is not None:
-                yield from inside(below, (*keys, name), (*shown, name))
+                yield from inside(below, (*keys, name), (*path, name))
 
     yield from inside(TrainConfig, (), ())
-
-
-def _model(keys: Keys, written: Written) -> type[BaseModel] | None:
-    """The class that the mapping at ``keys`` configures, where the kinds that were written tell."""
-    models = _models(_annotation(keys, written)) if keys else [TrainConfig]
-    given = _child(written.find(keys), "kind")
-    kind = given.value if isinstance(given, Leaf) else None
-    if models == [EnvironmentConfig]:
-        try:
-            return environment_config_class(kind)
-        except ValueError:
-            return None
-    chosen = [
-        model
-        for model in models
-        if kind is not None and "kind" in model.model_fields and model.model_fields["kind"].default == kind
-    ]
-    return next(iter(chosen or models), None)
-
-
-def _annotation(keys: Keys, written: Written) -> Any:
-    """The type of the value at ``keys``."""
-    if keys and keys[-1].isdecimal():
-        return _annotation(keys[:-1], written)
-    model = _model(keys[:-1], written)
-    field = model.model_fields.get(keys[-1]) if model is not None else None
-    return field.annotation if field is not None else None
-
-
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for argument in get_args(annotation) for model in _models(argument)]
-
-
-def _kinds(annotation: Any) -> list[str]:
-    return [
-        model.model_fields["kind"].default for model in _models(annotation) if "kind" in model.model_fields
-    ]
-
-
-def _about(keys: Keys, written: Written) -> str:
-    model = _model(keys[:-1], written)
-    field = model.model_fields.get(keys[-1]) if model is not None else None
-    return f" ({field.description})" if field is not None and field.description else ""
 
 
 def _child(node: Node | None, key: str) -> Node | None:

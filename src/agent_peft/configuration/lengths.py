@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from agent_peft.configuration.errors import Written
+from agent_peft.configuration.errors import Document
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.policies.models.positions import bound_of, fit
 from agent_peft.policies.models.shape import config_at_hand
 from agent_peft.policies.sampling import SamplingConfig
 
 
-def fit_lengths(config: TrainConfig, written: Written) -> tuple[TrainConfig, dict[str, str]]:
+def fit_lengths(config: TrainConfig, document: Document) -> tuple[TrainConfig, dict[str, str]]:
     """The same run with ``max_tokens`` lowered to the model's positions wherever it is the default, and where
     each such value comes from.
 
@@ -25,7 +25,7 @@ def fit_lengths(config: TrainConfig, written: Written) -> tuple[TrainConfig, dic
     origins: dict[str, str] = {}
 
     def fitted(sampling: SamplingConfig, *keys: str) -> dict[str, SamplingConfig]:
-        found = fit(sampling, bound, written.place((*keys, "sampling", "max_tokens")))
+        found = fit(sampling, bound, document.place((*keys, "sampling", "max_tokens")))
         if found is not sampling:
             origins[".".join((*keys, "sampling", "max_tokens"))] = "the positions of policy.model"
         return {"sampling": found}

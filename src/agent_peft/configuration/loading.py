@@ -1,56 +1,53 @@
-"""From a YAML file and ``key=value`` overrides to a ``TrainConfig``, and back.
+"""From a YAML file (or a mapping) and overrides to a ``TrainConfig``, and back.
 
-- A stage's keys may stand at the top, as defaults of all stages; an item of ``stages`` overrides them.
-Mappings are merged key by key,
-  except that another ``kind`` replaces the whole mapping. Without ``stages`` the top is the only stage.
-- ``algorithm: grpo`` is short for ``{kind: grpo}``, so is ``environment: db_bench``; an item ``sft`` is
-``{algorithm: {kind: sft}}``.
-- ``evaluation.sampling`` takes the limits (max_new_tokens, max_tokens, stop) of the stage that it follows,
-where it does not set its own.
-- A stage passes over defaults that have no effect on it: one that learns from demonstrations over
-``group_size`` and how tokens are drawn,
-  one without ``kl_coef`` over ``reference``. In its own item they are errors.
-- An override of a top-level stage key wins in every stage (``steps=3`` is a short run),
-``stages.1.KEY=VALUE`` in one; the value is YAML.
-- A default that no stage uses has no effect and is an error. Relative paths are relative to the current
-directory.
-- YAML is 1.2 (see ``yaml12``) and types are strict: ``"3"`` is no number, ``yes`` no truth value.
+- The keys of a stage may stand at the top, as defaults of all stages. An item of ``stages`` overrides them.
+  Mappings are merged key by key; a mapping of another ``kind`` replaces the whole mapping. Without ``stages``
+  the top is the only stage.
+- ``algorithm: grpo`` is short for ``{kind: grpo}``, and so is ``environment: db_bench``. An item ``sft`` of
+  ``stages`` is short for ``{algorithm: {kind: sft}}``.
+- ``evaluation.sampling`` takes the limits (max_new_tokens, max_tokens, stop) that it does not set from the
+  stage that it follows.
+- Defaults that have no effect on a stage are not passed to it: ``group_size`` and the sampling distribution
+  if it learns from demonstrations, ``reference`` without ``kl_coef``. In the stage's item they are errors.
+- An override of a top-level stage key wins in every stage (``steps=3`` makes a short run), one of
+  ``stages.1.KEY`` in one stage. On the command line its value is YAML.
+- A default that no stage uses is an error. Relative paths are relative to the current folder.
+- YAML is 1.2 (see ``yaml12``) and types are strict: ``"3"`` is not a number, ``yes`` is not a truth value.
+- A name such as ``quickstart``, without a folder or suffix, is a bundled configuration if it is not a file.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from agent_peft.algorithms import AlgorithmConfig, build_algorithm
-from agent_peft.configuration.errors import Written, explain_mistakes
+from agent_peft.configuration.errors import Document, config_error
 from agent_peft.configuration.lengths import fit_lengths
-from agent_peft.configuration.run_config import REFERENCE_KEYS, ROLLOUT_KEYS, TrainConfig, resolved
-from agent_peft.configuration.yaml12 import DEEPEST, Leaf, Node, dump, leaves, parse, plain
+from agent_peft.configuration.merging import STAGE_KEYS, dropped_keys, merge, merge_stages
+from agent_peft.configuration.reading import SHORT_FORMS, Source, expand, read_tree, stage_items, tree_of
+from agent_peft.configuration.run_config import TrainConfig, resolved
+from agent_peft.configuration.yaml12 import MAX_DEPTH, Leaf, Node, Tree, dump, leaves, parse, plain
 from agent_peft.environments import ENVIRONMENTS
-from agent_peft.files import MEGABYTE, read_text, write_atomic
-from agent_peft.training.stage import StageConfig
+from agent_peft.files import write_atomic
 from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)
 
-Tree = dict[str, Node]
+Overrides = Sequence[str] | Mapping[str, Any]
 
-COMMAND_LINE = "command line"
-STAGE_KEYS = frozenset(StageConfig.model_fields)
-SHORT_FORMS = ("algorithm", "environment")  # a text there is a kind
-_ALGORITHM: TypeAdapter[AlgorithmConfig] = TypeAdapter(AlgorithmConfig)
+COMMAND_LINE, ARGUMENT = "command line", "argument"  # origins of overrides
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where each value that is not a default came from, by its key path in the resolved configuration.
+    """The origin of each value that is not a default, by its key path in the resolved configuration.
 
     >>> Provenance("q.yaml", {"stages.0.steps": "q.yaml:3"}).of("stages.0.steps")
     'q.yaml:3'
@@ -65,40 +62,65 @@ class Provenance:
         return next(inside, "default")
 
 
-def load_config(
-    path: Path, overrides: Sequence[str] = (), *, check_files: bool = True, warn: bool = True
-) -> tuple[TrainConfig, Provenance]:
-    """The run that a file and overrides describe.
+def load_config(source: Source, /, **overrides: Any) -> TrainConfig:
+    """Return the run that a configuration describes.
 
     Args:
-        overrides: ``optimizer.learning_rate=1e-4`` and the like; of two that set the same key, neither is
-            right.
-        check_files: whether files that the run will read must be there.
-        warn: whether to tell of keys of the file that an override of a ``kind`` takes out.
+        source: a YAML file, the name of a bundled configuration, or a mapping with the keys of such a file.
+        overrides: keys and values that replace those of ``source``. A mapping is merged key by key.
 
     Raises:
-        AgentPeftError: anything wrong, in one line that names the place and the key.
+        AgentPeftError: as ``read_config``.
+
+    >>> config = load_config("quickstart", seed=1, optimizer={"learning_rate": 1e-4})
+    >>> config.seed, [stage.optimizer.learning_rate for stage in config.stages]
+    (1, [0.0001, 0.0001])
     """
-    top = _read(path)
-    items = _stage_items(top, str(path))
+    return read_config(source, overrides)[0]
+
+
+def read_config(
+    source: Source,
+    overrides: Overrides = (),
+    *,
+    check_files: bool = True,
+    warn: bool = True,
+    adapt: Callable[[Tree, Tree], None] | None = None,
+) -> tuple[TrainConfig, Provenance]:
+    """Return the run that a configuration describes, and the origin of each value.
+
+    Args:
+        source: as of ``load_config``.
+        overrides: texts such as ``optimizer.learning_rate=1e-4``, or a mapping from key paths to values. Two
+            overrides of one key are an error.
+        check_files: whether the files that the run reads must exist.
+        warn: whether to warn of keys of ``source`` that an override of a ``kind`` drops.
+        adapt: is called with the tree of ``source``, which it may change, and the tree of the overrides.
+
+    Raises:
+        AgentPeftError: anything is wrong. Its one line names the place and the key.
+    """
+    name, top = read_tree(source)
+    items = stage_items(top, name)
     general, specific = _overrides(overrides, len(items or [{}]))
-    left_out = dict(_left_out(top, general))
-    for place, (item, own) in enumerate(zip(items or [], specific, strict=False)):
-        left_out |= dict(_left_out(item, merge(general, own), f"stages.{place}"))
+    if adapt is not None:
+        adapt(top, general)
+    dropped = dict(dropped_keys(top, general))
+    for place, (item, override) in enumerate(zip(items or [], specific, strict=False)):
+        dropped |= dict(dropped_keys(item, merge(general, override), f"stages.{place}"))
     root = merge(
         *({key: value for key, value in tree.items() if key not in STAGE_KEYS} for tree in (top, general))
     )
-    root["stages"] = cast(
-        list[Node], _stages(top, items, general, specific, used={id(leaf) for _, leaf in leaves(root)})
-    )
-    written = Written(root, str(path), one_stage=items is None)
+    used = {id(leaf) for _, leaf in leaves(root)}
+    root["stages"] = cast(list[Node], merge_stages(top, items, general, specific, used))
+    document = Document(root, name, one_stage=items is None)
     try:
         config = TrainConfig.model_validate_json(json.dumps(plain(root)), strict=True)
     except ValidationError as error:
-        raise AgentPeftError(explain_mistakes(error, written)) from error
+        raise AgentPeftError(config_error(error, document)) from error
     if check_files:
-        _check_files(config, written)
-    config, origins = fit_lengths(config, written)
+        _check_files(config, document)
+    config, origins = fit_lengths(config, document)
     for where, leaf in leaves(root):
         key = ".".join(where)
         inherited = not leaf.path.startswith("stages.") and key.startswith("stages.") and items is not None
@@ -106,147 +128,86 @@ def load_config(
     for key in config.evaluation.inherited if config.evaluation is not None else ():
         origins[f"evaluation.sampling.{key}"] = "the stage that it follows"
     if warn:
-        for key, others in left_out.items():
+        for key, others in dropped.items():
             logger.warning(
-                "command line: %s is of another kind than in %s, whose %s it does not take over",
+                "%s: %s has another kind than in %s; its other keys there (%s) are dropped",
+                COMMAND_LINE,
                 key,
-                path,
+                name,
                 ", ".join(others),
             )
-    return config, Provenance(str(path), origins)
+    return config, Provenance(name, origins)
 
 
-def _left_out(base: Tree, over: Tree, keys: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Where ``merge`` takes ``over`` alone, since it is of another kind: the key path, and the keys of
-    ``base`` that it does not set.
+def dump_config(config: TrainConfig, path: str | PathLike[str]) -> None:
+    """Write every effective value. ``read_config`` of the file gives an equal configuration."""
+    write_atomic(Path(path), dump(resolved(config)))
 
-    >>> of = lambda text: parse(text, "x")
-    >>> list(_left_out(of("{a: {kind: x, digits: 2}}"), of("{a: {kind: y}}")))
-    [('a', ['digits'])]
+
+def parse_keys(texts: Sequence[str]) -> dict[str, Any]:
+    """Return ``key=value`` arguments of a command as a mapping; a value is YAML.
+
+    Raises:
+        AgentPeftError: a text is not written key=value, or two set the same key.
+
+    >>> parse_keys(["num_tasks=3", "generate.skills=[insert, delete]"])
+    {'num_tasks': 3, 'generate': {'skills': ['insert', 'delete']}}
     """
-    for name in base.keys() & over.keys():
-        below, above, key = base[name], over[name], f"{keys}.{name}" if keys else name
-        if isinstance(below, dict) and isinstance(above, dict):
-            if merge(below, above) is above:
-                others = [other for other in below if other not in above]
-                if others:
-                    yield key, others
-            else:
-                yield from _left_out(below, above, key)
+    tree: Tree = {}
+    for _, keys, node in _parsed(texts, COMMAND_LINE, short_forms=()):
+        tree = merge(tree, _nest(keys, node))
+    return cast(dict[str, Any], plain(tree))
 
 
-def dump_config(config: TrainConfig, path: Path) -> None:
-    """Write the resolved configuration, every value of it. ``load_config`` of the file gives an equal one."""
-    write_atomic(path, dump(resolved(config)))
-
-
-def merge(base: Tree, over: Tree) -> Tree:
-    """``over`` on ``base``, mappings key by key; where both name a kind and not the same, ``over`` alone.
-
-    >>> of = lambda text: parse(text, "x")
-    >>> plain(merge(of("{kind: grpo, clip_low: 0.1}"), of("{kind: rloo}")))
-    {'kind': 'rloo'}
-    >>> plain(merge(of("{kind: grpo, clip_low: 0.1}"), of("{kl_coef: 1}")))
-    {'kind': 'grpo', 'clip_low': 0.1, 'kl_coef': 1}
-    """
-    ours, theirs = base.get("kind"), over.get("kind")
-    same_kind = isinstance(ours, Leaf) and isinstance(theirs, Leaf) and ours.value == theirs.value
-    if ours is not None and theirs is not None and not same_kind:
-        return over
-    merged = {**base, **over}
-    if same_kind:
-        merged["kind"] = base["kind"]  # repeating it overrides nothing
-    for key in base.keys() & over.keys():
-        below, above = base[key], over[key]
-        if isinstance(below, dict) and isinstance(above, dict):
-            merged[key] = merge(below, above)
-    return merged
-
-
-def _read(path: Path) -> Tree:
-    root = parse(read_text(path, "a YAML file", MEGABYTE), str(path))
-    if not isinstance(root, dict):
-        wrong = (
-            "is empty"
-            if isinstance(root, Leaf) and root.value is None
-            else "is not a mapping of keys to values"
-        )
-        raise AgentPeftError(
-            f"{path}: {wrong}; write at least run_dir, policy, environment, algorithm and steps"
-        )
-    return _expand(root)
-
-
-def _expand(tree: Tree) -> Tree:
-    """Short forms written out."""
-    expanded = dict(tree)
-    for key in SHORT_FORMS:
-        node = expanded.get(key)
-        if isinstance(node, Leaf) and isinstance(node.value, str):
-            expanded[key] = {"kind": node}
-    evaluation = expanded.get("evaluation")
-    if isinstance(evaluation, dict):
-        expanded["evaluation"] = _expand(evaluation)
-    return expanded
-
-
-def _stage_items(top: Tree, source: str) -> list[Tree] | None:
-    """The items of ``stages``, which is taken out of ``top``; None where there is no such key."""
-    if "stages" not in top:
-        return None
-    stages = top.pop("stages")
-    if not isinstance(stages, list) or not stages:
-        raise AgentPeftError(f"{source}: stages: expected a list of stages, got {json.dumps(plain(stages))}")
-    items = []
-    for place, item in enumerate(stages):
-        if isinstance(item, Leaf) and isinstance(item.value, str):
-            item = {"algorithm": {"kind": item}}
-        if not isinstance(item, dict):
-            raise AgentPeftError(
-                f"{source}: stages.{place}: expected a mapping or an algorithm's name, got {json.dumps(plain(item))}"
-            )
-        items.append(_expand(item))
-    return items
-
-
-def _overrides(texts: Sequence[str], num_stages: int) -> tuple[Tree, list[Tree]]:
-    """Overrides for the top (and so for all stages), and those for each stage."""
+def _overrides(overrides: Overrides, num_stages: int) -> tuple[Tree, list[Tree]]:
+    """The overrides of the top (and so of all stages), and those of each stage."""
     general: Tree = {}
     specific: list[Tree] = [{} for _ in range(num_stages)]
+    origin = ARGUMENT if isinstance(overrides, Mapping) else COMMAND_LINE
+    for text, keys, node in _parsed(overrides, origin):
+        if keys[0] != "stages":
+            general = merge(general, expand(_nest(keys, node)))
+            continue
+        place = int(keys[1]) if len(keys) > 2 and keys[1].isdecimal() else None
+        if place is None:
+            raise AgentPeftError(
+                f"{origin}: {text!r}: name one stage and one of its keys, such as stages.0.steps=10"
+            )
+        if place >= num_stages:
+            raise AgentPeftError(
+                f"{origin}: stages.{place} is out of range: the last stage is stages.{num_stages - 1}"
+            )
+        specific[place] = merge(specific[place], expand(_nest(keys[2:], node)))
+    return general, specific
+
+
+def _parsed(
+    overrides: Overrides, origin: str, short_forms: Sequence[str] = SHORT_FORMS
+) -> Iterator[tuple[str, tuple[str, ...], Node]]:
+    """Each override as the user wrote it, with its key path and its value."""
     seen: dict[tuple[str, ...], str] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
+    for item in overrides.items() if isinstance(overrides, Mapping) else overrides:
+        text, value = (item, None) if isinstance(item, str) else item
+        name, equals, yaml = text.partition("=")
         keys = tuple(name.strip().split("."))
-        if not equals or not all(keys) or len(keys) > DEEPEST:
+        if bool(equals) != isinstance(item, str) or not all(keys) or len(keys) > MAX_DEPTH:
             raise AgentPeftError(
                 f"{text!r}: an override is written key=value, such as optimizer.learning_rate=1e-4"
             )
-        node = _relabel(parse(value, f"{COMMAND_LINE}: {name}", keys, lines=False))
-        short = keys[-1] in SHORT_FORMS and keys[-2:-1] != (
-            "environment",
-        )  # which may have a key of this name of its own
+        node = tree_of(value, origin, keys)
+        if isinstance(item, str):
+            node = _relabel(parse(yaml, f"{origin}: {name}", keys, lines=False))
+        # an environment may have a key named environment, which is not a short form
+        short = keys[-1] in short_forms and keys[-2:-1] != ("environment",)
         if short and isinstance(node, Leaf) and isinstance(node.value, str):
             keys = (*keys, "kind")
         for other, other_text in seen.items():
             if keys[: len(other)] == other[: len(keys)]:
                 raise AgentPeftError(
-                    f"{COMMAND_LINE}: {other_text!r} and {text!r} set the same key; give one of them"
+                    f"{origin}: {other_text!r} and {text!r} set the same key; give one of them"
                 )
         seen[keys] = text
-        if keys[0] == "stages":
-            place = int(keys[1]) if len(keys) > 2 and keys[1].isdecimal() else None
-            if place is None:
-                raise AgentPeftError(
-                    f"{COMMAND_LINE}: {text!r}: name one stage and one of its keys, such as stages.0.steps=10"
-                )
-            if place >= num_stages:
-                raise AgentPeftError(
-                    f"{COMMAND_LINE}: stages.{place} is out of range: the last stage is stages.{num_stages - 1}"
-                )
-            specific[place] = merge(specific[place], _expand(_nest(keys[2:], node)))
-        else:
-            general = merge(general, _expand(_nest(keys, node)))
-    return general, specific
+        yield text, keys, node
 
 
 def _relabel(node: Node) -> Node:
@@ -263,88 +224,9 @@ def _nest(keys: Sequence[str], node: Node) -> Tree:
     return {keys[0]: node}
 
 
-def _stages(
-    top: Tree, items: list[Tree] | None, general: Tree, specific: list[Tree], used: set[int]
-) -> list[Tree]:
-    """Each stage, merged: defaults, its own keys, overrides of all, overrides of it.
-
-    ``used`` are the ids of leaves that have an effect elsewhere; those of defaults that have one here are
-    added.
-    """
-    defaults, over = (
-        {key: value for key, value in tree.items() if key in STAGE_KEYS} for tree in (top, general)
-    )
-    stages: list[Tree] = []
-    passed_over: list[dict[str, str]] = []
-    for place, (item, own) in enumerate(zip(items or [{}], specific, strict=True)):
-        passed_over.append(ineffective := _ineffective(merge(merge(defaults, item), merge(over, own))))
-        for tree in (item, own) if items else ():
-            for key, reason in ineffective.items():
-                if (node := _at(tree, key)) is not None:
-                    raise AgentPeftError(_no_effect(node, f"stages.{place} {reason}"))
-        inherited, wanted = (_without(tree, ineffective) for tree in (defaults, over))
-        from_file = merge(inherited, item)
-        used |= {id(leaf) for _, leaf in leaves(from_file)}
-        stages.append(merge(from_file, merge(wanted, own)))
-    for key, reason in passed_over[0].items():
-        for tree in (defaults, over, *specific):
-            if (node := _at(tree, key)) is not None and all(
-                key in ineffective for ineffective in passed_over
-            ):
-                raise AgentPeftError(_no_effect(node, f"every stage {reason}"))
-    for _, leaf in leaves(defaults):
-        if id(leaf) not in used:
-            raise AgentPeftError(_no_effect(leaf, "every stage sets its own"))
-    return stages
-
-
-def _no_effect(node: Node, reason: str) -> str:
-    leaf = next(leaf for _, leaf in leaves(node))
-    return f"{leaf.origin}: {leaf.path} has no effect, because {reason}; remove it"
-
-
-def _ineffective(stage: Tree) -> dict[str, str]:
-    """Keys without an effect on a stage of this algorithm, and why."""
-    try:
-        algorithm = build_algorithm(
-            _ALGORITHM.validate_json(json.dumps(plain(stage.get("algorithm", {}))), strict=True)
-        )
-    except ValidationError:  # told later, with its place
-        return {}
-    found = (
-        {}
-        if algorithm.on_policy
-        else dict.fromkeys(ROLLOUT_KEYS, "learns from demonstrations, in groups of one, and draws no tokens")
-    )
-    return (
-        found
-        if algorithm.needs_reference
-        else found | dict.fromkeys(REFERENCE_KEYS, "measures no KL (kl_coef is 0)")
-    )
-
-
-def _at(tree: Tree, key: str) -> Node | None:
-    """What stands at a key path, if anything."""
-    node: Node | None = tree
-    for part in key.split("."):
-        node = node.get(part) if isinstance(node, dict) else None
-    return node
-
-
-def _without(tree: Tree, keys: Iterable[str]) -> Tree:
-    for key in keys:
-        name, _, inner = key.partition(".")
-        below = tree.get(name)
-        if not inner:
-            tree = {other: node for other, node in tree.items() if other != name}
-        elif isinstance(below, dict):
-            tree = {**tree, name: _without(below, [inner])}
-    return tree
-
-
-def _check_files(config: TrainConfig, written: Written) -> None:
-    """Files of our own environments' tasks, and the adapter to start from. What a user's environment does
-    with paths is its own affair.
+def _check_files(config: TrainConfig, document: Document) -> None:
+    """Check that the task files of the built-in environments exist, and the adapter to start from. Only the
+    class of a custom environment knows what its paths are for.
     """
     places: list[tuple[str, Any]] = [("policy", config.policy), ("environment", config.environment)]
     if config.evaluation is not None:
@@ -354,7 +236,7 @@ def _check_files(config: TrainConfig, written: Written) -> None:
             continue
         for name, value in model:
             if isinstance(value, Path) and not value.exists():
-                where = written.place((*prefix.split("."), name))
+                where = document.place((*prefix.split("."), name))
                 raise AgentPeftError(
                     f"{where}: there is no file or folder {str(value)!r} (seen from {Path.cwd()})"
                 )

@@ -1,8 +1,8 @@
-"""YAML 1.2 (core schema) that remembers where each value stood.
+"""YAML 1.2 (core schema) with the line of each value.
 
-What differs from PyYAML's 1.1: ``1e-5`` is a number; ``yes``, ``no``, ``on`` and ``off`` are texts, not truth
-values; ``010`` is ten; dates and ``1:30`` are texts; a key that stands twice is an error. A text may come
-from anybody, so what it can grow to is bounded.
+It differs from PyYAML's 1.1: ``1e-5`` is a number; ``yes``, ``no``, ``on`` and ``off`` are texts, not truth
+values; ``010`` is ten; dates and ``1:30`` are texts; a key that stands twice is an error. A document may come
+from a stranger, so its size is bounded, also after aliases are expanded.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import yaml
 
 from agent_peft.types import AgentPeftError
 
-LONGEST = 1 << 18  # characters of a document
-DEEPEST = 50  # mappings and lists within each other
-MOST_VALUES = 50_000  # aliases expanded
-LARGEST = 1 << 256  # of a whole number
+MAX_CHARACTERS = 1 << 18  # of a document
+MAX_DEPTH = 50  # mappings and lists inside each other
+MAX_VALUES = 50_000  # aliases expanded
+MAX_INTEGER = 1 << 256  # in magnitude, exclusive
 
 Scalar = str | int | float | bool | None
 Node: TypeAlias = "Leaf | dict[str, Node] | list[Node]"
+Tree: TypeAlias = "dict[str, Node]"
 
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """A scalar, the place it was written at, and its key path there. Two leaves are the same only if they are
-    one.
+    """A scalar, its origin and its key path there. Two leaves are equal only if they are the same object.
 
     >>> parse("a: {b: 1e-5}", "x.yaml")["a"]["b"]
     Leaf(value=1e-05, origin='x.yaml:1', path='a.b')
@@ -40,34 +40,37 @@ class Leaf:
 
 
 def parse(text: str, source: str, path: tuple[str, ...] = (), *, lines: bool = True) -> Node:
-    """The document in ``text``. An origin is ``source:line``, or ``source`` where lines say nothing.
+    """Parse the document in ``text``.
+
+    Args:
+        source: the name of the document, for origins: ``source:line``.
+        path: the key path that the document stands at.
+        lines: False leaves the line out of origins, for a document of one line.
 
     Raises:
-        AgentPeftError: not YAML, a key twice, a tag, a value that holds itself, or more than the bounds above
-            allow.
+        AgentPeftError: it is not YAML, a key stands twice, it has a tag, a value holds itself, or it exceeds
+            the bounds above.
     """
-    if len(text) > LONGEST:
-        raise AgentPeftError(f"{source}: has {len(text):,} characters; {LONGEST:,} is the most")
+    if len(text) > MAX_CHARACTERS:
+        raise AgentPeftError(f"{source}: has {len(text):,} characters; {MAX_CHARACTERS:,} is the most")
     try:
         root = yaml.compose(text, Loader=_Loader)
     except (yaml.MarkedYAMLError, yaml.reader.ReaderError) as error:
         raise AgentPeftError(_syntax(error, source, lines)) from error
-    except (
-        Exception
-    ) as error:  # PyYAML raises of many kinds, such as OverflowError for an escape beyond Unicode
+    except Exception as error:  # of many kinds, such as OverflowError for an escape beyond Unicode
         raise AgentPeftError(f"{source}: is not YAML: {error}") from error
-    return Leaf(None, source, ".".join(path)) if root is None else _Reading(source, lines).node(root, path)
+    return Leaf(None, source, ".".join(path)) if root is None else _Reader(source, lines).node(root, path)
 
 
 def plain(node: Node) -> Any:
-    """The values alone."""
+    """Return the values of a node, without their origins."""
     if isinstance(node, dict):
         return {key: plain(value) for key, value in node.items()}
     return [plain(value) for value in node] if isinstance(node, list) else node.value
 
 
 def leaves(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Leaf]]:
-    """Every leaf with its key path in ``node``; places in a list count from 0."""
+    """Yield every leaf with its key path in ``node``. Indices of lists count from 0."""
     if isinstance(node, Leaf):
         yield path, node
     else:
@@ -76,7 +79,7 @@ def leaves(node: Node, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, 
 
 
 def dump(content: Any) -> str:
-    """Mappings, lists and scalars as text that ``parse`` reads back to equal values, in the order given."""
+    """Return a text that ``parse`` reads back to equal values, in the same order."""
     return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -86,9 +89,9 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self.depth += 1
-        if self.depth > DEEPEST + 1:  # the scalars in the deepest
+        if self.depth > MAX_DEPTH + 1:  # the scalars in the deepest
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.composer.ComposerError(None, None, f"nested more than {DEEPEST} deep", mark)
+            raise yaml.composer.ComposerError(None, None, f"nested more than {MAX_DEPTH} deep", mark)
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
@@ -101,9 +104,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        breaks = any(
-            character in data for character in "\x85\u2028\u2029"
-        )  # PyYAML would read them as ends of lines
+        breaks = any(character in data for character in "\x85\u2028\u2029")  # ends of lines for PyYAML
         return self.represent_scalar(_TAG + "str", data, style='"' if breaks else None)
 
 
@@ -132,7 +133,7 @@ for _name, _pattern, _first in _RESOLVED:
 
 def _integer(text: str) -> int:
     number = int(text, 0) if text[:2] in ("0o", "0x") else int(text)
-    if abs(number) >= LARGEST:
+    if abs(number) >= MAX_INTEGER:
         raise ValueError(text)
     return number
 
@@ -158,21 +159,21 @@ def _syntax(error: yaml.MarkedYAMLError | yaml.reader.ReaderError, source: str, 
     return f"{where}: is not YAML: {error.problem}"
 
 
-class _Reading:
+class _Reader:
     def __init__(self, source: str, lines: bool) -> None:
         self._source = source
         self._lines = lines
-        self._open: list[yaml.Node] = []  # what the present node stands in
+        self._open: list[yaml.Node] = []  # the nodes around the present one
         self._values = 0
 
     def node(self, node: yaml.Node, path: tuple[str, ...]) -> Node:
         if any(node is other for other in self._open):
             raise self._wrong(node, "is an alias of what it stands in", path)
         self._values += 1
-        if self._values > MOST_VALUES or len(self._open) > DEEPEST:
+        if self._values > MAX_VALUES or len(self._open) > MAX_DEPTH:
             raise self._wrong(
                 node,
-                f"is too much: {MOST_VALUES:,} values and {DEEPEST} levels are the most, aliases expanded",
+                f"is too much: {MAX_VALUES:,} values and {MAX_DEPTH} levels are the most, aliases expanded",
                 path,
             )
         if isinstance(node, yaml.ScalarNode):
@@ -216,9 +217,9 @@ class _Reading:
         try:
             return convert(node.value)
         except (ValueError, KeyError) as error:
-            shown = node.value if len(node.value) <= 40 else f"{node.value[:37]}..."
+            text = node.value if len(node.value) <= 40 else f"{node.value[:37]}..."
             raise self._wrong(
-                node, f"has a tag that {shown!r} does not fit, or is a number beyond 256 bits", path
+                node, f"has a tag that {text!r} does not fit, or is a number beyond 256 bits", path
             ) from error
 
     def _check_text(self, node: yaml.ScalarNode, path: tuple[str, ...]) -> None:

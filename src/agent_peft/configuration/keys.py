@@ -1,0 +1,235 @@
+"""Every key of a configuration with its type, default and description, read from the classes themselves.
+
+``python -m agent_peft.configuration.keys`` prints docs/configuration.md.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from agent_peft.configuration.run_config import TrainConfig
+from agent_peft.configuration.schema import models_of
+from agent_peft.lookup import nearest
+from agent_peft.types import AgentPeftError
+
+TITLE = """# Keys of a configuration
+
+This page lists every key with its type, its default and its meaning. `make docs` makes it from the classes
+that check a configuration. `agent-peft explain --keys [PREFIX]` prints the same list, and `agent-peft explain
+CONFIG` prints the values of one configuration and the origin of each. A key of a section is written with the
+section's name: `optimizer: {learning_rate: 1e-4}` in a file, `optimizer.learning_rate=1e-4` on the command
+line. `evaluation.environment` has the keys of `environment`.
+"""
+STAGES = """The keys of this section, and the sections below it, may stand at the top of a file, as defaults
+of all stages, or in an item of `stages`, which overrides them."""
+_NAMES = {
+    int: "whole number",
+    float: "number",
+    str: "text",
+    bool: "true or false",
+    Path: "path",
+    type(None): "null",
+    Any: "any value",
+}
+_BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key. ``path`` is how a user writes it; ``section`` also names the kind of each mapping on its way,
+    such as ``environment:db_bench``.
+
+    >>> next(key for key in all_keys() if key.path == "optimizer.learning_rate").default
+    '0.0002'
+    """
+
+    section: str
+    name: str
+    field: FieldInfo
+    default: str
+    description: str
+
+    @property
+    def path(self) -> str:
+        return path_of(f"{self.section}.{self.name}")
+
+    @property
+    def kind(self) -> str:
+        return "".join(re.findall(r":(\w+)", self.section)[-1:])
+
+    @property
+    def type(self) -> str:
+        bounds = (
+            f"{sign} {json.dumps(bound)}"
+            for name, sign in _BOUNDS
+            for part in self.field.metadata
+            if (bound := getattr(part, name, None)) is not None
+        )
+        name, null, _ = in_words(self.field.annotation).partition(" or null")
+        return " ".join((name, *bounds)) + null
+
+
+@dataclass(frozen=True)
+class Section:
+    """A mapping of a configuration: the class that checks it, and its keys."""
+
+    name: str
+    model: type[BaseModel]
+    keys: Sequence[Key]
+
+
+def sections() -> Iterator[Section]:
+    """Every section, each before those inside it."""
+    yield from _sections(TrainConfig, "", None)
+
+
+def _sections(model: type[BaseModel], name: str, default: BaseModel | None) -> Iterator[Section]:
+    defaults = {key: _default(field, default, key) for key, field in model.model_fields.items()}
+    keys = (
+        Key(name, key, field, _text(defaults[key]), describe(model, key))
+        for key, field in model.model_fields.items()
+    )
+    yield Section(name, model, tuple(keys))
+    for key, field in model.model_fields.items():
+        for kind, inner in models_of(field.annotation).items():
+            below = f"{name}.{key}".removeprefix(".") + (f":{kind}" if kind else "")
+            yield from _sections(inner, below, defaults[key] if isinstance(defaults[key], inner) else None)
+
+
+def all_keys(*prefixes: str) -> list[Key]:
+    """The keys below some prefixes; all keys if there are none. A prefix is a key path or a kind. The keys of
+    ``evaluation.environment``, which are those of ``environment``, are left out.
+
+    Raises:
+        AgentPeftError: no key has such a prefix.
+
+    >>> [key.name for key in all_keys("checkpoint")]
+    ['every', 'keep_last']
+    """
+    keys = [
+        key
+        for section in sections()
+        if not section.name.startswith("evaluation.environment")
+        for key in section.keys
+        if not models_of(key.field.annotation) or type(None) in get_args(key.field.annotation)
+    ]
+    names = dict.fromkeys(name for key in keys for name in (key.kind, *_parents(key.path)) if name)
+    for prefix in prefixes:
+        if path_of(prefix) not in names:
+            top = [key for key in names if "." not in key]
+            raise AgentPeftError(
+                f"no key begins with {prefix!r}; {nearest(prefix, names if ':' in prefix else top)}"
+            )
+    wanted = {path_of(prefix) for prefix in prefixes}
+    return [key for key in keys if not prefixes or wanted & {key.kind, *_parents(key.path)}]
+
+
+def summary(model: type[BaseModel]) -> str:
+    """The first paragraph of a class's docstring."""
+    return " ".join((inspect.getdoc(model) or "").partition("\n\n")[0].split()).replace("``", "`")
+
+
+def describe(model: type[BaseModel], key: str) -> str:
+    """The description of a key of a class; of ``kind``, what that kind is. Nothing for an unknown key."""
+    field = model.model_fields.get(key)
+    description = field.description if field is not None else ""
+    return " ".join((description or (summary(model) if key == "kind" else "")).split())
+
+
+def description_of(config: BaseModel, path: str) -> str:
+    """The description of a key of a configuration, such as ``stages.0.steps``; of a key inside a mapping that
+    no class checks, nothing.
+    """
+    value: Any = config
+    description = ""
+    for part in path.split("."):
+        if isinstance(value, BaseModel):
+            description, value = describe(type(value), part), getattr(value, part, None)
+        else:
+            description = ""
+            value = value[int(part)] if isinstance(value, Sequence) and part.isdecimal() else None
+    return description
+
+
+def path_of(name: str) -> str:
+    """A key path as a user writes it, without kinds and without the ``stages`` around it.
+
+    >>> path_of("stages.algorithm:ppo.gamma")
+    'algorithm.gamma'
+    """
+    return re.sub(r":\w+", "", name).removeprefix(".").removeprefix("stages.")
+
+
+def in_words(annotation: Any) -> str:
+    """A type as a user reads it.
+
+    >>> in_words(tuple[str, ...] | None)
+    'list of text or null'
+    """
+    arguments, origin = get_args(annotation), get_origin(annotation)
+    if origin in (Union, types.UnionType):
+        return " or ".join(dict.fromkeys(map(in_words, arguments)))
+    if origin is Literal:
+        return " or ".join(map(json.dumps, arguments))
+    if origin in (tuple, list):
+        return "list of " + ", ".join(in_words(part) for part in arguments if part is not ...)
+    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel | Mapping)):
+        return "mapping"
+    return _NAMES.get(annotation) or (in_words(arguments[0]) if arguments else str(annotation))
+
+
+def markdown() -> str:
+    """The page docs/configuration.md."""
+    lines = [TITLE]
+    for section in sections():
+        if section.name.startswith("evaluation.environment"):
+            continue
+        path, kind = path_of(section.name) or "The top", "".join(re.findall(r":(\w+)", section.name)[-1:])
+        lines.append(f"## {path}" + (f" (kind: {kind})" if kind else "") + "\n")
+        lines.append(summary(section.model) + "\n")
+        if section.name == "stages":
+            lines.append(STAGES + "\n")
+        keys = [key for key in section.keys if key.name != "kind"]
+        if keys:
+            lines += ["| key | type | default | what it does |", "|---|---|---|---|"]
+            lines += [f"| `{key.name}` | {key.type} | {key.default} | {key.description} |" for key in keys]
+            lines.append("")
+    return "\n".join(lines)
+
+
+def _default(field: FieldInfo, parent: BaseModel | None, name: str) -> Any:
+    if parent is not None:
+        return getattr(parent, name)
+    return ... if field.default_factory is not None else field.default
+
+
+def _text(default: Any) -> str:
+    if default is PydanticUndefined:
+        return "required"
+    if default is ...:
+        return "depends"
+    if isinstance(default, BaseModel):
+        return "its defaults"
+    return json.dumps(default, default=str, ensure_ascii=False)
+
+
+def _parents(path: str) -> Iterator[str]:
+    """A path and all paths above it."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")
