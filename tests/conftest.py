@@ -15,8 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from agent_peft.environments.arithmetic import ALPHABET
+from agent_peft.policies.config import LoraSettings, ScratchConfig
 from agent_peft.policies.models import bundled
-from agent_peft.policies.tokenization import character_tokenizer
+from agent_peft.policies.models.character_tokenizer import character_tokenizer
 from agent_peft.types import AgentPeftError
 
 torch.set_num_threads(1)
@@ -113,3 +115,38 @@ def smollm2() -> Path:
         return bundled.fetch("smollm2-135m")
     except AgentPeftError as error:
         pytest.skip(f"SmolLM2 is not in the cache and cannot be fetched: {error}")
+
+
+ARCHITECTURE = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,  # a peaked distribution, so that a wrong temperature or a wrong token shows
+}
+
+
+@pytest.fixture
+def policy_config() -> ScratchConfig:
+    return ScratchConfig(
+        architecture=ARCHITECTURE, alphabet=ALPHABET, lora=LoraSettings(rank=4, alpha=8), device="cpu"
+    )
+
+
+@pytest.fixture
+def run_contents() -> Callable[[Path], dict[str, bytes]]:
+    """The bytes of every file that the configuration alone decides."""
+
+    def contents(folder: Path) -> dict[str, bytes]:
+        files = [
+            path
+            for path in sorted(folder.rglob("*"))
+            if path.is_file() and path.name not in ("timing.jsonl", ".lock")
+        ]
+        return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+    return contents

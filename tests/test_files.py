@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_peft.files import parse_json, read_bytes, read_text, write_atomic
+from agent_peft.files import (
+    parse_json,
+    read_bytes,
+    read_text,
+    truncate_jsonl,
+    write_atomic,
+    write_json_atomic,
+)
 from agent_peft.types import AgentPeftError
 
 LIMIT = 1000
@@ -86,3 +93,37 @@ def test_a_link_is_replaced_and_never_followed(tmp_path):
     assert (tmp_path / "a").read_text() == "new"
     assert (tmp_path / "victim").read_text() == "precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "victim"]
+
+
+def test_write_atomic(tmp_path):
+    path = tmp_path / "new" / "a.txt"
+    write_atomic(path, "one\n")
+    write_atomic(path, "zwölf\n")
+    assert path.read_bytes() == "zwölf\n".encode()
+    assert [file.name for file in path.parent.iterdir()] == ["a.txt"]
+    with pytest.raises(UnicodeEncodeError):
+        write_atomic(path, "\ud800")
+    assert path.read_bytes() == "zwölf\n".encode()
+    with pytest.raises(ValueError, match="JSON"):
+        write_json_atomic(path, float("nan"))
+    assert path.read_bytes() == "zwölf\n".encode()
+
+
+def test_truncate_jsonl_keeps_bytes_and_drops_a_torn_line(tmp_path):
+    path = tmp_path / "a.jsonl"
+    lines = ['{"step": 0,  "x": 0.1}\n', '{"step": 1, "x": 1e-05}\n', '{"step": 2}\n']
+    path.write_text("".join(lines) + '{"step": 1, "x"')
+    truncate_jsonl(path, lambda record: record["step"] < 2)
+    assert path.read_text() == lines[0] + lines[1]
+    path.write_text(lines[0] + '{"step": 1}')  # whole, but its end of line never came
+    truncate_jsonl(path, lambda record: True)
+    assert path.read_text() == lines[0]
+
+
+def test_truncate_jsonl_tells_of_a_damaged_file(tmp_path):
+    truncate_jsonl(tmp_path / "none.jsonl", lambda record: True)
+    assert not (tmp_path / "none.jsonl").exists()
+    path = tmp_path / "a.jsonl"
+    path.write_text("[1]\n" + json.dumps({"step": 1}) + "\n")
+    with pytest.raises(AgentPeftError, match=r"a\.jsonl:1"):
+        truncate_jsonl(path, lambda record: True)

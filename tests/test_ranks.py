@@ -21,13 +21,12 @@ import torch
 from torch.distributed import is_available
 
 import agent_peft
-from agent_peft import ranks
-from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.loading import read_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.policies.config import ScratchConfig
 from agent_peft.policies.engine.base import EngineStatistics
-from agent_peft.ranks import Ranks, RanksConfig, checksum, join
+from agent_peft.ranks import Ranks, RanksConfig, checksum, collective, join
 from agent_peft.rollout.collector import Collection
 from agent_peft.rollout.gathering import gather_collection
 from agent_peft.runs.run import train
@@ -87,7 +86,7 @@ class Launch:
 
     @property
     def config(self) -> TrainConfig:
-        return load_config(self.file)[0]
+        return read_config(self.file)[0]
 
     def start(
         self, *overrides: str, program: tuple[str, ...] = ("-m", "agent_peft"), ranks: int = 2
@@ -279,8 +278,8 @@ from agent_peft.cli import main
 from agent_peft.runs import run
 
 class Poisoned(run.Trainer):
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
+    def __init__(self, *arguments, **more):
+        super().__init__(*arguments, **more)
         assert torch.get_num_threads() == max(1, len(os.sched_getaffinity(0)) // 2), torch.get_num_threads()
         ours = lambda: self.step == 0 and self.ranks.rank == 1 and self.parameters is self.policy.poisoned
         self.policy.poisoned = self.parameters
@@ -304,8 +303,8 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_so_on_all(tmp_path, policy
     assert launch.said.count("the gradient's norm is nan at step 0: the update is skipped") == 1
     trajectories = launch.run_dir / "trajectories" / "step_000002.jsonl"
     assert (
-        "agent-peft: stage 'grpo': the gradient's norm is nan at step 0: lower optimizer.learning_rate, or look at the step's"
-        in launch.said
+        "agent-peft: stage 'grpo': the gradient's norm is nan at step 0: lower optimizer.learning_rate, "
+        "or look at the step's" in launch.said
     )
     assert f"trajectories, which are in {trajectories}\n" in launch.said
     assert len(trajectories.read_text().splitlines()) == 20, "those of both ranks"
@@ -318,8 +317,8 @@ from agent_peft.cli import main
 from agent_peft.runs import run
 
 class Small(run.Trainer):
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
+    def __init__(self, *arguments, **more):
+        super().__init__(*arguments, **more)
         if self.ranks.rank == 1:
             layer = next(m for m in self.policy.model.modules() if type(m).__name__ == "LlamaDecoderLayer")
             layer.register_forward_hook(check)
@@ -386,7 +385,7 @@ def test_another_number_of_ranks_is_refused_unless_told(tmp_path, policy, monkey
         match=r"2 ranks got this far, and now there is 1; start 2 ranks .*ranks\.allow_other_number=true",
     ):
         train(launch.config)
-    train(load_config(launch.file, ["ranks.allow_other_number=true"])[0])
+    train(read_config(launch.file, ["ranks.allow_other_number=true"])[0])
     assert len(launch.json_lines("metrics.jsonl")) == STEPS
     train(launch.config)  # it is a run of one rank now
 
@@ -448,7 +447,7 @@ def test_alone_it_asks_nobody(monkeypatch):
 class Pretended(Ranks):
     """The first of two, and what the second says: tested is what is made of it."""
 
-    world: int = 2
+    world_size: int = 2
     other: Any = None
 
     def gather_objects(self, content: Any) -> list[Any]:
@@ -460,7 +459,7 @@ class Heard(Ranks):
     """The second of two; what it says ends up in ``said``."""
 
     rank: int = 1
-    world: int = 2
+    world_size: int = 2
     said: list[Any] = field(default_factory=list)
 
     def gather_objects(self, content: Any) -> list[Any]:
@@ -483,6 +482,7 @@ def test_collections_are_put_together_in_the_tasks_order():
             Outcome.INCORRECT,
             StopReason.CRASHED,
             (0.0, 1 / 3),
+            score=position / 7,
         )
 
     def collected(*positions: int) -> Collection:
@@ -516,6 +516,6 @@ def test_a_collective_that_fails_is_one_line():
         pytest.raises(
             InfrastructureError, match=r"another rank has ended or does not answer.*Connection closed by peer"
         ),
-        ranks._together(),
+        collective(),
     ):
         raise RuntimeError("[/x/gloo/pair.cc:1]\n Connection closed by peer")

@@ -1,6 +1,7 @@
-"""Files. Those that others have made are read only if they are regular and no larger than they may be, and
-every fault is told in one line; those that we make are whole or absent, whenever the process is killed:
-written aside, synced, renamed.
+"""Reading and writing files.
+
+Files of others are read only if they are regular and not larger than a limit; every fault is an error of one
+line. Our files are whole or absent, whenever the process is killed: written aside, synced, renamed.
 """
 
 from __future__ import annotations
@@ -8,20 +9,22 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from agent_peft.types import AgentPeftError
 
 MEGABYTE = 1 << 20
+MAX_JSONL_BYTES = 1 << 30
 
 
 def read_bytes(path: Path, what: str, limit: int) -> bytes:
-    """The content of a regular file. A pipe, a device or a folder is refused without waiting for it.
+    """Return the content of a regular file. A pipe, a device or a folder is refused without waiting for it.
 
     Args:
-        what: what the path should lead to, for the messages: ``a YAML file``.
-        limit: bytes.
+        what: the expected kind of file, for the messages: ``a YAML file``.
+        limit: the largest size, in bytes.
 
     Raises:
         AgentPeftError: it cannot be read, is no regular file, or is larger than ``limit``.
@@ -37,13 +40,14 @@ def read_bytes(path: Path, what: str, limit: int) -> bytes:
         raise AgentPeftError(f"{str(path)!r}: cannot be read ({error}); give the path of {what}") from error
     if len(content) > limit:
         raise AgentPeftError(
-            f"{path}: is larger than {limit / MEGABYTE:g} MB, which is the most that is read; give {what} that is smaller"
+            f"{path}: is larger than {limit / MEGABYTE:g} MB, which is the most that is read; give {what} "
+            "that is smaller"
         )
     return content
 
 
 def read_text(path: Path, what: str, limit: int) -> str:
-    """The same as text, without a byte order mark.
+    """Return the content of a regular UTF-8 file as text, without a byte order mark.
 
     Raises:
         AgentPeftError: as ``read_bytes``, or it is not UTF-8.
@@ -55,7 +59,7 @@ def read_text(path: Path, what: str, limit: int) -> str:
 
 
 def check_regular(folder: Path) -> None:
-    """For what a library is to read, which would wait for a pipe.
+    """Check a folder before a library reads it, since a library would wait for a pipe.
 
     Raises:
         AgentPeftError: something in the folder is neither a regular file nor a folder.
@@ -66,11 +70,10 @@ def check_regular(folder: Path) -> None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a JSON text says. It is fit to be written again: no nesting that is too deep, and no half of a
-    character.
+    """Parse JSON that can be written again: its nesting is not too deep, and no text holds half a character.
 
     Raises:
-        ValueError: it is not JSON, or not fit.
+        ValueError: the text is not JSON, or cannot be written again.
 
     >>> parse_json('{"a": [1]}')
     {'a': [1]}
@@ -86,12 +89,12 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # or a pipe would be waited for until somebody writes
+    return os.open(path, flags | os.O_NONBLOCK)  # else opening a pipe waits until somebody writes
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write the file, or, if killed, leave what was there. Its folder is made. A link at its place, or
-    aside, is replaced, not followed.
+    """Write a text file; if the process is killed, the old file stays whole. The folder is made if needed. A
+    link at the path is replaced, not followed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.aside")
@@ -104,8 +107,45 @@ def write_atomic(path: Path, text: str) -> None:
     sync(path.parent)
 
 
+def write_json_atomic(path: Path, content: Any) -> None:
+    """Write indented JSON as ``write_atomic`` does.
+
+    Raises:
+        ValueError: the content is not fit for JSON, such as an infinite number. The file stays as it was.
+    """
+    write_atomic(path, json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def truncate_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Keep the lines whose record ``keep`` accepts, byte for byte. A torn last line is removed, and a missing
+    file stays missing.
+
+    Raises:
+        AgentPeftError: a line before the last is not a JSON object that ``keep`` can read (it raises KeyError
+            or TypeError).
+    """
+    if not path.exists():
+        return
+    lines = read_bytes(path, "a JSONL file", MAX_JSONL_BYTES).splitlines(keepends=True)
+    accepted = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = parse_json(line)
+            if not isinstance(record, dict):
+                raise ValueError("not an object")
+            if keep(record) and line.endswith(b"\n"):
+                accepted.append(line)
+        except (KeyError, TypeError, ValueError) as error:
+            if number < len(lines):
+                raise AgentPeftError(
+                    f"{path}:{number}: is no record of a step; repair or remove the line"
+                ) from error
+    if accepted != lines:
+        write_atomic(path, b"".join(accepted).decode("utf-8"))
+
+
 def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
+    """Wait until a file, or the list of names in a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

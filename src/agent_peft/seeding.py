@@ -1,6 +1,4 @@
-"""All randomness is ``derive(seed, …)``: a number that depends on what is drawn, never on what was drawn
-before it.
-"""
+"""All randomness is ``derive(seed, ...)``. Such a number depends on its name, never on earlier draws."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import random
 
 
 def derive(seed: int, *parts: int | str) -> int:
-    """A 63-bit seed for the thing named by ``parts``: the same on every machine, process and Python version.
+    """Return a 63-bit seed for the name ``parts``. It is equal on every machine and in every Python version.
 
     >>> derive(0, "episode", 3) == derive(0, "episode", 3) != derive(0, "episode", 4)
     True
@@ -19,7 +17,7 @@ def derive(seed: int, *parts: int | str) -> int:
 
 
 def generator(seed: int, *parts: int | str) -> random.Random:
-    """A ``random.Random`` of its own for the thing named by ``parts``.
+    """Return a new ``random.Random`` for the name ``parts``.
 
     >>> generator(0, "tasks").random() == generator(0, "tasks").random()
     True

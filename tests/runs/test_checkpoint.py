@@ -1,6 +1,5 @@
 """A run that is killed finds its newest checkpoint whole, whenever the kill came."""
 
-import json
 import random
 import signal
 import subprocess
@@ -16,9 +15,6 @@ from agent_peft.runs.checkpoint import (
     clean,
     latest_checkpoint,
     save_checkpoint,
-    truncate_jsonl,
-    write_atomic,
-    write_json_atomic,
 )
 from agent_peft.types import AgentPeftError, InfrastructureError
 
@@ -74,7 +70,7 @@ def test_a_write_that_fails_leaves_the_one_before(tmp_path):
 
     with pytest.raises(
         InfrastructureError,
-        match=r"no space left on device; \d+ MB are free there\); those that are there are whole",
+        match=r"no space left on device; \d+ MB are free there\); the existing ones are whole",
     ):
         save_checkpoint(tmp_path, 2, fail, keep_last=1)
     assert latest_checkpoint(tmp_path) == before
@@ -159,37 +155,3 @@ def test_kill_9_at_any_moment_leaves_a_whole_latest_one(tmp_path):
         assert all(name.startswith("step_") for name in names(tmp_path))
         assert latest_checkpoint(tmp_path) is not None
     assert all((tmp_path / f"step_{step:06d}").is_dir() for step in range(10, said, 10))
-
-
-def test_write_atomic(tmp_path):
-    path = tmp_path / "new" / "a.txt"
-    write_atomic(path, "one\n")
-    write_atomic(path, "zwölf\n")
-    assert path.read_bytes() == "zwölf\n".encode()
-    assert names(path.parent) == ["a.txt"]
-    with pytest.raises(UnicodeEncodeError):
-        write_atomic(path, "\ud800")
-    assert path.read_bytes() == "zwölf\n".encode()
-    with pytest.raises(ValueError, match="JSON"):
-        write_json_atomic(path, float("nan"))
-    assert path.read_bytes() == "zwölf\n".encode()
-
-
-def test_truncate_jsonl_keeps_bytes_and_drops_a_torn_line(tmp_path):
-    path = tmp_path / "a.jsonl"
-    lines = ['{"step": 0,  "x": 0.1}\n', '{"step": 1, "x": 1e-05}\n', '{"step": 2}\n']
-    path.write_text("".join(lines) + '{"step": 1, "x"')
-    truncate_jsonl(path, lambda record: record["step"] < 2)
-    assert path.read_text() == lines[0] + lines[1]
-    path.write_text(lines[0] + '{"step": 1}')  # whole, but its end of line never came
-    truncate_jsonl(path, lambda record: True)
-    assert path.read_text() == lines[0]
-
-
-def test_truncate_jsonl_tells_of_a_damaged_file(tmp_path):
-    truncate_jsonl(tmp_path / "none.jsonl", lambda record: True)
-    assert not (tmp_path / "none.jsonl").exists()
-    path = tmp_path / "a.jsonl"
-    path.write_text("[1]\n" + json.dumps({"step": 1}) + "\n")
-    with pytest.raises(AgentPeftError, match=r"a\.jsonl:1"):
-        truncate_jsonl(path, lambda record: True)

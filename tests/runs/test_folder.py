@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from agent_peft.cli import run
-from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.loading import read_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.policies.precision import Precision
 from agent_peft.runs import folder as folder_module
-from agent_peft.runs.folder import Lock, clear, settle_dtype
+from agent_peft.runs.folder import clear, settle_dtype
+from agent_peft.runs.lock import Lock
 from agent_peft.runs.run import train
 from agent_peft.types import AgentPeftError
 
@@ -43,7 +44,7 @@ def path(tmp_path, policy_config) -> Path:
 
 @pytest.fixture
 def config(path) -> TrainConfig:
-    return load_config(path)[0]
+    return read_config(path)[0]
 
 
 def test_a_run_keeps_the_dtype_that_it_began_in(config, monkeypatch):
@@ -55,14 +56,14 @@ def test_a_run_keeps_the_dtype_that_it_began_in(config, monkeypatch):
     measured(torch.bfloat16)
     assert config.policy.dtype == "auto"
     train(config)
-    assert load_config(config.run_dir / "config.yaml")[0].policy.dtype == "bfloat16"
+    assert read_config(config.run_dir / "config.yaml")[0].policy.dtype == "bfloat16"
     measured(torch.float32)
     train(config)
-    assert load_config(config.run_dir / "config.yaml")[0].policy.dtype == "bfloat16"
+    assert read_config(config.run_dir / "config.yaml")[0].policy.dtype == "bfloat16"
     with pytest.raises(AgentPeftError, match=r"policy\.dtype differs"):
         train(settle_dtype(config, "float32"))
     train(config, fresh=True)
-    assert load_config(config.run_dir / "config.yaml")[0].policy.dtype == "float32"
+    assert read_config(config.run_dir / "config.yaml")[0].policy.dtype == "float32"
 
 
 # -- whose a folder is ---------------------------------------------------------------------------------------
@@ -197,23 +198,23 @@ def test_a_lock_that_is_a_link_is_not_followed(config, tmp_path):
 
 def test_a_lock_whose_file_was_removed_is_taken_again(tmp_path):
     with ExitStack() as ours, ExitStack() as theirs:
-        lock, other = Lock(tmp_path), Lock(tmp_path)
-        lock.acquire(ours)
+        lock, other = Lock(tmp_path, ours), Lock(tmp_path, theirs)
+        lock.acquire()
         (tmp_path / ".lock").unlink()
-        lock.renew(ours)
-        lock.renew(ours)
+        lock.renew()
+        lock.renew()
         with pytest.raises(AgentPeftError, match="another process is training there"):
-            other.acquire(theirs)
+            other.acquire()
 
 
 def test_a_lock_that_another_process_took_meanwhile_is_told(tmp_path):
     with ExitStack() as ours, ExitStack() as theirs:
-        lock, other = Lock(tmp_path), Lock(tmp_path)
-        lock.acquire(ours)
+        lock, other = Lock(tmp_path, ours), Lock(tmp_path, theirs)
+        lock.acquire()
         (tmp_path / ".lock").unlink()
-        other.acquire(theirs)
-        with pytest.raises(AgentPeftError, match="another one trains there now; this one stops"):
-            lock.renew(ours)
+        other.acquire()
+        with pytest.raises(AgentPeftError, match="another process trains there; this one stops"):
+            lock.renew()
 
 
 def test_a_run_stops_before_it_writes_what_another_writes_too(config, monkeypatch):
@@ -222,10 +223,10 @@ def test_a_run_stops_before_it_writes_what_another_writes_too(config, monkeypatc
     with ExitStack() as theirs:
         make = runs.Trainer
 
-        def intruding(*arguments):
+        def intruding(*arguments, **keywords):
             (config.run_dir / ".lock").unlink(missing_ok=True)
-            Lock(config.run_dir).acquire(theirs)
-            return make(*arguments)
+            Lock(config.run_dir, theirs).acquire()
+            return make(*arguments, **keywords)
 
         monkeypatch.setattr(runs, "Trainer", intruding)
         with pytest.raises(AgentPeftError, match="this one stops"):

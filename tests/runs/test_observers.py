@@ -1,59 +1,83 @@
-"""metrics.jsonl is the same to the byte after a kill, trajectories are readable, and progress is shown
-everywhere.
+"""The observers of a run: its own files read back to the bit, and a user's observer that fails neither ends
+the run nor changes its bytes.
 """
 
-import io
+from __future__ import annotations
+
 import json
+import logging
 
 import pytest
-from rich.console import Console
+import torch
 
-from agent_peft.runs.observers import JsonlTracker, Progress, TimingTracker, write_trajectories
+from agent_peft.configuration.loading import load_config
+from agent_peft.policies.engine.base import EngineStatistics
+from agent_peft.rollout.collector import Collection
+from agent_peft.runs.observers import (
+    MetricsFile,
+    Observer,
+    RunStep,
+    TimingFile,
+    append_line,
+    metrics_record,
+    write_trajectories,
+)
+from agent_peft.runs.resume import forget_after
+from agent_peft.runs.run import train
+from agent_peft.training.stage import StageConfig
 from agent_peft.types import Group, Message, Outcome, StopReason, Task, Trajectory, Turn
 
-METRICS = {"stage": "grpo", "reward": 0.1 + 0.2, "loss": 1e-17, "success": 0.5}
+STAGE = StageConfig.model_validate({"algorithm": {"kind": "grpo"}, "steps": 9})
+METRICS = {"reward": 0.1 + 0.2, "loss": 1e-17, "success": 0.5}
+
+
+def make_step(number, metrics, sampled=0):
+    collection = Collection([], statistics=EngineStatistics(0, 0, sampled, 0))
+    return RunStep(number, collection, metrics, stage=STAGE, started=0.0)
+
+
+# -- the files of a run --------------------------------------------------------------------------------------
 
 
 def test_a_line_per_step_that_reads_back_to_the_bit(tmp_path):
-    tracker = JsonlTracker(tmp_path / "run" / "metrics.jsonl")
-    tracker.log(0, METRICS)
-    tracker.log(1, {"loss": float("nan"), "kl": float("-inf")})
-    first, second = map(json.loads, tracker.path.read_text().splitlines())
-    assert first == {"step": 0, **METRICS}
+    observer = MetricsFile(tmp_path / "metrics.jsonl")
+    observer.on_step(make_step(0, METRICS))
+    observer.on_step(make_step(1, {"loss": float("nan"), "kl": float("-inf")}))
+    first, second = map(json.loads, observer.path.read_text().splitlines())
+    assert first == {"step": 0, "stage": "grpo", **METRICS}
     assert next(iter(first)) == "step"
-    assert second == {"step": 1, "loss": "nan", "kl": "-inf"}
-    with pytest.raises(ValueError, match="step"):
-        tracker.log(2, {"step": 2.0})
+    assert second == {"step": 1, "stage": "grpo", "loss": "nan", "kl": "-inf"}
+    for name in ("step", "stage"):
+        with pytest.raises(ValueError, match=f"cannot be called {name}"):
+            metrics_record(make_step(2, {name: 2.0}))
 
 
 def test_killed_and_resumed_gives_the_same_bytes(tmp_path):
-    def run(tracker, steps):
+    def run(folder, steps):
+        folder.mkdir(exist_ok=True)
         for step in steps:
-            tracker.log(step, {"reward": step / 7})
+            append_line(folder / "metrics.jsonl", {"step": step, "reward": step / 7})
+        return folder / "metrics.jsonl"
 
-    whole = JsonlTracker(tmp_path / "whole.jsonl")
-    run(whole, range(6))
-    killed = JsonlTracker(tmp_path / "killed.jsonl")
-    run(killed, range(5))  # the checkpoint is of step 3, and the kill tore the line of step 5
-    with killed.path.open("a") as file:
+    whole, killed = run(tmp_path / "whole", range(6)), run(tmp_path / "killed", range(5))
+    with killed.open("a") as file:  # the checkpoint is of step 3, and the kill tore the line of step 5
         file.write('{"step": 5, "rew')
-    again = JsonlTracker(killed.path)
-    again.resume(3)
-    assert len(again.path.read_text().splitlines()) == 3
-    run(again, range(3, 6))
-    assert again.path.read_bytes() == whole.path.read_bytes()
-    again.resume(0)
-    assert again.path.read_bytes() == b""
+    forget_after(tmp_path / "killed", 3, [])
+    assert len(killed.read_text().splitlines()) == 3
+    run(tmp_path / "killed", range(3, 6))
+    assert killed.read_bytes() == whole.read_bytes()
+    forget_after(tmp_path / "killed", 0, [])
+    assert killed.read_bytes() == b""
 
 
 def test_a_torn_line_does_not_run_into_the_next(tmp_path):
     path = tmp_path / "timing.jsonl"
     path.write_text('{"step": 0}\n{"step": 1, "sec')
-    TimingTracker(path).log(1, {"seconds": 2.5})
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"step": 0},
-        {"step": 1, "seconds": 2.5},
-    ]
+    forget_after(tmp_path, 2, [])
+    TimingFile(path, torch.device("cpu")).on_step(make_step(1, {}, sampled=7))
+    first, second = map(json.loads, path.read_text().splitlines())
+    assert first == {"step": 0}
+    assert second["step"] == 1 and second["seconds"] > 0 and second["sampled"] == 7
 
 
 def test_trajectories_for_people(tmp_path):
@@ -92,70 +116,104 @@ def test_trajectories_for_people(tmp_path):
     assert (second["outcome"], second["stop_reason"], second["tokens"]) == ("incorrect", "turn_limit", 2)
 
 
-def test_one_plain_line_per_step_where_there_is_no_terminal():
-    out = io.StringIO()
-    with Progress(Console(file=out, width=40)) as progress:
-        progress.evaluating("base", 200)
-        progress.start_stage("sft", total=2)
-        progress.advance(
-            {"loss": 1.25, "gradient_norm": 0.5, "success": 1.0, "reward": 1.0}, 99.6, demonstrations=True
-        )
-        progress.note("[checkpoint] written")
-        progress.advance(
-            {"loss": 1.0, "demonstrations_incorrect": 2.0, "other": 3.0}, 1200.0, demonstrations=True
-        )
-        progress.start_stage("grpo", total=9, done=7)
-        progress.advance(
+# -- a user's observers --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def configure(tmp_path, policy_config):
+    """``configure(name, **changes)``: two steps of a small run with evaluations, in a folder of that name."""
+
+    def configure(name, **changes):
+        tasks = {"kind": "arithmetic", "digits": 1, "num_tasks": 6}
+        return load_config(
             {
-                "loss": -1e-9,
-                "reward": 0.25,
-                "success": 0.5,
-                "groups_with_signal": 0.375,
-                "gradient_norm": 0.0123,
-            },
-            0.0,
+                "run_dir": str(tmp_path / name),
+                "threads": 1,
+                "policy": policy_config.model_dump(mode="json"),
+                "environment": tasks,
+                "evaluation": {"environment": tasks},
+                "algorithm": "rloo",
+                "steps": 2,
+                "tasks_per_step": 2,
+                "group_size": 2,
+                "sampling": {"max_new_tokens": 3},
+                **changes,
+            }
         )
-        progress.advance({"infrastructure_failures": 0.0, "crashed": 3.0, "defects": 1.0}, 0.0)
-    lines = out.getvalue().splitlines()
-    assert lines[0] == "evaluating base on 200 tasks"
-    assert lines[1].startswith("sft 1/2  loss 1.2500  gradient norm 0.5  100 tokens/s  0:00:0"), (
-        "what demonstrations earn is not told"
-    )
-    assert lines[2] == "[checkpoint] written"
-    assert lines[3] == "sft 2/2  loss 1.0000  demonstrations incorrect 2  1200 tokens/s  0:00:00 left"
-    told = "grpo 8/9  reward 0.250  success 50.0%  groups with signal 38%  gradient norm 0.0123  0 tokens/s  0:00:0"
-    assert lines[4].startswith(told), "the loss says nothing on policy"
-    assert lines[5] == "grpo 9/9  crashed 3  defects 1  0 tokens/s  0:00:00 left", (
-        "what went wrong is shown where it did"
-    )
-    assert len(lines) == 6
+
+    return configure
 
 
-def test_the_time_left_is_told_from_the_steps_of_this_run(monkeypatch):
-    out, clock = io.StringIO(), iter((100.0, 130.0))
-    monkeypatch.setattr("agent_peft.runs.observers.time.monotonic", lambda: next(clock))
-    with Progress(Console(file=out)) as progress:
-        progress.start_stage("grpo", total=251, done=10)
-        progress.advance({}, 1.0)  # 30 seconds, and 240 steps to go
-    assert out.getvalue() == "grpo 11/251  1 tokens/s  2:00:00 left\n"
+class Recording(Observer):
+    def __init__(self):
+        self.calls = []
+
+    def on_step(self, step):
+        self.calls.append((step.number, step.stage.name, len(step.trajectories)))
+        assert step.seconds > 0
+
+    def on_evaluation(self, name, report):
+        self.calls.append((name, report.success.tasks))
+
+    def on_end(self):
+        self.calls.append("end")
 
 
-def test_a_bar_on_a_terminal():
-    out = io.StringIO()
-    with Progress(Console(file=out, force_terminal=True, width=120)) as progress:
-        progress.start_stage("grpo", total=3, done=1)
-        progress.advance({"reward": 0.25}, 50.0)
-        progress.note("checkpoint")
-    shown = out.getvalue()
-    assert "2/3" in shown and "reward 0.250" in shown and "50 tokens/s" in shown
-    assert "checkpoint\n" in shown
+def test_an_observer_is_told_of_steps_evaluations_and_the_end(configure):
+    config, recording = configure("run"), Recording()
+    train(config, observers=[recording])
+    assert recording.calls == [("base", 6), (0, "rloo", 4), (1, "rloo", 4), ("after rloo", 6), "end"]
+
+    again = Recording()
+    train(config, observers=[again])
+    assert again.calls == ["end"], "nothing was left to do"
 
 
-def test_no_step_without_a_stage():
-    with Progress(Console(file=io.StringIO())) as progress:
-        with pytest.raises(RuntimeError, match="start a stage"):
-            progress.advance({}, 1.0)
-        progress.start_stage("sft", total=1)
-        progress.advance({}, 1.0)
-        with pytest.raises(RuntimeError, match="all are done"):
-            progress.advance({}, 1.0)
+def test_an_observer_is_told_of_the_end_of_a_run_that_fails(configure):
+    class Stopping(Recording):
+        def on_step(self, step):
+            super().on_step(step)
+            raise KeyboardInterrupt
+
+    stopping = Stopping()
+    with pytest.raises(KeyboardInterrupt):
+        train(configure("run"), observers=[stopping])
+    assert stopping.calls == [("base", 6), (0, "rloo", 4), "end"]
+
+
+def test_an_observer_that_fails_is_named_once_and_changes_no_byte(configure, run_contents, caplog):
+    class Failing(Recording):
+        def on_step(self, step):
+            step.metrics.clear()
+            raise OSError("no such host")
+
+        def on_evaluation(self, name, report):
+            raise ValueError("late")
+
+        def on_end(self):
+            super().on_end()
+            raise ValueError("at the end")
+
+    plain, watched, failing, second = configure("plain"), configure("watched"), Failing(), Recording()
+    train(plain)
+    with caplog.at_level(logging.WARNING):
+        train(watched, observers=[failing, second])
+    assert [message for message in caplog.messages if "observer" in message] == [
+        "the observer Failing failed in on_evaluation (ValueError: late); the run continues, and its further "
+        "failures are not reported"
+    ]
+    assert failing.calls == ["end"] and second.calls[-1] == "end" and len(second.calls) == 5
+    ours, theirs = run_contents(plain.run_dir), run_contents(watched.run_dir)
+    del ours["config.yaml"], theirs["config.yaml"]  # each names its folder
+    assert ours == theirs
+
+
+def test_a_metrics_file_that_cannot_be_written_ends_the_run(configure, monkeypatch):
+    """It is part of the run, which would otherwise lose it in silence."""
+
+    def full(observer, step):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(MetricsFile, "on_step", full)
+    with pytest.raises(OSError, match="No space left"):
+        train(configure("run", evaluation=None))

@@ -17,10 +17,12 @@ import pytest
 import torch
 
 from agent_peft.cli import run
-from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.loading import read_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.configuration.yaml12 import dump
+from agent_peft.runs import observers
 from agent_peft.runs import run as runs
+from agent_peft.runs.observers import append_line
 from agent_peft.runs.run import train
 from agent_peft.training import state_file
 from agent_peft.types import AgentPeftError, InfrastructureError
@@ -55,7 +57,7 @@ def configure(tmp_path, policy_config):
             ],
         }
         (tmp_path / "c.yaml").write_text(dump({**settings, **changes}))
-        return load_config(tmp_path / "c.yaml")[0]
+        return read_config(tmp_path / "c.yaml")[0]
 
     return configure
 
@@ -128,7 +130,7 @@ def test_what_was_written_after_the_whole_checkpoint_is_forgotten(configure, mon
     train(config)
     cut(config.run_dir / "checkpoints" / "step_000005" / "trainer.pt")
 
-    def stop(*_):
+    def stop(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runs, "Trainer", stop)
@@ -235,13 +237,12 @@ def test_a_full_disk_ends_in_one_line_and_loses_nothing(configure, run_contents,
 
 def test_a_full_disk_under_the_metrics_is_one_line(configure, capsys, monkeypatch, tmp_path):
     configure()
-    log = run.JsonlTracker.log
 
-    def full(tracker, step, metrics):
+    def full(path, record):
         with full_disk(10):
-            return log(tracker, step, metrics)
+            append_line(path, record)
 
-    monkeypatch.setattr(run.JsonlTracker, "log", full)
+    monkeypatch.setattr(observers, "append_line", full)
     assert run(["train", str(tmp_path / "c.yaml")]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1

@@ -14,11 +14,11 @@ from filelock import FileLock
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.loading import read_config
 from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.configuration.yaml12 import dump
-from agent_peft.policies.policy import load_policy
-from agent_peft.runs import run as runs
+from agent_peft.policies.loading import load_policy
+from agent_peft.runs import evaluations
 from agent_peft.runs.folder import settle_dtype
 from agent_peft.runs.run import train
 from agent_peft.runs.targets import evaluate_target, merge_run
@@ -59,7 +59,7 @@ def configure(tmp_path, settings):
     def configure(**changes) -> TrainConfig:
         path = tmp_path / "config.yaml"
         path.write_text(dump({**settings, **changes}))
-        return load_config(path)[0]
+        return read_config(path)[0]
 
     return configure
 
@@ -107,7 +107,7 @@ def test_a_run_directory_holds_what_it_should(finished):
         assert {"adapter_config.json", "adapter_model.safetensors", "trainer.pt", "position.json"} <= {
             p.name for p in checkpoint.iterdir()
         }
-    assert load_config(folder / "config.yaml")[0] == settle_dtype(finished, "float32"), "auto is decided"
+    assert read_config(folder / "config.yaml")[0] == settle_dtype(finished, "float32"), "auto is decided"
     assert resolved(finished)["run_dir"] == str(folder)
 
 
@@ -144,7 +144,7 @@ def test_evaluations_are_read_back_and_never_made_again(configure, monkeypatch, 
     first = train(config)
     assert list(first) == ["base", "after sft", "step 2", "step 3", "after rloo"]
     before = run_contents(config.run_dir)
-    monkeypatch.setattr(runs, "evaluate", lambda *_: pytest.fail("evaluated again"))
+    monkeypatch.setattr(evaluations, "evaluate", lambda *_: pytest.fail("evaluated again"))
     assert train(config) == first
     assert run_contents(config.run_dir) == before
 
@@ -171,7 +171,7 @@ def test_a_kill_between_checkpoint_and_evaluation_loses_none(configure, monkeypa
     whole = configure(run_dir=str(tmp_path / "whole"))
     expected = train(whole)
     config = configure()
-    evaluate = runs.evaluate
+    evaluate = evaluations.evaluate
 
     class Killed(BaseException):
         pass
@@ -185,10 +185,10 @@ def test_a_kill_between_checkpoint_and_evaluation_loses_none(configure, monkeypa
             left[0] -= 1
             return evaluate(*arguments)
 
-        monkeypatch.setattr(runs, "evaluate", stopping)
+        monkeypatch.setattr(evaluations, "evaluate", stopping)
         with pytest.raises(Killed):
             train(config)
-    monkeypatch.setattr(runs, "evaluate", evaluate)
+    monkeypatch.setattr(evaluations, "evaluate", evaluate)
     found = train(config)
     assert list(found) == list(expected)
     assert found == expected
@@ -207,7 +207,7 @@ def test_fresh_starts_over(finished, monkeypatch, run_contents):
 
 def test_fresh_takes_another_configuration(finished, configure):
     train(configure(seed=1), fresh=True)
-    assert load_config(finished.run_dir / "config.yaml")[0].seed == 1
+    assert read_config(finished.run_dir / "config.yaml")[0].seed == 1
     train(configure(seed=1))
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.loading import read_config
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.environments.arithmetic import Arithmetic
 from agent_peft.policies.engine import schedule
@@ -50,7 +50,7 @@ def configure(tmp_path, policy_config):
         }
         path = tmp_path / "config.yaml"
         path.write_text(dump(content))
-        return load_config(path)[0]
+        return read_config(path)[0]
 
     return configure
 

@@ -13,9 +13,10 @@ import torch
 
 from agent_peft.cli import run
 from agent_peft.configuration import yaml12
-from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.loading import read_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.configuration.yaml12 import dump
+from agent_peft.policies.engine import load_sampler
 from agent_peft.runs import targets
 from agent_peft.runs.run import train
 from agent_peft.runs.targets import evaluate_target, merge_run
@@ -50,7 +51,7 @@ def trained(settings):
     def make(steps: int, **changes) -> TrainConfig:
         stages = [{**settings["stages"][0], "steps": steps}]
         Path("c.yaml").write_text(dump({**settings, "stages": stages, **changes}))
-        config = load_config(Path("c.yaml"))[0]
+        config = read_config(Path("c.yaml"))[0]
         train(config)
         return config
 
@@ -75,12 +76,11 @@ def test_overrides_reach_what_is_measured(trained, monkeypatch, capsys):
     trained(steps=1)
     made, threads = [], []
 
-    class Recording(targets.Engine):
-        def __init__(self, policy, config):
-            made.append((policy.dtype, config.rows))
-            super().__init__(policy, config)
+    def recording(policy, config):
+        made.append((policy.dtype, config.rows))
+        return load_sampler(policy, config)
 
-    monkeypatch.setattr(targets, "Engine", Recording)
+    monkeypatch.setattr(targets, "load_sampler", recording)
     monkeypatch.setattr(targets, "set_threads", threads.append)
     overrides = ["engine.rows=2", "policy.dtype=bfloat16", "threads=3", "evaluation.num_tasks=5"]
     for command in (["evaluate", "run"], ["merge", "run", "--output", "merged", "--evaluate"]):
@@ -109,7 +109,8 @@ def test_what_is_merged_is_read_in_the_runs_own_dtype(trained):
         ("optimizer.learning_rate=1", "optimizer.learning_rate has no effect on evaluate; leave it out"),
         (
             "environment.num_tasks=3",
-            "environment.num_tasks has no effect on evaluate; set evaluation.environment.num_tasks, or leave it out",
+            "environment.num_tasks has no effect on evaluate; set evaluation.environment.num_tasks, or leave "
+            "it out",
         ),
         (
             "sampling.max_new_tokens=4",
@@ -122,7 +123,7 @@ def test_what_is_merged_is_read_in_the_runs_own_dtype(trained):
         ("evaluation={at: [start], num_tasks: 3}", "evaluation.at.0 has no effect on evaluate; leave it out"),
         ("run_dir=elsewhere", "run_dir has no effect on evaluate; leave it out"),
         ("seed=3", "seed decides the weights of policy.kind: scratch, too"),
-        ("optimizer.learning_rat=1", "unknown key; did you mean optimizer.learning_rate?"),
+        ("optimizer.learning_rat=1", "unknown key; did you mean 'optimizer.learning_rate'?"),
     ],
 )
 def test_what_has_no_effect_on_an_evaluation_is_refused(settings, refused, override, told):
@@ -188,7 +189,7 @@ def test_a_checkpoint_of_all_parameters_is_measured_as_its_run(trained, settings
     """It has no tokenizer of its own: its configuration has one."""
     trained(steps=20, policy={**settings["policy"], "lora": None})
     Path("other.yaml").write_text(dump({**settings, "policy": {**settings["policy"], "lora": lora}}))
-    other = load_config(Path("other.yaml"))[0]
+    other = read_config(Path("other.yaml"))[0]
     after = evaluate_target(Path("run"))
     assert after.outcomes != evaluate_target(Path("run"), base=True).outcomes
     assert evaluate_target(Path("run/checkpoints/step_000020"), other) == after
@@ -244,8 +245,8 @@ def test_a_run_seen_from_another_folder_says_where_its_paths_begin(settings, ref
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert refused("evaluate", "../run") == (
-        f"../run: policy.model 'model' is relative to {tmp_path}, where the run was started; run the command there, "
-        f"or add policy.model={tmp_path / 'model'}"
+        f"../run: policy.model 'model' is relative to {tmp_path}, where the run was started; run the command "
+        f"there, or add policy.model={tmp_path / 'model'}"
     )
 
 
@@ -275,22 +276,23 @@ def test_a_device_that_is_not_here_is_one_line(settings, refused, command):
         command, "c.yaml", "policy.device=tpu"
     )
     for device in ("cuda:99", "mps", "meta", *([] if torch.cuda.is_available() else ["cuda"])):
-        assert f"policy.device: {device} is not here, where torch can compute on" in refused(
+        assert f"policy.device: this machine has no {device}; torch can compute on" in refused(
             command, "c.yaml", f"policy.device={device}"
         )
 
 
 def test_another_kind_on_the_command_line_tells_which_keys_it_drops(settings, caplog):
     Path("c.yaml").write_text(dump(settings))
-    config = load_config(
+    config = read_config(
         Path("c.yaml"), ["environment.kind=db_bench", "environment.generate={num_tasks: 3}"]
     )[0]
     assert config.environment.kind == "db_bench"
     assert [record.getMessage() for record in caplog.records] == [
-        "command line: environment is of another kind than in c.yaml, whose digits, num_tasks it does not take over"
+        "command line: environment has another kind than in c.yaml; its other keys there (digits, num_tasks) "
+        "are dropped"
     ]
     caplog.clear()
-    load_config(
+    read_config(
         Path("c.yaml"), ["environment.num_tasks=3", "environment.kind=arithmetic", "stages.0.steps=2"]
     )
     assert not caplog.records

@@ -1,7 +1,7 @@
-"""A run directory as a place: whose it is, one process at a time, and what may be removed from it.
+"""The ownership of a run directory: which run it holds, and which files may be replaced or removed.
 
-A folder is a run's if its config.yaml is a configuration of ours. Nothing in it is a link, and nothing is
-removed that no run wrote.
+A folder belongs to a run if its config.yaml is a configuration of ours. Links in it are not followed, and
+files that no run wrote are never removed.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from agent_peft.configuration import yaml12
@@ -24,23 +23,20 @@ from agent_peft.files import MEGABYTE, parse_json, read_text, write_atomic
 from agent_peft.lookup import without_imports
 from agent_peft.policies.precision import choose_precision
 from agent_peft.runs.checkpoint import is_ours as is_checkpoint
+from agent_peft.runs.lock import Lock
 from agent_peft.types import AgentPeftError
 
 CONFIG = "config.yaml"
-STOPPED = "stopped.json"  # there once an update that is not finite has ended the run
-FILES = (
-    "metrics.jsonl",
-    "timing.jsonl",
-    STOPPED,
-    CONFIG,
-)  # the configuration last: while it is there, the folder is that run's
-_GONE = ".gone-"  # what begins so is half removed
+STOPPED = "stopped.json"  # exists after an update that was not finite has ended the run
+# in the order of their removal: as long as the configuration is there, the folder belongs to that run
+FILES = ("metrics.jsonl", "timing.jsonl", STOPPED, CONFIG)
+_GONE = ".gone-"  # the prefix of a folder that is being removed
 
 _EVALUATION = re.compile(r".+\.json|\..+\.json\.aside")
 _SCHEDULE = re.compile(r"\.?[^/]+\.rank_\d+\.json(\.aside)?")
 _TRAJECTORIES = re.compile(r"step_\d{6,}\.jsonl|\.step_\d{6,}\.jsonl\.aside")
 
-# for each folder of a run: whether something in it was written by a run
+# for each folder of a run: whether a run wrote a path inside it
 FOLDERS: dict[str, Callable[[Path], bool]] = {
     "checkpoints": is_checkpoint,
     "evaluations": lambda path: path.is_file() and _EVALUATION.fullmatch(path.name) is not None,
@@ -49,122 +45,84 @@ FOLDERS: dict[str, Callable[[Path], bool]] = {
 }
 
 
-class Lock:
-    """One process at a time, as long as the file ``.lock`` is left alone. Where it was removed, that is
-    found out, and mended or told.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / ".lock"
-        self._file: tuple[int, int] | None = None  # the one that is locked
-
-    def acquire(self, stack: ExitStack) -> None:
-        """Until ``stack`` is closed.
-
-        Raises:
-            AgentPeftError: another process has it.
-            OSError: the file cannot be made.
-        """
-        try:
-            stack.enter_context(FileLock(self._path).acquire(timeout=0))
-        except Timeout as error:
-            raise AgentPeftError(
-                f"{self._path.parent}: another process is training there; wait for it, or set another run_dir"
-            ) from error
-        self._file = self._here()
-
-    def renew(self, stack: ExitStack) -> None:
-        """Asked before a step is written: without its file, the lock keeps nobody out.
-
-        Raises:
-            AgentPeftError: another process has locked a new file.
-        """
-        if self._here() == self._file:
-            return
-        try:
-            self.acquire(stack)
-        except AgentPeftError as error:
-            raise AgentPeftError(
-                f"{self._path}: was removed while this process trained, and another one trains there now; this one stops, and nothing is "
-                "written twice"
-            ) from error
-
-    def _here(self) -> tuple[int, int] | None:
-        try:
-            found = self._path.lstat()
-        except FileNotFoundError:
-            return None
-        return found.st_dev, found.st_ino
-
-
-def claim(config: TrainConfig, fresh: bool, lock: Lock, stack: ExitStack) -> None:
-    """Make the run directory ours: one process at a time, and one configuration for its whole life.
+def claim(config: TrainConfig, fresh: bool, lock: Lock) -> None:
+    """Lock the run directory for this process, and write the configuration, which is the same for its life.
 
     Raises:
-        AgentPeftError: it is somebody else's, another run's, or cannot be written.
+        AgentPeftError: the folder holds other files or another run, or cannot be written.
     """
     folder, text = config.run_dir, yaml12.dump(resolved(config))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire(stack)
+        lock.acquire()
     except OSError as error:
         raise AgentPeftError(
             f"{folder}: cannot be a run directory ({error.strerror}); set another run_dir"
         ) from error
-    _check_whose(folder)
-    written = folder / CONFIG
+    _check_owner(folder)
+    file = folder / CONFIG
     if fresh:
         clear(folder)
-    elif written.exists() and (changed := _changed(read_text(written, "a YAML file", MEGABYTE), text)):
+    elif file.exists() and (changed := _changed(read_text(file, "a YAML file", MEGABYTE), text)):
         if _has_results(folder):
             raise AgentPeftError(
-                f"{folder}: holds a run of another configuration ({changed}); set another run_dir, or start over with --fresh"
+                f"{folder}: holds a run of another configuration ({changed}); set another run_dir, or start "
+                "over with --fresh"
             )
-        clear(folder)  # a start that failed: at most an evaluation of that other configuration
+        clear(folder)  # a start that failed: it left at most an evaluation of that other configuration
     for name in (*FOLDERS, *FILES):
         if (folder / name).is_symlink():
             raise AgentPeftError(
-                f"{folder / name}: is a link, which is not followed; move what it leads to here, or set another run_dir"
+                f"{folder / name}: is a link, which is not followed; move its target here, or set another "
+                "run_dir"
             )
-    write_atomic(written, text)
+    write_atomic(file, text)
     if (stopped := folder / STOPPED).is_file():
         stage, step = _stopped_at(stopped, config)
         if config.stages[stage].nonfinite == "stop":
             raise AgentPeftError(
-                f"{folder}: step {step} stopped this run with a loss or a gradient that is not finite, and would again; "
-                f"add stages.{stage}.nonfinite=skip, or start over (--fresh) with a lower optimizer.learning_rate"
+                f"{folder}: step {step} stopped this run with a loss or a gradient that is not finite, and "
+                f"would again; add stages.{stage}.nonfinite=skip, or start over (--fresh) with a lower "
+                "optimizer.learning_rate"
             )
         stopped.unlink()
 
 
 def dtype_of_run(config: TrainConfig, fresh: bool) -> str:
-    """What the run computes in, ``auto`` decided: a run that has begun keeps what it began in, whatever
-    another measurement would say.
+    """Return the dtype that a run computes in, with ``auto`` decided. A run that has begun keeps its dtype,
+    whatever a new measurement would say.
     """
     if config.policy.dtype != "auto":
         return config.policy.dtype
-    written = config.run_dir / CONFIG
-    with suppress(AgentPeftError, LookupError, TypeError):  # it is no run of ours, which ``claim`` tells
-        if not fresh and written.is_file() and _has_results(config.run_dir):
-            began: Any = yaml12.plain(yaml12.parse(read_text(written, "a YAML file", MEGABYTE), str(written)))
-            if began["policy"]["dtype"] in ("float32", "bfloat16"):
-                return str(began["policy"]["dtype"])
-    return choose_precision(config.policy).name
+    begun = None if fresh or not _has_results(config.run_dir) else recorded_dtype(config.run_dir)
+    return begun or choose_precision(config.policy).name
+
+
+def recorded_dtype(run: Path) -> str | None:
+    """Return the dtype in the configuration of a run directory; None where there is none of ours."""
+    file = run / CONFIG
+    if not file.is_file():
+        return None
+    with suppress(AgentPeftError, LookupError, TypeError):  # it is no run of ours, which ``claim`` reports
+        content: Any = yaml12.plain(yaml12.parse(read_text(file, "a YAML file", MEGABYTE), str(file)))
+        if content["policy"]["dtype"] in ("float32", "bfloat16"):
+            return str(content["policy"]["dtype"])
+    return None
 
 
 def settle_dtype(config: TrainConfig, dtype: str) -> TrainConfig:
-    """The same configuration with ``policy.dtype``."""
+    """Return the configuration with another ``policy.dtype``."""
     return config.model_copy(update={"policy": config.policy.model_copy(update={"dtype": dtype})})
 
 
 def check_place(path: Path, config: TrainConfig) -> None:
-    """
+    """Check that training the configuration of a run directory would not start a second run elsewhere.
+
     Args:
-        path: the file that ``config`` was read from, its run_dir included.
+        path: the file that ``config`` was read from, its ``run_dir`` included.
 
     Raises:
-        AgentPeftError: it is the file of a run directory that was moved, or is seen from another folder, and
-            would start a run elsewhere.
+        AgentPeftError: the run directory was moved, or its ``run_dir`` is relative to another folder.
     """
     folder = path.parent
     if (
@@ -173,16 +131,17 @@ def check_place(path: Path, config: TrainConfig) -> None:
         and folder.resolve() != config.run_dir.resolve()
     ):
         raise AgentPeftError(
-            f"{path}: belongs to a run in {folder}, and its run_dir is {config.run_dir} (seen from {Path.cwd()}); "
-            f"to go on with that run, add run_dir={folder}; to start another one, add run_dir and a folder that is not there yet"
+            f"{path}: belongs to a run in {folder}, and its run_dir is {config.run_dir} (seen from "
+            f"{Path.cwd()}); to go on with that run, add run_dir={folder}; to start another one, add run_dir "
+            "and a folder that does not exist yet"
         )
 
 
 def check_paths(run: Path, config: TrainConfig) -> None:
-    """
+    """Check that the relative paths of a run's policy can be found.
+
     Raises:
-        AgentPeftError: a path of the run's policy is relative, is not here, and is there as seen from where
-            the run was started.
+        AgentPeftError: a path exists as seen from where the run was started, and not from here.
     """
     parts, place = config.run_dir.parts, run.resolve()
     if config.run_dir.is_absolute() or place.parts[-len(parts) :] != parts:
@@ -191,26 +150,28 @@ def check_paths(run: Path, config: TrainConfig) -> None:
     for key in ("model", "adapter"):
         value = getattr(config.policy, key, None)
         if value is not None and not Path(value).exists() and (root / value).exists():
+            other = f", or add policy.model={root / value}" if key == "model" else ""
             raise AgentPeftError(
-                f"{run}: policy.{key} {str(value)!r} is relative to {root}, where the run was started; run the command there"
-                + (f", or add policy.model={root / value}" if key == "model" else "")
+                f"{run}: policy.{key} {str(value)!r} is relative to {root}, where the run was started; run "
+                f"the command there{other}"
             )
 
 
-def _check_whose(folder: Path) -> None:
-    """
+def _check_owner(folder: Path) -> None:
+    """Check that a run of ours wrote everything at the places where a run writes or removes files.
+
     Raises:
-        AgentPeftError: something is here that no run of ours wrote, at a place where a run writes or removes.
+        AgentPeftError: a file or folder there is of another origin.
     """
     advice = "so it is no run of ours; set another run_dir"
-    here = [name for name in (*FOLDERS, *FILES) if os.path.lexists(folder / name)]
-    if here and CONFIG not in here:
-        raise AgentPeftError(f"{folder}: holds {here[0]} and no {CONFIG}, {advice}")
-    if CONFIG in here and not _is_configuration(folder / CONFIG):
+    names = [name for name in (*FOLDERS, *FILES) if os.path.lexists(folder / name)]
+    if names and CONFIG not in names:
+        raise AgentPeftError(f"{folder}: holds {names[0]} and no {CONFIG}, {advice}")
+    if CONFIG in names and not _is_configuration(folder / CONFIG):
         raise AgentPeftError(
             f"{folder / CONFIG}: is no run's configuration, {advice}, or put back the {CONFIG} of the run"
         )
-    for name in here:
+    for name in names:
         path = folder / name
         if path.is_symlink():
             continue
@@ -234,30 +195,29 @@ def _is_configuration(path: Path) -> bool:
 
 
 def _has_results(folder: Path) -> bool:
-    written = any(
-        os.path.lexists(path) and path.lstat().st_size > 0
-        for path in (folder / "metrics.jsonl", folder / STOPPED)
-    )
-    return written or any((folder / "checkpoints").glob("*step_*"))
+    files = folder / "metrics.jsonl", folder / STOPPED
+    if any(os.path.lexists(path) and path.lstat().st_size > 0 for path in files):
+        return True
+    return any((folder / "checkpoints").glob("*step_*"))
 
 
-def _changed(written: str, text: str) -> str:
-    """Which keys differ between two configurations, of those that may not change while a run lives; empty
-    where none does.
+def _changed(before: str, after: str) -> str:
+    """Return the keys that differ between two configurations, as text for a message; empty if none does.
+    Keys that may change during a run do not count.
     """
-    if written == text:
+    if before == after:
         return ""
-    old, new = (yaml12.plain(yaml12.parse(found, CONFIG)) for found in (written, text))
+    old, new = (yaml12.plain(yaml12.parse(text, CONFIG)) for text in (before, after))
     changed = sorted(_differences(_binding(old), _binding(new)))
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
     return f"{', '.join(changed[:3])}{more} {'differs' if len(changed) == 1 else 'differ'}" if changed else ""
 
 
 def _stopped_at(path: Path, config: TrainConfig) -> tuple[int, int]:
-    """The stage and the step that a run was stopped at."""
+    """Return the stage and the step that a run was stopped at."""
     try:
-        was = parse_json(read_text(path, "a JSON file", MEGABYTE))
-        stage, step = int(was["stage"]), int(was["step"])
+        content = parse_json(read_text(path, "a JSON file", MEGABYTE))
+        stage, step = int(content["stage"]), int(content["step"])
         if not 0 <= stage < len(config.stages):
             raise ValueError("there is no such stage")
     except (KeyError, OverflowError, TypeError, ValueError) as error:
@@ -268,7 +228,7 @@ def _stopped_at(path: Path, config: TrainConfig) -> tuple[int, int]:
 
 
 def _binding(content: Any) -> dict[str, Any]:
-    """A configuration without what may change while it runs: it decides nothing that was already done."""
+    """Return a configuration without the keys that may change during a run."""
     stages = [
         {key: value for key, value in stage.items() if key != "nonfinite"}
         for stage in content.get("stages") or []
@@ -280,16 +240,13 @@ def _binding(content: Any) -> dict[str, Any]:
 
 
 def _differences(old: Any, new: Any, key: str = "") -> Iterator[str]:
-    """Dotted keys whose values differ.
+    """Yield the dotted keys whose values differ.
 
     >>> list(_differences({"seed": 0, "stages": [{"steps": 1}]}, {"seed": 0, "stages": [{"steps": 2}]}))
     ['stages.0.steps']
     """
-    if (
-        isinstance(old, list)
-        and isinstance(new, list)
-        and all(isinstance(item, dict) for item in (*old, *new))
-    ):
+    lists = isinstance(old, list) and isinstance(new, list)
+    if lists and all(isinstance(item, dict) for item in (*old, *new)):
         old, new = ({str(place): item for place, item in enumerate(items)} for items in (old, new))
     if isinstance(old, dict) and isinstance(new, dict):
         for name in dict.fromkeys([*old, *new]):
@@ -299,9 +256,7 @@ def _differences(old: Any, new: Any, key: str = "") -> Iterator[str]:
 
 
 def clear(folder: Path) -> None:
-    """Remove a run, its configuration last: whenever this is killed, what is left is still that run, whole
-    or at its start.
-    """
+    """Remove a run, its configuration last. If this is killed, the rest is still that run, at its start."""
     for name in FOLDERS:
         gone = folder / f"{_GONE}{name}"
         if gone.is_symlink() or gone.is_file():

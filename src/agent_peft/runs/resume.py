@@ -1,5 +1,5 @@
-"""Where a run goes on: its newest whole checkpoint. A damaged one is put aside, and what was written after
-the whole one is forgotten.
+"""The position at which a run resumes: its newest whole checkpoint. Damaged checkpoints are renamed, and
+records that came later are removed.
 """
 
 from __future__ import annotations
@@ -7,15 +7,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 
 from agent_peft.configuration.run_config import TrainConfig
-from agent_peft.files import MEGABYTE, check_regular, parse_json, read_text
-from agent_peft.runs.checkpoint import POSITION, checkpoints, put_aside
+from agent_peft.files import MEGABYTE, check_regular, parse_json, read_text, truncate_jsonl
+from agent_peft.policies import adapters
+from agent_peft.policies.policy import Policy
+from agent_peft.runs.checkpoint import POSITION, checkpoints, clean, put_aside
 from agent_peft.training.state_file import load_state
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import AgentPeftError
@@ -31,21 +33,58 @@ _LAYOUTS = (
 )
 
 
-def newest_whole(root: Path, config: TrainConfig) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint in ``root`` that is whole, and its position; None where there is no checkpoint at
-    all.
+@dataclass(frozen=True)
+class Position:
+    """How far a run is: ``steps`` of the run are done, and it goes on in the stage of index ``stage``."""
 
-    Newer ones are damaged: they are renamed, never removed, and a warning tells of each.
+    stage: int = 0
+    steps: int = 0
+    ranks: int = 1  # that trained it
+    checkpoint: str | None = None  # its name; None at the start
+
+
+def find_position(config: TrainConfig, world_size: int) -> Position:
+    """Return the position of the newest whole checkpoint of the run directory, or that of the start.
+
+    Half-written checkpoints are removed and damaged ones renamed.
 
     Raises:
-        AgentPeftError: there are checkpoints, and none is whole. Nothing was touched.
+        AgentPeftError: no checkpoint is whole, or another number of ranks wrote it.
+    """
+    folder = config.run_dir
+    clean(folder / "checkpoints")
+    position = newest_whole(folder / "checkpoints", config) or Position()
+    if position.checkpoint is None:
+        if made := count_lines(folder / "metrics.jsonl"):
+            logger.warning(
+                "%s: holds metrics of %d steps and no checkpoint, so they are made again from the start",
+                folder,
+                made,
+            )
+    elif position.ranks != world_size and not config.ranks.allow_other_number:
+        wrote = "1 rank" if position.ranks == 1 else f"{position.ranks} ranks"
+        raise AgentPeftError(
+            f"{folder}: {wrote} got this far, and now there {'is' if world_size == 1 else 'are'} "
+            f"{world_size}; start {wrote} (torchrun --nproc_per_node), or add ranks.allow_other_number=true: "
+            "results are then equal up to rounding"
+        )
+    return position
+
+
+def newest_whole(root: Path, config: TrainConfig) -> Position | None:
+    """Return the position of the newest whole checkpoint in ``root``; None where there is no checkpoint.
+
+    Newer ones are damaged: they are renamed, never removed, and a warning names each.
+
+    Raises:
+        AgentPeftError: there are checkpoints, and none is whole. Nothing was changed.
     """
     damaged: list[tuple[Path, Exception]] = []
     for checkpoint in reversed(checkpoints(root)):
         try:
             position = read_position(checkpoint, config)
             _check_whole(checkpoint)
-        except Exception as error:  # torch and safetensors raise of many kinds
+        except Exception as error:  # torch and safetensors raise many kinds
             damaged.append((checkpoint, error))
             continue
         for newer, cause in damaged:
@@ -53,11 +92,11 @@ def newest_whole(root: Path, config: TrainConfig) -> tuple[Path, dict[str, Any]]
             logger.warning(
                 "%s: is damaged (%s); it is now %s, and the run goes on from %s",
                 newer,
-                _told(cause),
+                _message(cause),
                 aside.name,
                 checkpoint.name,
             )
-        return checkpoint, position
+        return position
     if damaged:
         newest, cause = damaged[0]
         others = (
@@ -66,34 +105,33 @@ def newest_whole(root: Path, config: TrainConfig) -> tuple[Path, dict[str, Any]]
             else ", and there is no other"
         )
         raise AgentPeftError(
-            f"{newest}: is damaged ({_told(cause)}){others}; put one back from a backup, or start over with --fresh"
+            f"{newest}: is damaged ({_message(cause)}){others}; put one back from a backup, or start over "
+            "with --fresh"
         )
     return None
 
 
-def read_position(checkpoint: Path, config: TrainConfig) -> dict[str, Any]:
-    """What a checkpoint says of how far the run was: ``stage``, ``steps`` and ``ranks``.
+def read_position(checkpoint: Path, config: TrainConfig) -> Position:
+    """Return the position that a checkpoint holds.
 
     Raises:
-        AgentPeftError: it cannot be read, or is no JSON of ours (an AttributeError, KeyError, TypeError or
+        AgentPeftError: it cannot be read, or is not in our format (an AttributeError, KeyError, TypeError or
             ValueError says so, too).
     """
     with _naming(checkpoint / POSITION):
-        position = parse_json(read_text(checkpoint / POSITION, "a JSON file", MEGABYTE))
-    found = {"stage": position["stage"], "steps": position["steps"], "ranks": position.get("ranks", 1)}
-    if not all(type(number) is int and number >= 0 for number in found.values()) or found["stage"] >= len(
-        config.stages
-    ):
+        content = parse_json(read_text(checkpoint / POSITION, "a JSON file", MEGABYTE))
+    numbers = content["stage"], content["steps"], content.get("ranks", 1)
+    if not all(type(number) is int and number >= 0 for number in numbers) or numbers[0] >= len(config.stages):
         raise ValueError(f"{POSITION} names no place of this run")
-    return found
+    return Position(*numbers, checkpoint=checkpoint.name)
 
 
 def _check_whole(checkpoint: Path) -> None:
-    """Whether each file is there and has its beginning and its end, without reading all weights. What only
-    shows when they are put into the model, ``restore`` tells.
+    """Check that each file exists and has its beginning and its end, without reading all weights. Faults
+    inside the weights are found by ``restore``.
 
     Raises:
-        Exception: something is not.
+        Exception: a file is damaged or gone.
     """
     check_regular(checkpoint)
     with _naming(checkpoint / STATE):
@@ -113,7 +151,8 @@ def _check_whole(checkpoint: Path) -> None:
 
 
 def restore(trainer: Trainer, checkpoint: Path) -> None:
-    """
+    """Load a checkpoint into a trainer.
+
     Raises:
         AgentPeftError: the checkpoint is damaged.
     """
@@ -121,21 +160,38 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
         trainer.load(checkpoint)
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # torch, safetensors and PEFT raise of many kinds
+    except Exception as error:  # torch, safetensors and PEFT raise many kinds
         raise AgentPeftError(
-            f"{checkpoint}: is damaged ({_told(error)}); move it elsewhere, and the run goes on from the one before"
+            f"{checkpoint}: is damaged ({_message(error)}); move it elsewhere, and the run goes on from the "
+            "one before"
         ) from error
 
 
-def steps_written(metrics: Path) -> int:
-    """How many steps a run has written down."""
-    return metrics.read_bytes().count(b"\n") if metrics.is_file() else 0
+def load_start(policy: Policy, checkpoint: Path, stage: str) -> None:
+    """Load the weights that a stage began with, to which its KL is measured. Their checkpoint is always kept.
+
+    Raises:
+        AgentPeftError: the checkpoint is gone or damaged.
+    """
+    try:
+        adapters.load(policy.model, checkpoint)
+    except AgentPeftError as error:
+        raise AgentPeftError(
+            f"{checkpoint}: the KL of stage {stage!r} is measured to this checkpoint, and it cannot be read "
+            f"({error}); put it back from a backup, or start over with --fresh"
+        ) from error
+
+
+def count_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
 
 
 def forget_after(folder: Path, steps: int, evaluations: Collection[Path]) -> None:
-    """Remove the trajectories of the steps from number ``steps`` on, and those ``evaluations`` that came
-    later: they are made again.
+    """Remove the records of the steps from number ``steps`` on, and ``evaluations``: they are made again. A
+    torn last line goes, too.
     """
+    for name in ("metrics.jsonl", "timing.jsonl"):
+        truncate_jsonl(folder / name, lambda record: bool(record["step"] < steps))
     for path in (folder / "trajectories").glob("step_*.jsonl"):
         if int(path.stem.removeprefix("step_")) >= steps:
             path.unlink()
@@ -145,12 +201,12 @@ def forget_after(folder: Path, steps: int, evaluations: Collection[Path]) -> Non
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """What is wrong with a file, with its name."""
+    """Put the file's name in front of an error."""
     try:
         yield
-    except Exception as error:  # torch and safetensors raise of many kinds
-        raise ValueError(f"{path.name}: {_told(error)}") from error
+    except Exception as error:  # torch and safetensors raise many kinds
+        raise ValueError(f"{path.name}: {_message(error)}") from error
 
 
-def _told(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__

@@ -1,9 +1,8 @@
-"""Where a run keeps when late answers joined, and whose schedule it follows:
-``schedule/step_000012.rank_0.json``, one file for each collection, evaluations included, and each rank. One
-whose answers all joined when they were due has none.
+"""The sampling schedules of a run: at which decoding steps the late answers of environments joined.
 
-A step that is done again, since the run was killed after its newest checkpoint, follows what was written of
-it. So does a run of its own that is given another one's directory (``engine.schedule``).
+``schedule/step_000012.rank_0.json`` holds that of one collection (a step or an evaluation) on one rank. A
+collection without late answers has no file. A step that is repeated after a kill follows its schedule, and so
+does a run that is given the directory of another one (``engine.schedule``).
 """
 
 from __future__ import annotations
@@ -18,40 +17,38 @@ from agent_peft.rollout.collector import CollectionSchedule
 from agent_peft.types import AgentPeftError
 
 FOLDER = "schedule"
-_DECIDES = (
-    "rows",
-    "kv_tokens",
-    "prefill_tokens",
-    "overlap",
-)  # with other values, answers have other steps to join at
+# with other values of these keys, answers join at other steps
+_DECISIVE_KEYS = ("rows", "kv_tokens", "prefill_tokens", "overlap")
 
 
 class Schedules:
-    """Those of one run, on one rank. Made before the run forgets what it will do again.
+    """The schedules of one run on one rank. It is made before the run removes the records of later steps.
 
     Raises:
-        AgentPeftError: ``engine.schedule`` is no run's directory.
+        AgentPeftError: ``engine.schedule`` is not a run directory.
     """
 
     def __init__(self, run_dir: Path, engine: EngineConfig, ranks: Ranks) -> None:
         self.folder, self.rank = run_dir / FOLDER, ranks.rank
-        self.settings = {**engine.model_dump(include=set(_DECIDES)), "ranks": ranks.world}
+        self.settings = {**engine.model_dump(include=set(_DECISIVE_KEYS)), "ranks": ranks.world_size}
         self.other = None if engine.schedule is None else engine.schedule.expanduser()
         if self.other is not None and not (self.other / "metrics.jsonl").is_file():
             raise AgentPeftError(
-                f"engine.schedule: {self.other} is no run directory (it holds no metrics.jsonl); give one, or null"
+                f"engine.schedule: {self.other} is no run directory (it holds no metrics.jsonl); give one, "
+                "or null"
             )
         self.done = _collections(run_dir)
         self.done_there = set[str]() if self.other is None else _collections(self.other)
 
     def of_step(self, first: int, step: int) -> CollectionSchedule:
-        """Of a stage's step, where the stage begins with the run's step ``first``."""
+        """Return the schedule of a step of a stage whose first step is the run's step ``first``."""
         return self.of(f"step_{first + step:06d}")
 
     def of(self, name: str) -> CollectionSchedule:
-        """
+        """Return the schedule of a collection, such as ``evaluation_base``.
+
         Raises:
-            AgentPeftError: the file is damaged, or tells of a run with other rows, which cannot be followed.
+            AgentPeftError: its file is damaged, or was recorded with other settings.
         """
         file = f"{name}.rank_{self.rank}.json"
         followed = self._read(self.folder / file, name in self.done)
@@ -75,18 +72,17 @@ class Schedules:
         changed = sorted(key for key in self.settings if content.get(key) != self.settings[key])
         if not changed:
             return calls
-        if (
-            path.parent == self.folder
-        ):  # the run goes on with other settings, and so with a schedule of its own
+        if path.parent == self.folder:  # the run resumes with other settings, and records a new schedule
             return None
         key = "the number of ranks" if changed[0] == "ranks" else f"engine.{changed[0]}"
         raise AgentPeftError(
-            f"{path}: was recorded with another {key} ({content.get(changed[0])}); set that, or engine.schedule=null"
+            f"{path}: was recorded with another {key} ({content.get(changed[0])}); set that, or "
+            "engine.schedule=null"
         )
 
 
 def _collections(run: Path) -> set[str]:
-    """What a run has collected, by the names that its schedules have."""
+    """Return the names of a run's collections that are done."""
     return {path.stem for path in (run / "trajectories").glob("step_*.jsonl")} | {
         f"evaluation_{path.stem}" for path in (run / "evaluations").glob("*.json")
     }

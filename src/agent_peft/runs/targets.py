@@ -1,5 +1,5 @@
-"""What is measured, or merged, once it is there: a run directory, an adapter, a checkpoint of all
-parameters, or a model.
+"""The targets of ``evaluate`` and ``merge``: a run directory, an adapter, a checkpoint of all parameters, or
+a model.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agent_peft.configuration.effective import EFFECTIVE, load_for_evaluation, refuse_ineffective
-from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.loading import read_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments import load_environment
 from agent_peft.hardware import set_threads
 from agent_peft.out_of_memory import telling_out_of_memory
 from agent_peft.policies.config import PolicyConfig, PretrainedConfig
-from agent_peft.policies.engine.local import Engine
-from agent_peft.policies.policy import Policy, load_policy
+from agent_peft.policies.engine import load_sampler
+from agent_peft.policies.loading import load_policy
+from agent_peft.policies.policy import Policy
 from agent_peft.rollout.evaluation import evaluate
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.runs.checkpoint import checkpoints, latest_checkpoint
-from agent_peft.runs.folder import CONFIG, check_paths
+from agent_peft.runs.folder import CONFIG, check_paths, recorded_dtype, settle_dtype
 from agent_peft.types import AgentPeftError
 
 Kind = Literal["run", "adapter", "weights", "model"]
@@ -28,12 +29,14 @@ _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
 
 def kind_of(target: Path) -> Kind:
-    """``run``: a run directory. ``adapter``: PEFT's layout. ``weights``: a model without a tokenizer, as
-    checkpoints of full training are. ``model``: a folder with both, or a name that is no path here: a bundled
-    model or one of the hub.
+    """Return what a target is.
+
+    ``run`` is a run directory, ``adapter`` a folder in the layout of PEFT, ``weights`` a model without a
+    tokenizer, as checkpoints of full training are. ``model`` is a folder with both, or a name that is
+    no path here: that of a bundled model or of one on the hub.
 
     Raises:
-        AgentPeftError: it is a folder with none of them, or a file.
+        AgentPeftError: the target is a folder of another kind, or a file.
     """
     if (target / CONFIG).is_file():
         return "run"
@@ -47,7 +50,8 @@ def kind_of(target: Path) -> Kind:
         return "model"
     if not (target / "config.json").is_file():
         raise AgentPeftError(
-            f"{target}: is no run directory (with a {CONFIG}), no adapter (adapter_config.json) and no model (config.json); name one"
+            f"{target}: is no run directory (with a {CONFIG}), no adapter (adapter_config.json) and no "
+            "model (config.json); name one"
         )
     return "model" if any(any(target.glob(pattern)) for pattern in _TOKENIZERS) else "weights"
 
@@ -58,31 +62,37 @@ def _nothing_at(target: Path) -> AgentPeftError:
     )
 
 
-def load_run(run: Path) -> TrainConfig:
-    """The configuration that a run directory was written with.
+def load_run(run: str | Path) -> TrainConfig:
+    """Load the configuration that a run directory was written with.
 
     Raises:
-        AgentPeftError: it is none, or not where it was.
+        AgentPeftError: there is no such run directory.
     """
+    return read_config(_config_of(Path(run)), check_files=False)[0]
+
+
+def _config_of(run: Path) -> Path:
     if not run.is_dir():
         raise AgentPeftError(f"{run}: there is no such run directory (seen from {Path.cwd()})")
     if not (run / CONFIG).is_file():
         raise AgentPeftError(f"{run}: not a run directory (it holds no {CONFIG})")
-    return load_config(run / CONFIG, check_files=False)[0]
+    return run / CONFIG
 
 
 def open_run(
-    run: Path, checkpoint: str | None, base: bool, config: TrainConfig | None = None
+    run: str | Path, checkpoint: str | None = None, base: bool = False, config: TrainConfig | None = None
 ) -> tuple[TrainConfig, Policy]:
-    """A run's configuration, and its policy with the weights of a checkpoint: the latest, one by name, or
-    none, as before training.
+    """Load a run's configuration, and its policy with the weights of a checkpoint.
 
     Args:
-        config: the run's own, changed, where it is to be loaded in another way.
+        checkpoint: its name, such as ``step_000012``; None takes the newest.
+        base: take the policy as it was before training.
+        config: the run's configuration with changes, such as another device.
 
     Raises:
         AgentPeftError: there is no such run or checkpoint, or the checkpoint does not fit.
     """
+    run = Path(run)
     config = config or load_run(run)
     folder = None if base else _checkpoint(run, checkpoint)
     check_paths(run, config)
@@ -93,7 +103,7 @@ def open_run(
 
 
 def _unadapted(config: TrainConfig, **changes: Any) -> PolicyConfig:
-    """The policy without the adapter that it started from: what is loaded takes its place."""
+    """The policy's configuration without the adapter that it started from: other weights take its place."""
     return config.policy.model_copy(
         update={**changes, **({"adapter": None} if isinstance(config.policy, PretrainedConfig) else {})}
     )
@@ -114,18 +124,19 @@ def _checkpoint(run: Path, name: str | None) -> Path:
 def load_target_config(
     target: Path, file: Path | None, overrides: Sequence[str], tasks: Path | None, attempts: int | None
 ) -> TrainConfig:
-    """How ``target`` is to be measured: as its run says, or, if it is none, as ``file`` says; and as the
-    command line changes that.
+    """Load the configuration to measure a target with: that of the run, or ``file`` if the target is no run,
+    with the changes of the command line.
 
     Raises:
-        AgentPeftError: as ``load_for_evaluation``; there is no such target; or a file was given, and there is
-            one already, or none was.
+        AgentPeftError: as ``load_for_evaluation``; there is no such target; a run got a file, or another
+            target got none.
     """
     kind, effective = kind_of(target), EFFECTIVE["evaluate"]
     if kind == "run":
         if file is not None:
             raise AgentPeftError(
-                f"{target}: is a run directory, which has a {CONFIG} of its own; leave --config out, or evaluate one of its checkpoints"
+                f"{target}: is a run directory, which has a {CONFIG} of its own; leave --config out, or "
+                "evaluate one of its checkpoints"
             )
         return load_for_evaluation(target / CONFIG, overrides, tasks, attempts)
     if file is None:
@@ -140,22 +151,28 @@ def load_target_config(
 
 
 def evaluate_target(
-    target: Path, config: TrainConfig | None = None, *, checkpoint: str | None = None, base: bool = False
+    target: str | Path,
+    config: TrainConfig | None = None,
+    *,
+    checkpoint: str | None = None,
+    base: bool = False,
 ) -> EvaluationReport:
-    """Evaluate what ``target`` names (see ``kind_of``) on the configuration's ``evaluation``.
+    """Evaluate a target (see ``kind_of``) on the ``evaluation`` of a configuration.
 
     Args:
-        config: None takes a run directory's own; all else needs one.
-        checkpoint: of a run directory, by name; None takes the newest.
-        base: the policy as it was before training.
+        config: None takes that of the run directory; other targets need one.
+        checkpoint: the name of a run's checkpoint; None takes the newest.
+        base: measure the policy as it was before training.
 
     Raises:
-        AgentPeftError: there is no such target, or an argument has no effect on its kind.
+        AgentPeftError: there is no such target, or an argument has no effect on it.
     """
+    target = Path(target)
     kind = kind_of(target)
     if base and checkpoint is not None:
         raise AgentPeftError(
-            "--base is the policy before training, which is in no checkpoint; leave --base or --checkpoint out"
+            "--base is the policy before training, which is in no checkpoint; leave --base or --checkpoint "
+            "out"
         )
     if kind != "run" and checkpoint is not None:
         raise AgentPeftError(
@@ -168,7 +185,8 @@ def evaluate_target(
     config = config or load_target_config(target, None, (), None, None)
     if config.evaluation is None:
         raise AgentPeftError(
-            f"{target}: its configuration has no evaluation; name tasks with --tasks, or set evaluation.environment"
+            f"{target}: its configuration has no evaluation; name tasks with --tasks, or set "
+            "evaluation.environment"
         )
     set_threads(config.threads)
     policy = (
@@ -176,16 +194,16 @@ def evaluate_target(
     )
     environment = load_environment(config.evaluation.environment)
     try:
-        return evaluate(Engine(policy, config.engine), environment, config.evaluation, config.seed)
+        return evaluate(load_sampler(policy, config.engine), environment, config.evaluation, config.seed)
     finally:
         environment.close()
 
 
 def _load(target: Path, kind: Kind, config: TrainConfig, base: bool) -> Policy:
-    """What is no run directory; adapters and weights go into the policy that the configuration describes."""
+    """Load a target that is no run. Adapters and weights go into the policy that ``config`` describes."""
     if kind == "model":
-        kept = config.policy.model_dump(include={"dtype", "device", "packing"})
-        return load_policy(PretrainedConfig(model=str(target), lora=None, **kept), config.seed)
+        machine = config.policy.model_dump(include={"dtype", "device", "packing"})
+        return load_policy(PretrainedConfig(model=str(target), lora=None, **machine), config.seed)
     if base:
         return load_policy(config.policy, config.seed)
     policy = load_policy(
@@ -196,32 +214,36 @@ def _load(target: Path, kind: Kind, config: TrainConfig, base: bool) -> Policy:
 
 
 def load_for_merging(run: Path, overrides: Sequence[str], measured: bool) -> TrainConfig:
-    """How a run is to be merged and, if it is ``measured``, evaluated.
+    """Load the configuration to merge a run with and, if it is ``measured``, to evaluate it with.
 
     Raises:
         AgentPeftError: there is no such run, or an override is wrong or has no effect.
     """
-    load_run(run)
+    file = _config_of(run)
     if measured:
-        return load_for_evaluation(run / CONFIG, overrides, None, None)
+        return load_for_evaluation(file, overrides, None, None)
     refuse_ineffective("merge", overrides, EFFECTIVE["merge"])
-    return load_config(run / CONFIG, overrides, check_files=False)[0]
+    return read_config(file, overrides, check_files=False)[0]
 
 
 def merge_run(
-    run: Path, output: Path, checkpoint: str | None = None, config: TrainConfig | None = None
+    run: str | Path, output: str | Path, checkpoint: str | None = None, config: TrainConfig | None = None
 ) -> None:
-    """Write the run's policy as a model of its own, which Transformers loads without PEFT.
+    """Write the run's policy as one model, which Transformers loads without PEFT.
 
     Args:
-        config: as in ``open_run``; the weights are read in the run's own dtype all the same, since they are
-            what is written.
+        config: as in ``open_run``. The weights are read, and so written, in the dtype of the run, whatever
+            ``config`` says.
+
+    Raises:
+        AgentPeftError: there is no such run, or ``output`` is not an empty folder.
     """
+    run, output = Path(run), Path(output)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise AgentPeftError(f"{output}: exists and is no empty folder; name another folder")
-    own = load_run(run)
-    policy_config = (config or own).policy.model_copy(update={"dtype": own.policy.dtype})
-    _, policy = open_run(run, checkpoint, base=False, config=own.model_copy(update={"policy": policy_config}))
+    config = config or load_run(run)
+    config = settle_dtype(config, recorded_dtype(run) or config.policy.dtype)
+    _, policy = open_run(run, checkpoint, config=config)
     with telling_out_of_memory(
         "as the adapter was merged, in float32",
         "close other programs, or merge on a machine with more memory",
