@@ -1,6 +1,7 @@
 """The command line: what it prints, its exit codes, and one line per mistake."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,7 +18,8 @@ policy:
   kind: scratch
   alphabet: "0123456789+*-= "
   architecture:
-    {{model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2, num_key_value_heads: 2}}
+    {{model_type: llama, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1,
+      num_attention_heads: 2, num_key_value_heads: 2}}
 environment: {{kind: arithmetic, num_tasks: 8, digits: 1}}
 sampling: {{max_new_tokens: 3, max_tokens: 16}}
 tasks_per_step: 2
@@ -36,12 +38,38 @@ def config(tmp_path):
 
 
 def test_help_and_version_do_not_wait_for_torch():
-    code = "import sys; from agent_peft.cli import run; assert run(['--help']) == run(['--version']) == 0; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from agent_peft.cli import run; assert run(['--help']) == run(['--version']) == 0; "
+        "sys.exit('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert __version__ in done.stdout
     for command in ("train", "evaluate", "merge", "generate", "validate", "explain"):
         assert command in done.stdout
+
+
+def test_a_shell_completes_commands_configurations_and_paths(tmp_path):
+    (tmp_path / "quick").mkdir()
+    (tmp_path / "quick" / "mine.yaml").touch()
+    program = "import sys; from agent_peft.cli import main; main()"
+
+    def completed(line):
+        environment = {
+            **os.environ,
+            "_AGENT_PEFT_COMPLETE": "complete_bash",
+            "COMP_WORDS": line,
+            "COMP_CWORD": str(len(line.split()) - 1),
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert not done.stderr
+        return done.stdout.split()
+
+    assert "train" in completed("agent-peft tr")
+    assert completed("agent-peft train qui") == ["quick/", "quickstart"]
+    assert completed("agent-peft train quick/m") == ["quick/mine.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -60,17 +88,28 @@ def test_help_and_version_do_not_wait_for_torch():
             "runs/a/nowhere: there is no run directory, adapter or model of this name",
         ),
         (["merge", "nowhere", "--output", "x"], "nowhere: there is no such run directory (seen from "),
-        (["generate", "db_bench", "--num-tasks", "few", "--output", "x"], "Invalid value for '--num-tasks'"),
-        (["generate", "db_bench", "--num-tasks", "3"], "Missing option '--output'"),
         (
-            ["generate", "db_bench", "--num-tasks", "3", "--output", "x", "--split", "test"],
-            "there is no split 'test'; choose train or heldout",
+            ["generate", "db_bench", "num_tasks=few", "--output", "x"],
+            'generate.num_tasks: must be a whole number, got "few"',
+        ),
+        (["generate", "db_bench", "num_tasks=3"], "Missing option '--output'"),
+        (
+            ["generate", "db_bench", "num_task=3", "--output", "x"],
+            "generate.num_task: unknown key; did you mean 'num_tasks'?",
         ),
         (
-            ["generate", "chess", "--num-tasks", "3", "--output", "x"],
-            "no tasks can be generated for 'chess'; choose db_bench",
+            ["generate", "db_bench", "num_tasks", "--output", "x"],
+            "'num_tasks': an override is written key=value",
         ),
-        (["validate", "db_bench", "--tasks", "nowhere.json"], "nowhere.json: cannot be read"),
+        (
+            ["generate", "db_bench", "num_tasks=3", "split=test", "--output", "x"],
+            "generate.split: must be 'train' or 'heldout', got \"test\"",
+        ),
+        (["generate", "chess", "num_tasks=3", "--output", "x"], "there is no kind 'chess'; give one of"),
+        (["generate", "gsm8k", "--output", "x"], "gsm8k has no tasks to generate; choose db_bench or"),
+        (["validate", "db_bench", "tasks=nowhere.json"], "nowhere.json: cannot be read"),
+        (["download", "db_bnech"], "there is no kind 'db_bnech'; did you mean 'db_bench'?"),
+        (["train", "quikstart"], "no bundled configuration of this name; did you mean 'quickstart'?"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(arguments, told, capsys, tmp_path, monkeypatch):
@@ -86,7 +125,8 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, told, capsys, tmp_path
 def test_a_mistake_in_an_override_is_one_line(config, capsys):
     assert run(["train", str(config), "optimizer.learning_rat=1"]) == 2
     assert capsys.readouterr().err == (
-        "agent-peft: command line: optimizer.learning_rat (for stages.0): unknown key; did you mean optimizer.learning_rate?\n"
+        "agent-peft: command line: optimizer.learning_rat (for stages.0): unknown key; "
+        "did you mean 'optimizer.learning_rate'?\n"
     )
 
 
@@ -105,7 +145,8 @@ def test_what_failed_decides_the_exit_code(error, code, config, capsys, tmp_path
     assert capsys.readouterr().err == "agent-peft: two lines\n"
 
 
-def test_explain(config, capsys):
+def test_explain(config, capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)  # a worker of pytest has one
     assert run(["explain", str(config), "stages.1.steps=5"]) == 0
     shown = capsys.readouterr().out
     assert "c.yaml:9, for" in shown
@@ -118,22 +159,18 @@ def test_generate_says_what_it_wrote_and_validate_accepts_it(tmp_path, capsys):
     arguments = [
         "generate",
         "db_bench",
-        "--num-tasks",
-        "4",
-        "--seed",
-        "3",
-        "--skills",
-        "insert, limit_only",
-        "--split",
-        "heldout",
+        "num_tasks=4",
+        "seed=3",
+        "skills=[insert, limit_only]",
+        "split=heldout",
     ]
     assert run([*arguments, "--output", str(output)]) == 0
-    assert capsys.readouterr().out == f"wrote {output}: 4 tasks of the heldout split, seed 3\n"
+    assert capsys.readouterr().out == f"wrote {output}: 4 tasks\n"
     entries = json.loads(output.read_text())
     assert [entry["skill_list"][0] for entry in entries.values()] == ["insert", "limit_only"] * 2 or len(
         entries
     ) == 4
-    assert run(["validate", "db_bench", "--tasks", str(output), "--json"]) == 0
+    assert run(["validate", "db_bench", f"tasks={output}", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["tasks"], found["gold_correct"], found["nothing_correct"], found["rejected"]) == (
         4,
@@ -150,34 +187,20 @@ def test_generate_says_what_it_wrote_and_validate_accepts_it(tmp_path, capsys):
         "md5": "0" * 32,
     }
     output.write_text(json.dumps(entries))
-    assert run(["validate", "db_bench", "--tasks", str(output)]) == 1
+    assert run(["validate", "db_bench", f"tasks={output}"]) == 1
     assert "cannot be used: broken: " in capsys.readouterr().out
 
 
 def test_unknown_skills_are_told_with_the_valid_ones(tmp_path, capsys):
-    assert (
-        run(
-            [
-                "generate",
-                "db_bench",
-                "--num-tasks",
-                "4",
-                "--skills",
-                "inserting",
-                "--output",
-                str(tmp_path / "x.json"),
-            ]
-        )
-        == 2
-    )
+    arguments = ["generate", "db_bench", "num_tasks=4", "skills=[inserting]"]
+    assert run([*arguments, "--output", str(tmp_path / "x.json")]) == 2
     said = capsys.readouterr().err
-    assert "'inserting'" in said
-    assert "limit_only" in said
+    assert "'inserting' is no skill here; did you mean 'insert'?" in said
     assert said.count("\n") == 1
 
 
 def test_a_folder_is_no_output_file(tmp_path, capsys):
-    assert run(["generate", "db_bench", "--num-tasks", "1", "--output", str(tmp_path)]) == 2
+    assert run(["generate", "db_bench", "num_tasks=1", "--output", str(tmp_path)]) == 2
     assert "cannot be written" in capsys.readouterr().err
 
 

@@ -1,0 +1,74 @@
+"""The command that explains a configuration."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from agent_peft.cli.app import LINE, AsJson, show
+from agent_peft.printable import printable
+from agent_peft.types import AgentPeftError
+
+
+def explain(
+    config: Annotated[
+        str | None,
+        typer.Argument(help="a YAML file, or a bundled configuration such as quickstart", metavar="CONFIG"),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="values to change, such as optimizer.learning_rate=1e-4", metavar="[KEY=VALUE]..."
+        ),
+    ] = None,
+    keys: Annotated[
+        bool,
+        typer.Option(
+            "--keys",
+            help="list every key with its type, default and meaning; with key paths or kinds in place of "
+            "CONFIG, list only those, such as: explain --keys optimizer ppo",
+        ),
+    ] = False,
+    trust: Annotated[
+        bool, typer.Option("--trust", help="import and run the code that CONFIG names, as train does")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Print the effect of CONFIG: every effective value, where it came from and what it does. Code that
+    CONFIG names (package.module:Name, or commands without a sandbox) runs only with --trust. The commands
+    train, evaluate, merge and serve always run it.
+    """
+    if keys:
+        _list_keys([*([config] if config else []), *(overrides or [])], as_json)
+        return
+    if config is None:
+        raise AgentPeftError("explain: name a configuration, or add --keys to list all keys")
+    from agent_peft.configuration.explain import explain, explanation
+    from agent_peft.configuration.loading import read_config
+    from agent_peft.lookup import without_imports
+
+    with nullcontext(()) if trust else without_imports() as names:
+        configuration = read_config(Path(config), overrides or ())
+        content = explanation(*configuration) if as_json else explain(*configuration)
+    show({**content, "not_run": list(names)} if isinstance(content, dict) else content)
+    if names and not as_json:
+        print(
+            f"not run and not checked: {printable(', '.join(names), LINE)}; this is code that CONFIG names, "
+            "and --trust runs it"
+        )
+
+
+def _list_keys(prefixes: list[str], as_json: bool) -> None:
+    from agent_peft.configuration.explain import keys_table
+    from agent_peft.configuration.keys import all_keys
+
+    keys = all_keys(*prefixes)
+    names = ("path", "kind", "type", "default", "description")
+    show(
+        {"keys": [{name: getattr(key, name) for name in names} for key in keys]}
+        if as_json
+        else keys_table(keys)
+    )
