@@ -1,7 +1,10 @@
-"""The pages that say how something is done: their files are written, their commands run, as a reader
-would.
+"""The pages that say how something is done: their files are written, and their programs and commands are run,
+as a reader would.
 """
 
+import ast
+import dataclasses
+import importlib
 import json
 import os
 import re
@@ -11,10 +14,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from agent_peft.algorithms import ALGORITHMS
 from agent_peft.configuration import yaml12
+from agent_peft.configuration.loading import load_config
 from agent_peft.environments import load_environment
 from agent_peft.environments.arithmetic import ALPHABET
+from agent_peft.rollout.statistics import EvaluationReport
+from agent_peft.training.step_metrics import metrics_of
 from agent_peft.types import Outcome
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -111,6 +119,138 @@ def test_the_page_says_what_the_code_has():
             task = type(environment.tasks[0])("t", content={"a": a, "b": b})
             assert row in text
             assert environment.demonstration(task) == [gold]
+
+
+SMALL = """
+import os
+
+import agent_peft as ap
+
+load_policy, load_environment, Stage, evaluate = ap.load_policy, ap.load_environment, ap.Stage, ap.evaluate
+
+
+def small_policy(model, **keys):
+    return load_policy(os.environ["TINY"] if model == "smollm2-135m" else model, **keys)
+
+
+def small_environment(kind, **keys):
+    if "generate" in keys:
+        keys["generate"] = {**keys["generate"], "num_tasks": 2}
+    return load_environment(kind, **keys)
+
+
+def small_stage(**keys):
+    group = {} if keys["algorithm"] == "sft" else {"group_size": 2}
+    return Stage(**{**keys, **group, "steps": 1, "tasks_per_step": 2, "sampling": {"max_new_tokens": 4}})
+
+
+def small_evaluation(policy, environment, evaluation={}):
+    sampling = {**evaluation.get("sampling", {}), "max_new_tokens": 4}
+    return evaluate(policy, environment, {**evaluation, "sampling": sampling})
+
+
+ap.load_policy, ap.load_environment, ap.Stage, ap.evaluate = (
+    small_policy, small_environment, small_stage, small_evaluation
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(smollm2, tmp_path_factory):
+    """A model's folder, with SmolLM2's tokenizer and few random weights."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=2, **sizes)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/python.md", "docs/debugging.md", "docs/runs.md"])
+def test_the_programs_of_a_page_run(page, tiny, tmp_path):
+    """Its Python blocks are one program. It runs with a tiny model, few tasks and short answers."""
+    text = (DOCS.parent / page).read_text(encoding="utf-8")
+    program = "\n".join(block for language, block in _BLOCK.findall(text) if language == "python")
+    (tmp_path / "program.py").write_text(SMALL + program, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1", "TINY": str(tiny)}
+    command = [sys.executable, "program.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_program_of_every_page_imports_names_that_exist():
+    missing = []
+    for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))):
+        for language, block in _BLOCK.findall(page.read_text(encoding="utf-8")):
+            for node in ast.walk(ast.parse(block)) if language == "python" else ():
+                if isinstance(node, ast.ImportFrom) and str(node.module).startswith("agent_peft"):
+                    module = importlib.import_module(str(node.module))
+                    missing += [f"{page.name}: {a.name}" for a in node.names if not hasattr(module, a.name)]
+    assert not missing
+
+
+def test_the_configuration_of_the_readme_is_valid(tmp_path):
+    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    (block,) = [block for language, block in _BLOCK.findall(text) if language == "yaml"]
+    (tmp_path / "mine.yaml").write_text(block, encoding="utf-8")
+    assert [stage.name for stage in load_config(tmp_path / "mine.yaml").stages] == ["sft", "grpo"]
+
+
+def test_the_page_of_metrics_has_each_metric():
+    needed = {"kl_coef": 1, "entropy_coef": 1, "constant_length": 1}
+    algorithms = [
+        config_class(**{key: needed[key] for key in needed.keys() & config_class.model_fields.keys()}).build()
+        for config_class in ALGORITHMS.values()
+    ]
+    steps = {name for algorithm in algorithms for name in metrics_of(algorithm)}
+    report = {field.name for field in dataclasses.fields(EvaluationReport)}
+    text = (DOCS / "metrics.md").read_text(encoding="utf-8")
+    names = re.findall(
+        r"^\| `(\w+)` \|", text.replace(section("metrics.md", "Time and memory"), ""), re.MULTILINE
+    )
+    assert set(names) == steps | report
+
+
+def test_the_figures_of_the_readme_are_those_of_the_benchmarks():
+    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    for name in ("os_grpo", "os_ppo", "adder_fast", "multiplier_fast"):
+        result = json.loads((DOCS.parent / f"benchmarks/results/{name}.json").read_text(encoding="utf-8"))
+        rows = [[rate[0] for rate in row["success"].values()] for row in result["rows"]]
+        at_first, after_sft, after_rl = (
+            f"{100 * sum(column) / len(column):.1f}" for column in zip(*rows, strict=True)
+        )
+        assert re.search(
+            rf"^\| `{name}` \| .* \| {at_first} \| {after_sft} \| \*\*{after_rl}\*\* \|", text, re.MULTILINE
+        )
+
+
+def test_every_message_of_the_page_on_debugging_is_one_of_ours():
+    """A row of its tables quotes what stands in src, its pieces parted by an ellipsis."""
+    texts = "\n".join(
+        "".join(
+            part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)
+        )
+        for file in SRC.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if (parts := node.values if isinstance(node, ast.JoinedStr) else [node])
+    )
+    page = (DOCS / "debugging.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^\| message \|.*\n\|[-|]*\n((?:\|.*\n)*)", page, re.MULTILINE)
+    quotes = [
+        quote
+        for table in tables
+        for row in table.splitlines()
+        for quote in re.findall("`(.+?)`", row.split(" | ")[0])
+    ]
+    assert len(quotes) > 20
+    assert not [quote for quote in quotes if quote not in texts]
+
+
+def test_every_link_of_the_index_leads_somewhere_and_every_page_is_in_it():
+    links = re.findall(r"\]\(([^)#]+)", (DOCS / "README.md").read_text(encoding="utf-8"))
+    assert not [link for link in links if not (DOCS / link).exists()]
+    assert not {file.name for file in DOCS.glob("*.md")} - {"README.md", *links}
 
 
 def test_every_attack_of_the_table_names_a_test_that_is_there():
