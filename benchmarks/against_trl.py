@@ -1,50 +1,52 @@
-"""A GRPO step of Agent-PEFT beside one of TRL 1.16's GRPOTrainer, on this machine's CPU: time, memory, and
-the floor under both.
+"""Compare a GRPO step of Agent-PEFT with one of TRL 1.16's GRPOTrainer on this machine's CPU: time, memory,
+and the floor of both.
 
     python benchmarks/against_trl.py PART [--pairs 3] [--peer-python PATH] [--peer generate|continuous]
-    [--peer-microbatch N] [--prompt N] …
+    [--peer-microbatch N] [--prompt N] ...
 
-PART: `step`: SmolLM2-135M with LoRA, one reply to a prompt of --prompt tokens; `episodes`: the same on
-generated DB Bench tasks, five turns; `arithmetic`: the adder's model of configs/adder_reinforce.yaml from
-random weights. Prints a table and puts the part into benchmarks/results/against_trl.json. Without
---peer-python, TRL gets a virtual environment of its own in .venv-trl.
+PART is `step` (SmolLM2-135M with LoRA, one reply to a prompt of --prompt tokens), `episodes` (the same on
+generated DB Bench tasks with five turns) or `arithmetic` (the model of configs/adder_reinforce.yaml from
+random weights). The program prints a table and writes the part to benchmarks/results/against_trl.json.
+Without --peer-python, it makes TRL's virtual environment in .venv-trl.
 
-Each side is a process of its own and holds still while the other makes a step, so every pair of steps is made
-side by side; the first step of each is left out. Ours is what `agent-peft train` does: a configuration file,
-read by `load_config`, and the Trainer stepped through.
+Each side is a separate process and pauses while the other makes a step, so that every pair of steps is
+measured side by side. The first step of each side is left out. Our side does the same as `agent-peft train`:
+it reads a configuration file and steps through the Trainer.
 
-Equal: the weights and the tokenizer's folder; the prompts, token for token (this is checked); how many tokens
-are sampled (counted, and shown); temperature 1 without top-p or top-k; GRPO with no KL, one AdamW update over
-all episodes of a step, their gradients clipped at 1, constant learning rate; LoRA of rank 16, alpha 32 on all
-linear layers; fp32 (TRL's default is bf16, here `bf16=False`); no gradient checkpointing (TRL's default is
-on), no dropout; the threads; every second episode is worth 1, the others 0, so all of them are learnt from.
-The end token is one that SmolLM2 does not write (`<issue_closed>`), so every reply is as long as it may be.
-Microbatches are not equal. Ours holds a group in `step` (prompt + 8 × 64 positions), 1,792 positions in
-`episodes`, 8,192 in `arithmetic`. TRL's holds --peer-microbatch rows: 8 (a group, too) in `step` up to a
-prompt of 256, 4 beyond it and in `episodes`, so that both sides together fit into 24 GB, all 512 in
-`arithmetic`. TRL does not compute the old log-probabilities a second time in this setting (its own default),
-nor do we: ours are recorded as they are sampled. Our checks of each step (on-policy ratio, canary after the
-update) stay on.
+Equal settings: the weights and the tokenizer's folder; the prompts, token for token (this is checked); the
+number of sampled tokens (counted and printed); temperature 1 without top-p or top-k; GRPO without KL, one
+AdamW update over all episodes of a step, gradients clipped at 1, constant learning rate; LoRA of rank 16 and
+alpha 32 on all linear layers; fp32 (TRL's default is bf16, here `bf16=False`); no gradient checkpointing
+(TRL's default is on); no dropout; the number of threads. Every second episode is worth 1 and the others 0,
+so that all of them have a gradient. The end token is one that SmolLM2 does not generate (`<issue_closed>`),
+so that every reply has the maximum length.
 
-`episodes`: both sides act in the same DBBench environment, with the same observations. TRL gets it through
-`environment_factory`; a `response_template` makes every reply a call of the one tool, since SmolLM2 makes no
-valid calls, and `max_tool_calling_iterations` ends the episode after the fifth reply, which neither side
-carries out. TRL's max_completion_length is the whole episode's, so `generation_kwargs` bounds a turn. Not
-equal: the tool's observation is a message of role `tool` there and `user` here; the chat template writes both
-the same.
+Microbatches differ. Ours holds a group in `step` (prompt + 8 × 64 positions), 1,792 positions in `episodes`
+and 8,192 in `arithmetic`. TRL's holds --peer-microbatch rows: 8 (also a group) in `step` up to a prompt of
+256, 4 beyond it and in `episodes`, so that both sides fit into 24 GB together, and all 512 in `arithmetic`.
+TRL does not compute the old log-probabilities a second time with these settings (its default), and neither
+do we: ours are recorded during sampling. Our checks of each step (on-policy ratio, canary after the update)
+stay on.
+
+`episodes`: both sides act in the same DBBench environment with the same observations. TRL gets it through
+`environment_factory`. A `response_template` turns every reply into a call of the one tool, since SmolLM2
+makes no valid calls. `max_tool_calling_iterations` ends the episode after the fifth reply, which neither
+side executes. TRL's max_completion_length holds for the whole episode, so `generation_kwargs` limits a turn.
+One difference remains: the tool's observation has the role `tool` there and `user` here. The chat template
+renders both equally.
 
 `arithmetic`: an episode may end early, at the end token. Both sides start from the same weights and draw
 their own tokens.
 
-A pair begins when the cores have been idle for a second, or after two minutes of waiting for that. Pairs
-whose sides sampled numbers of tokens more than a twentieth apart end the program: the work was not equal.
-What others made the cores do meanwhile is kept as `others_cpu` (seconds, from /proc/stat), and told where it
-is more than a twentieth of the cores' time.
+A pair begins when the cores have been idle for a second, or after two minutes. The program ends if the
+numbers of sampled tokens of a pair differ by more than a twentieth, because the work was then not equal. The
+CPU seconds of other processes meanwhile are recorded as `others_cpu` (from /proc/stat), and printed if they
+exceed a twentieth of the cores' time.
 
-The floor: multiply-adds of matrix products and attention, with every distinct token of the trie computed once
-by the sampler, once forward and once backward by the trainer, the head only where a token is sampled; bytes:
-the weights once for each sequential pass. Its seconds are what these would take at the speed of this
-machine's matrix product and of its memory, whichever is longer.
+The floor counts the multiply-adds of matrix products and attention, if every distinct token of the trie is
+computed once by the sampler and once forward and once backward by the trainer, with the output layer only at
+sampled tokens. Its bytes are the weights once for each sequential pass. Its seconds are the longer of both
+at the speed of this machine's matrix product and of its memory.
 """
 
 from __future__ import annotations
@@ -70,19 +72,22 @@ from transformers.utils.logging import set_verbosity_error
 from agent_peft.environments import load_environment
 from agent_peft.environments.arithmetic import ALPHABET
 from agent_peft.policies.config import ScratchConfig
+from agent_peft.policies.loading import load_policy
 from agent_peft.policies.models.bundled import fetch
-from agent_peft.policies.policy import load_policy
 
 HERE = Path(__file__).resolve().parent
-TRL = ["trl==1.16.*", "sqlglot"]  # sqlglot: our environments run on TRL's side, too
+TRL = ["trl==1.16.*", "sqlglot"]  # our environments, which run on TRL's side, too, need sqlglot
 END = "<issue_closed>"
-# one chat template for both: SmolLM2's own frames, but a reply is closed by plain text, so that only END ends
-# one; tools write as users
+# One chat template for both sides: SmolLM2's frames, but plain text closes a reply, so that only END ends
+# one. Tools are rendered as users.
 TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|im_start|>assistant\n' + (m['content'] or '') }}"
-    "{% for call in m['tool_calls'] or [] %}{{ call['function']['name'] + (call['function']['arguments'] | tojson) }}{% endfor %}"
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}"
+    "{{ '<|im_start|>assistant\n' + (m['content'] or '') }}"
+    "{% for call in m['tool_calls'] or [] %}"
+    "{{ call['function']['name'] + (call['function']['arguments'] | tojson) }}{% endfor %}"
     "{% else %}{{ '\n(end)\n' if not loop.first and loop.previtem['role'] == 'assistant' else '' }}"
-    "{{ '<|im_start|>' + ('user' if m['role'] == 'tool' else m['role']) + '\n' + m['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{{ '<|im_start|>' + ('user' if m['role'] == 'tool' else m['role']) + '\n' + m['content'] "
+    "+ '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 ADDER = {
@@ -108,11 +113,11 @@ SHAPES = {
 }
 
 
-# -- what both sides are given -------------------------------------------------------------------------------
+# -- settings of both sides ---------------------------------------------------------------------------------
 
 
 def prepare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Everything either side needs to know; the model's folder and the prompts lie in ``folder``."""
+    """Return the settings of both sides. The model's folder and the prompts are in ``folder``."""
     tasks, group, new, turns, most, positions, prefill, rows = SHAPES[arguments.part]
     tasks, group, new = arguments.tasks or tasks, arguments.group or group, arguments.new_tokens or new
     steps = arguments.pairs + 1
@@ -162,11 +167,11 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "steps": steps,
         "threads": arguments.threads,
         "seed": 0,
-        "learning_rate": 1e-6,  # TRL's default: the policies stay where they are, and so does the work
+        "learning_rate": 1e-6,  # TRL's default: the policies hardly change, and so does the work
         "microbatch_tokens": arguments.microbatch_tokens or positions,
         "prefill_tokens": prefill,
         "microbatch": min(arguments.peer_microbatch or rows, tasks * group),
-        # by default it takes half of the memory; this much holds every episode
+        # by default it takes half of the memory; this is enough for every episode
         "continuous": {"num_blocks": 4 * tasks * group, "max_batch_tokens": 2048}
         if arguments.peer == "continuous"
         else None,
@@ -174,7 +179,7 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def never_ending(model: Path, folder: Path) -> Path:
-    """The model's folder again, with our chat template, and with an end token that it does not write."""
+    """Copy the model's folder, with our chat template and an end token that the model does not generate."""
     folder.mkdir()
     for file in ("model.safetensors", "tokenizer.json"):
         (folder / file).symlink_to(model / file)
@@ -191,7 +196,7 @@ def never_ending(model: Path, folder: Path) -> Path:
 
 
 def one_prompt(model: Path, length: int, seed: int) -> list[dict[str, str]]:
-    """A conversation of one message that is exactly ``length`` tokens."""
+    """Return a conversation of one message with exactly ``length`` tokens."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     words = [
         " time",
@@ -220,7 +225,7 @@ def one_prompt(model: Path, length: int, seed: int) -> list[dict[str, str]]:
 
 
 class Side:
-    """One side's process."""
+    """The process of one side."""
 
     def __init__(self, name: str, command: list[str], folder: Path, threads: int) -> None:
         self.name, self.steps = name, []
@@ -251,7 +256,8 @@ class Side:
             else ""
         )
         print(
-            f"{self.name}: {found['wall']:.2f} s, {found['cpu']:.2f} CPU-seconds, {found['peak_bytes'] / 1e9:.2f} GB{told}",
+            f"{self.name}: {found['wall']:.2f} s, {found['cpu']:.2f} CPU-seconds, "
+            f"{found['peak_bytes'] / 1e9:.2f} GB{told}",
             flush=True,
         )
         return {**found, "others_cpu": others}
@@ -262,7 +268,8 @@ class Side:
         if not line:
             self._log.seek(0)
             sys.exit(
-                f"{self.name} ended early, exit code {self._process.wait()} (-9: out of memory?):\n{self._log.read()[-4000:]}"
+                f"{self.name} ended early, exit code {self._process.wait()} (-9: out of memory?):\n"
+                f"{self._log.read()[-4000:]}"
             )
         return json.loads(line)
 
@@ -274,7 +281,7 @@ class Side:
 
 
 def busy_seconds() -> float:
-    """CPU seconds that all cores have worked since the machine started; 0 where nobody says."""
+    """Return the CPU seconds of all cores since the machine started, or 0 if they are unknown."""
     status = Path("/proc/stat")
     if not status.exists():
         return 0.0
@@ -283,7 +290,7 @@ def busy_seconds() -> float:
 
 
 def wait_for_quiet(longest: float = 120.0) -> None:
-    """Until the cores do next to nothing for a second."""
+    """Wait until the cores are nearly idle for a second."""
     end = time.monotonic() + longest
     while time.monotonic() < end:
         before = busy_seconds()
@@ -294,7 +301,7 @@ def wait_for_quiet(longest: float = 120.0) -> None:
 
 
 def make_peer() -> str:
-    """TRL's own environment: PyTorch first, as `make install` does, and all else as in constraints.txt."""
+    """Make TRL's environment: PyTorch first, as `make install` does, the rest as in constraints.txt."""
     root = HERE.parent
     folder = root / ".venv-trl"
     python = folder / "bin" / "python"
@@ -309,8 +316,8 @@ def make_peer() -> str:
 
 
 def machine_speed(threads: int) -> tuple[float, float]:
-    """Multiply-adds a second of an fp32 matrix product, bytes a second read from memory: the best of
-    several tries.
+    """Return the multiply-adds per second of an fp32 matrix product and the bytes per second read from
+    memory, each the best of several tries.
     """
     torch.set_num_threads(threads)
     a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
@@ -387,7 +394,8 @@ def show(found: dict[str, Any]) -> Table:
         found["floor"],
         f"{found['part']}: {found['tasks_per_step']} tasks × {found['group_size']} episodes, prompt",
     )
-    title += f" {found['prompt_tokens']}, {found['turns']} × {found['new_tokens']} tokens, {found['threads']} threads, {found['pairs']} pairs"
+    title += f" {found['prompt_tokens']}, {found['turns']} × {found['new_tokens']} tokens, "
+    title += f"{found['threads']} threads, {found['pairs']} pairs"
     table = Table(
         "median of a step",
         "s",
@@ -423,9 +431,9 @@ def main() -> None:
     )
     parser.add_argument("part", choices=SHAPES)
     parser.add_argument(
-        "--pairs", type=int, default=3, help="measured steps of each side, after one that is not"
+        "--pairs", type=int, default=3, help="measured steps of each side, after one warm-up step"
     )
-    parser.add_argument("--prompt", type=int, default=256, help="tokens, of part step")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of the prompt in part step")
     parser.add_argument("--tasks", type=int)
     parser.add_argument("--group", type=int)
     parser.add_argument("--new-tokens", type=int)
@@ -433,9 +441,9 @@ def main() -> None:
     parser.add_argument("--microbatch-tokens", type=int)
     parser.add_argument("--peer-python")
     parser.add_argument(
-        "--peer", choices=["generate", "continuous"], default="generate", help="how TRL samples"
+        "--peer", choices=["generate", "continuous"], default="generate", help="sampling method of TRL"
     )
-    parser.add_argument("--peer-microbatch", type=int, help="rows")
+    parser.add_argument("--peer-microbatch", type=int, help="rows of TRL's microbatch")
     parser.add_argument("--output", type=Path, default=HERE / "results" / "against_trl.json")
     arguments = parser.parse_args()
     set_verbosity_error()
@@ -463,7 +471,8 @@ def main() -> None:
                 sys.exit(f"step {number}: the two sides read different prompts")
             if abs(pair[0]["sampled"] / pair[1]["sampled"] - 1) > 0.05:
                 sys.exit(
-                    f"step {number}: ours sampled {pair[0]['sampled']} tokens, TRL {pair[1]['sampled']}: the work was not equal"
+                    f"step {number}: ours sampled {pair[0]['sampled']} tokens, TRL {pair[1]['sampled']}: "
+                    "the work was not equal"
                 )
             if number:
                 for side, step in zip(sides, pair, strict=True):

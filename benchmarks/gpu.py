@@ -1,18 +1,19 @@
-"""Everything worth knowing on a GPU that is lent for minutes: the tests that need one, then two models of
-random weights, then a real one.
+"""Measure everything of interest on a GPU that is available for minutes only: the tests that need one, two
+models of random weights, and a real model.
 
     python benchmarks/gpu.py [--seconds 480] [--output gpu.json] [--only limits tests 0.5B 7B smollm2-135m]
-    [--device cuda] python benchmarks/gpu.py --device cpu --tiny     # the same code on small shapes, to try
-    it
+    [--device cuda]
+    python benchmarks/gpu.py --device cpu --tiny     # the same code on small shapes
 
-Of each model, in bfloat16 with a LoRA adapter: tokens a second as 32 rows decode, against Transformers'
-generate with the same adapter, and against the time that reading the weights takes; how far the
-log-probabilities of sampler and trainer are apart; the part of the GPU's arithmetic that training uses,
-packed and padded; and the memory that `explain` would predict, against what was allocated. "Useful" are the
-operations that either way needs at the least: attention to what is seen only, and no weight's gradient but
-the adapter's.
+For each model, in bfloat16 with a LoRA adapter, it measures: the tokens per second of 32 decoding rows,
+compared with Transformers' generate with the same adapter and with the time to read the weights; the
+difference of the log-probabilities of sampler and trainer; the share of the GPU's arithmetic that training
+uses, packed and padded; and the memory that `explain` predicts, compared with the allocated memory. "Useful"
+operations are the minimum for both ways: attention only to visible tokens, and gradients only of the
+adapter's weights.
 
-It ends in --seconds and prints what it has by then. Each section is written to the JSON file as it ends.
+The program ends after --seconds and prints its results so far. Each section is written to the JSON file when
+it ends.
 """
 
 from __future__ import annotations
@@ -73,12 +74,12 @@ TINY = {"hidden_size": 56, "intermediate_size": 96, "num_hidden_layers": 2, "voc
 
 
 class TimeUpError(Exception):
-    """The seconds that were given are over."""
+    """The time limit is reached."""
 
 
 @dataclass
 class Session:
-    """The time that is left, and what was found."""
+    """The remaining time, and the results."""
 
     bench: Bench
     seconds: float
@@ -96,7 +97,7 @@ class Session:
 
 
 def run_tests(session: Session, files: Sequence[str]) -> dict[str, Any]:
-    """Every test marked ``gpu``, in a process of its own."""
+    """Run every test marked ``gpu`` in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         options = [
@@ -139,7 +140,7 @@ def run_tests(session: Session, files: Sequence[str]) -> dict[str, Any]:
 def model_section(
     session: Session, make: Callable[[], tuple[Policy, ModelShape]]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each part of what is found of a model, as it is found."""
+    """Yield each part of a model's results as soon as it is measured."""
     found, bench = session.found["limits"], session.bench
     policy, shape = make()
     yield (
@@ -158,7 +159,7 @@ def model_section(
 
 @contextmanager
 def ending_in(seconds: float) -> Iterator[None]:
-    """After so many seconds TimeUpError is raised inside."""
+    """Raise TimeUpError inside the block after this many seconds."""
 
     def ring(*_: object) -> None:
         raise TimeUpError
@@ -176,7 +177,7 @@ def run(
     session: Session,
     sections: Mapping[str, Callable[[], Mapping[str, Any] | Iterator[tuple[str, dict[str, Any]]]]],
 ) -> None:
-    """One after the other. What fails is written down, and the next one runs."""
+    """Run the sections in order. A failure is recorded, and the next section runs."""
     for name, work in sections.items():
         content: dict[str, Any] = {}
         session.found[name] = content
@@ -188,7 +189,7 @@ def run(
                     content[part] = value
         except TimeUpError:
             content["error"] = "the time was up"
-        except Exception as error:  # the other sections are worth their time all the same
+        except Exception as error:  # the other sections still run
             content["error"] = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
             content["traceback"] = traceback.format_exc()[-4000:]
         content["section_seconds"] = time.monotonic() - begun
@@ -202,7 +203,8 @@ def show(session: Session, console: Console) -> None:
     found = session.found
     speed = found.get("limits", {})
     if "operations" in speed:
-        title = f"{found['machine']['device']}: {speed['operations'] / 1e12:.0f} TFLOP/s in bfloat16, {speed['bytes'] / 1e9:.0f} GB/s"
+        title = f"{found['machine']['device']}: {speed['operations'] / 1e12:.0f} TFLOP/s in bfloat16, "
+        title += f"{speed['bytes'] / 1e9:.0f} GB/s"
         table = Table("model", "", "", title=title, show_header=False)
         for name, parts in found.items():
             if name in ("machine", "limits", "tests"):
@@ -222,8 +224,9 @@ def show(session: Session, console: Console) -> None:
 def sentence(part: str, row: Mapping[str, Any]) -> str:
     if part == "decoding":
         return (
-            f"{row['tokens_per_second']:.0f} tokens/s, {100 * row['of_bandwidth']:.0f} % of what the bandwidth allows; generate "
-            f"{row['generate_tokens_per_second']:.0f}; mismatch {row['mismatch_mean']:.2g} nats on average, "
+            f"{row['tokens_per_second']:.0f} tokens/s, {100 * row['of_bandwidth']:.0f} % of the bandwidth; "
+            f"generate {row['generate_tokens_per_second']:.0f}; "
+            f"mismatch {row['mismatch_mean']:.2g} nats on average, "
             f"{row['mismatch_max']:.2g} at most, k3 {row['mismatch_k3']:.2g}"
         )
     if part in ("packed", "padded"):
@@ -231,9 +234,9 @@ def sentence(part: str, row: Mapping[str, Any]) -> str:
         memory = (
             ""
             if bytes_ is None
-            else f", allocated {bytes_ / 1e9:.2f} GB ({row['predicted_bytes'] / bytes_:.2f} × predicted/allocated)"
+            else f", allocated {bytes_ / 1e9:.2f} GB (ratio {row['predicted_bytes'] / bytes_:.2f})"
         )
-        speed = f"{row['positions_per_second']:.0f} positions/s, {100 * row['utilisation']:.0f} % of the arithmetic"
+        speed = f"{row['positions_per_second']:.0f} positions/s, {100 * row['utilisation']:.0f} % of the GPU"
         return f"{speed}; predicted {row['predicted_bytes'] / 1e9:.2f} GB{memory}"
     return ", ".join(f"{key} {value}" for key, value in row.items())
 
@@ -253,9 +256,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--seconds", type=float, default=480.0)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--output", type=Path, default=RESULTS / "gpu.json")
-    parser.add_argument("--only", nargs="+", help="these sections")
-    parser.add_argument("--tests", nargs="+", default=marked_tests(), help="files to look for tests in")
-    parser.add_argument("--tiny", action="store_true", help="small shapes, to try it")
+    parser.add_argument("--only", nargs="+", help="run only these sections")
+    parser.add_argument("--tests", nargs="+", default=marked_tests(), help="files with tests")
+    parser.add_argument("--tiny", action="store_true", help="use small shapes, to test this program")
     given = parser.parse_args(arguments)
     device = torch.device("cuda", 0) if given.device == "cuda" else torch.device(given.device)
     size = Size(prompt=16, new=4, observed=12, sampled=4, matrix=64, rounds=1) if given.tiny else Size()

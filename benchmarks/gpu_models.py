@@ -1,5 +1,5 @@
-"""What ``gpu.py`` measures of a model: how fast it decodes and trains, what it takes of memory, how far
-sampler and trainer are apart.
+"""The measurements of a model in ``gpu.py``: the speed of decoding and training, the memory, and the
+difference between sampler and trainer.
 """
 
 from __future__ import annotations
@@ -16,19 +16,20 @@ from training import Point
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Qwen2Config
 
 from agent_peft.batch import Batch, collate
-from agent_peft.configuration.memory import Learner, Part, stage_memory
+from agent_peft.configuration.memory import MemoryModel, Part, stage_memory
 from agent_peft.environments.arithmetic import ALPHABET
 from agent_peft.policies import adapters
-from agent_peft.policies.adapters import LoraSettings
-from agent_peft.policies.config import PretrainedConfig
+from agent_peft.policies.config import LoraSettings, PretrainedConfig
+from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig
-from agent_peft.policies.engine.local import Engine
 from agent_peft.policies.forward.trie import build_trie
+from agent_peft.policies.loading import load_policy
 from agent_peft.policies.models.bundled import cached
+from agent_peft.policies.models.character_tokenizer import character_tokenizer
 from agent_peft.policies.models.shape import ModelShape, measure
-from agent_peft.policies.policy import Policy, load_policy
+from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
-from agent_peft.policies.tokenization import ChatTokenizer, character_tokenizer
+from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.seeding import derive, generator
 from agent_peft.training.optimizer import build_optimizer
 from agent_peft.training.stage import StageConfig
@@ -40,8 +41,8 @@ GROUPS, SIBLINGS = 4, 8
 
 @dataclass(frozen=True)
 class Size:
-    """How much is done: prompts and new tokens of a rollout, a group's trajectories to train on, a matrix
-    to measure with.
+    """The amount of work: prompts and new tokens of a rollout, trajectories of a group to train on, and the
+    size of the matrix for measuring.
     """
 
     prompt: int = 256
@@ -54,7 +55,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Bench:
-    """A device, and how much is done there."""
+    """A device, and the amount of work on it."""
 
     device: torch.device
     size: Size
@@ -64,7 +65,7 @@ class Bench:
         return self.device.type == "cuda"
 
     def took(self, work: Callable[[], object]) -> float:
-        """Seconds until the device has done all of ``work``."""
+        """Return the seconds until the device has finished ``work``."""
         self.wait()
         begun = time.perf_counter()
         work()
@@ -72,7 +73,7 @@ class Bench:
         return time.perf_counter() - begun
 
     def repeated(self, work: Callable[[], object], inside: int = 5) -> float:
-        """The median time of one, after a warm-up."""
+        """Return the median time of one call, after a warm-up."""
 
         def several() -> None:
             for _ in range(inside):
@@ -86,8 +87,8 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def peak(self, work: Callable[[], object]) -> int | None:
-        """The most bytes of tensors there were meanwhile, those from before included; None where they are
-        not counted.
+        """Return the peak bytes of tensors during ``work``, including earlier ones, or None if the device
+        does not count them.
         """
         gc.collect()
         if not self.on_gpu:
@@ -101,8 +102,8 @@ class Bench:
 
 
 def limits(bench: Bench) -> dict[str, float]:
-    """Operations a second of a square matrix product in bfloat16, and bytes a second of a copy, read and
-    written. Medians.
+    """Return the operations per second of a square matrix product in bfloat16, and the bytes per second of a
+    copy (read and written). Both are medians.
     """
     size, device = bench.size.matrix, bench.device
     a, b = (torch.randn(size, size, device=device, dtype=DTYPE) for _ in range(2))
@@ -114,9 +115,7 @@ def limits(bench: Bench) -> dict[str, float]:
 
 
 def random_policy(bench: Bench, settings: Mapping[str, Any]) -> tuple[Policy, ModelShape]:
-    """A model of such a shape with random weights and an adapter that counts, in bfloat16, made where it
-    is to be.
-    """
+    """Make a model of this shape on the device, in bfloat16, with random weights and a non-zero adapter."""
     config = Qwen2Config(
         **settings, max_position_embeddings=32768, pad_token_id=0, bos_token_id=1, eos_token_id=2
     )
@@ -130,7 +129,7 @@ def random_policy(bench: Bench, settings: Mapping[str, Any]) -> tuple[Policy, Mo
 
 
 def counting(policy: Policy) -> Policy:
-    """The same, B drawn at random."""
+    """Return the policy with a random B in its adapter."""
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
@@ -141,7 +140,7 @@ def counting(policy: Policy) -> Policy:
 
 @dataclass
 class OneTurn:
-    """A conversation that is over after one action."""
+    """A conversation that ends after one action."""
 
     prompt: Sequence[int]
     seed: int
@@ -163,15 +162,15 @@ def conversations(size: Size, vocabulary: int, number: int) -> list[OneTurn]:
 
 
 def decoding(bench: Bench, policy: Policy, shape: ModelShape, found: Mapping[str, float]) -> dict[str, Any]:
-    """Tokens a second, beside Transformers' and what the memory's bandwidth allows; the mismatch of what
-    was sampled.
+    """Return the tokens per second, those of Transformers, the maximum for the memory's bandwidth, and the
+    mismatch of the sampled tokens.
     """
     size, vocabulary, rows = bench.size, shape.vocabulary, GROUPS * SIBLINGS
-    engine = Engine(policy, EngineConfig(rows=rows))
+    engine = load_sampler(policy, EngineConfig(rows=rows))
     sampling = SamplingConfig(max_new_tokens=size.new, max_tokens=size.prompt + size.new)
     rounds = [conversations(size, vocabulary, number) for number in range(size.rounds + 1)]
     ours, theirs, steps = [], [], []
-    for number, talks in enumerate(rounds):  # ways take turns; the first round does not count
+    for number, talks in enumerate(rounds):  # the ways alternate; the first round is a warm-up
         times = {"ours": bench.took(lambda talks=talks: steps.append(engine.generate(talks, sampling).steps))}
         tokens = torch.tensor([talk.prompt for talk in talks], device=bench.device)
         times["theirs"] = bench.took(lambda tokens=tokens: generate(policy, tokens, size.new))
@@ -208,8 +207,8 @@ def generate(policy: Policy, tokens: torch.Tensor, new: int) -> None:
 
 
 def mismatch(policy: Policy, talks: Sequence[OneTurn]) -> dict[str, float]:
-    """Of the trainer's log-probabilities to the sampler's, in nats a token; k3 estimates their KL
-    divergence.
+    """Return the difference of the trainer's and the sampler's log-probabilities in nats per token. k3
+    estimates their KL divergence.
     """
     trajectories = [
         Trajectory(Task("t"), (Turn(tuple(t.prompt), tuple(t.action), tuple(t.logprobs)),))
@@ -235,8 +234,8 @@ def mismatch(policy: Policy, talks: Sequence[OneTurn]) -> dict[str, float]:
 def training(
     bench: Bench, policy: Policy, shape: ModelShape, found: Mapping[str, float], packed: bool
 ) -> dict[str, Any]:
-    """Forward, backward and update of one group: the part of the arithmetic that is useful, and memory
-    beside its prediction.
+    """Measure forward, backward and update of one group: the useful share of the arithmetic, the memory and
+    its prediction.
     """
     size = bench.size
     point = Point(
@@ -270,11 +269,11 @@ def training(
         (-way.forward(batch, SamplingConfig()).logprobs).sum().backward()
         optimizer.step()
 
-    update()  # the first one proves packing, and makes AdamW's moments
+    update()  # the first one makes AdamW's moments
     peak = bench.peak(update)
     took = statistics.median(bench.took(update) for _ in range(bench.size.rounds))
-    learner = Learner(shape, DTYPE.itemsize, LORA.rank, packed=packed and way.packing, tiled=way.tiled)
-    expected = stage_memory(learner, stage, EngineConfig())
+    model = MemoryModel(shape, DTYPE.itemsize, LORA.rank, packed=packed and way.packing, tiled=way.tiled)
+    expected = stage_memory(model, stage, EngineConfig())
     useful = operations(policy, batch, packed)
     return {
         "packed": packed and way.packing,
@@ -283,7 +282,7 @@ def training(
         "positions_per_second": positions / took,
         "useful_operations": useful,
         "utilisation": useful / took / found["operations"],
-        "predicted_bytes": total(expected.held) + total(expected.training),
+        "predicted_bytes": total(expected.always) + total(expected.training),
         "allocated_bytes": peak,
     }
 
@@ -293,9 +292,9 @@ def total(parts: Sequence[Part]) -> int:
 
 
 def operations(policy: Policy, batch: Batch, packed: bool) -> float:
-    """At the least: 2 a weight forward and 2 backward (frozen), 6 an adapter's weight; the head's alike,
-    for sampled tokens only; attention's two products forward and five backward, over the pairs that are
-    seen.
+    """Return the minimum of operations: 2 per weight forward and 2 backward (frozen), 6 per weight of the
+    adapter, the same for the output layer at sampled tokens only, and attention's two products forward and
+    five backward over the visible pairs.
     """
     lora = sum(p.numel() for p in policy.trainable_parameters())
     frozen = (

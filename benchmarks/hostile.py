@@ -1,10 +1,12 @@
-"""Episodes of every environment with hostile replies drawn at random from the tests' corpora: what is left behind?
+"""Play episodes of every environment with random hostile replies from the tests' corpora, and count what is
+left behind.
 
     python benchmarks/hostile.py --episodes 1000
 
-For each environment: how the episodes ended; exceptions (there should be none); processes, mounts, descriptors, temporary files and System V
-objects more than before (none); the trainer's memory after a fifth of the episodes and at the end (flat); and how often a hostile reply was
-right. Writes results/hostile.json.
+For each environment it counts: the ends of the episodes; exceptions (target: none); processes, mounts,
+descriptors, temporary files and System V objects more than before (target: none); the trainer's memory after
+a fifth of the episodes and at the end (target: constant); and hostile replies that were graded as correct.
+It writes results/hostile.json.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 from agent_peft.environments import load_environment  # noqa: E402
 from agent_peft.environments.base import Environment  # noqa: E402
 from agent_peft.environments.db_bench import fork_server as databases  # noqa: E402
-from agent_peft.environments.os_interaction import fork_server as machines  # noqa: E402
+from agent_peft.sandbox import fork_server as machines  # noqa: E402
 from agent_peft.seeding import derive  # noqa: E402
 from agent_peft.types import Outcome  # noqa: E402
 from tests.environments.db_bench.hostile_replies import COLUMNS, HOSTILE_REPLIES, ROWS, TABLE  # noqa: E402
@@ -117,7 +119,7 @@ def environments(folder: Path) -> dict[str, tuple[Environment, Sequence[str]]]:
 
 
 def left() -> dict[str, int]:
-    """What could stay behind, counted, but for the two programs that are kept to make machines and databases with."""
+    """Count what could stay behind, except the two fork servers, which are stopped first."""
     for server in (machines, databases):
         server.stop()
     waiting, processes = [os.getpid()], 0
@@ -148,7 +150,7 @@ def resident() -> float:
 
 
 def play(environment: Environment, replies: Sequence[str], seed: int) -> str:
-    """How one episode ended: its stop reason and outcome, or the exception."""
+    """Return the end of one episode: its stop reason and outcome, or the exception."""
     rng = random.Random(seed)
     task = environment.tasks[seed % len(environment.tasks)]
     finish = ("Act: finish", "Action: Answer\nFinal Answer: done")
@@ -180,7 +182,7 @@ def run(
     with ThreadPoolExecutor(threads) as pool:
         for first, last in ((0, episodes // 5), (episodes // 5, episodes)):
             ends.update(pool.map(lambda each: play(environment, replies, each), seeds[first:last]))
-            if first == 0:  # what all machines share is there by now
+            if first == 0:  # the shared programs are started by now
                 settle()
                 before, early = left(), resident()
         settle()
@@ -198,7 +200,7 @@ def run(
 
 
 def settle() -> None:
-    """Wait until what is ending has ended."""
+    """Wait until all ending processes have ended."""
     for _ in range(100):
         found = left()
         time.sleep(0.1)
@@ -213,12 +215,12 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=1000)
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--environments", nargs="*", help="only these")
+    parser.add_argument("--environments", nargs="*", help="play only these environments")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "hostile.json")
     options = parser.parse_args()
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        tempfile.tempdir = os.environ["TMPDIR"] = folder  # so that only what is ours is counted
+        tempfile.tempdir = os.environ["TMPDIR"] = folder  # so that only our files are counted
         for name, (environment, replies) in environments(Path(folder)).items():
             if options.environments and name not in options.environments:
                 continue

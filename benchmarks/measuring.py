@@ -1,6 +1,4 @@
-"""What the benchmarks of the engines share: fair timing of several ways, and what this machine could do at
-best.
-"""
+"""Shared parts of the speed benchmarks: fair timing of several ways, and the limits of this machine."""
 
 from __future__ import annotations
 
@@ -22,18 +20,21 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 @dataclass(frozen=True)
 class Limits:
-    """What this machine reaches with the current number of threads: the floor under every time here."""
+    """The speed that this machine reaches with the current number of threads: the floor of every time."""
 
     flops: float  # fp32 operations a second, a large matrix product
     bytes: float  # bytes a second, a matrix read once by a product with a vector
 
     @property
     def text(self) -> str:
-        return f"{torch.get_num_threads()} threads reach {self.flops / 1e9:.0f} GFLOP/s in fp32 and read {self.bytes / 1e9:.1f} GB/s"
+        return (
+            f"{torch.get_num_threads()} threads reach {self.flops / 1e9:.0f} GFLOP/s in fp32 "
+            f"and read {self.bytes / 1e9:.1f} GB/s"
+        )
 
 
 def measure_limits() -> Limits:
-    """Medians of matrix products 2048 x 2048 x 2048 and of a matrix of 512 MiB with a vector."""
+    """Measure a product of 2048 × 2048 × 2048, and one of a matrix of 512 MiB with a vector (medians)."""
     a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
     product = statistics.median(seconds(lambda: a @ b) for _ in range(7))
     wide, vector = torch.randn(1 << 15, 1 << 12), torch.randn(1 << 12)
@@ -50,8 +51,8 @@ def seconds(work: Callable[[], object]) -> float:
 def alternate(
     ways: Mapping[str, Callable[[], object]], rounds: int, warm_up: bool = True
 ) -> dict[str, list[float]]:
-    """Seconds of each way, ``rounds`` times, after one that does not count. Ways take turns, in opposite
-    orders: a noise hits all.
+    """Time each way ``rounds`` times, after a warm-up. The ways alternate in opposite orders, so that noise
+    affects all of them. Returns seconds.
     """
     found: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(-1 if warm_up else 0, rounds):
@@ -64,13 +65,13 @@ def alternate(
 
 
 def ratio(of: Sequence[float], to: Sequence[float]) -> float:
-    """The median of ``of[i] / to[i]``: each pair was timed side by side."""
+    """Return the median of ``of[i] / to[i]``. The times of a pair were measured side by side."""
     return statistics.median(x / y for x, y in zip(of, to, strict=True))
 
 
 @dataclass
 class Split:
-    """Where the time of some calls goes. A call inside another counts for the inner one only.
+    """The time of some calls. The time of a nested call counts for the inner call only.
 
     >>> split = Split()
     >>> with split.part("outer"), split.part("inner"):
@@ -96,8 +97,8 @@ class Split:
 
     @contextmanager
     def watch(self, parts: Mapping[str, tuple[object, str]]) -> Iterator[None]:
-        """Inside, a call of ``(object, method)`` is the part's. An object may be a module or a class; what
-        is not there is not timed.
+        """Inside the block, count calls of ``(object, method)`` for a part. An object may be a module or a
+        class. Missing methods are skipped.
         """
         parts = {name: (owner, method) for name, (owner, method) in parts.items() if hasattr(owner, method)}
         before = [(owner, method, vars(owner).get(method)) for owner, method in parts.values()]
@@ -121,7 +122,7 @@ class Split:
 
 
 def hot_spots(work: Callable[[], object], most: int = 12) -> list[dict[str, Any]]:
-    """The operators that take the most CPU time of their own, in percent of all operators' time."""
+    """Return the operators with the most CPU time (without nested ones), in percent of all of it."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         work()
     rows = profile.key_averages()
@@ -134,7 +135,7 @@ def hot_spots(work: Callable[[], object], most: int = 12) -> list[dict[str, Any]
 
 
 def write(name: str, content: Mapping[str, Any]) -> None:
-    """benchmarks/results/NAME.json."""
+    """Write benchmarks/results/NAME.json."""
     machine = {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__}
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine, **content}, indent=1) + "\n")

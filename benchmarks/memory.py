@@ -1,11 +1,11 @@
-"""Memory that `agent-peft explain` predicts, against what a process really takes: its peak resident size as
-it samples, and as it trains.
+"""Compare the memory that `agent-peft explain` predicts with the peak resident size of a process that
+samples, evaluates and trains.
 
     python benchmarks/memory.py [--rows 16] [--max-tokens 512] [--microbatch-tokens 768] [--only lora]
 
-Each point is a process of its own. What it has taken before the model is loaded (Python, torch, Transformers)
-is subtracted. Episodes are as long, and a microbatch is as full, as they may be, which is what the prediction
-assumes. Prints a table and writes benchmarks/results/memory.json.
+Each point is a separate process. The memory before the model is loaded (Python, torch, Transformers) is
+subtracted. Episodes have the maximum length and a microbatch is full, as the prediction assumes. The program
+prints a table and writes benchmarks/results/memory.json.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from rich.console import Console
 from rich.table import Table
 
 from agent_peft.batch import Batch, collate
-from agent_peft.configuration.memory import Learner, stage_memory
+from agent_peft.configuration.memory import MemoryModel, evaluation_memory, stage_memory
 from agent_peft.hardware import take_peak
-from agent_peft.policies.adapters import LoraSettings
-from agent_peft.policies.config import PretrainedConfig
+from agent_peft.policies.config import LoraSettings, PretrainedConfig
+from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig
-from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.engine.onednn_linear import suits
+from agent_peft.policies.loading import load_policy
 from agent_peft.policies.models.shape import shape_of
-from agent_peft.policies.policy import Policy, load_policy
+from agent_peft.policies.policy import Policy
+from agent_peft.policies.sampling import SamplingConfig
+from agent_peft.rollout.evaluation import EvaluationConfig
 from agent_peft.training.optimizer import build_optimizer
 from agent_peft.training.stage import StageConfig
 from agent_peft.types import Task, Trajectory, Turn
@@ -50,7 +53,7 @@ POINTS: dict[str, dict[str, Any]] = {
 
 
 class Long:
-    """A conversation that goes on until there is no room: each answer is one token."""
+    """A conversation that continues until its token limit. Each answer has one token."""
 
     def __init__(self, seed: int, prompt: Sequence[int]) -> None:
         self.seed, self.prompt = seed, prompt
@@ -60,7 +63,7 @@ class Long:
 
 
 def make_batch(positions: int, depth: int, vocabulary: int) -> Batch:
-    """One group whose trie has so many nodes: half of each trajectory is the prompt that all share."""
+    """Return a group whose trie has this many nodes. Half of each trajectory is the shared prompt."""
     prompt = depth // 2
     lengths, left = [], positions - prompt
     while left > 0:
@@ -75,27 +78,24 @@ def make_batch(positions: int, depth: int, vocabulary: int) -> Batch:
     return collate(found, [0] * len(found))
 
 
-def sample(policy: Policy, stage: StageConfig, engine: EngineConfig) -> int:
-    """Peak bytes of one rollout."""
-    acting = Engine(policy, engine)
-    prompts = [
-        [10 + group, *range(20, 20 + stage.sampling.max_tokens // 2)] for group in range(stage.tasks_per_step)
-    ]
-    conversations = [Long(seed, prompts[seed // stage.group_size]) for seed in range(stage.episodes_per_step)]
+def sample(policy: Policy, sampling: SamplingConfig, engine: EngineConfig, tasks: int, siblings: int) -> int:
+    """Return the peak bytes of one rollout of ``tasks`` prompts with ``siblings`` episodes each."""
+    acting = load_sampler(policy, engine)
+    prompts = [[10 + task, *range(20, 20 + sampling.max_tokens // 2)] for task in range(tasks)]
+    conversations = [Long(seed, prompts[seed // siblings]) for seed in range(tasks * siblings)]
     take_peak(policy.device)
-    acting.generate(conversations, stage.sampling)
+    acting.generate(conversations, sampling)
     return take_peak(policy.device) or 0
 
 
 def learn(policy: Policy, stage: StageConfig) -> int:
-    """Peak bytes of two updates of one microbatch each: the second has gradients and AdamW's moments
-    beside it.
+    """Return the peak bytes of two updates of one microbatch each. The second one runs beside gradients and
+    AdamW's moments.
     """
     optimizer, _ = build_optimizer(policy.trainable_parameters(), stage.optimizer, 2)
     batch = make_batch(
         stage.microbatch_tokens, stage.sampling.max_tokens, policy.base.config.get_text_config().vocab_size
     )
-    policy._packing_proven = True  # the proof is of the first step alone
     take_peak(policy.device)
     for _ in range(2):
         policy.forward(batch, stage.sampling).logprobs.sum().backward()
@@ -104,7 +104,7 @@ def learn(policy: Policy, stage: StageConfig) -> int:
 
 
 def measure(name: str, phase: str, settings: argparse.Namespace) -> dict[str, int]:
-    """Of one point, in this process: bytes predicted and measured."""
+    """Measure one point in this process: predicted and measured bytes."""
     torch.set_num_threads(1)
     given = POINTS[name]
     lora = {} if "lora" not in given else {"lora": LoraSettings(**given["lora"]) if given["lora"] else None}
@@ -126,24 +126,31 @@ def measure(name: str, phase: str, settings: argparse.Namespace) -> dict[str, in
     before = take_peak(torch.device("cpu")) or 0
     policy = load_policy(config, 0)
     rank = None if config.lora is None else config.lora.rank
-    learner = Learner(
+    model = MemoryModel(
         shape,
         policy.dtype.itemsize,
         rank,
-        recomputes=config.activation_checkpointing,
+        checkpoints=config.activation_checkpointing,
         packed=policy.packing,
         tiled=policy.tiled,
-        blocks=policy.blocks,
+        reordered=suits(policy.base),
     )
-    expected = stage_memory(learner, stage, engine)
-    if phase == "sampling":
-        # there is no optimizer yet: of what is always there, only the weights and the adapter
-        held = sum(part.size for part in expected.held[:1]) + (learner.trained * 4 if rank is not None else 0)
+    expected = stage_memory(model, stage, engine)
+    tasks, siblings = stage.tasks_per_step, stage.group_size
+    if phase == "evaluation":  # every row has a prompt of its own, and half of the episodes come later
+        tasks, siblings = 2 * settings.rows, 1
+        evaluation = EvaluationConfig(
+            environment={"kind": "arithmetic"}, num_tasks=tasks, sampling=stage.sampling.model_dump()
+        )
+        expected = evaluation_memory(model, evaluation, engine)
+    if phase != "training":
+        # there is no optimizer yet: only the weights and the adapter exist
+        held = sum(part.size for part in expected.always[:1]) + (model.trained * 4 if rank is not None else 0)
         return {
             "predicted": held + sum(part.size for part in expected.sampling),
-            "measured": sample(policy, stage, engine) - before,
+            "measured": sample(policy, stage.sampling, engine, tasks, siblings) - before,
         }
-    predicted = sum(part.size for part in (*expected.held, *expected.training))
+    predicted = sum(part.size for part in (*expected.always, *expected.training))
     return {"predicted": predicted, "measured": learn(policy, stage) - before}
 
 
@@ -154,7 +161,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--microbatch-tokens", type=int, default=768)
-    parser.add_argument("--only", help="points whose name begins like this")
+    parser.add_argument("--only", help="only points whose name begins with this")
     parser.add_argument("--point", nargs=2, help=argparse.SUPPRESS)
     settings = parser.parse_args()
     if settings.point:
@@ -172,9 +179,9 @@ def main() -> None:
     for name in POINTS:
         if settings.only and not name.startswith(settings.only):
             continue
-        for phase in ("sampling", "training"):
-            if phase == "sampling" and "checkpointing" in name:
-                continue  # it does nothing there
+        for phase in ("sampling", "evaluation", "training"):
+            if phase != "training" and "checkpointing" in name:
+                continue  # it has no effect there
             command = [sys.executable, __file__, *sys.argv[1:], "--point", name, phase]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:

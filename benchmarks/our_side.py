@@ -1,8 +1,7 @@
-"""Our side of ``against_trl.py``: one Trainer that makes a step each time the driver says so, built from a
-configuration file.
+"""Our side of ``against_trl.py``: a Trainer from a configuration file that makes a step when the driver asks
+for one.
 
-python benchmarks/our_side.py SETTINGS.json     (the driver writes the file, and talks over standard input and
-output)
+python benchmarks/our_side.py SETTINGS.json # the driver writes the file, and uses the standard streams
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ from typing import Any
 import torch
 from paired_episodes import Turnstile
 
-from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.loading import read_config
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.environments import load_environment
-from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.forward.trie import build_trie
-from agent_peft.policies.policy import Policy, load_policy
+from agent_peft.policies.loading import load_policy
+from agent_peft.policies.policy import Policy
 from agent_peft.rollout.collector import Collection
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import Trajectory
@@ -56,13 +56,13 @@ def main() -> None:
         "optimizer": {"learning_rate": settings["learning_rate"]},
     }
     (folder / "config.yaml").write_text(dump(content))
-    config, _ = load_config(folder / "config.yaml")
+    config, _ = read_config(folder / "config.yaml")
     torch.set_num_threads(settings["threads"])
     policy = load_policy(config.policy, config.seed)
     trainer = Timed(
         config.stages[0],
         policy,
-        Engine(policy, config.engine),
+        load_sampler(policy, config.engine),
         load_environment(config.environment),
         config.seed,
     )
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def floor(policy: Policy, trajectories: list[Trajectory]) -> dict[str, int]:
-    """What a step cannot do without, as the driver's docstring says."""
+    """Return the minimum of work of a step, as the driver's docstring defines it."""
     text, head = policy.base.config.get_text_config(), policy.head.weight
     layers = {name: p for m, name, p in matrices(policy) if m is not policy.head}
     adapter = sum(p.numel() for name, p in layers.items() if "lora_" in name)
@@ -127,7 +127,7 @@ def floor(policy: Policy, trajectories: list[Trajectory]) -> dict[str, int]:
 
 
 def matrices(policy: Policy) -> list[tuple[Any, str, Any]]:
-    """Every weight that tokens are multiplied with: (module, name, parameter)."""
+    """List all weights that multiply tokens: (module, name, parameter)."""
     found = [
         (m, f"{name}.{n}", p)
         for name, m in policy.model.named_modules()

@@ -1,5 +1,5 @@
-"""What both sides of ``against_trl.py`` import: its environments, and how the driver lets one side at a
-time make a step. No torch.
+"""Imports of both sides of ``against_trl.py``: the environments, and the pipe by which the driver lets one
+side at a time make a step. It does not import torch.
 """
 
 from __future__ import annotations
@@ -10,22 +10,28 @@ import resource
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from agent_peft.environments import Environment, Episode, load_environment
+from agent_peft.environments import AnyEnvironment, Environment, EnvironmentConfig, Episode, load_environment
 from agent_peft.types import Message, Outcome, StepResult, StopReason, Task
 
 
-class Prompts(Environment):
-    """``tasks``: a JSON list of conversations. An episode is one reply, whatever it says."""
+class PromptsConfig(EnvironmentConfig):
+    tasks: Path
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        opened = json.loads(Path(settings["tasks"]).read_text())
+
+class Prompts(Environment):
+    """The tasks are a JSON list of conversations. An episode is one reply of any content."""
+
+    config_class = PromptsConfig
+
+    def __init__(self, config: PromptsConfig) -> None:
+        opened = json.loads(config.tasks.read_text())
         self._openings = {
             str(number): [Message(**message) for message in messages]
             for number, messages in enumerate(opened)
@@ -54,15 +60,20 @@ class _OneReply(Episode):
         pass
 
 
+class EverySecondConfig(EnvironmentConfig):
+    inner: AnyEnvironment
+
+
 class EverySecond(Environment):
-    """``inner``, another environment, with another verdict: every second episode of a task is correct, in
-    the order in which they are made, so that nothing they do decides it. So every group has a gradient: a
-    step costs what it costs when all of it is learnt from, and the policy drifts nowhere (a verdict by the
-    order in which they end would teach it to end early).
+    """An environment ``inner`` with another verdict: every second episode of a task is correct, in the order
+    in which the episodes are made. So every group has a gradient, a step has its full cost, and the policy
+    does not drift. (A verdict by the order of their ends would teach it to end early.)
     """
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        self.inner = load_environment(settings["inner"])
+    config_class = EverySecondConfig
+
+    def __init__(self, config: EverySecondConfig) -> None:
+        self.inner = load_environment(config.inner)
         self._made: defaultdict[str, Iterator[int]] = defaultdict(count)
 
     @property
@@ -92,8 +103,8 @@ class _EverySecond(Episode):
 
 
 class Turnstile:
-    """One side's end of the pipe to the driver. Standard output is the driver's; what libraries print goes
-    to standard error.
+    """One side's end of the pipe to the driver. Only the driver reads standard output; libraries print to
+    standard error.
     """
 
     def __init__(self) -> None:
@@ -105,7 +116,7 @@ class Turnstile:
         print(json.dumps(record), file=self._out, flush=True)
 
     def wait(self) -> None:
-        """Until the driver says go; the process ends where it says nothing more."""
+        """Wait for the driver's signal. The process ends if the driver closes the pipe."""
         if not sys.stdin.readline():
             os._exit(0)
         self._spent.clear()
@@ -113,7 +124,7 @@ class Turnstile:
 
     @contextmanager
     def spending(self, what: str) -> Iterator[None]:
-        """Count the wall and CPU seconds inside as ``what``."""
+        """Count the wall and CPU seconds of the block under the name ``what``."""
         wall, cpu = time.perf_counter(), time.process_time()
         try:
             yield
@@ -122,13 +133,13 @@ class Turnstile:
             self._spent[f"{what}_cpu"] += time.process_time() - cpu
 
     def stop(self) -> dict[str, float]:
-        """The seconds since the driver said go, and the process's peak of resident memory so far."""
+        """Return the seconds since the driver's signal, and the peak resident memory of the process."""
         wall, cpu = time.perf_counter() - self._began[0], time.process_time() - self._began[1]
         return {"wall": wall, "cpu": cpu, **self._spent, "peak_bytes": peak_bytes()}
 
 
 def peak_bytes() -> int:
-    """Of this process's own image: Linux lets ru_maxrss start from what the parent had."""
+    """Return the peak of this process alone: on Linux ru_maxrss begins with the parent's value."""
     status = Path("/proc/self/status")
     if status.exists():
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))

@@ -1,11 +1,11 @@
-"""bfloat16 beside float32 on one machine: how all parameters learn at a small learning rate, and what a step
-takes.
+"""Compare bfloat16 with float32 on this machine: learning of all parameters at a small rate, and the time of
+a step.
 
-    python benchmarks/precision.py [--steps 40] [--rounds 3] [key=value …]
+    python benchmarks/precision.py [--steps 40] [--rounds 3] [key=value ...]
 
-The tasks, the model and the stages are those of configs/quickstart.yaml. First, `lora: null`: supervised
-steps with a learning rate of 1e-5, whose updates are smaller than a step of bfloat16's grid. Then its RLOO
-stage, whose steps are taken in turn, one in each dtype, from the base model. Prints tables and writes
+Tasks, model and stages are those of configs/quickstart.yaml. First, with `lora: null`, it runs supervised
+steps with a learning rate of 1e-5, whose updates are smaller than a step of bfloat16's grid. Then it runs
+steps of the RLOO stage from the base model, alternating between the types. It prints tables and writes
 benchmarks/results/precision.json.
 """
 
@@ -23,11 +23,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.loading import read_config
 from agent_peft.environments import load_environment
 from agent_peft.hardware import set_threads
-from agent_peft.policies.engine.local import Engine
-from agent_peft.policies.policy import load_policy
+from agent_peft.policies.engine import load_sampler
+from agent_peft.policies.loading import load_policy
 from agent_peft.training.trainer import Step, Trainer
 
 HERE = Path(__file__).resolve().parent
@@ -42,22 +42,22 @@ ALL_PARAMETERS = (
 
 
 def steps_of(stage: int, dtype: str, overrides: Sequence[str]) -> Iterator[Step]:
-    """The steps of one stage, from the base model."""
-    config = load_config(CONFIG, ["evaluation=null", f"policy.dtype={dtype}", *overrides])[0]
+    """Yield the steps of one stage from the base model."""
+    config = read_config(CONFIG, ["evaluation=null", f"policy.dtype={dtype}", *overrides])[0]
     set_threads(config.threads)
     policy = load_policy(config.policy, config.seed)
     trainer = Trainer(
-        config.stages[stage],
         policy,
-        Engine(policy, config.engine),
         load_environment(config.environment),
+        config.stages[stage],
+        load_sampler(policy, config.engine),
         config.seed,
     )
     yield from trainer
 
 
 def learning(steps: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """Surprisal (nats a token) at each supervised step with all parameters trained."""
+    """Return the surprisal (nats per token) of each supervised step. All parameters are trained."""
     found = {}
     for dtype in DTYPES:
         begin = time.perf_counter()
@@ -70,7 +70,7 @@ def learning(steps: int, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def stepping(rounds: int, overrides: Sequence[str]) -> list[dict[str, dict[str, float]]]:
-    """Seconds of rollout steps with their updates, one in each dtype after the other, and their mismatch."""
+    """Time rollout steps with their updates, alternating between the types, and measure their mismatch."""
     running = {dtype: steps_of(1, dtype, [f"stages.1.steps={rounds}", *overrides]) for dtype in DTYPES}
     found = []
     for _ in range(rounds):
@@ -90,7 +90,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("overrides", nargs="*", help="such as threads=2")
+    parser.add_argument("overrides", nargs="*", help="overrides of the configuration, such as threads=2")
     arguments = parser.parse_args()
     found = {
         "all parameters": learning(arguments.steps, arguments.overrides),

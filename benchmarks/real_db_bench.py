@@ -1,9 +1,10 @@
-"""A run's adapters on LifelongAgentBench's real DB Bench tasks: the base model, after each stage, by skill.
+"""Evaluate the adapters of a run on LifelongAgentBench's real DB Bench tasks: the base model and each stage,
+by skill.
 
     python benchmarks/real_db_bench.py RUN [--tasks data/lifelong_agent_bench/db_bench/entry_dict.json]
     [--limit N]
 
-The stages' last checkpoints are kept by every run. Prints the tables and writes
+Every run keeps the last checkpoint of each stage. The program prints the tables and writes
 benchmarks/results/real_db_bench.json.
 """
 
@@ -18,17 +19,15 @@ from rich.console import Console
 
 from agent_peft.environments import load_environment
 from agent_peft.environments.db_bench import DBBenchConfig
-from agent_peft.policies.engine.local import Engine
-from agent_peft.policies.policy import load_policy
+from agent_peft.policies.engine import load_sampler
+from agent_peft.policies.loading import load_policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.rollout.evaluation import EvaluationConfig, evaluate
-from agent_peft.rollout.statistics import skill_table, table
+from agent_peft.rollout.report_tables import skill_table, table
 from agent_peft.runs.targets import load_run
 
 HERE = Path(__file__).resolve().parent
-REAL = (
-    HERE.parent / "data/lifelong_agent_bench/db_bench/entry_dict.json"
-)  # where `agent-peft download lifelong_agent_bench` puts it
+REAL = HERE.parent / "data/db_bench/entry_dict.json"  # written by `agent-peft download db_bench`
 
 
 def main() -> None:
@@ -48,13 +47,13 @@ def main() -> None:
     )
     evaluation = EvaluationConfig(environment=environment, sampling=sampling)
     tasks = load_environment(environment)
-    reports = {"base": evaluate(Engine(policy, config.engine), tasks, evaluation, config.seed)}
+    reports = {"base": evaluate(load_sampler(policy, config.engine), tasks, evaluation, config.seed)}
     steps = 0
     for stage in config.stages:
         steps += stage.steps
         policy.load(arguments.run / "checkpoints" / f"step_{steps:06d}")
         reports[f"after {stage.name}"] = evaluate(
-            Engine(policy, config.engine), tasks, evaluation, config.seed
+            load_sampler(policy, config.engine), tasks, evaluation, config.seed
         )
         Console().print(f"after {stage.name}: {reports[f'after {stage.name}'].summary}")
     Console(width=140).print(table(reports), skill_table(reports))

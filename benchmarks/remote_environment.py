@@ -1,11 +1,11 @@
-"""What a step costs over HTTP: the same episodes in this process, and against a server in another, over
-loopback.
+"""Measure the cost of a step over HTTP: the same episodes in this process, and through a server in another
+process over loopback.
 
-    python benchmarks/remote_environment.py [--episodes 300] [--output
-    benchmarks/results/remote_environment.json]
+    python benchmarks/remote_environment.py [--episodes 300]
+    [--output benchmarks/results/remote_environment.json]
 
-Prints a table; times are milliseconds of wall clock, CPU times those of this process alone. Needs ``pip
-install 'agent-peft[server]'``.
+It prints a table. Times are milliseconds of wall clock; CPU times are those of this process alone. It needs
+``pip install 'agent-peft[server]'``.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ import asyncio, json, sys
 from agent_peft.environments import load_environment
 from agent_peft.environments.http.limits import Limits
 from agent_peft.environments.http.server import Address, Host
-host = Host({"train": load_environment(json.loads(sys.argv[1]))}, Address("127.0.0.1", 0, 0), Limits())
+host = Host({"train": load_environment(json.loads(sys.argv[1]))}, Address("127.0.0.1", 0), Limits())
 asyncio.run(host.run(lambda: print(host.url, flush=True)))
 """
 
 
 @contextmanager
 def server(settings: Mapping[str, Any]) -> Iterator[str]:
-    """The URL of a server in a process of its own."""
+    """Start a server in a separate process and yield its URL."""
     with subprocess.Popen(
         [sys.executable, "-c", SERVER, json.dumps(settings)], stdout=subprocess.PIPE, text=True
     ) as process:
@@ -58,7 +58,7 @@ def server(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def play(environment: Environment, number: int) -> dict[str, list[float]]:
-    """One solved episode: how long each of its calls took, in ms."""
+    """Play one solved episode. Return the time of each call in ms."""
     task = environment.tasks[number % len(environment.tasks)]
     actions = environment.demonstration(task)
     assert actions is not None
@@ -80,8 +80,8 @@ def play(environment: Environment, number: int) -> dict[str, list[float]]:
 
 
 def measure(environment: Environment, episodes: int, threads: int) -> dict[str, Any]:
-    """Medians and 95th percentiles over all calls, and the throughput, of ``episodes`` episodes on
-    ``threads`` threads.
+    """Play ``episodes`` episodes on ``threads`` threads. Return medians and 95th percentiles of all calls,
+    and the throughput.
     """
     for number in range(20):
         play(environment, number)

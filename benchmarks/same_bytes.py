@@ -1,12 +1,13 @@
-"""Does this checkout train as another one does? Short runs of three configurations in both, byte for byte.
+"""Check whether this checkout trains exactly like another one. It runs three short configurations in both
+and compares their files byte for byte.
 
     git clone . /tmp/before && git -C /tmp/before checkout COMMIT
     python benchmarks/same_bytes.py /tmp/before [--keep FOLDER] [--only os_ppo]
 
-Each run is a process of its own in fp32 on one thread, with the sources of its own checkout and this Python.
-Compared are `metrics.jsonl`, whose keys that only one side has are named, and every file of `trajectories/`.
-A run of the other checkout that is in the folder already is read, not repeated. Prints a table; exits with 1
-where anything differs.
+Each run is a separate process in fp32 on one thread, with the sources of its own checkout and this Python.
+It compares `metrics.jsonl` (keys that only one side has are printed) and every file of `trajectories/`. A
+run of the other checkout that is in FOLDER already is read, not repeated. The program prints a table and
+exits with 1 if a file differs.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def lines_of(path: Path) -> list[dict[str, object]]:
 
 
 def compare(before: Path, after: Path) -> tuple[str, str]:
-    """What differs in the metrics, and in the trajectories; empty where nothing does."""
+    """Return the differences of metrics and trajectories. Both are empty if there are none."""
     old, new = (run / "metrics.jsonl" for run in (before, after))
     metrics = ""
     if old.read_bytes() != new.read_bytes():
@@ -69,7 +70,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("other", type=Path, help="the other checkout")
-    parser.add_argument("--keep", type=Path, help="where runs go; else they are thrown away")
+    parser.add_argument("--keep", type=Path, help="folder of the runs; without it they are deleted")
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
     arguments = parser.parse_args()
     table, failed = Table("configuration", "bytes of metrics", "metrics.jsonl", "trajectories/"), False

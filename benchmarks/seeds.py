@@ -1,11 +1,11 @@
-"""A configuration over several seeds: held-out success at the start and after each stage, with intervals,
-curves and paired tests.
+"""Run a configuration with several seeds: held-out success at the start and after each stage, with
+intervals, curves and paired tests.
 
-    python benchmarks/seeds.py configs/quickstart.yaml [--seeds 0 1 2] [--runs runs] [key=value …]
+    python benchmarks/seeds.py configs/quickstart.yaml [--seeds 0 1 2] [--runs runs] [key=value ...]
 
-Runs that are finished already are read, not repeated. Prints a table and writes benchmarks/results/NAME.json,
-the curves included, and of each step what `TRAINING` names. CPU seconds are of the whole process: start,
-training and evaluations. They are kept beside the run, for when it is read again.
+Finished runs are read, not repeated. The program prints a table and writes benchmarks/results/NAME.json with
+the curves and, for each step, the metrics of `TRAINING`. CPU seconds are those of the whole process (start,
+training and evaluations). They are stored beside the run, so that a later call can read them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Measured:
     reports: dict[str, EvaluationReport]  # base, after the first stage, after the second …
     curve: dict[int, float]  # steps done -> held-out success
     cost: Cost
-    steps: list[dict[str, float | str]]  # of each: what `TRAINING` names and its stage has
+    steps: list[dict[str, float | str]]  # for each step, the metrics of `TRAINING` that its stage has
 
 
 def measure(config: Path, seed: int, run: Path, overrides: list[str]) -> Measured:
@@ -147,7 +147,7 @@ def main() -> None:
         for row in rows
     ]
     head = json.dumps({"config": name, "overrides": arguments.overrides, "cores": os.cpu_count()})
-    lines = ",\n".join(json.dumps(row) for row in described)  # a seed a line
+    lines = ",\n".join(json.dumps(row) for row in described)  # one line per seed
     output = HERE / "results" / f"{name}.json"
     output.parent.mkdir(exist_ok=True)
     output.write_text(f'{head[:-1]}, "rows": [\n{lines}\n]}}\n')

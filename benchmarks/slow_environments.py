@@ -1,13 +1,13 @@
-"""Environments that take their time: what of it decoding hides, whether a run repeats bit for bit, and how
-many episodes are open at once.
+"""Measure slow environments: how much of their time decoding hides, whether a run repeats bit for bit, and
+how many episodes are open at once.
 
     python benchmarks/slow_environments.py [--rows 64] [--rounds 3]
 
-Random models over an alphabet, so that only time is measured. Beside each time stand decoding alone
-(environments that answer at once), the environments alone (as many threads as rows, and no model), and, where
-that is no matter of minutes, what a run takes that waits for every answer where it is due (it follows an
-empty schedule). The chain of one episode's actions and answers is a bound, too: nothing can hide it from
-itself. Prints a table and writes benchmarks/results/slow_environments.json.
+The models are random, so that only time is measured. Each time is compared with decoding alone (environments
+that answer at once), with the environments alone (as many threads as rows, and no model), and, if that does
+not take minutes, with a run that waits for every answer at its due step (it follows an empty schedule). The
+chain of actions and answers of one episode is another bound. The program prints a table and writes
+benchmarks/results/slow_environments.json.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from agent_peft.environments import load_environment
 from agent_peft.environments.arithmetic import ALPHABET
 from agent_peft.environments.base import Environment, Episode
-from agent_peft.policies.engine.base import EngineConfig, EngineStatistics
-from agent_peft.policies.engine.local import Engine
+from agent_peft.policies.engine import load_sampler
+from agent_peft.policies.engine.base import EngineConfig, EngineStatistics, Sampler
 from agent_peft.policies.engine.schedule import Schedule
+from agent_peft.policies.models.character_tokenizer import character_tokenizer
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
-from agent_peft.policies.tokenization import ChatTokenizer, character_tokenizer
+from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.rollout.collector import Collector
 from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.seeding import generator
@@ -49,13 +50,13 @@ TURNS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """Episodes of three turns with such a model, whose actions take ``least`` to ``most`` seconds."""
+    """Episodes of three turns, whose actions take ``least`` to ``most`` seconds."""
 
     name: str
     hidden: int
     layers: int
     episodes: int
-    tokens: int  # of an action, at most
+    tokens: int  # at most, for one action
     least: float
     most: float
 
@@ -76,11 +77,11 @@ def cases(rows: int) -> list[Case]:
 
 @dataclass
 class Talk:
-    """An episode whose actions take as long as a clock of its own says; opening it takes nothing."""
+    """An episode whose actions take the time of its own random clock. Opening it takes no time."""
 
     number: int
     case: Case
-    clock: int  # which latencies are drawn; what is sampled does not hang on them
+    clock: int  # seed of the latencies; the sampled tokens do not depend on it
     slow: bool
     actions: list[tuple[int, ...]] = field(default_factory=list)
     logprobs: list[tuple[float, ...]] = field(default_factory=list)
@@ -125,9 +126,9 @@ def make_policy(hidden: int, layers: int) -> Policy:
 
 
 def run(
-    engine: Engine, case: Case, slow: bool = True, clock: int = 0, schedule: Schedule | None = None
+    engine: Sampler, case: Case, slow: bool = True, clock: int = 0, schedule: Schedule | None = None
 ) -> tuple[float, EngineStatistics, object]:
-    """Seconds, what the engine says, and all tokens and log-probabilities."""
+    """Return the seconds, the sampler's statistics, and all tokens and log-probabilities."""
     talks = [Talk(number, case, clock, slow) for number in range(case.episodes)]
     begin = time.perf_counter()
     statistics = engine.generate(talks, case.sampling, schedule)
@@ -146,11 +147,11 @@ def environments_alone(case: Case, rows: int, clock: int) -> float:
 
 
 def measure(case: Case, rows: int, rounds: int) -> dict[str, Any]:
-    engine = Engine(make_policy(case.hidden, case.layers), EngineConfig(rows=rows))
+    engine = load_sampler(make_policy(case.hidden, case.layers), EngineConfig(rows=rows))
     alone = environments_alone(case, rows, clock=0)
     pairs = [
         (run(engine, case, slow=False), run(engine, case)) for _ in range(rounds)
-    ]  # side by side: a noise hits both
+    ]  # side by side, so that noise affects both
     pairs.sort(key=lambda pair: pair[1][0] / max(pair[0][0], alone))
     (decoding, plain, tokens), (seconds, statistics, expected) = pairs[len(pairs) // 2]
     waiting = run(engine, case, schedule=())[0] if case.most < 1 else None
@@ -175,7 +176,7 @@ def measure(case: Case, rows: int, rounds: int) -> dict[str, Any]:
 
 
 class Doors(Environment):
-    """Counts the episodes of another environment that are open at once."""
+    """Counts the open episodes of another environment."""
 
     def __init__(self, inner: Environment) -> None:
         self.inner, self.lock, self.open, self.peak = inner, threading.Lock(), 0, 0
@@ -212,7 +213,7 @@ def measure_doors(rows: int, tasks: int = 1319) -> dict[str, int]:
     doors = Doors(load_environment({"kind": "arithmetic", "digits": 3, "num_tasks": tasks}))
     policy = make_policy(16, 1)
     policy = Policy(policy.model, ChatTokenizer(character_tokenizer(ALPHABET)))
-    engine = Engine(policy, EngineConfig(rows=rows))
+    engine = load_sampler(policy, EngineConfig(rows=rows))
     Collector(doors, engine).collect(doors.tasks, 1, SamplingConfig(max_new_tokens=8), RewardConfig(), 0)
     return {"tasks": tasks, "rows": rows, "peak_open": doors.peak, "left_open": doors.open}
 
@@ -222,8 +223,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3, help="of which the one in the middle is shown")
-    parser.add_argument("--only", help="cases whose name begins like this")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds; the median is printed")
+    parser.add_argument("--only", help="only cases whose name begins with this")
     settings = parser.parse_args()
     torch.set_num_threads(1)
     headings = (
@@ -249,9 +250,8 @@ def main() -> None:
     print("each run was repeated with other latencies, following its schedule: the same bytes")
     doors = measure_doors(settings.rows)
     print(
-        "{tasks} tasks with {rows} rows: at most {peak_open} episodes were open, and {left_open} are now".format(
-            **doors
-        )
+        "{tasks} tasks with {rows} rows: at most {peak_open} episodes were open, "
+        "and {left_open} are open now".format(**doors)
     )
     if not settings.only:
         versions = {"python": platform.python_version(), "torch": torch.__version__}

@@ -1,11 +1,11 @@
-"""Two ranks against one, on this machine's CPU: the adder's REINFORCE from random weights, which samples as
-long as it may.
+"""Compare two ranks with one on this machine's CPU, with the adder's REINFORCE from random weights and
+replies of maximum length.
 
-    python benchmarks/torchrun_arithmetic.py [--steps 6] [--rounds 2] [key=value …]
+    python benchmarks/torchrun_arithmetic.py [--steps 6] [--rounds 2] [key=value ...]
 
-Each way is run in turn, ``--rounds`` times, in processes of its own. Prints a table and writes
+The ways alternate for ``--rounds`` rounds, in separate processes. The program prints a table and writes
 benchmarks/results/torchrun_arithmetic.json. A step's seconds are those of timing.jsonl: rollout, update and
-what is written down, without the start. The first step of a run, which also proves packing, is left out.
+writing, without the start. The first step of a run is left out.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ CONFIG = {
 
 
 def seconds(ranks: int, threads: int, steps: int, overrides: list[str]) -> list[float]:
-    """Of each step of one run but the first."""
+    """Return the seconds of each step of one run, except the first."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
         file = Path(folder) / "config.yaml"

@@ -1,8 +1,7 @@
-"""TRL's side of ``against_trl.py``: one GRPOTrainer that makes a step each time the driver says so. Runs in
+"""TRL's side of ``against_trl.py``: a GRPOTrainer that makes a step when the driver asks for one. It runs in
 TRL's own environment.
 
-python benchmarks/trl_peer.py SETTINGS.json     (the driver writes the file, and talks over standard input and
-output)
+    python benchmarks/trl_peer.py SETTINGS.json     # the driver writes the file and uses the standard streams
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from peft import LoraConfig
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-# A reply of any form is a call of the one tool, so that a small model, which makes no valid calls, has all
+# Every reply counts as a call of the one tool, so that a small model, which makes no valid calls, gets all
 # its turns.
 EVERY_REPLY_ACTS = {
     "defaults": {"role": "assistant"},
@@ -39,7 +38,7 @@ EVERY_REPLY_ACTS = {
 
 
 class Acting:
-    """Our environment, as TRL's ``environment_factory`` wants one."""
+    """Our environment with the interface of TRL's ``environment_factory``."""
 
     def __init__(self, environment: EverySecond) -> None:
         self._environment = environment
@@ -69,8 +68,8 @@ def every_second(completions: list[Any], **_: Any) -> list[float]:
 
 
 class Timed(GRPOTrainer):
-    """Counts what is sampled, and how long that takes: the environment's answers and TRL's bookkeeping of
-    them are part of it.
+    """Counts the sampled tokens and the time of sampling, including the environment's answers and TRL's
+    bookkeeping of them.
     """
 
     turnstile: Turnstile

