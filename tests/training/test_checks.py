@@ -327,3 +327,23 @@ def test_in_bfloat16_all_weights_learn_as_in_fp32(make_trainer):
         fallen[dtype] = sum(surprisals[:10]) - sum(surprisals[-10:])
     assert fallen["float32"] > 0
     assert fallen["bfloat16"] == pytest.approx(fallen["float32"], rel=0.25)
+
+
+@pytest.mark.parametrize(("tilt", "num_unlikely", "alarms"), [(0.0, 24, 0), (0.08, 1000, 40)])
+def test_a_few_unlikely_tokens_of_a_certain_policy_are_no_temperature(
+    tilt: float, num_unlikely: int, alarms: int
+) -> None:
+    """Rounding in 16 bits is larger where a token is unlikely. At a surprisal of 0.05 a few tokens decide."""
+    seen = 0
+    for seed in range(40):
+        drawn = torch.Generator().manual_seed(seed)
+        sampler = -torch.rand(2000, generator=drawn, dtype=torch.float64) * 0.02
+        sampler[:num_unlikely] -= 0.5 + 6 * torch.rand(num_unlikely, generator=drawn, dtype=torch.float64)
+        rounding = torch.randn(2000, generator=drawn, dtype=torch.float64)
+        trainer = sampler * (1 + tilt) + rounding * torch.where(sampler < -0.1, -0.1 * sampler, 0.001)
+        order = torch.randperm(2000, generator=drawn)
+        mismatch = checks.Mismatch()
+        mismatch.add(trainer[order], sampler[order])
+        slope, error = mismatch.slope
+        seen += abs(slope) > checks.MIN_TILT + checks.CERTAIN * error
+    assert seen == alarms

@@ -45,6 +45,8 @@ class Mismatch:
     # n, |d|, k3, d, d², m, m², dm
     sums: Tensor = field(default_factory=lambda: torch.zeros(8, dtype=torch.float64))
     largest: float = 0.0
+    # n, d, d², m, m², dm of each of ``PARTS`` parts of the tokens
+    parts: Tensor = field(default_factory=lambda: torch.zeros(PARTS, 6, dtype=torch.float64))
 
     def add(self, trainer: Tensor, sampler: Tensor) -> None:
         """Add log-probabilities (n,) of the same tokens."""
@@ -55,13 +57,17 @@ class Mismatch:
             [x.sum() for x in (one, d.abs(), d.exp() - 1 - d, d, d * d, m, m * m, d * m)]
         ).cpu()
         self.largest = max(self.largest, float(d.abs().max())) if not d.isnan().any() else math.nan
+        terms = torch.stack([one, d, d * d, m, m * m, d * m], dim=1).cpu()
+        self.parts.index_add_(0, torch.arange(len(d)) % PARTS, terms)
 
     def over(self, ranks: Ranks) -> Mismatch:
         """The mismatch over all ranks."""
         if ranks.world_size == 1:
             return self
-        sums, largest = zip(*ranks.gather_objects([self.sums.tolist(), self.largest]), strict=True)
-        return Mismatch(torch.tensor(sums, dtype=torch.float64).sum(0), max(largest, key=_nan_last))
+        mine = [self.sums.tolist(), self.largest, self.parts.tolist()]
+        sums, largest, parts = zip(*ranks.gather_objects(mine), strict=True)
+        total = [torch.tensor(values, dtype=torch.float64).sum(0) for values in (sums, parts)]
+        return Mismatch(total[0], max(largest, key=_nan_last), total[1])
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -76,14 +82,27 @@ class Mismatch:
     def slope(self) -> tuple[float, float]:
         """The slope of the difference on the log-probabilities themselves, and its standard error. It shows a
         wrong temperature.
+
+        Rounding is larger where a token is less likely. If a policy is nearly certain, a few unlikely tokens
+        decide the slope, and the error of a regression is too small. So the error is at least that of the
+        mean of the slopes of ``PARTS`` parts of the tokens.
         """
         n, _, _, d, dd, m, mm, dm = self.sums.tolist()
-        spread, together = mm - m * m / max(n, 1), dm - d * m / max(n, 1)
-        if n < CHANGE_TOKENS or spread <= 0:
+        slope, error = _regression(n, d, dd, m, mm, dm)
+        if n < CHANGE_TOKENS:
             return 0.0, math.inf
-        slope = together / spread
-        residual = max(dd - d * d / n - slope * together, 0.0)
-        return slope, math.sqrt(residual / n / spread)
+        slopes = torch.tensor([_regression(*part)[0] for part in self.parts.tolist()], dtype=torch.float64)
+        return slope, max(error, float(slopes.std()) / math.sqrt(PARTS))
+
+
+def _regression(n: float, d: float, dd: float, m: float, mm: float, dm: float) -> tuple[float, float]:
+    """The slope of d on m and its standard error, from sums over n tokens."""
+    spread, together = mm - m * m / max(n, 1), dm - d * m / max(n, 1)
+    if spread <= 0:
+        return 0.0, math.inf
+    slope = together / spread
+    residual = max(dd - d * d / n - slope * together, 0.0)
+    return slope, math.sqrt(residual / n / spread)
 
 
 def assert_on_policy(policy: Policy, mismatch: Mismatch, sampling: SamplingConfig) -> None:
