@@ -42,8 +42,8 @@ class Mismatch:
     "Approximating KL divergence").
     """
 
-    # n, |d|, k3, d, d², m, m², dm
-    sums: Tensor = field(default_factory=lambda: torch.zeros(8, dtype=torch.float64))
+    # n, |d|, k3
+    sums: Tensor = field(default_factory=lambda: torch.zeros(3, dtype=torch.float64))
     largest: float = 0.0
     # n, d, d², m, m², dm of each of ``PARTS`` parts of the tokens
     parts: Tensor = field(default_factory=lambda: torch.zeros(PARTS, 6, dtype=torch.float64))
@@ -53,9 +53,7 @@ class Mismatch:
         d = trainer.detach().to(sampler).double() - sampler.double()
         m = sampler.double() + d / 2  # the mean of both, so that rounding of one is not taken for a slope
         one = torch.ones_like(d)
-        self.sums += torch.stack(
-            [x.sum() for x in (one, d.abs(), d.exp() - 1 - d, d, d * d, m, m * m, d * m)]
-        ).cpu()
+        self.sums += torch.stack([x.sum() for x in (one, d.abs(), d.exp() - 1 - d)]).cpu()
         self.largest = max(self.largest, float(d.abs().max())) if not d.isnan().any() else math.nan
         terms = torch.stack([one, d, d * d, m, m * m, d * m], dim=1).cpu()
         self.parts.index_add_(0, torch.arange(len(d)) % PARTS, terms)
@@ -71,7 +69,7 @@ class Mismatch:
 
     @property
     def metrics(self) -> dict[str, float]:
-        count, mean, k3 = self.sums[:3].tolist()
+        count, mean, k3 = self.sums.tolist()
         return (
             {"mismatch": mean / count, "mismatch_max": self.largest, "mismatch_k3": k3 / count}
             if count
@@ -87,10 +85,9 @@ class Mismatch:
         decide the slope, and the error of a regression is too small. So the error is at least that of the
         mean of the slopes of ``PARTS`` parts of the tokens.
         """
-        n, _, _, d, dd, m, mm, dm = self.sums.tolist()
-        slope, error = _regression(n, d, dd, m, mm, dm)
-        if n < CHANGE_TOKENS:
+        if self.sums[0] < CHANGE_TOKENS:
             return 0.0, math.inf
+        slope, error = _regression(*self.parts.sum(0).tolist())
         slopes = torch.tensor([_regression(*part)[0] for part in self.parts.tolist()], dtype=torch.float64)
         return slope, max(error, float(slopes.std()) / math.sqrt(PARTS))
 
