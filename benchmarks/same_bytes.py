@@ -5,9 +5,9 @@ and compares their files byte for byte.
     python benchmarks/same_bytes.py /tmp/before [--keep FOLDER] [--only os_ppo]
 
 Each run is a separate process in fp32 on one thread, with the sources of its own checkout and this Python.
-It compares `metrics.jsonl` (keys that only one side has are printed) and every file of `trajectories/`. A
-run of the other checkout that is in FOLDER already is read, not repeated. The program prints a table and
-exits with 1 if a file differs.
+It compares `metrics.jsonl` and every file of `trajectories/`, lines and arrays. Keys and arrays that only one
+side has are printed; all others must be equal to the bit. A run of the other checkout that is in FOLDER
+already is read, not repeated. The program prints a table and exits with 1 if a file differs.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from safetensors.numpy import load_file
 
 HERE = Path(__file__).parent.parent
 COMMON = ["evaluation=null", "policy.dtype=float32", "threads=1"]
@@ -47,22 +48,31 @@ def lines_of(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def compare(before: Path, after: Path) -> tuple[str, str]:
-    """Return the differences of metrics and trajectories. Both are empty if there are none."""
-    old, new = (run / "metrics.jsonl" for run in (before, after))
-    metrics = ""
-    if old.read_bytes() != new.read_bytes():
-        one, two = lines_of(old), lines_of(new)
-        shared = all(a[key] == b[key] for a, b in zip(one, two, strict=True) for key in a.keys() & b.keys())
-        keys = sorted({key for a, b in zip(one, two, strict=True) for key in a.keys() ^ b.keys()})
-        metrics = f"equal but for the keys {', '.join(keys)}" if shared and keys else "DIFFERENT"
-    files = sorted(path.name for path in (before / "trajectories").iterdir())
-    different = [
-        name
-        for name in files
-        if (before / "trajectories" / name).read_bytes() != (after / "trajectories" / name).read_bytes()
-    ]
-    return metrics, ", ".join(different)
+def arrays_of(path: Path) -> list[dict[str, object]]:
+    return [{name: (str(x.dtype), x.tobytes()) for name, x in load_file(path).items()}]
+
+
+def compare(before: Path, after: Path, names: list[str]) -> str:
+    """Return how the files of these names differ in two folders; empty if they do not."""
+    keys, different = set[str](), []
+    for name in names:
+        old, new = before / name, after / name
+        if not (old.exists() and new.exists()):
+            if old.suffix == ".safetensors":  # an older version wrote none
+                keys.add("the arrays")
+            else:
+                different.append(name)
+        elif old.read_bytes() != new.read_bytes():
+            read = arrays_of if old.suffix == ".safetensors" else lines_of
+            one, two = read(old), read(new)
+            pairs = list(zip(one, two, strict=False)) if len(one) == len(two) else []
+            shared = all(a[key] == b[key] for a, b in pairs for key in a.keys() & b.keys())
+            only = {key for a, b in pairs for key in a.keys() ^ b.keys()}
+            keys |= only
+            different += [] if shared and only else [name]
+    if different:
+        return f"DIFFERENT: {', '.join(different)}"
+    return f"equal but for {', '.join(sorted(keys))}" if keys else ""
 
 
 def main() -> None:
@@ -82,10 +92,13 @@ def main() -> None:
                 train(arguments.other.absolute(), name, before, None)
             subprocess.run(["rm", "-rf", str(after)], check=True)
             train(HERE, name, after, before)
-            metrics, trajectories = compare(before, after)
+            metrics = compare(before, after, ["metrics.jsonl"])
+            folders = before / "trajectories", after / "trajectories"
+            files = {path.name for folder in folders for path in folder.iterdir()}
+            trajectories = compare(*folders, sorted(files))
             size = f"{(after / 'metrics.jsonl').stat().st_size:,}"
             table.add_row(name, size, metrics or "equal", trajectories or "equal")
-            failed = failed or bool(trajectories) or metrics == "DIFFERENT"
+            failed = failed or "DIFFERENT" in metrics + trajectories
     Console(width=110).print(table)
     sys.exit(failed)
 

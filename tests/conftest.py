@@ -145,7 +145,7 @@ def run_contents() -> Callable[[Path], dict[str, bytes]]:
         files = [
             path
             for path in sorted(folder.rglob("*"))
-            if path.is_file() and path.name not in ("timing.jsonl", ".lock")
+            if path.is_file() and path.name not in ("timing.jsonl", "run.json", "log.txt", ".lock")
         ]
         return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 

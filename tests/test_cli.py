@@ -261,7 +261,11 @@ def test_merging_and_evaluating_in_one_go(tmp_path, capsys):
         capsys.readouterr()
         assert run([*both, str(tmp_path / checkpoint), "--checkpoint", checkpoint, *asked]) == 0
         found = json.loads(capsys.readouterr().out)
+        places = [
+            {key: report.pop(key, None) for key in ("run", "checkpoint", "step")} for report in found.values()
+        ]
         assert found["adapter"] == found["merged"]
+        assert [place["checkpoint"] for place in places] == [checkpoint, None]
         assert found["adapter"]["attempts"] == 64
         assert (tmp_path / checkpoint / "config.json").is_file()
         different.append(found["adapter"]["success"]["value"])

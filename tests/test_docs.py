@@ -18,7 +18,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from agent_peft.algorithms import ALGORITHMS
 from agent_peft.configuration import yaml12
-from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.explain import effective_values
+from agent_peft.configuration.loading import load_config, read_config
 from agent_peft.environments import load_environment
 from agent_peft.environments.arithmetic import ALPHABET
 from agent_peft.rollout.statistics import EvaluationReport
@@ -103,6 +104,27 @@ def test_a_module_of_ones_own_learns(tmp_path):
     )
 
 
+@pytest.mark.slow
+def test_an_evaluation_ends_a_stage_early(tmp_path):
+    follow(section("evaluation.md", "End a stage early"), tmp_path)
+    lines = (tmp_path / "runs/early/metrics.jsonl").read_text().splitlines()
+    assert len(lines) < 400 and len(lines) % 20 == 0
+    best = json.loads((tmp_path / "runs/early/checkpoints/best.json").read_text())
+    assert best["metric"] == "evaluation.success" and best["step"] <= len(lines)
+
+
+@pytest.mark.slow
+def test_tables_of_ones_own_are_read_and_trained_on(tmp_path):
+    text = (DOCS / "questions.md").read_text(encoding="utf-8")
+    tables = re.findall(r"^`(\S+\.jsonl)`\n```json\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert [name for name, _ in tables] == ["sums.jsonl", "chat.jsonl", "pairs.jsonl"]
+    for name, rows in tables:
+        (tmp_path / name).write_text(rows)
+    follow(text, tmp_path)
+    for run in ("sums", "chat", "pairs"):
+        assert len((tmp_path / "runs" / run / "metrics.jsonl").read_text().splitlines()) == 3
+
+
 def test_the_page_says_what_the_code_has():
     text = (DOCS / "arithmetic.md").read_text(encoding="utf-8")
     assert f'`"{ALPHABET}"`' in text
@@ -167,7 +189,17 @@ def tiny(smollm2, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/python.md", "docs/debugging.md", "docs/runs.md"])
+PROGRAMS = [
+    "README.md",
+    "docs/python.md",
+    "docs/debugging.md",
+    "docs/evaluation.md",
+    "docs/runs.md",
+    "docs/trajectories.md",
+]
+
+
+@pytest.mark.parametrize("page", PROGRAMS)
 def test_the_programs_of_a_page_run(page, tiny, tmp_path):
     """Its Python blocks are one program. It runs with a tiny model, few tasks and short answers."""
     text = (DOCS.parent / page).read_text(encoding="utf-8")
@@ -266,3 +298,16 @@ def test_every_attack_of_the_table_names_a_test_that_is_there():
         for file, name in tests:
             text = (Path(__file__).parent / file).read_text(encoding="utf-8")
             assert not name or f"def {name}(" in text, row
+
+
+def test_values_and_origins_of_a_configuration_that_extends_another_one(tmp_path, monkeypatch):
+    follow(section("configurations.md", "Extend another file"), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    config, provenance = read_config("mine.yaml")
+    values = dict(effective_values(config))
+    shown = section("configurations.md", "Where does a value come from?")
+    rows = re.findall(r"^(\S+)\t(.+)\t(.+)$", shown, re.MULTILINE)
+    assert len(rows) == 6
+    for key, value, origin in rows:
+        assert json.dumps(values[key]) == value
+        assert Path(provenance.of(key)).name == Path(origin).name

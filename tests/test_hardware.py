@@ -109,6 +109,29 @@ def test_quotas_of_control_groups(tmp_path, files, own, quota):
     assert cpu_quota(*make_tree(tmp_path, files, own)) == quota
 
 
+@pytest.mark.parametrize(
+    ("files", "own", "expected"),
+    [
+        ({}, "0::/\n", (8000, 6000)),
+        ({"memory.max": "max", "memory.current": "5"}, "0::/\n", (8000, 6000)),
+        ({"memory.max": "4096000", "memory.current": "1024000"}, "0::/\n", (4000, 3000)),
+        ({"memory.max": "4096000", "memory.current": "9024000"}, "0::/\n", (4000, 0)),
+        ({"a/memory.max": "2048000", "a/memory.current": "0"}, "0::/a/b\n", (2000, 2000)),
+        (
+            {"memory/a/memory.limit_in_bytes": "1024000", "memory/a/memory.usage_in_bytes": "512000"},
+            "3:cpu:/x\n5:memory:/a\n",
+            (1000, 500),
+        ),
+    ],
+)
+def test_the_memory_that_this_process_may_use(tmp_path, files, own, expected):
+    root, group = make_tree(tmp_path, files, own)
+    (tmp_path / "meminfo").write_text("MemTotal:  8000 kB\nMemFree:  1 kB\nMemAvailable:  6000 kB\n")
+    found = hardware.memory(root, group, tmp_path / "meminfo")
+    assert (found.total / 1024, found.free / 1024) == expected
+    assert hardware.memory(root, group, tmp_path / "nothing") is None
+
+
 # -- bfloat16 ------------------------------------------------------------------------------------------------
 
 

@@ -52,7 +52,9 @@ def said(capsys, tmp_path, monkeypatch):
         assert len(errors) == (code == 2 or (code == 1 and not told.out)), told.err
         assert "Traceback" not in told.err and "unforeseen" not in told.err
         for line in (told.out + told.err).split("\n"):
-            assert line.isprintable(), line
+            columns = line.split("\t") if arguments[0] == "explain" else [line]  # tabs of our own
+            assert all(column.isprintable() for column in columns), line
+            assert len(columns) in (1, 2, 4), line
         return code, told.out, errors[0].removeprefix("agent-peft: ") if errors else ""
 
     return command

@@ -35,13 +35,20 @@ from agent_peft.types import AgentPeftError
 # What a section's keys have an effect on, beside train and explain, on which all have one. merge --evaluate
 # is as evaluate.
 ENVIRONMENT_KEYS = {
-    "arithmetic": "kind operation digits answer symbols split num_tasks seed",
-    "db_bench": "kind tasks generate database skills limit max_turns max_observation_chars "
-    "statement_seconds statement_steps episode_seconds",
+    "arithmetic": "kind operation digits answer symbols system_prompt prompt split num_tasks seed",
+    "questions": "kind tasks split limit question answer id skills demonstration grader pattern "
+    "system_prompt prompt",
+    "chat": "kind tasks split limit messages prompt completion turns",
+    "preferences": "kind tasks split limit prompt chosen rejected",
+    "db_bench": "kind tasks generate database skills split limit system_prompt prompt max_turns "
+    "max_observation_chars statement_seconds statement_steps episode_seconds",
     "db_bench.generate": "num_tasks seed skills split",
-    "gsm8k": "kind tasks split offset num_tasks examples examples_from examples_seed instruction "
+    "gsm8k": "kind tasks split limit offset num_tasks examples examples_from examples_seed instruction "
     "answer_format annotations strict",
-    "os_interaction": "kind tasks generate skills limit sandbox protocol max_turns max_observation_chars "
+    "gymnasium": "kind id make actions score split num_tasks seed max_turns prompt",
+    "reasoning_gym": "kind dataset split num_tasks seed system_prompt accept_faults",
+    "os_interaction": "kind tasks generate skills split limit sandbox protocol system_prompt prompt "
+    "max_turns max_observation_chars "
     "command_timeout script_timeout episode_seconds replay replay_threads",
     "os_interaction.generate": "num_tasks seed skills split combined",
     "os_interaction.limits": "memory_mb processes file_size_mb cpu_seconds output_chars",
@@ -54,7 +61,7 @@ KEYS: dict[str, dict[str, str]] = {
     "policy:pretrained": {
         "evaluate merge": "model device",
         "evaluate": "dtype",
-        "": "kind lora adapter packing activation_checkpointing",
+        "": "kind lora adapter merge_adapter packing activation_checkpointing",
     },
     "policy:pretrained.lora": {"": "rank alpha dropout target_modules"},
     "policy:scratch": {
@@ -68,13 +75,15 @@ KEYS: dict[str, dict[str, str]] = {
     "engine": {"evaluate": "rows kv_tokens prefill_tokens environment_threads overlap", "": "schedule"},
     "evaluation": {"evaluate": "attempts num_tasks", "": "at every"},
     "evaluation.sampling": {"evaluate": "temperature top_p top_k max_new_tokens max_tokens stop"},
-    "checkpoint": {"": "every keep_last"},
+    "checkpoint": {"": "every keep_last keep_best"},
+    "checkpoint.keep_best": {"": "metric mode"},
+    "trajectories": {"": "every last"},
     "ranks": {"": "timeout allow_other_number"},
     "stages": {
-        "": "name steps until tasks_per_step group_size microbatch_tokens reference mask_cut_actions "
+        "": "name steps epochs until tasks_per_step group_size microbatch_tokens reference mask_cut_actions "
         "task_order nonfinite"
     },
-    "stages.until": {"": "metric above below over"},
+    "stages.until": {"": "metric above below over patience"},
     "stages.rewards": {
         "": "correct incorrect unknown timeout turn_limit token_limit invalid_action cut_action score"
     },
@@ -134,6 +143,8 @@ def folder(tmp_path, monkeypatch) -> Path:
         (tmp_path / name).write_text("[]")
     (tmp_path / "own.py").write_text("def term(trajectory): return 0.0\ndef other(trajectory): return 0.0\n")
     (tmp_path / "adapter").mkdir()
+    settings = {"r": 16, "lora_alpha": 32, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
@@ -151,8 +162,13 @@ POLICY_OF = {
 GENERATED = {"num_tasks": 3}
 ENVIRONMENT_OF = {
     "arithmetic": {"kind": "arithmetic", "digits": 2, "num_tasks": 4},
+    "questions": {"kind": "questions", "tasks": "tasks.jsonl"},
+    "chat": {"kind": "chat", "tasks": "tasks.jsonl"},
+    "preferences": {"kind": "preferences", "tasks": "tasks.jsonl"},
     "db_bench": {"kind": "db_bench", "generate": GENERATED},
     "gsm8k": {"kind": "gsm8k", "tasks": "tasks.jsonl", "examples": 1, "examples_from": "tasks.jsonl"},
+    "gymnasium": {"kind": "gymnasium", "id": "Taxi-v3"},
+    "reasoning_gym": {"kind": "reasoning_gym", "dataset": "leg_counting"},
     "os_interaction": {"kind": "os_interaction", "generate": GENERATED},
     "openenv": {"kind": "openenv", "url": "http://localhost:1", "num_tasks": 3},
     "remote": {"kind": "remote", "url": "http://localhost:1", "examples": 1},
@@ -177,6 +193,7 @@ NAMED: dict[str, str] = {
     "run_dir": "run_dir=elsewhere",
     "policy.device": "{path}=cpu",
     "policy.lora": "{path}=null",
+    "policy.merge_adapter": "{path}=true policy.adapter=adapter",
     "policy.lora.target_modules": "{path}=[c_attn]",
     "policy.alphabet": "{path}='0123456789+*-=x '",
     "evaluation": "evaluation=null",
@@ -186,9 +203,26 @@ NAMED: dict[str, str] = {
     "environment:os_interaction.skills": "{path}=[mkdir]",
     "environment:os_interaction.generate.skills": "{path}=[mkdir]",
     "environment:gsm8k.tasks": "{path}=others.jsonl",
+    **{f"environment:{kind}.tasks": "{path}=others.jsonl" for kind in ("questions", "chat", "preferences")},
+    **{f"environment:{kind}.split": "{path}='train[:5]'" for kind in ("questions", "chat", "preferences")},
+    "environment:questions.skills": "{path}=topic",
+    "environment:gymnasium.make": "{path}={{map_name: 8x8}}",
+    "environment:gymnasium.actions": "{path}=[left, right]",
+    "environment:gymnasium.score": "{path}=[-10, 10]",
+    "environment:gymnasium.prompt": "{path}='So: {{observation}}'",
+    "environment:reasoning_gym.dataset": "{path}=[gcd, lcm]",
+    "environment:questions.grader": "{path}=number",
+    "environment:questions.pattern": "{path}='(a)' {parent}.grader=regex",
+    "environment:chat.prompt": "{path}=p {parent}.completion=c",
+    "environment:chat.completion": "{path}=c {parent}.prompt=p",
+    **{f"environment:{kind}.prompt": "{path}='So: {{question}}'" for kind in ("arithmetic", "questions")},
+    "environment:db_bench.prompt": "{path}='So: {{instruction}}'",
+    "environment:os_interaction.prompt": "{path}='So: {{instruction}}'",
     "environment.tasks": "{path}=tasks.json {parent}.generate=null",
     "environment.generate": "{path}=null {parent}.tasks=tasks.json",
     "environment.skills": "{path}=[insert]",
+    "environment:db_bench.split": "{path}='train[:50%]' {parent}.tasks=tasks.json {parent}.generate=null",
+    "environment:os_interaction.split": "{path}=train {parent}.tasks=tasks.json {parent}.generate=null",
     "environment.generate.skills": "{path}=[insert]",
     "environment:gsm8k.split": "{path}=test {parent}.tasks=openai/gsm8k",
     "environment.examples_from": "{path}=others.jsonl",
@@ -207,9 +241,14 @@ NAMED: dict[str, str] = {
     "stages.until.above": "{path}=0.25",
     "stages.until.below": "{parent}.above=null {path}=0.5",
     "stages.until.metric": "{path}=success",
+    "stages.until.patience": "{parent}.metric=evaluation.success {path}=3 evaluation.every=2",
+    "checkpoint.keep_best": "{path}={{metric: loss, mode: min}}",
+    "checkpoint.keep_best.metric": "{path}=reward",
     "stages.optimizer.betas": "{path}=[0.8, 0.9]",
 }
 ONE_VALUE = ("environment:db_bench.database",)
+# without outcomes: for supervised stages, and never measured (environments/test_chat)
+UNGRADED = ("chat", "preferences")
 
 
 def settings_for(key: str) -> dict[str, Any]:
@@ -220,12 +259,14 @@ def settings_for(key: str) -> dict[str, Any]:
         for part in section.replace("evaluation.environment", "evaluation_environment").split(".")
         if ":" in part
     )
-    algorithm = {"kind": kinds.get("algorithm", "grpo")} | (
+    default = "sft" if kinds.get("environment") in UNGRADED else "grpo"
+    algorithm = {"kind": kinds.get("algorithm", default)} | (
         {"constant_length": 9} if "dr_grpo" in kinds.values() else {}
     )
     stage: dict[str, Any] = {"algorithm": algorithm, "steps": 5, "tasks_per_step": 4}
     if stage["algorithm"]["kind"] != "sft":
         stage |= {"group_size": 2}
+    checkpoint = {"keep_best": {"metric": "loss"}} if key.startswith("checkpoint.keep_best.") else {}
     if key.startswith("stages.until."):
         stage["until"] = {"metric": "reward", "above": 0.5}
     if "terms" in kinds:
@@ -235,6 +276,7 @@ def settings_for(key: str) -> dict[str, Any]:
         "policy": POLICY_OF[kinds.get("policy", "pretrained" if key == "seed" else "scratch")],
         "environment": ENVIRONMENT_OF[kinds.get("environment", "arithmetic")],
         "evaluation": {"environment": ENVIRONMENT_OF[kinds.get("evaluation_environment", "arithmetic")]},
+        "checkpoint": checkpoint,
         "stages": [stage],
     }
 
@@ -312,7 +354,11 @@ def _split(overrides: str) -> list[str]:
 
 
 CONFIGURED = [
-    key for key in FIELDS if key.partition("evaluation.")[2] not in ONE_VALUE and key not in ONE_VALUE
+    key
+    for key in FIELDS
+    if key.partition("evaluation.")[2] not in ONE_VALUE
+    and key not in ONE_VALUE
+    and not key.startswith(tuple(f"evaluation.environment:{kind}." for kind in UNGRADED))
 ]
 
 
@@ -382,7 +428,15 @@ def reached(monkeypatch) -> dict[str, Any]:
 # For each command: what must be given, and for each of its options an argument beside it. ``kept`` are what
 # changes nothing that a worker is called with; the test of each is named.
 COMMANDS: dict[str, tuple[list[str], dict[str, list[str]]]] = {
-    "train": (["run/config.yaml"], {"overrides": ["seed=1"], "fresh": ["--fresh"]}),
+    "train": (
+        ["run/config.yaml"],
+        {
+            "overrides": ["seed=1"],
+            "fresh": ["--fresh"],
+            "change": ["--change"],
+            "begin": ["--from", "other:12"],
+        },
+    ),
     "evaluate": (
         ["run"],
         {
@@ -422,15 +476,20 @@ COMMANDS: dict[str, tuple[list[str], dict[str, list[str]]]] = {
 # These change what is shown or done after the worker; each is looked at by a test of its own, here or in the
 # file named.
 SHOWN = {
-    "evaluate": {"as_json", "target", "config"},  # test_cli, below
+    "evaluate": {"as_json", "target", "config", "output"},  # test_cli, below
     "merge": {"as_json", "both", "run"},  # test_cli
     "explain": {"as_json", "config", "overrides", "keys", "trust"},  # below, test_hostile_inputs
+    "show": {"run", "step", "task", "attempt", "evaluation", "as_json"},  # cli/test_reading
     "train": {"config"},
+    "runs": {"folder", "as_json"},  # runs/test_overview
     "serve": {"config"},
     "generate": {"check", "output", "environment"},  # test_cli
     "validate": {"as_json", "environment"},  # test_cli
     "download": {"environment"},  # environments/test_gsm8k
 }
+
+
+NO_OPTIONS = ("environments", "progress")  # arguments of workers that look otherwise in each call
 
 
 def test_every_option_of_every_command_is_in_a_table():
@@ -449,7 +508,7 @@ def test_options_of_a_command(folder, reached, capsys, monkeypatch, command):
         reached.clear()
         assert run([command, *needed, *more]) == 2
         assert capsys.readouterr().err == "agent-peft: reached\n"
-        return str({name: value for name, value in reached.items() if name != "environments"})
+        return str({name: value for name, value in reached.items() if name not in NO_OPTIONS})
 
     plain = called()
     for name, arguments in options.items():
@@ -484,7 +543,7 @@ def test_explain_shows_what_the_command_line_says(folder, capsys):
     assert shown[1]["stages.0.optimizer.learning_rate"] == {
         "value": 0.5,
         "from": "command line",
-        "what it does": "learning rate after the warm-up",
+        "what it does": "learning rate after the warm-up; an update moves each weight by about this much",
     }
 
 

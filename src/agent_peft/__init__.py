@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from agent_peft.policies.policy import Policy
     from agent_peft.rollout.evaluation import evaluate
     from agent_peft.runs.observers import Observer
+    from agent_peft.runs.reading import load_run
     from agent_peft.runs.run import train
     from agent_peft.training.stage import Stage
     from agent_peft.training.trainer import Step, Trainer
@@ -64,6 +65,7 @@ __all__ = [
     "load_config",
     "load_environment",
     "load_policy",
+    "load_run",
     "load_sampler",
     "testing",
     "train",
@@ -92,6 +94,7 @@ _HOMES = {  # name -> module:attribute, as imported above; a test compares the t
     "load_config": "configuration.loading:load_config",
     "load_environment": "environments:load_environment",
     "load_policy": "policies.loading:load_policy",
+    "load_run": "runs.reading:load_run",
     "load_sampler": "policies.engine:load_sampler",
     "testing": "testing:",
     "train": "runs.run:train",

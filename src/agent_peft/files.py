@@ -92,15 +92,15 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)  # else opening a pipe waits until somebody writes
 
 
-def write_atomic(path: Path, text: str) -> None:
-    """Write a text file; if the process is killed, the old file stays whole. The folder is made if needed. A
-    link at the path is replaced, not followed.
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a file, text as UTF-8; if the process is killed, the old file stays whole. The folder is made if
+    needed. A link at the path is replaced, not followed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.aside")
     aside.unlink(missing_ok=True)  # left by a process that was killed
-    with open(aside, "x", encoding="utf-8", newline="\n") as file:
-        file.write(text)
+    with open(aside, "xb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     aside.replace(path)

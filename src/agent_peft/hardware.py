@@ -18,7 +18,7 @@ from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)
 
-CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+CGROUPS, OWN_CGROUP, MEMINFO = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"), Path("/proc/meminfo")
 # oneDNN and torch keep a kernel for each of the last 1,024 shapes that were multiplied, which makes a
 # process in bfloat16 hundreds of megabytes larger. Lengths differ from batch to batch, so only the shapes
 # of one batch's layers come again. Both libraries read these variables once.
@@ -91,6 +91,42 @@ def cpu_quota(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
                 case [allowed, period] if allowed.isdecimal() and period.isdecimal():  # else "max" or -1
                     quotas.append(int(allowed) / int(period))
     return min(quotas, default=None)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The memory that this process may use, in bytes: all of it, and what is free.
+
+    >>> Memory(total=8 << 30, free=6 << 30).free >> 30
+    6
+    """
+
+    total: int
+    free: int
+
+
+def memory(root: Path = CGROUPS, own: Path = OWN_CGROUP, meminfo: Path = MEMINFO) -> Memory | None:
+    """The machine's memory, or that which the control groups (version 2 or 1) of this process allow. None
+    where the system does not tell.
+    """
+    kilobytes = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _read(meminfo), re.MULTILINE))
+    if not {"MemTotal", "MemAvailable"} <= kilobytes.keys():
+        return None
+    total, free = (int(kilobytes[key]) * 1024 for key in ("MemTotal", "MemAvailable"))
+    for line in _read(own).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = root / "memory" if controllers else root
+        names = ("limit_in_bytes", "usage_in_bytes") if controllers else ("max", "current")
+        group = base / path.strip("/")
+        for folder in (group, *group.parents):  # a limit also holds for the groups below
+            if not folder.is_relative_to(base):
+                break
+            limit, used = (_read(folder / f"memory.{name}") for name in names)
+            if limit.isdecimal() and used.isdecimal() and int(limit) < total:
+                total, free = int(limit), min(free, max(0, int(limit) - int(used)))
+    return Memory(total, min(free, total))
 
 
 def choose_device(configured: str) -> torch.device:

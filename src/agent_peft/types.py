@@ -132,8 +132,10 @@ class Turn:
 class Trajectory:
     """The record of an episode. It flattens to ``o1 y1 o2 y2 …`` with mask ``0 1 0 1`` (per token).
 
-    ``rewards`` has one reward per turn; their sum is the return. ``score`` is the environment's grade between
-    0 and 1, or None. ``messages`` is for people; training reads only ``turns``.
+    ``rewards`` has one reward per turn; their sum is the return, and ``reward_terms`` says what each term of
+    the reward gave to it. ``score`` is the environment's grade between 0 and 1, or None. ``seed`` is the
+    episode's: its world draws from ``derive(seed, "environment")``. ``messages`` is for people; training
+    reads only ``turns``.
 
     >>> t = Trajectory(Task("t"), turns=(Turn((1, 2), (3,), (-0.5,)), Turn((4,), (5, 6), (-0.1, -0.2))))
     >>> t.tokens, t.action_mask
@@ -147,6 +149,8 @@ class Trajectory:
     stop_reason: StopReason = StopReason.FINISHED
     rewards: tuple[float, ...] = ()
     score: float | None = None
+    reward_terms: Mapping[str, float] = field(default_factory=dict)
+    seed: int = 0
 
     @property
     def tokens(self) -> tuple[int, ...]:

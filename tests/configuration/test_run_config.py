@@ -385,7 +385,7 @@ MISTAKES = [
     (
         ONE,
         ("task_order=shufle",),
-        "command line: task_order: must be 'shuffle' or 'sequential', got \"shufle\"",
+        "command line: task_order: 'shufle' is no order; give shuffle, sequential or a file such as order",
     ),
     # kinds
     (ONE, ("algorithm=GRPO",), "command line: algorithm: there is no kind 'GRPO'; did you mean 'grpo'?"),
@@ -419,22 +419,30 @@ MISTAKES = [
     (
         ONE.replace("steps: 3\n", ""),
         (),
-        "x.yaml: steps is missing (number of steps: trips through the main loop)",
+        "x.yaml: steps is missing (number of steps: trips through the main loop; set this or epochs)",
     ),
     (
         TWO.replace("steps: 3\n", ""),
         (),
-        "x.yaml: stages.0.steps is missing (number of steps: trips through the main loop) (and 1 more error)",
+        "x.yaml: stages.0: steps is missing (number of steps: trips through the main loop; set this or "
+        "epochs) (and 1 more error)",
     ),
     (ONE, ("algorithm=dr_grpo",), "x.yaml: algorithm.constant_length is missing"),
     (ONE, ("evaluation.attempts=3",), "x.yaml: evaluation.environment is missing"),
     (
         "run_dir: r\n",
         (),
-        "x.yaml: policy is missing (the model that acts and is trained) (and 3 more errors)",
+        "x.yaml: policy is missing (the model that acts and is trained) (and 2 more errors)",
     ),
     ("", (), "x.yaml: is empty; write at least run_dir, policy, environment, algorithm and steps"),
     ("- a", (), "x.yaml: is not a mapping of keys to values"),
+    (
+        ONE + "epochs: 2",
+        (),
+        "x.yaml:5: steps and epochs both say how long the stage is; give one of them",
+    ),
+    (ONE, ("epochs=0",), "command line: epochs: must be greater than 0, got 0"),
+    (ONE, ("epochs=.inf",), "command line: epochs: must be less than or equal to 1000000, got Infinity"),
     # several
     (
         TWO,
@@ -452,6 +460,11 @@ MISTAKES = [
         ("environment={kind: db_bench, tasks: no.json}",),
         "command line: environment.tasks: there is no file or folder 'no.json'",
     ),
+    (
+        TOP + "algorithm: grpo\nsteps: 3\noptimizer: {learning_rate: 10}",
+        (),
+        "x.yaml:6: optimizer.learning_rate",
+    ),
     # no effect
     (
         ONE + "stages: [{steps: 1}, {steps: 2}]",
@@ -461,7 +474,7 @@ MISTAKES = [
     (
         TOP
         + "steps: 3\noptimizer: {learning_rate: 1}\n"
-        + "stages: [{algorithm: grpo, optimizer: {learning_rate: 2}}]",
+        + "stages: [{algorithm: grpo, optimizer: {learning_rate: 0.5}}]",
         (),
         "x.yaml:5: optimizer.learning_rate has no effect, because every stage sets its own; remove it",
     ),
@@ -571,7 +584,7 @@ MISTAKES = [
     (
         ONE + "until: {metric: evaluation.success, above: 1}",
         (),
-        "until.metric: 'evaluation.success' is measured by evaluations",
+        "until.metric of stage 'grpo': no evaluation is due between the steps 0 and 3; set evaluation.every",
     ),
     # stages and overrides
     (ONE + "stages: []", (), "x.yaml: stages: expected a list of stages, got []"),
@@ -649,7 +662,7 @@ def test_a_dumped_configuration_loads_equal(load, text, tmp_path):
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    rate=st.floats(1e-12, 10),
+    rate=st.floats(1e-12, 1),
     name=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="/\\\0"), min_size=1),
     stop=st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), max_size=3),
 )
@@ -742,6 +755,17 @@ def test_a_run_without_evaluation_is_evaluated_within_its_own_limits(load, tmp_p
             ("=",),
             0.0,
         ), name
+
+
+def test_a_file_of_ones_own_is_measured_as_a_whole(load, tmp_path):
+    (tmp_path / "mine.json").write_text("{}")
+    environment = "{kind: db_bench, tasks: theirs.json, split: 'train[90%:]', limit: 3}"
+    load(ONE + f"evaluation: {{environment: {environment}}}\n", check_files=False)
+    config = load_for_evaluation(tmp_path / "x.yaml", [], tmp_path / "mine.json", None)
+    assert (config.evaluation.environment.split, config.evaluation.environment.limit) == (None, 3)
+    part = ["evaluation.environment.split=train[:5]"]
+    config = load_for_evaluation(tmp_path / "x.yaml", part, tmp_path / "mine.json", None)
+    assert config.evaluation.environment.split == "train[:5]"
 
 
 def test_tasks_of_ones_own_take_the_place_of_generated_ones(load, tmp_path):

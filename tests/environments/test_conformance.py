@@ -14,6 +14,7 @@ from agent_peft.testing import check_environment
 from agent_peft.types import AgentPeftError, Outcome, StopReason
 
 PROBLEMS = str(Path(__file__).parent / "own_problems.jsonl")
+CONVERSATIONS = str(Path(__file__).parent / "own_conversations.jsonl")
 
 # for each kind: a configuration with a few tasks, one with another seed, and a reply that answers wrongly and
 # finishes
@@ -34,7 +35,29 @@ CASES = {
         {"tasks": PROBLEMS, "offset": 1},
         "#### -1",
     ),  # problems of a file: another part of it
+    "questions": (
+        {"tasks": PROBLEMS, "grader": "number", "limit": 3},
+        {"tasks": PROBLEMS, "grader": "number", "split": "train[3:]"},
+        "-1",
+    ),
+    "chat": (
+        {"tasks": CONVERSATIONS},
+        {"tasks": CONVERSATIONS, "split": "train[1:]"},
+        "nothing of the kind",
+    ),
+    "preferences": (
+        {"tasks": CONVERSATIONS},
+        {"tasks": CONVERSATIONS, "split": "train[1:]"},
+        "nothing of the kind",
+    ),
+    "reasoning_gym": (
+        {"dataset": ["leg_counting", "maze", "knights_knaves"], "num_tasks": 6},
+        {"dataset": ["leg_counting", "maze", "knights_knaves"], "num_tasks": 6, "seed": 1},
+        "<answer>-1</answer>",
+    ),
 }
+# the outcome of a wrong reply, where it is not incorrect
+UNGRADED = {"chat", "preferences"}
 # a reply that takes longer than anybody waits, for those whose episodes have a clock, and what lets it
 PATIENCE = {
     "db_bench": {"statement_seconds": 600.0, "statement_steps": 10**15},
@@ -44,7 +67,7 @@ ENDLESS = {
     "db_bench": "Action: Operation\n```sql\nWITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT COUNT(*) FROM c\n```",  # noqa: E501
     "os_interaction": "Act: bash\n\n```bash\necho begun; sleep 600\n```",
 }
-# each of them over HTTP too; the environment of an OpenEnv server has no golds to replay
+# each of them over HTTP too; the environments of an OpenEnv server and of Gymnasium have no golds to replay
 CASES |= {f"remote {kind}": case for kind, case in CASES.items()}
 
 
@@ -83,13 +106,15 @@ def play(environment, task, replies):
 
 
 def test_every_environment_is_covered():
-    assert {kind.split()[0] for kind in CASES} == set(ENVIRONMENTS) - {"openenv"}
+    assert {kind.split()[0] for kind in CASES} == set(ENVIRONMENTS) - {"openenv", "gymnasium"}
 
 
 @pytest.fixture(params=CASES)
 def kind(request):
     if "os_interaction" in request.param:
         request.getfixturevalue("sandboxed")
+    if "reasoning_gym" in request.param:
+        pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")
     return request.param
 
 
@@ -105,7 +130,9 @@ def test_demonstrations_are_correct(load, kind):
 def test_wrong_replies_are_incorrect(load, kind):
     environment = load(kind)
     for task in environment.tasks:
-        assert play(environment, task, [CASES[kind][2]])[-1].outcome is Outcome.INCORRECT, task.id
+        outcome = Outcome.UNKNOWN if kind.split()[-1] in UNGRADED else Outcome.INCORRECT
+        turns = len(environment.demonstration(task)) if kind.endswith("chat") else 1
+        assert play(environment, task, [CASES[kind][2]] * turns)[-1].outcome is outcome, task.id
 
 
 def test_the_same_seed_gives_the_same_tasks_and_another_others(load, kind):

@@ -228,8 +228,8 @@ def test_the_opening_by_hand():
 
 
 def test_an_instruction_of_ones_own_or_none():
-    environment = gsm8k(instruction="Finish with {answer_format} {please}")
-    assert environment.prompt == "Finish with #### <number> {please}"
+    environment = gsm8k(instruction="Finish with {answer_format} {{please}} {1}")
+    assert environment.prompt == "Finish with #### <number> {please} {1}"
     bare = gsm8k(instruction="")
     assert [message.role for message in bare.episode(bare.tasks[0], 0).start()] == ["user"]
 
@@ -349,14 +349,14 @@ def test_lines_end_where_json_lines_end(tmp_path):
 @pytest.mark.parametrize(
     ("written", "told"),
     [
-        (f"{{tasks: {OWN}, split: test}}", "x.yaml:5: environment: split has no effect on a file"),
+        (f"{{tasks: {OWN}, split: test}}", "x.yaml:5: environment: split: a file has no split 'test'"),
         (
             "{tasks: openai/gsm8k}",
-            "split is missing: 'openai/gsm8k' is taken for a hub id (a file ends in .jsonl); set it to train or test",  # noqa: E501
+            "split is missing: 'openai/gsm8k' is taken for a hub id (a file ends in .jsonl, .json, .csv",
         ),
         (
-            "{tasks: openai/gsm8k, split: valid}",
-            "x.yaml:5: environment.split: must be 'train' or 'test', got \"valid\"",
+            f"{{tasks: {OWN}, instruction: '{{answer_form}}'}}",
+            "environment.instruction: there is no placeholder {answer_form}; did you mean {answer_format}?",
         ),
         (f"{{tasks: {OWN}, examples_from: {OWN}}}", "examples_from has no effect with examples: 0"),
         (f"{{tasks: {OWN}, examples_seed: 3}}", "examples_seed has no effect with examples: 0"),

@@ -310,6 +310,18 @@ def test_attention_of_another_kind_is_left_to_the_model(kind: str, make_policy: 
     assert not policy.tiled and policy.packing
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_more_tokens_than_positions_are_a_mistake_of_one_line(packing: bool, make_policy: MakePolicy) -> None:
+    policy = make_policy("gpt2", packing=packing)
+    assert policy.bound is not None
+    tokens = (2,) * policy.bound.positions
+    too_long = Trajectory(Task("t"), (Turn((1,), tokens, (0.0,) * len(tokens)),))
+    with pytest.raises(
+        AgentPeftError, match=f"{len(tokens) + 1} tokens, and the model can read {len(tokens)} "
+    ):
+        policy.forward(collate([too_long], [0]), PLAIN)
+
+
 def test_siblings_cost_what_they_do_not_share(make_policy: MakePolicy) -> None:
     policy, sequences = make_policy(), [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2]]
     assert policy.count_nodes(sequences) == 5

@@ -58,6 +58,14 @@ def test_auto_on_a_cpu_is_what_is_measured_to_be_faster(features, monkeypatch, t
     assert asked == [(1024, 4096, torch.get_num_threads())]
 
 
+def test_the_measured_products_have_a_largest_size(features, monkeypatch):
+    asked = []
+    monkeypatch.setattr(precision, "speed_of_bf16", lambda *sizes: asked.append(sizes) or 2.0)
+    monkeypatch.setattr(precision, "WIDEST", 2048)
+    choose_precision(policy())
+    assert asked == [(1024, 2048, torch.get_num_threads())]
+
+
 def test_auto_measures_nothing_where_nothing_could_come_of_it(features, monkeypatch):
     monkeypatch.setattr(precision, "speed_of_bf16", None)
     assert "so small a model" in choose_precision(policy(SMALL)).reason

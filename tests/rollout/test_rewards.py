@@ -97,6 +97,33 @@ def test_nothing_but_the_rewards_changes():
     assert before.rewards == ()
 
 
+def test_each_term_says_what_it_gave():
+    config = RewardConfig(
+        incorrect=-0.25,
+        invalid_action=-0.125,
+        cut_action=-0.5,
+        score=0.5,
+        terms=(
+            {"kind": "format", "weight": 0.5},
+            {"kind": "format", "weight": 0.25},
+            {"kind": "length_penalty", "target_tokens": 9},
+        ),
+    )
+    episode = replace(trajectory(False, True, False, True), score=0.75)
+    priced = price(episode, config)
+    assert priced.reward_terms == {
+        "outcome": -0.25,
+        "invalid_action": -0.25,
+        "cut_action": 0.0,
+        "score": 0.375,
+        "format": 0.375,
+        "length_penalty": 0.0,
+    }
+    assert str(list(priced.reward_terms.values())).count("-0.0") == 0
+    assert priced.reward == sum(priced.reward_terms.values())
+    assert price(trajectory(True), DB).reward_terms == {"outcome": -0.1}, "what is not set is left out"
+
+
 def test_an_infrastructure_failure_has_no_price():
     with pytest.raises(ValueError, match="infrastructure"):
         price(trajectory(True, stop_reason=StopReason.INFRASTRUCTURE), DB)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 
 import pytest
@@ -9,10 +10,13 @@ import torch
 
 from agent_peft.algorithms import Algorithm, AlgorithmConfig
 from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticConfig
+from agent_peft.environments.preferences import Preferences, PreferencesConfig
 from agent_peft.policies.config import ScratchConfig
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.policy import Policy
+from agent_peft.ranks import ALONE
+from agent_peft.rollout import sources
 from agent_peft.rollout.collector import Collection
 from agent_peft.rollout.demonstrations import demonstrate
 from agent_peft.rollout.rewards import RewardConfig
@@ -20,7 +24,7 @@ from agent_peft.rollout.sources import Demonstrations, Rollouts
 from agent_peft.rollout.task_order import TaskOrder
 from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Trainer
-from agent_peft.types import Group, Task
+from agent_peft.types import Group, Outcome, Task
 
 TASKS = Arithmetic(ArithmeticConfig(digits=1, num_tasks=10))
 SCRATCH = {
@@ -102,6 +106,31 @@ def test_pairs_from_a_source_of_ones_own_are_learnt_and_never_split():
     whole, cut = curves
     assert [m["margin"] for m in whole] == pytest.approx([m["margin"] for m in cut], abs=1e-4)
     assert whole[-1]["margin"] > whole[0]["margin"] and whole[-1]["loss"] < whole[0]["loss"]
+
+
+def test_the_pairs_of_a_table_are_learnt(tmp_path):
+    rows = [{"prompt": f"{n}+1=", "chosen": str(n + 1), "rejected": str(n)} for n in range(8)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    environment = Preferences(PreferencesConfig(tasks=tmp_path / "pairs.jsonl"))
+    acting = policy()
+    order = TaskOrder(environment.tasks, 4, seed=0)
+    source = sources.Pairs(environment, order, acting.chat, RewardConfig(), 0, ALONE)
+    groups = source.collect(3).groups
+    assert groups == source.collect(3).groups
+    assert [group.task for group in groups] == order.at(3)
+    for group in groups:
+        chosen, rejected = group.trajectories
+        assert [t.messages[-1].content for t in group.trajectories] == [
+            group.task.content["chosen"],
+            group.task.content["rejected"],
+        ]
+        assert (chosen.outcome, rejected.outcome) == (Outcome.CORRECT, Outcome.INCORRECT)
+        assert chosen.turns[0].observation == rejected.turns[0].observation
+        assert chosen.reward > rejected.reward
+    keys = {"group_size": 1, "steps": 8, "tasks_per_step": 4}
+    trainer = Trainer(acting, environment, stage(PairsConfig(), **keys), source=source)
+    margins = [step.metrics["margin"] for step in trainer]
+    assert margins[-1] > margins[0]
 
 
 def test_the_trainer_takes_its_source_from_what_the_algorithm_learns_from():

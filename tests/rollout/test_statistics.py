@@ -16,11 +16,13 @@ from rich.console import Console
 from agent_peft.rollout.report_tables import skill_table, table
 from agent_peft.rollout.statistics import (
     EvaluationReport,
+    mean_over_tasks,
     paired_test,
     pass_at_k,
     rate_of,
     sign_flip_p,
     summarize,
+    t95,
     wilson_interval,
 )
 from agent_peft.types import AgentPeftError, Group, Outcome, StopReason, Task, Trajectory, Turn
@@ -344,3 +346,107 @@ def test_reports_without_scores_say_nothing_of_them_and_those_with_scores_surviv
     shown = io.StringIO()
     Console(file=shown, width=200).print(table({"base": plain}))
     assert "score" not in shown.getvalue()
+
+
+# -- rewards -------------------------------------------------------------------------------------------------
+
+
+def rewarded(*rewards, correct=False, **settings):
+    """A report of tasks with these returns (one list of attempts per task)."""
+    groups = []
+    for number, attempts in enumerate(rewards):
+        task = Task(str(number))
+        made = [replace(attempt(task, correct), rewards=(reward,)) for reward in attempts]
+        groups.append(Group(task, made))
+    return replace(summarize(groups), settings=settings)
+
+
+@pytest.mark.parametrize(  # R: qt(0.975, df)
+    ("degrees", "point"),
+    [
+        (1, 12.70620),
+        (2, 4.302653),
+        (3, 3.182446),
+        (4, 2.776445),
+        (9, 2.262157),
+        (29, 2.045230),
+        (1318, 1.961773),
+    ],
+)
+def test_the_points_of_students_t_as_in_r(degrees, point):
+    assert t95(degrees) == pytest.approx(point, abs=0.004)
+
+
+def test_the_mean_reward_by_hand_is_over_tasks():
+    # tasks' means 0.5, 1.5, 4: mean 2, s² = (2.25 + 0.25 + 4) / 2, half = 4.302653 √(s² / 3)
+    found = rewarded([0.0, 1.0], [1.5], [3.0, 4.0, 5.0]).reward
+    half = 4.302653 * math.sqrt(3.25 / 3)
+    assert (found.value, found.low, found.high, found.tasks) == pytest.approx((2, 2 - half, 2 + half, 3))
+    assert rewarded([0.5] * 4, [1.5] * 4, [4.0] * 4).reward == found, "attempts that agree tell no more"
+
+
+def test_tasks_that_are_all_alike_do_not_show_an_interval():
+    for alike in (rewarded([1.0]), rewarded([0.5], [0.0, 1.0])):
+        assert (alike.reward.low, alike.reward.high) == (None, None)
+    assert rewarded([1.0]).reward.text == "1.000"
+
+
+def test_the_interval_of_means_holds_the_truth_as_often_as_it_says():
+    random, held, naive, runs = Random(1), 0, 0, 600
+    for _ in range(runs):
+        tasks = [random.gauss(0.0, 1.0) for _ in range(12)]
+        attempts = [[random.gauss(mean, 1.0) for _ in range(4)] for mean in tasks]
+        found = mean_over_tasks([math.fsum(four) / 4 for four in attempts])
+        held += found.low <= 0 <= found.high
+        apart = mean_over_tasks([one for four in attempts for one in four])  # as if attempts were independent
+        naive += apart.low <= 0 <= apart.high
+    assert 0.93 <= held / runs <= 0.98
+    assert naive / runs < 0.85
+
+
+def test_a_reward_that_follows_from_success_is_in_the_json_and_in_no_table():
+    a, b = Task("a"), Task("b")
+    mixed = [
+        Group(a, [replace(attempt(a, True), rewards=(1.0,))]),
+        Group(b, [replace(attempt(b, False), rewards=(0.0,))]),
+    ]
+    plain, graded = summarize(mixed), rewarded([0.25], [0.75])
+    assert plain.reward_follows_success and not graded.reward_follows_success
+    assert plain.to_json()["reward"]["value"] == 0.5
+    assert "reward" not in plain.summary and "reward" not in shown(table({"base": plain}))
+    assert graded.summary == "success 0.0% (0–66) on 2 tasks, reward 0.500 (-2.677…3.677)"
+    (row,) = [
+        line for line in shown(table({"base": plain, "after": graded})).splitlines() if "reward" in line
+    ]
+    assert "0.500 (-5.853…6.853)" in row and "0.500 (-2.677…3.677)" in row
+    for each in (plain, graded):
+        assert EvaluationReport.from_json(json.loads(json.dumps(each.to_json()))) == each
+
+
+def test_rewards_of_other_prices_are_marked():
+    one, two = (
+        rewarded([0.0], [0.5], rewards={"correct": 1.0}),
+        rewarded([0.0], [1.0], rewards={"correct": 2.0}),
+    )
+    text = shown(table({"base": one, "after sft": two, "after grpo": two}))
+    (row,) = [line for line in text.splitlines() if "reward " in line and "│" in line]
+    assert row.count("*") == 1 and "* under the rewards of another stage than the last column's" in text
+    assert "*" not in shown(table({"base": two, "after sft": two}))
+
+
+def test_what_was_measured_is_in_the_json_and_does_not_count_in_comparisons():
+    plain = report([True, False])
+    made = replace(plain, name="after grpo", step=20, settings={"tasks": 2, "sampling": {"temperature": 0.0}})
+    assert made == plain
+    content = made.to_json()
+    assert list(content)[:3] == ["name", "step", "settings"] and "groups" not in content
+    back = EvaluationReport.from_json(json.loads(json.dumps(content)))
+    assert (back.name, back.step, back.settings) == (made.name, made.step, made.settings)
+    assert "name" not in plain.to_json() and "step" not in shown(table({"base": plain}))
+    assert re.search(r"step +│ +20 ", shown(table({"after grpo": made})))
+    assert len(made.groups) == 2 and back.groups == ()
+
+
+def test_metrics_have_names():
+    made = rewarded([0.25], [0.75], correct=True)
+    assert [made.metric(f"evaluation.{name}") for name in ("success", "reward", "score")] == [1.0, 0.5, None]

@@ -20,12 +20,10 @@ from agent_peft.runs.observers import (
     TimingFile,
     append_line,
     metrics_record,
-    write_trajectories,
 )
 from agent_peft.runs.resume import forget_after
 from agent_peft.runs.run import train
 from agent_peft.training.stage import StageConfig
-from agent_peft.types import Group, Message, Outcome, StopReason, Task, Trajectory, Turn
 
 STAGE = StageConfig.model_validate({"algorithm": {"kind": "grpo"}, "steps": 9})
 METRICS = {"reward": 0.1 + 0.2, "loss": 1e-17, "success": 0.5}
@@ -78,42 +76,6 @@ def test_a_torn_line_does_not_run_into_the_next(tmp_path):
     first, second = map(json.loads, path.read_text().splitlines())
     assert first == {"step": 0}
     assert second["step"] == 1 and second["seconds"] > 0 and second["sampled"] == 7
-
-
-def test_trajectories_for_people(tmp_path):
-    task = Task("insert-7", skills=("insert", "where"))
-    one = Trajectory(
-        task,
-        (Turn((1, 2), (3,), (-0.5,)), Turn((4,), (5, 6), (-0.1, -0.2))),
-        (Message("user", "Zürich?"), Message("assistant", "a lone \ud800 surrogate")),
-        Outcome.CORRECT,
-        StopReason.FINISHED,
-        (0.0, 1.0),
-    )
-    other = Trajectory(
-        task, (Turn((1,), (2,), (-1.0,)),), (), Outcome.INCORRECT, StopReason.TURN_LIMIT, (-0.1,)
-    )
-    path = write_trajectories(
-        tmp_path / "trajectories", 12, [Group(task, [one, other]), Group(Task("lost"), [])]
-    )
-    assert path == tmp_path / "trajectories" / "step_000012.jsonl"
-    first, second = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    assert first == {
-        "step": 12,
-        "task": "insert-7",
-        "skills": ["insert", "where"],
-        "outcome": "correct",
-        "stop_reason": "finished",
-        "rewards": [0.0, 1.0],
-        "tokens": 6,
-        "action_tokens": 3,
-        "cut_actions": 0,
-        "messages": [
-            {"role": "user", "content": "Zürich?"},
-            {"role": "assistant", "content": "a lone \ud800 surrogate"},
-        ],
-    }
-    assert (second["outcome"], second["stop_reason"], second["tokens"]) == ("incorrect", "turn_limit", 2)
 
 
 # -- a user's observers --------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -13,6 +14,13 @@ from agent_peft.runs.observers import RunStep
 from agent_peft.runs.progress import Progress
 from agent_peft.training.stage import StageConfig
 from agent_peft.types import Group, Task, Trajectory, Turn
+
+
+def untimed(text):
+    """The lines, which begin with the day and the time of their printing."""
+    for line in text.splitlines():
+        assert re.match(r"\d\d-\d\d \d\d:\d\d:\d\d  ", line), line
+    return [line[16:] for line in text.splitlines()]
 
 
 def test_one_plain_line_per_step_where_there_is_no_terminal():
@@ -39,7 +47,7 @@ def test_one_plain_line_per_step_where_there_is_no_terminal():
             0.0,
         )
         progress.advance({"infrastructure_failures": 0.0, "crashed": 3.0, "defects": 1.0}, 0.0)
-    lines = out.getvalue().splitlines()
+    lines = untimed(out.getvalue())
     assert lines[0] == "evaluating base on 200 tasks"
     assert lines[1].startswith("sft 1/2  loss 1.2500  gradient norm 0.5  100 tokens/s  0:00:0"), (
         "what demonstrations earn is not told"
@@ -60,7 +68,35 @@ def test_the_time_left_is_told_from_the_steps_of_this_run(monkeypatch):
     with Progress(Console(file=out)) as progress:
         progress.start_stage("grpo", total=251, done=10)
         progress.advance({}, 1.0)  # 30 seconds, and 240 steps to go
-    assert out.getvalue() == "grpo 11/251  1 tokens/s  2:00:00 left\n"
+    assert untimed(out.getvalue()) == ["grpo 11/251  1 tokens/s  2:00:00 left"]
+
+
+def test_the_step_of_the_run_is_told_where_there_are_several_stages():
+    out = io.StringIO()
+    with Progress(Console(file=out)) as progress:
+        progress.start_stage("sft", total=6, first=0, steps=60)
+        progress.advance({}, 1.0)
+        progress.start_stage("grpo", total=54, done=5, first=6, steps=60)
+        progress.advance({}, 1.0)
+        progress.start_stage("alone", total=54, done=5, first=0, steps=54)
+        progress.advance({}, 1.0)
+    starts = [line.split("  1 tokens/s")[0] for line in untimed(out.getvalue())]
+    assert starts == ["1/60  sft 1/6", "12/60  grpo 6/54", "alone 6/54"]
+
+
+def test_an_evaluation_is_a_line_or_a_bar():
+    plain, terminal = io.StringIO(), io.StringIO()
+    with Progress(Console(file=plain)) as progress, progress.evaluation("base", 200, 400) as on_episode:
+        on_episode()
+    assert untimed(plain.getvalue()) == ["evaluating base on 200 tasks"]
+    with Progress(Console(file=terminal, force_terminal=True, width=120)) as progress:
+        with progress.evaluation("base", 200, 400) as on_episode:
+            on_episode()
+            on_episode()
+            progress._bars.refresh()
+        shown = terminal.getvalue()
+        assert "evaluating base" in shown and "  2/400" in shown
+        assert not progress._bars.tasks, "the bar goes when the evaluation is done"
 
 
 def test_a_bar_on_a_terminal():
@@ -95,6 +131,6 @@ def test_a_step_without_sampled_tokens_learned_from_demonstrations():
                 [Group(trajectory.task, [trajectory])], statistics=EngineStatistics(0, 0, sampled, 0)
             )
             progress.on_step(RunStep(0, collection, metrics, stage, started=0.0))
-    first, second = out.getvalue().splitlines()
+    first, second = untimed(out.getvalue())
     assert first.startswith("x 1/2  loss 1.5000  ") and "reward" not in first
     assert second.startswith("x 2/2  reward 1.000  ") and "loss" not in second

@@ -144,7 +144,7 @@ def test_what_was_written_after_the_whole_checkpoint_is_forgotten(configure, mon
             3,
         ]
     assert sorted(path.name for path in (config.run_dir / "trajectories").iterdir()) == [
-        f"step_{step:06d}.jsonl" for step in range(4)
+        f"step_{step:06d}.{kind}" for step in range(4) for kind in ("jsonl", "safetensors")
     ]
     kept = {path.stem for path in (config.run_dir / "evaluations").iterdir()}
     assert kept == {"base", "step_1", "after_sft", "step_3", "step_4"}  # and not after_reinforce

@@ -79,7 +79,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     found = {str(path.relative_to(folder)): path.read_bytes() for path in files}
     return {
-        name: found[name] for name in found if Path(name).name not in ("timing.jsonl", ".lock", "config.yaml")
+        name: content
+        for name, content in found.items()
+        if Path(name).name not in ("timing.jsonl", "run.json", "log.txt", ".lock", "config.yaml")
     }
 
 

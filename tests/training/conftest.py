@@ -34,7 +34,7 @@ def make_trainer(policy_config: ScratchConfig) -> MakeTrainer:
         algorithm = {"kind": algorithm} if isinstance(algorithm, str) else algorithm
         on_policy = {} if algorithm["kind"] == "sft" else {"group_size": 4}
         defaults: dict[str, Any] = {
-            "steps": 2,
+            **({} if "epochs" in stage else {"steps": 2}),
             "tasks_per_step": 4,
             "sampling": {"max_new_tokens": 3},
             "rewards": {

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from agent_peft.configuration.run_config import TrainConfig, resolved
-from agent_peft.runs.observers import write_trajectories
+from agent_peft.runs.trajectories import write_trajectories
 from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Trainer
 
@@ -27,8 +27,9 @@ def test_every_step_says_how_many_there_were(make_trainer, tmp_path):
         assert 0 < sum(expected) < len(expected)
         assert step.metrics["cut_actions"] == sum(expected) / len(expected)
         assert step.metrics["truncated"] == 0.0, "the environment ended these episodes itself"
-        lines = write_trajectories(tmp_path, step.number, step.collection.groups).read_text().splitlines()
-        assert [json.loads(line)["cut_actions"] for line in lines] == [int(one) for one in expected]
+        path = write_trajectories(tmp_path, step.number, "grpo", step.collection.groups)
+        lines = path.read_text().splitlines()
+        assert [json.loads(line)["cut_turns"] for line in lines] == [[0] * one for one in expected]
 
 
 def test_they_can_be_priced(make_trainer):

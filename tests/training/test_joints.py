@@ -16,7 +16,8 @@ import pytest
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.policies.config import LoraSettings, ScratchConfig
 from agent_peft.policies.sampling import SamplingConfig
-from agent_peft.runs.run import _Run, train
+from agent_peft.runs.recording import Recording
+from agent_peft.runs.run import train
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import AgentPeftError
 
@@ -126,7 +127,7 @@ class Killed(BaseException):
 
 def kill_after(config: TrainConfig, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Train, and die when so many steps are written down."""
-    record, calls = _Run.record, []
+    record, calls = Recording.write_step, []
 
     def dies(self, *arguments):
         calls.append(None)
@@ -135,7 +136,7 @@ def kill_after(config: TrainConfig, steps: int, monkeypatch: pytest.MonkeyPatch)
         return record(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_Run, "record", dies)
+        patch.setattr(Recording, "write_step", dies)
         with pytest.raises(Killed):
             train(config)
 

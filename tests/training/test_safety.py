@@ -173,6 +173,16 @@ def test_a_stopped_run_starts_over_when_told(configure, monkeypatch):
     assert len(metrics(config)) == 5
 
 
+def test_a_stopped_run_goes_on_with_a_lower_rate(configure, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(runs, "Trainer", Poisoned)
+        with pytest.raises(TrustError):
+            train(configure())
+    lower = configure("stages.1.optimizer.learning_rate=1e-6")
+    train(lower, change=True)
+    assert [line["learning_rate"] for line in metrics(lower)][2:] == [2e-4, 1e-6, 1e-6]
+
+
 # -- an evaluation whose world fails -------------------------------------------------------------------------
 
 
@@ -269,14 +279,17 @@ def test_stages_whose_names_give_one_file_have_one_each(configure):
         evaluation={"environment": heldout, "at": ["stages"], "sampling": {"max_new_tokens": 3}},
     )
     assert list(train(config)) == ["after my stage", "after my_stage (2)"]
-    files = sorted(path.name for path in (config.run_dir / "evaluations").iterdir())
+    files = sorted(path.name for path in (config.run_dir / "evaluations").glob("*.json"))
     assert files == ["after_my_stage.json", "after_my_stage_(2).json"]
 
 
 CHANGES = [
     (["stages.1.optimizer.learning_rate=0.5"], r"\(stages\.1\.optimizer\.learning_rate differs\)"),
     (["seed=1", "environment.num_tasks=9"], r"\(environment\.num_tasks, seed differ\)"),
-    (["steps=1", "seed=1", "threads=1"], r"\(seed, stages\.0\.steps, stages\.1\.steps and 1 more differ\)"),
+    (
+        ["steps=1", "seed=1", "environment.num_tasks=9", "threads=1"],  # threads decide nothing
+        r"\(environment\.num_tasks, seed, stages\.0\.steps and 1 more differ\)",
+    ),
     (["stages.1.optimizer.betas=[0.8, 0.9]"], r"\(stages\.1\.optimizer\.betas differs\)"),
 ]
 

@@ -15,9 +15,9 @@ from agent_peft.algorithms import ALGORITHMS
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.policies.config import ScratchConfig
 from agent_peft.runs.run import train
-from agent_peft.training.stage import StageConfig, UntilConfig
+from agent_peft.training.stage import Stage, StageConfig, UntilConfig
 from agent_peft.training.step_metrics import metrics_of
-from agent_peft.types import Group
+from agent_peft.types import AgentPeftError, Group
 
 
 @pytest.mark.parametrize(
@@ -34,10 +34,28 @@ def test_a_side_is_reached(until, value, reached):
     assert UntilConfig(metric="reward", **until).is_reached(value) is reached
 
 
-@pytest.mark.parametrize("sides", [{}, {"above": 1.0, "below": 0.0}])
-def test_one_side_is_needed(sides):
-    with pytest.raises(ValidationError, match="above or below"):
-        UntilConfig(metric="reward", **sides)
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({}, "needs above or below"),
+        ({"above": 1.0, "below": 0.0}, "above or below, and not both"),
+        ({"patience": 3}, r"patience counts evaluations; give one of evaluation\.success"),
+        ({"metric": "evaluation.success", "patience": 3, "over": 2}, "over has no effect"),
+    ],
+)
+def test_what_ends_a_stage_is_needed_and_has_an_effect(keys, told):
+    with pytest.raises(ValidationError, match=told):
+        UntilConfig(**{"metric": "reward", **keys})
+
+
+def test_the_mean_is_over_four_steps_or_one_evaluation():
+    assert UntilConfig(metric="reward", above=0.5).over == 4
+    assert UntilConfig(metric="evaluation.reward", above=0.5).over == 1
+
+
+def test_a_trainer_alone_makes_no_evaluations():
+    with pytest.raises(AgentPeftError, match="a Trainer makes none"):
+        Stage(algorithm="rloo", steps=3, until={"metric": "evaluation.success", "above": 0.5})
 
 
 def test_the_mean_over_the_last_steps_ends_a_stage(make_trainer):
@@ -88,7 +106,10 @@ def test_one_that_never_comes_ends_nothing(make_trainer):
         ("accuracy", r"'accuracy' is no metric of this stage; give one of score, reward, success,"),
         ("surprisals", r"'surprisals' is no metric of this stage; did you mean 'surprisal'\?"),
         ("kl", r"'kl' is no metric of this stage"),  # without kl_coef there is none
-        ("evaluation.success", r"'evaluation.success' is measured by evaluations"),
+        (
+            "evaluation.succes",
+            r"evaluations do not measure 'evaluation.succes'; did you mean 'evaluation.suc",
+        ),
     ],
 )
 def test_an_unknown_metric_is_told_before_anything_runs(metric, told):
@@ -178,7 +199,7 @@ def test_a_run_that_stopped_on_the_way_goes_on_to_the_same_end(
     stopped = config.model_copy(update={"run_dir": tmp_path / "stopped"})
     from agent_peft.runs import run
 
-    record, calls = run._Run.record, []
+    record, calls = run.Recording.write_step, []
 
     def dies(self, *arguments):
         calls.append(None)
@@ -187,7 +208,7 @@ def test_a_run_that_stopped_on_the_way_goes_on_to_the_same_end(
         return record(self, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run._Run, "record", dies)
+        patch.setattr(run.Recording, "write_step", dies)
         with pytest.raises(KeyboardInterrupt):
             train(stopped)
     train(stopped)

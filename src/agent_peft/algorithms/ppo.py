@@ -60,7 +60,7 @@ class PpoConfig(AlgorithmConfig):
     )
     value_coef: float = Field(default=0.5, gt=0, description="c1 of the value loss")
     value_learning_rate: float = Field(
-        default=2e-2, gt=0, description="learning rate of the value head, for models of any size"
+        default=2e-2, gt=0, le=1, description="learning rate of the value head, for models of any size"
     )
     value_trunk_gradient: bool = Field(
         default=True, description="whether the value loss also trains the weights that the policy acts with"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from glob import escape, glob
 from pathlib import Path
 from typing import Annotated, Any
@@ -71,3 +72,13 @@ def show(content: Any) -> None:
         if not console.is_terminal and "COLUMNS" not in os.environ:
             console.width = WIDE
         console.print(Printable(content))
+
+
+def show_rows(drawn: Any, lines: Iterable[str]) -> None:
+    """Print something that rich can draw on a terminal, and ``lines`` to a file or a pipe."""
+    from rich.console import Console
+
+    if Console().is_terminal:
+        show(drawn)
+    else:
+        print("\n".join(lines))

@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from agent_peft.cli.app import LINE, AsJson, show
+from agent_peft.cli.app import LINE, AsJson, show, show_rows
 from agent_peft.printable import printable
-from agent_peft.types import AgentPeftError
 
 
 def explain(
@@ -37,32 +36,47 @@ def explain(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print the effect of CONFIG: every effective value, where it came from and what it does. Code that
-    CONFIG names (package.module:Name, or commands without a sandbox) runs only with --trust. The commands
-    train, evaluate, merge and serve always run it.
+    """Print the effect of CONFIG: every effective value, where it came from and what it does, what follows
+    from it, and what the run needs of this machine. Without CONFIG, print what this machine offers. Code
+    that CONFIG names (package.module:Name, or commands without a sandbox) runs only with --trust. The
+    commands train, evaluate, merge and serve always run it.
     """
     if keys:
         _list_keys([*([config] if config else []), *(overrides or [])], as_json)
         return
     if config is None:
-        raise AgentPeftError("explain: name a configuration, or add --keys to list all keys")
-    from agent_peft.configuration.explain import explain, explanation
+        _describe_machine(as_json)
+        return
+    from agent_peft.configuration.explain import explain
     from agent_peft.configuration.loading import read_config
     from agent_peft.lookup import without_imports
 
     with nullcontext(()) if trust else without_imports() as names:
-        configuration = read_config(Path(config), overrides or ())
-        content = explanation(*configuration) if as_json else explain(*configuration)
-    show({**content, "not_run": list(names)} if isinstance(content, dict) else content)
-    if names and not as_json:
+        explanation = explain(*read_config(Path(config), overrides or ()))
+    if as_json:
+        show({**explanation.to_json(), "not_run": list(names)})
+        return
+    show_rows(explanation, explanation.lines())
+    if names:
         print(
             f"not run and not checked: {printable(', '.join(names), LINE)}; this is code that CONFIG names, "
             "and --trust runs it"
         )
 
 
+def _describe_machine(as_json: bool) -> None:
+    from agent_peft.configuration.display import machine_lines, machine_table
+    from agent_peft.configuration.machine import machine
+
+    offers = machine()
+    if as_json:
+        show({"machine": offers})
+    else:
+        show_rows(machine_table(offers), machine_lines(offers))
+
+
 def _list_keys(prefixes: list[str], as_json: bool) -> None:
-    from agent_peft.configuration.explain import keys_table
+    from agent_peft.configuration.display import keys_table
     from agent_peft.configuration.keys import all_keys
 
     keys = all_keys(*prefixes)

@@ -1,4 +1,4 @@
-"""The commands that make a run and measure it: train, evaluate, merge."""
+"""The commands that make a run, measure it and list it: train, evaluate, merge, runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from agent_peft.rollout.statistics import EvaluationReport
 
 Checkpoint = Annotated[
-    str | None, typer.Option(help="name of a checkpoint, such as step_000012; the newest by default")
+    str | None, typer.Option(help="name of a checkpoint, such as step_000012, or best; default: the newest")
 ]
 
 
@@ -24,17 +24,23 @@ def train(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="remove the run directory's earlier run and start over")
     ] = False,
+    change: Annotated[
+        bool, typer.Option("--change", help="go on with other values of keys that decide what is learnt")
+    ] = False,
+    begin: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="RUN[:STEP]",
+            help="begin a new run with this checkpoint of another one, and count on from there",
+        ),
+    ] = None,
 ) -> None:
     """Train the run that CONFIG describes, or resume it where it stopped."""
-    from agent_peft.configuration.effective import keys_of
     from agent_peft.configuration.loading import read_config
-    from agent_peft.runs.folder import check_place
     from agent_peft.runs.run import train
 
-    settings = read_config(config, overrides or ())[0]
-    if "run_dir" not in keys_of(overrides or ()):
-        check_place(config, settings)
-    train(settings, fresh=fresh)
+    train(read_config(config, overrides or ())[0], fresh=fresh, change=change, begin=begin)
 
 
 def evaluate(
@@ -56,17 +62,30 @@ def evaluate(
         Path | None, typer.Option(help="task file to measure on, instead of the configuration's tasks")
     ] = None,
     attempts: Annotated[int | None, typer.Option(min=1, help="episodes of each task, for pass@k")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="folder to write the report and the episodes to; it must be new or empty"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure a trained policy, or a model that was never trained."""
-    from agent_peft.runs.targets import evaluate_target, load_target_config
+    from rich.console import Console
 
+    from agent_peft.runs.evaluations import write_evaluation
+    from agent_peft.runs.progress import Progress
+    from agent_peft.runs.targets import check_empty, evaluate_target, load_target_config
+
+    if output is not None:
+        check_empty(output)
     settings = load_target_config(target, config, overrides or (), tasks, attempts)
-    report = evaluate_target(target, settings, checkpoint=checkpoint, base=base)
+    with Progress(Console(stderr=True)) as progress:
+        report = evaluate_target(target, settings, checkpoint=checkpoint, base=base, progress=progress)
+    if output is not None:
+        write_evaluation(output / "evaluation.json", report)
     if as_json:
         show(report.to_json())
     else:
-        _show_tables({str(target): report})
+        _show_tables({" ".join(filter(None, (report.run, report.checkpoint))): report})
 
 
 def merge(
@@ -98,6 +117,22 @@ def merge(
         show({name: report.to_json() for name, report in reports.items()})
     else:
         _show_tables(reports)
+
+
+def runs(
+    folder: Annotated[Path, typer.Argument(help="folder to search", metavar="[FOLDER]")] = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """List the runs below a folder: state, step, best evaluation and time left."""
+    from dataclasses import asdict
+
+    from agent_peft.runs.overview import find_runs, overview, summarize_run
+
+    summaries = [summarize_run(run) for run in find_runs(folder)]
+    if as_json:
+        show({"runs": [asdict(summary) for summary in summaries]})
+    else:
+        show(overview(summaries))
 
 
 def _show_tables(reports: dict[str, EvaluationReport]) -> None:

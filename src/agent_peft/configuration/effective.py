@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from agent_peft.configuration.loading import read_config
-from agent_peft.configuration.merging import merge
+from agent_peft.configuration.merging import override
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.configuration.yaml12 import Tree, leaves, parse
 from agent_peft.policies.engine.base import EngineConfig
@@ -56,13 +56,14 @@ def load_for_evaluation(
         nonlocal measures_training
         training, evaluation = top.get("environment"), top.get("evaluation")
         if not isinstance(evaluation, dict):
-            measures_training, override = True, general.get("environment")
-            if isinstance(training, dict) and isinstance(override, dict):
-                training = merge(training, override)
+            measures_training = True
+            if isinstance(training, dict) and isinstance(general.get("environment"), dict):
+                training = override(top, {"environment": general["environment"]})["environment"]
             evaluation = {} if training is None else {"environment": training}
         environment = evaluation.get("environment")
         if tasks is not None and isinstance(environment, dict):  # the file replaces the other source of tasks
-            tasks_elsewhere = {key: node for key, node in environment.items() if key != "generate"}
+            others = {"generate", "split"}  # of other tasks
+            tasks_elsewhere = {key: node for key, node in environment.items() if key not in others}
             evaluation = {**evaluation, "environment": tasks_elsewhere}
         top["evaluation"] = evaluation
 

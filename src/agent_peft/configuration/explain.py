@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.table import Table
-from rich.text import Text
+from rich.console import RenderableType
 
-from agent_peft.configuration.keys import Key, description_of
+from agent_peft.configuration.disk import trajectories_in_words
+from agent_peft.configuration.display import lines_of, tables_of
+from agent_peft.configuration.keys import description_of
 from agent_peft.configuration.loading import Provenance
-from agent_peft.configuration.memory import (
-    MemoryModel,
-    StageMemory,
-    evaluation_memory,
-    in_words,
-    stage_memory,
-)
+from agent_peft.configuration.machine import machine, needs
+from agent_peft.configuration.memory import MemoryModel, StageMemory, evaluation_memory, stage_memory
 from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.environments import load_environment
-from agent_peft.environments.base import EnvironmentConfig
+from agent_peft.environments.base import Environment, EnvironmentConfig
+from agent_peft.environments.task_files.selection import shared_ids
 from agent_peft.hardware import choose_device, choose_threads
 from agent_peft.lookup import NotImportedError, may_import
 from agent_peft.policies.engine.onednn_linear import pays_off
@@ -35,62 +32,67 @@ from agent_peft.training.stage import StageConfig
 UNKNOWN = "unknown (without --trust)"
 
 
-def explain(config: TrainConfig, provenance: Provenance) -> RenderableType:
-    """Tables of the values, of the facts that follow from them, and of memory. The tasks are loaded to count
-    them.
+@dataclass(frozen=True)
+class Explanation:
+    """The effect of a configuration on this machine. ``rich`` prints it as tables.
+
+    Attributes:
+        source: the name of the configuration.
+        values: for each key path, the effective value, its origin, and what the key does.
+        facts: what follows from the values, in words.
+        memory: the maximum memory of each stage and of an evaluation; empty if it is unknown.
+        needs: what the run needs of this machine, in words.
+        machine: what this machine offers, in words.
+    """
+
+    source: str
+    values: Mapping[str, tuple[Any, str, str]]
+    facts: Mapping[str, str]
+    memory: Mapping[str, StageMemory]
+    needs: Mapping[str, str]
+    machine: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """The content as JSON can hold it. Memory is the peak, in bytes."""
+        names = ("value", "from", "what it does")
+        return {
+            "values": {path: dict(zip(names, row, strict=True)) for path, row in self.values.items()},
+            "facts": dict(self.facts),
+            "memory": {name: needed.peak for name, needed in self.memory.items()},
+            "needs": dict(self.needs),
+            "machine": dict(self.machine),
+        }
+
+    def lines(self) -> Iterator[str]:
+        """The content for a file or a pipe: a value in each line, with tabs between the columns."""
+        return lines_of(self.values, self.facts, self.memory, self.needs, self.machine)
+
+    def __rich__(self) -> RenderableType:
+        return tables_of(self.source, self.values, self.facts, self.memory, self.needs, self.machine)
+
+
+def explain(config: TrainConfig, provenance: Provenance) -> Explanation:
+    """Explain a configuration. The tasks are loaded to count them.
 
     Raises:
         AgentPeftError: the environment cannot be built.
     """
-    return Group(values_table(config, provenance), facts_table(facts(config)), memory_table(config))
-
-
-def explanation(config: TrainConfig, provenance: Provenance) -> dict[str, Any]:
-    """The content of ``explain`` as JSON can hold it. Memory is the peak, in bytes.
-
-    Raises:
-        AgentPeftError: as ``explain``.
-    """
-    values = {
-        path: {"value": value, "from": provenance.of(path), "what it does": description_of(config, path)}
-        for path, value in effective_values(config)
+    with _opened(config) as (training, heldout):
+        settled = config if training is None else config.with_steps(training.tasks)
+        consequences = _facts(config, settled, training, heldout)
+    rows = {
+        path: (value, provenance.of(path), description_of(config, path))
+        for path, value in effective_values(settled)
     }
-    return {
-        "values": values,
-        "facts": facts(config),
-        "memory": {name: needed.peak for name, needed in memory(config).items()},
-    }
-
-
-def values_table(config: TrainConfig, provenance: Provenance) -> Table:
-    table = Table(title=provenance.source, title_justify="left")
-    table.add_column("key", no_wrap=True)
-    for heading in ("value", "from", "what it does"):
-        table.add_column(heading, overflow="fold")
-    section = ""
-    for path, value in effective_values(config):
-        stage = ".".join(path.split(".")[:2]) if path.startswith("stages.") else ""
-        if stage != section:
-            section = stage
-            table.add_section()
-            table.add_row(Text(stage, style="bold"), "", "", "")
-        key = path.removeprefix(f"{stage}.") if stage else path
-        origin = provenance.of(path).replace(provenance.source, Path(provenance.source).name)
-        table.add_row(
-            Text(key),
-            Text(json.dumps(value, ensure_ascii=False)),
-            Text(origin, style="dim" if origin == "default" else ""),
-            Text(description_of(config, path)),
-        )
-    return table
-
-
-def keys_table(keys: Sequence[Key]) -> Table:
-    """Every key with its type, default and description."""
-    table = Table("key", "of kind", "type", "default", "what it does")
-    for key in keys:
-        table.add_row(*map(Text, (key.path, key.kind, key.type, key.default, key.description)))
-    return table
+    for place, stage in enumerate(config.stages):
+        if stage.epochs is not None:  # the run itself has steps instead
+            steps, epochs = f"stages.{place}.steps", f"stages.{place}.epochs"
+            rows[epochs] = (stage.epochs, *rows[epochs][1:])
+            if steps in rows:
+                rows[steps] = (rows[steps][0], f"epochs: {stage.epochs:g}", rows[steps][2])
+    memories = memory(settled)
+    peak = max((needed.peak for needed in memories.values()), default=None)
+    return Explanation(provenance.source, rows, consequences, memories, needs(config, peak), machine())
 
 
 def effective_values(config: TrainConfig) -> Iterator[tuple[str, Any]]:
@@ -104,34 +106,68 @@ def effective_values(config: TrainConfig) -> Iterator[tuple[str, Any]]:
 
 def facts(config: TrainConfig) -> dict[str, str]:
     """The consequences of the values, as far as they are known without running code that is not trusted."""
-    tasks = number_of_tasks(config.environment)
-    consequences = {"tasks": UNKNOWN if tasks is None else str(tasks)}
-    for stage in config.stages:
-        trips = ""
-        if tasks is not None:
-            trips = f" ({stage.steps * stage.tasks_per_step / tasks:.3g} trips through the tasks)"
-        if tasks and stage.tasks_per_step > tasks:
-            trips = f"{trips[:-1]}, so a step has each task up to {-(-stage.tasks_per_step // tasks)} times)"
-        episodes = "episodes" if stage.algorithm.facts.on_policy else "demonstrations"
+    with _opened(config) as (training, heldout):
+        settled = config if training is None else config.with_steps(training.tasks)
+        return _facts(config, settled, training, heldout)
+
+
+def _facts(
+    config: TrainConfig, settled: TrainConfig, training: Environment | None, heldout: Environment | None
+) -> dict[str, str]:
+    """
+    Args:
+        settled: the configuration with the steps that its ``epochs`` take.
+        training: the environment; None if it is not trusted. ``heldout`` is that of the evaluation.
+    """
+    consequences = {"tasks": UNKNOWN if training is None else str(len(training.tasks))}
+    updates: int | None = 0
+    for given, stage in zip(config.stages, settled.stages, strict=True):
+        known = stage.epochs is None
+        updates = updates + stage.updates if known and updates is not None else None
+        trip = None if training is None else len(stage.trip(training.tasks))
+        length = f"{stage.steps} steps" if known else UNKNOWN + " steps"
+        length += f" ({given.epochs:g} epochs)" if given.epochs is not None else ""
         consequences[f"stage {stage.name}"] = (
-            f"{stage.steps} steps of {stage.tasks_per_step} × {stage.group_size} = {stage.episodes_per_step} "
-            f"{episodes}{trips}, {stage.updates} optimizer updates"
+            f"{length} of {stage.tasks_per_step} × {stage.group_size} = {stage.episodes_per_step} "
+            f"{'episodes' if stage.algorithm.facts.on_policy else 'demonstrations'}{_trips(stage, trip)}, "
+            f"{stage.updates if known else UNKNOWN} optimizer updates"
         )
         if stage.algorithm.facts.needs_reference:
             consequences[f"reference of {stage.name}"] = reference_in_words(config, stage)
-    consequences["optimizer updates"] = str(sum(stage.updates for stage in config.stages))
+    consequences["optimizer updates"] = UNKNOWN if updates is None else str(updates)
+    consequences["trajectories"] = UNKNOWN if updates is None else trajectories_in_words(settled)
     if config.evaluation is not None:
-        consequences |= _evaluation_facts(config, config.evaluation)
+        consequences |= _evaluation_facts(config, config.evaluation, training, heldout)
     precision, threads = choose_precision(config.policy), choose_threads(config.threads)
     consequences["dtype"] = f"{precision.name} ({precision.reason})"
     consequences["threads"] = f"{threads.number} ({threads.reason})"
     return consequences
 
 
-def _evaluation_facts(config: TrainConfig, evaluation: EvaluationConfig) -> dict[str, str]:
-    tasks = number_of_tasks(evaluation.environment, evaluation.num_tasks)
-    number = UNKNOWN if tasks is None else tasks
+def _trips(stage: StageConfig, trip: int | None) -> str:
+    """How often a stage goes through its tasks.
+
+    Args:
+        trip: the tasks of one trip; None if they are unknown.
+    """
+    if trip is None:
+        return ""
+    trips = f"{stage.steps * stage.tasks_per_step / trip:.3g} trips through the tasks"
+    if stage.tasks_per_step > trip:
+        trips += f", so a step has each task up to {-(-stage.tasks_per_step // trip)} times"
+    return f" ({trips})"
+
+
+def _evaluation_facts(
+    config: TrainConfig,
+    evaluation: EvaluationConfig,
+    training: Environment | None,
+    heldout: Environment | None,
+) -> dict[str, str]:
+    number = UNKNOWN if heldout is None else len(heldout.tasks[: evaluation.num_tasks])
     consequences = {"evaluation": f"{number} tasks × {evaluation.attempts} attempts"}
+    if training is not None and heldout is not None and (shared := shared_ids(training, heldout)):
+        consequences["evaluation"] += f"; {len(shared)} tasks are tasks of training, too"
     samplings = [evaluation.following(stage.sampling).sampling for stage in config.stages]
     if len(set(samplings)) > 1:
         for stage, sampling in zip(config.stages, samplings, strict=True):
@@ -153,21 +189,31 @@ def reference_in_words(config: TrainConfig, stage: StageConfig) -> str:
     return "the policy as the stage began: a frozen copy of the adapter"
 
 
-def number_of_tasks(config: EnvironmentConfig, limit: int | None = None) -> int | None:
-    """The number of tasks, at most ``limit``. None if only code that is not trusted could tell: a user's own
-    class, or commands without a sandbox.
+@contextmanager
+def _opened(config: TrainConfig) -> Iterator[tuple[Environment | None, Environment | None]]:
+    """The environments of training and of the evaluation; None for one that is not trusted or not there."""
+    with ExitStack() as stack:
+        training, heldout = _load(config.environment), None
+        if training is not None:
+            stack.enter_context(closing(training))
+        if config.evaluation is not None:
+            heldout = _load(config.evaluation.environment)
+        if heldout is not None:
+            stack.enter_context(closing(heldout))
+        yield training, heldout
+
+
+def _load(config: EnvironmentConfig) -> Environment | None:
+    """The environment. None if only code that is not trusted could make it: a user's own class, or commands
+    without a sandbox.
     """
     commands = "the commands of its tasks (sandbox: none)"
     if getattr(config, "sandbox", None) == "none" and not may_import(commands):
         return None
     try:
-        environment = load_environment(config)
+        return load_environment(config)
     except NotImportedError:
         return None
-    try:
-        return len(environment.tasks[:limit])
-    finally:
-        environment.close()
 
 
 def memory(config: TrainConfig) -> dict[str, StageMemory]:
@@ -200,32 +246,6 @@ def memory(config: TrainConfig) -> dict[str, StageMemory]:
         ]
         memories["evaluation"] = max(candidates, key=lambda memory: memory.peak)
     return memories
-
-
-def memory_table(config: TrainConfig) -> Table:
-    """The parts of the stage (or evaluation) with the largest peak, and the numbers that each comes from."""
-    table = Table(title="memory, at most", title_justify="left", show_header=False)
-    memories = memory(config)
-    if not memories:
-        table.add_row("unknown", "", "the model is a custom module, or it is not on this machine yet")
-        return table
-    largest = max(memories.values(), key=lambda memory: memory.peak)
-    phases = {"always": largest.always, "sampling": largest.sampling, "training": largest.training}
-    for phase, parts in phases.items():
-        for part in parts:
-            table.add_row(phase, part.name, in_words(part.size), Text(part.source))
-        table.add_section()
-    peaks = ", ".join(f"{in_words(memory.peak)} in {name}" for name, memory in memories.items())
-    reason = "always + the larger phase" + (f": {peaks}" if len(memories) > 1 else "")
-    table.add_row("peak", "", in_words(largest.peak), Text(reason))
-    return table
-
-
-def facts_table(consequences: dict[str, str]) -> Table:
-    table = Table("what follows", "", show_header=False)
-    for name, value in consequences.items():
-        table.add_row(Text(name), Text(value))
-    return table
 
 
 def _flat(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -114,8 +114,8 @@ def all_keys(*prefixes: str) -> list[Key]:
     Raises:
         AgentPeftError: no key has such a prefix.
 
-    >>> [key.name for key in all_keys("checkpoint")]
-    ['every', 'keep_last']
+    >>> [key.name for key in all_keys("ranks")]
+    ['timeout', 'allow_other_number']
     """
     keys = [
         key

@@ -12,6 +12,11 @@
 - An override of a top-level stage key wins in every stage (``steps=3`` makes a short run), one of
   ``stages.1.KEY`` in one stage. On the command line its value is YAML.
 - A default that no stage uses is an error. Relative paths are relative to the current folder.
+- ``extends: other.yaml`` (or a list, or bundled names; relative to the file that it stands in) puts the keys
+  of those files first. The keys of this file win as overrides do: mappings merge key by key, ``stages`` and
+  other lists replace those below as a whole, a key of a stage at the top wins in every stage. Where a mapping
+  gets another ``kind``, the keys that both kinds have stay. What has no effect any more is left out.
+- ``steps`` and ``epochs`` replace each other.
 - YAML is 1.2 (see ``yaml12``) and types are strict: ``"3"`` is not a number, ``yes`` is not a truth value.
 - A name such as ``quickstart``, without a folder or suffix, is a bundled configuration if it is not a file.
 """
@@ -30,12 +35,15 @@ from pydantic import ValidationError
 
 from agent_peft.configuration.errors import Document, config_error
 from agent_peft.configuration.lengths import fit_lengths
-from agent_peft.configuration.merging import STAGE_KEYS, dropped_keys, merge, merge_stages
-from agent_peft.configuration.reading import SHORT_FORMS, Source, expand, read_tree, stage_items, tree_of
+from agent_peft.configuration.lora import fit_adapter
+from agent_peft.configuration.merging import STAGE_KEYS, merge, merge_stages, override, switches
+from agent_peft.configuration.reading import SHORT_FORMS, Source, expand, read_content, tree_of
+from agent_peft.configuration.relocation import run_of, settle_paths
 from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.configuration.yaml12 import MAX_DEPTH, Leaf, Node, Tree, dump, leaves, parse, plain
 from agent_peft.environments import ENVIRONMENTS
 from agent_peft.files import write_atomic
+from agent_peft.policies.models.start import START
 from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)
@@ -94,25 +102,28 @@ def read_config(
         overrides: texts such as ``optimizer.learning_rate=1e-4``, or a mapping from key paths to values. Two
             overrides of one key are an error.
         check_files: whether the files that the run reads must exist.
-        warn: whether to warn of keys of ``source`` that an override of a ``kind`` drops.
+        warn: whether to tell which keys of ``source`` an override of a ``kind`` keeps and drops.
         adapt: is called with the tree of ``source``, which it may change, and the tree of the overrides.
 
     Raises:
         AgentPeftError: anything is wrong. Its one line names the place and the key.
     """
-    name, top = read_tree(source)
-    items = stage_items(top, name)
+    content = read_content(source)
+    name, top, items = content.name, content.top, content.items
     general, specific = _overrides(overrides, len(items or [{}]))
+    if not isinstance(source, Mapping):
+        settle_paths(Path(name), top, items or (), general if check_files else None)
     if adapt is not None:
         adapt(top, general)
-    dropped = dict(dropped_keys(top, general))
-    for place, (item, override) in enumerate(zip(items or [], specific, strict=False)):
-        dropped |= dict(dropped_keys(item, merge(general, override), f"stages.{place}"))
-    root = merge(
+    switched = switches(top, general)
+    for place, (item, own) in enumerate(zip(items or [], specific, strict=False)):
+        switched += switches(item, merge(general, own), f"stages.{place}")
+    root = override(
         *({key: value for key, value in tree.items() if key not in STAGE_KEYS} for tree in (top, general))
     )
     used = {id(leaf) for _, leaf in leaves(root)}
-    root["stages"] = cast(list[Node], merge_stages(top, items, general, specific, used))
+    stages = merge_stages(top, items, general, specific, used, content.inherited)
+    root["stages"] = cast(list[Node], stages)
     document = Document(root, name, one_stage=items is None)
     try:
         config = TrainConfig.model_validate_json(json.dumps(plain(root)), strict=True)
@@ -120,22 +131,26 @@ def read_config(
         raise AgentPeftError(config_error(error, document)) from error
     if check_files:
         _check_files(config, document)
+    begun = run_of(Path(name)) is not None  # and its settings are recorded
+    config, adapted = fit_adapter(config) if check_files and not begun else (config, {})
     config, origins = fit_lengths(config, document)
+    origins |= adapted
     for where, leaf in leaves(root):
         key = ".".join(where)
         inherited = not leaf.path.startswith("stages.") and key.startswith("stages.") and items is not None
         origins[key] = leaf.origin + (", for all stages" if inherited else "")
     for key in config.evaluation.inherited if config.evaluation is not None else ():
         origins[f"evaluation.sampling.{key}"] = "the stage that it follows"
-    if warn:
-        for key, others in dropped.items():
-            logger.warning(
-                "%s: %s has another kind than in %s; its other keys there (%s) are dropped",
-                COMMAND_LINE,
-                key,
-                name,
-                ", ".join(others),
-            )
+    for switch in switched if warn else ():
+        keeps = f"keeps {', '.join(switch.kept)}" if switch.kept else ""
+        drops = f"drops {', '.join(switch.dropped)}" if switch.dropped else ""
+        logger.warning(
+            "%s: %s has another kind than in %s; of its other keys there it %s",
+            COMMAND_LINE,
+            switch.path,
+            name,
+            " and ".join(filter(None, (keeps, drops))),
+        )
     return config, Provenance(name, origins)
 
 
@@ -235,6 +250,8 @@ def _check_files(config: TrainConfig, document: Document) -> None:
         if prefix != "policy" and model.kind not in ENVIRONMENTS:
             continue
         for name, value in model:
+            if prefix == "policy" and (config.run_dir / START).is_dir():  # of which the run has a copy
+                continue
             if isinstance(value, Path) and not value.exists():
                 where = document.place((*prefix.split("."), name))
                 raise AgentPeftError(

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from agent_peft.algorithms import AlgorithmConfig, UncheckedAlgorithmConfig
-from agent_peft.config import Config
-from agent_peft.environments import AnyEnvironment
+from agent_peft.config import Config, first_error
+from agent_peft.environments import ENVIRONMENTS, AnyEnvironment
+from agent_peft.environments.base import EnvironmentConfig
+from agent_peft.lookup import nearest
 from agent_peft.policies.config import PolicyConfig
 from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.sampling import DISTRIBUTION, LIMITS
 from agent_peft.ranks import RanksConfig
 from agent_peft.rollout.evaluation import EvaluationConfig
+from agent_peft.rollout.statistics import METRICS
 from agent_peft.training.stage import StageConfig
+from agent_peft.training.step_metrics import metrics_of
+from agent_peft.types import AgentPeftError, Task
+
+
+class KeepBestConfig(Config):
+    """The checkpoint that is kept because it is the best. Evaluations are compared over the whole run, steps
+    within their stage; of equals the first is the best.
+    """
+
+    metric: str = Field(
+        description="evaluation.success, evaluation.score or evaluation.reward, or a metric of the steps"
+    )
+    mode: Literal["max", "min"] = Field(default="max", description="whether high or low values are good")
+
+    @property
+    def of_evaluations(self) -> bool:
+        """Whether evaluations of the run measure the metric, and not its steps."""
+        return self.metric in METRICS
 
 
 class CheckpointConfig(Config):
@@ -28,6 +50,24 @@ class CheckpointConfig(Config):
         ge=1,
         description="number of checkpoints to keep; one that holds a file named keep is never deleted",
     )
+    keep_best: KeepBestConfig | None = Field(
+        default=None,
+        description="also keep the best checkpoint, which checkpoints/best.json names; by an evaluation's "
+        "metric, the run is then saved at each evaluation; null keeps none",
+    )
+
+
+class TrajectoriesConfig(Config):
+    """The steps whose trajectories stay on disk. The text ``all`` is short for the defaults."""
+
+    every: int = Field(default=1, ge=1, description="the steps whose number is divisible by this are written")
+    last: int | None = Field(
+        default=None, ge=1, description="only so many of them stay, the newest ones; null keeps all"
+    )
+
+
+def _all(value: Any) -> Any:
+    return {} if value == "all" else value
 
 
 class TrainConfig(Config):
@@ -52,6 +92,9 @@ class TrainConfig(Config):
         default=None, description="when the policy is measured, and on which tasks; null: never"
     )
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="when the run is saved")
+    trajectories: Annotated[TrajectoriesConfig, BeforeValidator(_all)] = Field(
+        default=TrajectoriesConfig(), description="the steps whose trajectories stay on disk: all, or fewer"
+    )
     ranks: RanksConfig = Field(default=RanksConfig(), description="how processes train together (torchrun)")
     stages: tuple[StageConfig, ...] = Field(
         description="the stages in their order; without this key the keys of one stage stand at the top"
@@ -67,9 +110,84 @@ class TrainConfig(Config):
                     f"reference: base of stage {stage.name!r} is the policy with its adapter off; "
                     "set policy.lora, or reference: stage_start"
                 )
+        self._check_graded()
+        self._check_best()
+        first = 0
+        for stage in self.stages:
+            if stage.epochs is not None:  # checked as soon as ``with_steps`` knows the steps
+                break
+            if stage.until is not None and stage.until.of_evaluations:
+                self._check_evaluations(stage, first)
+            first += stage.steps
         if self.evaluation is not None:  # its limits at the end of the run, also for `agent-peft evaluate`
             object.__setattr__(self, "evaluation", self.evaluation.following(self.stages[-1].sampling))
         return self
+
+    def _check_graded(self) -> None:
+        """Check that the built-in environments grade outcomes where these are rewarded or measured."""
+
+        def graded(environment: EnvironmentConfig) -> bool:
+            return environment.kind not in ENVIRONMENTS or ENVIRONMENTS[environment.kind].graded
+
+        for stage in self.stages if not graded(self.environment) else ():
+            algorithm = stage.algorithm
+            if not isinstance(algorithm, UncheckedAlgorithmConfig) and algorithm.facts.on_policy:
+                raise ValueError(
+                    f"environment: {self.environment.kind} has no outcome to grade, so {algorithm.kind} has "
+                    "no reward to learn from; set algorithm: sft, or environment.kind: questions"
+                )
+        if self.evaluation is not None and not graded(self.evaluation.environment):
+            raise ValueError(
+                f"evaluation.environment: {self.evaluation.environment.kind} has no outcome to grade, so "
+                "nothing can be measured; set another environment, or evaluation: null"
+            )
+
+    def _check_best(self) -> None:
+        best = self.checkpoint.keep_best
+        if best is None:
+            return
+        if best.of_evaluations and self.evaluation is None:
+            raise ValueError(
+                f"checkpoint.keep_best.metric: {best.metric} needs evaluations; set evaluation.environment"
+            )
+        facts = [
+            s.algorithm.facts for s in self.stages if not isinstance(s.algorithm, UncheckedAlgorithmConfig)
+        ]
+        known = list(dict.fromkeys((*METRICS, *(name for fact in facts for name in metrics_of(fact)))))
+        if len(facts) == len(self.stages) and best.metric not in known:
+            raise ValueError(
+                f"checkpoint.keep_best.metric: {best.metric!r} is no metric; {nearest(best.metric, known)}"
+            )
+
+    def _check_evaluations(self, stage: StageConfig, first: int) -> None:
+        """Check that the policy is measured inside a stage that an evaluation may end.
+
+        Args:
+            first: the run's step at the stage's start.
+        """
+        every = self.evaluation.every if self.evaluation is not None else 0
+        last = first + stage.steps - 1
+        if not every or last // every * every <= first:
+            raise ValueError(
+                f"until.metric of stage {stage.name!r}: no evaluation is due between the steps {first} and "
+                f"{last + 1}; set evaluation.every to less than the steps of the stage"
+            )
+
+    def with_steps(self, tasks: Sequence[Task]) -> TrainConfig:
+        """This run with the steps that the ``epochs`` of its stages take, for an environment of these tasks.
+
+        Raises:
+            AgentPeftError: the file of a ``task_order`` is wrong, or the steps do not fit the other keys.
+        """
+        for stage in self.stages:
+            stage.trip(tasks)  # an error now and not when the stage begins
+        if all(stage.epochs is None for stage in self.stages):
+            return self
+        stages = tuple(stage.with_steps(tasks) for stage in self.stages)
+        try:
+            return TrainConfig(**{**dict(self), "stages": stages})
+        except ValidationError as error:
+            raise AgentPeftError(first_error(error)) from error
 
     def stage_at(self, steps: int) -> StageConfig:
         """The stage to which step number ``steps`` of the run belongs."""
@@ -96,6 +214,8 @@ def resolved(config: TrainConfig) -> dict[str, Any]:
     """Every effective value, as YAML can hold it. ``read_config`` of it gives an equal configuration."""
     content = config.model_dump(mode="json")
     for stage, values in zip(config.stages, content["stages"], strict=True):
+        if stage.epochs is not None:
+            del values["steps"]  # not known yet
         for key in ineffective_keys(stage.algorithm):
             section, _, name = key.rpartition(".")
             del (values[section] if section else values)[name]

@@ -97,6 +97,8 @@ class Environment(ABC):
 
     config_class: ClassVar[type[EnvironmentConfig]] = NoKeys
     task_files: ClassVar[TaskFiles] = TaskFiles()
+    # whether its outcomes grade a reply. Where they do not, there is nothing to reward or to measure
+    graded: ClassVar[bool] = True
 
     def __init__(self, config: Any = None) -> None:
         self.config = config

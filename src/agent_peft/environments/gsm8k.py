@@ -9,21 +9,25 @@ a full stop at the end and ``72.0`` make no difference.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from agent_peft.environments.base import Environment, EnvironmentConfig, Episode, TaskFiles
-from agent_peft.environments.task_files.download import HubSet, download, hub_rows
-from agent_peft.environments.task_files.reading import MAX_FILE_BYTES
-from agent_peft.files import parse_json, read_text
+from agent_peft.environments.base import Environment, EnvironmentConfig, TaskFiles
+from agent_peft.environments.graders import NUMBER, Grade, last_number, parse_number
+from agent_peft.environments.questions import QuestionEpisode
+from agent_peft.environments.task_files.download import HubSet, download
+from agent_peft.environments.task_files.rows import TableSource, check_split, read_table
+from agent_peft.environments.task_files.selection import part_of
+from agent_peft.environments.task_files.split import Limit, Split
+from agent_peft.environments.templates import fill, with_placeholders
 from agent_peft.seeding import generator
-from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason, Task
+from agent_peft.types import AgentPeftError, Message, Task
 
 HUB_SET = HubSet("openai/gsm8k", {"train.jsonl": "main/train*", "test.jsonl": "main/test*"})
 GOLD_MARK = "####"  # of the data; what the agent writes is set by answer_format
@@ -34,33 +38,16 @@ line like this:
 {answer_format}"""
 MAX_STEPS = 8  # problems with as many steps, or more, share a skill: there are few
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _ANNOTATION = re.compile(r"<<[^<>\n]*>>")
-_DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3}){1,9}+|[0-9]++)(?:\.[0-9]*+)?|\.[0-9]++)"
-_NUMBER = rf"(?:[-+−]\ ?\$?\ ?|\$\ ?[-+−]?)?{_DIGITS}"
-_WHOLE = re.compile(_NUMBER)
-_ANYWHERE = re.compile(
-    rf"(?<![0-9.])(?:(?<![\w)])[-+−]\$?|\$[-+−]?)?{_DIGITS}(?![0-9])", re.ASCII
-)  # in 5-3, the minus is no sign
-
-
-def _file_or_hub_id(source: str | Path) -> str | Path:
-    is_hub_id = (
-        isinstance(source, str) and _HUB_ID.fullmatch(source) and not source.endswith((".jsonl", ".json"))
-    )
-    return source if is_hub_id else Path(source)
 
 
 class GSM8KConfig(EnvironmentConfig):
     """The problems, the number of solved ones in the prompt, and the format of the answer."""
 
     kind: str = "gsm8k"
-    tasks: Annotated[str | Path, AfterValidator(_file_or_hub_id)] = Field(
-        description="a .jsonl file, or a hub id such as openai/gsm8k"
-    )
-    split: Literal["train", "test"] | None = Field(
-        default=None, description="train or test; a hub id needs it, a file takes none"
-    )
+    tasks: TableSource = Field(description="a .jsonl file, or a hub id such as openai/gsm8k")
+    split: Split = None
+    limit: Limit = None
     offset: int = Field(default=0, ge=0, description="number of problems to skip")
     num_tasks: int | None = Field(
         default=None, ge=1, description="number of problems after the offset; null takes all"
@@ -73,9 +60,9 @@ class GSM8KConfig(EnvironmentConfig):
         description="a .jsonl file to draw the examples from; null draws from the problems left out",
     )
     examples_seed: int = Field(default=0, description="seed that chooses the examples")
-    instruction: str = Field(
+    instruction: Annotated[str, with_placeholders("answer_format")] = Field(
         default=INSTRUCTION,
-        description="beginning of the prompt; {answer_format} is replaced by the format; empty for none",
+        description="beginning of the system message; its placeholder is {answer_format}; empty for none",
     )
     answer_format: str = Field(
         default="#### {answer}",
@@ -100,15 +87,7 @@ class GSM8KConfig(EnvironmentConfig):
 
     @model_validator(mode="after")
     def _effective(self) -> GSM8KConfig:
-        if isinstance(self.tasks, Path) and self.split is not None:
-            raise ValueError(
-                "split has no effect on a file, which is all there is; remove it, or set it to null"
-            )
-        if isinstance(self.tasks, str) and self.split is None:
-            raise ValueError(
-                f"split is missing: {self.tasks!r} is taken for a hub id (a file ends in .jsonl); set it "
-                "to train or test"
-            )
+        check_split(self.tasks, self.split)
         for key in ("examples_from", "examples_seed"):
             if self.examples == 0 and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} has no effect with examples: 0; raise examples, or remove it")
@@ -154,7 +133,7 @@ class GSM8K(Environment):
                 ``examples``.
         """
         self.config: GSM8KConfig = config
-        problems = load_tasks(config.tasks, config.split)
+        problems = tuple(part_of(load_tasks(config.tasks, config.split), config.split, config.tasks))
         last = len(problems) if config.num_tasks is None else config.offset + config.num_tasks
         self._tasks = problems[config.offset : last]
         if last > len(problems) or not self._tasks:
@@ -163,7 +142,8 @@ class GSM8K(Environment):
                 f"{config.tasks}: offset: {config.offset}{count} is beyond its {len(problems)} problems; "
                 "lower it"
             )
-        left_out = (*problems[: config.offset], *problems[last:])
+        self._tasks = self._tasks[: config.limit]
+        left_out = (*problems[: config.offset], *problems[config.offset + len(self._tasks) :])
         self.prompt = "\n\n".join(
             filter(None, (self._instruction(), *map(self._shown, self._examples(left_out))))
         )
@@ -173,8 +153,11 @@ class GSM8K(Environment):
     def tasks(self) -> Sequence[Task]:
         return self._tasks
 
-    def episode(self, task: Task, seed: int) -> GSM8KEpisode:
-        return GSM8KEpisode(self, read_entry(task.id, task.content))
+    def episode(self, task: Task, seed: int) -> QuestionEpisode:
+        problem = read_entry(task.id, task.content)
+        system = [Message("system", self.prompt)] if self.prompt else []
+        opening = [*system, Message("user", problem.question)]
+        return QuestionEpisode(opening, partial(self._grade, problem))
 
     def demonstration(self, task: Task) -> Sequence[str]:
         return [self._solution(read_entry(task.id, task.content))]
@@ -186,14 +169,17 @@ class GSM8K(Environment):
             return parse_number(answers[-1]), True
         return None if self.config.strict else last_number(reply), False
 
+    def _grade(self, problem: WordProblem, reply: str) -> Grade:
+        number, valid = self.answer_of(reply)
+        return Grade(number == problem.value, valid)
+
     def _solution(self, problem: WordProblem) -> str:
         reasoning = problem.reasoning if self.config.annotations else _ANNOTATION.sub("", problem.reasoning)
         return f"{reasoning}\n{self.config.answer_format.replace(ANSWER, problem.number)}".lstrip("\n")
 
     def _instruction(self) -> str:
-        return self.config.instruction.replace(
-            "{answer_format}", self.config.answer_format.replace(ANSWER, "<number>")
-        )
+        answer_format = self.config.answer_format.replace(ANSWER, "<number>")
+        return fill(self.config.instruction, {"answer_format": answer_format})
 
     def _shown(self, problem: WordProblem) -> str:
         return f"Problem: {problem.question}\nSolution:\n{self._solution(problem)}"
@@ -221,29 +207,6 @@ class GSM8K(Environment):
         return [read_entry(task.id, task.content) for task in examples]
 
 
-class GSM8KEpisode(Episode):
-    """One turn. A reply without the answer in its format is an invalid action."""
-
-    def __init__(self, environment: GSM8K, problem: WordProblem) -> None:
-        self._environment, self._problem = environment, problem
-        self._over = False
-
-    def start(self) -> Sequence[Message]:
-        prompt = self._environment.prompt
-        return [*([Message("system", prompt)] if prompt else []), Message("user", self._problem.question)]
-
-    def step(self, action: str) -> StepResult:
-        if self._over:
-            raise RuntimeError("the episode is over")
-        self._over = True
-        number, valid = self._environment.answer_of(action)
-        outcome = Outcome.CORRECT if number == self._problem.value else Outcome.INCORRECT
-        return StepResult("", done=True, outcome=outcome, stop_reason=StopReason.FINISHED, valid=valid)
-
-    def close(self) -> None:
-        self._over = True
-
-
 def answer_pattern(answer_format: str) -> re.Pattern[str]:
     """A pattern that finds the answers of a reply; group 1 is the number. If nothing follows {answer} in the
     format, the number must end its line.
@@ -255,52 +218,24 @@ def answer_pattern(answer_format: str) -> re.Pattern[str]:
     """
     before, after = (re.escape(part.strip()) for part in answer_format.split(ANSWER))
     end = after or r"\.?[ \t\r]*+$"
-    return re.compile(rf"{before or '^'}[ \t]*+({_NUMBER})[ \t]*+{end}", re.MULTILINE)
-
-
-def parse_number(text: str) -> Decimal | None:
-    """The exact number that a text spells, or None.
-
-    >>> parse_number("-$1,234.50"), parse_number("72."), parse_number("1,23"), parse_number("7 apples")
-    (Decimal('-1234.50'), Decimal('72'), None, None)
-    """
-    text = text.strip()
-    return Decimal(re.sub(r"[+$, ]", "", text).replace("−", "-")) if _WHOLE.fullmatch(text) else None
-
-
-def last_number(text: str) -> Decimal | None:
-    """The last number in a text. A minus is a sign only if no number stands before it.
-
-    >>> last_number("so it is 48/2 = 24 apples."), last_number("that leaves -3")
-    (Decimal('24'), Decimal('-3'))
-    >>> last_number("5-3"), last_number("none")
-    (Decimal('3'), None)
-    """
-    match = None
-    for match in _ANYWHERE.finditer(text):  # noqa: B007 (the last one is wanted)
-        pass
-    return parse_number(match[0]) if match is not None else None
+    return re.compile(rf"{before or '^'}[ \t]*+({NUMBER})[ \t]*+{end}", re.MULTILINE)
 
 
 def load_tasks(source: Path | str, split: str | None) -> tuple[Task, ...]:
-    """All problems of a JSONL file, or of a split of a hub id.
+    """All problems of a table, or of a split of a hub id.
 
     Raises:
         AgentPeftError: it cannot be read, or an entry is not as it should be (its line is named).
     """
-    rows = _lines(source) if isinstance(source, Path) else enumerate(hub_rows(source, str(split)), 1)
-    name = source.stem if isinstance(source, Path) else str(split)
+    name, rows = read_table(source, split)
     tasks = []
-    for line, entry in rows:
+    for row in rows:
         try:
-            problem = read_entry(f"line {line}", entry)
+            problem = read_entry(row.place, row.content)
         except AgentPeftError as error:
             raise AgentPeftError(f"{source}: {error}") from error
-        tasks.append(
-            Task(
-                f"{name}:{line}", (problem.skill,), {"question": entry["question"], "answer": entry["answer"]}
-            )
-        )
+        content = {key: row.content[key] for key in ("question", "answer")}
+        tasks.append(Task(f"{name}:{row.number}", (problem.skill,), content))
     if not tasks:
         raise AgentPeftError(f"{source}: holds no problem; give a JSONL file of GSM8K entries")
     return tuple(tasks)
@@ -323,18 +258,3 @@ def read_entry(name: str, entry: Any) -> WordProblem:
             f"{name}: needs a question, and an answer that ends with '{GOLD_MARK} ' and a number"
         )
     return problem
-
-
-def _lines(path: Path) -> Iterable[tuple[int, Any]]:
-    """(line number from 1, entry) of a JSONL file; blank lines are passed over."""
-    lines = read_text(path, "a JSONL file", MAX_FILE_BYTES).split(
-        "\n"
-    )  # splitlines would cut at U+2028 inside a text, too
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                yield number, parse_json(line)
-            except ValueError as error:
-                raise AgentPeftError(
-                    f"{path}: line {number}: is not JSON ({error}); a JSONL file holds one entry a line"
-                ) from error

@@ -7,6 +7,7 @@ output is the base model's. The base model is the same model ``with model.disabl
 from __future__ import annotations
 
 import copy
+import json
 import math
 import warnings
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -24,11 +25,17 @@ from transformers.pytorch_utils import Conv1D
 from agent_peft.policies.config import LoraSettings
 from agent_peft.policies.forward.lora_linear import FusedLoraConv1D, FusedLoraLinear
 from agent_peft.policies.models.adapter_base import check_base
+from agent_peft.policies.models.adapter_files import (
+    CONFIG,
+    WEIGHTS,
+    read_adapter_config,
+    read_tensors,
+    settings_of,
+)
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, TrustError
 
 ADAPTER = "default"
-_WEIGHTS = "adapter_model.safetensors"
 # Settings that must be equal for stored A and B to mean the same change of the weights.
 _MEANING = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "bias")
 
@@ -115,7 +122,7 @@ def save(model: PreTrainedModel | PeftModel, folder: Path) -> None:
         model.save_pretrained(folder)
         return
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in _adapter_state(model).items()}
-    save_file(weights, folder / _WEIGHTS, metadata={"format": "pt"})
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     config = cast(LoraConfig, copy.deepcopy(model.peft_config[ADAPTER]))
     config.inference_mode = True  # as PEFT stores it
     if isinstance(config.target_modules, set):
@@ -136,12 +143,11 @@ def load(model: PreTrainedModel | PeftModel, folder: Path) -> None:
 
 
 def _load_adapter(model: PeftModel, folder: Path) -> None:
-    if not (folder / _WEIGHTS).is_file() or not (folder / "adapter_config.json").is_file():
-        raise AgentPeftError(f"{folder} holds no adapter: it needs adapter_config.json and {_WEIGHTS}")
-    ours = model.peft_config[ADAPTER]
+    if not (folder / CONFIG).is_file():
+        raise AgentPeftError(f"{folder} holds no adapter: it needs {CONFIG} and {WEIGHTS}")
+    ours, stored = model.peft_config[ADAPTER], read_tensors(folder)
     try:
         theirs = LoraConfig.from_pretrained(str(folder))
-        stored = load_file(folder / _WEIGHTS)
     except Exception as error:  # a damaged file may raise anything
         raise AgentPeftError(
             f"the adapter in {folder} cannot be read: {' '.join(str(error).split())[:200]}"
@@ -198,6 +204,36 @@ def _load_whole(model: PreTrainedModel, folder: Path) -> None:
         raise AgentPeftError(
             f"the model in {folder} does not fit: {' '.join(str(error).split())[:200]}"
         ) from error
+
+
+def copy_adapter(source: Path, folder: Path, base: str) -> None:
+    """Write the adapter in ``source`` once more, with ``base`` as the name of its model.
+
+    Raises:
+        AgentPeftError: the adapter cannot be read.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(read_tensors(source), folder / WEIGHTS, metadata={"format": "pt"})
+    content = {**read_adapter_config(source), "base_model_name_or_path": base}
+    (folder / CONFIG).write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")
+
+
+def fold_in(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Add the adapter in a folder to the weights of ``model`` (in place), in fp32 and rounded once. All
+    parameters can be trained afterwards.
+
+    Raises:
+        AgentPeftError: the adapter cannot be read, or does not fit.
+    """
+    adapted = attach(model, settings_of(folder, dropout=0.0), seed=0)
+    load(adapted, folder)
+    with torch.no_grad():
+        for _, layer in lora_layers(adapted):
+            weight = cast(Tensor, layer.get_base_layer().weight)
+            weight.copy_(weight.float() + delta_of(layer))
+    plain = cast(PreTrainedModel, adapted.unload())
+    plain.requires_grad_(True)
+    return plain
 
 
 def merge(model: PeftModel) -> PreTrainedModel:

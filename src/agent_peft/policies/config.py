@@ -41,7 +41,8 @@ class PretrainedConfig(Config):
 
     kind: Literal["pretrained"] = "pretrained"
     model: str = Field(
-        description="a bundled name (smollm2-135m, gemma3-270m), a folder, a .gguf file, or a hub id"
+        description="a bundled name (smollm2-135m, gemma3-270m), a folder, a .gguf file or a hub id; or what "
+        "was trained: a run directory, RUN:step_000012, a checkpoint or the folder of an adapter"
     )
     dtype: Dtype = Field(
         default="auto",
@@ -50,7 +51,14 @@ class PretrainedConfig(Config):
     )
     device: Device = Field(default="auto", description="auto, cpu, cuda, cuda:1 …")
     lora: LoraSettings | None = Field(default=LoraSettings(), description="null trains every parameter")
-    adapter: Path | None = Field(default=None, description="a folder in PEFT's layout to start from")
+    adapter: Path | None = Field(
+        default=None, description="an adapter in PEFT's layout to start from, if policy.model is its model"
+    )
+    merge_adapter: bool = Field(
+        default=False,
+        description="true adds the adapter that the policy starts from to the weights and trains a new one "
+        "(or every parameter); false goes on with that adapter",
+    )
     packing: bool = Field(default=True, description="train on the token trie; false pads")
     activation_checkpointing: bool = Field(
         default=False, description="uses less memory in training: the backward computes each layer again"

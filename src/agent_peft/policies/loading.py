@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,15 @@ from agent_peft.config import first_error
 from agent_peft.hardware import choose_device
 from agent_peft.lookup import nearest
 from agent_peft.out_of_memory import telling_out_of_memory
-from agent_peft.policies import adapters
+from agent_peft.policies import adapters, value_head
 from agent_peft.policies.config import PretrainedConfig, ScratchConfig
+from agent_peft.policies.models.adapter_files import read_adapter_config
 from agent_peft.policies.models.bundled import BUNDLED, fetch, from_gguf
 from agent_peft.policies.models.character_tokenizer import character_tokenizer
 from agent_peft.policies.models.custom_module import build_custom
 from agent_peft.policies.models.pretrained import build, cause, ends_of, load_pretrained
 from agent_peft.policies.models.shape import is_custom, scratch_architecture
+from agent_peft.policies.models.start import own_base, portable, start_of, with_adapter
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.precision import choose_precision
 from agent_peft.policies.tokenization import ChatTokenizer
@@ -38,8 +41,8 @@ _KINDS: Mapping[str, type[PretrainedConfig | ScratchConfig]] = {
 def load_policy(
     model: str | Path | Mapping[str, Any] | PretrainedConfig | ScratchConfig, seed: int = 0, **keys: Any
 ) -> Policy:
-    """The policy of a model. Its LoRA adapter starts at zero, which is proven: the first output equals the
-    base model's.
+    """The policy of a model. A new LoRA adapter starts at zero, which is proven: the first output equals the
+    base model's. If ``model`` is an adapter, the policy goes on with it; a critic beside it comes along.
 
     >>> alphabet, architecture = "01+=", {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 1}
     >>> scratch = {"kind": "scratch", "alphabet": alphabet, "architecture": architecture}
@@ -48,8 +51,9 @@ def load_policy(
     (False, True)
 
     Args:
-        model: a bundled name (``"smollm2-135m"``), a folder, a GGUF file or a hub id; or the keys of
-            ``policy`` in a run's configuration.
+        model: a bundled name (``"smollm2-135m"``), a folder, a GGUF file or a hub id; a run directory,
+            ``"RUN:step_000012"``, a checkpoint or an adapter's folder; or the keys of ``policy`` in a run's
+            configuration.
         seed: decides the adapter's random matrix A, and all weights of a model from scratch.
         keys: more keys of ``policy``, such as ``dtype="float32"``, ``lora=None`` or ``adapter="folder"``.
 
@@ -57,6 +61,11 @@ def load_policy(
         AgentPeftError: a key is wrong, or the model cannot be loaded or is not supported.
     """
     config = policy_config(model, **keys)
+    beside = adapter = None
+    if config.kind == "pretrained":
+        config, start = with_adapter(config), start_of(config)
+        adapter = None if config.merge_adapter else start.adapter
+        beside = start.adapter or Path(start.model)
     device, dtype = choose_device(config.device), choose_precision(config).dtype
     disable_progress_bar()  # type: ignore[no-untyped-call]  # Transformers shows one for each file
     tokenizer, base = _load_scratch(config, seed, dtype) if config.kind == "scratch" else _load(config, dtype)
@@ -71,9 +80,31 @@ def load_policy(
             adapted = adapters.attach(base, config.lora, derive(seed, "adapter"))
             adapters.assert_zero_delta(adapted)
         policy = Policy(adapted, chat, config.packing, config.activation_checkpointing)
-    if config.kind == "pretrained" and config.adapter is not None:
-        policy.load(config.adapter)
+    if adapter is not None:
+        adapters.load(policy.model, adapter)
+    if beside is not None:
+        policy.load_value_head(beside)
     return policy
+
+
+def save_start(config: PretrainedConfig, folder: Path) -> None:
+    """Write what a policy starts from, for ``policy.model`` of another day: the adapter that it goes on with,
+    or the whole model with its tokenizer, in the dtype that the policy computes in.
+
+    Raises:
+        AgentPeftError: as ``load_policy``.
+    """
+    config, start = with_adapter(config), start_of(config)
+    if start.adapter is not None and not config.merge_adapter:
+        named = own_base(start.adapter) or read_adapter_config(start.adapter).get("base_model_name_or_path")
+        adapters.copy_adapter(start.adapter, folder, base=portable(str(named or start.model)))
+    else:
+        tokenizer, model = _load(config, choose_precision(config).dtype)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    critic = (start.adapter or Path(start.model)) / value_head.WEIGHTS
+    if critic.is_file():
+        shutil.copyfile(critic, folder / critic.name)
 
 
 def policy_config(
@@ -103,13 +134,20 @@ def policy_config(
 
 
 def _load(config: PretrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    """A tokenizer and a model, with the adapter added to its weights if ``merge_adapter`` says so."""
+    start = start_of(config)
     try:
-        return load_pretrained(resolve_model(config.model), dtype)
+        tokenizer, model = load_pretrained(resolve_model(start.model), dtype)
     except OSError as error:
         raise AgentPeftError(
             f"policy.model: {config.model!r} is no bundled model ({', '.join(BUNDLED)}), no folder and no "
             f"model that the hub gives: {cause(error)}"
         ) from error
+    model.name_or_path = portable(start.model)
+    if config.merge_adapter and start.adapter is not None:
+        model = adapters.fold_in(model, start.adapter)
+        model.name_or_path = f"{start.adapter.absolute()} (merged)"  # no adapter may take it for its model
+    return tokenizer, model
 
 
 def _load_scratch(

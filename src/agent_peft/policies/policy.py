@@ -20,6 +20,7 @@ from agent_peft.policies.forward.gelu import fuse_activations
 from agent_peft.policies.forward.language_model import LanguageModel
 from agent_peft.policies.forward.output_layer import logprobs_of_targets
 from agent_peft.policies.forward.trie import Layout, build_trie, count_nodes, fill_rows, lay_out
+from agent_peft.policies.models.chat_template import save_tokenizer
 from agent_peft.policies.models.custom_module import CustomModel
 from agent_peft.policies.models.layers import layers_of
 from agent_peft.policies.models.positions import bound_of
@@ -27,6 +28,7 @@ from agent_peft.policies.reference import Reference, trained
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.policies.value_head import ValueHead
+from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ class Policy(LanguageModel):
         self.value_head: ValueHead | None = None
         fuse_activations(self.base)
         self.checkpointed = layers_of(self.decoder) if activation_checkpointing else []
+        self.bound = bound_of(self.base.config)
         proofs.prove_head(self)
         proofs.prove_window(self)
         opening = self.opening()
@@ -74,8 +77,7 @@ class Policy(LanguageModel):
 
     def opening(self) -> list[int]:
         """The first tokens of a short conversation, on which the policy and its sampler are proven."""
-        bound = bound_of(self.base.config)
-        return proofs.opening(self.chat, None if bound is None else bound.positions)
+        return proofs.opening(self.chat, None if self.bound is None else self.bound.positions)
 
     @property
     def has_adapter(self) -> bool:
@@ -201,6 +203,11 @@ class Policy(LanguageModel):
     def _states(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Last hidden states (n, H), and (B, T) the index of the state that predicts each token."""
         rows, length = batch.tokens.shape
+        if self.bound is not None and length > self.bound.positions:
+            raise AgentPeftError(
+                f"a trajectory has {length} tokens, and the model can read {self.bound.positions} "
+                f"({self.bound.reason}); shorten the demonstration or the task, or take another model"
+            )
         if self.packing:
             layout = self._lay_out(batch)
             hidden, predictors = self.packed_states(layout), layout.predictors(length).to(self.device)
@@ -230,10 +237,12 @@ class Policy(LanguageModel):
         return float(2 * config.num_hidden_layers * config.hidden_size / max(weights, 1))
 
     def save(self, folder: str | Path) -> None:
-        """Write the adapter in PEFT's layout, or the whole model where all parameters are trained; and the
-        critic, where there is one.
+        """Write the adapter in PEFT's layout, or the whole model and its tokenizer where all parameters are
+        trained; and the critic, where there is one.
         """
         adapters.save(self.model, Path(folder))
+        if not self.has_adapter:
+            save_tokenizer(self.chat.tokenizer, self.chat.template, Path(folder))
         if self.value_head is not None:
             value_head.save(self.value_head, Path(folder))
 
@@ -246,6 +255,14 @@ class Policy(LanguageModel):
         folder = Path(folder).expanduser()
         check_regular(folder)
         adapters.load(self.model, folder)
+        self.load_value_head(folder)
+
+    def load_value_head(self, folder: Path) -> None:
+        """Read the critic in a folder, if there is one or the policy has one.
+
+        Raises:
+            AgentPeftError: the policy has a critic and the folder none, or that of another model.
+        """
         if self.value_head is not None or (folder / value_head.WEIGHTS).exists():
             value_head.load(self.value_head or self.attach_value_head(detach=False), folder)
 
@@ -256,4 +273,4 @@ class Policy(LanguageModel):
         self.model.cpu()  # where the copy in fp32 has room
         merged = adapters.merge(self.model) if isinstance(self.model, PeftModel) else self.model
         merged.save_pretrained(folder)
-        self.chat.tokenizer.save_pretrained(folder)
+        save_tokenizer(self.chat.tokenizer, self.chat.template, Path(folder))

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 MIN_SPEEDUP = 1.25  # of bfloat16 on a CPU, since float32 is exact
 ROWS = 256  # of the timed products: between the rows of a decode step and those of a microbatch
+WIDEST = 16_384  # of the timed products: wider ones take more memory and tell no more
 TRIALS, SECONDS = 5, 0.1  # trials of each dtype, and seconds of each trial
 
 
@@ -62,8 +63,8 @@ def choose_precision(config: PretrainedConfig | ScratchConfig) -> Precision:
         return Precision(torch.float32, "the model's size is not known before it is loaded")
     if shape.multiplied < CACHED_WEIGHTS:
         return Precision(torch.float32, "matrix products take little of the time of so small a model")
-    middle = max(max(linear.inputs, linear.outputs) for linear in shape.linears)
-    times = speed_of_bf16(shape.hidden, middle, torch.get_num_threads())
+    hidden, middle = shape.hidden, max(max(linear.inputs, linear.outputs) for linear in shape.linears)
+    times = speed_of_bf16(min(hidden, WIDEST), min(middle, WIDEST), torch.get_num_threads())
     dtype = torch.bfloat16 if times >= MIN_SPEEDUP else torch.float32
     return Precision(
         dtype,

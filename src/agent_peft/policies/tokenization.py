@@ -54,6 +54,7 @@ class ChatTokenizer:
     Attributes:
         end_of_turn: token ids that end an assistant's turn: ``ends``, the tokenizer's eos, and the token that
             the template writes after an assistant message.
+        template: the chat template that is used where it is not the tokenizer's own.
         append_only: whether one more turn leaves the earlier turns of the template's text unchanged.
 
     Raises:
@@ -62,7 +63,7 @@ class ChatTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int] = ()) -> None:
         self.tokenizer = tokenizer
-        self._template = (
+        self.template = (
             undated(tokenizer.chat_template) if tokenizer.chat_template else self._plain_template()
         )
         added = {
@@ -256,7 +257,7 @@ class ChatTokenizer:
         chat = [{"role": m.role, "content": m.content} for m in messages]
         try:
             text = self.tokenizer.apply_chat_template(
-                chat, chat_template=self._template, tokenize=False, add_generation_prompt=generate
+                chat, chat_template=self.template, tokenize=False, add_generation_prompt=generate
             )
         except TemplateError:
             raise

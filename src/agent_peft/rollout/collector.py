@@ -96,10 +96,24 @@ ScheduleOf = Callable[[int], CollectionSchedule | None]  # of a step
 
 
 class Collector:
-    """Acts in one environment with one sampler."""
+    """Acts in one environment with one sampler.
 
-    def __init__(self, environment: Environment, engine: Sampler) -> None:
-        self.environment, self.engine = environment, engine
+    Args:
+        on_episode: called at the end of each episode, from any thread.
+
+    Raises:
+        AgentPeftError: the environment grades no outcome.
+    """
+
+    def __init__(
+        self, environment: Environment, engine: Sampler, on_episode: Callable[[], None] | None = None
+    ) -> None:
+        if not environment.graded:
+            raise AgentPeftError(
+                f"{type(environment).__name__} has no outcome to grade, so its episodes can be neither "
+                "rewarded nor measured; learn from its demonstrations with sft"
+            )
+        self.environment, self.engine, self.on_episode = environment, engine, on_episode
         self._logged: set[tuple[str, str]] = set()  # kinds of defects
         self._works = False  # an episode has ended without a defect
 
@@ -128,7 +142,7 @@ class Collector:
         """
         positions = range(len(tasks)) if positions is None else positions
         defects: list[BaseException] = []
-        acting = (self.engine.chat, defects, sampling.stop, sampling.max_tokens)
+        acting = (self.engine.chat, defects, sampling.stop, sampling.max_tokens, self.on_episode)
         conversations = {
             (position, member): EpisodeConversation(self.environment, tasks[position], *acting)
             for position in positions

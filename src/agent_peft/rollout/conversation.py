@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from agent_peft.environments.base import Environment, Episode
@@ -39,6 +39,7 @@ class EpisodeConversation:
         stop: strings that end an action.
         max_tokens: limit of the episode's tokens; None sets no limit. An opening without room for an action
             is a user's mistake.
+        on_end: called once, when the episode is over.
     """
 
     def __init__(
@@ -49,9 +50,11 @@ class EpisodeConversation:
         defects: list[BaseException],
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
+        on_end: Callable[[], None] | None = None,
     ) -> None:
         self.environment, self.task, self.chat, self.defects = environment, task, chat, defects
         self.stop, self.max_tokens = [text.encode() for text in stop], max_tokens
+        self.on_end = on_end
         self.seed = 0
         self.turns: list[Turn] = []
         self.messages: list[Message] = []
@@ -134,6 +137,8 @@ class EpisodeConversation:
         return following
 
     def end(self, outcome: Outcome, stop_reason: StopReason) -> None:
+        if self.on_end is not None and not self.over:
+            self.on_end()
         self.outcome, self.stop_reason, self.over, self.failure = outcome, stop_reason, True, None
 
     @property
@@ -167,6 +172,7 @@ class EpisodeConversation:
             self.outcome,
             self.stop_reason,
             score=self.score,
+            seed=self.seed,
         )
 
     def close(self) -> None:

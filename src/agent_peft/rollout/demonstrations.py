@@ -105,14 +105,23 @@ def _stopped_inside(text: Sequence[int], chat: ChatTokenizer, stops: Sequence[st
 
 
 def demonstrate(
-    environment: Environment, task: Task, chat: ChatTokenizer, rewards: RewardConfig, seed: int
+    environment: Environment,
+    task: Task,
+    chat: ChatTokenizer,
+    rewards: RewardConfig,
+    seed: int,
+    actions: Sequence[str] | None = None,
 ) -> Trajectory:
     """The trajectory of a task's demonstration, replayed in the environment, so its observations are real.
+
+    Args:
+        actions: other actions, in place of the demonstration.
 
     Raises:
         AgentPeftError: the environment has no demonstration of this task, or the replay fails.
     """
-    actions = environment.demonstration(task)
+    if actions is None:
+        actions = environment.demonstration(task)
     if actions is None:
         raise AgentPeftError(
             f"task {task.id}: the environment has no demonstration, so a supervised stage cannot use this "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from agent_peft.config import Config, first_error
 from agent_peft.environments import AnyEnvironment
@@ -23,11 +25,13 @@ from agent_peft.rollout.gathering import gather_collection
 from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.rollout.statistics import EvaluationReport, summarize
 from agent_peft.seeding import derive
-from agent_peft.types import AgentPeftError
+from agent_peft.types import AgentPeftError, Task
 
 logger = logging.getLogger(__name__)
 
 MEASURES = ("attempts", "num_tasks", "sampling")  # the keys that a single evaluation has
+# keys of environments that say where tasks come from; the tasks themselves are in the digest
+PLACES = {"tasks", "url", "token", "examples_from"}
 
 
 def _greedy(value: Any) -> Any:
@@ -47,7 +51,7 @@ class EvaluationConfig(Config):
     every: int = Field(
         default=0,
         ge=0,
-        description="also after each so many steps, counted over all stages; 0 adds no evaluation",
+        description="also after each so many steps of the run, counted over all stages; 0 adds no evaluation",
     )
     attempts: int = Field(default=1, ge=1, description="episodes of each task, for pass@k")
     num_tasks: int | None = Field(
@@ -92,8 +96,11 @@ def evaluate(
     seed: int = 0,
     ranks: Ranks = ALONE,
     schedule: CollectionSchedule | None = None,
+    rewards: RewardConfig | Mapping[str, Any] | None = None,
+    on_episode: Callable[[], None] | None = None,
 ) -> EvaluationReport:
-    """Measure a policy on an environment: ``attempts`` episodes of each task, greedy by default.
+    """Measure a policy on an environment: ``attempts`` episodes of each task, greedy by default. The report
+    has the episodes in ``groups``.
 
     Episodes whose environment failed before the agent had acted are left out, and counted.
 
@@ -103,18 +110,20 @@ def evaluate(
             such as ``{"attempts": 4, "sampling": {"temperature": 1.0}}``.
         seed: decides the episodes and, at a temperature above 0, the tokens.
         schedule: a recorded schedule of late answers to follow, and the file for a new one.
+        rewards: what an episode is worth, as in a stage; None takes the defaults.
+        on_episode: called at the end of each episode of this rank, from any thread.
 
     Raises:
         AgentPeftError: a key is wrong, or no episode came to an end.
     """
     sampler = load_sampler(policy) if isinstance(policy, Policy) else policy
-    settings = _settings(evaluation)
+    settings, prices = _settings(evaluation), _prices(rewards)
     tasks = environment.tasks[: settings.num_tasks]
-    collection = Collector(environment, sampler).collect(
+    collection = Collector(environment, sampler, on_episode).collect(
         tasks,
         settings.attempts,
         settings.sampling,
-        RewardConfig(),
+        prices,
         derive(seed, "evaluation"),
         ranks.share(range(len(tasks))),
         schedule.followed if schedule else None,
@@ -123,7 +132,9 @@ def evaluate(
         schedule.write(collection.schedule)
     collection = gather_collection(ranks, collection, tasks)
     lost = len(tasks) * settings.attempts - sum(len(group.trajectories) for group in collection.groups)
-    report = summarize(collection.groups, lost)
+    report = replace(
+        summarize(collection.groups, lost), settings=settings_of(settings, environment, seed, prices)
+    )
     if (collection.failures or collection.defects) and ranks.is_main:
         logger.warning(
             "the environment failed %d times: %d episodes are left out, %d count as crashed by the agent; "
@@ -134,6 +145,40 @@ def evaluate(
             collection.defects,
         )
     return report
+
+
+def settings_of(
+    evaluation: EvaluationConfig, environment: Environment, seed: int, rewards: RewardConfig
+) -> dict[str, Any]:
+    """Return what decides the result of an evaluation, beside the policy, as JSON values."""
+    tasks = environment.tasks[: evaluation.num_tasks]
+    return {
+        "tasks": len(tasks),
+        "attempts": evaluation.attempts,
+        "seed": seed,
+        "sampling": evaluation.sampling.model_dump(mode="json"),
+        "environment": _digest(environment, tasks),
+        "rewards": rewards.model_dump(mode="json"),
+    }
+
+
+def _digest(environment: Environment, tasks: Sequence[Task]) -> str:
+    """Return a digest of an environment's keys and of the tasks that are measured, wherever they lie."""
+    keys = getattr(environment, "config", None)
+    if isinstance(keys, BaseModel):
+        keys = keys.model_dump(mode="json", exclude=PLACES)
+    content = [keys, [(task.id, task.skills, dict(task.content)) for task in tasks]]
+    text = json.dumps(content, default=lambda value: type(value).__name__)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _prices(rewards: RewardConfig | Mapping[str, Any] | None) -> RewardConfig:
+    if isinstance(rewards, RewardConfig):
+        return rewards
+    try:
+        return RewardConfig.model_validate(dict(rewards or {}))
+    except ValidationError as error:
+        raise AgentPeftError(first_error(error, "rewards", RewardConfig)) from error
 
 
 def _settings(evaluation: EvaluationConfig | Mapping[str, Any] | None) -> EvaluationConfig:

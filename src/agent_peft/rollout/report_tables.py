@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from rich.table import Table
@@ -18,11 +18,15 @@ def table(reports: Mapping[str, EvaluationReport]) -> Table:
     """
     columns = list(reports.values())
     rows = _table("success on the evaluation tasks (95 % interval)", reports)
+    if any(report.step is not None for report in columns):
+        rows.add_row("step", *("" if report.step is None else str(report.step) for report in columns))
     rows.add_row("tasks", *(str(report.success.tasks) for report in columns))
     rows.add_row("success", *(report.success.percent for report in columns))
     if any(report.score for report in columns):
         scores = ("" if report.score is None else report.score.percent for report in columns)
         rows.add_row("score", *scores)
+    if any(not report.reward_follows_success for report in columns):
+        _add_rewards(rows, columns)
     if len(columns) > 1:
         changes = [_change(before, after) for before, after in pairwise(columns)]
         rows.add_row("change, points", "", *(change for change, _ in changes))
@@ -64,6 +68,16 @@ def _table(title: str, reports: Mapping[str, EvaluationReport], *more: str) -> T
     for name in (*more, *reports):
         rows.add_column(Text(name), justify="right")
     return rows
+
+
+def _add_rewards(rows: Table, columns: Sequence[EvaluationReport]) -> None:
+    """Add the row of mean rewards. Those of other prices than the last column's are marked."""
+    prices = columns[-1].settings.get("rewards")
+    other = [report.reward is not None and report.settings.get("rewards") != prices for report in columns]
+    rewards = ("" if report.reward is None else report.reward.text for report in columns)
+    rows.add_row("reward", *(text + " *" * mark for text, mark in zip(rewards, other, strict=True)))
+    if any(other):
+        rows.caption = "* under the rewards of another stage than the last column's"
 
 
 def _change(before: EvaluationReport, after: EvaluationReport) -> tuple[str, str]:

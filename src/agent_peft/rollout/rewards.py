@@ -10,7 +10,7 @@ import inspect
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -240,8 +240,12 @@ class RewardConfig(Config):
 
 
 def price(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
-    """Return the trajectory with one reward per turn. The prices of invalid and cut actions are at their
-    turns; those of the end, the score and the terms are at the last turn.
+    """Return the trajectory with one reward per turn, and with what each term of the reward gave. The prices
+    of invalid and cut actions are at their turns; those of the end, the score and the terms are at the last
+    turn.
+
+    ``reward_terms`` names the price of the end ``outcome``, and the others after their keys, as far as these
+    are set. Terms of one kind are added up. Their sum is the return, but for rounding.
 
     Raises:
         ValueError: the trajectory is an infrastructure failure, or has no turn.
@@ -250,8 +254,9 @@ def price(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
     >>> from agent_peft.types import Task, Turn
     >>> turns = (Turn((1,), (2,), (-0.5,), valid=False), Turn((3,), (4,), (-0.5,)))
     >>> solved = Trajectory(Task("t"), turns, outcome=Outcome.CORRECT)
-    >>> price(solved, RewardConfig(invalid_action=-0.1)).rewards
-    (-0.1, 1.0)
+    >>> priced = price(solved, RewardConfig(invalid_action=-0.1))
+    >>> priced.rewards, priced.reward_terms
+    ((-0.1, 1.0), {'outcome': 1.0, 'invalid_action': -0.1})
     """
     end = config.end(trajectory.outcome, trajectory.stop_reason)
     if not trajectory.turns:
@@ -262,13 +267,27 @@ def price(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
         for reward, turn in zip(rewards, trajectory.turns, strict=True)
     ]
     rewards[-1] += end
+    given = [("outcome", end)]
+    if config.invalid_action:
+        given.append(("invalid_action", config.invalid_action * trajectory.num_invalid))
+    if config.cut_action:
+        given.append(("cut_action", config.cut_action * trajectory.num_cut))
     if config.score and trajectory.score is not None:
+        given.append(("score", config.score * trajectory.score))
         rewards[-1] += config.score * trajectory.score
-    priced = replace(trajectory, rewards=tuple(rewards))
+    priced = replace(trajectory, rewards=tuple(rewards), reward_terms=_by_name(given))
     if not config.terms:
         return priced
-    rewards[-1] += sum(term.weight * worth(term, priced) for term in config.terms)
-    return replace(priced, rewards=tuple(rewards))
+    terms = [(term.kind, term.weight * worth(term, priced)) for term in config.terms]
+    rewards[-1] += sum(value for _, value in terms)
+    return replace(priced, rewards=tuple(rewards), reward_terms=_by_name([*given, *terms]))
+
+
+def _by_name(values: Sequence[tuple[str, float]]) -> dict[str, float]:
+    added: dict[str, float] = {}
+    for name, value in values:
+        added[name] = added.get(name, 0.0) + value  # also makes 0.0 of -0.0
+    return added
 
 
 def worth(term: TermConfig, trajectory: Trajectory) -> float:

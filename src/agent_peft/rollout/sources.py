@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from agent_peft.environments.base import Environment
+from agent_peft.environments.preferences import Preferences
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.ranks import Ranks
@@ -83,3 +84,27 @@ class Demonstrations:
         ]
         collection = gather_collection(self.ranks, Collection(groups), tasks)
         return replace(collection, metrics=self.check.count(collection.groups))
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The chosen and the rejected reply of each task, in this order: groups of two trajectories."""
+
+    environment: Preferences
+    order: TaskOrder
+    chat: ChatTokenizer
+    rewards: RewardConfig
+    seed: int
+    ranks: Ranks
+
+    def collect(self, step: int) -> Collection:
+        tasks, seed = self.order.at(step), derive(self.seed, "rollout", step)
+        groups = []
+        for task in self.ranks.share(tasks):
+            sides = (self.environment.demonstration(task), self.environment.rejection(task))
+            replayed = (
+                demonstrate(self.environment, task, self.chat, self.rewards, seed, actions)
+                for actions in sides
+            )
+            groups.append(Group(task, list(replayed)))
+        return gather_collection(self.ranks, Collection(groups), tasks)

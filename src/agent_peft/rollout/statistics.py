@@ -1,11 +1,11 @@
-"""Statistics of evaluations: success rates with their uncertainty, and tests for a difference."""
+"""Statistics of evaluations: success rates and means with their uncertainty, and tests for a difference."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from agent_peft.types import AgentPeftError, Group, Outcome, StopReason, Trajectory
@@ -13,6 +13,7 @@ from agent_peft.types import AgentPeftError, Group, Outcome, StopReason, Traject
 Z95 = 1.959963984540054  # the normal distribution's 97.5 % point
 NO_SKILL = "(no skill)"
 MAX_LEFT_OUT = 0.05  # share of the episodes; above it the summary reports them
+METRICS = ("evaluation.success", "evaluation.score", "evaluation.reward")  # the names of ``metric``
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,31 @@ class Rate:
 
 
 @dataclass(frozen=True)
+class Mean:
+    """A mean over tasks, with the bounds of its 95 % interval. They are None where the tasks do not show how
+    much tasks differ: there is one task, or all are alike.
+
+    >>> mean_over_tasks([0.5, 1.5]).value
+    1.0
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    tasks: int
+
+    @property
+    def text(self) -> str:
+        """The mean with its interval, such as ``0.412 (0.301…0.523)``."""
+        if self.low is None or self.high is None:
+            return f"{self.value:.3f}"
+        return f"{self.value:.3f} ({self.low:.3f}…{self.high:.3f})"
+
+
+@dataclass(frozen=True)
 class EvaluationReport:
-    """The result of an evaluation. All rates are means over tasks; a task counts once, however often it was
-    tried.
+    """The result of an evaluation. All rates and means are over tasks; a task counts once, however often it
+    was tried.
     """
 
     success: Rate
@@ -52,6 +75,16 @@ class EvaluationReport:
     outcomes: Mapping[str, tuple[str, ...]]  # task id -> the outcome of each attempt
     cut_actions: float = 0.0  # share of turns whose action a limit on tokens ended
     score: Rate | None = None  # mean of the environment's scores; None where no episode has one
+    reward: Mean | None = None  # mean return; None where the episodes have no rewards
+    reward_follows_success: bool = True  # the outcome alone decides the reward
+    # what was measured does not count when reports are compared
+    name: str | None = field(default=None, compare=False)  # of an evaluation of a run, such as "after grpo"
+    run: str | None = field(default=None, compare=False)  # what ``agent-peft evaluate`` was given
+    checkpoint: str | None = field(default=None, compare=False)  # of that run
+    step: int | None = field(default=None, compare=False)  # steps of the run that were done
+    # tasks, attempts, sampling, seed and rewards, and a digest of the environment
+    settings: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    groups: Sequence[Group] = field(default=(), compare=False, repr=False)  # the episodes; not in the JSON
 
     @property
     def summary(self) -> str:
@@ -60,19 +93,26 @@ class EvaluationReport:
         rates = f"success {self.success.percent} on {self.success.tasks} tasks"
         if self.score is not None:
             rates += f", score {self.score.percent}"
+        if self.reward is not None and not self.reward_follows_success:
+            rates += f", reward {self.reward.text}"
         return (
             f"{rates}; {left_out} of {episodes} episodes are left out: their environment failed"
             if left_out > MAX_LEFT_OUT * episodes
             else rates
         )
 
+    def metric(self, name: str) -> float | None:
+        """Return a number by its name in ``METRICS``; None where the report does not have it."""
+        measure: Rate | Mean | None = getattr(self, name.removeprefix("evaluation."))
+        return None if measure is None else measure.value
+
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON values."""
-        fields = asdict(self)
-        if self.score is None:
-            del fields["score"]
+        """Return the report as JSON values, without its episodes. What is None is left out."""
+        fields = asdict(replace(self, groups=()))
+        del fields["groups"]
+        heading = {key: fields.pop(key) for key in ("name", "run", "checkpoint", "step", "settings")}
         return {
-            **fields,
+            **{key: value for key, value in (heading | fields).items() if value is not None},
             "pass_at": {str(k): value for k, value in self.pass_at.items()},
             "outcomes": {task: list(outcomes) for task, outcomes in self.outcomes.items()},
         }
@@ -87,6 +127,7 @@ class EvaluationReport:
             pass_at={int(k): value for k, value in rest.pop("pass_at").items()},
             outcomes={task: tuple(outcomes) for task, outcomes in rest.pop("outcomes").items()},
             score=Rate(**rest.pop("score")) if "score" in rest else None,
+            reward=Mean(**rest.pop("reward")) if "reward" in rest else None,
             **rest,
         )
 
@@ -149,6 +190,9 @@ def summarize(groups: Sequence[Group], left_out: int = 0) -> EvaluationReport:
         outcomes=outcomes,
         cut_actions=sum(t.num_cut for t in counted) / max(turns, 1),
         score=score_of(counted),
+        reward=reward_of(counted),
+        reward_follows_success=_follows_success(counted),
+        groups=tuple(groups),
     )
 
 
@@ -169,6 +213,67 @@ def score_of(trajectories: Sequence[Trajectory]) -> Rate | None:
     for t in trajectories:
         scores.setdefault(t.task.id, []).append(t.score or 0.0)
     return rate_of((math.fsum(of_task), len(of_task)) for of_task in scores.values())
+
+
+def reward_of(trajectories: Sequence[Trajectory]) -> Mean | None:
+    """The mean return over tasks, or None where a trajectory has no rewards.
+
+    >>> from agent_peft.types import Task
+    >>> reward_of([Trajectory(Task("a"), (), rewards=(0.5, 1.0))])
+    Mean(value=1.5, low=None, high=None, tasks=1)
+    """
+    if not all(t.rewards for t in trajectories):
+        return None
+    rewards: dict[str, list[float]] = {}
+    for t in trajectories:
+        rewards.setdefault(t.task.id, []).append(t.reward)
+    return mean_over_tasks([math.fsum(of_task) / len(of_task) for of_task in rewards.values()])
+
+
+def _follows_success(trajectories: Sequence[Trajectory]) -> bool:
+    """Whether all correct episodes have one reward, and all others one, so that the mean reward says nothing
+    beside the success rate.
+    """
+    pairs = {(t.outcome is Outcome.CORRECT, t.reward) for t in trajectories}
+    return len(pairs) == len({correct for correct, _ in pairs})
+
+
+def mean_over_tasks(means: Sequence[float]) -> Mean:
+    """Return the mean of n ≥ 1 tasks' means, with Student's (1908) interval: mean ± t · s / √n, where s is
+    the standard deviation of the tasks' means and t the 97.5 % point with n - 1 degrees of freedom.
+
+    Tasks are drawn independently, attempts at one task are not. A task is therefore one observation, however
+    often it was tried (Miller, 2024, section 2.2, on clustered standard errors).
+
+    >>> mean_over_tasks([1.0, 2.0, 3.0, 6.0]).text
+    '3.000 (-0.433…6.433)'
+    """
+    n = len(means)
+    mean = math.fsum(means) / n
+    if len(set(means)) == 1:
+        return Mean(mean, None, None, n)
+    half = t95(n - 1) * math.sqrt(math.fsum((x - mean) ** 2 for x in means) / (n - 1) / n)
+    return Mean(mean, mean - half, mean + half, n)
+
+
+def t95(degrees: int) -> float:
+    """Return the 97.5 % point of Student's t distribution: exact for 1 and 2 degrees of freedom, within
+    0.004 of it from 3 on (Abramowitz and Stegun, 1964, equation 26.7.5).
+
+    >>> [round(t95(degrees), 2) for degrees in (1, 2, 9, 99)]
+    [12.71, 4.3, 2.26, 1.98]
+    """
+    if degrees <= 2:
+        return math.tan(0.475 * math.pi) if degrees == 1 else 0.95 * math.sqrt(2 / 0.0975)
+    z = Z95
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return sum(term / float(degrees) ** power for power, term in enumerate(terms))
 
 
 def rate_of(scores: Iterable[tuple[float, int]]) -> Rate:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -17,6 +17,7 @@ from agent_peft.types import AgentPeftError, InfrastructureError
 
 POSITION = "position.json"  # the file in a checkpoint that says how far the run is
 KEEP = "keep"  # a checkpoint with a file of this name is never removed
+BEST = "best.json"  # the file beside the checkpoints that names the best one
 _NAME = re.compile(r"(?:\.replaced-)?step_(\d{6,})")
 _DAMAGED = re.compile(r"damaged_step_\d{6,}(_\d+)?")  # a checkpoint that could not be read
 _ASIDE = ".aside-"  # the prefix of a checkpoint that is being written or removed
@@ -24,7 +25,12 @@ _REPLACED = ".replaced-"  # the prefix of one that is whole, and valid until ano
 
 
 def save_checkpoint(
-    root: Path, step: int, write: Callable[[Path], None], keep_last: int, keep: bool = False
+    root: Path,
+    step: int,
+    write: Callable[[Path], None],
+    keep_last: int,
+    keep: bool = False,
+    best: Callable[[], str | None] = lambda: None,
 ) -> Path:
     """Write ``root/step_000012`` and remove older checkpoints.
 
@@ -35,6 +41,7 @@ def save_checkpoint(
         write: is called with an empty folder and fills it.
         keep_last: how many of the newest checkpoints stay.
         keep: never remove this checkpoint. A replacement inherits this.
+        best: called when the checkpoint is written; returns the name of one that stays.
 
     Raises:
         ValueError: ``keep_last`` is below 1.
@@ -43,7 +50,7 @@ def save_checkpoint(
     if keep_last < 1:
         raise ValueError("at least the newest checkpoint is kept")
     try:
-        return _save(root, step, write, keep_last, keep)
+        return _save(root, step, write, keep_last, keep, best)
     except (OSError, SafetensorError) as error:
         with suppress(OSError):
             clean(root)  # the space may be needed
@@ -56,7 +63,14 @@ def save_checkpoint(
         ) from error
 
 
-def _save(root: Path, step: int, write: Callable[[Path], None], keep_last: int, keep: bool) -> Path:
+def _save(
+    root: Path,
+    step: int,
+    write: Callable[[Path], None],
+    keep_last: int,
+    keep: bool,
+    best: Callable[[], str | None],
+) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     sync(root.parent)
     clean(root)
@@ -66,7 +80,7 @@ def _save(root: Path, step: int, write: Callable[[Path], None], keep_last: int, 
     write(aside)
     if keep or (target / KEEP).exists():
         (aside / KEEP).touch()
-    _sync_tree(aside)
+    sync_tree(aside)
     replaced = root / f"{_REPLACED}{target.name}"
     if target.exists():
         target.rename(replaced)
@@ -74,12 +88,17 @@ def _save(root: Path, step: int, write: Callable[[Path], None], keep_last: int, 
     sync(root)
     if replaced.exists():
         shutil.rmtree(replaced)
+    remove_old(root, keep_last, (target.name, best()))
+    return target
+
+
+def remove_old(root: Path, keep_last: int, stays: Container[str | None]) -> None:
+    """Remove all checkpoints but the newest ones, those with the file ``keep``, and those named ``stays``."""
     for old in checkpoints(root)[:-keep_last]:
-        if not (old / KEEP).exists() and old != target:
+        if not (old / KEEP).exists() and old.name not in stays:
             gone = root / f"{_ASIDE}{old.name}"
             old.rename(gone)  # first, so that nobody loads half of it
             shutil.rmtree(gone)
-    return target
 
 
 def clean(root: Path) -> None:
@@ -104,6 +123,8 @@ def remove(path: Path) -> None:
 
 def is_ours(path: Path) -> bool:
     """Whether ``save_checkpoint`` of a run wrote a path in the folder of checkpoints, or began to."""
+    if path.name in (BEST, f".{BEST}.aside"):
+        return path.is_file() and not path.is_symlink()
     if path.is_symlink() or not path.is_dir():
         return False
     if path.name.startswith((_ASIDE, _REPLACED)):
@@ -149,7 +170,8 @@ def checkpoint_step(path: Path) -> int:
     return int(match[1])
 
 
-def _sync_tree(folder: Path) -> None:
+def sync_tree(folder: Path) -> None:
+    """Wait until all files below a folder are on the disk."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
             sync(Path(parent) / name)

@@ -6,52 +6,97 @@ files that no run wrote are never removed.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from agent_peft.configuration import yaml12
+from agent_peft.configuration.changes import Change
+from agent_peft.configuration.relocation import CONFIG, RECORD
 from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.files import MEGABYTE, parse_json, read_text, write_atomic
-from agent_peft.lookup import without_imports
+from agent_peft.policies.models.start import START
 from agent_peft.policies.precision import choose_precision
+from agent_peft.runs.branch import (
+    ORIGIN,
+    Origin,
+    copy_origin,
+    find_origin,
+    is_origin,
+    read_origin,
+    split,
+    write_origin,
+)
+from agent_peft.runs.changes import Earlier, accept, read_earlier
+from agent_peft.runs.checkpoint import checkpoints
 from agent_peft.runs.checkpoint import is_ours as is_checkpoint
+from agent_peft.runs.history import LOG
 from agent_peft.runs.lock import Lock
 from agent_peft.types import AgentPeftError
 
-CONFIG = "config.yaml"
 STOPPED = "stopped.json"  # exists after an update that was not finite has ended the run
 # in the order of their removal: as long as the configuration is there, the folder belongs to that run
-FILES = ("metrics.jsonl", "timing.jsonl", STOPPED, CONFIG)
+FILES = ("metrics.jsonl", "timing.jsonl", STOPPED, LOG, RECORD, ORIGIN, CONFIG)
 _GONE = ".gone-"  # the prefix of a folder that is being removed
 
-_EVALUATION = re.compile(r".+\.json|\..+\.json\.aside")
+_EVALUATION = re.compile(r".+\.(jsonl?|safetensors)(\.aside)?")
 _SCHEDULE = re.compile(r"\.?[^/]+\.rank_\d+\.json(\.aside)?")
-_TRAJECTORIES = re.compile(r"step_\d{6,}\.jsonl|\.step_\d{6,}\.jsonl\.aside")
+_START = re.compile(r".+\.(json|safetensors|jinja|txt|model|tiktoken)|additional_chat_templates")
+_TRAJECTORIES = re.compile(r"\.?step_\d{6,}\.(jsonl|safetensors)(\.aside)?")
 
 # for each folder of a run: whether a run wrote a path inside it
 FOLDERS: dict[str, Callable[[Path], bool]] = {
     "checkpoints": is_checkpoint,
     "evaluations": lambda path: path.is_file() and _EVALUATION.fullmatch(path.name) is not None,
     "schedule": lambda path: path.is_file() and _SCHEDULE.fullmatch(path.name) is not None,
+    START: lambda path: _START.fullmatch(path.name) is not None,
     "trajectories": lambda path: path.is_file() and _TRAJECTORIES.fullmatch(path.name) is not None,
 }
 
 
-def claim(config: TrainConfig, fresh: bool, lock: Lock) -> None:
-    """Lock the run directory for this process, and write the configuration, which is the same for its life.
+@dataclass(frozen=True)
+class Claim:
+    """What a process finds in its run directory.
+
+    Attributes:
+        begun: whether the run has made steps there before.
+        changes: the keys with other values than before, or than in the run that it begins from.
+        notes: lines to tell.
+        origin: the checkpoint of another run that the run began with.
+    """
+
+    begun: bool
+    changes: tuple[Change, ...] = ()
+    notes: tuple[str, ...] = ()
+    origin: Origin | None = None
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Claim:
+        """Return the claim whose ``dataclasses.asdict`` is ``content``."""
+        origin = content["origin"]
+        changes = tuple(Change(**change) for change in content["changes"])
+        return cls(content["begun"], changes, tuple(content["notes"]), origin and Origin(**origin))
+
+
+def claim(
+    config: TrainConfig, lock: Lock, *, fresh: bool = False, change: bool = False, begin: str | None = None
+) -> Claim:
+    """Lock the run directory for this process, and write the configuration that the run goes on with.
+
+    Args:
+        fresh: remove an earlier run.
+        change: the user asks for changes of what is learnt.
+        begin: the checkpoint of another run to begin with: ``RUN`` or ``RUN:step_000012``.
 
     Raises:
         AgentPeftError: the folder holds other files or another run, or cannot be written.
     """
-    folder, text = config.run_dir, yaml12.dump(resolved(config))
+    folder = config.run_dir
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
@@ -59,42 +104,74 @@ def claim(config: TrainConfig, fresh: bool, lock: Lock) -> None:
         raise AgentPeftError(
             f"{folder}: cannot be a run directory ({error.strerror}); set another run_dir"
         ) from error
-    _check_owner(folder)
-    file = folder / CONFIG
+    earlier = _check_owner(folder)
     if fresh:
         clear(folder)
-    elif file.exists() and (changed := _changed(read_text(file, "a YAML file", MEGABYTE), text)):
-        if _has_results(folder):
-            raise AgentPeftError(
-                f"{folder}: holds a run of another configuration ({changed}); set another run_dir, or start "
-                "over with --fresh"
-            )
+        earlier = None
+    _check_links(folder)
+    begun = earlier is not None and _has_results(folder)
+    origin = None if earlier is None else read_origin(folder)
+    changes: list[Change] = []
+    notes: list[str] = []
+    if begin is not None and not begun:
+        origin, changes, notes = find_origin(begin, config)
+        clear(folder)
+    elif begin is not None and not is_origin(begin, origin):
+        raise AgentPeftError(
+            f"{folder}: holds a run already; set another run_dir for the one that begins from {begin}, or "
+            "add --fresh"
+        )
+    elif earlier is not None and begun:
+        changes, notes = accept(folder, earlier, config, change)
+    elif earlier is not None and any(c.rule != "free" for c in earlier.changes(config, done=0)):
         clear(folder)  # a start that failed: it left at most an evaluation of that other configuration
+        origin = None
+    _check_stopped(folder, config, changes)
+    write_atomic(folder / CONFIG, yaml12.dump(resolved(config)))
+    if origin is not None:
+        write_origin(folder, origin)
+        if not checkpoints(folder / "checkpoints"):
+            copy_origin(folder, origin)
+    return Claim(begun, tuple(changes), tuple(notes), origin)
+
+
+def _check_links(folder: Path) -> None:
     for name in (*FOLDERS, *FILES):
         if (folder / name).is_symlink():
             raise AgentPeftError(
                 f"{folder / name}: is a link, which is not followed; move its target here, or set another "
                 "run_dir"
             )
-    write_atomic(file, text)
-    if (stopped := folder / STOPPED).is_file():
-        stage, step = _stopped_at(stopped, config)
-        if config.stages[stage].nonfinite == "stop":
-            raise AgentPeftError(
-                f"{folder}: step {step} stopped this run with a loss or a gradient that is not finite, and "
-                f"would again; add stages.{stage}.nonfinite=skip, or start over (--fresh) with a lower "
-                "optimizer.learning_rate"
-            )
-        stopped.unlink()
 
 
-def dtype_of_run(config: TrainConfig, fresh: bool) -> str:
-    """Return the dtype that a run computes in, with ``auto`` decided. A run that has begun keeps its dtype,
-    whatever a new measurement would say.
+def _check_stopped(folder: Path, config: TrainConfig, changes: Sequence[Change]) -> None:
+    """Check that a run that an update has stopped would not stop there again.
+
+    Raises:
+        AgentPeftError: it would, since nothing that is learnt has changed.
+    """
+    if not (stopped := folder / STOPPED).is_file():
+        return
+    stage, step = _stopped_at(stopped, config)
+    if config.stages[stage].nonfinite == "stop" and all(change.rule == "free" for change in changes):
+        raise AgentPeftError(
+            f"{folder}: step {step} stopped this run with a loss or a gradient that is not finite, and would "
+            f"again; add stages.{stage}.nonfinite=skip, or start over (--fresh) or go on (--change) with a "
+            "lower optimizer.learning_rate"
+        )
+    stopped.unlink()
+
+
+def dtype_of_run(config: TrainConfig, fresh: bool, begin: str | None = None) -> str:
+    """Return the dtype that a run computes in, with ``auto`` decided. A run that has begun, here or as the
+    run that it begins from, keeps its dtype, whatever a new measurement would say.
     """
     if config.policy.dtype != "auto":
         return config.policy.dtype
-    begun = None if fresh or not _has_results(config.run_dir) else recorded_dtype(config.run_dir)
+    if not fresh and _has_results(config.run_dir):
+        begun = recorded_dtype(config.run_dir)
+    else:
+        begun = None if begin is None else recorded_dtype(split(begin)[0])
     return begun or choose_precision(config.policy).name
 
 
@@ -115,50 +192,9 @@ def settle_dtype(config: TrainConfig, dtype: str) -> TrainConfig:
     return config.model_copy(update={"policy": config.policy.model_copy(update={"dtype": dtype})})
 
 
-def check_place(path: Path, config: TrainConfig) -> None:
-    """Check that training the configuration of a run directory would not start a second run elsewhere.
-
-    Args:
-        path: the file that ``config`` was read from, its ``run_dir`` included.
-
-    Raises:
-        AgentPeftError: the run directory was moved, or its ``run_dir`` is relative to another folder.
-    """
-    folder = path.parent
-    if (
-        path.name == CONFIG
-        and (folder / "checkpoints").is_dir()
-        and folder.resolve() != config.run_dir.resolve()
-    ):
-        raise AgentPeftError(
-            f"{path}: belongs to a run in {folder}, and its run_dir is {config.run_dir} (seen from "
-            f"{Path.cwd()}); to go on with that run, add run_dir={folder}; to start another one, add run_dir "
-            "and a folder that does not exist yet"
-        )
-
-
-def check_paths(run: Path, config: TrainConfig) -> None:
-    """Check that the relative paths of a run's policy can be found.
-
-    Raises:
-        AgentPeftError: a path exists as seen from where the run was started, and not from here.
-    """
-    parts, place = config.run_dir.parts, run.resolve()
-    if config.run_dir.is_absolute() or place.parts[-len(parts) :] != parts:
-        return
-    root = Path(*place.parts[: -len(parts)])
-    for key in ("model", "adapter"):
-        value = getattr(config.policy, key, None)
-        if value is not None and not Path(value).exists() and (root / value).exists():
-            other = f", or add policy.model={root / value}" if key == "model" else ""
-            raise AgentPeftError(
-                f"{run}: policy.{key} {str(value)!r} is relative to {root}, where the run was started; run "
-                f"the command there{other}"
-            )
-
-
-def _check_owner(folder: Path) -> None:
-    """Check that a run of ours wrote everything at the places where a run writes or removes files.
+def _check_owner(folder: Path) -> Earlier | None:
+    """Check that a run of ours wrote everything at the places where a run writes or removes files. Return the
+    configuration there, if there is one.
 
     Raises:
         AgentPeftError: a file or folder there is of another origin.
@@ -167,7 +203,8 @@ def _check_owner(folder: Path) -> None:
     names = [name for name in (*FOLDERS, *FILES) if os.path.lexists(folder / name)]
     if names and CONFIG not in names:
         raise AgentPeftError(f"{folder}: holds {names[0]} and no {CONFIG}, {advice}")
-    if CONFIG in names and not _is_configuration(folder / CONFIG):
+    earlier = read_earlier(folder) if CONFIG in names else None
+    if CONFIG in names and earlier is None:
         raise AgentPeftError(
             f"{folder / CONFIG}: is no run's configuration, {advice}, or put back the {CONFIG} of the run"
         )
@@ -182,16 +219,7 @@ def _check_owner(folder: Path) -> None:
                 raise AgentPeftError(
                     f"{inside}: was not written by a run; move it elsewhere, or set another run_dir"
                 )
-
-
-def _is_configuration(path: Path) -> bool:
-    try:
-        content = yaml12.plain(yaml12.parse(read_text(path, "a YAML file", MEGABYTE), path.name))
-        with without_imports():
-            TrainConfig.model_validate_json(json.dumps(content), strict=True)
-    except (AgentPeftError, ValidationError, ValueError, RecursionError):
-        return False
-    return True
+    return earlier
 
 
 def _has_results(folder: Path) -> bool:
@@ -199,18 +227,6 @@ def _has_results(folder: Path) -> bool:
     if any(os.path.lexists(path) and path.lstat().st_size > 0 for path in files):
         return True
     return any((folder / "checkpoints").glob("*step_*"))
-
-
-def _changed(before: str, after: str) -> str:
-    """Return the keys that differ between two configurations, as text for a message; empty if none does.
-    Keys that may change during a run do not count.
-    """
-    if before == after:
-        return ""
-    old, new = (yaml12.plain(yaml12.parse(text, CONFIG)) for text in (before, after))
-    changed = sorted(_differences(_binding(old), _binding(new)))
-    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
-    return f"{', '.join(changed[:3])}{more} {'differs' if len(changed) == 1 else 'differ'}" if changed else ""
 
 
 def _stopped_at(path: Path, config: TrainConfig) -> tuple[int, int]:
@@ -225,34 +241,6 @@ def _stopped_at(path: Path, config: TrainConfig) -> tuple[int, int]:
             f"{path}: is damaged ({error}); remove it, and the run goes on from its newest checkpoint"
         ) from error
     return stage, step
-
-
-def _binding(content: Any) -> dict[str, Any]:
-    """Return a configuration without the keys that may change during a run."""
-    stages = [
-        {key: value for key, value in stage.items() if key != "nonfinite"}
-        for stage in content.get("stages") or []
-    ]
-    return {
-        **{key: value for key, value in content.items() if key not in ("ranks", "run_dir")},
-        "stages": stages,
-    }
-
-
-def _differences(old: Any, new: Any, key: str = "") -> Iterator[str]:
-    """Yield the dotted keys whose values differ.
-
-    >>> list(_differences({"seed": 0, "stages": [{"steps": 1}]}, {"seed": 0, "stages": [{"steps": 2}]}))
-    ['stages.0.steps']
-    """
-    lists = isinstance(old, list) and isinstance(new, list)
-    if lists and all(isinstance(item, dict) for item in (*old, *new)):
-        old, new = ({str(place): item for place, item in enumerate(items)} for items in (old, new))
-    if isinstance(old, dict) and isinstance(new, dict):
-        for name in dict.fromkeys([*old, *new]):
-            yield from _differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
-    elif old != new:
-        yield key
 
 
 def clear(folder: Path) -> None:

@@ -9,19 +9,17 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from agent_peft.files import write_atomic
 from agent_peft.hardware import take_peak
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Step
-from agent_peft.types import Group, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -124,16 +122,6 @@ class TimingFile(Observer):
         append_line(self.path, record if peak is None else {**record, "peak_bytes": peak})
 
 
-class TrajectoryFiles(Observer):
-    """``trajectories/step_000012.jsonl``: one line for each trajectory of a step."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_step(self, step: RunStep) -> None:
-        write_trajectories(self.folder, step.number, step.collection.groups)
-
-
 def metrics_record(step: RunStep) -> dict[str, float | str]:
     """Return a step's line of ``metrics.jsonl``. JSON has no ``nan`` and ``inf``, so these become strings.
 
@@ -162,29 +150,3 @@ def _no_link(path: str, flags: int) -> int:
 
 def _jsonable(value: float | str) -> float | str:
     return value if isinstance(value, str) or math.isfinite(value) else repr(float(value))
-
-
-def write_trajectories(folder: Path, step: int, groups: Sequence[Group]) -> Path:
-    """Write ``folder/step_000012.jsonl`` atomically, one line for each trajectory. Returns its path."""
-    path = folder / f"step_{step:06d}.jsonl"
-    lines = [
-        json.dumps({"step": step, **trajectory_record(t)}) for group in groups for t in group.trajectories
-    ]
-    write_atomic(path, "".join(f"{line}\n" for line in lines))
-    return path
-
-
-def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
-    """Return a trajectory as people read it: its text, outcome and rewards. Tokens are only counted."""
-    return {
-        "task": trajectory.task.id,
-        "skills": list(trajectory.task.skills),
-        "outcome": trajectory.outcome.value,
-        "stop_reason": trajectory.stop_reason.value,
-        **({} if trajectory.score is None else {"score": trajectory.score}),
-        "rewards": list(trajectory.rewards),
-        "tokens": len(trajectory.tokens),
-        "action_tokens": trajectory.num_action_tokens,
-        "cut_actions": trajectory.num_cut,
-        "messages": [{"role": message.role, "content": message.content} for message in trajectory.messages],
-    }

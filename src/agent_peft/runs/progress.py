@@ -1,9 +1,10 @@
-"""The progress of a run in a terminal: a bar for each stage, or one plain line for each step."""
+"""The progress of a run: bars on a terminal, and plain lines with the time elsewhere."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -34,14 +35,20 @@ FAULTS = (  # counts that are printed where they are not 0
 )
 
 
-class Progress(Observer):
-    """A live bar for each stage on a terminal, and one plain line for each step elsewhere.
+TIME = "%m-%d %H:%M:%S"
 
-    >>> import sys
-    >>> with Progress(Console(file=sys.stdout)) as progress:
-    ...     progress.start_stage("grpo", total=60, done=59)
+
+class Progress(Observer):
+    """On a terminal, a live bar for each stage and evaluation. Elsewhere one plain line for each step, with
+    the time and, if there are several stages, the step of the run.
+
+    >>> import io
+    >>> with Progress(Console(file=io.StringIO(), width=200)) as progress:
+    ...     progress.start_stage("grpo", total=60, done=59, first=6, steps=66)
     ...     progress.advance({"reward": 0.25, "success": 0.5}, tokens_per_second=1200.0)
-    grpo 60/60  reward 0.250  success 50.0%  1200 tokens/s  0:00:00 left
+    >>> _, _, line = progress.console.file.getvalue().split(" ", 2)  # behind the day and the time
+    >>> line.strip()
+    '66/66  grpo 60/60  reward 0.250  success 50.0%  1200 tokens/s  0:00:00 left'
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -57,7 +64,8 @@ class Progress(Observer):
         )
         self._bar: TaskID | None = None
         self._name, self._total, self._done = "", 0, 0
-        self._started, self._first = 0.0, 0
+        self._started, self._resumed = 0.0, 0
+        self._first, self._steps = 0, 0  # of the run
 
     def __enter__(self) -> Self:
         if self.live:
@@ -70,12 +78,19 @@ class Progress(Observer):
         if self.live:
             self._bars.stop()
 
-    def start_stage(self, name: str, total: int, done: int = 0) -> None:
+    def start_stage(
+        self, name: str, total: int, done: int = 0, first: int = 0, steps: int | None = None
+    ) -> None:
         """Begin a stage of ``total`` steps. ``done`` of them were made by an earlier process, and do not
         count for the estimate of the time left.
+
+        Args:
+            first: the number of the run's steps before the stage.
+            steps: of all stages; None takes those of this one.
         """
         name = printable(name)
-        self._name, self._total, self._done, self._first = name, total, done, done
+        self._name, self._total, self._done, self._resumed = name, total, done, done
+        self._first, self._steps = first, steps or total
         self._started = time.monotonic()
         if self.live:
             self._bar = self._bars.add_task(name, total=total, completed=done, numbers="")
@@ -87,6 +102,20 @@ class Progress(Observer):
 
     def on_evaluation(self, name: str, report: EvaluationReport) -> None:
         self.note(f"{name}: {report.summary}")
+
+    @contextmanager
+    def evaluation(self, name: str, tasks: int, episodes: int) -> Iterator[Callable[[], None]]:
+        """Show an evaluation while it is made. Its episodes call what this yields, from any thread."""
+        label = printable(f"evaluating {name}")
+        if not self.live:
+            self.note(f"{label} on {tasks} tasks")
+            yield lambda: None
+            return
+        bar = self._bars.add_task(label, total=episodes, numbers="episodes")
+        try:
+            yield lambda: self._bars.advance(bar)
+        finally:
+            self._bars.remove_task(bar)
 
     def advance(
         self, metrics: Mapping[str, float], tokens_per_second: float, demonstrations: bool = False
@@ -109,14 +138,19 @@ class Progress(Observer):
         if self._bar is not None:
             self._bars.update(self._bar, completed=self._done, numbers=numbers)
         else:
-            self.note(f"{self._name} {self._done}/{self._total}  {numbers}")
+            stage = f"{self._name} {self._done}/{self._total}"
+            if self._steps != self._total:
+                stage = f"{self._first + self._done}/{self._steps}  {stage}"
+            self.note(f"{stage}  {numbers}")
 
     def note(self, text: str) -> None:
-        """Print a line, above the bar where there is one."""
-        self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+        """Print a line, above the bars on a terminal, and with the time elsewhere."""
+        line = printable(text) if self.live else f"{time.strftime(TIME)}  {printable(text)}"
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _numbers(self, metrics: Mapping[str, float], tokens_per_second: float, demonstrations: bool) -> str:
-        seconds = (time.monotonic() - self._started) / (self._done - self._first) * (self._total - self._done)
+        each = (time.monotonic() - self._started) / (self._done - self._resumed)
+        seconds = each * (self._total - self._done)
         formats = FORMATS_OF_DEMONSTRATIONS if demonstrations else FORMATS_OF_EPISODES
         formats = formats | {name: ".0f" for name in FAULTS if metrics.get(name)}
         numbers = [

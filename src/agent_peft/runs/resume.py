@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,8 @@ from agent_peft.files import MEGABYTE, check_regular, parse_json, read_text, tru
 from agent_peft.policies import adapters
 from agent_peft.policies.policy import Policy
 from agent_peft.runs.checkpoint import POSITION, checkpoints, clean, put_aside
+from agent_peft.runs.trajectories import remove_step, steps_in
+from agent_peft.training.stage import StageConfig
 from agent_peft.training.state_file import load_state
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import AgentPeftError
@@ -71,6 +73,27 @@ def find_position(config: TrainConfig, world_size: int) -> Position:
     return position
 
 
+def look_up_position(root: Path, config: TrainConfig) -> Position:
+    """Return the position of the newest whole checkpoint in ``root``, or that of the start. Nothing is
+    changed.
+    """
+    for checkpoint in reversed(checkpoints(root)):
+        with suppress(Exception):  # it is damaged, which ``newest_whole`` tells
+            return read_whole(checkpoint, config)
+    return Position()
+
+
+def read_whole(checkpoint: Path, config: TrainConfig) -> Position:
+    """Return the position that a whole checkpoint holds.
+
+    Raises:
+        Exception: it is damaged; torch and safetensors raise many kinds.
+    """
+    position = read_position(checkpoint, config)
+    _check_whole(checkpoint)
+    return position
+
+
 def newest_whole(root: Path, config: TrainConfig) -> Position | None:
     """Return the position of the newest whole checkpoint in ``root``; None where there is no checkpoint.
 
@@ -82,9 +105,8 @@ def newest_whole(root: Path, config: TrainConfig) -> Position | None:
     damaged: list[tuple[Path, Exception]] = []
     for checkpoint in reversed(checkpoints(root)):
         try:
-            position = read_position(checkpoint, config)
-            _check_whole(checkpoint)
-        except Exception as error:  # torch and safetensors raise many kinds
+            position = read_whole(checkpoint, config)
+        except Exception as error:
             damaged.append((checkpoint, error))
             continue
         for newer, cause in damaged:
@@ -167,6 +189,10 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
         ) from error
 
 
+def measures_kl_to_its_start(stage: StageConfig) -> bool:
+    return stage.algorithm.facts.needs_reference and stage.reference != "base"
+
+
 def load_start(policy: Policy, checkpoint: Path, stage: str) -> None:
     """Load the weights that a stage began with, to which its KL is measured. Their checkpoint is always kept.
 
@@ -192,9 +218,9 @@ def forget_after(folder: Path, steps: int, evaluations: Collection[Path]) -> Non
     """
     for name in ("metrics.jsonl", "timing.jsonl"):
         truncate_jsonl(folder / name, lambda record: bool(record["step"] < steps))
-    for path in (folder / "trajectories").glob("step_*.jsonl"):
-        if int(path.stem.removeprefix("step_")) >= steps:
-            path.unlink()
+    for step in steps_in(folder / "trajectories"):
+        if step >= steps:
+            remove_step(folder / "trajectories", step)
     for path in evaluations:
         path.unlink(missing_ok=True)
 

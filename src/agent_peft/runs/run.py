@@ -1,16 +1,16 @@
 """A run and its directory: what is trained, evaluated and written, and how it resumes after a kill.
 
-    config.yaml  metrics.jsonl  timing.jsonl  trajectories/step_*.jsonl  checkpoints/step_*/
-    evaluations/*.json
+    config.yaml  metrics.jsonl  timing.jsonl  trajectories/step_*  checkpoints/step_*/
+    evaluations/*
 
-All files except timing.jsonl depend on the configuration alone: on a CPU, a run that is killed and started
-again writes the same bytes. With several ranks, only rank 0 reads and writes the files, and tells the others
-what they hold.
+All files except timing.jsonl, run.json and log.txt depend on the configuration alone: on a CPU, a run that is
+killed and started again writes the same bytes. With several ranks, only rank 0 reads and writes the files,
+and tells the others what they hold.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -21,12 +21,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from agent_peft.configuration.run_config import TrainConfig
+from agent_peft.configuration.relocation import paths_of
+from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment
-from agent_peft.files import write_atomic
+from agent_peft.environments.task_files.selection import warn_of_shared_tasks
 from agent_peft.hardware import set_threads
-from agent_peft.out_of_memory import telling_out_of_memory
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import Sampler
 from agent_peft.policies.loading import load_policy
@@ -35,36 +35,52 @@ from agent_peft.printable import Printable
 from agent_peft.ranks import Ranks, join
 from agent_peft.rollout.report_tables import skill_table, table
 from agent_peft.rollout.statistics import EvaluationReport
-from agent_peft.runs.checkpoint import POSITION, latest_checkpoint, save_checkpoint
-from agent_peft.runs.evaluations import Evaluations
-from agent_peft.runs.folder import STOPPED, claim, dtype_of_run, settle_dtype
+from agent_peft.runs.changes import note_on_schedule
+from agent_peft.runs.checkpoint import latest_checkpoint
+from agent_peft.runs.evaluations import Evaluations, settle_names
+from agent_peft.runs.folder import Claim, claim, dtype_of_run, settle_dtype
+from agent_peft.runs.history import History
 from agent_peft.runs.lock import Lock
 from agent_peft.runs.observers import (
-    MetricsFile,
     Observer,
     RunStep,
     SafeObservers,
     TimingFile,
-    TrajectoryFiles,
-    metrics_record,
-    write_trajectories,
 )
 from agent_peft.runs.progress import Progress
-from agent_peft.runs.resume import Position, find_position, forget_after, load_start, restore
+from agent_peft.runs.recording import Recording
+from agent_peft.runs.resume import (
+    Position,
+    find_position,
+    forget_after,
+    load_start,
+    measures_kl_to_its_start,
+    restore,
+)
 from agent_peft.runs.schedules import Schedules
+from agent_peft.runs.start import keep_start, started
 from agent_peft.seeding import derive
-from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import NonFiniteError, Step, Trainer
 from agent_peft.types import AgentPeftError, TrustError
 
+logger = logging.getLogger(__name__)
+
 
 def train(
-    config: TrainConfig, *, fresh: bool = False, observers: Sequence[Observer] = ()
+    config: TrainConfig,
+    *,
+    fresh: bool = False,
+    change: bool = False,
+    begin: str | None = None,
+    observers: Sequence[Observer] = (),
 ) -> dict[str, EvaluationReport]:
     """Run the stages of a configuration, and resume where its run directory stands.
 
     Args:
         fresh: remove an earlier run from the directory and start over.
+        change: go on although ``config`` has other values of what is learnt than the run had so far.
+        begin: begin with this checkpoint of another run, ``RUN`` or ``RUN:step_000012``, with its adapter,
+            optimizer and algorithm state, and count on from there.
         observers: told of each step and evaluation, on rank 0. They cannot change the run: an exception of
             one becomes a warning.
 
@@ -78,20 +94,31 @@ def train(
     with ExitStack() as stack:
         ranks = stack.enter_context(join(config.ranks, config.policy.device))
         set_threads(config.threads, neighbours=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        config = settle_dtype(config, ranks.broadcast(partial(dtype_of_run, config, fresh)))
+        environment = stack.enter_context(closing(load_environment(config.environment)))
+        config = config.with_steps(environment.tasks)
+        config = settle_dtype(config, ranks.broadcast(partial(dtype_of_run, config, fresh, begin)))
         lock = Lock(config.run_dir, stack)
-        ranks.broadcast(partial(claim, config, fresh, lock))
+        claimed = Claim.from_json(
+            ranks.broadcast(lambda: asdict(claim(config, lock, fresh=fresh, change=change, begin=begin)))
+        )
+        history: History | None = None  # of rank 0
+        if ranks.is_main:
+            origin = None if claimed.origin is None else asdict(claimed.origin)
+            history = stack.enter_context(History(config.run_dir, paths_of(resolved(config)), origin))
+        ranks.broadcast(partial(settle_names, config))
         schedules = Schedules(config.run_dir, config.engine, ranks)
         # the other ranks print nothing, and have no bar, which would swallow their warnings
         console = Console() if ranks.is_main else Console(quiet=True, force_terminal=False)
         progress = stack.enter_context(Progress(console))
-        policy = load_policy(config.policy, config.seed)
+        ranks.broadcast(partial(keep_start, config))
+        policy = load_policy(started(config), config.seed)
         ranks.assert_equal(policy.model.parameters(), "the weights of policy.model")
         sampler = load_sampler(policy, config.engine)
-        environment = stack.enter_context(closing(load_environment(config.environment)))
         heldout = None
         if config.evaluation is not None:
             heldout = stack.enter_context(closing(load_environment(config.evaluation.environment)))
+            if ranks.is_main:
+                warn_of_shared_tasks(environment, heldout)
         timing = TimingFile(config.run_dir / "timing.jsonl", policy.device)
         safe = SafeObservers((timing, progress, *observers))
         if ranks.is_main:
@@ -99,7 +126,21 @@ def train(
         evaluations = Evaluations(
             config, heldout, policy, sampler, ranks, schedules, progress, observers=safe
         )
-        run = _Run(config, ranks, lock, policy, sampler, environment, evaluations, schedules, progress, safe)
+        run = _Run(
+            config,
+            ranks,
+            lock,
+            policy,
+            sampler,
+            environment,
+            evaluations,
+            schedules,
+            progress,
+            safe,
+            Recording(config, evaluations, ranks.world_size),
+            claimed,
+            history,
+        )
         return run.go()
 
 
@@ -117,10 +158,15 @@ class _Run:
     schedules: Schedules
     progress: Progress
     observers: Observer
+    recording: Recording
+    claimed: Claim
+    history: History | None  # of rank 0
 
     def go(self) -> dict[str, EvaluationReport]:
         position = self.position()
-        self.evaluations.catch_up(position.steps)
+        self.tell_of_start(position)
+        begun = 0 if self.claimed.origin is None else self.claimed.origin.steps
+        self.evaluations.catch_up(position.steps, begun)
         first = 0  # the stage's first step, counted over the run
         for index, stage in enumerate(self.config.stages):
             if index >= position.stage:
@@ -129,7 +175,11 @@ class _Run:
         if reports := self.evaluations.reports:
             self.progress.console.print(Printable(table(reports)), Printable(skill_table(reports)))
         trained = "adapter" if self.policy.has_adapter else "model"
-        self.progress.note(f"done: the {trained} is in {latest_checkpoint(self.checkpoints)}")
+        if self.ranks.is_main:
+            self.recording.remove_old()
+        best = self.evaluations.note_best()
+        told = "" if best is None else f"; the best by {best.metric} ({best.value:.4g}) is {best.checkpoint}"
+        self.progress.note(f"done: the {trained} is in {latest_checkpoint(self.checkpoints)}{told}")
         return reports
 
     @property
@@ -157,14 +207,27 @@ class _Run:
                 f"{checkpoint}: rank 0 sees this checkpoint, and rank {self.ranks.rank} does not; "
                 "share run_dir"
             )
-        steps = sum(stage.steps for stage in self.config.stages)
-        self.progress.note(f"resuming after step {position.steps} of {steps}")
         return position
+
+    def tell_of_start(self, position: Position) -> None:
+        """Say where the run goes on, and with which changes; on rank 0 write it into the history, too."""
+        steps, done = sum(stage.steps for stage in self.config.stages), position.steps
+        origin, changes = self.claimed.origin, self.claimed.changes
+        if origin is not None and not self.claimed.begun:
+            self.progress.note(f"beginning after step {done} of {steps}, from {origin}")
+        elif position.checkpoint is not None:
+            self.progress.note(f"resuming after step {done} of {steps}")
+        for text in (*(f"{change} from step {done}" for change in changes), *self.claimed.notes):
+            self.progress.note(text)
+        if self.history is not None:
+            self.history.add("resumed" if self.claimed.begun else "started", done)
+            for change in changes:
+                self.history.add("changed", done, str(change), key=change.key, old=change.old, new=change.new)
 
     def train_stage(self, index: int, first: int, checkpoint: str | None) -> None:
         """Train one stage to its end, from its start or from a checkpoint inside it."""
         stage, seed = self.config.stages[index], derive(self.config.seed, "stage", index)
-        if checkpoint is not None and first and _measures_kl_to_its_start(stage):
+        if checkpoint is not None and first and measures_kl_to_its_start(stage):
             load_start(self.policy, self.checkpoints / f"step_{first:06d}", stage.name)
         schedule_of = partial(self.schedules.of_step, first)
         trainer = Trainer(
@@ -178,17 +241,46 @@ class _Run:
         )
         if checkpoint is not None:
             restore(trainer, self.checkpoints / checkpoint)
-        self.progress.start_stage(stage.name, stage.steps, trainer.step)
+            self.tell_of_schedule(trainer, index)
+        steps = sum(stage.steps for stage in self.config.stages)
+        self.progress.start_stage(stage.name, stage.steps, trainer.step, first, steps)
+        self.end_early(trainer, index, first)
         started = time.perf_counter()
         for step in self.steps(trainer, index, first):
             done = first + trainer.step  # more than step.number + 1 where ``until`` ended the stage
             if self.ranks.is_main:
-                number = first + step.number
-                self.record(
-                    trainer, RunStep(number, step.collection, step.metrics, stage, started), index, done
-                )
-            self.evaluations.make(done)
+                self.lock.renew()
+                facts = (first + step.number, step.collection, step.metrics, stage, started)
+                made = RunStep(*facts, token_values=step.token_values)
+                self.recording.write_step(trainer, made, index, done)
+                self.observers.on_step(made)
+            if self.evaluations.make(done):
+                self.end_early(trainer, index, first)
             started = time.perf_counter()
+
+    def tell_of_schedule(self, trainer: Trainer, index: int) -> None:
+        """Warn if the stage was prolonged, and its learning rates up to here were those of a shorter one."""
+        key = f"stages.{index}.steps"
+        before = next((change.old for change in self.claimed.changes if change.key == key), None)
+        note = None if before is None else note_on_schedule(trainer.stage, before, trainer.updates)
+        if note is not None and self.ranks.is_main:
+            logger.warning("%s", note)
+
+    def end_early(self, trainer: Trainer, index: int, first: int) -> None:
+        """End the stage here if its evaluations so far say so. The numbers of steps jump to its end, as with
+        an ``until`` of steps, and the next stage starts with the present policy.
+
+        The reports on disk decide, so a run that is killed here ends the stage when it resumes.
+        """
+        stage, done = trainer.stage, first + trainer.step
+        reason = self.evaluations.reason_to_end(stage, first)
+        if reason is None or trainer.step == stage.steps:
+            return
+        self.progress.note(f"{stage.name} ends after step {done}: {reason}")
+        self.evaluations.repeat(done, first + stage.steps)
+        trainer.step = stage.steps
+        if self.ranks.is_main:
+            self.recording.write_early_end(trainer, index, done, first + stage.steps)
 
     def steps(self, trainer: Trainer, index: int, first: int) -> Iterator[Step]:
         """The trainer's steps. If an update is not finite, the run ends, and its trajectories and position
@@ -198,40 +290,7 @@ class _Run:
             yield from trainer
         except NonFiniteError as error:
             number, groups = first + trainer.step, error.collection.groups
-
-            def write() -> str:
-                path = write_trajectories(self.config.run_dir / "trajectories", number, groups)
-                position = json.dumps({"stage": index, "step": number})
-                write_atomic(self.config.run_dir / STOPPED, position + "\n")
-                return str(path)
-
-            raise TrustError(
-                f"stage {trainer.stage.name!r}: {error}, which are in {self.ranks.broadcast(write)}"
-            ) from error
-
-    def record(self, trainer: Trainer, step: RunStep, index: int, done: int) -> None:
-        """Write a step's files, then the checkpoint that says it is done; then tell the observers.
-
-        A run without its files would be a silent loss, so their failure ends it, unlike an observer's.
-        """
-        self.lock.renew()
-        MetricsFile(self.config.run_dir / "metrics.jsonl").on_step(step)
-        TrajectoryFiles(self.config.run_dir / "trajectories").on_step(step)
-        last, settings = trainer.step == trainer.stage.steps, self.config.checkpoint
-        if last or trainer.step % settings.every == 0:
-            position = {"stage": index, "steps": done, "ranks": self.ranks.world_size}
-
-            def write(folder: Path) -> None:
-                trainer.save(folder)
-                (folder / POSITION).write_text(json.dumps(position))
-                (folder / "training_stats.json").write_text(json.dumps(metrics_record(step), indent=1) + "\n")
-
-            with telling_out_of_memory(
-                "as a checkpoint was written", "lower policy.lora.rank, or close other programs"
-            ):
-                save_checkpoint(self.checkpoints, done, write, settings.keep_last, keep=last)
-        self.observers.on_step(step)
-
-
-def _measures_kl_to_its_start(stage: StageConfig) -> bool:
-    return stage.algorithm.facts.needs_reference and stage.reference != "base"
+            path = self.ranks.broadcast(
+                lambda: str(self.recording.write_stop(trainer, index, number, groups))
+            )
+            raise TrustError(f"stage {trainer.stage.name!r}: {error}, which are in {path}") from error

@@ -4,24 +4,32 @@ a model.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from agent_peft.configuration.effective import EFFECTIVE, load_for_evaluation, refuse_ineffective
 from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.relocation import CONFIG
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments import load_environment
 from agent_peft.hardware import set_threads
 from agent_peft.out_of_memory import telling_out_of_memory
-from agent_peft.policies.config import PolicyConfig, PretrainedConfig
+from agent_peft.policies.config import LoraSettings, PolicyConfig, PretrainedConfig
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.loading import load_policy
+from agent_peft.policies.models.custom_module import is_custom_module
+from agent_peft.policies.models.start import START, base_of, from_start, names_model
 from agent_peft.policies.policy import Policy
 from agent_peft.rollout.evaluation import evaluate
 from agent_peft.rollout.statistics import EvaluationReport
-from agent_peft.runs.checkpoint import checkpoints, latest_checkpoint
-from agent_peft.runs.folder import CONFIG, check_paths, recorded_dtype, settle_dtype
+from agent_peft.runs.best import read_best
+from agent_peft.runs.checkpoint import checkpoint_step, checkpoints, latest_checkpoint
+from agent_peft.runs.folder import recorded_dtype, settle_dtype
+from agent_peft.runs.progress import Progress
 from agent_peft.types import AgentPeftError
 
 Kind = Literal["run", "adapter", "weights", "model"]
@@ -31,9 +39,10 @@ _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 def kind_of(target: Path) -> Kind:
     """Return what a target is.
 
-    ``run`` is a run directory, ``adapter`` a folder in the layout of PEFT, ``weights`` a model without a
-    tokenizer, as checkpoints of full training are. ``model`` is a folder with both, or a name that is
-    no path here: that of a bundled model or of one on the hub.
+    ``run`` is a run directory, ``adapter`` a folder in the layout of PEFT. ``weights`` is a checkpoint that
+    only a configuration can load: of a module of the user's own, or without a tokenizer, as older versions
+    wrote it. ``model`` is a folder with both, or a name that is no path here: that of a bundled model or of
+    one on the hub.
 
     Raises:
         AgentPeftError: the target is a folder of another kind, or a file.
@@ -46,6 +55,8 @@ def kind_of(target: Path) -> Kind:
         target.is_absolute() or len(target.parts) > 2
     ):  # a name on the hub has at most two
         raise _nothing_at(target)
+    if not target.exists() and re.search(r":step_\d+$", target.name):
+        raise AgentPeftError(f"{target}: name the run, and the checkpoint with --checkpoint step_000012")
     if not target.exists() or target.suffix == ".gguf":
         return "model"
     if not (target / "config.json").is_file():
@@ -53,6 +64,8 @@ def kind_of(target: Path) -> Kind:
             f"{target}: is no run directory (with a {CONFIG}), no adapter (adapter_config.json) and no "
             "model (config.json); name one"
         )
+    if is_custom_module(target):
+        return "weights"
     return "model" if any(any(target.glob(pattern)) for pattern in _TOKENIZERS) else "weights"
 
 
@@ -85,7 +98,7 @@ def open_run(
     """Load a run's configuration, and its policy with the weights of a checkpoint.
 
     Args:
-        checkpoint: its name, such as ``step_000012``; None takes the newest.
+        checkpoint: its name, such as ``step_000012``, or ``best``; None takes the newest.
         base: take the policy as it was before training.
         config: the run's configuration with changes, such as another device.
 
@@ -95,21 +108,41 @@ def open_run(
     run = Path(run)
     config = config or load_run(run)
     folder = None if base else _checkpoint(run, checkpoint)
-    check_paths(run, config)
-    policy = load_policy(config.policy if base else _unadapted(config), config.seed)
+    start = _start(run, config)
+    policy = load_policy(start, config.seed)
     if folder is not None:
         policy.load(folder)
     return config, policy
 
 
-def _unadapted(config: TrainConfig, **changes: Any) -> PolicyConfig:
-    """The policy's configuration without the adapter that it started from: other weights take its place."""
-    return config.policy.model_copy(
-        update={**changes, **({"adapter": None} if isinstance(config.policy, PretrainedConfig) else {})}
-    )
+def _start(run: Path, config: TrainConfig) -> PolicyConfig:
+    """The policy that a run started from: its own copy, where it has one. ``config`` may name the model of an
+    adapter there by another name than the run's configuration does.
+    """
+    policy = config.policy
+    if not isinstance(policy, PretrainedConfig):
+        return policy
+    recorded = load_run(run).policy
+    renamed = isinstance(recorded, PretrainedConfig) and policy.model != recorded.model
+    if renamed and (run / START / "adapter_config.json").is_file():
+        return policy.model_copy(update={"adapter": run / START})
+    return from_start(policy, run)
+
+
+def _effective(command: str, run: Path) -> tuple[str, ...]:
+    """The keys that have an effect on a command with a run. A run with a model of its own takes no other."""
+    own = (run / START / "config.json").is_file()
+    return tuple(key for key in EFFECTIVE[command] if not (own and key == "policy.model"))
 
 
 def _checkpoint(run: Path, name: str | None) -> Path:
+    if name == "best":
+        best = read_best(run / "checkpoints")
+        if best is None:
+            raise AgentPeftError(
+                f"{run}: names no best checkpoint; set checkpoint.keep_best before it trains, or name one"
+            )
+        name = best.checkpoint
     folder = run / "checkpoints" / name if name else latest_checkpoint(run / "checkpoints")
     if folder is None:
         raise AgentPeftError(
@@ -131,14 +164,14 @@ def load_target_config(
         AgentPeftError: as ``load_for_evaluation``; there is no such target; a run got a file, or another
             target got none.
     """
-    kind, effective = kind_of(target), EFFECTIVE["evaluate"]
+    kind, effective = kind_of(target), _effective("evaluate", target)
     if kind == "run":
         if file is not None:
             raise AgentPeftError(
                 f"{target}: is a run directory, which has a {CONFIG} of its own; leave --config out, or "
                 "evaluate one of its checkpoints"
             )
-        return load_for_evaluation(target / CONFIG, overrides, tasks, attempts)
+        return load_for_evaluation(target / CONFIG, overrides, tasks, attempts, effective)
     if file is None:
         if not target.exists():
             raise _nothing_at(target)
@@ -156,13 +189,15 @@ def evaluate_target(
     *,
     checkpoint: str | None = None,
     base: bool = False,
+    progress: Progress | None = None,
 ) -> EvaluationReport:
     """Evaluate a target (see ``kind_of``) on the ``evaluation`` of a configuration.
 
     Args:
         config: None takes that of the run directory; other targets need one.
-        checkpoint: the name of a run's checkpoint; None takes the newest.
+        checkpoint: the name of a run's checkpoint, or ``best``; None takes the newest.
         base: measure the policy as it was before training.
+        progress: shows the episodes that are done.
 
     Raises:
         AgentPeftError: there is no such target, or an argument has no effect on it.
@@ -189,26 +224,50 @@ def evaluate_target(
             "evaluation.environment"
         )
     set_threads(config.threads)
+    folder = _checkpoint(target, checkpoint) if kind == "run" and not base else None
+    step = checkpoint_step(folder) if folder else 0 if kind == "run" else None
     policy = (
-        open_run(target, checkpoint, base, config)[1] if kind == "run" else _load(target, kind, config, base)
+        open_run(target, folder.name if folder else None, base, config)[1]
+        if kind == "run"
+        else _load(target, kind, config, base)
     )
-    environment = load_environment(config.evaluation.environment)
-    try:
-        return evaluate(load_sampler(policy, config.engine), environment, config.evaluation, config.seed)
-    finally:
-        environment.close()
+    rewards = (config.stages[-1] if step is None else config.stage_at(step)).rewards
+    with closing(load_environment(config.evaluation.environment)) as environment, ExitStack() as stack:
+        on_episode = None
+        if progress is not None:
+            tasks = len(environment.tasks[: config.evaluation.num_tasks])
+            shown = progress.evaluation(str(target), tasks, tasks * config.evaluation.attempts)
+            on_episode = stack.enter_context(shown)
+        report = evaluate(
+            load_sampler(policy, config.engine),
+            environment,
+            config.evaluation,
+            config.seed,
+            rewards=rewards,
+            on_episode=on_episode,
+        )
+    return replace(report, run=str(target), checkpoint=folder.name if folder else None, step=step)
 
 
 def _load(target: Path, kind: Kind, config: TrainConfig, base: bool) -> Policy:
-    """Load a target that is no run. Adapters and weights go into the policy that ``config`` describes."""
+    """Load a target that is no run. Weights go into the policy that ``config`` describes, and an adapter onto
+    its model; if ``policy.model`` there is a run or an adapter, onto the model that it was trained on.
+    """
     if kind == "model":
         machine = config.policy.model_dump(include={"dtype", "device", "packing"})
         return load_policy(PretrainedConfig(model=str(target), lora=None, **machine), config.seed)
     if base:
         return load_policy(config.policy, config.seed)
-    policy = load_policy(
-        _unadapted(config, lora=None) if kind == "weights" else _unadapted(config), config.seed
-    )
+    described = config.policy
+    if kind == "adapter" and isinstance(described, PretrainedConfig):
+        model = described.model if names_model(described) else base_of(target)
+        changes = {"model": model, "adapter": target, "merge_adapter": False, "lora": LoraSettings()}
+        return load_policy(described.model_copy(update=changes), config.seed)
+    if kind == "weights":
+        described = described.model_copy(update={"lora": None})
+    if isinstance(described, PretrainedConfig):
+        described = described.model_copy(update={"adapter": None})
+    policy = load_policy(described, config.seed)
     policy.load(target)
     return policy
 
@@ -221,9 +280,19 @@ def load_for_merging(run: Path, overrides: Sequence[str], measured: bool) -> Tra
     """
     file = _config_of(run)
     if measured:
-        return load_for_evaluation(file, overrides, None, None)
-    refuse_ineffective("merge", overrides, EFFECTIVE["merge"])
+        return load_for_evaluation(file, overrides, None, None, _effective("evaluate", run))
+    refuse_ineffective("merge", overrides, _effective("merge", run))
     return read_config(file, overrides, check_files=False)[0]
+
+
+def check_empty(output: Path) -> None:
+    """Check that a folder may be written to.
+
+    Raises:
+        AgentPeftError: it exists and is no empty folder.
+    """
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise AgentPeftError(f"{output}: exists and is no empty folder; name another folder")
 
 
 def merge_run(
@@ -239,8 +308,7 @@ def merge_run(
         AgentPeftError: there is no such run, or ``output`` is not an empty folder.
     """
     run, output = Path(run), Path(output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise AgentPeftError(f"{output}: exists and is no empty folder; name another folder")
+    check_empty(output)
     config = config or load_run(run)
     config = settle_dtype(config, recorded_dtype(run) or config.policy.dtype)
     _, policy = open_run(run, checkpoint, config=config)

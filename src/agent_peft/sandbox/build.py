@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from agent_peft.sandbox import docker_api
 from agent_peft.sandbox.base import Sandbox, SandboxLimits
 from agent_peft.sandbox.docker import DockerSandbox
 from agent_peft.sandbox.fork_server import fork_server
@@ -30,6 +31,21 @@ def build_sandbox(kind: str, limits: SandboxLimits) -> Sandbox:
     if kind not in SANDBOXES:
         raise AgentPeftError(f"sandbox: there is no kind {kind!r}; use one of {', '.join(SANDBOXES)}")
     return SANDBOXES[kind](limits)
+
+
+def state_of(kind: str) -> str:
+    """Say in words whether this computer can have sandboxes of this kind. An engine is only asked whether it
+    listens.
+    """
+    try:
+        if kind in docker_api.ENGINES:
+            return docker_api.listening_at(kind)
+        lacks = missing(kind)
+    except OSError:
+        return f"not here: no engine listens at {docker_api.address(kind)}"
+    except AgentPeftError as error:
+        return f"not here: {error}"
+    return f"here, without {'; '.join(lacks)}" if lacks else "here"
 
 
 def missing(kind: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import socket
 import struct
 import tarfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -18,6 +19,7 @@ from agent_peft.sandbox.jail.links import escapes
 from agent_peft.sandbox.streams import StreamKind
 from agent_peft.types import AgentPeftError
 
+ENGINES = ("docker", "podman")
 _KINDS = {1: StreamKind.OUTPUT, 2: StreamKind.CONTROL}
 
 
@@ -41,6 +43,18 @@ def connect(engine: str) -> Any:
         raise AgentPeftError(
             f"sandbox: {engine}: no engine answers ({error}); start it, or set DOCKER_HOST to its address"
         ) from error
+
+
+def listening_at(engine: str) -> str:
+    """Say in words where an engine listens. The engine itself is asked nothing.
+
+    Raises:
+        OSError: nobody listens there.
+    """
+    where = address(engine)
+    _check_socket(where)
+    sdk = "" if find_spec("docker") else "; its SDK is not installed: pip install 'agent-peft[docker]'"
+    return f"here, at {where}{sdk}" if where.startswith("unix://") else f"at {where}, which is not asked{sdk}"
 
 
 def _check_socket(where: str) -> None:

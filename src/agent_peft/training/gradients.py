@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -26,6 +27,8 @@ class Gradients:
     Attributes:
         reference: the policy that the KL is measured to, where the algorithm needs one.
         at_step: the policy that the step began with, where dropout makes a copy of it necessary.
+        first_logprobs: (B, T) of the step's batch, the log-probabilities of the policy that sampled it; NaN
+            in rows that had no forward before the step's first update.
     """
 
     def __init__(
@@ -43,10 +46,12 @@ class Gradients:
         )
         self.reference = reference_of(policy.model, stage.reference) if algorithm.needs_reference else None
         self.at_step: Reference | None = None
+        self.first_logprobs = self.groups = torch.empty(0)
 
     def begin_step(self, batch: Batch) -> Batch:
         """The step's batch with ``reference_logprobs``, where they stay the same for all of its updates."""
         policy = self.policy
+        self.first_logprobs, self.groups = torch.full_like(batch.logprobs, math.nan), batch.groups
         if policy.dropouts and self.algorithm.on_policy:
             self.at_step = reference_of(policy.model)
         elif (reference := self.reference) is not None and len(batch):
@@ -93,7 +98,9 @@ class Gradients:
         mismatch = Mismatch()
         self.masters.drop_gradients()
         self.optimizer.zero_grad(set_to_none=True)
-        for number, microbatch in enumerate(self._microbatches(weighed)):
+        places = torch.isin(self.groups, weighed.groups).nonzero()[:, 0]  # of its rows in the step's batch
+        for number, rows in enumerate(self._microbatches(weighed)):
+            microbatch = weighed.select(rows)
             masks = dropout_seed(number) if policy.dropouts else None
             needs = {"entropy": algorithm.needs_entropy, "values": algorithm.critic is not None}
             output = policy.forward(microbatch, self.sampling, **needs, dropout_seed=masks)
@@ -101,6 +108,7 @@ class Gradients:
             if on_policy:  # the sampler drops nothing, so with dropout the check scores once more
                 scored = output.logprobs if masks is None else self._logprobs(microbatch)
                 mismatch.add(scored[microbatch.action_mask], microbatch.logprobs[microbatch.action_mask])
+                self.first_logprobs[places[rows], : scored.shape[1]] = scored.detach().float().cpu()
             if masks is not None and algorithm.on_policy:
                 fresh = output.logprobs.detach() if on_policy else None
                 microbatch = self._under_masks(microbatch, masks, fresh)
@@ -116,13 +124,12 @@ class Gradients:
                 sums[name] = sums[name] + value if name in sums else value
         return sums, mismatch
 
-    def _microbatches(self, minibatch: Batch) -> Iterator[Batch]:
-        """The minibatch, cut. Rows without a gradient are left out."""
+    def _microbatches(self, minibatch: Batch) -> Iterator[list[int]]:
+        """The rows of each microbatch. Those without a gradient are left out."""
         live = minibatch.weights.abs().sum(1) > 0
         if not self.algorithm.learns_at_zero_advantage:
             live &= (minibatch.advantages != 0).any(1)  # NaN is not 0: its forward shows it in the loss
-        for rows in self.microbatching.cut(minibatch, live):
-            yield minibatch.select(rows)
+        yield from self.microbatching.cut(minibatch, live)
 
     def _under_masks(self, microbatch: Batch, masks: int, fresh: Tensor | None) -> Batch:
         """The microbatch with the log-probabilities that its loss compares the policy with, scored under the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,7 +23,12 @@ class OptimizerConfig(Config):
     fine-tuning.
     """
 
-    learning_rate: float = Field(default=2e-4, gt=0, description="learning rate after the warm-up")
+    learning_rate: float = Field(
+        default=2e-4,
+        gt=0,
+        le=1,
+        description="learning rate after the warm-up; an update moves each weight by about this much",
+    )
     weight_decay: float = Field(
         default=0.0, ge=0, description="weight decay of matrices; vectors (norms, biases) are never decayed"
     )
@@ -159,6 +164,27 @@ def build_optimizer(
     groups += [{"params": list(more), "lr": rate, "weight_decay": 0.0} for more, rate in separate_rates]
     optimizer = AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon)
     return optimizer, LambdaLR(optimizer, learning_rate_factor(config, total_steps))
+
+
+def restore_optimizer(
+    optimizer: AdamW, scheduler: LambdaLR, moments: Mapping[str, Any], progress: Mapping[str, Any]
+) -> None:
+    """Load the states of ``build_optimizer``'s pair into another one, built from the present configuration.
+
+    The moments and the number of updates are those of the states. The rates, the decay and the schedule are
+    those of the configuration, which may have changed since. If it has not, the pair is as it was, bit for
+    bit.
+    """
+    configured = [
+        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+    rates = scheduler.base_lrs
+    optimizer.load_state_dict(dict(moments))
+    scheduler.load_state_dict({**progress, "base_lrs": rates})
+    factors = (factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas)
+    scheduler._last_lr = [rate * factor for rate, factor in zip(rates, factors, strict=True)]
+    for group, settings, rate in zip(optimizer.param_groups, configured, scheduler._last_lr, strict=True):
+        group.update(settings | {"lr": rate})
 
 
 def learning_rate_factor(config: OptimizerConfig, total_steps: int) -> Callable[[int], float]:

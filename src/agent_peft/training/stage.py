@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -19,34 +22,57 @@ from agent_peft.rollout.collector import Collector, ScheduleOf
 from agent_peft.rollout.demonstrations import DemonstrationCheck
 from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.rollout.sources import Demonstrations, Rollouts, Source
-from agent_peft.rollout.task_order import TaskOrder
+from agent_peft.rollout.statistics import METRICS
+from agent_peft.rollout.task_order import TaskOrder, tasks_in_order
 from agent_peft.training.optimizer import OptimizerConfig
 from agent_peft.training.step_metrics import metrics_of
-from agent_peft.types import AgentPeftError
+from agent_peft.types import AgentPeftError, Task
 
 MAX_STEPS = 1_000_000
 MAX_EPISODES = 1_000_000  # of a step: a group, or groups
 
 
 class UntilConfig(Config):
-    """Ends a stage before its last step, when the mean of a metric over the latest steps is high or low
-    enough. The run's step numbers then jump to the end of the stage.
+    """Ends a stage before its last step: when the mean of a metric over the latest steps or evaluations is
+    high or low enough, or when evaluations no longer improve. The run's step numbers then jump to the end of
+    the stage.
     """
 
     metric: str = Field(
         description="such as success, reward or surprisal; a supervised stage measures success and reward of "
-        "its demonstrations, so use surprisal there"
+        "its demonstrations, so use surprisal there; evaluation.success, evaluation.score and "
+        "evaluation.reward are those of the run's evaluations"
     )
     above: float | None = Field(default=None, description="the stage ends when the mean is above this")
     below: float | None = Field(default=None, description="the stage ends when the mean is below this")
     over: int = Field(
-        default=4, ge=1, description="how many of the latest steps that have the metric are averaged"
+        default_factory=lambda before: 1 if before["metric"] in METRICS else 4,
+        ge=1,
+        description="how many of the latest steps that have the metric, or of the latest evaluations, are "
+        "averaged; default: 4 steps, or 1 evaluation",
+    )
+    patience: int | None = Field(
+        default=None,
+        ge=1,
+        description="the stage ends when this many evaluations in a row are no better than the best before "
+        "them, the one at the stage's start included; lower is better where below is given, else higher",
     )
 
+    @property
+    def of_evaluations(self) -> bool:
+        """Whether evaluations of the run measure the metric, and not the steps of the stage."""
+        return self.metric in METRICS
+
     @model_validator(mode="after")
-    def _one_side(self) -> UntilConfig:
-        if (self.above is None) == (self.below is None):
+    def _effective(self) -> UntilConfig:
+        if self.above is not None and self.below is not None:
             raise ValueError("needs above or below, and not both")
+        if self.above is None and self.below is None and self.patience is None:
+            raise ValueError("needs above or below, or the patience of an evaluation's metric")
+        if self.patience is not None and not self.of_evaluations:
+            raise ValueError(f"patience counts evaluations; give one of {', '.join(METRICS)} as metric")
+        if self.above is None and self.below is None and self.over != 1:
+            raise ValueError("over has no effect without above or below; leave it out")
         return self
 
     def is_reached(self, value: float) -> bool:
@@ -57,10 +83,7 @@ class UntilConfig(Config):
 
 def _unknown_metric(name: str, known: Sequence[str]) -> str:
     if name.startswith("evaluation"):
-        return (
-            f"until.metric: {name!r} is measured by evaluations, and until looks at the steps of its stage; "
-            "give success, or surprisal"
-        )
+        return f"until.metric: evaluations do not measure {name!r}; {nearest(name, METRICS)}"
     return f"until.metric: {name!r} is no metric of this stage; {nearest(name, known)}"
 
 
@@ -73,7 +96,21 @@ class StageConfig(Config):
         min_length=1,
         description="name of the stage in metrics and files; default: the algorithm's kind",
     )
-    steps: int = Field(ge=1, le=MAX_STEPS, description="number of steps: trips through the main loop")
+    # 0 as long as it follows from ``epochs``, before the tasks are loaded
+    steps: int = Field(
+        default_factory=lambda: 0,
+        validate_default=False,
+        ge=1,
+        le=MAX_STEPS,
+        description="number of steps: trips through the main loop; set this or epochs",
+    )
+    epochs: float | None = Field(
+        default=None,
+        gt=0,
+        le=MAX_STEPS,
+        description="number of trips through the tasks, from which steps follows, rounded up; set this or "
+        "steps",
+    )
     until: UntilConfig | None = Field(
         default=None, description="ends the stage before its last step; null never does"
     )
@@ -100,8 +137,10 @@ class StageConfig(Config):
     mask_cut_actions: bool = Field(
         default=False, description="do not train on actions that a token limit ended; they still get rewards"
     )
-    task_order: Literal["shuffle", "sequential"] = Field(
-        default="shuffle", description="order of the tasks in each trip through them"
+    task_order: Literal["shuffle", "sequential"] | Path = Field(
+        default="shuffle",
+        description="order of the tasks in each trip through them: shuffle, sequential, or a file that lists "
+        "the ids of tasks, one in a line (or a JSON list in a .json file)",
     )
     nonfinite: Literal["stop", "skip"] = Field(
         default="stop", description="what happens at an update whose loss or gradient is NaN or infinite"
@@ -116,6 +155,52 @@ class StageConfig(Config):
                 "stage; leave out / and \\"
             )
         return name
+
+    @field_validator("task_order")
+    @classmethod
+    def _names_an_order(cls, order: str | Path) -> str | Path:
+        if isinstance(order, Path) and not order.suffix and len(order.parts) == 1:
+            raise ValueError(
+                f"{str(order)!r} is no order; give shuffle, sequential or a file such as order.txt"
+            )
+        return order
+
+    @model_validator(mode="after")
+    def _one_length(self) -> StageConfig:
+        if not self.steps and self.epochs is None:
+            raise ValueError(f"steps is missing ({type(self).model_fields['steps'].description})")
+        if self.steps and self.epochs is not None:
+            raise ValueError("steps and epochs both say how long the stage is; give one of them")
+        return self
+
+    def trip(self, tasks: Sequence[Task]) -> Sequence[Task]:
+        """The tasks of one trip, before they are shuffled.
+
+        Raises:
+            AgentPeftError: the file of ``task_order`` is wrong.
+        """
+        return tasks_in_order(tasks, self.task_order) if isinstance(self.task_order, Path) else tasks
+
+    def with_steps(self, tasks: Sequence[Task]) -> StageConfig:
+        """This stage with the number of steps that its trips through the tasks take, and without ``epochs``.
+
+        Raises:
+            AgentPeftError: it is more than a stage may have, or the file of ``task_order`` is wrong.
+
+        >>> stage = StageConfig(algorithm="rloo", epochs=1.5, tasks_per_step=8)
+        >>> stage.with_steps([Task(str(number)) for number in range(20)]).steps
+        4
+        """
+        if self.epochs is None:
+            return self
+        # a float such as 0.1 stands for the decimal that the user wrote
+        steps = math.ceil(Fraction(str(self.epochs)) * len(self.trip(tasks)) / self.tasks_per_step)
+        if steps > MAX_STEPS:
+            raise AgentPeftError(
+                f"epochs: {self.epochs:g} of stage {self.name!r} take {steps:,} steps, and {MAX_STEPS:,} are "
+                "the most; lower it, or raise tasks_per_step"
+            )
+        return self.model_copy(update={"steps": steps, "epochs": None})
 
     @property
     def episodes_per_step(self) -> int:
@@ -160,7 +245,7 @@ class StageConfig(Config):
                 f"sampling.{key} cuts off tokens that the reference gives probability to, so the KL cannot "
                 "be measured on those that are drawn; leave top_p and top_k out, or set kl_coef: 0"
             )
-        if self.until is not None and self.until.metric not in (known := metrics_of(algorithm)):
+        if self.until is not None and self.until.metric not in (*(known := metrics_of(algorithm)), *METRICS):
             raise ValueError(_unknown_metric(self.until.metric, known))
         if algorithm.minibatches > self.tasks_per_step:
             raise ValueError(
@@ -190,6 +275,11 @@ class Stage(StageConfig):
             super().__init__(**keys)
         except ValidationError as error:
             raise AgentPeftError(first_error(error, "stage", StageConfig)) from error
+        if self.until is not None and self.until.of_evaluations:
+            raise AgentPeftError(
+                f"stage.until.metric: {self.until.metric} is measured by the evaluations of a run, and a "
+                "Trainer makes none; give a metric of its steps, or start a run with train"
+            )
 
 
 def source_of(
@@ -201,7 +291,8 @@ def source_of(
     schedule_of: ScheduleOf | None = None,
 ) -> Source:
     """The source that a stage's algorithm learns from: episodes of the policy, or demonstrations."""
-    order = TaskOrder(environment.tasks, stage.tasks_per_step, seed, stage.task_order == "shuffle")
+    tasks = stage.trip(environment.tasks)
+    order = TaskOrder(tasks, stage.tasks_per_step, seed, stage.task_order == "shuffle")
     if stage.algorithm.facts.on_policy:
         collector = Collector(environment, sampler)
         settings = (stage.group_size, stage.sampling, stage.rewards)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ from agent_peft.rollout.sources import Source
 from agent_peft.seeding import derive, generator
 from agent_peft.training import checks
 from agent_peft.training.gradients import Gradients
-from agent_peft.training.optimizer import MasterWeights, build_optimizer
+from agent_peft.training.optimizer import MasterWeights, build_optimizer, restore_optimizer
 from agent_peft.training.stage import Stage, StageConfig, source_of
 from agent_peft.training.state_file import load_state, save_state
 from agent_peft.training.step_metrics import SignalCounter, describe, mean_of
+from agent_peft.training.token_values import TokenValues, gather_values
 from agent_peft.types import AgentPeftError, Group, Trajectory, TrustError
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Step:
     number: int  # of the stage, from 0
     collection: Collection
     metrics: dict[str, float]
+    token_values: TokenValues | None = field(default=None, kw_only=True)  # in the order of ``trajectories``
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -84,7 +86,8 @@ class Trainer:
         source: Source | None = None,
         schedule_of: ScheduleOf | None = None,
     ) -> None:
-        self.stage = stage = stage if isinstance(stage, StageConfig) else Stage(**stage)
+        stage = stage if isinstance(stage, StageConfig) else Stage(**stage)
+        self.stage = stage = stage.with_steps(environment.tasks)
         self.policy, self.environment = policy, environment
         self.seed, self.ranks = seed, ranks
         self.engine = engine or load_sampler(policy)
@@ -134,8 +137,10 @@ class Trainer:
                 "epochs_done": float(epoch + 1),
                 "microbatch_halvings": self.halvings(),
             }
+            logprobs = self.gradients.first_logprobs if self.algorithm.on_policy else None
+            values = gather_values(self.ranks, collection.groups, groups, batch, logprobs)
             done, self.step = self.step, self.stage.steps if self.has_arrived(metrics) else self.step + 1
-            yield Step(done, collection, metrics)
+            yield Step(done, collection, metrics, token_values=values)
 
     def comparable(self, groups: list[Group]) -> list[Group]:
         """The groups that failing environments left with enough trajectories to learn from.
@@ -290,7 +295,6 @@ class Trainer:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.step, self.updates, self.recent = state["step"], state["updates"], state["recent"]
-        self.optimizer.load_state_dict(state["optimizer"])
+        restore_optimizer(self.optimizer, self.scheduler, state["optimizer"], state["scheduler"])
         self.masters.load_state_dict(state["masters"])
-        self.scheduler.load_state_dict(state["scheduler"])
         self.algorithm.load_state_dict(state["algorithm"])

@@ -24,10 +24,13 @@ READERS = {
     "db_bench": db_bench.load_tasks,
     "os_interaction": os_interaction.load_tasks,
     "gsm8k": lambda path: gsm8k.load_tasks(path, None),
+    "questions": lambda path: load_environment("questions", tasks=path),
+    "chat": lambda path: load_environment("chat", tasks=path),
+    "preferences": lambda path: load_environment("preferences", tasks=path),
 }
 KEYS = [
     "question", "answer", "instruction", "description", "create", "init", "evaluation", "match", "check", "example", "answer_info", "sql",  # noqa: E501
-    "direct", "md5", "table_info", "name", "column_info_list", "type", "row_list", "skill_list", "sample_index", "evaluation_info",  # noqa: E501
+    "messages", "role", "content", "prompt", "chosen", "rejected", "direct", "md5", "table_info", "name", "column_info_list", "type", "row_list", "skill_list", "sample_index", "evaluation_info",  # noqa: E501
 ]  # fmt: skip
 scalars = (
     st.none()
@@ -58,7 +61,9 @@ def read_or_refused(reader, path):
 def test_a_file_without_tasks_says_so(kind, content, suffix, tmp_path):
     path = tmp_path / f"t{suffix}"
     path.write_text(content)
-    with pytest.raises(AgentPeftError, match=f"^{path}: holds no (entry|problem); give a JSON"):
+    with pytest.raises(
+        AgentPeftError, match=f"^{path}: holds no (entry|problem|question|conversation|pair); give a"
+    ):
         load_environment({"kind": kind, "tasks": path})
 
 

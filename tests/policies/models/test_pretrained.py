@@ -77,7 +77,7 @@ def test_a_folder_of_an_adapter_leads_to_no_other_model(folder):
     (folder / "adapter_config.json").write_text(
         json.dumps({"base_model_name_or_path": "somebody/else", "target_modules": "(a+)+$"})
     )
-    assert "holds an adapter; name it as policy.adapter" in refused(folder)
+    assert "holds a model (config.json) and an adapter (adapter_config.json)" in refused(folder)
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import reprlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
 from agent_peft.environments.arithmetic.operations import backwards, find_operation
 from agent_peft.environments.arithmetic.problems import Problems, Split, count_problems
 from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
+from agent_peft.environments.templates import fill, with_placeholders
 from agent_peft.lookup import may_import
 from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason, Task
 
@@ -46,6 +47,12 @@ class ArithmeticConfig(EnvironmentConfig):
         description="plain; reversed: last digit first; worked: reversed, after the work",
     )
     symbols: bool = Field(default=False, description="whether ^ opens the question and $ closes the answer")
+    system_prompt: Annotated[str, with_placeholders("operation")] = Field(
+        default="", description="system message; its placeholder is {operation}; empty for none"
+    )
+    prompt: Annotated[str, with_placeholders("question", needs="question")] = Field(
+        default="{question}", description="user message; its placeholder is {question}, such as 12+34="
+    )
     split: Split = Field(default="train", description="train or heldout, which share no problem")
     num_tasks: int | None = Field(
         default=None, ge=1, description="number of distinct problems; null takes all of the split"
@@ -92,7 +99,7 @@ class Arithmetic(Environment):
         self.config: ArithmeticConfig = config
         self.operation = find_operation(config.operation)
         digits = config.digits if isinstance(config.digits, tuple) else (config.digits, config.digits)
-        skill = config.operation.rpartition(":")[2]
+        self.skill = skill = config.operation.rpartition(":")[2]
         count = sum(count_problems(length, config.split) for length in range(digits[0], digits[1] + 1))
         if config.num_tasks is not None and config.num_tasks > count:
             length = "- to ".join(map(str, sorted(set(digits))))
@@ -117,7 +124,10 @@ class Arithmetic(Environment):
     def episode(self, task: Task, seed: int) -> ArithmeticEpisode:
         a, b = read_operands(task)
         question = f"{'^' if self.config.symbols else ''}{a}{self.operation.symbol}{b}="
-        return ArithmeticEpisode(question, self._grammar, self._answer(task))
+        system = fill(self.config.system_prompt, {"operation": self.skill})
+        user = Message("user", fill(self.config.prompt, {"question": question}))
+        opening = [*([Message("system", system)] if system else []), user]
+        return ArithmeticEpisode(opening, self._grammar, self._answer(task))
 
     def demonstration(self, task: Task) -> Sequence[str]:
         a, b = read_operands(task)
@@ -159,12 +169,12 @@ def read_operands(task: Task) -> tuple[int, int]:
 class ArithmeticEpisode(Episode):
     """One turn. An action of another form is invalid, and incorrect like a wrong number."""
 
-    def __init__(self, question: str, grammar: re.Pattern[str], answer: str) -> None:
-        self._question, self._grammar, self._answer = question, grammar, answer
+    def __init__(self, opening: Sequence[Message], grammar: re.Pattern[str], answer: str) -> None:
+        self._opening, self._grammar, self._answer = opening, grammar, answer
         self._over = False
 
     def start(self) -> Sequence[Message]:
-        return [Message("user", self._question)]
+        return self._opening
 
     def step(self, action: str) -> StepResult:
         if self._over:

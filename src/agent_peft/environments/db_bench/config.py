@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -12,6 +12,23 @@ from agent_peft.environments.base import EnvironmentConfig
 from agent_peft.environments.db_bench.generator import GENERATED_SKILLS
 from agent_peft.environments.db_bench.syntax import SKILLS
 from agent_peft.environments.task_files.reading import check_one_source, check_skills
+from agent_peft.environments.task_files.split import Limit, Split, check_split_of_file
+from agent_peft.environments.templates import with_placeholders
+
+# Short on purpose: the agent reads both in every episode.
+SYSTEM_PROMPT = """\
+You work on one SQLite table. Reply in one of two ways.
+To run one SQL statement and see its result:
+Action: Operation
+```sql
+SELECT a FROM t;
+```
+To finish:
+Action: Answer
+Final Answer: [(1, 'x'), (2, 'y')]
+The final answer holds the rows asked for, as a list of tuples; after a change write done.
+You have {max_turns} turns, the answer included."""
+USER_PROMPT = "{instruction}\nThe name of this table is {table}, and the headers of this table are {headers}."
 
 
 class GenerateConfig(Config):
@@ -43,8 +60,16 @@ class DBBenchConfig(EnvironmentConfig):
     skills: list[str] | None = Field(
         None, min_length=1, description="keeps the tasks whose primary skill is in this list; null keeps all"
     )
-    limit: int | None = Field(
-        None, gt=0, description="maximum number of tasks, the first usable ones; null keeps all"
+    split: Split = None
+    limit: Limit = None
+    system_prompt: Annotated[str, with_placeholders("max_turns")] = Field(
+        SYSTEM_PROMPT,
+        description="system message, which tells the agent how to reply; its placeholder is {max_turns}; "
+        "empty for none",
+    )
+    prompt: Annotated[str, with_placeholders("instruction", "table", "headers", needs="instruction")] = Field(
+        USER_PROMPT,
+        description="user message; its placeholders are {instruction}, {table} (its name) and {headers}",
     )
     max_turns: int = Field(
         3, ge=2, description="maximum number of replies, the answer included; the agent is told"
@@ -74,4 +99,5 @@ class DBBenchConfig(EnvironmentConfig):
     @model_validator(mode="after")
     def _one_source(self) -> DBBenchConfig:
         check_one_source(self.tasks, self.generate)
+        check_split_of_file(self.split, is_file=self.tasks is not None)
         return self

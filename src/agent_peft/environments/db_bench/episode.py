@@ -13,22 +13,9 @@ from agent_peft.environments.db_bench.grader import answer_is_correct, tables_ar
 from agent_peft.environments.db_bench.isolated import IsolatedDatabase
 from agent_peft.environments.db_bench.protocol import Answer, MalformedReply, answer, operation, parse_reply
 from agent_peft.environments.db_bench.tasks import SQLProblem
+from agent_peft.environments.templates import fill
 from agent_peft.types import Message, Outcome, StepResult, StopReason
 
-# Short on purpose: the agent reads both in every episode.
-SYSTEM_PROMPT = """\
-You work on one SQLite table. Reply in one of two ways.
-To run one SQL statement and see its result:
-Action: Operation
-```sql
-SELECT a FROM t;
-```
-To finish:
-Action: Answer
-Final Answer: [(1, 'x'), (2, 'y')]
-The final answer holds the rows asked for, as a list of tuples; after a change write done.
-You have {max_turns} turns, the answer included."""
-USER_PROMPT = "{instruction}\nThe name of this table is {table}, and the headers of this table are {headers}."
 CUT_MARK = " ... (cut)"
 
 
@@ -68,13 +55,14 @@ class DBBenchEpisode(Episode):
             if self._done or self._database is not None:
                 raise RuntimeError("the episode was started before")
             self._database = open_database(self._config, table, self._seed)
-        user = USER_PROMPT.format(
-            instruction=self._problem.instruction, table=table.name, headers=", ".join(table.headers)
-        )
-        return (
-            Message("system", SYSTEM_PROMPT.format(max_turns=self._config.max_turns)),
-            Message("user", user),
-        )
+        values = {
+            "instruction": self._problem.instruction,
+            "table": table.name,
+            "headers": ", ".join(table.headers),
+        }
+        system = fill(self._config.system_prompt, {"max_turns": self._config.max_turns})
+        user = Message("user", fill(self._config.prompt, values))
+        return (Message("system", system), user) if system else (user,)
 
     def step(self, action: str) -> StepResult:
         with self._lock:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from agent_peft.config import Config
 from agent_peft.environments.base import EnvironmentConfig
 from agent_peft.environments.os_interaction.problems import SKILLS
-from agent_peft.environments.os_interaction.protocol import ProtocolName
+from agent_peft.environments.os_interaction.protocol import PROMPT_PLACEHOLDERS, ProtocolName
 from agent_peft.environments.task_files.reading import check_one_source, check_skills
+from agent_peft.environments.task_files.split import Limit, Split, check_split_of_file
+from agent_peft.environments.templates import with_placeholders
 from agent_peft.sandbox.base import SandboxLimits
 
 SandboxKind = Literal["namespaces", "bubblewrap", "docker", "podman", "none"]
@@ -55,9 +57,8 @@ class OSInteractionConfig(EnvironmentConfig):
     skills: list[str] | None = Field(
         None, min_length=1, description="keeps the tasks whose primary skill is in this list; null keeps all"
     )
-    limit: int | None = Field(
-        None, gt=0, description="maximum number of tasks, the first usable ones; null keeps all"
-    )
+    split: Split = None
+    limit: Limit = None
     sandbox: SandboxKind = Field(
         "namespaces", description="machine of each episode; none runs the commands on this machine itself"
     )
@@ -65,6 +66,15 @@ class OSInteractionConfig(EnvironmentConfig):
         default_factory=SandboxLimits, description="limits of one machine: memory, processes, files, output"
     )
     protocol: ProtocolName = Field("act", description="form in which the agent writes a command")
+    system_prompt: Annotated[str, with_placeholders(*PROMPT_PLACEHOLDERS)] | None = Field(
+        None,
+        description="system message, which tells the agent how to reply; null takes the protocol's text; its "
+        "placeholders are {max_turns}, {ways} (two, or three if the task has an answer) and {answer} (how to "
+        "answer, if it has one); empty for none",
+    )
+    prompt: Annotated[str, with_placeholders("instruction", needs="instruction")] = Field(
+        "{instruction}", description="user message; its placeholder is {instruction}"
+    )
     max_turns: int = Field(
         5, ge=2, description="maximum number of replies, the finish included; the agent is told"
     )
@@ -99,4 +109,5 @@ class OSInteractionConfig(EnvironmentConfig):
     @model_validator(mode="after")
     def _one_source(self) -> OSInteractionConfig:
         check_one_source(self.tasks, self.generate)
+        check_split_of_file(self.split, is_file=self.tasks is not None)
         return self

@@ -17,6 +17,7 @@ from agent_peft.environments.os_interaction.protocol import (
     Finish,
     MalformedCommand,
 )
+from agent_peft.environments.templates import fill
 from agent_peft.sandbox.base import CommandResult, MachineLost, Sandbox
 from agent_peft.sandbox.build import build_sandbox
 from agent_peft.seeding import derive
@@ -56,8 +57,9 @@ class OSEpisode(Episode):
             except BaseException:
                 self.close()
                 raise
-        prompt = self._protocol.prompt(config.max_turns, problem.answers)
-        return (Message("system", prompt), Message("user", problem.instruction))
+        system = self._protocol.prompt(config.max_turns, problem.answers, config.system_prompt)
+        user = Message("user", fill(config.prompt, {"instruction": problem.instruction}))
+        return (Message("system", system), user) if system else (user,)
 
     def step(self, action: str) -> StepResult:
         with self._lock:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from agent_peft.environments.os_interaction.problems import is_typable
+from agent_peft.environments.templates import fill
 
 MAX_COMMAND = 32_768  # characters
 
@@ -225,29 +226,16 @@ Act: finish
 {answer}You have {max_turns} turns, the last one included."""
 _ACT_ANSWER = "To end with the answer to a question:\nAct: answer(42)\n"
 
-_JSON_PROMPT = """\
+_JSON_PROMPT = f"""\
 You work in a bash shell on Linux, as root. Each reply is one tool call.
 To run commands and see their output:
-{bash}
+{write_tool_call("bash", command="ls /tmp")}
 To end, when the task is done:
-{finish}
-{answer}You have {max_turns} turns, the last one included."""
+{write_tool_call("finish")}
+{{answer}}You have {{max_turns}} turns, the last one included."""
+_JSON_ANSWER = f"To end with the answer to a question:\n{write_tool_call('answer', text='42')}\n"
 
-
-def act_prompt(max_turns: int, answers: bool) -> str:
-    """The system message of the ``act`` protocol."""
-    return _ACT_PROMPT.format(
-        max_turns=max_turns, ways="three" if answers else "two", answer=_ACT_ANSWER if answers else ""
-    )
-
-
-def json_prompt(max_turns: int, answers: bool) -> str:
-    """The system message of the ``json_tool_calls`` protocol."""
-    answer = (
-        f"To end with the answer to a question:\n{write_tool_call('answer', text='42')}\n" if answers else ""
-    )
-    bash, finish = write_tool_call("bash", command="ls /tmp"), write_tool_call("finish")
-    return _JSON_PROMPT.format(max_turns=max_turns, bash=bash, finish=finish, answer=answer)
+PROMPT_PLACEHOLDERS = ("max_turns", "ways", "answer")
 
 
 @dataclass(frozen=True)
@@ -256,11 +244,26 @@ class Protocol:
 
     parse: Callable[[str], Reply]
     write: Callable[[Command | Finish], str]
-    prompt: Callable[[int, bool], str]
+    system_prompt: str
+    answer: str  # how to end with an answer
+
+    def prompt(self, max_turns: int, answers: bool, system_prompt: str | None = None) -> str:
+        """The system message.
+
+        Args:
+            answers: whether the task has an answer.
+            system_prompt: a text with the same placeholders, in place of the protocol's own.
+        """
+        values = {
+            "max_turns": max_turns,
+            "ways": "three" if answers else "two",
+            "answer": self.answer if answers else "",
+        }
+        return fill(self.system_prompt if system_prompt is None else system_prompt, values)
 
 
 ProtocolName = Literal["act", "json_tool_calls"]
 PROTOCOLS: dict[ProtocolName, Protocol] = {
-    "act": Protocol(parse_act, write_act, act_prompt),
-    "json_tool_calls": Protocol(parse_tool_call, write_json, json_prompt),
+    "act": Protocol(parse_act, write_act, _ACT_PROMPT, _ACT_ANSWER),
+    "json_tool_calls": Protocol(parse_tool_call, write_json, _JSON_PROMPT, _JSON_ANSWER),
 }

@@ -51,7 +51,13 @@ def convert(hub_set: HubSet, snapshot: Path, folder: Path) -> list[Path]:
         AgentPeftError: the set has changed, or a file cannot be written.
     """
     for file, pattern in hub_set.files.items():
-        rows = read_rows(_matching(snapshot, [pattern], hub_set.repository))
+        files = _matching(snapshot, [pattern])
+        if not files:
+            raise AgentPeftError(
+                f"{hub_set.repository}: holds no {' or '.join(SUFFIXES)} file like {pattern}; the set has "
+                "changed"
+            )
+        rows = read_rows(files)
         path = folder / file
         try:
             text = _file_text(path, rows, hub_set.structured)
@@ -86,8 +92,20 @@ def hub_rows(repository: str, split: str) -> list[dict[str, Any]]:
     Raises:
         AgentPeftError: the hub does not give it.
     """
-    patterns = [f"{place}{split}*{suffix}" for place in ("main/", "data/", "") for suffix in SUFFIXES]
-    return read_rows(_matching(_snapshot(repository, patterns), patterns, repository))
+    forms = ("{place}{split}{suffix}", "{place}{split}-*{suffix}")  # train_extra.jsonl is another split
+    patterns = [
+        form.format(place=place, split=split, suffix=suffix)
+        for place in ("main/", "data/", "")
+        for suffix in SUFFIXES
+        for form in forms
+    ]
+    files = _matching(_snapshot(repository, patterns), patterns)
+    if not files:
+        raise AgentPeftError(
+            f"{repository}: holds no {' or '.join(SUFFIXES)} file of a split {split!r}, at its top, in main/ "
+            "or in data/; give another split, or download a file and name that"
+        )
+    return read_rows(files)
 
 
 def read_rows(files: Sequence[Path]) -> list[dict[str, Any]]:
@@ -184,13 +202,9 @@ def _snapshot(repository: str, patterns: list[str]) -> Path:
         ) from error
 
 
-def _matching(snapshot: Path, patterns: Sequence[str], repository: str) -> list[Path]:
+def _matching(snapshot: Path, patterns: Sequence[str]) -> list[Path]:
     """The files of the first pattern that has any."""
-    for pattern in patterns:
-        files = sorted(path for path in snapshot.glob(pattern) if path.suffix in SUFFIXES)
-        if files:
-            return files
-    raise AgentPeftError(
-        f"{repository}: holds no {' or '.join(SUFFIXES)} file like {' or '.join(patterns)}; the set has "
-        "changed"
+    matching = (
+        sorted(path for path in snapshot.glob(pattern) if path.suffix in SUFFIXES) for pattern in patterns
     )
+    return next(filter(None, matching), [])

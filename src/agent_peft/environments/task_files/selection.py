@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from agent_peft.environments.base import Environment
+from agent_peft.environments.task_files.split import Part
 from agent_peft.types import AgentPeftError, Task
 
 logger = logging.getLogger(__name__)
 
 NUM_SHOWN = 3  # rejections in a warning
+SPLITS = "split: train[:90%] and split: train[90%:]"
 
 
 class TaskSettings(Protocol):
@@ -26,6 +29,8 @@ class TaskSettings(Protocol):
     def generate(self) -> Iterable[tuple[str, Any]] | None: ...
     @property
     def skills(self) -> Sequence[str] | None: ...
+    @property
+    def split(self) -> str | None: ...
     @property
     def limit(self) -> int | None: ...
 
@@ -48,7 +53,7 @@ def load_selected(
     generate: Callable[..., Mapping[str, Any]],
     task_of: Callable[[str, Any], Task],
 ) -> Sequence[Task]:
-    """Load the tasks of the file or the generator whose primary skill the configuration keeps.
+    """Load the tasks of the file's part or of the generator, whose primary skill the configuration keeps.
 
     Args:
         read: reads a file of tasks.
@@ -56,10 +61,10 @@ def load_selected(
         task_of: makes a task of an id and an entry.
 
     Raises:
-        AgentPeftError: the file is wrong, or no task has one of the skills.
+        AgentPeftError: the file is wrong, or it has no task in this part or of these skills.
     """
     if config.tasks is not None:
-        tasks = read(config.tasks)
+        tasks = part_of(read(config.tasks), config.split, config.tasks)
     else:
         tasks = [task_of(*item) for item in generate(**dict(config.generate or ())).items()]
     if config.skills is None:
@@ -69,6 +74,47 @@ def load_selected(
         skills = ", ".join(config.skills)
         raise AgentPeftError(f"{_source(config)}: no task has one of the skills {skills}; choose others")
     return tasks
+
+
+def part_of(tasks: Sequence[Task], split: str | None, source: Path | str) -> Sequence[Task]:
+    """The tasks that a split names.
+
+    Args:
+        source: the file or hub id, for the message.
+
+    Raises:
+        AgentPeftError: there is none.
+    """
+    part = tasks if split is None else Part.parse(split).of(tasks)
+    if not part:
+        raise AgentPeftError(
+            f"{source}: split: {split} holds none of its {len(tasks)} tasks; give another part"
+        )
+    return part
+
+
+def shared_ids(training: Environment, heldout: Environment) -> list[str]:
+    """The ids of the tasks that both environments take from the same file or hub id. Those of two files are
+    not compared.
+    """
+    origin = _origin(training.config)
+    if origin is None or origin != _origin(heldout.config):
+        return []
+    ids = {task.id for task in training.tasks}
+    return [task.id for task in heldout.tasks if task.id in ids]
+
+
+def warn_of_shared_tasks(training: Environment, heldout: Environment) -> None:
+    """Tell in one line that an evaluation measures tasks that are trained on."""
+    if shared := shared_ids(training, heldout):
+        logger.warning(
+            "evaluation: %d of its %d tasks of %s are tasks of training, too (first %s); %s",
+            len(shared),
+            len(heldout.tasks),
+            heldout.config.tasks,
+            shared[0],
+            f"give environment and evaluation.environment different parts: {SPLITS}",
+        )
 
 
 def select_usable(
@@ -105,6 +151,15 @@ def select_usable(
             "; ".join(causes_shown + ellipsis),
         )
     return tuple(usable), tuple(rejected)
+
+
+def _origin(config: Any) -> tuple[str, str, str] | None:
+    """What tasks of one id are the same tasks of: the kind, the file or hub id, and the hub's split."""
+    tasks = getattr(config, "tasks", None)
+    if isinstance(tasks, Path):
+        return config.kind, str(tasks.resolve()), ""
+    split = getattr(config, "split", None)
+    return (config.kind, tasks, Part.parse(split).name if split else "") if isinstance(tasks, str) else None
 
 
 def _source(config: TaskSettings) -> str:

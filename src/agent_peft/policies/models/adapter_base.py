@@ -10,7 +10,8 @@ from pathlib import Path
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
-from agent_peft.policies.models.bundled import BUNDLED, cached, config_here
+from agent_peft.policies.models.bundled import bundled_name, cached, config_here, from_gguf
+from agent_peft.policies.models.start import START, own_base
 from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)
@@ -22,12 +23,12 @@ def check_base(model: PreTrainedModel, adapter: LoraConfig, folder: Path) -> Non
     """Warn if the adapter in ``folder`` names another model than the one it is loaded into.
 
     Only the last part of a name counts, since folders are moved, and one user's hub id is another user's
-    folder.
+    folder. The model that a run keeps is called as its run.
 
     Raises:
         AgentPeftError: the named model is on this machine, and has another architecture.
     """
-    theirs, ours = adapter.base_model_name_or_path, model.name_or_path
+    theirs, ours = str(own_base(folder) or adapter.base_model_name_or_path or ""), model.name_or_path
     if not theirs or not ours or _place(theirs) == _place(ours):  # models from scratch have no name
         return
     if (named := config_here(theirs)) is not None:
@@ -40,7 +41,7 @@ def check_base(model: PreTrainedModel, adapter: LoraConfig, folder: Path) -> Non
                     f"the model {ours!r} is {actual}: set policy.model to the model that the adapter was "
                     "trained on"
                 )
-    if _place(theirs).name.lower() != _place(ours).name.lower():
+    if _called(_place(theirs)) != _called(_place(ours)):
         logger.warning(
             "the adapter in %s was trained on %r, and the model is %r: it fits the weights of another model, "
             "but means little to them",
@@ -52,4 +53,12 @@ def check_base(model: PreTrainedModel, adapter: LoraConfig, folder: Path) -> Non
 
 def _place(name: str) -> Path:
     """The folder of a model. A hub id is taken for a relative path."""
-    return (cached(name) if name in BUNDLED else None) or Path(name).expanduser().resolve()
+    if known := bundled_name(name):
+        return cached(known) or Path(known)
+    if name.endswith(".gguf") and Path(name).is_file():  # older adapters name the folder in the cache
+        return from_gguf(Path(name))
+    return Path(name).expanduser().resolve()
+
+
+def _called(place: Path) -> str:
+    return (f"{place.parent.name}/{START}" if place.name == START else place.name).lower()

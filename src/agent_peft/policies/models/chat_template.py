@@ -1,10 +1,15 @@
-"""Chat templates for tokenizers that have none, and a fixed date for templates that write today's date."""
+"""Chat templates for tokenizers that have none, also when they are saved, and a fixed date for templates that
+write today's date.
+"""
 
 from __future__ import annotations
 
 import datetime
 import logging
 import re
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
 
 from agent_peft.types import AgentPeftError
 
@@ -23,6 +28,18 @@ BARE_TEMPLATE = (
 
 DATE = datetime.datetime(2024, 7, 26)  # the date that Llama 3's templates fall back on
 _WRITES_DATE = re.compile(r"""\bstrftime_now\(\s*(?:format\s*=\s*)?(["'])(?P<form>[^"'\\{}]*)\1\s*\)""")
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, template: str | None, folder: Path) -> None:
+    """Write a tokenizer for ``AutoTokenizer.from_pretrained``, with ``template`` where it has no chat
+    template of its own.
+    """
+    own = tokenizer.chat_template
+    tokenizer.chat_template = own or template
+    try:
+        tokenizer.save_pretrained(folder)
+    finally:
+        tokenizer.chat_template = own
 
 
 def undated(template: str | dict[str, str]) -> str | None:

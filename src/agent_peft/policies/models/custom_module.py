@@ -8,6 +8,8 @@ conversations.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from transformers import Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutput
 
+from agent_peft.files import MEGABYTE, parse_json, read_text
 from agent_peft.lookup import find
 from agent_peft.types import AgentPeftError
 
@@ -99,6 +102,14 @@ class CustomModel(PreTrainedModel, GenerationMixin):  # PEFT wraps what can gene
 
     def forward(self, input_ids: Tensor, **others: Any) -> CausalLMOutput:
         return CausalLMOutput(logits=self.decoder(input_ids).last_hidden_state)
+
+
+def is_custom_module(folder: Path) -> bool:
+    """Whether a folder holds a model of a user's own class, which only a configuration can name."""
+    with suppress(AgentPeftError, ValueError):
+        content = parse_json(read_text(folder / "config.json", "a JSON file", MEGABYTE))
+        return isinstance(content, dict) and content.get("model_type") == CustomModelConfig.model_type
+    return False
 
 
 def _build(config: CustomModelConfig) -> nn.Module:

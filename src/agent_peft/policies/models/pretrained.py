@@ -24,6 +24,7 @@ from transformers import (
 
 from agent_peft.files import check_regular
 from agent_peft.policies.models import template_probe
+from agent_peft.policies.models.custom_module import is_custom_module
 from agent_peft.types import AgentPeftError
 
 MAX_REPEATED = 1024  # layers, or experts of a layer
@@ -46,10 +47,15 @@ def load_pretrained(folder: str, dtype: torch.dtype) -> tuple[PreTrainedTokenize
     check_regular(Path(folder))
     if (Path(folder) / "adapter_config.json").exists():
         raise AgentPeftError(
-            f"policy.model: {folder!r} holds an adapter; name it as policy.adapter, and the model that it "
-            "was trained on as policy.model"
+            f"policy.model: {folder!r} is named as a model and holds an adapter; name the model that it was "
+            "trained on"
         )
     here = Path(folder).is_dir()
+    if is_custom_module(Path(folder)):
+        raise AgentPeftError(
+            f"policy.model: {folder!r} holds a module of your own, which only policy.architecture can name; "
+            "go on with its run (train --from RUN), or measure it with a configuration (evaluate --config)"
+        )
     if here and not (Path(folder) / "config.json").is_file():
         raise AgentPeftError(
             f"policy.model: {folder!r} holds no config.json; give a folder that save_pretrained has written"

@@ -20,6 +20,7 @@ from agent_peft.policies.models.bundled import config_here
 from agent_peft.policies.models.character_tokenizer import character_tokenizer
 from agent_peft.policies.models.layers import layers_of
 from agent_peft.policies.models.pretrained import build, cause
+from agent_peft.policies.models.start import start_of
 from agent_peft.types import AgentPeftError
 
 # Tensors as wide as the MLP that an activation function keeps for its backward, besides its output. A
@@ -119,7 +120,11 @@ def config_at_hand(config: PretrainedConfig | ScratchConfig) -> Any:
         if is_custom(config):
             return None
         return scratch_architecture(config, character_tokenizer(config.alphabet))
-    return config_here(config.model)
+    try:
+        model = start_of(config).model
+    except AgentPeftError:  # which loading it will tell
+        return None
+    return config_here(model)
 
 
 def measure(model: Any, lora: LoraSettings | None) -> ModelShape:

@@ -1,0 +1,159 @@
+"""The command that shows what an agent saw and did."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from agent_peft.cli.app import AsJson
+from agent_peft.cli.app import show as draw
+from agent_peft.printable import printable
+from agent_peft.types import AgentPeftError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from agent_peft.runs.reading import EpisodeRecord
+
+STYLES = {"system": "dim", "user": "cyan", "assistant": "green"}
+OUTCOMES = {"correct": "bold green", "incorrect": "bold red", "unknown": "bold yellow"}
+
+
+def show(
+    run: Annotated[Path, typer.Argument(help="run directory", metavar="RUN")],
+    step: Annotated[int | None, typer.Option(min=0, help="step of the run; the newest by default")] = None,
+    task: Annotated[str | None, typer.Option(help="task, by its id; without it, all are listed")] = None,
+    attempt: Annotated[int | None, typer.Option(min=0, help="which episode of the task, from 0")] = None,
+    evaluation: Annotated[
+        str | None, typer.Option(help="an evaluation instead of a step, such as after_grpo")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show an episode as the agent saw it, with its rewards. Where several episodes fit, list them."""
+    episodes, place = _episodes(run, step, evaluation)
+    chosen = _fitting(episodes, task, attempt, place)
+    if as_json:
+        draw({"episodes": [_json(episode) for episode in chosen]})
+    elif len(chosen) == 1 or (task is not None and attempt is not None):
+        for episode in chosen:
+            draw(_drawn(episode, place))
+    else:
+        draw(_list(chosen, place))
+        print("add --task and --attempt to see one of them")
+
+
+def _episodes(run: Path, step: int | None, evaluation: str | None) -> tuple[list[EpisodeRecord], str]:
+    """The episodes of a step or an evaluation, and its name."""
+    from agent_peft.runs.reading import load_run
+
+    record = load_run(run)
+    if evaluation is None:
+        steps = record.trajectories.steps
+        if not steps:
+            raise AgentPeftError(f"{run}: has no trajectories; there are some once a step is done")
+        step = steps[-1] if step is None else step
+        return record.trajectories.of_step(step), f"step {step}"
+    if step is not None:
+        raise AgentPeftError("--step has no effect with --evaluation; leave one of them out")
+    measured = record.evaluation(evaluation)
+    if not measured.episodes.steps:
+        raise AgentPeftError(f"{run}: the evaluation {evaluation!r} was written without its episodes")
+    return list(measured.episodes), f"evaluation {measured.name}"
+
+
+def _fitting(
+    episodes: list[EpisodeRecord], task: str | None, attempt: int | None, place: str
+) -> list[EpisodeRecord]:
+    """
+    Raises:
+        AgentPeftError: there is none.
+    """
+    from agent_peft.lookup import alike
+
+    of_task = [episode for episode in episodes if task in (None, episode.task)]
+    if not of_task:
+        near = alike(task, {episode.task for episode in episodes})
+        advice = "leave --task out to list them" if near is None else f"did you mean {near!r}?"
+        raise AgentPeftError(f"{place} has no task {task!r}; {advice}")
+    chosen = [episode for episode in of_task if attempt in (None, episode.attempt)]
+    if not chosen:
+        most = max(episode.attempt for episode in of_task)
+        what = place if task is None else f"{place}, task {task!r}"
+        raise AgentPeftError(f"{what}: has no attempt {attempt}; the last is {most}")
+    return chosen
+
+
+def _json(episode: EpisodeRecord) -> dict[str, Any]:
+    fields = {name: value for name, value in vars(episode).items() if not name.startswith("_")}
+    return {**fields, "messages": [vars(message) for message in episode.messages]}
+
+
+def _list(episodes: list[EpisodeRecord], place: str) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"{place}: {len(episodes)} episodes", title_justify="left")
+    for heading in ("task", "attempt", "outcome", "ended", "reward", "advantage", "turns", "tokens"):
+        table.add_column(heading, no_wrap=heading == "task")
+    for episode in episodes:
+        facts = episode.summary
+        numbers = [_number(facts[name]) if name in facts else "" for name in ("reward", "advantage")]
+        counts = [str(facts[name]) for name in ("turns", "num_tokens")]
+        outcome = Text(episode.outcome.value, style=OUTCOMES[episode.outcome])
+        table.add_row(
+            Text(episode.task), str(episode.attempt), outcome, episode.stop_reason.value, *numbers, *counts
+        )
+    return table
+
+
+def _drawn(episode: EpisodeRecord, place: str) -> RenderableType:
+    """An episode: what is known of it, then its messages."""
+    from rich.console import Group
+    from rich.text import Text
+
+    stage = "" if episode.stage is None else f" of stage {episode.stage}"
+    skills = f" ({', '.join(episode.skills)})" if episode.skills else ""
+    head = (
+        f"{place}{stage}, task {episode.task}{skills}, attempt {episode.attempt} of group {episode.group}, "
+        f"seed {episode.seed}"
+    )
+    outcome = Text(episode.outcome.value, style=OUTCOMES[episode.outcome])
+    score = "" if episode.score is None else f", score {_number(episode.score)}"
+    outcome.append(
+        f"{score}, {episode.stop_reason.value}; {episode.num_tokens} tokens, "
+        f"{episode.num_action_tokens} of them the agent's",
+        style="not bold default",
+    )
+    terms = ", ".join(f"{name} {_number(value)}" for name, value in episode.reward_terms.items())
+    reward = f"reward {_number(episode.reward)} = {terms}"
+    parts = [Text(printable(head), style="bold"), outcome, Text(printable(reward))]
+    actions = [n for n, message in enumerate(episode.messages) if message.role == "assistant"]
+    turn_of = {place: turn for turn, place in enumerate(actions[-len(episode.rewards) :])}
+    for number, message in enumerate(episode.messages):
+        style = STYLES.get(message.role, "")
+        title = message.role + (_of_turn(episode, turn_of[number]) if number in turn_of else "")
+        content = "\n".join(map(printable, message.content.split("\n")))
+        parts += [Text(), Text(f"── {title} ──", style=f"bold {style}"), Text(content, style=style)]
+    return Group(*parts)
+
+
+def _of_turn(episode: EpisodeRecord, turn: int) -> str:
+    """What is known of a turn, for the title of its action."""
+    parts = [f", turn {turn + 1}", f"reward {_number(episode.rewards[turn])}"]
+    if episode.advantages is not None:
+        parts.append(f"advantage {_number(episode.advantages[turn])}")
+    if turn in episode.invalid_turns:
+        parts.append("not understood")
+    if turn in episode.cut_turns:
+        parts.append("cut by a limit on tokens")
+    return ", ".join(parts)
+
+
+def _number(value: float) -> str:
+    """
+    >>> _number(0.30000000000000004), _number(-1.0), _number(1e-7)
+    ('0.3', '-1', '1e-07')
+    """
+    return f"{value:.4g}"

@@ -1,0 +1,220 @@
+"""Conversations of a table of one's own, for supervised stages: each assistant message is an action to learn.
+
+There is no outcome to grade, because a reply may be good in other words. An episode is correct if its replies
+are the recorded ones, and unknown otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
+from agent_peft.environments.contract import ROLES
+from agent_peft.environments.task_files.rows import TableSource, check_columns, check_split, read_table
+from agent_peft.environments.task_files.selection import part_of
+from agent_peft.environments.task_files.split import Limit, Split
+from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason, Task
+
+TABLE = "a file of rows (.jsonl, .json, .csv or .parquet), or a hub id such as owner/name"
+MESSAGES = "messages"
+
+
+class ChatConfig(EnvironmentConfig):
+    """Conversations to imitate, in a table of your own. A row is a task, for supervised stages only."""
+
+    kind: str = "chat"
+    tasks: TableSource = Field(description=TABLE)
+    split: Split = None
+    limit: Limit = None
+    messages: str | None = Field(
+        default=None,
+        description="column of the conversation, a list of {role, content} with the roles system, user and "
+        "assistant; null takes the column messages, or prompt and completion if they are set",
+    )
+    prompt: str | None = Field(
+        default=None, description="column of the prompt, a text or a list of messages; it needs completion"
+    )
+    completion: str | None = Field(
+        default=None, description="column of the reply, a text or a list of messages; it needs prompt"
+    )
+    turns: Literal["all", "last"] = Field(
+        default="all", description="the assistant messages to learn: all, or the last one of a conversation"
+    )
+
+    @model_validator(mode="after")
+    def _effective(self) -> ChatConfig:
+        check_split(self.tasks, self.split)
+        if (self.prompt is None) != (self.completion is None):
+            key, other = ("prompt", "completion") if self.prompt is None else ("completion", "prompt")
+            raise ValueError(f"{key} is missing: {other} names a column of single exchanges, which has both")
+        if self.messages is not None and self.prompt is not None:
+            raise ValueError("messages has no effect with prompt and completion; remove it, or these two")
+        return self
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The columns that the table must have, by their keys."""
+        if self.prompt is None or self.completion is None:
+            return {MESSAGES: self.messages or MESSAGES}
+        return {"prompt": self.prompt, "completion": self.completion}
+
+
+class Chat(Environment):
+    """The environment. A task's content is ``{"messages": [{"role", "content"}, …]}``."""
+
+    config_class = ChatConfig
+    graded = False
+
+    def __init__(self, config: ChatConfig) -> None:
+        """
+        Raises:
+            AgentPeftError: the table cannot be read, lacks a column, or a row is no conversation.
+        """
+        self.config: ChatConfig = config
+        name, rows = read_table(config.tasks, config.split)
+        if not rows:
+            raise AgentPeftError(f"{config.tasks}: holds no conversation; give a file of rows")
+        check_columns(config.tasks, rows, config.columns)
+        tasks = [
+            Task(
+                f"{name}:{row.number}",
+                content={MESSAGES: as_json(self._messages(f"{config.tasks}: {row.place}", row.content))},
+            )
+            for row in rows
+        ]
+        self._tasks = tuple(part_of(tasks, config.split, config.tasks)[: config.limit])
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        return self._tasks
+
+    def episode(self, task: Task, seed: int) -> ChatEpisode:
+        messages = self._of(task)
+        begin = self._begin(messages)
+        return ChatEpisode(messages[:begin], messages[begin:])
+
+    def demonstration(self, task: Task) -> Sequence[str]:
+        messages = self._of(task)
+        return [m.content for m in messages[self._begin(messages) :] if m.role == "assistant"]
+
+    def _begin(self, messages: Sequence[Message]) -> int:
+        """The place of the first message that is an action."""
+        roles = [message.role for message in messages]
+        return roles.index("assistant") if self.config.turns == "all" else len(roles) - 1
+
+    def _of(self, task: Task) -> list[Message]:
+        return read_conversation(f"task {task.id!r:.50}", task.content.get(MESSAGES), MESSAGES)
+
+    def _messages(self, place: str, content: Mapping[str, Any]) -> list[Message]:
+        columns = self.config.columns
+        if MESSAGES in columns:
+            return read_conversation(place, content.get(columns[MESSAGES]), columns[MESSAGES])
+        prompt = read_messages(place, content.get(columns["prompt"]), columns["prompt"], "user")
+        column = columns["completion"]
+        completion = read_messages(place, content.get(column), column, "assistant")
+        return check_turns(place, [*prompt, *completion], column)
+
+
+class ChatEpisode(Episode):
+    """A conversation as it was recorded: whatever the reply, the recorded next message follows."""
+
+    def __init__(self, opening: Sequence[Message], following: Sequence[Message]) -> None:
+        self._opening, self._following = opening, following
+        self._place = 0
+        self._same = True
+        self._over = False
+
+    def start(self) -> Sequence[Message]:
+        return self._opening
+
+    def step(self, action: str) -> StepResult:
+        if self._over:
+            raise RuntimeError("the episode is over")
+        self._same = self._same and same_words(action, self._following[self._place].content)
+        self._place += 2
+        if self._place > len(self._following):
+            self._over = True
+            outcome = Outcome.CORRECT if self._same else Outcome.UNKNOWN
+            return StepResult("", True, outcome, StopReason.FINISHED)
+        return StepResult(self._following[self._place - 1].content)
+
+    def close(self) -> None:
+        self._over = True
+
+
+def same_words(reply: str, recorded: str) -> bool:
+    """Whether two texts are equal but for their white space, which some tokenizers change."""
+    return reply.split() == recorded.split()
+
+
+def as_json(messages: Sequence[Message]) -> list[dict[str, str]]:
+    """Messages as a task's content holds them."""
+    return [{"role": message.role, "content": message.content} for message in messages]
+
+
+def read_conversation(place: str, value: Any, column: str) -> list[Message]:
+    """A whole conversation, from a list of objects with role and content.
+
+    Raises:
+        AgentPeftError: it is none; with its place, the message, and what belongs there.
+    """
+    if not isinstance(value, list):
+        raise AgentPeftError(f"{place}: {column} must be a list of {{role, content}}, not {value!r:.50}")
+    return check_turns(place, read_messages(place, value, column, "user"), column)
+
+
+def read_messages(place: str, value: Any, column: str, role: Literal["user", "assistant"]) -> list[Message]:
+    """Messages, from a list of objects with role and content, or from a text, which is one message.
+
+    Args:
+        role: of a text.
+
+    Raises:
+        AgentPeftError: there is none, or one is no message of a role that can be trained.
+    """
+    if isinstance(value, str) and value.strip():
+        return [Message(role, value)]
+    if not isinstance(value, list) or not value:
+        fault = "is empty" if not value or isinstance(value, str) else f"is {value!r:.50}"
+        raise AgentPeftError(f"{place}: {column} {fault}; give a text, or a list of {{role, content}}")
+    messages = []
+    for number, item in enumerate(value, 1):
+        where = f"{place}: {column}: message {number}"
+        if not isinstance(item, Mapping) or not isinstance(item.get("role"), str):
+            raise AgentPeftError(f"{where} is {item!r:.60}; write it as {{role, content}}")
+        if item["role"] not in ROLES:
+            raise AgentPeftError(
+                f"{where} has the role {item['role']!r:.30}; a role is {', '.join(ROLES)} (calls of "
+                "tools are not trained)"
+            )
+        if not isinstance(item.get("content"), str) or not item["content"].strip():
+            raise AgentPeftError(f"{where} has no text as its content; give it one, or leave it out")
+        if item.get("tool_calls"):
+            raise AgentPeftError(f"{where} calls tools, which are not trained; leave the conversation out")
+        messages.append(Message(item["role"], item["content"]))
+    return messages
+
+
+def check_turns(place: str, messages: list[Message], column: str) -> list[Message]:
+    """Return a conversation, if it begins with a system or user message, then user and assistant take turns,
+    and an assistant message is the last.
+
+    Raises:
+        AgentPeftError: it does not.
+    """
+    expected = "user"
+    for number, message in enumerate(messages, 1):
+        if message.role == "system" and number == 1:
+            continue
+        if message.role != expected:
+            raise AgentPeftError(
+                f"{place}: {column}: message {number} is the {message.role}'s where the {expected}'s is "
+                "expected; after a system message, user and assistant take turns"
+            )
+        expected = "assistant" if expected == "user" else "user"
+    if messages[-1].role != "assistant":
+        raise AgentPeftError(f"{place}: {column}: the last message is not the assistant's; end with a reply")
+    return messages

@@ -1,0 +1,237 @@
+"""Grading one reply: exactly, by its last number, by a pattern, or by a function of the user's own."""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+import re
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+from agent_peft.lookup import find, may_import, nearest
+from agent_peft.types import AgentPeftError, Task
+
+CUSTOM = "your own as package.module:function"
+MAX_DIGITS = 400  # characters of a number; more are no number
+
+_DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3}){1,9}+|[0-9]++)(?:\.[0-9]*+)?|\.[0-9]++)"
+NUMBER = rf"(?:[-+−]\ ?\$?\ ?|\$\ ?[-+−]?)?{_DIGITS}"  # with its sign; group-free
+_WHOLE = re.compile(NUMBER)
+_SIGNED = rf"(?<![0-9.])(?:(?<![\w)])[-+−]\$?|\$[-+−]?)?{_DIGITS}"  # in 5-3, the minus is no sign
+_ANYWHERE = re.compile(rf"{_SIGNED}(?![0-9])", re.ASCII)
+_QUANTITY = re.compile(
+    rf"({_SIGNED})(?![0-9])(?:(?:\ ([0-9]++))?/([0-9]++)(?!\.?[0-9]))?(\ ?%)?", re.ASCII
+)
+
+
+@dataclass(frozen=True)
+class Grade:
+    """The grade of a reply. ``valid`` is false where the reply holds no answer; ``score`` is a grade from 0
+    to 1, where the grader has one.
+
+    >>> Grade(correct=True).valid
+    True
+    """
+
+    correct: bool
+    valid: bool = True
+    score: float | None = None
+
+
+Grader = Callable[[str, Any, Task], Grade]
+
+
+# -- numbers -------------------------------------------------------------------------------------------------
+
+
+def parse_number(text: str) -> Decimal | None:
+    """The exact number that a text spells, or None.
+
+    >>> parse_number("-$1,234.50"), parse_number("72."), parse_number("1,23"), parse_number("7 apples")
+    (Decimal('-1234.50'), Decimal('72'), None, None)
+    """
+    text = text.strip()
+    return Decimal(re.sub(r"[+$, ]", "", text).replace("−", "-")) if _WHOLE.fullmatch(text) else None
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number in a text. A minus is a sign only if no number stands before it.
+
+    >>> last_number("so it is 48/2 = 24 apples."), last_number("that leaves -3")
+    (Decimal('24'), Decimal('-3'))
+    >>> last_number("5-3"), last_number("none")
+    (Decimal('3'), None)
+    """
+    match = None
+    for match in _ANYWHERE.finditer(text):  # noqa: B007 (the last one is wanted)
+        pass
+    return parse_number(match[0]) if match is not None else None
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A number as it is written, with or without a percent sign, which may be left out or worked out.
+
+    >>> Quantity(Fraction(75), True).equals(Quantity(Fraction(3, 4), False))
+    True
+    """
+
+    value: Fraction
+    percent: bool
+
+    def equals(self, other: Quantity) -> bool:
+        if self.percent == other.percent or self.value == other.value:
+            return self.value == other.value
+        with_sign, without = (self, other) if self.percent else (other, self)
+        return with_sign.value == 100 * without.value
+
+
+def last_quantity(text: str) -> Quantity | None:
+    """The last number in a text, as ``last_number`` finds it, or the fraction that it is a part of.
+
+    >>> last_quantity("a share of 3/4"), last_quantity("1 1/2 hours"), last_quantity("It is 12.5 %.")
+    (Quantity(value=Fraction(3, 4), percent=False), Quantity(value=Fraction(3, 2), percent=False), \
+Quantity(value=Fraction(25, 2), percent=True))
+    """
+    last = None
+    for last in _QUANTITY.finditer(text):  # noqa: B007 (the last one is wanted)
+        pass
+    if last is None or len(last[0]) > MAX_DIGITS:
+        return None
+    number, over, under, percent = last.groups()
+    value = Fraction(parse_number(number) or 0)
+    if under is not None and int(under) == 0:
+        return None
+    if over is not None:  # a mixed number, such as 1 1/2; its sign is that of the whole
+        value += Fraction(int(over), int(under)) * (-1 if {"-", "−"} & set(number) else 1)
+    elif under is not None:
+        value /= int(under)
+    return Quantity(value, percent is not None)
+
+
+# -- graders -------------------------------------------------------------------------------------------------
+
+
+def plain(text: str) -> str:
+    """A text as ``exact`` compares it: its white space is one blank between words, and a letter is one
+    character however it is composed (Unicode's NFC). Case and punctuation count.
+
+    >>> plain(" New\\n York ")
+    'New York'
+    """
+    return unicodedata.normalize("NFC", " ".join(text.split()))
+
+
+def spelled(answer: object) -> str:
+    """An answer of a table as text; a number without an exponent.
+
+    >>> spelled(1e-05), spelled("1e-05")
+    ('0.00001', '1e-05')
+    """
+    return format(Decimal(str(answer)), "f") if isinstance(answer, int | float) else str(answer)
+
+
+def _exact(reply: str, answer: Any, task: Task) -> Grade:
+    return Grade(plain(reply) == plain(spelled(answer)), valid=bool(reply.strip()))
+
+
+def _number(reply: str, answer: Any, task: Task) -> Grade:
+    found, expected = last_quantity(reply), last_quantity(spelled(answer))
+    return Grade(found is not None and expected is not None and found.equals(expected), found is not None)
+
+
+def _by_pattern(pattern: re.Pattern[str]) -> Grader:
+    def grade(reply: str, answer: Any, task: Task) -> Grade:
+        last = None
+        for last in pattern.finditer(reply):  # noqa: B007 (the last one is wanted)
+            pass
+        found = None if last is None else last[1]
+        return Grade(found is not None and plain(found) == plain(spelled(answer)), valid=found is not None)
+
+    return grade
+
+
+def _by_function(name: str) -> Grader:
+    function = _find_function(name)
+
+    def grade(reply: str, answer: Any, task: Task) -> Grade:
+        result = function(reply, answer, task)
+        if isinstance(result, bool):
+            return Grade(result)
+        if isinstance(result, numbers.Real) and 0 <= float(result) <= 1:
+            return Grade(float(result) == 1, score=float(result))
+        raise AgentPeftError(
+            f"grader {name!r}, task {task.id!r}: returned {result!r:.60}; return True, False, or a score "
+            "from 0 to 1"
+        )
+
+    return grade
+
+
+BUILT_IN: dict[str, Grader | None] = {"exact": _exact, "number": _number, "regex": None}
+
+
+def find_grader(name: str, pattern: str | None = None) -> Grader:
+    """Return the grader that a configuration names.
+
+    Raises:
+        AgentPeftError: a function of the user's own cannot be found.
+    """
+    if name == "regex":
+        return _by_pattern(re.compile(pattern or "()"))
+    try:
+        return BUILT_IN.get(name) or _by_function(name)
+    except ValueError as error:
+        raise AgentPeftError(f"grader: {error}") from error
+
+
+def check_grader(name: str) -> str:
+    """Return the name, if there is such a grader.
+
+    Raises:
+        ValueError: there is none, with the nearest one; or a function cannot be called as a grader is.
+    """
+    if name in BUILT_IN:
+        return name
+    if ":" not in name:
+        raise ValueError(f"there is no grader {name!r}; {nearest(name, BUILT_IN.keys(), CUSTOM)}")
+    if may_import(name):
+        _find_function(name)
+    return name
+
+
+def check_pattern(pattern: str | None) -> str | None:
+    """Return the pattern, if it is a regular expression with a group.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if pattern is not None:
+        try:
+            groups = re.compile(pattern).groups
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(f"{pattern!r:.60} is no regular expression ({error})") from error
+        if groups == 0:
+            raise ValueError(
+                f"{pattern!r:.60} has no group; put parentheses around the answer, as in 'Answer: (.+)'"
+            )
+    return pattern
+
+
+def _find_function(name: str) -> Callable[[str, Any, Task], Any]:
+    function = find(name, "package.module:function")
+    if not callable(function):
+        raise ValueError(f"{name!r} is no function but {function!r:.60}; name a function")
+    try:
+        inspect.signature(function).bind("", "", None)
+    except TypeError as error:
+        raise ValueError(
+            f"{name!r} cannot be called as a grader ({error}); write it as def f(response, answer, task)"
+        ) from error
+    except ValueError:  # not all that is built in says what it takes
+        pass
+    return function  # type: ignore[no-any-return]

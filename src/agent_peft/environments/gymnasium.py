@@ -1,0 +1,101 @@
+"""Gymnasium's environments (https://gymnasium.farama.org), and TextArena's games among them.
+
+The sum of the rewards is the score, and 1 is CORRECT. A task is a seed: training has even ones, held-out odd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
+from agent_peft.environments.contract import describe, quote
+from agent_peft.environments.spaces import Bounds, WorldId, is_text, make_world, reader_of, score_of
+from agent_peft.environments.templates import fill, with_placeholders
+from agent_peft.seeding import derive
+from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason, Task
+
+ID = "an id, module:id, which imports the module first, or textarena/GAME for a game of TextArena"
+
+
+class GymnasiumConfig(EnvironmentConfig):
+    """One environment of Gymnasium. Its observations and actions are texts, or can be written as texts."""
+
+    kind: str = "gymnasium"
+    id: WorldId = Field(description=ID)
+    make: dict[str, Any] = Field({}, description="arguments of gymnasium.make, or of the game")
+    actions: tuple[str, ...] | None = Field(None, description="names of discrete actions; null: numbers")
+    score: Bounds = Field((0.0, 1.0), description="sums of rewards that score 0 and 1")
+    split: Literal["train", "heldout"] = Field("train", description="train or heldout, with other seeds")
+    num_tasks: int = Field(100, ge=1, description="number of tasks")
+    seed: int = Field(0, description="seed that the seeds of reset are derived from")
+    max_turns: int = Field(20, ge=1, description="maximum number of turns; then the episode ends")
+    prompt: Annotated[str, with_placeholders("observation", "actions", needs="observation")] = Field(
+        "{observation}\n{actions}", description="first message; {actions} lists discrete actions"
+    )
+
+
+class Gymnasium(Environment):
+    config_class = GymnasiumConfig
+
+    def __init__(self, config: GymnasiumConfig) -> None:
+        self.config: GymnasiumConfig = config
+        world = make_world(config.id, config.make)
+        try:
+            self.read, self.hint = reader_of(world.action_space, config.actions)
+            if not is_text(world.observation_space):
+                raise ValueError(f"an observation is {world.observation_space}, which is no text")
+            world.reset(seed=0)
+        except Exception as error:
+            raise AgentPeftError(f"environment.id: {config.id}: {describe(error)}") from error
+        finally:
+            world.close()
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        config, odd = self.config, self.config.split == "heldout"
+        seeds = [2 * (derive(config.seed, "gymnasium", n) >> 33) + odd for n in range(config.num_tasks)]
+        return [Task(f"{config.split}-{n}", (config.id,), {"seed": seed}) for n, seed in enumerate(seeds)]
+
+    def episode(self, task: Task, seed: int) -> GymnasiumEpisode:
+        if type(task.content.get("seed")) is not int:
+            raise AgentPeftError(f"task {quote(task.id)} has no seed, which is a whole number")
+        return GymnasiumEpisode(self, task.content["seed"])
+
+
+class GymnasiumEpisode(Episode):  # Gymnasium has one seed, which is the task
+    def __init__(self, environment: Gymnasium, seed: int) -> None:
+        self._environment, self._seed, self._over, self._turns, self._total = environment, seed, False, 0, 0.0
+        self._world: Any = None
+
+    def start(self) -> Sequence[Message]:
+        config = self._environment.config
+        self._world = make_world(config.id, config.make)
+        observation, _ = self._world.reset(seed=self._seed)
+        values = {"observation": observation, "actions": self._environment.hint}
+        return [Message("user", fill(config.prompt, values).strip())]
+
+    def step(self, action: str) -> StepResult:
+        if self._over or self._world is None:
+            raise RuntimeError("the episode is over, or was not started")
+        environment, config, valid = self._environment, self._environment.config, False
+        observation, terminated, truncated = f"This is no action. {environment.hint}", False, False
+        if (chosen := environment.read(action)) is not None:
+            observation, reward, terminated, truncated, facts = self._world.step(chosen)
+            self._total += float(reward)
+            valid = facts.get("valid") is not False
+        self._turns += 1
+        if not (terminated or truncated or self._turns == config.max_turns):
+            return StepResult(str(observation), valid=valid)
+        self.close()
+        score = score_of(self._total, config.score)
+        outcome = Outcome.CORRECT if score == 1 else Outcome.INCORRECT
+        reason = StopReason.FINISHED if terminated else StopReason.TURN_LIMIT
+        return StepResult("", True, outcome, reason, valid, score)
+
+    def close(self) -> None:
+        world, self._world, self._over = self._world, None, True
+        if world is not None:
+            world.close()

@@ -1,0 +1,162 @@
+"""Rows of tables: JSON lines, a JSON array, CSV or Parquet, from a file or a hub id."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
+
+from agent_peft.environments.task_files.download import hub_rows, read_rows
+from agent_peft.environments.task_files.reading import MAX_FILE_BYTES
+from agent_peft.environments.task_files.split import Part, check_split_of_file
+from agent_peft.files import parse_json, read_text
+from agent_peft.lookup import alike
+from agent_peft.types import AgentPeftError
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+A_TABLE = "a file of rows (.jsonl, .json, .csv or .parquet)"
+
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+
+
+def file_or_hub_id(source: str | Path) -> str | Path:
+    """The source as a path, or as a text if it is a hub id: ``owner/name`` without the suffix of a table.
+
+    >>> file_or_hub_id("openai/gsm8k"), file_or_hub_id("rows/train.csv").suffix
+    ('openai/gsm8k', '.csv')
+    """
+    is_hub_id = isinstance(source, str) and _HUB_ID.fullmatch(source) and not source.endswith(SUFFIXES)
+    return source if is_hub_id else Path(source)
+
+
+TableSource = Annotated[str | Path, AfterValidator(file_or_hub_id)]
+
+
+def check_split(tasks: str | Path, split: str | None) -> None:
+    """Check that a split fits its source.
+
+    Raises:
+        ValueError: a hub id has none, or a file has no such split.
+    """
+    if isinstance(tasks, Path):
+        check_split_of_file(split)
+    elif split is None:
+        raise ValueError(
+            f"split is missing: {tasks!r} is taken for a hub id (a file ends in {', '.join(SUFFIXES)}); set "
+            "it to a split of that set, such as train"
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table. ``number`` is its line in a file of lines, and else its place, from 1.
+
+    >>> Row("line", 3, {"question": "1 + 1?"}).place
+    'line 3'
+    """
+
+    unit: str  # line or row
+    number: int
+    content: Any
+
+    @property
+    def place(self) -> str:
+        return f"{self.unit} {self.number}"
+
+
+def read_table(source: Path | str, split: str | None) -> tuple[str, Sequence[Row]]:
+    """The rows of a file, or of a part of a hub id, and the name of their ids: the file's or the split's.
+
+    Raises:
+        AgentPeftError: it cannot be read.
+    """
+    if isinstance(source, Path):
+        return source.stem, list(_rows_of_file(source))
+    name = Part.parse(split or "").name
+    return name, [Row("row", number, row) for number, row in enumerate(hub_rows(source, name), 1)]
+
+
+def check_columns(source: Path | str, rows: Sequence[Row], columns: Mapping[str, str]) -> None:
+    """Check that every row is an object of JSON values, and that some row has each column.
+
+    Args:
+        columns: the name of each column, by the key that names it.
+
+    Raises:
+        AgentPeftError: a row is none, or no row has a column; with the columns that there are.
+    """
+    known: dict[str, None] = {}
+    for row in rows:
+        if not isinstance(row.content, Mapping):
+            raise AgentPeftError(f"{source}: {row.place}: must be an object with a value for each column")
+        known |= dict.fromkeys(row.content)
+        try:
+            json.dumps(row.content, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise AgentPeftError(
+                f"{source}: {row.place}: a value is not JSON ({error}); write it as text or number"
+            ) from error
+    for key, column in columns.items():
+        if column not in known:
+            closest = alike(column, known)
+            advice = f"did you mean {closest!r}?" if closest else f"set {key} to one of them"
+            raise AgentPeftError(
+                f"{source}: there is no column {column!r} for {key}; it has {', '.join(known)}; {advice}"
+            )
+
+
+def _rows_of_file(path: Path) -> Iterator[Row]:
+    if path.suffix == ".parquet":
+        yield from (Row("row", number, row) for number, row in enumerate(read_rows([path]), 1))
+        return
+    text = read_text(path, A_TABLE, MAX_FILE_BYTES)
+    if path.suffix == ".csv":
+        yield from _csv_rows(path, text)
+        return
+    if path.suffix == ".json" and text.lstrip().startswith("["):
+        try:
+            rows = parse_json(text)
+        except ValueError as error:
+            raise AgentPeftError(f"{path}: is not JSON ({error})") from error
+        yield from (Row("row", number, row) for number, row in enumerate(rows, 1))
+        return
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines would cut at U+2028 inside a text, too
+        if line.strip():
+            try:
+                yield Row("line", number, parse_json(line))
+            except ValueError as error:
+                raise AgentPeftError(
+                    f"{path}: line {number}: is not JSON ({error}); a JSONL file holds one entry a line"
+                ) from error
+
+
+def _csv_rows(path: Path, text: str) -> Iterator[Row]:
+    """Rows whose values are texts. The first line names the columns."""
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    columns: list[str] | None = None
+    line = 1
+    try:
+        for cells in reader:
+            first, line = line, reader.line_num + 1
+            if not cells:
+                continue
+            if columns is None:
+                columns = cells
+                if len(set(columns)) < len(columns):
+                    raise AgentPeftError(f"{path}: line {first}: two columns have one name; rename one")
+                continue
+            if len(cells) != len(columns):
+                raise AgentPeftError(
+                    f"{path}: line {first}: has {len(cells)} values for {len(columns)} columns; a text "
+                    "with a comma stands in double quotes"
+                )
+            yield Row("line", first, dict(zip(columns, cells, strict=True)))
+    except csv.Error as error:
+        raise AgentPeftError(f"{path}: line {line}: is not CSV ({error})") from error

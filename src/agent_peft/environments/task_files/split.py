@@ -1,0 +1,108 @@
+"""The keys ``split`` and ``limit`` of every environment that reads a file or a hub id of tasks.
+
+A split is written as in the ``datasets`` library: a name, and a slice of its rows in their order. A file has
+one split, ``train``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+from pydantic import AfterValidator, Field
+
+Row = TypeVar("Row")
+
+FILE_SPLIT = "train"  # the name that the datasets library gives to the rows of a file
+FORM = "write train[:90%], train[90%:], train[:100] or train[-100:]"
+
+_SPLIT = re.compile(r"(\w+(?:[.-]\w+)*)(?:\[(?:(-?\d+)(%?))?:(?:(-?\d+)(%?))?\])?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The beginning or the end of a slice: a row, or a percentage of the rows; from the end if negative.
+
+    >>> Bound(-10, "%").of(50), Bound(70, "").of(50)
+    (45, 50)
+    """
+
+    number: int
+    unit: str
+
+    def of(self, rows: int) -> int:
+        """The row, from 0 to ``rows``. Percentages are rounded as the datasets library does."""
+        place = round(self.number * rows / 100) if self.unit else self.number
+        return min(max(place + rows * (place < 0), 0), rows)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows that a split names.
+
+    >>> part, rest = Part.parse("train[:75%]"), Part.parse("train[75%:]")
+    >>> part.of(["a", "b", "c"]), rest.of(["a", "b", "c"])
+    (['a', 'b'], ['c'])
+    """
+
+    name: str
+    first: Bound
+    last: Bound
+
+    @classmethod
+    def parse(cls, split: str) -> Part:
+        """
+        Raises:
+            ValueError: the split is written in another form, or a percentage is beyond 100.
+        """
+        match = _SPLIT.fullmatch(split)
+        if match is None:
+            raise ValueError(f"{split!r:.60} is no split; {FORM}")
+        name, first, first_unit, last, last_unit = match.groups()
+        bounds = Bound(int(first or 0), first_unit or ""), Bound(int(last or 100), last_unit or "")
+        if last is None:
+            bounds = bounds[0], Bound(100, "%")
+        if any(bound.unit and abs(bound.number) > 100 for bound in bounds):
+            raise ValueError(f"{split!r:.60} names more than 100%; {FORM}")
+        return cls(name, *bounds)
+
+    def of(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """The rows of this part, in their order."""
+        return rows[self.first.of(len(rows)) : self.last.of(len(rows))]
+
+
+def _is_split(split: str | None) -> str | None:
+    if split is not None:
+        Part.parse(split)
+    return split
+
+
+Split = Annotated[
+    str | None,
+    AfterValidator(_is_split),
+    Field(
+        description="part of the tasks, as the datasets library writes it: train[:90%] and train[90%:] share "
+        "no task and leave none out; the only split of a file is train; null takes all tasks"
+    ),
+]
+Limit = Annotated[
+    int | None, Field(gt=0, description="maximum number of tasks, the first usable ones; null keeps all")
+]
+
+
+def check_split_of_file(split: str | None, is_file: bool = True) -> None:
+    """Check that a split has an effect on a file, or on generated tasks, which take none.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if split is None:
+        return
+    if not is_file:
+        raise ValueError(
+            "split is for a file of tasks; of generated ones generate.split names the part; leave it out"
+        )
+    if (name := Part.parse(split).name) != FILE_SPLIT:
+        raise ValueError(f"split: a file has no split {name!r}, its rows are called {FILE_SPLIT}; {FORM}")

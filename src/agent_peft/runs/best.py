@@ -1,0 +1,132 @@
+"""The best checkpoint of a run, and the end of a stage by evaluations. Both follow from the files of the run
+alone, so a run that was killed decides as one that was not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from agent_peft.configuration.run_config import KeepBestConfig
+from agent_peft.files import MEGABYTE, parse_json, read_text, write_atomic
+from agent_peft.rollout.statistics import EvaluationReport
+from agent_peft.runs.checkpoint import BEST, POSITION, checkpoint_step, checkpoints
+from agent_peft.training.stage import UntilConfig
+from agent_peft.types import AgentPeftError
+
+STATISTICS = "training_stats.json"  # in a checkpoint: the metrics of the last step before it
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best checkpoint, as ``checkpoints/best.json`` holds it."""
+
+    checkpoint: str  # its name
+    step: int
+    metric: str
+    mode: str
+    value: float
+
+
+def read_best(root: Path) -> Best | None:
+    """Return what ``root/best.json`` says; None where there is no such file.
+
+    Raises:
+        AgentPeftError: the file is damaged.
+    """
+    path = root / BEST
+    if not path.is_file():
+        return None
+    try:
+        return Best(**parse_json(read_text(path, "a JSON file", MEGABYTE)))
+    except (TypeError, ValueError) as error:
+        raise AgentPeftError(
+            f"{path}: is damaged ({error}); remove it, and `train` writes it anew"
+        ) from error
+
+
+def note_best(root: Path, keep: KeepBestConfig, reports: Iterable[EvaluationReport]) -> Best | None:
+    """Find the best of the checkpoints in ``root``, and write its name to ``best.json``. Of equals the first
+    is the best.
+
+    Args:
+        reports: of the run's evaluations, in their order.
+
+    Returns:
+        The best checkpoint. While no checkpoint has the metric, it is the one that the file names already.
+    """
+    present = {checkpoint_step(path): path for path in checkpoints(root)}
+    values = _of_evaluations(keep.metric, reports) if keep.of_evaluations else _of_steps(keep.metric, present)
+    sign = 1 if keep.mode == "max" else -1
+    steps = [step for step in present if step in values]
+    if not steps:
+        before = read_best(root)
+        return before if before is not None and before.step in present else None
+    step = max(steps, key=lambda step: (sign * values[step], -step))
+    best = Best(f"step_{step:06d}", step, keep.metric, keep.mode, values[step])
+    text = json.dumps(asdict(best), indent=1) + "\n"
+    if not (root / BEST).is_file() or (root / BEST).read_text(encoding="utf-8") != text:
+        write_atomic(root / BEST, text)
+    return best
+
+
+def _of_evaluations(metric: str, reports: Iterable[EvaluationReport]) -> dict[int, float]:
+    """The values of a metric, by the run's step."""
+    return {step: value for step, value in comparable(metric, reports)}
+
+
+def comparable(metric: str, reports: Iterable[EvaluationReport]) -> list[tuple[int, float]]:
+    """Return the run's step and the value of each report that has the metric, in their order. Rewards are
+    comparable under the same prices only: those of the last report.
+    """
+    measured = [
+        (report.step, value, report.settings.get("rewards"))
+        for report in reports
+        if report.step is not None and (value := report.metric(metric)) is not None
+    ]
+    priced = metric == "evaluation.reward"
+    return [(step, value) for step, value, prices in measured if not priced or prices == measured[-1][2]]
+
+
+def _of_steps(metric: str, present: dict[int, Path]) -> dict[int, float]:
+    """The values of a metric in the last step before each checkpoint, by the run's step. Only the stage of
+    the newest checkpoint counts: a supervised stage measures its demonstrations.
+    """
+    stages = {step: _content(path / POSITION).get("stage") for step, path in present.items()}
+    values = {step: _content(path / STATISTICS).get(metric) for step, path in present.items()}
+    return {
+        step: float(value)
+        for step, value in values.items()
+        if isinstance(value, int | float) and math.isfinite(value) and stages[step] == stages[max(stages)]
+    }
+
+
+def _content(path: Path) -> dict[str, object]:
+    content = parse_json(read_text(path, "a JSON file", MEGABYTE)) if path.is_file() else {}
+    return content if isinstance(content, dict) else {}
+
+
+def reason_to_end(until: UntilConfig, start: float | None, values: Sequence[float]) -> str | None:
+    """Return why a stage ends, in words; None where it goes on.
+
+    Args:
+        start: the metric of the evaluation at the stage's start, if there is one.
+        values: of the evaluations since, in their order.
+
+    >>> reason_to_end(UntilConfig(metric="evaluation.success", patience=2), 0.5, [0.6, 0.6, 0.55])
+    'evaluation.success has not improved in 2 evaluations'
+    """
+    latest = values[-until.over :]
+    if len(latest) == until.over and until.is_reached(mean := math.fsum(latest) / until.over):
+        side, bound = ("above", until.above) if until.above is not None else ("below", until.below)
+        return f"{until.metric} is {mean:.3f}, {side} {bound:g}"
+    if until.patience is None:
+        return None
+    sign = -1 if until.below is not None else 1
+    known = [sign * value for value in (*([] if start is None else [start]), *values)]
+    if known and len(known) - 1 - known.index(max(known)) >= until.patience:
+        return f"{until.metric} has not improved in {until.patience} evaluations"
+    return None

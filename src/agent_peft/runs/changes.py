@@ -1,0 +1,138 @@
+"""The configuration that a run directory holds, and which changes of it the run takes when it goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from agent_peft.configuration import yaml12
+from agent_peft.configuration.changes import Change, compare, with_defaults
+from agent_peft.configuration.relocation import CONFIG, settle_paths
+from agent_peft.configuration.run_config import TrainConfig, resolved
+from agent_peft.files import MEGABYTE, parse_json, read_text
+from agent_peft.lookup import without_imports
+from agent_peft.runs.resume import STATE, Position, look_up_position
+from agent_peft.training.optimizer import learning_rate_factor
+from agent_peft.training.stage import StageConfig
+from agent_peft.training.state_file import load_state
+from agent_peft.types import AgentPeftError
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The configuration that a run directory holds: its values as they are written there, and checked without
+    importing the user's code.
+    """
+
+    values: dict[str, Any]
+    config: TrainConfig
+
+    def changes(self, config: TrainConfig, done: int) -> list[Change]:
+        """The keys that differ in ``config``, for a run that has made ``done`` steps. Keys that are newer
+        than the run have their defaults there.
+        """
+        new = yaml12.plain(yaml12.parse(yaml12.dump(resolved(config)), CONFIG))
+        return compare(with_defaults(self.values, resolved(self.config), new), new, done)
+
+
+def read_earlier(folder: Path) -> Earlier | None:
+    """Read the configuration of a run directory; None where there is none of ours."""
+    file = folder / CONFIG
+    try:
+        tree = yaml12.parse(read_text(file, "a YAML file", MEGABYTE), str(file))
+        if not isinstance(tree, dict):
+            return None
+        stages = tree.get("stages")
+        settle_paths(file, tree, stages if isinstance(stages, list) else ())
+        with without_imports():
+            values = yaml12.plain(tree)
+            return Earlier(values, TrainConfig.model_validate_json(json.dumps(values), strict=True))
+    except (AgentPeftError, ValidationError, ValueError, RecursionError):
+        return None
+
+
+def accept(
+    folder: Path, earlier: Earlier, config: TrainConfig, asked: bool
+) -> tuple[list[Change], list[str]]:
+    """Return the changes with which a run goes on, and what is to be said about them.
+
+    Args:
+        asked: whether the user asked for changes of what is learnt.
+
+    Raises:
+        AgentPeftError: one of them is refused.
+    """
+    position = look_up_position(folder / "checkpoints", earlier.config)
+    changes = earlier.changes(config, position.steps)
+    deciding = [change for change in changes if change.rule != "free"]
+    fault = f"{folder}: holds a run of another configuration ({names(deciding)}); set another run_dir, "
+    for change in deciding:
+        if change.rule != "asked":
+            raise AgentPeftError(f"{fault}or start over with --fresh: {change.key} {change.cause}")
+    if deciding and not asked:
+        raise AgentPeftError(f"{fault}start over with --fresh, or add --change to go on with the new values")
+    return changes, _beyond_until(folder, position, earlier.config, config)
+
+
+def names(changes: Sequence[Change]) -> str:
+    """The keys of changes as text for a message, at most three of them."""
+    keys = sorted(change.key for change in changes)
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return f"{', '.join(keys[:3])}{more} {'differs' if len(keys) == 1 else 'differ'}"
+
+
+def _beyond_until(folder: Path, position: Position, old: TrainConfig, new: TrainConfig) -> list[str]:
+    """What is to be said where a stage gets more steps that ``until`` has ended.
+
+    Raises:
+        AgentPeftError: the same ``until`` would still end it.
+    """
+    before, after = old.stages[position.stage], new.stages[position.stage]
+    if position.checkpoint is None or before.until is None or after.steps <= before.steps:
+        return []
+    left_out = False
+    with suppress(OSError, IndexError, KeyError, TypeError, ValueError):  # an absent or a damaged file
+        *_, last, _ = (folder / "metrics.jsonl").read_bytes().split(b"\n")
+        left_out = parse_json(last)["step"] + 1 < position.steps
+    recent = load_state(folder / "checkpoints" / position.checkpoint / STATE, mapped=True)["recent"]
+    arrived = len(recent) == before.until.over and before.until.is_reached(sum(recent) / len(recent))
+    if not left_out and not arrived:
+        return []
+    where = f"stages.{position.stage}"
+    if after.until == before.until:
+        raise AgentPeftError(
+            f"{folder}: until has ended stage {before.name!r}, so {where}.steps={after.steps} would make no "
+            f"more; add {where}.until=null --change, or a stage at the end"
+        )
+    return [
+        f"stage {before.name!r} was ended by until, and goes on with its step {before.steps}; the steps "
+        "before it that were left out are not made"
+    ]
+
+
+def note_on_schedule(stage: StageConfig, steps: int, updates: int) -> str | None:
+    """What is to be said where a stage of ``steps`` steps was prolonged after so many updates, and a run that
+    was so long from the start would have had other learning rates.
+
+    >>> stage = {"algorithm": {"kind": "sft"}, "steps": 20, "optimizer": {"schedule": "linear"}}
+    >>> note_on_schedule(StageConfig.model_validate(stage), steps=10, updates=1) is None
+    True
+    >>> print(note_on_schedule(StageConfig.model_validate(stage), steps=10, updates=5))
+    stage 'sft': with schedule linear, its 5 updates so far had the rates of 10 steps, and the others get \
+those of 20; a run of 20 steps from the start would have learnt otherwise
+    """
+    now = learning_rate_factor(stage.optimizer, stage.updates)
+    before = learning_rate_factor(stage.optimizer, stage.updates // stage.steps * steps)
+    if all(now(update) == before(update) for update in range(updates)):
+        return None
+    return (
+        f"stage {stage.name!r}: with schedule {stage.optimizer.schedule}, its {updates} updates so far had "
+        f"the rates of {steps} steps, and the others get those of {stage.steps}; a run of {stage.steps} "
+        "steps from the start would have learnt otherwise"
+    )

@@ -1,0 +1,126 @@
+"""The runs below a folder at a glance: state, step, best evaluation, time left. Torch is not loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from agent_peft.configuration import yaml12
+from agent_peft.configuration.relocation import CONFIG, RECORD, read_record
+from agent_peft.files import MEGABYTE, parse_json, read_text
+from agent_peft.runs.history import state_of
+from agent_peft.types import AgentPeftError
+
+LATEST = 20  # steps whose mean time estimates the time left
+_TAIL = 1 << 16  # bytes at the end of a file that hold its last lines
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One run.
+
+    Attributes:
+        cause: why it failed, or the signal that interrupted it.
+        step: the number of steps done, of ``steps`` (None where the configuration cannot be read).
+        best: the name of the evaluation with the highest success, and that success.
+        seconds_left: an estimate while it is running.
+    """
+
+    run: str
+    state: str
+    cause: str | None
+    stage: str | None
+    step: int
+    steps: int | None
+    best: tuple[str, float] | None
+    seconds_left: float | None
+
+
+def find_runs(folder: Path) -> Iterator[Path]:
+    """Yield the run directories in a folder and below it, by name. A run directory is not searched.
+
+    Raises:
+        AgentPeftError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise AgentPeftError(f"{folder}: there is no such folder (seen from {Path.cwd()}); name another")
+    for place, folders, files in os.walk(folder):
+        if CONFIG in files and (RECORD in files or "metrics.jsonl" in files or "checkpoints" in folders):
+            yield Path(place)
+            folders.clear()
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+
+
+def summarize_run(run: Path) -> RunSummary:
+    """Read what the files of a run say of it. Those that cannot be read count as absent."""
+    last: dict[str, Any]
+    record, steps = read_record(run), _steps(run)
+    origin, cause = record.get("from"), record.get("cause")
+    begun = origin.get("steps") if isinstance(origin, dict) else None
+    last = next(
+        iter(_last_lines(run / "metrics.jsonl", 1)), {"step": begun - 1 if type(begun) is int else -1}
+    )
+    done = last["step"] + 1
+    state = state_of(record)
+    if state == "unknown" and steps is not None and done >= steps:
+        state = "done"  # in an earlier version
+    left = None
+    if state == "running" and steps is not None:
+        seconds = [line["seconds"] for line in _last_lines(run / "timing.jsonl", LATEST) if "seconds" in line]
+        left = (steps - done) * sum(seconds) / len(seconds) if seconds else None
+    cause = None if cause is None else str(cause)
+    return RunSummary(str(run), state, cause, last.get("stage"), done, steps, _best(run), left)
+
+
+def overview(summaries: Sequence[RunSummary]) -> Table:
+    """The table that ``agent-peft runs`` prints."""
+    table = Table("run", "state", "stage", "step", "best evaluation", "time left")
+    for one in summaries:
+        state = one.state if one.cause is None else f"{one.state}: {one.cause[:60]}"
+        best = "" if one.best is None else f"{one.best[1]:.1%} ({one.best[0]})"
+        left = "" if one.seconds_left is None else str(timedelta(seconds=round(one.seconds_left)))
+        table.add_row(one.run, state, one.stage or "", f"{one.step}/{one.steps or '?'}", best, left)
+    return table
+
+
+def _steps(run: Path) -> int | None:
+    """The steps of all stages."""
+    with suppress(AgentPeftError, KeyError, TypeError, ValueError):
+        content: Any = yaml12.plain(yaml12.parse(read_text(run / CONFIG, "a YAML file", MEGABYTE), CONFIG))
+        return sum(int(stage["steps"]) for stage in content["stages"])
+    return None
+
+
+def _best(run: Path) -> tuple[str, float] | None:
+    found: list[tuple[str, float]] = []
+    for path in sorted((run / "evaluations").glob("*.json")):
+        with suppress(AgentPeftError, AttributeError, KeyError, TypeError, ValueError):
+            report = parse_json(read_text(path, "a JSON file", 256 * MEGABYTE))
+            found.append(
+                (report.get("name") or path.stem.replace("_", " "), float(report["success"]["value"]))
+            )
+    return max(found, key=lambda pair: pair[1], default=None)
+
+
+def _last_lines(path: Path, number: int) -> list[dict[str, Any]]:
+    """The records in the last whole lines of a JSONL file of steps."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL))
+            lines = file.read().split(b"\n")[:-1]
+    except OSError:
+        return []
+    records = []
+    for line in lines[-number:]:
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return [record for record in records if isinstance(record, dict) and type(record.get("step")) is int]

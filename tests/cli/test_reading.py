@@ -1,0 +1,166 @@
+"""``agent-peft show``: an episode as the agent saw it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from agent_peft.cli import run as command
+from agent_peft.rollout.statistics import summarize
+from agent_peft.runs.trajectories import write_episodes, write_trajectories
+from agent_peft.training.token_values import TokenValues
+from agent_peft.types import Group, Message, Outcome, StopReason, Task, Trajectory, Turn
+
+SAID = (
+    Message("system", "Answer in digits.\nBe brief."),
+    Message("user", "An example: 1+1="),
+    Message("assistant", "2"),
+    Message("user", "3+4="),
+    Message("assistant", "\x1b[31mseven\u202e\rforged"),
+    Message("user", "no digits [bold]here[/bold]"),
+    Message("assistant", "7"),
+)
+
+
+def episode(task, attempt):
+    turns = (Turn((1, 2), (3,), (-0.5,), valid=False), Turn((4,), (5,), (-0.1,), cut=True))
+    terms = {"outcome": 1.0, "invalid_action": -0.25, "my:term": 0.1 + 0.2}
+    prices = (-0.25, 1.3)
+    return Trajectory(
+        task, turns, SAID, Outcome.CORRECT, StopReason.FINISHED, prices, 0.5, terms, seed=40 + attempt
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tasks = [Task("add-1", ("sum",)), Task("add-2")]
+    groups = [Group(task, [episode(task, n) for n in range(2)]) for task in tasks]
+    for step in (3, 12):
+        advantages = torch.tensor([0, 0, 0.75, 0, -1.5] * 4)
+        write_trajectories(
+            tmp_path / "trajectories", step, "grpo", groups, values=TokenValues(advantages, None)
+        )
+    single = [Group(tasks[0], [episode(tasks[0], 0)])]
+    write_episodes(tmp_path / "evaluations", "after_grpo", {"evaluation": "after grpo"}, single)
+    (tmp_path / "evaluations" / "after_grpo.json").write_text(json.dumps(summarize(single).to_json()))
+    (tmp_path / "config.yaml").write_text("{}\n")
+    return tmp_path
+
+
+def shown(capsys, *arguments):
+    code = command(["show", *map(str, arguments)])
+    return code, *capsys.readouterr()
+
+
+def test_an_episode_as_the_agent_saw_it(folder, capsys):
+    code, out, err = shown(capsys, folder, "--task", "add-1", "--attempt", "1")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "step 12 of stage grpo, task add-1 (sum), attempt 1 of group 0, seed 41",
+        "correct, score 0.5, finished; 5 tokens, 2 of them the agent's",
+        "reward 1.05 = outcome 1, invalid_action -0.25, my:term 0.3",
+        "",
+        "── system ──",
+        "Answer in digits.",
+        "Be brief.",
+        "",
+        "── user ──",
+        "An example: 1+1=",
+        "",
+        "── assistant ──",  # of the opening: an example, and no action of the agent
+        "2",
+        "",
+        "── user ──",
+        "3+4=",
+        "",
+        "── assistant, turn 1, reward -0.25, advantage 0.75, not understood ──",
+        r"\x1b[31mseven\u202e\rforged",
+        "",
+        "── user ──",
+        "no digits [bold]here[/bold]",
+        "",
+        "── assistant, turn 2, reward 1.3, advantage -1.5, cut by a limit on tokens ──",
+        "7",
+    ]
+
+
+def test_in_a_terminal_it_has_colours(folder, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    _, out, _ = shown(capsys, folder, "--task", "add-1", "--attempt", "1")
+    assert "\x1b[32m7\x1b[0m" in out and "\x1b[36m3+4=\x1b[0m" in out
+    assert r"\x1b[31mseven" in out, "the agent's own colours are no colours"
+    assert max(len(re.sub(r"\x1b\[[\d;]*m", "", line)) for line in out.splitlines()) <= 60
+
+
+def test_without_a_task_they_are_listed(folder, capsys):
+    code, out, _ = shown(capsys, folder, "--step", 3)
+    assert code == 0 and "step 3: 4 episodes" in out
+    rows = [re.split(r"\s*│\s*", line.strip("│ ")) for line in out.splitlines() if line.startswith("│ add")]
+    assert rows[1] == ["add-1", "1", "correct", "finished", "1.05", "-0.375", "2", "5"]
+    assert out.endswith("add --task and --attempt to see one of them\n")
+    _, out, _ = shown(capsys, folder, "--task", "add-2")
+    assert "step 12: 2 episodes" in out and "add-1" not in out
+
+
+def test_an_evaluation(folder, capsys):
+    for name in ("after_grpo", "after grpo"):
+        code, out, _ = shown(capsys, folder, "--evaluation", name)
+        assert code == 0
+        assert out.startswith("evaluation after_grpo, task add-1 (sum), attempt 0 of group 0, seed 40\n")
+        assert "── assistant, turn 2, reward 1.3, cut by a limit on tokens ──\n" in out, "no advantage"
+
+
+def test_json_for_scripts(folder, capsys):
+    code, out, _ = shown(capsys, folder, "--task", "add-2", "--json")
+    episodes = json.loads(out)["episodes"]
+    assert code == 0 and [one["attempt"] for one in episodes] == [0, 1]
+    assert episodes[1]["messages"][4] == {"role": "assistant", "content": SAID[4].content}
+    assert episodes[1]["reward_terms"]["invalid_action"] == -0.25
+    assert (episodes[1]["stage"], episodes[1]["step"], episodes[1]["seed"]) == ("grpo", 12, 41)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--task", "ad-1"], "step 12 has no task 'ad-1'; did you mean 'add-1'?"),
+        (["--task", "delete"], "step 12 has no task 'delete'; leave --task out to list them"),
+        (["--task", "add-1", "--attempt", 7], "step 12, task 'add-1': has no attempt 7; the last is 1"),
+        (["--step", 5], "step 5 has no trajectories on disk; the nearest that has some is 3"),
+        (["--evaluation", "base"], "has no evaluation 'base'; give one of after_grpo"),
+        (["--evaluation", "../x"], "has no evaluation '../x'; give one of after_grpo"),
+        (["--evaluation", "base", "--step", 3], "--step has no effect with --evaluation"),
+    ],
+)
+def test_what_is_not_there_is_one_line(folder, capsys, arguments, told):
+    code, out, err = shown(capsys, folder, *arguments)
+    assert (code, out) == (2, "") and told in err and err.count("\n") == 1
+
+
+def test_a_run_without_episodes(folder, capsys):
+    (folder / "evaluations" / "after_grpo.jsonl").unlink()
+    for path in (folder / "trajectories").iterdir():
+        path.unlink()
+    _, _, err = shown(capsys, folder)
+    assert "has no trajectories; there are some once a step is done" in err
+    _, _, err = shown(capsys, folder, "--evaluation", "after_grpo")
+    assert "the evaluation 'after_grpo' was written without its episodes" in err
+
+
+def test_it_opens_only_the_files_that_it_needs_and_no_torch(folder):
+    for path in (*(folder / "trajectories").glob("step_000003.*"), *folder.rglob("*.safetensors")):
+        path.write_bytes(b"damaged")
+    code = (
+        "import sys; from agent_peft.cli import run; code = run(sys.argv[1:]); "
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    arguments = ["show", str(folder), "--task", "add-1", "--attempt", "0"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr or "torch is loaded"
+    assert "turn 2" in done.stdout

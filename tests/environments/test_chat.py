@@ -1,0 +1,307 @@
+"""Conversations and preferences of one's own: what is read, what is refused, and what is learnt."""
+
+import json
+
+import pytest
+from pydantic import ValidationError
+
+from agent_peft.configuration.loading import read_config
+from agent_peft.environments.chat import Chat, ChatConfig
+from agent_peft.environments.preferences import Preferences, PreferencesConfig
+from agent_peft.environments.task_commands import validate_tasks
+from agent_peft.runs.run import train
+from agent_peft.types import AgentPeftError, Message, Outcome, Task
+
+
+def said(*contents, system=None):
+    """A conversation of user and assistant, in turn."""
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return first + [
+        {"role": ("user", "assistant")[place % 2], "content": content}
+        for place, content in enumerate(contents)
+    ]
+
+
+@pytest.fixture
+def table(tmp_path):
+    def written(*rows):
+        (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return tmp_path / "own.jsonl"
+
+    return written
+
+
+def chat(tasks, **keys):
+    return Chat(ChatConfig(tasks=tasks, **keys))
+
+
+def preferences(tasks, **keys):
+    return Preferences(PreferencesConfig(tasks=tasks, **keys))
+
+
+def play(environment, task, actions):
+    episode = environment.episode(task, seed=0)
+    opening = list(episode.start())
+    return opening, [episode.step(action) for action in actions]
+
+
+# -- chat ----------------------------------------------------------------------------------------------------
+
+LONG = said("hello", "good day", "bye", "see you", system="Be polite.")
+
+
+def test_every_assistant_message_is_an_action(table):
+    environment = chat(table({"messages": LONG}))
+    (task,) = environment.tasks
+    assert task == Task("own:1", content={"messages": LONG})
+    assert environment.demonstration(task) == ["good day", "see you"]
+    opening, results = play(environment, task, ["good day", "see you"])
+    assert opening == [Message("system", "Be polite."), Message("user", "hello")]
+    assert [(result.observation, result.done) for result in results] == [("bye", False), ("", True)]
+    assert results[-1].outcome is Outcome.CORRECT
+
+
+def test_only_the_last_one_is_an_action_if_asked(table):
+    environment = chat(table({"messages": LONG}), turns="last")
+    (task,) = environment.tasks
+    assert environment.demonstration(task) == ["see you"]
+    opening, results = play(environment, task, ["see you"])
+    assert [message.content for message in opening] == ["Be polite.", "hello", "good day", "bye"]
+    assert [result.outcome for result in results] == [Outcome.CORRECT]
+
+
+def test_other_words_are_not_graded(table):
+    environment = chat(table({"messages": LONG}))
+    for actions, outcome in [
+        (["good day", "see  you\n"], Outcome.CORRECT),  # some tokenizers change white space
+        (["good day", "see you!"], Outcome.UNKNOWN),
+        (["hi", "see you"], Outcome.UNKNOWN),
+    ]:
+        assert play(environment, environment.tasks[0], actions)[1][-1].outcome is outcome
+
+
+@pytest.mark.parametrize(
+    ("row", "keys"),
+    [
+        ({"prompt": "hello", "completion": "good day"}, {"prompt": "prompt", "completion": "completion"}),
+        ({"prompt": "hello", "answer": "good day"}, {"prompt": "prompt", "completion": "answer"}),
+        (
+            {"prompt": said("hello"), "answer": said("", "good day")[1:]},
+            {"prompt": "prompt", "completion": "answer"},
+        ),
+        ({"talk": said("hello", "good day")}, {"messages": "talk"}),
+    ],
+)
+def test_other_columns(table, row, keys):
+    assert chat(table(row), **keys).tasks[0].content == {"messages": said("hello", "good day")}
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        (
+            {"message": LONG},
+            "there is no column 'messages' for messages; it has message; did you mean 'message'?",
+        ),
+        ({"messages": "hello"}, "line 1: messages must be a list of {role, content}, not 'hello'"),
+        ({"messages": []}, "line 1: messages is empty; give a text, or a list of {role, content}"),
+        ({"messages": [{"from": "human", "value": "x"}]}, "line 1: messages: message 1 is {'from': 'human'"),
+        (
+            {"messages": [*said("x"), {"role": "tool", "content": "3"}]},
+            "line 1: messages: message 2 has the role 'tool'; a role is system, user, assistant (calls",
+        ),
+        (
+            {"messages": [*said("x"), {"role": "assistant", "content": None, "tool_calls": [{}]}]},
+            "line 1: messages: message 2 has no text as its content",
+        ),
+        (
+            {"messages": [*said("x"), {"role": "assistant", "content": "y", "tool_calls": [{}]}]},
+            "line 1: messages: message 2 calls tools, which are not trained",
+        ),
+        ({"messages": said("x", " ")}, "line 1: messages: message 2 has no text as its content"),
+        ({"messages": said("x", "y", "z")}, "line 1: messages: the last message is not the assistant's"),
+        (
+            {"messages": said("x", "y")[1:]},
+            "line 1: messages: message 1 is the assistant's where the user's is",
+        ),
+        (
+            {"messages": [*said("x"), *said("x", "y")]},
+            "line 1: messages: message 2 is the user's where the assist",
+        ),
+        (
+            {"messages": [*said("x", "y"), *LONG]},
+            "line 1: messages: message 3 is the system's where the user's is",
+        ),
+    ],
+)
+def test_a_wrong_conversation_is_one_line(table, row, told):
+    path = table(row)
+    with pytest.raises(AgentPeftError) as raised:
+        chat(path)
+    assert str(raised.value).startswith(f"{path}: {told}")
+    assert "\n" not in str(raised.value)
+
+
+def test_an_empty_table_is_one_line(table):
+    with pytest.raises(AgentPeftError, match="holds no conversation; give a file of rows"):
+        chat(table())
+    with pytest.raises(AgentPeftError, match="holds no pair; give a file of rows"):
+        preferences(table())
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"prompt": "p"}, "completion is missing: prompt names a column"),
+        ({"completion": "p"}, "prompt is missing: completion names a column"),
+        (
+            {"prompt": "p", "completion": "c", "messages": "m"},
+            "messages has no effect with prompt and completion",
+        ),
+    ],
+)
+def test_keys_that_do_not_go_together(keys, told):
+    with pytest.raises(ValidationError, match=told):
+        ChatConfig(tasks="x.jsonl", **keys)
+
+
+def test_parts_and_limits(table):
+    path = table(*({"messages": said(f"{n}", "y")} for n in range(10)))
+    assert [task.id for task in chat(path, split="train[50%:]", limit=2).tasks] == ["own:6", "own:7"]
+
+
+# -- preferences ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
+        {"prompt": said("1+1="), "chosen": said("", "2")[1:], "rejected": said("", "3")[1:]},
+        {
+            "prompt": "1+1=",
+            "chosen": said("1+1=", "2"),
+            "rejected": said("1+1=", "3"),
+        },  # which repeat the prompt
+    ],
+)
+def test_a_pair_in_every_form(table, row):
+    environment = preferences(table(row))
+    (task,) = environment.tasks
+    assert task.content == {"prompt": said("1+1="), "chosen": "2", "rejected": "3"}
+    assert (environment.demonstration(task), environment.rejection(task)) == (["2"], ["3"])
+    outcomes = {reply: play(environment, task, [reply])[1][-1].outcome for reply in ("2", "3", "4")}
+    assert outcomes == {"2": Outcome.CORRECT, "3": Outcome.INCORRECT, "4": Outcome.UNKNOWN}
+
+
+def test_a_prompt_may_be_a_conversation(table):
+    prompt = said("1+1=", "2", "2+1=", system="Add.")
+    environment = preferences(
+        table({"q": prompt, "good": "3", "bad": "4"}), prompt="q", chosen="good", rejected="bad"
+    )
+    assert [message.role for message in play(environment, environment.tasks[0], ["3"])[0]] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        (
+            {"prompt": "p", "chosen": "a"},
+            "there is no column 'rejected' for rejected; it has prompt, chosen; set",
+        ),
+        ({"prompt": "p", "chosen": "a", "rejected": ""}, "line 1: rejected is empty; give a text, or a list"),
+        ({"prompt": "p", "chosen": "a", "rejected": " a "}, "line 1: chosen and rejected are the same"),
+        (
+            {"prompt": "p", "chosen": said("other", "a"), "rejected": "b"},
+            "line 1: chosen holds 2 messages that are not the prompt's; give one reply",
+        ),
+        (
+            {"prompt": said("p", "q"), "chosen": "a", "rejected": "b"},
+            "line 1: chosen: message 3 is the assistant's where the user's is expected",
+        ),
+        ({"prompt": None, "chosen": "a", "rejected": "b"}, "line 1: prompt is empty; give a text, or a list"),
+    ],
+)
+def test_a_wrong_pair_is_one_line(table, row, told):
+    path = table(row)
+    with pytest.raises(AgentPeftError) as raised:
+        preferences(path)
+    assert str(raised.value).startswith(f"{path}: {told}")
+    assert "\n" not in str(raised.value)
+
+
+# -- what may learn from them --------------------------------------------------------------------------------
+
+SUMS = [(f"{n}+1=", str(n + 1), str(n)) for n in range(8)]
+ROWS = {
+    "chat": [{"messages": said(question, answer)} for question, answer, _ in SUMS],
+    "preferences": [{"prompt": p, "chosen": chosen, "rejected": rejected} for p, chosen, rejected in SUMS],
+}
+CONFIG = """\
+run_dir: {folder}/run
+policy:
+  kind: scratch
+  alphabet: "0123456789+-*= "
+  architecture: {{model_type: gpt2, n_layer: 1, n_head: 1, n_embd: 16, n_positions: 64}}
+environment: {{kind: {kind}, tasks: {tasks}}}
+sampling: {{max_new_tokens: 4}}
+algorithm: {algorithm}
+steps: 2
+tasks_per_step: 4
+"""
+
+
+def configured(table, tmp_path, kind, algorithm, more=""):
+    text = CONFIG.format(folder=tmp_path, kind=kind, tasks=table(*ROWS[kind]), algorithm=algorithm)
+    (tmp_path / "c.yaml").write_text(text + more)
+    return read_config(tmp_path / "c.yaml")[0]
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_supervised_stage_learns_from_them(table, tmp_path, kind, caplog):
+    train(configured(table, tmp_path, kind, "sft"))
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [step["demonstrations_incorrect"] for step in steps] == [0.0, 0.0]
+    assert not [record for record in caplog.records if record.name.startswith("agent_peft")]
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_there_is_no_outcome_to_reward_or_to_measure(table, tmp_path, kind):
+    with pytest.raises(
+        AgentPeftError, match=rf"c.yaml:6: environment: {kind} has no outcome to grade, so grpo has no reward"
+    ) as raised:
+        configured(table, tmp_path, kind, "grpo")
+    assert "\n" not in str(raised.value)
+    measured = f"evaluation: {{environment: {{kind: {kind}, tasks: {table(*ROWS[kind])}}}}}\n"
+    with pytest.raises(
+        AgentPeftError, match=rf"evaluation.environment: {kind} has no outcome to grade, so noth"
+    ):
+        configured(table, tmp_path, kind, "sft", measured)
+
+
+def test_neither_from_python(table, policy_config):
+    from agent_peft.policies.loading import load_policy
+    from agent_peft.rollout.evaluation import evaluate
+    from agent_peft.training.trainer import Trainer
+
+    policy = load_policy(policy_config, seed=0)
+    environment = chat(table(*ROWS["chat"]))
+    for learn in (
+        lambda: Trainer(policy, environment, {"algorithm": "rloo", "steps": 1}),
+        lambda: evaluate(policy, environment),
+    ):
+        with pytest.raises(
+            AgentPeftError, match="Chat has no outcome to grade, so its episodes can be neither"
+        ):
+            learn()
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_validation_knows_them(table, kind):
+    report = validate_tasks(kind, tasks=table(*ROWS[kind]))
+    assert (report["tasks"], report["gold_correct"], report["rejected"]) == (8, 8, [])

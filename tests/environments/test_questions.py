@@ -1,0 +1,353 @@
+"""Questions of one's own: what is asked, how it is graded, and every mistake in one line."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from agent_peft.configuration.loading import dump_config, read_config
+from agent_peft.configuration.yaml12 import dump
+from agent_peft.environments import load_environment
+from agent_peft.environments.questions import Questions, QuestionsConfig
+from agent_peft.environments.task_commands import validate_tasks
+from agent_peft.runs.run import train
+from agent_peft.types import AgentPeftError, Message, Outcome, StopReason
+
+ROWS = [{"question": f"{n}+1=", "answer": n + 1} for n in range(10)]
+
+
+@pytest.fixture
+def table(tmp_path):
+    """table(rows): a JSONL file of them."""
+
+    def written(rows=ROWS, name="own.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return tmp_path / name
+
+    return written
+
+
+def questions(tasks, **keys):
+    return Questions(QuestionsConfig(tasks=tasks, **keys))
+
+
+def step(environment, number, reply):
+    episode = environment.episode(environment.tasks[number], seed=0)
+    episode.start()
+    return episode.step(reply)
+
+
+def test_a_row_is_a_task(table):
+    environment = questions(table())
+    assert [task.id for task in environment.tasks] == [f"own:{line}" for line in range(1, 11)]
+    assert environment.tasks[2].content == {"question": "2+1=", "answer": 3}
+    episode = environment.episode(environment.tasks[2], seed=0)
+    assert list(episode.start()) == [Message("user", "2+1=")]
+    result = episode.step("3")
+    assert (result.outcome, result.stop_reason, result.valid, result.score) == (
+        Outcome.CORRECT,
+        StopReason.FINISHED,
+        True,
+        None,
+    )
+    assert step(environment, 2, "4").outcome is Outcome.INCORRECT
+
+
+@pytest.mark.parametrize(
+    ("keys", "right", "wrong"),
+    [
+        ({"grader": "exact"}, " 3 ", "it is 3"),
+        ({"grader": "number"}, "it is 3.0", "3, no: 4"),
+        ({"grader": "regex", "pattern": "= (\\d+)"}, "2 + 1 = 3", "3"),
+    ],
+)
+def test_graders(table, keys, right, wrong):
+    environment = questions(table(), **keys)
+    assert step(environment, 2, right).outcome is Outcome.CORRECT
+    assert step(environment, 2, wrong).outcome is Outcome.INCORRECT
+
+
+def test_a_function_reads_the_whole_row_and_may_give_a_score(table, tmp_path, monkeypatch):
+    (tmp_path / "own_rows.py").write_text(
+        "def close(response, answer, task): return float(response) / answer * task.content['w']\n"
+        "def wrong(response, answer, task): return 'yes'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    path = table([{"question": "1+1=", "answer": 2, "w": 0.5}])
+    result = step(questions(path, grader="own_rows:close"), 0, "2")
+    assert (result.outcome, result.score) == (Outcome.INCORRECT, 0.5)
+    assert step(questions(path, grader="own_rows:close"), 0, "4").outcome is Outcome.CORRECT
+    with pytest.raises(AgentPeftError, match="grader 'own_rows:wrong', task 'own:1': returned 'yes'"):
+        step(questions(path, grader="own_rows:wrong"), 0, "2")
+
+
+def test_columns_of_other_names_and_prompts_with_columns(table):
+    rows = [
+        {
+            "problem": "Which?",
+            "gold": "Rome",
+            "choices": ["Rome", "Oslo"],
+            "country": "Italy",
+            "name": "r",
+            "topics": ["geography", "easy"],
+            "worked": "I think so: Rome",
+        },
+        {
+            "problem": "What?",
+            "gold": "Oslo",
+            "choices": [],
+            "country": "{problem}",
+            "name": 7,
+            "topics": "geography",
+            "worked": None,
+        },
+    ]
+    environment = questions(
+        table(rows),
+        question="problem",
+        answer="gold",
+        id="name",
+        skills="topics",
+        demonstration="worked",
+        grader="regex",
+        pattern=r"(\w+)$",
+        system_prompt="You know {country}, {{country}}.",
+        prompt="{question} {choices}",
+    )
+    assert [(task.id, task.skills) for task in environment.tasks] == [
+        ("r", ("geography", "easy")),
+        ("7", ("geography",)),
+    ]
+    assert [list(environment.episode(task, 0).start()) for task in environment.tasks] == [
+        [Message("system", "You know Italy, {country}."), Message("user", 'Which? ["Rome", "Oslo"]')],
+        [Message("system", "You know {problem}, {country}."), Message("user", "What? []")],
+    ]
+    assert [environment.demonstration(task) for task in environment.tasks] == [["I think so: Rome"], None]
+
+
+def test_a_prompt_may_do_without_the_question(table):
+    environment = questions(table([{"english": "cat", "answer": "Katze"}]), prompt="{english} in German?")
+    assert environment.episode(environment.tasks[0], 0).start()[0].content == "cat in German?"
+
+
+def test_the_answer_itself_is_the_demonstration_of_exact_and_number(table):
+    for grader in ("exact", "number"):
+        assert questions(table(), grader=grader).demonstration(questions(table()).tasks[0]) == ["1"]
+    regex = questions(table(), grader="regex", pattern="(.)")
+    assert regex.demonstration(regex.tasks[0]) is None
+
+
+def test_parts_and_limits(table):
+    first, rest = (questions(table(), split=f"train[{part}]") for part in (":70%", "70%:"))
+    assert len(first.tasks) == 7 and [*first.tasks, *rest.tasks] == list(questions(table()).tasks)
+    assert [task.id for task in questions(table(), split="train[70%:]", limit=2).tasks] == ["own:8", "own:9"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "told"),
+    [
+        ([], {}, "holds no question; give a file of rows"),
+        (
+            ROWS,
+            {"answer": "gold"},
+            "there is no column 'gold' for answer; it has question, answer; set answer to",
+        ),
+        (
+            ROWS,
+            {"question": "qestion"},
+            "there is no column 'qestion' for question; it has question, answer; did",
+        ),
+        (ROWS, {"id": "name"}, "there is no column 'name' for id; it has"),
+        (
+            ROWS,
+            {"prompt": "{questoin}"},
+            "prompt: there is no placeholder {questoin}; did you mean {question}?",
+        ),
+        ([*ROWS[:2], {"question": "q"}], {}, "line 3: has no answer (column 'answer'); give it one"),
+        ([*ROWS[:2], {"question": "q", "answer": " "}], {}, "line 3: has no answer"),
+        ([*ROWS[:2], {"question": "q", "answer": None}], {}, "line 3: has no answer"),
+        (
+            [*ROWS[:2], {"question": " ", "answer": 1}],
+            {},
+            "line 3: has no 'question', which the prompt shows",
+        ),
+        ([{"question": "q", "answer": [1]}], {}, "line 1: the answer [1] is neither a text nor a number"),
+        ([{"question": "q", "answer": True}], {}, "line 1: the answer True is neither a text nor a number"),
+        (
+            [*ROWS[:1], {"question": "q", "answer": "seven"}],
+            {"grader": "number"},
+            "line 2: the answer 'seven' holds no number, as grader: number needs",
+        ),
+        (
+            [*ROWS[:2], ROWS[0]],
+            {"id": "question"},
+            "line 3: its id '0+1=' is that of line 1, too; give each row an id of its own",
+        ),
+        (
+            [{"question": "q", "answer": 1, "n": None}],
+            {"id": "n"},
+            "line 1: its id None is no text of 1 to 200",
+        ),
+        (
+            [{"question": "q", "answer": 1, "s": 3}],
+            {"skills": "s"},
+            "line 1: its skills 3 are no text and no list",
+        ),
+        (ROWS, {"split": "train[50:]"}, "split: train[50:] holds none of its 10 tasks"),
+    ],
+)
+def test_a_wrong_table_is_one_line(table, rows, keys, told):
+    path = table(rows)
+    with pytest.raises(AgentPeftError) as raised:
+        questions(path, **keys)
+    assert str(raised.value).startswith(f"{path}: {told}")
+    assert "\n" not in str(raised.value)
+
+
+TOP = "run_dir: r\npolicy: {kind: pretrained, model: smollm2-135m}\nalgorithm: grpo\nsteps: 1\nenvironment: "
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ("grader: exakt", "x.yaml:5: environment.grader: there is no grader 'exakt'; did you mean 'exact'?"),
+        ("grader: 'no_such:thing'", "environment.grader: 'no_such:thing' cannot be imported"),
+        ("grader: regex", "environment: pattern is missing: grader: regex needs a regular expression"),
+        ("pattern: (a)", "environment: pattern has no effect with grader: exact"),
+        ("grader: regex, pattern: '('", "environment.pattern: '(' is no regular expression"),
+        ("grader: regex, pattern: 'a'", "environment.pattern: 'a' has no group"),
+        ("prompt: hello", "environment: prompt has no placeholder"),
+        ("prompt: '{a}', question: b", "environment: question has no effect, since prompt has no {question}"),
+        ("split: test", "environment: split: a file has no split 'test'"),
+        ("anwser: x", "environment.anwser: unknown key; did you mean 'environment.answer'?"),
+    ],
+)
+def test_a_wrong_configuration_is_one_line(table, tmp_path, keys, told):
+    (tmp_path / "x.yaml").write_text(f"{TOP}{{kind: questions, tasks: {table()}, {keys}}}\n")
+    with pytest.raises(AgentPeftError) as raised:
+        read_config(tmp_path / "x.yaml")
+    assert told in str(raised.value).replace(f"{tmp_path}/", "")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("question", ["question", "answer"])  # also without the key that then has no effect
+def test_a_configuration_goes_there_and_back(table, tmp_path, question):
+    prompt = f"{{{question}}} {{{{x}}}}"
+    keys = f"grader: regex, pattern: '(\\d+)', prompt: '{prompt}', split: 'train[:5]', limit: 3"
+    (tmp_path / "x.yaml").write_text(f"{TOP}{{kind: questions, tasks: {table()}, {keys}}}\n")
+    config, _ = read_config(tmp_path / "x.yaml")
+    dump_config(config, tmp_path / "again.yaml")
+    assert read_config(tmp_path / "again.yaml")[0] == config
+
+
+def test_a_task_of_a_stranger_is_checked(table):
+    environment = questions(table())
+    with pytest.raises(AgentPeftError, match="task 'own:1': has no answer"):
+        environment.episode(type(environment.tasks[0])("own:1", content={"question": "q"}), 0)
+
+
+def test_a_hub_id_needs_a_split():
+    with pytest.raises(
+        ValidationError, match=r"split is missing: 'own/sums' is taken for a hub id .*such as train"
+    ):
+        QuestionsConfig(tasks="own/sums")
+
+
+def test_a_hub_id_in_the_local_cache(tmp_path):
+    cache = tmp_path / "hub" / "datasets--own--sums"
+    rows = cache / "snapshots" / ("0" * 40) / "data"
+    rows.mkdir(parents=True)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("0" * 40)
+    for name, numbers in {
+        "train-00000-of-00002": (1, 2),
+        "train-00001-of-00002": (3,),
+        "train_hard": (9,),
+    }.items():
+        lines = [json.dumps({"question": f"{n}+1=", "answer": n + 1}) for n in numbers]
+        (rows / f"{name}.jsonl").write_text("\n".join(lines))
+    script = (
+        "from agent_peft.environments import load_environment\n"
+        "for split in ('train', 'train[2:]', 'test'):\n"
+        "    try:\n"
+        "        made = load_environment('questions', tasks='own/sums', split=split)\n"
+        "        print([(task.id, task.content['answer']) for task in made.tasks])\n"
+        "    except Exception as error:\n"
+        "        print(error)\n"
+    )
+    environment = {
+        **os.environ,
+        "HF_HOME": str(tmp_path),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    environment.pop("HF_HUB_CACHE", None)
+    ran = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert ran.stdout.splitlines()[:2] == [
+        "[('train:1', 2), ('train:2', 3), ('train:3', 4)]",
+        "[('train:3', 4)]",
+    ], ran.stderr
+    assert ran.stdout.splitlines()[2].startswith(
+        "own/sums: holds no .parquet or .jsonl file of a split 'test'"
+    )
+
+
+def test_validation_replays_the_demonstrations(table):
+    report = validate_tasks("questions", tasks=table())
+    assert (report["tasks"], report["gold_correct"], report["nothing_correct"]) == (10, 10, 0)
+    rows = [{"question": "q", "answer": "a", "shown": "a"}, {"question": "q", "answer": "a", "shown": "b"}]
+    report = validate_tasks("questions", tasks=table(rows), demonstration="shown")
+    assert report["rejected"] == [{"id": "own:2", "cause": "its demonstration is graded incorrect"}]
+
+
+TEN_LINES = """\
+run_dir: {folder}/run
+policy:
+  kind: scratch
+  alphabet: "0123456789+-*= "
+  architecture: {{model_type: gpt2, n_layer: 1, n_head: 1, n_embd: 16, n_positions: 64}}
+environment: {{kind: questions, tasks: {tasks}, {keys}}}
+sampling: {{max_new_tokens: 4}}
+algorithm: reinforce
+steps: 2
+tasks_per_step: 4
+"""
+
+
+@pytest.mark.parametrize("keys", ["grader: exact", "grader: number", "grader: regex, pattern: '(.)$'"])
+def test_ten_lines_of_yaml_train_on_ten_rows(table, tmp_path, keys):
+    assert len(TEN_LINES.splitlines()) == 10
+    text = TEN_LINES.format(folder=tmp_path, tasks=table(), keys=keys)
+    train(read_config(_write(tmp_path / "c.yaml", text))[0])
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 2 and all("loss" in step for step in steps)
+
+
+def test_questions_are_learnt_from_their_answers_and_then_measured(table, tmp_path):
+    """A supervised stage learns four answers by heart, and the evaluation says so."""
+    text = TEN_LINES.format(folder=tmp_path, tasks=table(ROWS[:4]), keys="grader: exact")
+    settings = read_config(_write(tmp_path / "c.yaml", text))[0].model_dump(mode="json")
+    del settings["stages"]
+    settings |= {
+        "algorithm": "sft",
+        "steps": 40,
+        "tasks_per_step": 4,
+        "checkpoint": {"every": 40},
+        "optimizer": {"learning_rate": 1e-2},
+        "sampling": {"max_new_tokens": 4},
+        "evaluation": {"environment": settings["environment"]},
+    }
+    before, after = train(read_config(_write(tmp_path / "c.yaml", dump(settings)))[0]).values()
+    assert before.success.value == 0.0 and after.success.value >= 0.5
+
+
+def _write(path, text):
+    path.write_text(text, "utf-8")
+    return path
+
+
+def test_the_table_of_environments_has_it(table):
+    assert isinstance(load_environment("questions", tasks=str(table())), Questions)
