@@ -167,6 +167,16 @@ def test_change_takes_new_values_from_there_on(configure, monkeypatch):
     train(changed)  # the new values are now those of the run
 
 
+def test_a_key_of_all_stages_changes_in_those_that_are_not_done(configure, monkeypatch, capsys):
+    train_until(configure(), 4, monkeypatch)
+    train(configure("optimizer.learning_rate=0.001"), change=True)
+    rates = [line["learning_rate"] for line in metrics(configure()) if "learning_rate" in line]
+    assert rates == [0.02] * 4 + [0.001] * 2
+    told = " ".join(capsys.readouterr().out.split())
+    assert "stages.0.optimizer.learning_rate differs in a stage that is done, where it has no effect" in told
+    assert [event["key"] for event in events(configure())[2:]] == ["stages.1.optimizer.learning_rate"]
+
+
 # -- a run that gets longer ----------------------------------------------------------------------------------
 
 

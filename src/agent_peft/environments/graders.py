@@ -23,9 +23,7 @@ NUMBER = rf"(?:[-+−]\ ?\$?\ ?|\$\ ?[-+−]?)?{_DIGITS}"  # with its sign; grou
 _WHOLE = re.compile(NUMBER)
 _SIGNED = rf"(?<![0-9.])(?:(?<![\w)])[-+−]\$?|\$[-+−]?)?{_DIGITS}"  # in 5-3, the minus is no sign
 _ANYWHERE = re.compile(rf"{_SIGNED}(?![0-9])", re.ASCII)
-_QUANTITY = re.compile(
-    rf"({_SIGNED})(?![0-9])(?:(?:\ ([0-9]++))?/([0-9]++)(?!\.?[0-9]))?(\ ?%)?", re.ASCII
-)
+_QUANTITY = re.compile(rf"({_SIGNED})(?![0-9])(?:(?:\ ([0-9]++))?/([0-9]++)(?!\.?[0-9]))?(\ ?%)?", re.ASCII)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -70,6 +71,10 @@ def accept(
     """
     position = look_up_position(folder / "checkpoints", earlier.config)
     changes = earlier.changes(config, position.steps)
+    asked_keys = {_in_stage(change) for change in changes if change.rule == "asked"}
+    # a key that was set for all stages also differs in those that are done
+    late = [change for change in changes if change.rule == "late" and _in_stage(change) in asked_keys]
+    changes = [change for change in changes if change not in late]
     deciding = [change for change in changes if change.rule != "free"]
     fault = f"{folder}: holds a run of another configuration ({names(deciding)}); set another run_dir, "
     for change in deciding:
@@ -77,7 +82,13 @@ def accept(
             raise AgentPeftError(f"{fault}or start over with --fresh: {change.key} {change.cause}")
     if deciding and not asked:
         raise AgentPeftError(f"{fault}start over with --fresh, or add --change to go on with the new values")
-    return changes, _beyond_until(folder, position, earlier.config, config)
+    notes = [f"{names(late)} in a stage that is done, where it has no effect"] if late else []
+    return changes, notes + _beyond_until(folder, position, earlier.config, config)
+
+
+def _in_stage(change: Change) -> str:
+    """The key without the number of its stage."""
+    return re.sub(r"^stages\.\d+\.", "", change.key)
 
 
 def names(changes: Sequence[Change]) -> str:
