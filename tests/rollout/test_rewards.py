@@ -245,6 +245,7 @@ def test_a_function_of_the_users_own_reads_the_priced_trajectory(own):
         ("return float('nan')", "returned nan, which is no finite number; return a float"),
         ("return float('inf')", "returned inf, which is no finite number"),
         ("return None", "returned None, which is no finite number"),
+        ("return -1e30", "returned -1e+30; beyond 1,000,000 small rewards are lost beside it in float32"),
         ("return '1.0'", "returned '1.0', which is no finite number"),
         ("return [1.0]", "returned [1.0], which is no finite number"),
         ("return 1j", "returned 1j, which is no finite number"),
@@ -382,3 +383,9 @@ def test_an_override_of_the_terms(tmp_path):
         match=r"command line: rewards.terms.0.max_stepss: unknown key; did you mean 'rewards.terms.0.max_steps'",  # noqa: E501
     ):
         read_config(path, ["rewards.terms=[{kind: reasoning_steps, max_stepss: 2}]"])
+
+
+def test_a_price_that_drowns_all_others_is_refused():
+    assert RewardConfig(correct=1e6).correct == 1e6
+    with pytest.raises(ValidationError, match="correct: 1e\\+30 is too large: beyond 1,000,000 "):
+        RewardConfig(correct=1e30)

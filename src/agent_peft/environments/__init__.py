@@ -13,14 +13,14 @@ from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
 from agent_peft.environments.chat import Chat
 from agent_peft.environments.contract import build, check_tasks, configured
 from agent_peft.environments.db_bench import DBBench
+from agent_peft.environments.games.gymnasium import Gymnasium
+from agent_peft.environments.games.reasoning_gym import ReasoningGym
 from agent_peft.environments.gsm8k import GSM8K
-from agent_peft.environments.gymnasium import Gymnasium
 from agent_peft.environments.http.client import RemoteEnvironment
 from agent_peft.environments.http.openenv import OpenEnv
 from agent_peft.environments.os_interaction import OSInteraction
 from agent_peft.environments.preferences import Preferences
 from agent_peft.environments.questions import Questions
-from agent_peft.environments.reasoning_gym import ReasoningGym
 from agent_peft.lookup import find, may_import, nearest
 from agent_peft.types import AgentPeftError
 

@@ -15,13 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
 
 from agent_peft.config import Config
 from agent_peft.lookup import find, may_import, nearest
 from agent_peft.types import AgentPeftError, Outcome, StopReason, Trajectory
 
 WEIGHT = "the term is multiplied by this"
+LARGEST = 1e6  # of a price and of a term; fp32 has 24 bits, so it still tells rewards apart by 0.06
+TOO_LARGE = f"beyond {LARGEST:,.0f} small rewards are lost beside it in float32; scale it down"
 WHEN = "whether the term counts in every episode or only in correct ones"
 
 
@@ -128,6 +130,8 @@ def custom_term(config: CustomTermConfig, trajectory: Trajectory) -> float:
         ) from error
     if not isinstance(found, numbers.Real) or not math.isfinite(found):
         raise AgentPeftError(f"{place}: returned {found!r:.60}, which is no finite number; return a float")
+    if abs(float(found)) > LARGEST:
+        raise AgentPeftError(f"{place}: returned {float(found):g}; {TOO_LARGE}")
     return float(found)
 
 
@@ -213,6 +217,13 @@ class RewardConfig(Config):
         "without a score gets nothing for it",
     )
     terms: tuple[AnyTerm, ...] = Field(default=(), description="further rewards, added at the last turn")
+
+    @model_validator(mode="after")
+    def _not_too_large(self) -> RewardConfig:
+        for key, value in self:
+            if isinstance(value, float) and abs(value) > LARGEST:
+                raise ValueError(f"{key}: {value:g} is too large: {TOO_LARGE}")
+        return self
 
     def end(self, outcome: Outcome, stop_reason: StopReason) -> float:
         """The price of an episode's end.

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
 from agent_peft.environments.contract import describe, quote
-from agent_peft.environments.spaces import Bounds, WorldId, is_text, make_world, reader_of, score_of
+from agent_peft.environments.games.spaces import Bounds, WorldId, is_text, make_world, reader_of, score_of
 from agent_peft.environments.templates import fill, with_placeholders
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason, Task

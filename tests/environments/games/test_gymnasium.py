@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from agent_peft.environments import load_environment
-from agent_peft.environments.spaces import is_text, reader_of, score_of
+from agent_peft.environments.games.spaces import is_text, reader_of, score_of
 from agent_peft.testing import check_environment
 from agent_peft.types import AgentPeftError, Outcome, StopReason
 
@@ -174,7 +174,7 @@ def test_a_mistake_is_one_line(keys, message):
 @pytest.mark.parametrize(("package", "id"), [("gymnasium", "FrozenLake-v1"), ("textarena", GUESS["id"])])
 def test_an_absent_package_is_one_line_with_the_extra(package, id, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, "agent_peft.environments.textarena", raising=False)
+    monkeypatch.delitem(sys.modules, "agent_peft.environments.games.textarena", raising=False)
     with pytest.raises(AgentPeftError, match=rf"pip install 'agent-peft\[{package}\]'"):
         load(id=id)
 

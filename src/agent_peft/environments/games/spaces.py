@@ -49,7 +49,7 @@ def make_world(name: str, arguments: Mapping[str, Any]) -> Any:
         import gymnasium
 
         if is_game:
-            import agent_peft.environments.textarena  # noqa: F401 (it registers the games)
+            import agent_peft.environments.games.textarena  # noqa: F401 (it registers the games)
     except ImportError as error:
         extra = "textarena" if is_game else "gymnasium"
         raise AgentPeftError(f"{name} is an extra: pip install 'agent-peft[{extra}]'") from error

@@ -1,0 +1,1 @@
+"""Libraries of games and puzzles: Reasoning Gym, Gymnasium and TextArena."""
