@@ -57,13 +57,13 @@ def configure(tmp_path, policy_config):
 
 @pytest.fixture
 def slow(monkeypatch):
-    """From when it is called on, episodes open after some milliseconds, others each time, and nobody waits
-    for them who could decode.
+    """From when it is called on, episodes open after times that differ in each run, and nobody waits for them
+    who could decode. A decode step of this model takes a millisecond, so each collection has late answers.
     """
     coin, episode = random.Random(), Arithmetic.episode
 
     def delayed(environment, task, seed):
-        time.sleep(coin.random() * 0.01)
+        time.sleep(0.03 + coin.random() * 0.04)
         return episode(environment, task, seed)
 
     def begin():
