@@ -268,6 +268,9 @@ def test_an_own_model_takes_no_other(folder, capsys):
     for command in (["evaluate", "grpo"], ["merge", "grpo", "--output", "m"]):
         assert run([*command, "policy.model=tiny"]) == 2
         assert "policy.model has no effect on" in capsys.readouterr().err
+    shutil.copytree("sft", "other")
+    assert run(["train", "c.yaml", "policy.model=other", "--change"]) == 2
+    assert "policy.model has no effect, since the run has its own copy" in capsys.readouterr().err
 
 
 def test_a_merged_run_is_a_model_and_nothing_else(folder):

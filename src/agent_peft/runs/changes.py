@@ -18,6 +18,7 @@ from agent_peft.configuration.relocation import CONFIG, settle_paths
 from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.files import MEGABYTE, parse_json, read_text
 from agent_peft.lookup import without_imports
+from agent_peft.policies.models.start import START
 from agent_peft.runs.resume import STATE, Position, look_up_position
 from agent_peft.training.optimizer import learning_rate_factor
 from agent_peft.training.stage import StageConfig
@@ -80,6 +81,11 @@ def accept(
     for change in deciding:
         if change.rule != "asked":
             raise AgentPeftError(f"{fault}or start over with --fresh: {change.key} {change.cause}")
+    if (folder / START / "config.json").is_file() and any(c.key == "policy.model" for c in deciding):
+        raise AgentPeftError(
+            f"{folder}: policy.model has no effect, since the run has its own copy of the model in "
+            f"{folder / START}; leave the key as it was"
+        )
     if deciding and not asked:
         raise AgentPeftError(f"{fault}start over with --fresh, or add --change to go on with the new values")
     notes = [f"{names(late)} in a stage that is done, where it has no effect"] if late else []
