@@ -168,6 +168,8 @@ def test_another_process_has_the_same_problems():
     )
 
 
+# arc_agi reads its file and leaves it open
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.slow
 @pytest.mark.parametrize("dataset", sorted(factory.DATASETS.keys() - {"composite"}))
 def test_every_dataset_has_problems_and_right_demonstrations(dataset):
