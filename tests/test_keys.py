@@ -38,7 +38,7 @@ ENVIRONMENT_KEYS = {
     "arithmetic": "kind operation digits answer symbols split num_tasks seed",
     "db_bench": "kind tasks generate database skills limit max_turns max_observation_chars "
     "statement_seconds statement_steps episode_seconds",
-    "db_bench.generate": "num_tasks seed skills split",
+    "db_bench.generate": "num_tasks seed skills split combined",
     "gsm8k": "kind tasks split offset num_tasks examples examples_from examples_seed instruction "
     "answer_format annotations strict",
     "os_interaction": "kind tasks generate skills limit sandbox protocol max_turns max_observation_chars "
@@ -190,6 +190,7 @@ NAMED: dict[str, str] = {
     "environment.generate": "{path}=null {parent}.tasks=tasks.json",
     "environment.skills": "{path}=[insert]",
     "environment.generate.skills": "{path}=[insert]",
+    "environment:db_bench.generate.combined": "{path}=0.5 {parent}.skills=[insert]",
     "environment:gsm8k.split": "{path}=test {parent}.tasks=openai/gsm8k",
     "environment.examples_from": "{path}=others.jsonl",
     "environment.answer_format": "{path}='= {{answer}}'",
