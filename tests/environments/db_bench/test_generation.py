@@ -8,6 +8,7 @@ import pytest
 
 from agent_peft.environments.db_bench import skills_of
 from agent_peft.environments.db_bench.generation import (
+    aliases,
     english,
     grammar,
     mutation,
@@ -152,6 +153,19 @@ def test_a_tie_is_found(table):
     assert not mutation.is_determined(change, SCHEMA.columns, table.answer)
 
 
+def test_a_tie_around_an_offset_is_found():
+    """The middle one of three rows that tie is the same in both orders."""
+    tied = [(1, "Oslo", "2023-01-01"), *((3, "Rome", f"2023-0{month}-01") for month in (2, 3, 4))]
+    scratch = Scratch(SCHEMA, tuple(tied))
+    try:
+        for offset, determined in ((1, False), (3, True)):
+            sort = (plan.Sort(PRICE, True),)
+            second = Select((Output(DAY),), "orders", order=sort, limit=1, offset=offset)
+            assert mutation.is_determined(second, SCHEMA.columns, scratch.answer) == determined
+    finally:
+        scratch.close()
+
+
 def test_a_change_is_undone(table):
     before = table.query(Select(ALL, "orders"))
     assert table.answer(plan.Delete("orders", Comparison(CITY, "=", "Rome"))) == ROWS[:2]
@@ -197,6 +211,23 @@ def test_the_skills_of_a_shape_are_those_of_its_sql():
         if (seen := seen + 1) == 150:
             break
         assert i < 2_000
+
+
+@pytest.mark.parametrize("split", ["train", "composition"])
+def test_a_limit_comes_with_a_sort(split):
+    rng = random.Random(0)
+    for skill in (None, *shapes.ALONE):
+        drawn = [shapes.shape_for(skill, 1.0, split, rng) for _ in range(20)]
+        assert all(shape.order or not shape.limit for shape in drawn)
+
+
+def test_no_alias_is_a_reserved_word():
+    rng = random.Random(0)
+    names = [name for entity in schemas.entities() for name in (f"{entity} id".replace(" ", "_"), entity)]
+    for name in (*names, *schemas.attributes()):
+        column = schemas.Column(schemas.Attribute(name, "name", "title", frozenset()), name)
+        assert not {aliases.other_name(column, rng) for _ in range(20)} & aliases.RESERVED
+    assert {"case", "match", "transaction", "rank"} <= aliases.RESERVED
 
 
 # -- tables --------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from agent_peft.environments.db_bench.generation.english import plural
 from agent_peft.environments.db_bench.generation.schemas import UNITS, attributes, entities, held_out
 from agent_peft.environments.db_bench.generation.shapes import HELD_OUT_PAIRS
 from agent_peft.environments.db_bench.generation.skeletons import skeleton_of_sql
-from agent_peft.environments.db_bench.generator import GENERATED_SKILLS, SPLITS
+from agent_peft.environments.db_bench.generator import GENERATED_SKILLS, SPLITS, rounded
 from agent_peft.environments.db_bench.sqlite import SQLiteDatabase
 from agent_peft.environments.db_bench.syntax import SKILLS, order_keys
 from agent_peft.types import AgentPeftError
@@ -146,7 +146,7 @@ def test_results_are_short_and_the_order_is_determined(entries):
         assert (keys is None) == (not any(skill.startswith("order_by") for skill in entry["skill_list"]))
         rows = tuple(map(tuple, answer["direct"]))
         for arranged in (table["row_list"][::-1], sorted(table["row_list"], key=repr)):
-            again = _run(entry, answer["sql"], arranged)
+            again = tuple(tuple(map(rounded, row)) for row in _run(entry, answer["sql"], arranged))
             if keys is not None:
                 assert again == rows, name
             else:
@@ -158,7 +158,8 @@ def test_without_its_where_a_statement_answers_otherwise():
         tree = sqlglot.parse_one(entry["answer_info"]["sql"], read="mysql")
         if entry["answer_info"]["direct"] is not None and tree.args.get("where"):
             tree.set("where", None)
-            rows = _run(entry, tree.sql("sqlite"), entry["table_info"]["row_list"])
+            answer = _run(entry, tree.sql("sqlite"), entry["table_info"]["row_list"])
+            rows = tuple(tuple(map(rounded, row)) for row in answer)
             assert rows != tuple(map(tuple, entry["answer_info"]["direct"])), name
 
 

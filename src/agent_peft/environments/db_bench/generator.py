@@ -14,9 +14,10 @@ import sqlite3
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
-from agent_peft.environments.db_bench.database import Row
+from agent_peft.environments.db_bench.database import Cell, Row
 from agent_peft.environments.db_bench.generation.conditions import Unfit
 from agent_peft.environments.db_bench.generation.grammar import Derivation, Side
 from agent_peft.environments.db_bench.generation.mutation import every_part_matters, is_determined
@@ -134,7 +135,7 @@ class TaskMaker:
         """
         draft = self.draft(index, skill, rng)
         gold = sql(draft.statement) + ";"
-        rows = [list(row) for row in draft.answer]
+        rows = [[rounded(cell) for cell in row] for row in draft.answer]
         asks = isinstance(draft.statement, Select)
         return {
             "sample_index": index,
@@ -231,6 +232,17 @@ class TaskMaker:
         if not every_part_matters(statement, answer, table.answer):
             return None
         return (plan, answer) if is_determined(statement, sampler.schema.columns, table.answer) else None
+
+
+def rounded(cell: Cell) -> Cell:
+    """A number with the four decimals of MySQL's ``AVG``. Then an answer with more decimals is correct, too.
+
+    >>> rounded(41.65625), rounded(7), rounded(1 / 3)
+    (41.6563, 7, 0.3333)
+    """
+    if not isinstance(cell, float):
+        return cell
+    return float(Decimal(repr(cell)).quantize(Decimal("0.0001"), ROUND_HALF_UP))
 
 
 class Scratch:

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from agent_peft.environments.db_bench.database import Row
 from agent_peft.environments.db_bench.generation.plan import (
     Aggregate,
     Among,
@@ -16,11 +17,14 @@ from agent_peft.environments.db_bench.generation.plan import (
     Between,
     Comparison,
     Delete,
+    Derived,
     Expression,
+    Insert,
     Junction,
     Node,
     Operator,
-    Reference,
+    Output,
+    Scalar,
     Select,
     Sort,
     Statement,
@@ -34,28 +38,36 @@ _OTHER_FUNCTION = {"MAX": "MIN", "MIN": "MAX", "SUM": "AVG", "AVG": "SUM"}
 _OTHER_SIGN = {"+": "-", "-": "+", "*": "+", "/": "*"}
 
 
+_PARTS = (
+    *(Aggregate, Among, Arithmetic, Between, Comparison, Delete, Derived),
+    *(Insert, Junction, Output, Scalar, Select, Sort, Update),
+)
+
+
+_FIELDS = {kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in _PARTS}
+
+
 def mutants(node: Any) -> Iterator[Any]:
-    """The node with one part changed, each part in turn. None: the part is left out.
+    """The node with one part changed, each part in turn, the innermost first, which most often turn out to be
+    idle. None: the part is left out.
 
     >>> from agent_peft.environments.db_bench.generation.plan import sql
     >>> [sql(mutant) for mutant in mutants(Between(Aggregate("COUNT"), 2, 5))]
     ['COUNT(*) >= 2', 'COUNT(*) <= 5']
     """
-    yield from _changes(node)
-    if isinstance(node, Column | Reference | str | int | float):
-        return
-    for field in dataclasses.fields(node):
-        value = getattr(node, field.name)
+    for name in _FIELDS.get(type(node), ()):
+        value = getattr(node, name)
         if isinstance(value, tuple):
             for i, part in enumerate(value):
-                if dataclasses.is_dataclass(part) and not isinstance(part, Column):
+                if isinstance(part, _PARTS):
                     for changed in mutants(part):
                         kept = () if changed is None else (changed,)
-                        yield dataclasses.replace(node, **{field.name: (*value[:i], *kept, *value[i + 1 :])})
-        elif dataclasses.is_dataclass(value) and not isinstance(value, Column):
+                        yield dataclasses.replace(node, **{name: (*value[:i], *kept, *value[i + 1 :])})
+        elif isinstance(value, _PARTS):
             for changed in mutants(value):
                 if changed is not None:
-                    yield dataclasses.replace(node, **{field.name: changed})
+                    yield dataclasses.replace(node, **{name: changed})
+    yield from _changes(node)
 
 
 def _changes(node: Node) -> Iterator[Any]:
@@ -75,10 +87,10 @@ def _changes(node: Node) -> Iterator[Any]:
             for i in range(len(values)):
                 yield change(node, values=(*values[:i], *values[i + 1 :]))
         case Junction(connector, parts):
-            yield change(node, connector="OR" if connector == "AND" else "AND")
             for i in range(len(parts)):
                 others = (*parts[:i], *parts[i + 1 :])
                 yield others[0] if len(others) == 1 else change(node, parts=others)
+            yield change(node, connector="OR" if connector == "AND" else "AND")
         case Aggregate(function) if function in _OTHER_FUNCTION:
             yield change(node, function=_OTHER_FUNCTION[function])
         case Arithmetic(sign):
@@ -127,7 +139,7 @@ def with_ties_broken(node: Any, columns: Sequence[Column], descending: bool) -> 
     return dataclasses.replace(node, **changed)
 
 
-Run = Callable[[Statement], object]  # what a statement answers, to compare; None: it fails
+Run = Callable[[Statement], tuple[Row, ...] | None]  # what a statement answers; None: it fails
 
 
 def every_part_matters(statement: Statement, answer: object, run: Run) -> bool:
@@ -137,5 +149,18 @@ def every_part_matters(statement: Statement, answer: object, run: Run) -> bool:
 
 def is_determined(statement: Statement, columns: Sequence[Column], run: Run) -> bool:
     """Whether no tie leaves the answer open."""
-    broken = with_ties_broken(statement, columns, False)
-    return broken == statement or run(broken) == run(with_ties_broken(statement, columns, True))
+    ascending = with_ties_broken(statement, columns, False)
+    if ascending == statement:
+        return True
+    descending = with_ties_broken(statement, columns, True)
+    if run(ascending) != run(descending):
+        return False
+    # of three rows that tie, the middle one is the same in both orders: so the skipped ones must be, too
+    return not isinstance(statement, Select) or _skipped(ascending, run) == _skipped(descending, run)
+
+
+def _skipped(query: Select, run: Run) -> list[Row]:
+    """The rows before the offset, in no order."""
+    if not query.offset:
+        return []
+    return sorted(run(dataclasses.replace(query, limit=query.offset, offset=None)) or (), key=repr)

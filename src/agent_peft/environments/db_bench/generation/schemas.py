@@ -182,25 +182,38 @@ def _usable(entity: Entity, words_held_out: bool) -> tuple[Attribute, ...]:
     return tuple(sorted(kept, key=lambda item: item.name))
 
 
+@functools.cache
+def _weighted(
+    entity: Entity, words_held_out: bool, roles: tuple[Role, ...]
+) -> tuple[tuple[Attribute, int], ...]:
+    """The usable attributes of these roles, each with how well it fits the entity."""
+
+    def fit(item: Attribute) -> int:
+        return (len(item.topics & entity.topics) * (3 if entity.main in item.topics else 1)) ** 2 or 1
+
+    return tuple((item, fit(item)) for item in _usable(entity, words_held_out) if item.role in roles)
+
+
 def draw_schema(rng: random.Random, words_held_out: bool = False) -> Schema:
     """A table of four to seven columns: at least one category (or flag, or ref) and one number."""
     all_entities, _ = _pool(words_held_out)
     while True:
         entity = rng.choice(all_entities)
-        usable = _usable(entity, words_held_out)
         wanted: list[tuple[Role, ...]] = [("category",), ("total", "measure"), ("total",)]
         for chance, roles in _OPTIONAL:
             if rng.random() < chance:
                 wanted.append(roles)
         chosen: list[Attribute] = []
+        names: set[str] = set()  # no two columns are called by one name, short or long
         for roles in wanted:
-            options = [item for item in usable if item.role in roles and not _clashes(item, chosen)]
+            options = [
+                (item, fit)
+                for item, fit in _weighted(entity, words_held_out, roles)
+                if item.names.isdisjoint(names)
+            ]
             if options:
-                fits = [
-                    (len(item.topics & entity.topics) * (3 if entity.main in item.topics else 1)) ** 2 or 1
-                    for item in options
-                ]
-                chosen.append(rng.choices(options, fits)[0])
+                chosen.append(rng.choices([item for item, _ in options], [fit for _, fit in options])[0])
+                names |= chosen[-1].names
         if len({item.role for item in chosen} & {"category", "flag", "ref"}) and len(chosen) >= 3:
             return _schema(entity, chosen, rng)
 
@@ -216,11 +229,6 @@ _OPTIONAL: tuple[tuple[float, tuple[Role, ...]], ...] = (
     (0.1, ("name",)),
     (0.12, ("ref",)),
 )
-
-
-def _clashes(item: Attribute, chosen: list[Attribute]) -> bool:
-    """Two columns must not be called by one name, short or long."""
-    return any(not item.names.isdisjoint(other.names) for other in chosen)
 
 
 def _schema(entity: Entity, chosen: list[Attribute], rng: random.Random) -> Schema:

@@ -164,12 +164,12 @@ def draw_shape(rng: random.Random) -> Shape:
         return Shape("insert", where=where, copies=True, subqueries=_subqueries(draw("subqueries"), where, 0))
     if statement in ("update", "delete"):
         where = draw("where of changes")
-        limit = draw("limit of changes")
+        few = draw("limit of changes")
         return Shape(
             statement,
             where,
-            limit=limit,
-            order="single" if limit else "",
+            limit=few,
+            order="single" if few else "",
             subqueries=_subqueries(draw("subqueries"), where, 0),
         )
     groups = draw("groups")

@@ -7,10 +7,14 @@ import re
 from agent_peft.environments.db_bench.generation.plan import Statement, sql
 
 _TOKEN = re.compile(r"'(?:[^']|'')*'|`[^`]*`|[A-Za-z_]\w*|-?\d+(?:\.\d+)?|[<>=]+|\S")
-_KEYWORDS = re.compile(
-    "SELECT|FROM|WHERE|GROUP|BY|HAVING|ORDER|LIMIT|OFFSET|AND|OR|IN|BETWEEN|LIKE|COUNT|SUM|AVG|MAX|MIN|ASC|DESC|"
-    "INSERT|INTO|VALUES|UPDATE|SET|DELETE"
+_KEYWORDS = (
+    {"SELECT", "FROM", "WHERE", "GROUP", "BY", "HAVING", "ORDER", "LIMIT", "OFFSET", "ASC", "DESC"}
+    | {"AND", "OR", "IN", "BETWEEN", "LIKE", "COUNT", "SUM", "AVG", "MAX", "MIN"}
+    | {"INSERT", "INTO", "VALUES", "UPDATE", "SET", "DELETE"}
 )
+_ALIAS = re.compile(r"\bAS\s+\w+", re.IGNORECASE)
+_LIST = re.compile(r"[xv](?: , [xv])+")
+_VALUES = re.compile(r"\( [vx]s? \)(?: , \( [vx]s? \))*")
 
 
 def skeleton(statement: Statement) -> str:
@@ -26,14 +30,14 @@ def skeleton(statement: Statement) -> str:
 def skeleton_of_sql(text: str) -> str:
     """The same for SQL as text, case and layout apart."""
     signs = []
-    for token in _TOKEN.findall(re.sub(r"(?i)\bAS\s+\w+", "", text.rstrip("; \n"))):
-        upper = token.upper()
-        if _KEYWORDS.fullmatch(upper):
-            signs.append(upper)
-        elif token[0] in "'-0123456789":
+    for token in _TOKEN.findall(_ALIAS.sub("", text.rstrip("; \n"))):
+        first = token[0]
+        if first.isalpha():
+            upper = token.upper()
+            signs.append(upper if upper in _KEYWORDS else "x")
+        elif first in "'-0123456789":
             signs.append("v")
         else:
-            signs.append("x" if token[0] in "`_" or token[0].isalpha() else token)
-    form = " ".join(signs)
-    form = re.sub(r"[xv](?: , [xv])+", lambda match: match[0][0] + "s", form)
-    return re.sub(r"\( [vx]s? \)(?: , \( [vx]s? \))*", "( vs )", form)
+            signs.append("x" if first in "`_" else token)
+    form = _LIST.sub(lambda match: match[0][0] + "s", " ".join(signs))
+    return _VALUES.sub("( vs )", form)
