@@ -13,6 +13,7 @@ from agent_peft.environments.db_bench.generation import (
     grammar,
     mutation,
     plan,
+    rows,
     sampler,
     schemas,
     shapes,
@@ -199,10 +200,10 @@ def test_the_skills_of_a_shape_are_those_of_its_sql():
         if i % 3 == 0:
             shape = shapes.Shape("insert", where=1, copies=True, subqueries="nested")
         schema = schemas.draw_schema(rng)
-        rows = schemas.draw_rows(schema, rng)
-        scratch = Scratch(schema, rows)
+        cells = rows.draw_rows(schema, rng)
+        scratch = Scratch(schema, cells)
         try:
-            statement = plan.wrapped(sampler.Sampler(schema, rows, scratch.query, rng).statement(shape))
+            statement = plan.wrapped(sampler.Sampler(schema, cells, scratch.query, rng).statement(shape))
         except sampler.Unfit:
             continue
         finally:

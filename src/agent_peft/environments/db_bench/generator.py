@@ -23,8 +23,9 @@ from agent_peft.environments.db_bench.generation.grammar import Derivation, Side
 from agent_peft.environments.db_bench.generation.mutation import every_part_matters, is_determined
 from agent_peft.environments.db_bench.generation.phrasing import Phrasing
 from agent_peft.environments.db_bench.generation.plan import Insert, Select, Statement, name_sql, sql, wrapped
+from agent_peft.environments.db_bench.generation.rows import draw_rows
 from agent_peft.environments.db_bench.generation.sampler import Sampler
-from agent_peft.environments.db_bench.generation.schemas import Schema, draw_rows, draw_schema
+from agent_peft.environments.db_bench.generation.schemas import Schema, draw_schema
 from agent_peft.environments.db_bench.generation.shapes import ALONE, Shape, shape_for
 from agent_peft.environments.db_bench.generation.skeletons import skeleton
 from agent_peft.environments.db_bench.tasks import table_md5

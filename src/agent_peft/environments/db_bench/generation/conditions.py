@@ -44,6 +44,7 @@ class ConditionSampler:
     def __init__(self, schema: Schema, rows: tuple[Row, ...], query: Query, rng: random.Random) -> None:
         self.schema, self.rows, self.query, self.rng = schema, rows, query, rng
         self._used: set[Column] = set()
+        self._values: dict[str, list[Any]] = {}  # of each column, sorted
         self._share = (0.1, 0.6)  # of the rows, how many a comparison should keep
         self._derives = True  # whether a derived table, which has an alias, may stand in a condition
 
@@ -97,8 +98,7 @@ class ConditionSampler:
                 )
             )
         )
-        index = self.schema.columns.index(column)
-        values: list[Any] = sorted(row[index] for row in self.rows)
+        values = self._sorted(column)
         draw = self.rng.random()
         if column.role in ("category", "flag", "name", "ref"):
             distinct = list(dict.fromkeys(values))
@@ -244,10 +244,15 @@ class ConditionSampler:
         unit = 10 ** max(len(str(abs(int(value)))) - 2, 0)
         return int(value // unit * unit)
 
+    def _sorted(self, column: Column) -> list[Any]:
+        if column.name not in self._values:
+            index = self.schema.columns.index(column)
+            self._values[column.name] = sorted(row[index] for row in self.rows)
+        return self._values[column.name]
+
     def _distinct(self, column: Expression) -> int:
         assert isinstance(column, Column)
-        index = self.schema.columns.index(column)
-        return len({row[index] for row in self.rows})
+        return len(set(self._sorted(column)))
 
     def _weighted(self, weights: Mapping[Any, float]) -> Any:
         return self.rng.choices(list(weights), list(weights.values()))[0]

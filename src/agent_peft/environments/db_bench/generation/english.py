@@ -98,6 +98,8 @@ def finished(text: str) -> str:
 
 
 def lines_of(name: str) -> list[str]:
-    """The lines of a word list beside this module, without comments."""
-    text = files(__package__).joinpath(name).read_text("utf-8")
+    """The lines of a file beside this module, without comments. One that begins with a blank continues the
+    line before it.
+    """
+    text = files(__package__).joinpath(name).read_text("utf-8").replace("\n  ", " ")
     return [line for line in text.splitlines() if line.strip() and not line.startswith("#")]

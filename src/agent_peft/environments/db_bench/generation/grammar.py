@@ -14,9 +14,9 @@ import random
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.resources import files
 from typing import Literal
 
+from agent_peft.environments.db_bench.generation.english import lines_of
 from agent_peft.environments.db_bench.generation.schemas import held_out
 
 _TOKEN = re.compile(r"\\.|[\[\]()|]|<\w+>|\{\w+\}|[^\\\[\]()|<>{}]+|[<>]")
@@ -95,7 +95,7 @@ def _parse(tokens: list[str], close: str = "") -> tuple[tuple[Part, ...], list[t
 @functools.cache
 def grammar() -> dict[str, tuple[Alternative, ...]]:
     """The grammar of ``phrases.txt``."""
-    return parse_grammar(files(__package__).joinpath("phrases.txt").read_text("utf-8"))
+    return parse_grammar("\n".join(lines_of("phrases.txt")))
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agent_peft.environments.db_bench.generation.english import finished, ordinal, plural
+from agent_peft.environments.db_bench.generation.joining import listed
 from agent_peft.environments.db_bench.generation.plan import (
     Aggregate,
     Arithmetic,
@@ -75,11 +76,13 @@ class Phrasing(Wording):
         slots["rows_plain"] = plain(slots["rows"] or "")
         slots["rows_the"] = self._rows(where, self.noun, "the ")
         slots["tail"], tails = self._tail(order, limit, query.offset)
-        slots["outs"] = self._list([self._output(output) for output in query.outputs])
+        slots["outs"] = listed(self.draw, [self._output(output) for output in query.outputs])
         if query.groups:
             text = self._grouped(query, slots, where, after)
         elif isinstance(query.outputs[0].expression, Column):
-            slots["outs_pl"] = self._list([self._output(output, many=True) for output in query.outputs])
+            slots["outs_pl"] = listed(
+                self.draw, [self._output(output, many=True) for output in query.outputs]
+            )
             text = self.draw.say("select_rows", list=None, **slots)
         else:
             text = self.draw.say("select_totals", **slots)
@@ -93,7 +96,7 @@ class Phrasing(Wording):
             plural(column.said if "_" in name else name)
             for column, name in zip(query.groups, names, strict=True)
         ]
-        group, groups = self._list(names, "and"), self._list(many, "and")
+        group, groups = listed(self.draw, names, "and"), listed(self.draw, many, "and")
         several = len(names) > 1
         computed = [output for output in query.outputs if not isinstance(output.expression, Column)]
         slots |= {
@@ -105,8 +108,8 @@ class Phrasing(Wording):
             "having": "",
         }
         if computed:
-            slots["aggs"] = self._list([self._output(output) for output in computed])
-            slots["aggs_pl"] = self._list([self._output(output, many=True) for output in computed])
+            slots["aggs"] = listed(self.draw, [self._output(output) for output in computed])
+            slots["aggs_pl"] = listed(self.draw, [self._output(output, many=True) for output in computed])
         if query.having is None:
             return self.draw.say("select_groups", **slots)
         with_, clause = self._with(query.having), self._clause(query.having)
@@ -126,7 +129,7 @@ class Phrasing(Wording):
         aggregate = outer.outputs[0].expression
         assert isinstance(aggregate, Aggregate)
         names = [self._column(column) for column in inner.groups]
-        group = self._list(names, "and")
+        group = listed(self.draw, names, "and")
         function = {"AVG": "average", "MAX": "highest", "MIN": "lowest"}[aggregate.function]
         several = len(names) > 1
         what = self.draw.say(
@@ -224,7 +227,7 @@ class Phrasing(Wording):
             )
         if isinstance(statement, Delete):
             return self.draw.say("delete_rows", rows_plain=rows_plain, rows_all=rows, tail=tail)
-        sets = self._list([self._assignment(column, value) for column, value in statement.assignments])
+        sets = listed(self.draw, [self._assignment(column, value) for column, value in statement.assignments])
         return self.draw.say("update_rows", sets=sets, rows_all=rows, tail=tail, table=self.schema.table)
 
     def _assignment(self, column: Column, value: Expression) -> str:
@@ -254,8 +257,8 @@ class Phrasing(Wording):
             return self.draw.say(
                 "copy_rows",
                 rows=self._rows(source.where),
-                outs=self._list(outputs),
-                outs_pl=self._list(outputs_many),
+                outs=listed(self.draw, outputs),
+                outs_pl=listed(self.draw, outputs_many),
                 **slots,
             )
         said = [self._column(column) for column in columns]
@@ -270,15 +273,15 @@ class Phrasing(Wording):
                 "insert_rows",
                 count=self._count(len(source)),
                 m=entity.plural,
-                names_said=self._list(said),
+                names_said=listed(self.draw, said),
                 tuples=tuples,
                 **slots,
             )
         cells = [self._value(cell, column) for column, cell in zip(columns, source[0], strict=True)]
         joint = self.draw.rng.choice((" ", " ", " ", " of ", ": ", " = "))
-        pairs = self._list([f"{name}{joint}{cell}" for name, cell in zip(said, cells, strict=True)])
-        equations = self._list(
-            [f"{column.name} = {cell}" for column, cell in zip(columns, cells, strict=True)]
+        pairs = listed(self.draw, [f"{name}{joint}{cell}" for name, cell in zip(said, cells, strict=True)])
+        equations = listed(
+            self.draw, [f"{column.name} = {cell}" for column, cell in zip(columns, cells, strict=True)]
         )
         return self.draw.say("insert_row", pairs=pairs, equations=equations, cells=", ".join(cells), **slots)
 

@@ -162,18 +162,30 @@ def sql(node: Node | None) -> str:
     """
     if isinstance(node, str):
         return "'" + node.replace("'", "''") + "'"
-    if node is None or isinstance(node, int | float):
+    kept: dict[str, str] | None = getattr(node, "__dict__", None)
+    if kept is None or node is None:  # a number
         return str(node)
-    kept: dict[str, object] = vars(node)
     if "_sql" not in kept:
         kept["_sql"] = _written(node)
-    return str(kept["_sql"])
+    return kept["_sql"]
 
 
 def _written(node: Node) -> str:
     match node:
         case Column():
             return name_sql(node.name)
+        case Comparison(left, operator, right):
+            return f"{sql(left)} {operator} {sql(right)}"
+        case Select():
+            source = name_sql(node.source) if isinstance(node.source, str) else sql(node.source)
+            alias = f" AS {node.alias}" if node.alias else ""
+            groups = f" GROUP BY {', '.join(map(sql, node.groups))}" if node.groups else ""
+            having = f" HAVING {sql(node.having)}" if node.having else ""
+            offset = f" OFFSET {node.offset}" if node.offset else ""
+            return (
+                f"SELECT {', '.join(map(sql, node.outputs))} FROM {source}{alias}"
+                f"{_where(node.where)}{groups}{having}{_tail(node.order, node.limit)}{offset}"
+            )
         case Aggregate(function, column):
             inner = "*" if column is None else column if isinstance(column, str) else name_sql(column.name)
             return f"{function}({inner})"
@@ -183,8 +195,6 @@ def _written(node: Node) -> str:
             return f"({sql(query)})"
         case Reference(name):
             return name_sql(name)
-        case Comparison(left, operator, right):
-            return f"{sql(left)} {operator} {sql(right)}"
         case Between(left, low, high):
             return f"{sql(left)} BETWEEN {sql(low)} AND {sql(high)}"
         case Among(left, values):
@@ -199,16 +209,6 @@ def _written(node: Node) -> str:
             return f"{sql(expression)} {'DESC' if descending else 'ASC'}"
         case Derived(query, alias):
             return f"({sql(query)}) AS {alias}"
-        case Select():
-            source = name_sql(node.source) if isinstance(node.source, str) else sql(node.source)
-            alias = f" AS {node.alias}" if node.alias else ""
-            groups = f" GROUP BY {', '.join(map(sql, node.groups))}" if node.groups else ""
-            having = f" HAVING {sql(node.having)}" if node.having else ""
-            offset = f" OFFSET {node.offset}" if node.offset else ""
-            return (
-                f"SELECT {', '.join(map(sql, node.outputs))} FROM {source}{alias}"
-                f"{_where(node.where)}{groups}{having}{_tail(node.order, node.limit)}{offset}"
-            )
         case Insert(table, columns, source):
             names = ", ".join(map(sql, columns))
             if isinstance(source, Select):

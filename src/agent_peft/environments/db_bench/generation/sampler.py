@@ -25,7 +25,8 @@ from agent_peft.environments.db_bench.generation.plan import (
     Statement,
     Update,
 )
-from agent_peft.environments.db_bench.generation.schemas import Column, draw_cell
+from agent_peft.environments.db_bench.generation.rows import draw_cell
+from agent_peft.environments.db_bench.generation.schemas import Column
 from agent_peft.environments.db_bench.generation.shapes import Shape
 
 

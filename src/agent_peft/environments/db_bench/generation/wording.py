@@ -8,6 +8,7 @@ from typing import Any
 
 from agent_peft.environments.db_bench.generation.english import agreeing, is_plural, plural
 from agent_peft.environments.db_bench.generation.grammar import Derivation
+from agent_peft.environments.db_bench.generation.joining import joined, listed
 from agent_peft.environments.db_bench.generation.plan import (
     Aggregate,
     Among,
@@ -130,12 +131,6 @@ class Wording:
     def _count(self, number: int) -> str:
         return _NUMBERS[number] if self.words_for_counts and number <= 10 else str(number)
 
-    def _list(self, texts: list[str], word: str = "and") -> str:
-        if len(texts) == 1:
-            return texts[0]
-        comma = "," if len(texts) > 2 and self.draw.chance(0.6) else ""
-        return f"{', '.join(texts[:-1])}{comma} {word} {texts[-1]}"
-
     # Conditions
 
     def _condition(self, condition: Condition) -> dict[str, str | None]:
@@ -148,7 +143,7 @@ class Wording:
         match condition:
             case Junction(_, parts):
                 texts = [self._clause(part) for part in parts]
-                return self._joined(condition, texts)
+                return joined(self.draw, condition, texts)
             case Comparison(left, "LIKE", str() as pattern):
                 return self.draw.say(
                     _like(pattern) + "_clause",
@@ -177,7 +172,7 @@ class Wording:
                     return self.draw.say(
                         "among_clause",
                         c=article + name,
-                        any=self._list([self._value(value) for value in values], "or"),
+                        any=listed(self.draw, [self._value(value) for value in values], "or"),
                     )
                 return self._among(article + name, plural(name.replace("_", " ")), values)
         raise TypeError(f"no condition: {condition!r}")
@@ -214,7 +209,7 @@ class Wording:
                 texts = [self._with(part) for part in parts]
                 if any(text is None for text in texts) or any(isinstance(part, Junction) for part in parts):
                     return None
-                return self._joined(condition, texts)  # type: ignore[arg-type]
+                return joined(self.draw, condition, texts)  # type: ignore[arg-type]
             case Comparison(Aggregate("COUNT"), operator, int() as number) if operator in (
                 ">",
                 "<",
@@ -265,7 +260,7 @@ class Wording:
                 return self.draw.say(
                     "among_with",
                     c=self._column(left),
-                    any=self._list([self._value(value) for value in values], "or"),
+                    any=listed(self.draw, [self._value(value) for value in values], "or"),
                 )
         return None
 
@@ -277,7 +272,7 @@ class Wording:
                     return None
                 if condition.connector == "AND":
                     texts = [self._post(part) for part in parts]
-                    return None if None in texts else self._joined(condition, texts)  # type: ignore[arg-type]
+                    return None if None in texts else joined(self.draw, condition, texts)  # type: ignore[arg-type]
             case Comparison(Column() as column, operator, right):
                 sayings = [words for kind, words in column.attribute.sayings if kind == operator]
                 if (
@@ -296,48 +291,6 @@ class Wording:
             return None
         clause = self._clause(condition, article="")
         return f"whose {clause}" if not clause.startswith((self.quote or "\0", "whose")) else None
-
-    def _joined(self, junction: Junction, texts: list[str]) -> str:
-        """Conditions joined so that what belongs together can be told."""
-        word = junction.connector.lower()
-        nested = any(isinstance(part, Junction) for part in junction.parts)
-        if not nested:
-            if word == "or":
-                either = "either " if self.draw.chance(0.6) else ""
-                return either + self._list(texts, "or")
-            return (
-                "both " if len(texts) == 2 and texts[0].startswith("the ") and self.draw.chance(0.03) else ""
-            ) + self._list(texts, "and")
-        first, second = texts
-        inner_or = word == "and"
-        if inner_or:  # (a or b) and c
-            bracketed = [
-                f"either {text.removeprefix('either ')}" if isinstance(part, Junction) else text
-                for part, text in zip(junction.parts, texts, strict=True)
-            ]
-            if self.draw.chance(0.25):
-                bracketed = [
-                    f"({text.removeprefix('either ')})" if isinstance(part, Junction) else text
-                    for part, text in zip(junction.parts, texts, strict=True)
-                ]
-                return f"{bracketed[0]} and {bracketed[1]}"
-            if isinstance(junction.parts[0], Junction) and isinstance(junction.parts[1], Junction):
-                return f"{bracketed[0]}, and also {bracketed[1]}"
-            plain, choice = (
-                (bracketed[1], bracketed[0])
-                if isinstance(junction.parts[0], Junction)
-                else (bracketed[0], bracketed[1])
-            )
-            return (
-                f"{plain}, and {choice}" if self.draw.chance(0.5) else f"{plain} and, in addition, {choice}"
-            )
-        if self.draw.chance(0.25):
-            marked = [
-                f"({text})" if isinstance(part, Junction) else text
-                for part, text in zip(junction.parts, texts, strict=True)
-            ]
-            return f"{marked[0]} or {marked[1]}"
-        return f"either {first}, or {second}" if self.draw.chance(0.6) else f"{first}, or else {second}"
 
     def _rows(self, where: Condition | None, noun: str | None = None, article: str = "") -> str:
         """The rows, with what is known of them."""
