@@ -103,7 +103,7 @@ def test_a_shell_completes_commands_configurations_and_paths(tmp_path):
         ),
         (
             ["generate", "db_bench", "num_tasks=3", "split=test", "--output", "x"],
-            "generate.split: must be 'train' or 'heldout', got \"test\"",
+            "generate.split: must be 'train', 'words', 'phrasing', 'composition' or 'heldout', got \"test\"",
         ),
         (["generate", "chess", "num_tasks=3", "--output", "x"], "there is no kind 'chess'; give one of"),
         (["generate", "gsm8k", "--output", "x"], "gsm8k has no tasks to generate; choose db_bench or"),

@@ -42,7 +42,7 @@ ENVIRONMENT_KEYS = {
     "preferences": "kind tasks split limit prompt chosen rejected",
     "db_bench": "kind tasks generate database skills split limit system_prompt prompt max_turns "
     "max_observation_chars statement_seconds statement_steps episode_seconds",
-    "db_bench.generate": "num_tasks seed skills split",
+    "db_bench.generate": "num_tasks seed skills split combined",
     "gsm8k": "kind tasks split limit offset num_tasks examples examples_from examples_seed instruction "
     "answer_format annotations strict",
     "gymnasium": "kind id make actions score split num_tasks seed max_turns prompt",
@@ -224,6 +224,7 @@ NAMED: dict[str, str] = {
     "environment:db_bench.split": "{path}='train[:50%]' {parent}.tasks=tasks.json {parent}.generate=null",
     "environment:os_interaction.split": "{path}=train {parent}.tasks=tasks.json {parent}.generate=null",
     "environment.generate.skills": "{path}=[insert]",
+    "environment:db_bench.generate.combined": "{path}=0.5 {parent}.skills=[insert]",
     "environment:gsm8k.split": "{path}=test {parent}.tasks=openai/gsm8k",
     "environment.examples_from": "{path}=others.jsonl",
     "environment.answer_format": "{path}='= {{answer}}'",

@@ -1,146 +1,223 @@
-"""Generated tasks: usable, unambiguous, the same for the same seed, and apart between the splits."""
+"""Generated tasks: usable, of the skills asked for, unambiguous, said in full, the same for the same seed,
+and apart between the splits.
+"""
 
+import datetime
 import json
 import re
-import string
 
 import pytest
+import sqlglot
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_peft.environments.db_bench import DBBench, DBBenchConfig, generate, primary_skill, skills_of
-from agent_peft.environments.db_bench.generator import GENERATED_SKILLS, SPLITS
-from agent_peft.environments.db_bench.syntax import SKILLS, order_keys, parse
+from agent_peft.environments.db_bench.database import Column, Table
+from agent_peft.environments.db_bench.generation.english import plural
+from agent_peft.environments.db_bench.generation.schemas import UNITS, attributes, entities, held_out
+from agent_peft.environments.db_bench.generation.shapes import HELD_OUT_PAIRS
+from agent_peft.environments.db_bench.generation.skeletons import skeleton_of_sql
+from agent_peft.environments.db_bench.generator import GENERATED_SKILLS, SPLITS, rounded
+from agent_peft.environments.db_bench.sqlite import SQLiteDatabase
+from agent_peft.environments.db_bench.syntax import SKILLS, order_keys
 from agent_peft.types import AgentPeftError
 
-SEVERAL = {split: generate(400, 0, split=split) for split in SPLITS}
+SEVERAL = {split: generate(90, 0, split=split) for split in SPLITS}
+ALONE = generate(22 * 3, 0, GENERATED_SKILLS, combined=0)
+COMBINED = generate(22 * 3, 0, GENERATED_SKILLS, combined=1)
+EVERYTHING = [*SEVERAL.values(), ALONE, COMBINED]
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_every_generated_task_can_be_used(split):
-    environment = DBBench(
-        DBBenchConfig.model_validate({"generate": {"num_tasks": 400, "seed": 5, "split": split}})
-    )
-    assert len(environment.tasks) == 400
-    assert not environment.rejected
+def test_every_generated_task_can_be_used():
+    for generated in ({"split": "train"}, {"split": "heldout", "skills": GENERATED_SKILLS}):
+        environment = DBBench(
+            DBBenchConfig.model_validate({"generate": {"num_tasks": 66, "seed": 5, **generated}})
+        )
+        assert len(environment.tasks) == 66
+        assert not environment.rejected
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_ids_and_statements_are_distinct(split):
-    entries = SEVERAL[split]
-    assert len({entry["answer_info"]["sql"] for entry in entries.values()}) == len(entries) == 400
+@pytest.mark.parametrize("entries", [ALONE, COMBINED], ids=["alone", "combined"])
+def test_the_skills_take_turns_and_come_first(entries):
+    assert GENERATED_SKILLS == SKILLS
+    for i, entry in enumerate(entries.values()):
+        assert entry["skill_list"][0] == primary_skill(entry["skill_list"]) == SKILLS[i % len(SKILLS)]
 
 
-def test_the_skills_take_turns_and_come_first():
-    for i, entry in enumerate(SEVERAL["train"].values()):
-        skill = GENERATED_SKILLS[i % len(GENERATED_SKILLS)]
-        assert entry["skill_list"][0] == skill == primary_skill(entry["skill_list"])
-        assert set(entry["skill_list"]) == set(skills_of(entry["answer_info"]["sql"]))
+@pytest.mark.parametrize("entries", EVERYTHING)
+def test_the_skills_are_those_of_the_sql(entries):
+    for name, entry in entries.items():
+        assert tuple(entry["skill_list"]) == skills_of(entry["answer_info"]["sql"]), name
+
+
+def test_a_skill_alone_has_no_other_clause():
+    skills = {entry["skill_list"][0]: set(entry["skill_list"]) for entry in ALONE.values()}
+    assert skills["limit_only"] == {"select", "limit_only", "order_by_single_column"}
+    assert skills["having_aggregate_calculation"] == {
+        "select",
+        "group_by_single_column",
+        "having_single_condition_with_aggregate",
+        "having_aggregate_calculation",
+    }
+    assert skills["insert"] == {"insert"} and skills["select"] == {"select"}
+    assert skills["subquery_nested"] == {"select", "where_single_condition", "subquery_nested"}
+
+
+def test_combined_tasks_show_many_combinations():
+    combinations = {tuple(entry["skill_list"]) for entry in SEVERAL["train"].values()}
+    assert len(combinations) > 50
 
 
 @given(
     st.integers(-5, 2**40),
-    st.integers(1, 12),
-    st.lists(st.sampled_from(GENERATED_SKILLS), min_size=1, unique=True),
+    st.integers(1, 6),
+    st.none() | st.lists(st.sampled_from(GENERATED_SKILLS), min_size=1, unique=True),
     st.sampled_from(list(SPLITS)),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_the_same_arguments_give_the_same_bytes(seed, num_tasks, skills, split):
     first = json.dumps(generate(num_tasks, seed, skills, split))
     assert first == json.dumps(generate(num_tasks, seed, skills, split))
     assert first != json.dumps(generate(num_tasks, seed + 1, skills, split))
-    assert {entry["skill_list"][0] for entry in json.loads(first).values()} <= set(skills)
+    if skills and split != "composition":
+        assert {entry["skill_list"][0] for entry in json.loads(first).values()} <= set(skills)
 
 
 def test_more_tasks_begin_with_the_fewer():
-    few, many = generate(40, 1), generate(80, 1)
-    assert list(many.items())[:40] == list(few.items())
+    few, many = generate(20, 1), generate(40, 1)
+    assert list(many.items())[:20] == list(few.items())
 
 
-def test_more_tasks_than_statements():
-    entries = generate(400, 0, ["group_by_single_column"], "heldout")
-    assert len({json.dumps([entry["instruction"], entry["table_info"]]) for entry in entries.values()}) == 400
+def test_skeletons_and_instructions_hardly_repeat():
+    for entries in SEVERAL.values():
+        skeletons = [skeleton_of_sql(entry["answer_info"]["sql"]) for entry in entries.values()]
+        values = sum(" VALUES " in skeleton for skeleton in skeletons)
+        assert len(set(skeletons)) > 0.93 * (len(skeletons) - values)
+        assert len({entry["instruction"] for entry in entries.values()}) == len(entries)
 
 
-def test_the_splits_share_no_table_and_no_wording():
-    (train, asked), (heldout, asked_otherwise) = SPLITS["train"], SPLITS["heldout"]
-    tables, others = {schema.table for schema in train}, {schema.table for schema in heldout}
-    assert not tables & others
-    assert len(tables) == len(train) >= 24 and len(others) == len(heldout) >= 12
-    for split, entries in SEVERAL.items():
-        assert {entry["table_info"]["name"] for entry in entries.values()} <= {
-            schema.table for schema in SPLITS[split][0]
-        }
-    assert set(asked.templates) == set(asked_otherwise.templates) == set(GENERATED_SKILLS)
-    for skill in GENERATED_SKILLS:
-        ours, theirs = (
-            {re.sub(r"{\w+}|\W", " ", template).lower().strip() for template in phrasings.templates[skill]}
-            for phrasings in (asked, asked_otherwise)
-        )
-        assert len(ours) >= 8 and len(theirs) >= 5, skill
-        assert not ours & theirs, skill
-    for name in ("comparisons", "day_comparisons", "directions", "extremes", "aggregates"):
-        assert not set(getattr(asked, name).values()) & set(getattr(asked_otherwise, name).values()), name
-
-
-def test_every_template_says_what_is_needed():
-    needed = {
-        "insert": [{"cells", "cells_said"}],
-        "update": [{"column", "column_said"}, {"value"}, {"condition", "condition_said"}],
-        "delete": [{"condition", "condition_said"}],
-        "select": [{"columns", "columns_said"}],
-        "where_single_condition": [{"columns", "columns_said"}, {"condition", "condition_said"}],
-        "order_by_single_column": [{"columns", "columns_said"}, {"key", "key_said"}, {"direction"}],
-        "limit_only": [{"columns", "columns_said"}, {"key", "key_said"}, {"extreme"}, {"count"}],
-        "group_by_single_column": [{"outputs", "outputs_said"}, {"group", "group_said"}],
+def test_the_words_of_the_splits_are_apart():
+    """Entities never meet; attributes only where every entity has them."""
+    train, heldout = (
+        {column for entry in SEVERAL[split].values() for column in _columns(entry)}
+        for split in ("train", "words")
+    )
+    shared = (train & heldout) - {"id"}
+    common = {
+        name for name, attribute in attributes().items() if "*" in attribute.topics or attribute.role == "ref"
     }
-    for _, phrasings in SPLITS.values():
-        for skill, templates in phrasings.templates.items():
-            for template in templates:
-                slots = {slot for _, slot, _, _ in string.Formatter().parse(template) if slot}
-                assert all(slots & choice for choice in needed[skill]), template
+    assert not {name for name in shared if name in attributes()} - common
+    assert not {_own_id(entry) for entry in SEVERAL["train"].values()} & {
+        _own_id(entry) for entry in SEVERAL["words"].values()
+    } - {None, "id"}
+    share = sum(held_out("entity", name) for name in entities()) / len(entities())
+    assert 0.15 < share < 0.3
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_results_are_short_and_sorts_are_total(split):
-    for name, entry in SEVERAL[split].items():
-        table, answer = entry["table_info"], entry["answer_info"]
-        headers = [column["name"] for column in table["column_info_list"]]
-        assert 3 <= len(headers) <= 5 and 5 <= len(table["row_list"]) <= 10
+def test_only_the_composition_split_joins_held_out_pairs():
+    together = {"having", "several subqueries"}
+    assert frozenset(together) in HELD_OUT_PAIRS
+    joined = {split: sum(map(_joins, entries.values())) for split, entries in SEVERAL.items()}
+    assert joined["train"] == joined["words"] == joined["phrasing"] == 0
+    assert joined["composition"] > 0.9 * len(SEVERAL["composition"])  # `_joins` sees the skills only
+
+
+def test_other_phrases_are_held_out():
+    """Sequences of three words that one split uses often and the other never."""
+    train, phrasing = (_trigrams(SEVERAL[split]) for split in ("train", "phrasing"))
+    often = {words for words, count in phrasing.items() if count >= 4}
+    assert len([words for words in often if words not in train]) > 20
+
+
+@pytest.mark.parametrize("entries", EVERYTHING)
+def test_results_are_short_and_the_order_is_determined(entries):
+    for name, entry in entries.items():
+        answer, table = entry["answer_info"], entry["table_info"]
         assert {column["type"] for column in table["column_info_list"]} <= {"INT", "TEXT"}
+        assert 5 <= len(table["row_list"]) <= 34
         if answer["direct"] is None:
             assert re.fullmatch("[0-9a-f]{32}", answer["md5"])
             continue
-        assert 1 <= len(answer["direct"]) <= 5 and 1 <= len(answer["direct"][0]) <= 3, name
-        order = parse(answer["sql"]).args.get("order")
-        if order is not None:
-            key = headers.index(order.expressions[0].this.name)
-            values = [row[key] for row in table["row_list"]]
-            assert len(set(values)) == len(values), name
-            assert order_keys(answer["sql"], headers, len(answer["direct"][0])) is not None
+        assert (
+            1 <= len(answer["direct"]) <= 25 and len(repr([tuple(row) for row in answer["direct"]])) <= 400
+        ), name
+        assert None not in {cell for row in answer["direct"] for cell in row}
+        keys = order_keys(answer["sql"], _columns(entry), len(answer["direct"][0]))
+        assert (keys is None) == (not any(skill.startswith("order_by") for skill in entry["skill_list"]))
+        rows = tuple(map(tuple, answer["direct"]))
+        if keys is None and {"limit_only", "limit_and_offset"} & set(entry["skill_list"]):
+            # counted from the lowest id, which is the order of the table
+            assert not {"group_by_single_column", "group_by_multiple_columns"} & set(entry["skill_list"])
+            id_name = table["column_info_list"][0]["name"]
+            by_id = re.sub(
+                r" (LIMIT \d+( OFFSET \d+)?)$", rf" ORDER BY `{id_name}` \1", answer["sql"].rstrip(";")
+            )
+            assert "ORDER BY" in by_id and _run(entry, by_id, table["row_list"][::-1]) == rows, name
+            continue
+        for arranged in (table["row_list"][::-1], sorted(table["row_list"], key=repr)):
+            again = tuple(tuple(map(rounded, row)) for row in _run(entry, answer["sql"], arranged))
+            if keys is not None:
+                assert again == rows, name
+            else:
+                assert sorted(again, key=repr) == sorted(rows, key=repr), name
 
 
-@pytest.mark.parametrize("split", SPLITS)
-def test_the_instruction_names_every_value_and_output(split):
-    for name, entry in SEVERAL[split].items():
-        instruction, sql = entry["instruction"], entry["answer_info"]["sql"]
-        assert "{" not in instruction and "_said" not in instruction
-        for text, number in re.findall(r"'((?:[^']|'')*)'|\b(\d+)\b", sql):
-            assert (text.replace("''", "'") or number) in instruction, name
-        for header in (column["name"] for column in entry["table_info"]["column_info_list"]):
-            if re.search(rf"\b{header}\b", sql):
-                assert (
-                    header.lower() in instruction.lower()
-                    or header.replace("_", " ").lower() in instruction.lower()
-                ), name
+def test_without_its_where_a_statement_answers_otherwise():
+    for name, entry in SEVERAL["train"].items():
+        tree = sqlglot.parse_one(entry["answer_info"]["sql"], read="mysql")
+        if entry["answer_info"]["direct"] is not None and tree.args.get("where"):
+            tree.set("where", None)
+            answer = _run(entry, tree.sql("sqlite"), entry["table_info"]["row_list"])
+            rows = tuple(tuple(map(rounded, row)) for row in answer)
+            assert rows != tuple(map(tuple, entry["answer_info"]["direct"])), name
+
+
+@pytest.mark.parametrize("entries", EVERYTHING)
+def test_the_instruction_says_every_value(entries):
+    for name, entry in entries.items():
+        said = entry["instruction"].lower()
+        assert "{" not in said and "  " not in said and said[-1] in ".?:)", (name, said)
+        for text in re.findall(r"'((?:[^']|'')*)'", entry["answer_info"]["sql"]):
+            assert any(form.lower() in said for form in _forms(text)), (name, text, entry["instruction"])
+        for number in re.findall(
+            r"(?<![\w'.-])\d+(?![\w'.-])", re.sub(r"'[^']*'|`[^`]*`", "", entry["answer_info"]["sql"])
+        ):
+            assert any(form in said for form in _number_forms(int(number))), (
+                name,
+                number,
+                entry["instruction"],
+            )
+
+
+@pytest.mark.parametrize("entries", EVERYTHING)
+def test_the_instruction_names_every_column(entries):
+    for name, entry in entries.items():
+        said, sql = entry["instruction"].lower(), entry["answer_info"]["sql"]
+        for header in _columns(entry):
+            if re.search(rf"\b{header}\b", re.sub("'[^']*'", "", sql)):
+                assert any(form in said for form in _column_forms(header)), (name, header, said)
+
+
+@pytest.mark.parametrize("entries", EVERYTHING)
+def test_the_sql_is_in_the_common_dialect(entries):
+    """Backticks only; a change reads its own table only within another query."""
+    for name, entry in entries.items():
+        sql = entry["answer_info"]["sql"]
+        assert '"' not in sql and ";" not in sql[:-1], name
+        tree = sqlglot.parse_one(sql, read="mysql")
+        if isinstance(tree, sqlglot.exp.Update | sqlglot.exp.Delete):
+            for select in tree.find_all(sqlglot.exp.Select):
+                if select.parent_select is None:
+                    assert isinstance(select.args["from_"].this, sqlglot.exp.Subquery), (name, sql)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((0, 0), "at least 1"),
-        ((1, 0, ["subquery_nested"]), "subquery_nested"),
-        ((1, 0, ["insert"], "test"), "train or heldout"),
+        ((1, 0, ["joins"]), "joins"),
+        ((1, 0, ["insert"], "test"), "choose train, words, phrasing, composition or heldout"),
+        ((1, 0, ["insert"], "train", 1.5), "from 0 to 1"),
     ],
 )
 def test_wrong_arguments_are_told(arguments, message):
@@ -178,3 +255,104 @@ def test_wrong_arguments_are_told(arguments, message):
 def test_skills_of_a_statement(sql, skills):
     assert set(skills_of(sql)) == skills
     assert skills <= set(SKILLS)
+
+
+def _columns(entry):
+    return [column["name"] for column in entry["table_info"]["column_info_list"]]
+
+
+def _own_id(entry):
+    first = _columns(entry)[0].lower().replace(" ", "_")
+    return first if first.endswith("id") and first not in attributes() else None
+
+
+def _joins(entry):
+    skills = set(entry["skill_list"])
+    having = any(skill.startswith("having") for skill in skills)
+    where = skills & {"where_multiple_conditions", "where_nested_conditions"}
+    sorts = any(skill.startswith("order_by_multiple") for skill in skills)
+    limit = skills & {"limit_only", "limit_and_offset"}
+    change = skills & {"update", "delete"}
+    nested = "where_nested_conditions" in skills
+    return bool(
+        (nested and (sorts or skills & {"delete", "insert"}))
+        or {"group_by_multiple_columns", "limit_and_offset"} <= skills
+        or ("having_aggregate_calculation" in skills and where)
+        or (having and "subquery_multiple" in skills)
+        or ("subquery_nested" in skills and limit and not change)
+        or {"update", "subquery_multiple"} <= skills
+    )
+
+
+def _trigrams(entries):
+    counts = {}
+    for entry in entries.values():
+        words = re.findall("[a-z]+", entry["instruction"].lower())
+        for i in range(len(words) - 2):
+            counts[tuple(words[i : i + 3])] = counts.get(tuple(words[i : i + 3]), 0) + 1
+    return counts
+
+
+def _run(entry, sql, rows):
+    columns = tuple(
+        Column(column["name"], column["type"]) for column in entry["table_info"]["column_info_list"]
+    )
+    table = Table(entry["table_info"]["name"], columns, tuple(map(tuple, rows)))
+    database = SQLiteDatabase(table, seconds=5.0, steps=1_000_000, seed=0)
+    try:
+        executed = database.execute(sql)
+        assert executed.error is None, executed.error
+        return executed.rows
+    finally:
+        database.close()
+
+
+def _forms(text):
+    yield text.strip("%")
+    if re.fullmatch(r"\d{4}-\d\d-\d\d", text):
+        day = datetime.date.fromisoformat(text)
+        yield f"{day:%B} {day.day}, {day.year}"
+        yield f"{day.day} {day:%B} {day.year}"
+
+
+def _column_forms(header):
+    words = header.lower().replace("_", " ")
+    yield header.lower()
+    yield words
+    yield plural(words)
+    yield from ("name", "id") if words.endswith(("name", "id")) else ()
+    if words.startswith(("is ", "in ")):
+        yield words.split(" ", 1)[1]
+    if words.split()[-1] in UNITS or words.endswith(("minutes", "days", "tons")):
+        yield words.rsplit(" ", 1)[0]
+    if attribute := attributes().get(words.replace(" ", "_")):
+        if attribute.short:
+            yield from (attribute.short.lower(), plural(attribute.short).lower())
+        for _, saying in attribute.sayings:
+            yield saying.split("{v}")[0].strip()
+
+
+def _number_forms(number):
+    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"]
+    ordinals = [
+        "zeroth",
+        "first",
+        "second",
+        "third",
+        "fourth",
+        "fifth",
+        "sixth",
+        "seventh",
+        "eighth",
+        "ninth",
+        "tenth",
+        "eleventh",
+    ]
+    yield str(number)
+    yield str(number + 1)  # an offset, told by the entry to start from
+    if number < 11:
+        yield from (words[number], ordinals[number], ordinals[number + 1])
+    if number == 1:
+        yield from ("the first", "the one", "after skipping")
+    if number in (2, 3):
+        yield ("twice", "three times")[number - 2]

@@ -197,7 +197,7 @@ def test_a_key_of_another_environment_is_told(tmp_path):
     settings = {"num_tasks": 3, "skills": ["mkdir"], "combined": 0.0}
     assert generate_tasks("os_interaction", **settings) == generate(3, 0, ["mkdir"], combined=0)
     for call, fault in (
-        (lambda: generate_tasks("db_bench", num_tasks=3, combined=0.5), "generate.combined: unknown key"),
+        (lambda: generate_tasks("db_bench", num_tasks=3, sandbox="none"), "generate.sandbox: unknown key"),
         (lambda: generate_tasks("os_interaction"), "generate.num_tasks: "),
         (lambda: generate_tasks("chess"), "there is no kind 'chess'; give one of arithmetic, db_bench"),
         (lambda: generate_tasks("gsm8k"), "gsm8k has no tasks to generate; choose db_bench or os_interac"),

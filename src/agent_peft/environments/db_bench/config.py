@@ -9,7 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from agent_peft.config import Config
 from agent_peft.environments.base import EnvironmentConfig
-from agent_peft.environments.db_bench.generator import GENERATED_SKILLS
+from agent_peft.environments.db_bench.generator import COMBINED, GENERATED_SKILLS
 from agent_peft.environments.db_bench.syntax import SKILLS
 from agent_peft.environments.task_files.reading import check_one_source, check_skills
 from agent_peft.environments.task_files.split import Limit, Split, check_split_of_file
@@ -32,22 +32,39 @@ USER_PROMPT = "{instruction}\nThe name of this table is {table}, and the headers
 
 
 class GenerateConfig(Config):
-    """Which tasks to generate. The splits ``train`` and ``heldout`` share no table name and no phrasing."""
+    """Which tasks to generate. The splits ``words``, ``phrasing`` and ``composition`` each hold out one thing
+    that ``train`` never shows. ``heldout`` holds out words and phrasing, and has all combinations of clauses.
+    """
 
     num_tasks: int = Field(gt=0, description="number of tasks")
     seed: int = Field(0, description="another seed gives other tasks")
-    skills: tuple[str, ...] = Field(
-        GENERATED_SKILLS, min_length=1, description="skills of the tasks; the tasks take them in turn"
+    skills: tuple[str, ...] | None = Field(
+        None,
+        min_length=1,
+        description="primary skills of the tasks, which take them in turn; null draws skills as often as "
+        "people need them",
     )
-    split: Literal["train", "heldout"] = Field(
-        "train", description="train or heldout, which share no table name and no phrasing"
+    split: Literal["train", "words", "phrasing", "composition", "heldout"] = Field(
+        "train",
+        description="train; words, phrasing or composition, which hold out one thing; or heldout, which "
+        "holds out words and phrasing",
+    )
+    combined: float = Field(
+        COMBINED, ge=0, le=1, description="share of tasks that may show more skills than their own"
     )
 
     @field_validator("skills")
     @classmethod
-    def _skills_are_known(cls, skills: tuple[str, ...]) -> tuple[str, ...]:
+    def _skills_are_known(cls, skills: tuple[str, ...] | None) -> tuple[str, ...] | None:
         check_skills(skills, GENERATED_SKILLS)
         return skills
+
+    @model_validator(mode="after")
+    def _combined_has_an_effect(self) -> GenerateConfig:
+        if self.combined != COMBINED and (self.skills is None or self.split == "composition"):
+            condition = "without skills" if self.skills is None else "with split: composition"
+            raise ValueError(f"combined has no effect {condition}; leave it out")
+        return self
 
 
 class DBBenchConfig(EnvironmentConfig):

@@ -1,283 +1,293 @@
-"""Tasks with one focus skill each, made up in LifelongAgentBench's format.
+"""Tasks made up in LifelongAgentBench's format: a table, a statement of a drawn shape, and how a person asks
+for it.
 
-Everything an agent needs is in the instruction and the headers: which columns to return and in which order,
-every value, every sort. Results are short, and a sort or a limit never meets a tie.
+Every clause, comparator and direction of a statement matters to its answer (`generation.mutation`), no tie
+leaves an answer open, and answers are short. A held-out split changes one thing only: the words, the
+phrasing, or which features meet (``heldout``: all three).
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+import sqlite3
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
-from agent_peft.environments.db_bench import phrasings, schema_pools
-from agent_peft.environments.db_bench.database import Cell, Column, Row, Table
-from agent_peft.environments.db_bench.phrasings import Phrasings
-from agent_peft.environments.db_bench.schemas import Field, Schema
-from agent_peft.environments.db_bench.sqlite import SQLiteDatabase
-from agent_peft.environments.db_bench.syntax import skills_of
+from agent_peft.environments.db_bench.database import Cell, Row
+from agent_peft.environments.db_bench.generation.conditions import Unfit
+from agent_peft.environments.db_bench.generation.grammar import Derivation, Side
+from agent_peft.environments.db_bench.generation.mutation import every_part_matters, is_determined
+from agent_peft.environments.db_bench.generation.phrasing import Phrasing
+from agent_peft.environments.db_bench.generation.plan import Insert, Select, Statement, name_sql, sql, wrapped
+from agent_peft.environments.db_bench.generation.rows import draw_rows
+from agent_peft.environments.db_bench.generation.sampler import Sampler
+from agent_peft.environments.db_bench.generation.schemas import Schema, draw_schema
+from agent_peft.environments.db_bench.generation.shapes import ALONE, Shape, shape_for
+from agent_peft.environments.db_bench.generation.skeletons import skeleton
 from agent_peft.environments.db_bench.tasks import table_md5
 from agent_peft.seeding import derive, generator
 from agent_peft.types import AgentPeftError
 
-SPLITS: dict[str, tuple[Sequence[Schema], Phrasings]] = {
-    "train": (schema_pools.TRAIN, phrasings.TRAIN),
-    "heldout": (schema_pools.HELDOUT, phrasings.HELDOUT),
-}
-_MAX_RESULT_ROWS = 5
-_FRESH_ATTEMPTS = (
-    100  # draws in search of a statement not yet used; after that only the whole task must be new
-)
-_ATTEMPTS = 1_000
+GENERATED_SKILLS = tuple(ALONE)
+COMBINED = 0.75  # the share of tasks that show more than their skill needs
 
 
 @dataclass(frozen=True)
-class _Draw:
-    """What a skill's maker draws from."""
+class Split:
+    """What a split holds out: ``words``, the alternatives of the grammar, and which features meet."""
 
-    schema: Schema
-    rows: tuple[Row, ...]
-    wordings: Phrasings
-    rng: random.Random
+    words_held_out: bool = False
+    phrases: Side = "train"
+    composition: str = "train"
 
 
-Made = tuple[str, dict[str, object]]  # the SQL, and what fills the template
+SPLITS: dict[str, Split] = {
+    "train": Split(),
+    "words": Split(words_held_out=True),
+    "phrasing": Split(phrases="heldout"),
+    "composition": Split(composition="heldout"),
+    "heldout": Split(True, "heldout", "any"),
+}
+_MOST_ROWS = {6: 0.3, 12: 0.3, 25: 0.4}  # of an answer, and how often that is the bound
+_MAX_ANSWER_CHARS = 400  # what an observation shows by default
+_TASKS_PER_REPEAT = 1_667  # after so many tasks a skeleton may be used once more
+_TRIES_OF_TABLE = 4  # statements drawn for a table
+_TRIES_OF_SHAPE = 5  # tables drawn for a shape
+_PATIENCE = 30  # tables in search of a new skeleton
+_ATTEMPTS = 300
 
 
 def generate(
-    num_tasks: int, seed: int, skills: Sequence[str] | None = None, split: str = "train"
+    num_tasks: int,
+    seed: int,
+    skills: Sequence[str] | None = None,
+    split: str = "train",
+    combined: float = COMBINED,
 ) -> dict[str, dict[str, Any]]:
-    """Entries by id, the skills taking turns. The same arguments give the same entries.
+    """Entries by id. The same arguments give the same entries, and fewer are the first of more.
 
     Args:
         num_tasks: how many.
         seed: another seed gives other tasks.
-        skills: some of `GENERATED_SKILLS` (default: all).
-        split: ``train`` or ``heldout``, which share no table name and no phrasing.
+        skills: some of `GENERATED_SKILLS`, which take turns as the primary skill (in a held-out composition:
+            as one of the skills). None: whatever people ask.
+        split: one of `SPLITS`.
+        combined: the share of tasks that may show other skills besides. 0: the clauses that the skill needs,
+            and no other. It has no effect without ``skills`` and on a held-out composition.
 
     Raises:
         AgentPeftError: an argument is wrong.
     """
-    skills = tuple(skills or GENERATED_SKILLS)
-    for skill in skills:
-        if skill not in _MAKERS:
+    for skill in skills or ():
+        if skill not in ALONE:
             raise AgentPeftError(
-                f"no tasks can be generated for skill {skill!r}; choose among {', '.join(_MAKERS)}"
+                f"no tasks can be generated for skill {skill!r}; choose among {', '.join(ALONE)}"
             )
     if split not in SPLITS:
-        raise AgentPeftError(f"there is no split {split!r}; choose train or heldout")
+        *others, last = SPLITS
+        raise AgentPeftError(f"there is no split {split!r}; choose {', '.join(others)} or {last}")
     if num_tasks < 1:
         raise AgentPeftError(f"num_tasks must be at least 1, not {num_tasks}")
-    entries: dict[str, dict[str, Any]] = {}
-    statements: set[str] = set()
-    tasks: set[str] = set()
+    if not 0 <= combined <= 1:
+        raise AgentPeftError(f"combined must be from 0 to 1, not {combined:g}")
+    maker = TaskMaker(split, combined)
+    entries = {}
     for i in range(num_tasks):
-        skill = skills[i % len(skills)]
-        name = f"{split}-{i:04d}-{skill}"
-        entries[name] = _distinct_entry(
-            i, skill, split, generator(seed, "db_bench", split, skill, i), statements, tasks
-        )
+        focus = skills[i % len(skills)] if skills else None
+        rng = generator(seed, "db_bench", split, focus or "any", i)
+        entries[f"{split}-{i:04d}-{focus or 'any'}"] = maker.entry(i, focus, rng)
     return entries
 
 
-def _distinct_entry(
-    index: int, skill: str, split: str, rng: random.Random, statements: set[str], tasks: set[str]
-) -> dict[str, Any]:
-    for attempt in range(_ATTEMPTS):
-        schemas, wordings = SPLITS[split]
-        schema = rng.choice(schemas)
-        few = skill in ("select", "order_by_single_column")  # their result is the whole table
-        rows = schema.rows(5 if few else rng.randint(6, 10), rng)
-        made = _MAKERS[skill](_Draw(schema, rows, wordings, rng))
-        if made is None:
-            continue
-        sql, slots = made
-        if sql in statements and attempt < _FRESH_ATTEMPTS:
-            continue
-        instruction = rng.choice(wordings.templates[skill]).format(
-            table=schema.table, one=schema.one, many=schema.many, **slots
-        )
-        instruction = instruction[0].upper() + instruction[1:]
-        whole = json.dumps([instruction, rows])
-        answer = _answer(
-            Table(schema.table, tuple(Column(field.name, field.type) for field in schema.fields), rows), sql
-        )
-        if answer is None or whole in tasks:
-            continue
-        statements.add(sql)
-        tasks.add(whole)
+class _Repeated(Exception):
+    """The statement's skeleton was used often enough."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A task before it is written as an entry; ``bits``: of the phrasing's derivation."""
+
+    schema: Schema
+    rows: tuple[Row, ...]
+    statement: Statement
+    skills: tuple[str, ...]
+    answer: list[Row]
+    instruction: str
+    bits: float
+
+
+class TaskMaker:
+    """Draws tasks one after the other, and remembers the statements' skeletons so that they do not repeat."""
+
+    def __init__(self, split: str, combined: float = COMBINED) -> None:
+        self.split, self.combined = SPLITS[split], combined
+        self._skeletons: Counter[str] = Counter()
+        self._instructions: set[str] = set()
+
+    def entry(self, index: int, skill: str | None, rng: random.Random) -> dict[str, Any]:
+        """The next task as an entry.
+
+        Raises:
+            AgentPeftError: none was found.
+        """
+        draft = self.draft(index, skill, rng)
+        gold = sql(draft.statement) + ";"
+        rows = [[rounded(cell) for cell in row] for row in draft.answer]
+        asks = isinstance(draft.statement, Select)
         return {
             "sample_index": index,
-            "answer_info": answer,
-            "table_info": {
-                "name": schema.table,
-                "column_info_list": [{"name": field.name, "type": field.type} for field in schema.fields],
-                "row_list": [list(row) for row in rows],
+            "answer_info": {
+                "direct": rows if asks else None,
+                "md5": None if asks else table_md5(draft.answer),
+                "sql": gold,
             },
-            "instruction": instruction,
-            "skill_list": [skill, *(other for other in skills_of(sql) if other != skill)],
-            "sql_instruction_row_list_entry_hash": derive(0, sql, whole),
+            "table_info": {
+                "name": draft.schema.table,
+                "column_info_list": [
+                    {"name": column.name, "type": column.type} for column in draft.schema.columns
+                ],
+                "row_list": [list(row) for row in draft.rows],
+            },
+            "instruction": draft.instruction,
+            "skill_list": list(draft.skills),
+            "sql_instruction_row_list_entry_hash": derive(
+                0, gold, json.dumps([draft.instruction, draft.rows])
+            ),
         }
-    raise AgentPeftError(
-        f"no further distinct {skill} task was found in {_ATTEMPTS} draws; ask for fewer tasks"
-    )
+
+    def draft(self, index: int, skill: str | None, rng: random.Random) -> Draft:
+        """The next task."""
+        tries = 0
+        for attempt in range(_ATTEMPTS):
+            if tries <= 0:
+                tries = _TRIES_OF_SHAPE
+                try:
+                    shape = shape_for(skill, self.combined, self.split.composition, rng)
+                except LookupError as error:
+                    raise AgentPeftError(str(error)) from None
+            most = rng.choices(list(_MOST_ROWS), list(_MOST_ROWS.values()))[0]
+            schema = draw_schema(rng, self.split.words_held_out)
+            rows = draw_rows(schema, rng)
+            if shape.statement == "select" and not (
+                shape.where or shape.limit or shape.groups or shape.aggregates
+            ):
+                rows = rows[: rng.randint(5, max(most, 8))]  # the answer has them all
+            tries -= 1
+            table = Scratch(schema, rows)
+            sampler = Sampler(schema, rows, table.query, rng)
+            try:
+                for _ in range(_TRIES_OF_TABLE):
+                    found = self._try(sampler, shape, table, most, index if attempt < _PATIENCE else None)
+                    if found is not None:
+                        plan, answer = found
+                        derivation = Derivation(rng, side=self.split.phrases)
+                        instruction = Phrasing(schema, derivation).say(plan)
+                        if instruction not in self._instructions:
+                            self._instructions.add(instruction)
+                            statement = wrapped(plan)
+                            self._skeletons[skeleton(statement)] += 1
+                            return Draft(
+                                schema,
+                                rows,
+                                statement,
+                                shape.skills,
+                                list(answer),
+                                instruction,
+                                derivation.bits,
+                            )
+            except _Repeated:
+                tries = 0
+            finally:
+                table.close()
+        raise AgentPeftError(
+            f"no further task for skill {skill} was found in {_ATTEMPTS} draws; ask for fewer tasks"
+        )
+
+    def _try(
+        self, sampler: Sampler, shape: Shape, table: Scratch, most: int, index: int | None
+    ) -> tuple[Statement, tuple[Row, ...]] | None:
+        """A statement worth asking for, and its answer. ``index``: of the task, where its skeleton has to be
+        new.
+        """
+        try:
+            plan = sampler.statement(shape)
+        except Unfit:
+            return None
+        statement = wrapped(plan)
+        listed = isinstance(statement, Insert) and not isinstance(
+            statement.source, Select
+        )  # there are but two
+        if (
+            index is not None
+            and not listed
+            and self._skeletons[skeleton(statement)] > index // _TASKS_PER_REPEAT
+        ):
+            raise _Repeated
+        answer = table.answer(statement)
+        if answer is None or not _is_worth_asking(statement, answer, sampler.rows, most):
+            return None
+        if not every_part_matters(statement, answer, table.answer):
+            return None
+        return (plan, answer) if is_determined(statement, sampler.schema.columns, table.answer) else None
 
 
-def _answer(table: Table, sql: str) -> dict[str, Any] | None:
-    """The entry's ``answer_info``, or None if the statement is not worth asking for."""
-    database = SQLiteDatabase(table, seconds=2.0, steps=1_000_000, seed=0)
-    try:
-        executed, after = database.execute(sql), database.table()
-    finally:
-        database.close()
-    if executed.error is not None or after is None:
-        raise RuntimeError(f"a generated statement fails ({executed.error}): {sql}")
-    if executed.rows is not None:
-        fits = 1 <= len(executed.rows) <= _MAX_RESULT_ROWS and len(executed.rows[0]) <= 3
-        return {"direct": [list(row) for row in executed.rows], "md5": None, "sql": sql} if fits else None
-    if sorted(map(repr, after)) == sorted(map(repr, table.rows)) or (executed.changed >= len(table.rows)):
-        return None
-    return {"direct": None, "md5": table_md5(after), "sql": sql}
+def rounded(cell: Cell) -> Cell:
+    """A number with the four decimals of MySQL's ``AVG``. Then an answer with more decimals is correct, too.
+
+    >>> rounded(41.65625), rounded(7), rounded(1 / 3)
+    (41.6563, 7, 0.3333)
+    """
+    if not isinstance(cell, float):
+        return cell
+    return float(Decimal(repr(cell)).quantize(Decimal("0.0001"), ROUND_HALF_UP))
 
 
-def _insert(draw: _Draw) -> Made:
-    schema, rng = draw.schema, draw.rng
-    cells = []
-    for i, field in enumerate(schema.fields):
-        taken = {row[i] for row in draw.rows} if field.kind != "category" else set()
-        while (cell := field.draw_one(rng)) in taken:
-            pass
-        cells.append(cell)
-    names = ", ".join(field.name for field in schema.fields)
-    values = ", ".join(map(_sql, cells))
-    pairs = list(zip(schema.fields, cells, strict=True))
-    return f"INSERT INTO {schema.table} ({names}) VALUES ({values});", {
-        "cells": ", ".join(f"{field.name} = {_shown(cell)}" for field, cell in pairs),
-        "cells_said": _joined([f"{field.said} {_shown(cell)}" for field, cell in pairs]),
-    }
+class Scratch:
+    """A table in memory, on which statements are tried and undone."""
+
+    def __init__(self, schema: Schema, rows: tuple[Row, ...]) -> None:
+        self._table = name_sql(schema.table)
+        self._connection = sqlite3.connect(":memory:", isolation_level=None)
+        columns = ", ".join(f"{name_sql(column.name)} {column.type}" for column in schema.columns)
+        self._connection.execute(f"CREATE TABLE {self._table} ({columns})")
+        self._connection.executemany(
+            f"INSERT INTO {self._table} VALUES ({', '.join('?' * len(schema.columns))})", rows
+        )
+
+    def query(self, query: Select) -> list[Row]:
+        return self._connection.execute(sql(query)).fetchall()
+
+    def answer(self, statement: Statement) -> tuple[Row, ...] | None:
+        """The rows of a query, sorted unless it sorts them; of a change, the table after it, sorted. None: it
+        fails.
+        """
+        try:
+            if isinstance(statement, Select):
+                rows = self.query(statement)
+                return tuple(rows if statement.order or statement.limit else sorted(rows, key=repr))
+            self._connection.execute("BEGIN")
+            try:
+                self._connection.execute(sql(statement))
+                return tuple(sorted(self._connection.execute(f"SELECT * FROM {self._table}"), key=repr))
+            finally:
+                self._connection.execute("ROLLBACK")
+        except sqlite3.Error:
+            return None
+
+    def close(self) -> None:
+        self._connection.close()
 
 
-def _update(draw: _Draw) -> Made:
-    target = draw.rng.choice(draw.schema.of("category", "number", "day"))
-    value = target.draw_one(draw.rng)
-    where, slots = _condition(draw, besides=target)
-    sql = f"UPDATE {draw.schema.table} SET {target.name} = {_sql(value)} WHERE {where};"
-    return sql, {**slots, "column": target.name, "column_said": target.said, "value": _shown(value)}
-
-
-def _delete(draw: _Draw) -> Made:
-    where, slots = _condition(draw)
-    return f"DELETE FROM {draw.schema.table} WHERE {where};", slots
-
-
-def _select(draw: _Draw) -> Made:
-    names, slots = _columns(draw, most=2)
-    return f"SELECT {names} FROM {draw.schema.table};", slots
-
-
-def _where(draw: _Draw) -> Made:
-    where, condition = _condition(draw)
-    names, slots = _columns(draw, most=3)
-    return f"SELECT {names} FROM {draw.schema.table} WHERE {where};", {**condition, **slots}
-
-
-def _order_by(draw: _Draw) -> Made:
-    key, descending, slots = _sort(draw)
-    names, columns = _columns(draw, most=2)
-    sql = f"SELECT {names} FROM {draw.schema.table} ORDER BY {key.name} {'DESC' if descending else 'ASC'};"
-    return sql, {**slots, **columns}
-
-
-def _limit(draw: _Draw) -> Made:
-    key, descending, slots = _sort(draw)
-    names, columns = _columns(draw, most=3)
-    count = draw.rng.randint(2, 4)
-    sql = f"SELECT {names} FROM {draw.schema.table} ORDER BY {key.name} {'DESC' if descending else 'ASC'} LIMIT {count};"  # noqa: E501
-    return sql, {**slots, **columns, "count": count}
-
-
-def _group_by(draw: _Draw) -> Made:
-    schema, rng = draw.schema, draw.rng
-    group, column = rng.choice(schema.of("category")), rng.choice(schema.of("number"))
-    function = rng.choice(list(draw.wordings.aggregates))
-    wording = draw.wordings.aggregates[function]
-    said = wording.format(many=schema.many, column=column.said)
-    literal = wording.format(many=schema.many, column=column.name)
-    first = rng.random() < 0.75  # the group before the aggregate
-    expressions = [group.name, "COUNT(*)" if function == "COUNT" else f"{function}({column.name})"]
-    outputs, outputs_said = [group.name, literal], [group.said, said]
-    if not first:
-        expressions, outputs, outputs_said = expressions[::-1], outputs[::-1], outputs_said[::-1]
-    return f"SELECT {', '.join(expressions)} FROM {schema.table} GROUP BY {group.name};", {
-        "group": group.name,
-        "group_said": group.said,
-        "aggregate": literal,
-        "aggregate_said": said,
-        "outputs": _joined([f"the {output}" for output in outputs]),
-        "outputs_said": _joined([f"the {output}" for output in outputs_said]),
-    }
-
-
-_MAKERS: dict[str, Callable[[_Draw], Made]] = {
-    "insert": _insert,
-    "update": _update,
-    "delete": _delete,
-    "select": _select,
-    "where_single_condition": _where,
-    "order_by_single_column": _order_by,
-    "limit_only": _limit,
-    "group_by_single_column": _group_by,
-}
-GENERATED_SKILLS = tuple(_MAKERS)
-
-
-def _condition(draw: _Draw, besides: Field | None = None) -> Made:
-    """A comparison of a column with a value near those in the table."""
-    field = draw.rng.choice([field for field in draw.schema.fields if field is not besides])
-    cell = draw.rng.choice(draw.rows)[draw.schema.fields.index(field)]
-    operators = {"number": ("=", ">", "<", ">=", "<="), "day": ("=", ">", "<")}.get(field.kind, ("=",))
-    operator = draw.rng.choice(operators)
-    words = (draw.wordings.day_comparisons if field.kind == "day" else draw.wordings.comparisons)[operator]
-    return f"{field.name} {operator} {_sql(cell)}", {
-        "condition": f"{field.name} {words} {_shown(cell)}",
-        "condition_said": f"{field.said} {words} {_shown(cell)}",
-    }
-
-
-def _columns(draw: _Draw, most: int) -> Made:
-    """Some columns, in an order of their own."""
-    fields = draw.rng.sample(draw.schema.fields, draw.rng.randint(1, min(most, len(draw.schema.fields))))
-    return ", ".join(field.name for field in fields), {
-        "columns": _joined([field.name for field in fields]),
-        "columns_said": _joined([field.said for field in fields]),
-    }
-
-
-def _sort(draw: _Draw) -> tuple[Field, bool, dict[str, object]]:
-    """A column without ties to sort by."""
-    key, descending = draw.rng.choice(draw.schema.of("number", "day")), draw.rng.random() < 0.5
+def _is_worth_asking(statement: Statement, answer: tuple[Row, ...], rows: tuple[Row, ...], most: int) -> bool:
+    if not isinstance(statement, Select):
+        changed = sum((Counter(answer) - Counter(rows)).values()) or len(rows) - len(answer)
+        return 0 < changed < len(rows) and not any(isinstance(cell, float) for row in answer for cell in row)
     return (
-        key,
-        descending,
-        {
-            "key": key.name,
-            "key_said": key.said,
-            "direction": draw.wordings.directions[key.kind, descending],
-            "extreme": draw.wordings.extremes[key.kind, descending],
-        },
+        1 <= len(answer) <= most
+        and None not in {cell for row in answer for cell in row}
+        and len(repr(list(answer))) <= _MAX_ANSWER_CHARS
     )
-
-
-def _joined(parts: Sequence[str]) -> str:
-    return parts[0] if len(parts) == 1 else ", ".join(parts[:-1]) + " and " + parts[-1]
-
-
-def _sql(cell: Cell) -> str:
-    return "'" + cell.replace("'", "''") + "'" if isinstance(cell, str) else str(cell)
-
-
-def _shown(cell: Cell) -> str:
-    """A value as an instruction writes it."""
-    return str(cell) if not isinstance(cell, str) else f'"{cell}"' if "'" in cell else f"'{cell}'"

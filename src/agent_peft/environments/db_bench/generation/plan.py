@@ -1,0 +1,259 @@
+"""A statement as typed parts, and its SQL: the common subset of SQLite, MySQL and MariaDB.
+
+Plain dataclasses rather than sqlglot's trees: drawing, changing and printing one takes microseconds, and a
+task needs a dozen of them (`mutation`). `syntax.skills_of` reads the printed SQL with sqlglot.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from agent_peft.environments.db_bench.generation.schemas import Column
+
+Operator = Literal["=", "<>", ">", "<", ">=", "<=", "LIKE"]
+Connector = Literal["AND", "OR"]
+Function = Literal["COUNT", "SUM", "AVG", "MAX", "MIN"]
+_PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Aggregate:
+    """``COUNT(*)`` where ``column`` is None; a name of a derived table's column is a string."""
+
+    function: Function
+    column: Column | str | None = None
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    operator: Literal["+", "-", "*", "/"]
+    left: Expression
+    right: Expression
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A query of one value."""
+
+    query: Select
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A name given elsewhere in the statement: an output's alias."""
+
+    name: str
+    expression: Expression
+
+
+Expression = Column | Aggregate | Arithmetic | Scalar | Reference | str | int | float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    left: Expression
+    operator: Operator
+    right: Expression
+
+
+@dataclass(frozen=True)
+class Between:
+    left: Expression
+    low: Expression
+    high: Expression
+
+
+@dataclass(frozen=True)
+class Among:
+    """``IN`` some values or the column of a query."""
+
+    left: Column
+    values: tuple[str | int, ...] | Select
+
+
+@dataclass(frozen=True)
+class Junction:
+    """Conditions joined by one connector; a junction inside stands in parentheses."""
+
+    connector: Connector
+    parts: tuple[Condition, ...]
+
+
+Condition = Comparison | Between | Among | Junction
+
+
+@dataclass(frozen=True)
+class Output:
+    expression: Expression
+    alias: str | None = None
+
+
+@dataclass(frozen=True)
+class Sort:
+    expression: Expression
+    descending: bool
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A query that stands for a table, under a name."""
+
+    query: Select
+    alias: str
+
+
+@dataclass(frozen=True)
+class Select:
+    """A query; ``alias`` is another name for its table."""
+
+    outputs: tuple[Output, ...]
+    source: str | Derived
+    where: Condition | None = None
+    groups: tuple[Column, ...] = ()
+    having: Condition | None = None
+    order: tuple[Sort, ...] = ()
+    limit: int | None = None
+    offset: int | None = None
+    alias: str | None = None
+
+
+@dataclass(frozen=True)
+class Insert:
+    table: str
+    columns: tuple[Column, ...]
+    source: tuple[tuple[str | int, ...], ...] | Select
+
+
+@dataclass(frozen=True)
+class Update:
+    table: str
+    assignments: tuple[tuple[Column, Expression], ...]
+    where: Condition | None = None
+    order: tuple[Sort, ...] = ()
+    limit: int | None = None
+
+
+@dataclass(frozen=True)
+class Delete:
+    table: str
+    where: Condition | None = None
+    order: tuple[Sort, ...] = ()
+    limit: int | None = None
+
+
+Statement = Select | Insert | Update | Delete
+Node = Statement | Expression | Condition | Output | Sort | Derived
+
+
+@functools.cache
+def name_sql(name: str) -> str:
+    """An identifier, in backticks where it needs them."""
+    return name if _PLAIN.fullmatch(name) else f"`{name}`"
+
+
+def sql(node: Node | None) -> str:
+    """A part as SQL. A part keeps its text, so that a statement which differs in one part is quickly written.
+
+    >>> sql(Comparison(Aggregate("COUNT"), ">", 3))
+    'COUNT(*) > 3'
+    """
+    if isinstance(node, str):
+        return "'" + node.replace("'", "''") + "'"
+    kept: dict[str, str] | None = getattr(node, "__dict__", None)
+    if kept is None or node is None:  # a number
+        return str(node)
+    if "_sql" not in kept:
+        kept["_sql"] = _written(node)
+    return kept["_sql"]
+
+
+def _written(node: Node) -> str:
+    match node:
+        case Column():
+            return name_sql(node.name)
+        case Comparison(left, operator, right):
+            return f"{sql(left)} {operator} {sql(right)}"
+        case Select():
+            source = name_sql(node.source) if isinstance(node.source, str) else sql(node.source)
+            alias = f" AS {node.alias}" if node.alias else ""
+            groups = f" GROUP BY {', '.join(map(sql, node.groups))}" if node.groups else ""
+            having = f" HAVING {sql(node.having)}" if node.having else ""
+            offset = f" OFFSET {node.offset}" if node.offset else ""
+            return (
+                f"SELECT {', '.join(map(sql, node.outputs))} FROM {source}{alias}"
+                f"{_where(node.where)}{groups}{having}{_tail(node.order, node.limit)}{offset}"
+            )
+        case Aggregate(function, column):
+            inner = "*" if column is None else column if isinstance(column, str) else name_sql(column.name)
+            return f"{function}({inner})"
+        case Arithmetic(operator, left, right):
+            return f"{sql(left)} {operator} {sql(right)}"
+        case Scalar(query):
+            return f"({sql(query)})"
+        case Reference(name):
+            return name_sql(name)
+        case Between(left, low, high):
+            return f"{sql(left)} BETWEEN {sql(low)} AND {sql(high)}"
+        case Among(left, values):
+            inner = sql(values) if isinstance(values, Select) else ", ".join(map(sql, values))
+            return f"{sql(left)} IN ({inner})"
+        case Junction(connector, parts):
+            texts = [f"({sql(part)})" if isinstance(part, Junction) else sql(part) for part in parts]
+            return f" {connector} ".join(texts)
+        case Output(expression, alias):
+            return sql(expression) + (f" AS {name_sql(alias)}" if alias else "")
+        case Sort(expression, descending):
+            return f"{sql(expression)} {'DESC' if descending else 'ASC'}"
+        case Derived(query, alias):
+            return f"({sql(query)}) AS {alias}"
+        case Insert(table, columns, source):
+            names = ", ".join(map(sql, columns))
+            if isinstance(source, Select):
+                return f"INSERT INTO {name_sql(table)} ({names}) {sql(source)}"
+            rows = ", ".join(f"({', '.join(map(sql, row))})" for row in source)
+            return f"INSERT INTO {name_sql(table)} ({names}) VALUES {rows}"
+        case Update():
+            sets = ", ".join(f"{sql(column)} = {sql(value)}" for column, value in node.assignments)
+            return (
+                f"UPDATE {name_sql(node.table)} SET {sets}{_where(node.where)}{_tail(node.order, node.limit)}"
+            )
+        case Delete():
+            return f"DELETE FROM {name_sql(node.table)}{_where(node.where)}{_tail(node.order, node.limit)}"
+    raise TypeError(f"no part of a statement: {node!r}")
+
+
+def _where(condition: Condition | None) -> str:
+    return f" WHERE {sql(condition)}" if condition is not None else ""
+
+
+def _tail(order: tuple[Sort, ...], limit: int | None) -> str:
+    return (f" ORDER BY {', '.join(map(sql, order))}" if order else "") + (f" LIMIT {limit}" if limit else "")
+
+
+def wrapped(statement: Statement) -> Statement:
+    """A change whose queries each stand in another: MySQL does not change a table that it reads directly."""
+    if isinstance(statement, Update | Delete) and statement.where is not None:
+        return replace(statement, where=_wrapped(statement.where, [0]))
+    return statement
+
+
+def _wrapped(condition: Condition, count: list[int]) -> Condition:
+    def source(query: Select) -> Derived:
+        count[0] += 1
+        return Derived(query, "sub" if count[0] == 1 else f"sub{count[0]}")
+
+    match condition:
+        case Junction(connector, parts):
+            return Junction(connector, tuple(_wrapped(part, count) for part in parts))
+        case Comparison(left, operator, Scalar(query)):
+            aggregate = query.outputs[0].expression
+            alias = f"{aggregate.function.lower()}_value" if isinstance(aggregate, Aggregate) else "value"
+            inner = replace(query, outputs=(Output(aggregate, alias),))
+            outer = Select((Output(Reference(alias, aggregate)),), source(inner))
+            return Comparison(left, operator, Scalar(outer))
+        case Among(left, Select() as query) if isinstance(query.source, str):
+            return Among(left, Select((Output(left),), source(query)))
+    return condition
