@@ -111,7 +111,7 @@ KEYS: dict[str, dict[str, str]] = {
         "value_learning_rate value_trunk_gradient entropy_coef kl_coef update_epochs minibatches target_kl "
         "weighting"
     },
-    "stages.algorithm:sft": {"": "kind"},
+    "stages.algorithm:sft": {"": "kind weighting"},
 }
 FIELDS = {
     f"{section}.{name}".removeprefix("."): set(commands.split())

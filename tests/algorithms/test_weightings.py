@@ -7,6 +7,7 @@ from agent_peft.algorithms.weightings import (
     sequence_mean,
     sequence_sum,
     token_mean,
+    turn_mean,
 )
 
 MASK = torch.tensor([[0, 1, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]]).bool()
@@ -27,6 +28,12 @@ def test_sequence_mean_by_hand():
     assert weighted(sequence_mean) == pytest.approx(
         (2.0 + 2.0) / 2
     )  # the trajectory without an action has no mean
+
+
+def test_turn_mean_by_hand():
+    mask = torch.tensor([[1, 0, 1, 1, 0], [0, 1, 1, 1, 1], [0, 0, 0, 0, 0], [1, 0, 0, 0, 1]]).bool()
+    loss = torch.tensor([[4.0, 9.0, 1.0, 3.0, 9.0], [9.0, 1.0, 2.0, 3.0, 2.0], [9.0] * 5, [5.0, 9, 9, 9, 7]])
+    assert weighted(turn_mean, mask, loss) == pytest.approx((4.0 + 2.0 + 2.0 + 5.0 + 7.0) / 5)
 
 
 def test_sequence_sum_by_hand():

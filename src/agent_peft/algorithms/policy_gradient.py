@@ -152,7 +152,10 @@ ClipLow = Annotated[float, Field(gt=0, lt=1, description="ε: the ratio is clipp
 ClipHigh = Annotated[float, Field(gt=0, description="ε: the ratio is clipped above 1 + ε")]
 WeightingKey = Annotated[
     WeightingName,
-    Field(description="the loss is a mean over tokens, over trajectories' means, or over trajectories' sums"),
+    Field(
+        description="the loss is a mean over tokens, over turns' means, over trajectories' means, or over "
+        "trajectories' sums"
+    ),
 ]
 
 

@@ -6,7 +6,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from agent_peft.algorithms.base import Algorithm, AlgorithmConfig, Metrics
+from agent_peft.algorithms.base import Algorithm, AlgorithmConfig, Metrics, weighted
+from agent_peft.algorithms.policy_gradient import WeightingKey
+from agent_peft.algorithms.weightings import WEIGHTINGS, Weighting, token_mean
 from agent_peft.batch import Batch, PolicyOutput
 
 
@@ -22,6 +24,12 @@ class Supervised(Algorithm):
     learns_at_zero_advantage = True
     metrics = ("surprisal",)
 
+    def __init__(self, weighting: Weighting = token_mean) -> None:
+        self.weighting = weighting
+
+    def weigh(self, minibatch: Batch) -> tuple[Batch, Tensor]:
+        return weighted(minibatch, self.weighting)
+
     def loss(self, output: PolicyOutput, microbatch: Batch) -> tuple[Tensor, Metrics]:
         """Metrics: surprisal (nats per token), which equals the loss."""
         loss = -(microbatch.weights * output.logprobs).sum()
@@ -29,9 +37,10 @@ class Supervised(Algorithm):
 
 
 class SftConfig(AlgorithmConfig):
-    """Supervised fine-tuning: the mean over tokens of -log π, one update per step. It has no keys."""
+    """Supervised fine-tuning: the mean of -log π, one update per step."""
 
     kind: Literal["sft"] = "sft"
+    weighting: WeightingKey = "token_mean"
 
     def build(self) -> Supervised:
-        return Supervised()
+        return Supervised(WEIGHTINGS[self.weighting])

@@ -28,6 +28,22 @@ def sequence_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
     return mask / tokens.clamp(min=1), (tokens > 0).sum().float()
 
 
+def turn_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean over turns of each one's mean: a long answer counts for no more than the short query before
+    it. A turn is a run of tokens in the mask, since a message of the environment stands between two of them.
+
+    >>> import torch
+    >>> turn_mean(torch.tensor([[0, 1, 0, 1, 1]]).bool())
+    (tensor([[0.0000, 1.0000, 0.0000, 0.5000, 0.5000]]), tensor(2.))
+    """
+    begins = mask & ~mask.roll(1, dims=1)
+    begins[:, 0] = mask[:, 0]
+    turns = begins.cumsum(dim=1)  # the number of each token's turn in its row, from 1
+    tokens = mask.new_zeros(turns.shape[0], turns.shape[1] + 1, dtype=mask.float().dtype)
+    tokens = tokens.scatter_add(1, turns, mask.float()).gather(1, turns)
+    return mask / tokens.clamp(min=1), begins.sum().float()
+
+
 def sequence_sum(mask: Tensor) -> tuple[Tensor, Tensor]:
     """The mean over trajectories of each one's sum: log π(trajectory) as REINFORCE defines it."""
     weights = mask.float()
@@ -46,9 +62,10 @@ def constant_length(length: int) -> Weighting:
     return weighting
 
 
-WeightingName = Literal["token_mean", "sequence_mean", "sequence_sum"]
+WeightingName = Literal["token_mean", "turn_mean", "sequence_mean", "sequence_sum"]
 WEIGHTINGS: dict[WeightingName, Weighting] = {
     "token_mean": token_mean,
+    "turn_mean": turn_mean,
     "sequence_mean": sequence_mean,
     "sequence_sum": sequence_sum,
 }

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_peft.environments.db_bench import DBBench, DBBenchConfig, generate, primary_skill, skills_of
-from agent_peft.environments.db_bench.database import Column, Table
+from agent_peft.environments.db_bench.database import Column, Table, rounded
 from agent_peft.environments.db_bench.generation.english import plural
 from agent_peft.environments.db_bench.generation.schemas import UNITS, attributes, entities, held_out
 from agent_peft.environments.db_bench.generation.shapes import HELD_OUT_PAIRS
 from agent_peft.environments.db_bench.generation.skeletons import skeleton_of_sql
-from agent_peft.environments.db_bench.generator import GENERATED_SKILLS, SPLITS, rounded
+from agent_peft.environments.db_bench.generator import GENERATED_SKILLS, SPLITS
 from agent_peft.environments.db_bench.sqlite import SQLiteDatabase
 from agent_peft.environments.db_bench.syntax import SKILLS, order_keys
 from agent_peft.types import AgentPeftError

@@ -190,3 +190,12 @@ def test_hostile_answers_are_wrong_and_quickly_so(text):
     assert not answer_is_correct(text, TWO, None)
     assert not answer_is_correct(text, [(5,)], None)
     assert time.process_time() - begun < 2
+
+
+def test_a_number_as_it_is_shown_is_right_and_others_nearby_are_not():
+    gold = [(41.65625,), (2 / 3,), (0.00012345,)]
+    assert answer_is_correct("[41.6563, 0.6667, 0.00012345]", gold, None)
+    assert not answer_is_correct("[41.6562, 0.6667, 0.00012345]", gold, None)
+    assert not answer_is_correct("[41.6563, 0.6668, 0.00012345]", gold, None)
+    assert not answer_is_correct("[41.6563, 0.6667, 0.0001]", gold, None)
+    assert not tables_are_equal([(0.1235,)], [(0.12345,)])  # a table holds what it holds

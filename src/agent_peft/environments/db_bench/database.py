@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from decimal import ROUND_HALF_UP, Decimal
 from typing import Protocol
 
 from agent_peft.types import StopReason
@@ -109,6 +110,18 @@ class Database(Protocol):
     def close(self) -> None:
         """Drop everything. May be called twice."""
         ...
+
+
+def rounded(cell: Cell) -> Cell:
+    """A number as it is shown: with four decimals, as MySQL's ``AVG`` has them, rounded half up. A number
+    below 0.1 keeps all its digits, since four decimals would not tell what it is.
+
+    >>> rounded(41.65625), rounded(7), rounded(1 / 3), rounded(0.00012345)
+    (41.6563, 7, 0.3333, 0.00012345)
+    """
+    if not isinstance(cell, float) or not 0.1 <= abs(cell) < 1e12:
+        return cell
+    return float(Decimal(repr(cell)).quantize(Decimal("0.0001"), ROUND_HALF_UP))
 
 
 def size(cells: Iterable[Cell]) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from agent_peft.environments.base import Episode
 from agent_peft.environments.clock import Clock
 from agent_peft.environments.db_bench.config import DBBenchConfig
-from agent_peft.environments.db_bench.database import Database, DatabaseStopped, Executed, Row, Table
+from agent_peft.environments.db_bench.database import Database, DatabaseStopped, Executed, Row, Table, rounded
 from agent_peft.environments.db_bench.grader import answer_is_correct, tables_are_equal
 from agent_peft.environments.db_bench.isolated import IsolatedDatabase
 from agent_peft.environments.db_bench.protocol import Answer, MalformedReply, answer, operation, parse_reply
@@ -143,12 +143,13 @@ def replies_of(problem: SQLProblem, executed: Executed) -> tuple[str, str] | Non
     if executed.error is not None:
         return None
     return operation(problem.sql), answer(
-        executed.rows if problem.direct is not None and executed.rows is not None else "done"
+        shown(executed.rows) if problem.direct is not None and executed.rows is not None else "done"
     )
 
 
 def observation(executed: Executed, limit: int) -> str:
-    """A statement's result as the agent reads it, in at most ``limit`` characters.
+    """A statement's result as the agent reads it, in at most ``limit`` characters. Its numbers have at most
+    four decimals, since most tokens of a long fraction say nothing.
 
     >>> observation(Executed(rows=((1, "a"),)), 400), observation(Executed(changed=3), 400)
     ("[(1, 'a')]", 'Done. 3 rows changed.')
@@ -158,12 +159,21 @@ def observation(executed: Executed, limit: int) -> str:
     if executed.error is not None:
         text = "Error: " + one_line(executed.error, limit + 1)
     elif executed.rows is not None:
-        text = repr(list(executed.rows)) + (CUT_MARK if executed.cut else "")
+        text = repr(shown(executed.rows)) + (CUT_MARK if executed.cut else "")
     else:
         text = f"Done. {executed.changed} row{'' if executed.changed == 1 else 's'} changed."
     if len(text) <= limit:
         return text
     return text[: max(limit - len(CUT_MARK), 0)] + CUT_MARK
+
+
+def shown(rows: Sequence[Row]) -> list[Row]:
+    """The rows with their numbers `rounded`.
+
+    >>> shown([(1, 2 / 3)])
+    [(1, 0.6667)]
+    """
+    return [tuple(map(rounded, row)) for row in rows]
 
 
 def one_line(text: str, limit: int) -> str:

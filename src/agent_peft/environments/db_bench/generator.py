@@ -14,10 +14,9 @@ import sqlite3
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
-from agent_peft.environments.db_bench.database import Cell, Row
+from agent_peft.environments.db_bench.database import Row, rounded
 from agent_peft.environments.db_bench.generation.conditions import Unfit
 from agent_peft.environments.db_bench.generation.grammar import Derivation, Side
 from agent_peft.environments.db_bench.generation.mutation import every_part_matters, is_determined
@@ -233,17 +232,6 @@ class TaskMaker:
         if not every_part_matters(statement, answer, table.answer):
             return None
         return (plan, answer) if is_determined(statement, sampler.schema.columns, table.answer) else None
-
-
-def rounded(cell: Cell) -> Cell:
-    """A number with the four decimals of MySQL's ``AVG``. Then an answer with more decimals is correct, too.
-
-    >>> rounded(41.65625), rounded(7), rounded(1 / 3)
-    (41.6563, 7, 0.3333)
-    """
-    if not isinstance(cell, float):
-        return cell
-    return float(Decimal(repr(cell)).quantize(Decimal("0.0001"), ROUND_HALF_UP))
 
 
 class Scratch:

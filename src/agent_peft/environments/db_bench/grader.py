@@ -1,8 +1,9 @@
 """Is the answer right? Rows are compared as multisets; their order counts only where the gold SQL sorts them.
 
 Two whole numbers are equal when they are; else numbers are equal within 1e-6 of each other, or, where the
-gold has at most four decimals (MySQL's AVG keeps no more), within half a unit of the fourth. ``'5'``,
-``'$5'`` and ``5`` are equal in an answer, but not in a table.
+gold has at most four decimals (MySQL's AVG keeps no more), within half a unit of the fourth. In an answer,
+but not in a table, numbers are also right as observations show them (`database.rounded`), and ``'5'``,
+``'$5'`` and ``5`` are equal.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from agent_peft.environments.db_bench.database import Cell, Row
+from agent_peft.environments.db_bench.database import Cell, Row, rounded
 from agent_peft.environments.db_bench.literals import amount, read_literal
 
 _MAX_ANSWER = 100_000  # characters: no gold is near it
@@ -31,8 +32,13 @@ def answer_is_correct(text: str, gold: Sequence[Row], order: tuple[int, ...] | N
     text = text.strip().strip("`").strip()
     if not text or len(text) > _MAX_ANSWER:
         return False
-    expected = [_loose(row) for row in gold]
-    return any(_same(expected, [_loose(row) for row in rows], order) for rows in _readings(text, gold))
+    exact = [_loose(row) for row in gold]
+    shown = [tuple(map(rounded, row)) for row in exact]
+    return any(
+        _same(expected, [_loose(row) for row in rows], order)
+        for rows in _readings(text, gold)
+        for expected in ([exact] if shown == exact else [exact, shown])
+    )
 
 
 def tables_are_equal(actual: Sequence[Row] | None, expected: Sequence[Row] | None) -> bool:
