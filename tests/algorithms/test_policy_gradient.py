@@ -244,6 +244,16 @@ def test_rows_without_advantage_may_be_left_out_exactly_where_the_algorithm_says
     assert same == (not algorithm.learns_at_zero_advantage)
 
 
+def test_a_momentum_of_one_leaves_the_baseline_out():
+    algorithm, batch = ReinforceConfig(baseline_momentum=1).build(), rollout(policy(0))
+    for _ in range(3):
+        advantages = algorithm.prepare(batch).advantages
+        assert torch.equal(
+            advantages[batch.action_mask], batch.returns[:, None].expand_as(advantages)[batch.action_mask]
+        )
+    assert algorithm.state_dict() == {"baseline": 0.0}
+
+
 def test_the_moving_average_survives_a_checkpoint():
     first, batch = ReinforceConfig().build(), rollout(policy(0))
     first.prepare(batch)

@@ -168,7 +168,11 @@ class ReinforceConfig(AlgorithmConfig):
     kl_coef: KlCoef = 0.0
     entropy_coef: EntropyCoef = 0.0
     baseline_momentum: float = Field(
-        default=0.9, ge=0, lt=1, description="m in baseline ← m · baseline + (1 - m) · mean reward"
+        default=0.9,
+        ge=0,
+        le=1,
+        description="m in baseline ← m · baseline + (1 - m) · mean reward; with 1 it stays baseline_start, "
+        "which 0 makes REINFORCE without a baseline",
     )
     baseline_start: float = Field(default=0.0, description="the baseline of the first step")
     weighting: WeightingKey = "sequence_sum"
