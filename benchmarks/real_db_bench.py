@@ -1,67 +1,249 @@
 """Evaluate the adapters of a run on LifelongAgentBench's real DB Bench tasks: the base model and each stage,
-by skill.
+SELECTs apart from changes, and by classes of skills.
 
-    python benchmarks/real_db_bench.py RUN [--tasks data/lifelong_agent_bench/db_bench/entry_dict.json]
-    [--limit N]
+    python benchmarks/real_db_bench.py RUN [--tasks data/db_bench/entry_dict.json] [--limit N]
+    [--at STEP ...] [--output FILE]
+    python benchmarks/real_db_bench.py --fit smollm2-135m [--tasks ...]
 
-Every run keeps the last checkpoint of each stage. The program prints the tables and writes
-benchmarks/results/real_db_bench.json.
+Every run keeps the last checkpoint of each stage; ``--at`` names other checkpoints by their steps, and 0 is
+the base model. The agent reads the prompts that it was trained with. The limits are those of this file:
+``--fit`` needs no run, and prints the shares of tasks whose demonstrations fit several limits. The program
+prints its tables after each checkpoint and writes benchmarks/results/real_db_bench.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
+from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments import load_environment
 from agent_peft.environments.db_bench import DBBenchConfig
 from agent_peft.policies.engine import load_sampler
-from agent_peft.policies.loading import load_policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.rollout.evaluation import EvaluationConfig, evaluate
 from agent_peft.rollout.report_tables import skill_table, table
-from agent_peft.runs.targets import load_run
+from agent_peft.rollout.statistics import EvaluationReport, Rate, rate_of
+from agent_peft.runs.targets import open_run
+from agent_peft.types import Outcome, Task
 
 HERE = Path(__file__).resolve().parent
 REAL = HERE.parent / "data/db_bench/entry_dict.json"  # written by `agent-peft download db_bench`
 
+# 99 % of the real tasks fit them together, with SmolLM2's tokenizer (`--fit`)
+MAX_NEW_TOKENS, MAX_TOKENS, MAX_OBSERVATION_CHARS = 768, 2048, 1500
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--tasks", type=Path, default=REAL)
-    parser.add_argument("--limit", type=int, default=None)
-    arguments = parser.parse_args()
-    config = load_run(arguments.run)
+CHANGES = ("insert", "update", "delete")  # a change has its statement as the first skill, a SELECT never
+
+
+def _is(skill: str, task: Task) -> bool:
+    return task.skills[0] == skill
+
+
+def _selects(task: Task, *clauses: str) -> bool:
+    return task.skills[0] not in CHANGES and any(skill.startswith(clauses) for skill in task.skills)
+
+
+CLASSES: Mapping[str, Callable[[Task], bool]] = {
+    "SELECT": lambda task: task.skills[0] not in CHANGES,
+    "change": lambda task: task.skills[0] in CHANGES,
+    **{f"  {name.upper()}": partial(_is, name) for name in CHANGES},
+    "SELECT with one condition": lambda task: _selects(task, "where_single"),
+    "SELECT with several conditions": lambda task: _selects(task, "where_multiple", "where_nested"),
+    "SELECT with GROUP BY": lambda task: _selects(task, "group_by"),
+    "SELECT with HAVING": lambda task: _selects(task, "having"),
+    "SELECT with ORDER BY": lambda task: _selects(task, "order_by"),
+    "SELECT with LIMIT": lambda task: _selects(task, "limit"),
+    "SELECT with a subquery": lambda task: _selects(task, "subquery"),
+}
+
+
+def class_rates(report: EvaluationReport) -> dict[str, Rate]:
+    """Success by classes of skills; a SELECT counts in each class that it has a skill of."""
+    tasks = {group.task.id: group.task for group in report.groups}
+    rates = {"all": report.success}
+    for name, belongs in CLASSES.items():
+        known = [outcomes for task, outcomes in report.outcomes.items() if belongs(tasks[task])]
+        if known:
+            rates[name] = rate_of(
+                (sum(outcome == Outcome.CORRECT for outcome in outcomes), len(outcomes)) for outcomes in known
+            )
+    return rates
+
+
+def class_table(reports: Mapping[str, EvaluationReport]) -> Table:
+    rows = Table(title="success by class (95 % interval)", title_justify="left")
+    for name in ("", "tasks", *reports):
+        rows.add_column(name, justify="right" if name else "left")
+    columns = list(map(class_rates, reports.values()))
+    for name in columns[0]:
+        rates = [column.get(name) for column in columns]
+        counts = "/".join(sorted({str(rate.tasks) for rate in rates if rate}))
+        rows.add_row(name, counts, *(rate.percent if rate else "" for rate in rates))
+    return rows
+
+
+def evaluate_run(run: Path, tasks: Path, limit: int | None, at: Sequence[int], output: Path) -> None:
+    config, policy = open_run(run, base=True)
     if config.threads:
         torch.set_num_threads(config.threads)
-    policy = load_policy(config.policy, config.seed)
-    # real results are longer than generated ones
-    environment = DBBenchConfig(tasks=arguments.tasks, limit=arguments.limit, max_observation_chars=1000)
-    sampling = SamplingConfig(
-        temperature=0.0, max_new_tokens=160, max_tokens=1536, stop=config.stages[-1].sampling.stop
+    evaluation = EvaluationConfig(
+        environment=_environment(config, tasks, limit),
+        sampling=SamplingConfig(
+            temperature=0.0,
+            max_new_tokens=MAX_NEW_TOKENS,
+            max_tokens=MAX_TOKENS,
+            stop=config.stages[-1].sampling.stop,
+        ),
     )
-    evaluation = EvaluationConfig(environment=environment, sampling=sampling)
-    tasks = load_environment(environment)
-    reports = {"base": evaluate(load_sampler(policy, config.engine), tasks, evaluation, config.seed)}
-    steps = 0
+    reports: dict[str, EvaluationReport] = {}
+    with closing(load_environment(evaluation.environment)) as environment:
+        for name, step in _moments(config, at).items():
+            if step:
+                policy.load(run / "checkpoints" / f"step_{step:06d}")
+            reports[name] = evaluate(
+                load_sampler(policy, config.engine), environment, evaluation, config.seed
+            )
+            # a long evaluation leaves what is done if it is interrupted
+            output.parent.mkdir(parents=True, exist_ok=True)
+            content = {
+                name: {
+                    **report.to_json(),
+                    "by_class": {key: asdict(rate) for key, rate in class_rates(report).items()},
+                }
+                for name, report in reports.items()
+            }
+            output.write_text(json.dumps(content, indent=1) + "\n")
+            Console(width=140).print(f"{name}: {reports[name].summary}", class_table({name: reports[name]}))
+    Console(width=140).print(table(reports), class_table(reports), skill_table(reports))
+
+
+def _environment(config: TrainConfig, tasks: Path, limit: int | None) -> DBBenchConfig:
+    """The real tasks, asked in the form that the run was trained in."""
+    changes = {
+        "tasks": tasks,
+        "generate": None,
+        "skills": None,
+        "split": None,
+        "limit": limit,
+        "max_observation_chars": MAX_OBSERVATION_CHARS,
+    }
+    if not isinstance(config.environment, DBBenchConfig):
+        raise SystemExit("this run was not trained on db_bench")
+    return config.environment.model_copy(update=changes)
+
+
+def _moments(config: TrainConfig, at: Sequence[int]) -> dict[str, int]:
+    """What to evaluate: a name for each step, in order."""
+    if at:
+        return {f"step {step}" if step else "base": step for step in sorted(set(at))}
+    moments, steps = {"base": 0}, 0
     for stage in config.stages:
         steps += stage.steps
-        policy.load(arguments.run / "checkpoints" / f"step_{steps:06d}")
-        reports[f"after {stage.name}"] = evaluate(
-            load_sampler(policy, config.engine), tasks, evaluation, config.seed
-        )
-        Console().print(f"after {stage.name}: {reports[f'after {stage.name}'].summary}")
-    Console(width=140).print(table(reports), skill_table(reports))
-    output = HERE / "results" / "real_db_bench.json"
-    output.parent.mkdir(exist_ok=True)
-    output.write_text(
-        json.dumps({name: report.to_json() for name, report in reports.items()}, indent=1) + "\n"
+        moments[f"after {stage.name}"] = steps
+    return moments
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Of one demonstration: the tokens of its longest reply, all its tokens, and the characters of its
+    longest observation.
+    """
+
+    reply: int
+    total: int
+    observation: int
+
+
+def lengths_of(model: str, tasks: Path, limit: int | None) -> list[Lengths]:
+    """Of the usable tasks."""
+    from transformers import AutoTokenizer
+
+    from agent_peft.policies.models import bundled
+    from agent_peft.policies.tokenization import ChatTokenizer
+    from agent_peft.rollout.demonstrations import demonstrate
+    from agent_peft.rollout.rewards import RewardConfig
+
+    folder = bundled.fetch(model) if bundled.bundled_name(model) else model
+    chat = ChatTokenizer(AutoTokenizer.from_pretrained(folder))
+
+    def text(action: Sequence[int]) -> int:  # a limit need not have room for the end token
+        return sum(token not in chat.end_of_turn for token in action)
+
+    lengths = []
+    config = DBBenchConfig(tasks=tasks, limit=limit, max_observation_chars=1_000_000)
+    with closing(load_environment(config)) as environment:
+        for task in environment.tasks:
+            actions = environment.demonstration(task)
+            if actions is None:  # a question of AgentBench whose SQL is wrong
+                continue
+            made = demonstrate(environment, task, chat, RewardConfig(), 0, actions)
+            with closing(environment.episode(task, 0)) as episode:
+                episode.start()
+                observations = [episode.step(action).observation for action in actions]
+            lengths.append(
+                Lengths(
+                    max(text(turn.action) for turn in made.turns),
+                    len(made.tokens) - len(made.turns[-1].action) + text(made.turns[-1].action),
+                    max(map(len, observations)),
+                )
+            )
+    return lengths
+
+
+def print_fit(lengths: Sequence[Lengths]) -> None:
+    rows = Table(title=f"share of {len(lengths)} tasks that fit", title_justify="left")
+    for name in ("limit", "value", "fit"):
+        rows.add_column(name, justify="right")
+    limits: Sequence[tuple[str, Sequence[int], Callable[[Lengths], int]]] = (
+        ("max_new_tokens", (72, 160, 192, 256, 512, 640, 768, 1024), lambda one: one.reply),
+        ("max_tokens", (768, 1024, 1536, 2048), lambda one: one.total),
+        ("max_observation_chars", (400, 600, 1000, 1500, 2000), lambda one: one.observation),
     )
+    for name, values, length in limits:
+        for value in values:
+            rows.add_row(
+                name, str(value), f"{sum(length(one) <= value for one in lengths) / len(lengths):.1%}"
+            )
+        rows.add_row(name, "longest", str(max(map(length, lengths))))
+    together = sum(
+        one.reply <= MAX_NEW_TOKENS and one.total <= MAX_TOKENS and one.observation <= MAX_OBSERVATION_CHARS
+        for one in lengths
+    )
+    rows.add_row(
+        "all of this file",
+        f"{MAX_NEW_TOKENS}, {MAX_TOKENS}, {MAX_OBSERVATION_CHARS}",
+        f"{together / len(lengths):.1%}",
+    )
+    Console().print(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, nargs="?")
+    parser.add_argument("--tasks", type=Path, default=REAL)
+    parser.add_argument("--limit", type=int, default=None)
+    parser.add_argument("--at", type=int, nargs="+", default=[], metavar="STEP", help="0 is the base model")
+    parser.add_argument("--output", type=Path, default=HERE / "results" / "real_db_bench.json")
+    parser.add_argument("--fit", metavar="MODEL", help="whose tokenizer counts")
+    arguments = parser.parse_args()
+    if arguments.fit:
+        print_fit(lengths_of(arguments.fit, arguments.tasks, arguments.limit))
+    elif arguments.run is None:
+        parser.error("name a run, or --fit MODEL")
+    else:
+        evaluate_run(arguments.run, arguments.tasks, arguments.limit, arguments.at, arguments.output)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,12 @@
 
     python benchmarks/variety.py [--num-tasks 5000]
     [--tasks data/lifelong_agent_bench/db_bench/entry_dict.json]
-    [--model smollm2-135m --demonstrations 0 400 --scored 32]
+    [--run RUN --scored 32]
 
-Prints a table and writes benchmarks/results/variety.json. Without ``--model`` it takes a minute and needs no
-model. With it, LoRA is trained on so many demonstrations of the train split, and the nats of the gold SQL are
-measured on fresh tasks, on each held-out split and on the real tasks: what a generator is too narrow for
-costs more there. It runs on older commits, too, so that two generators can be compared.
+Prints a table and writes benchmarks/results/variety.json. Without ``--run`` it takes a minute and needs no
+model. With it, the nats of the gold SQL are measured at the run's checkpoints, on fresh tasks, on each
+held-out split and on the real tasks: what a generator is too narrow for costs more there. The table without a
+model is made on older commits, too, so that two generators can be compared.
 
 - derivation bits: minus the logarithm of the probability of all phrasing choices, mean over tasks
 - SQL skeleton: the gold SQL without aliases, with one sign for all names and one for all values
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import re
 import time
@@ -33,6 +34,7 @@ from rich.console import Console
 from rich.table import Table
 from variety_sql import features, skeleton
 
+from agent_peft.environments import load_environment
 from agent_peft.environments.db_bench import generate, generator
 from agent_peft.seeding import derive
 
@@ -170,6 +172,33 @@ def derivation_bits(num_tasks: int) -> float | None:
     return sum(bits) / num_tasks
 
 
+def seconds_to_load(num_tasks: int) -> float:
+    """CPU seconds of loading so many generated tasks as an environment: those of this process, and those of
+    the processes that run the SQL (Linux).
+    """
+    before = _cpu_seconds()
+    environment = load_environment("db_bench", generate={"num_tasks": num_tasks})
+    spent = _cpu_seconds() - before
+    environment.close()
+    return spent
+
+
+def _cpu_seconds() -> float:
+    """Of this process and all processes under it."""
+    parents, ticks = {}, {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parts = stat.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        process = int(stat.parent.name)
+        parents[process], ticks[process] = int(parts[1]), sum(map(int, parts[11:15]))
+    ours = {os.getpid()}
+    while under := {process for process, parent in parents.items() if parent in ours} - ours:
+        ours |= under
+    return sum(ticks[process] for process in ours) / os.sysconf("SC_CLK_TCK")
+
+
 def narrowness(entries: Sequence[Entry], real: Sequence[Entry]) -> dict[str, float | None]:
     """One column of the table: ``entries`` seen from the real tasks."""
     signs = [skeleton(entry["answer_info"]["sql"]) for entry in entries]
@@ -210,8 +239,7 @@ def main() -> None:
     )
     parser.add_argument("--num-tasks", type=int, default=5000)
     parser.add_argument("--tasks", type=Path, default=REAL, help="the real tasks")
-    parser.add_argument("--model", help="also measure nats of the gold SQL with this model")
-    parser.add_argument("--demonstrations", type=int, nargs="+", default=[0, 400])
+    parser.add_argument("--run", type=Path, help="also measure nats of the gold SQL at its checkpoints")
     parser.add_argument("--scored", type=int, default=32, help="tasks a split that are scored")
     arguments = parser.parse_args()
     real: list[Entry] = []
@@ -225,6 +253,8 @@ def main() -> None:
     columns = {"generated": narrowness(generated, real)}
     columns["generated"]["derivation bits a phrasing"] = derivation_bits(500)
     columns["generated"]["CPU seconds for 10,000 tasks"] = seconds / len(generated) * 10_000
+    loaded = seconds_to_load(arguments.num_tasks)
+    columns["generated"]["CPU seconds to load 10,000 tasks"] = loaded / arguments.num_tasks * 10_000
     if real:
         halves = real[::2], real[1::2]
         columns["real"] = narrowness(real, [])
@@ -235,10 +265,10 @@ def main() -> None:
         cells = (column.get(row) for column in columns.values())
         table.add_row(row, *("-" if cell is None else f"{cell:.4g}" for cell in cells))
     Console(width=120).print(table)
-    if arguments.model:
+    if arguments.run:
         from variety_nats import measure  # torch, which the table does not need
 
-        report["nats"] = measure(arguments.model, arguments.demonstrations, arguments.scored, arguments.tasks)
+        report["nats"] = measure(arguments.run, arguments.scored, arguments.tasks)
     output = HERE / "results" / "variety.json"
     output.parent.mkdir(exist_ok=True)
     output.write_text(json.dumps(report, indent=1) + "\n")

@@ -106,3 +106,14 @@ def test_cut_actions_are_left_out_where_that_is_asked_for():
     assert collate([SHORT, LONG], [0, 1], mask_cut=True).action_mask.equal(
         collate([SHORT, LONG], [0, 1]).action_mask
     )
+
+
+def test_mistakes_of_a_demonstration_are_always_left_out():
+    """They are read, and their rewards go to the first token that is learnt."""
+    wrong = Turn((1,), (2, 3), (0.0, 0.0), valid=False, mistake=True)
+    shown = Trajectory(Task("m"), (wrong, Turn((4,), (5, 6), (0.0, 0.0))), rewards=(-0.5, 1.0))
+    for mask_cut in (False, True):
+        batch = collate([shown], [0], mask_cut)
+        assert batch.action_mask.int().tolist() == [[0, 0, 0, 0, 1, 1]]
+        assert batch.tokens.tolist() == [[1, 2, 3, 4, 5, 6]]
+        assert batch.rewards.tolist() == [[0, 0, 0, 0, -0.5, 1.0]]

@@ -18,10 +18,9 @@ from typer.main import get_command
 from agent_peft import cli
 from agent_peft.cli import run
 from agent_peft.configuration.effective import EFFECTIVE, refuse_ineffective
-from agent_peft.configuration.keys import sections
+from agent_peft.configuration.keys import sections, takes_value
 from agent_peft.configuration.loading import read_config
 from agent_peft.configuration.run_config import resolved
-from agent_peft.configuration.schema import models_of
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.environments import task_commands
 from agent_peft.environments.http import server
@@ -40,9 +39,9 @@ ENVIRONMENT_KEYS = {
     "system_prompt prompt",
     "chat": "kind tasks split limit messages prompt completion turns",
     "preferences": "kind tasks split limit prompt chosen rejected",
-    "db_bench": "kind tasks generate database skills split limit system_prompt prompt max_turns "
-    "max_observation_chars statement_seconds statement_steps episode_seconds",
-    "db_bench.generate": "num_tasks seed skills split combined",
+    "db_bench": "kind tasks generate database skills split limit protocol system_prompt prompt max_turns "
+    "max_observation_chars repairs statement_seconds statement_steps episode_seconds",
+    "db_bench.generate": "num_tasks seed skills split combined max_answer_chars look_first",
     "gsm8k": "kind tasks split limit offset num_tasks examples examples_from examples_seed instruction "
     "answer_format annotations strict",
     "gymnasium": "kind id make actions score split num_tasks seed max_turns prompt",
@@ -81,8 +80,10 @@ KEYS: dict[str, dict[str, str]] = {
     "ranks": {"": "timeout allow_other_number"},
     "stages": {
         "": "name steps epochs until tasks_per_step group_size microbatch_tokens reference mask_cut_actions "
-        "task_order nonfinite"
+        "task_order replay_in_prompt nonfinite"
     },
+    "stages.task_order:by_skill": {"": "kind steps skills"},
+    "stages.task_order:by_success": {"": "kind low high trips"},
     "stages.until": {"": "metric above below over patience"},
     "stages.rewards": {
         "": "correct incorrect unknown timeout turn_limit token_limit invalid_action cut_action score"
@@ -128,7 +129,7 @@ FOUND = {
     f"{section.name}.{key.name}".removeprefix("."): key.field
     for section in sections()
     for key in section.keys
-    if not models_of(key.field.annotation) or type(None) in get_args(key.field.annotation)
+    if takes_value(key.field.annotation)
 }
 
 
@@ -177,6 +178,7 @@ TERM_OF = {
     "custom": {"kind": "own:term", "weight": 2.0},
     "length_penalty": {"kind": "length_penalty", "target_tokens": 5},
 }
+ORDER_OF = {"by_skill": {"kind": "by_skill", "steps": 2}, "by_success": {"kind": "by_success"}}
 OTHER_KIND = {
     "policy:scratch": POLICY_OF["pretrained"],
     "policy:pretrained": POLICY_OF["scratch"],
@@ -184,6 +186,8 @@ OTHER_KIND = {
     "environment:openenv": ENVIRONMENT_OF["arithmetic"],
     "stages.algorithm": {"kind": "reinforce"},
     "stages.algorithm:reinforce": {"kind": "rloo"},
+    "stages.task_order:by_skill": ORDER_OF["by_success"],
+    "stages.task_order:by_success": ORDER_OF["by_skill"],
     "stages.rewards.terms": {"kind": "format", "weight": 0.5},
     "stages.rewards.terms:format": TERM_OF["length_penalty"],
 }
@@ -216,6 +220,7 @@ NAMED: dict[str, str] = {
     "environment:chat.prompt": "{path}=p {parent}.completion=c",
     "environment:chat.completion": "{path}=c {parent}.prompt=p",
     **{f"environment:{kind}.prompt": "{path}='So: {{question}}'" for kind in ("arithmetic", "questions")},
+    "environment:db_bench.database": "{path}=mariadb",
     "environment:db_bench.prompt": "{path}='So: {{instruction}}'",
     "environment:os_interaction.prompt": "{path}='So: {{instruction}}'",
     "environment.tasks": "{path}=tasks.json {parent}.generate=null",
@@ -246,8 +251,9 @@ NAMED: dict[str, str] = {
     "checkpoint.keep_best": "{path}={{metric: loss, mode: min}}",
     "checkpoint.keep_best.metric": "{path}=reward",
     "stages.optimizer.betas": "{path}=[0.8, 0.9]",
+    "stages.task_order": "{path}=sequential",
+    "stages.task_order.skills": "{path}=[insert]",
 }
-ONE_VALUE = ("environment:db_bench.database",)
 # without outcomes: for supervised stages, and never measured (environments/test_chat)
 UNGRADED = ("chat", "preferences")
 
@@ -270,6 +276,8 @@ def settings_for(key: str) -> dict[str, Any]:
     checkpoint = {"keep_best": {"metric": "loss"}} if key.startswith("checkpoint.keep_best.") else {}
     if key.startswith("stages.until."):
         stage["until"] = {"metric": "reward", "above": 0.5}
+    if "task_order" in kinds:
+        stage["task_order"] = ORDER_OF[kinds["task_order"]]
     if "terms" in kinds:
         stage["rewards"] = {"terms": [TERM_OF.get(kinds["terms"], {"kind": kinds["terms"]})]}
     return {
@@ -355,11 +363,7 @@ def _split(overrides: str) -> list[str]:
 
 
 CONFIGURED = [
-    key
-    for key in FIELDS
-    if key.partition("evaluation.")[2] not in ONE_VALUE
-    and key not in ONE_VALUE
-    and not key.startswith(tuple(f"evaluation.environment:{kind}." for kind in UNGRADED))
+    key for key in FIELDS if not key.startswith(tuple(f"evaluation.environment:{kind}." for kind in UNGRADED))
 ]
 
 
@@ -544,7 +548,8 @@ def test_explain_shows_what_the_command_line_says(folder, capsys):
     assert shown[1]["stages.0.optimizer.learning_rate"] == {
         "value": 0.5,
         "from": "command line",
-        "what it does": "learning rate after the warm-up; an update moves each weight by about this much",
+        "what it does": "learning rate after the warm-up; an update moves each weight by about this much; 0 "
+        "makes no update, so that the policy only acts and is measured",
     }
 
 

@@ -75,6 +75,16 @@ def test_an_environment_that_keeps_the_rules_passes(world: Callable[..., str]) -
         check_environment(kind, sizes=2)
 
 
+def test_a_mistake_of_a_demonstration_may_be_invalid(world: Callable[..., str]) -> None:
+    refused = ('return StepResult("higher")', 'return StepResult("higher", valid=False)')
+    shown = ('return ["up", "2"]', 'return [Mistake("up"), "2"]')
+    imported = (
+        "import Environment, EnvironmentConfig, Episode",
+        "import Environment, EnvironmentConfig, Episode, Mistake",
+    )
+    check_environment(world(refused, shown, imported), size=2)
+
+
 CORRECT = 'StepResult("", True, Outcome.CORRECT, StopReason.FINISHED, score=1.0)'
 FAULTS = {
     "tasks change": (

@@ -28,7 +28,7 @@ class Batch:
 
     tokens: Tensor  # (B, T) int64
     lengths: Tensor  # (B,) int64: how many tokens are real
-    action_mask: Tensor  # (B, T) bool: sampled by the policy
+    action_mask: Tensor  # (B, T) bool: sampled by the policy, or to learn of a demonstration
     logprobs: Tensor  # (B, T) fp32: the sampler's, zero off the mask
     rewards: Tensor  # (B, T) fp32: each turn's on its last sampled token
     returns: Tensor  # (B,) fp32: sum of the rewards
@@ -124,19 +124,18 @@ def collate_groups(groups: Mapping[int, Group], mask_cut: bool = False) -> Batch
 
 
 def trained_mask(trajectory: Trajectory, mask_cut: bool) -> tuple[bool, ...]:
-    """(T,) the action mask, with or without cut actions.
+    """(T,) the action mask without the mistakes of demonstrations, and with or without cut actions.
 
     >>> from agent_peft.types import Task, Turn
     >>> turns = Turn((1,), (2, 3), (-0.5, -0.5), cut=True), Turn((4,), (5,), (-0.5,))
     >>> trained_mask(Trajectory(Task("t"), turns), mask_cut=True)
     (False, False, False, False, True)
     """
-    if not mask_cut:
-        return trajectory.action_mask
-    turns = trajectory.turns
-    return tuple(
-        m for turn in turns for m in (*(False,) * len(turn.observation), *(not turn.cut,) * len(turn.action))
-    )
+    mask: list[bool] = []
+    for turn in trajectory.turns:
+        is_trained = not (turn.mistake or (mask_cut and turn.cut))
+        mask += (False,) * len(turn.observation) + (is_trained,) * len(turn.action)
+    return tuple(mask)
 
 
 def _reward_positions(trajectory: Trajectory, mask: Sequence[bool]) -> Iterator[tuple[int, float]]:

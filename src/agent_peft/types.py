@@ -112,6 +112,7 @@ class Turn:
 
     ``logprobs[i]`` is the log-probability (nats) with which ``action[i]`` was sampled, under the sampling
     temperature, top-p and top-k. ``cut`` says that a limit on tokens ended the action, not the policy.
+    ``mistake`` says that a demonstration shows the action as a mistake: it is read, and never trained.
 
     >>> Turn(observation=(5, 6), action=(7,), logprobs=(-0.1,)).action
     (7,)
@@ -122,6 +123,7 @@ class Turn:
     logprobs: tuple[float, ...]
     valid: bool = True
     cut: bool = False
+    mistake: bool = False
 
     def __post_init__(self) -> None:
         if len(self.action) != len(self.logprobs):

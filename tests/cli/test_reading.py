@@ -89,6 +89,17 @@ def test_an_episode_as_the_agent_saw_it(folder, capsys):
     ]
 
 
+def test_a_mistake_of_a_demonstration_is_named(tmp_path, capsys):
+    turns = (Turn((1,), (2,), (0.0,), mistake=True), Turn((3,), (4,), (0.0,)))
+    said = [Message(role, "x") for role in ("user", "assistant", "user", "assistant")]
+    shown_to_learn = Trajectory(Task("t"), turns, tuple(said), rewards=(0.0, 1.0))
+    write_trajectories(tmp_path / "trajectories", 0, "sft", [Group(Task("t"), [shown_to_learn])])
+    (tmp_path / "config.yaml").write_text("{}\n")
+    _, out, _ = shown(capsys, tmp_path, "--task", "t")
+    assert "── assistant, turn 1, reward 0, a mistake, not learnt ──\n" in out
+    assert "── assistant, turn 2, reward 1 ──\n" in out
+
+
 def test_in_a_terminal_it_has_colours(folder, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "60")

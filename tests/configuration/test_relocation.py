@@ -12,6 +12,7 @@ from agent_peft.configuration.loading import read_config
 from agent_peft.configuration.relocation import paths_of
 from agent_peft.configuration.run_config import resolved
 from agent_peft.configuration.yaml12 import dump
+from agent_peft.rollout.task_order import ORDER_NAMES
 from agent_peft.types import AgentPeftError
 
 
@@ -100,3 +101,14 @@ def test_what_is_not_there_any_more_is_named_in_one_line(run, tmp_path, monkeypa
 def test_a_file_called_config_yaml_that_is_no_runs_is_left_as_it_is(run):
     shutil.copy(run / "config.yaml", run.parents[1])
     assert str(read_config("config.yaml")[0].run_dir) == "runs/a"
+
+
+def test_an_order_by_its_name_or_as_a_mapping_is_no_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    orders = [*ORDER_NAMES, {"kind": "by_skill", "steps": 2}, "order.txt"]
+    for name in (*ORDER_NAMES, "order.txt"):
+        (tmp_path / name).touch()
+    stages = [{"task_order": order} for order in orders]
+    assert paths_of({"stages": stages}) == {
+        f"stages.{len(stages) - 1}.task_order": str(tmp_path / "order.txt")
+    }

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from agent_peft.environments.base import Environment
+from agent_peft.environments.db_bench.servers.private import find_program
 from agent_peft.environments.http.limits import Limits
 from agent_peft.environments.http.server import Address, Host
 from agent_peft.sandbox.base import SandboxLimits
@@ -70,3 +71,12 @@ def sandboxed(_why_no_sandbox: str | None) -> None:
     """Skips the test where this machine cannot sandbox."""
     if _why_no_sandbox is not None:
         pytest.skip(_why_no_sandbox)
+
+
+@pytest.fixture(scope="session")
+def mariadb() -> str:
+    """The name of DB Bench's private server, which this process then has until it ends."""
+    pytest.importorskip("pymysql", reason="the extra mysql is not installed")
+    if find_program("mariadbd", "mysqld") is None:
+        pytest.skip("neither mariadbd nor mysqld is installed (Debian's package mariadb-server)")
+    return "mariadb"

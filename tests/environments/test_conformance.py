@@ -16,13 +16,18 @@ from agent_peft.types import AgentPeftError, Outcome, StopReason
 PROBLEMS = str(Path(__file__).parent / "own_problems.jsonl")
 CONVERSATIONS = str(Path(__file__).parent / "own_conversations.jsonl")
 
-# for each kind: a configuration with a few tasks, one with another seed, and a reply that answers wrongly and
-# finishes
+# for each kind, and a word for another of its databases: a configuration with a few tasks, one with another
+# seed, and a reply that answers wrongly and finishes
 CASES = {
     "arithmetic": ({"num_tasks": 12, "seed": 3}, {"num_tasks": 12, "seed": 4}, "-1"),
     "db_bench": (
         {"generate": {"num_tasks": 16, "seed": 3}},
         {"generate": {"num_tasks": 16, "seed": 4}},
+        "Action: Answer\nFinal Answer: [('nothing of the kind', -1)]",
+    ),
+    "db_bench mariadb": (
+        {"generate": {"num_tasks": 4, "seed": 3}, "database": "mariadb"},
+        {"generate": {"num_tasks": 4, "seed": 4}, "database": "mariadb"},
         "Action: Answer\nFinal Answer: [('nothing of the kind', -1)]",
     ),
     "os_interaction": (
@@ -68,7 +73,7 @@ ENDLESS = {
     "os_interaction": "Act: bash\n\n```bash\necho begun; sleep 600\n```",
 }
 # each of them over HTTP too; the environments of an OpenEnv server and of Gymnasium have no golds to replay
-CASES |= {f"remote {kind}": case for kind, case in CASES.items()}
+CASES |= {f"remote {kind}": case for kind, case in CASES.items() if kind != "db_bench mariadb"}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +82,7 @@ def settings(serving_all_along):
 
     @cache
     def written(kind, which=0):
-        local = {"kind": kind.removeprefix("remote "), **CASES[kind][which]}
+        local = {"kind": kind.removeprefix("remote ").split()[0], **CASES[kind][which]}
         if not kind.startswith("remote "):
             return local
         return {"kind": "remote", "url": serving_all_along({"train": load_environment(local)}).url}
@@ -113,6 +118,8 @@ def test_every_environment_is_covered():
 def kind(request):
     if "os_interaction" in request.param:
         request.getfixturevalue("sandboxed")
+    if "mariadb" in request.param:
+        request.getfixturevalue("mariadb")
     if "reasoning_gym" in request.param:
         pytest.importorskip("reasoning_gym", reason="the extra reasoning-gym is not installed")
     return request.param

@@ -5,7 +5,8 @@ from pydantic import ValidationError
 
 from agent_peft.environments import load_environment
 from agent_peft.environments.arithmetic.environment import ArithmeticConfig
-from agent_peft.environments.db_bench.config import SYSTEM_PROMPT, DBBenchConfig
+from agent_peft.environments.db_bench.config import DBBenchConfig
+from agent_peft.environments.db_bench.protocol import SYSTEM_PROMPT
 from agent_peft.environments.gsm8k import GSM8KConfig
 from agent_peft.environments.os_interaction.config import OSInteractionConfig
 from agent_peft.environments.os_interaction.protocol import PROTOCOLS

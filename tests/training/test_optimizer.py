@@ -94,7 +94,7 @@ def test_nothing_to_train_is_an_error():
         ({"min_lr_ratio": 0.1}, "no effect with schedule: constant"),
         ({"betas": (0.9, 1.0)}, "betas"),
         ({"momentum": 0.9}, "Extra inputs"),
-        ({"learning_rate": 0.0}, "greater than 0"),
+        ({"learning_rate": -0.1}, "greater than or equal to 0"),
     ],
 )
 def test_a_mistaken_configuration_is_refused(settings, message):

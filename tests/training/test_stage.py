@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent_peft.ranks import checksum
 from agent_peft.training.stage import MAX_STEPS, Stage, StageConfig
 from agent_peft.types import AgentPeftError, Task
 
@@ -76,3 +77,19 @@ def test_the_order_of_a_file(make_trainer, tmp_path):
     assert trainer.stage.steps == 2, "1.5 × 4 tasks in steps of 3"
     drawn = [task.id for step in range(2) for task in trainer.source.order.at(step)]
     assert drawn == [*order, *order[:2]]
+
+
+ACTING = ["reinforce", {"kind": "grpo", "update_epochs": 2, "minibatches": 2, "kl_coef": 0.1}, "ppo"]
+
+
+@pytest.mark.parametrize("algorithm", ACTING, ids=["reinforce", "grpo", "ppo"])
+def test_a_learning_rate_of_zero_acts_and_changes_no_weight(make_trainer, algorithm):
+    trainer, learning = (
+        make_trainer(algorithm, steps=2, optimizer={"learning_rate": rate}) for rate in (0, 0.01)
+    )
+    before = checksum(trainer.policy.model.parameters())
+    steps = list(trainer)
+    assert checksum(trainer.policy.model.parameters()) == before
+    assert [step.metrics["updates_skipped"] for step in steps] == [1.0, 1.0]
+    assert next(iter(learning)).collection.groups == steps[0].collection.groups
+    assert next(iter(learning)).collection.groups != steps[1].collection.groups, "it has learnt"

@@ -148,6 +148,8 @@ def _of_turn(episode: EpisodeRecord, turn: int) -> str:
         parts.append("not understood")
     if turn in episode.cut_turns:
         parts.append("cut by a limit on tokens")
+    if turn in episode.mistake_turns:
+        parts.append("a mistake, not learnt")
     return ", ".join(parts)
 
 

@@ -59,6 +59,8 @@ RULES: Mapping[str, Rule] = {
     "microbatch_tokens": "free",
     "mask_cut_actions": "asked",
     "task_order": "asked",
+    "task_order.*": "asked",
+    "replay_in_prompt": "asked",
     "nonfinite": "free",
     "reference": "asked",
     "rewards.*": "asked",

@@ -124,7 +124,7 @@ def _facts(
     for given, stage in zip(config.stages, settled.stages, strict=True):
         known = stage.epochs is None
         updates = updates + stage.updates if known and updates is not None else None
-        trip = None if training is None else len(stage.trip(training.tasks))
+        trip = None if training is None else stage.trip(training.tasks)
         length = f"{stage.steps} steps" if known else UNKNOWN + " steps"
         length += f" ({given.epochs:g} epochs)" if given.epochs is not None else ""
         consequences[f"stage {stage.name}"] = (

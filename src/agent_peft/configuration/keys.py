@@ -122,7 +122,7 @@ def all_keys(*prefixes: str) -> list[Key]:
         for section in sections()
         if not section.name.startswith("evaluation.environment")
         for key in section.keys
-        if not models_of(key.field.annotation) or type(None) in get_args(key.field.annotation)
+        if takes_value(key.field.annotation)
     ]
     names = dict.fromkeys(name for key in keys for name in (key.kind, *_parents(key.path)) if name)
     for prefix in prefixes:
@@ -133,6 +133,16 @@ def all_keys(*prefixes: str) -> list[Key]:
             )
     wanted = {path_of(prefix) for prefix in prefixes}
     return [key for key in keys if not prefixes or wanted & {key.kind, *_parents(key.path)}]
+
+
+def takes_value(annotation: Any) -> bool:
+    """Whether a type takes null, a text or a number, and not only mappings with keys of their own.
+
+    >>> takes_value(TrainConfig | None), takes_value(tuple[TrainConfig, ...])
+    (True, False)
+    """
+    parts = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    return not all(models_of(part) for part in parts)
 
 
 def summary(model: type[BaseModel]) -> str:

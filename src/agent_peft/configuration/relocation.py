@@ -14,6 +14,7 @@ from typing import Any, get_args
 from agent_peft.configuration.yaml12 import Leaf, Node, Tree
 from agent_peft.environments import environment_config_class
 from agent_peft.files import MEGABYTE, parse_json, read_text
+from agent_peft.rollout.task_order import ORDER_NAMES
 from agent_peft.types import AgentPeftError
 
 CONFIG = "config.yaml"
@@ -112,7 +113,7 @@ def _places(
             if name in section:
                 yield section, name, f"{path}.{name}"
     for number, stage in enumerate(content.get("stages") or ()):
-        if isinstance(stage, dict) and _text(stage.get("task_order")) not in (None, "shuffle", "sequential"):
+        if isinstance(stage, dict) and _text(stage.get("task_order")) not in (None, *ORDER_NAMES):
             yield stage, "task_order", f"stages.{number}.task_order"
 
 

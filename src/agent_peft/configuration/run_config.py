@@ -20,6 +20,7 @@ from agent_peft.policies.sampling import DISTRIBUTION, LIMITS
 from agent_peft.ranks import RanksConfig
 from agent_peft.rollout.evaluation import EvaluationConfig
 from agent_peft.rollout.statistics import METRICS
+from agent_peft.rollout.task_order import BySkillConfig
 from agent_peft.training.stage import StageConfig
 from agent_peft.training.step_metrics import metrics_of
 from agent_peft.types import AgentPeftError, Task
@@ -110,6 +111,15 @@ class TrainConfig(Config):
                     f"reference: base of stage {stage.name!r} is the policy with its adapter off; "
                     "set policy.lora, or reference: stage_start"
                 )
+        if (
+            self.evaluation is not None
+            and "segments" in self.evaluation.at
+            and not any(isinstance(stage.task_order, BySkillConfig) for stage in self.stages)
+        ):
+            raise ValueError(
+                "evaluation.at: segments are those of a stage with task_order.kind: by_skill, and there is "
+                "none; leave it out"
+            )
         self._check_graded()
         self._check_best()
         first = 0
@@ -174,16 +184,17 @@ class TrainConfig(Config):
             )
 
     def with_steps(self, tasks: Sequence[Task]) -> TrainConfig:
-        """This run with the steps that the ``epochs`` of its stages take, for an environment of these tasks.
+        """This run with the steps that the ``epochs`` of its stages take, and the skills of their
+        ``task_order``, for an environment of these tasks.
 
         Raises:
-            AgentPeftError: the file of a ``task_order`` is wrong, or the steps do not fit the other keys.
+            AgentPeftError: a ``task_order`` is wrong, or the steps do not fit the other keys.
         """
         for stage in self.stages:
             stage.trip(tasks)  # an error now and not when the stage begins
-        if all(stage.epochs is None for stage in self.stages):
-            return self
         stages = tuple(stage.with_steps(tasks) for stage in self.stages)
+        if stages == self.stages:
+            return self
         try:
             return TrainConfig(**{**dict(self), "stages": stages})
         except ValidationError as error:
@@ -203,7 +214,8 @@ def ineffective_keys(algorithm: AlgorithmConfig) -> dict[str, str]:
         return {}
     reasons: dict[str, str] = {}
     if not algorithm.facts.on_policy:
-        keys = ("group_size", "mask_cut_actions", *(f"sampling.{key}" for key in DISTRIBUTION))
+        drawn = (f"sampling.{key}" for key in DISTRIBUTION)
+        keys = ("group_size", "mask_cut_actions", "replay_in_prompt", *drawn)
         reasons |= dict.fromkeys(keys, "learns from demonstrations, in groups of one, and draws no tokens")
     if not algorithm.facts.needs_reference:
         reasons["reference"] = "measures no KL (kl_coef is 0)"

@@ -9,7 +9,14 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, ConfigDict, SerializeAsAny, field_validator
 
 from agent_peft.environments.arithmetic import Arithmetic
-from agent_peft.environments.base import Environment, EnvironmentConfig, Episode, Inspection, TaskFiles
+from agent_peft.environments.base import (
+    Environment,
+    EnvironmentConfig,
+    Episode,
+    Inspection,
+    Mistake,
+    TaskFiles,
+)
 from agent_peft.environments.chat import Chat
 from agent_peft.environments.contract import build, check_tasks, configured
 from agent_peft.environments.db_bench import DBBench
@@ -142,6 +149,7 @@ __all__ = [
     "EnvironmentConfig",
     "Episode",
     "Inspection",
+    "Mistake",
     "TaskFiles",
     "environment_class",
     "load_environment",

@@ -61,6 +61,15 @@ class Episode(ABC):
         """Free everything that the episode holds. It may be called twice, and from another thread."""
 
 
+class Mistake(str):
+    """A wrong reply that a demonstration shows before it repairs it. The environment answers it as any other
+    reply. The policy reads both, and does not learn to make the mistake.
+
+    >>> [Mistake("SELECT prices FROM t"), "SELECT price FROM t"][0]
+    'SELECT prices FROM t'
+    """
+
+
 @dataclass(frozen=True)
 class Inspection:
     """The result of replaying one task; ``cause`` is None where the task can be used.
@@ -128,7 +137,7 @@ class Environment(ABC):
 
     def demonstration(self, task: Task) -> Sequence[str] | None:
         """Return actions that solve ``task``, one text per turn, or None where none are known. Supervised
-        stages and validation use them.
+        stages and validation use them. A text that is a `Mistake` is read, but not learnt.
         """
         return None
 

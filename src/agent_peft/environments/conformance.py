@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
-from agent_peft.environments.base import Environment
+from agent_peft.environments.base import Environment, Mistake
 from agent_peft.environments.contract import (
     check_tasks,
     describe,
@@ -106,8 +106,10 @@ def _demonstration(environment: Environment, task: Task) -> Iterator[str]:
     results = _play(environment, task, actions).results
     if len(results) < len(actions):
         yield f"its demonstration ends after {len(results)} of {len(actions)} actions; leave the others out"
-    if not all(result.valid for result in results):
-        yield "an action of its demonstration is invalid; a demonstration holds valid actions only"
+    if not all(
+        result.valid or isinstance(action, Mistake) for action, result in zip(actions, results, strict=False)
+    ):
+        yield "an action of its demonstration is invalid; only a Mistake may be"
 
 
 def _junk(environment: Environment, task: Task) -> Iterator[str]:

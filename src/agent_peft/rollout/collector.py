@@ -29,6 +29,7 @@ from agent_peft.policies.engine.schedule import Schedule
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.printable import printable
 from agent_peft.rollout.conversation import EpisodeConversation
+from agent_peft.rollout.replays import ReplayWindow
 from agent_peft.rollout.rewards import RewardConfig, price
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, Group, Outcome, StopReason, Task, Trajectory
@@ -126,6 +127,7 @@ class Collector:
         seed: int,
         positions: Sequence[int] | None = None,
         schedule: Sequence[Schedule] | None = None,
+        replays: ReplayWindow | None = None,
     ) -> Collection:
         """Collect ``group_size`` episodes of each task, in the order of the tasks. The tokens that an episode
         draws depend on its seed alone, which is derived from the position of its task. The number of open
@@ -134,6 +136,7 @@ class Collector:
         Args:
             positions: of the tasks to collect here, while other processes collect the rest; None takes all.
             schedule: that of an earlier collection with the same arguments, to repeat.
+            replays: earlier episodes to show before each task.
 
         Raises:
             AgentPeftError: an episode cannot start for a reason that the user must correct; or every episode
@@ -142,7 +145,7 @@ class Collector:
         """
         positions = range(len(tasks)) if positions is None else positions
         defects: list[BaseException] = []
-        acting = (self.engine.chat, defects, sampling.stop, sampling.max_tokens, self.on_episode)
+        acting = (self.engine.chat, defects, sampling.stop, sampling.max_tokens, self.on_episode, replays)
         conversations = {
             (position, member): EpisodeConversation(self.environment, tasks[position], *acting)
             for position in positions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ from agent_peft.environments.base import Environment, Episode
 from agent_peft.environments.contract import ContractError, open_episode, opening_of, result_of
 from agent_peft.policies.stop_strings import StopMatcher
 from agent_peft.policies.tokenization import ChatTokenizer
+from agent_peft.rollout.replays import ReplayWindow
 from agent_peft.seeding import derive
 from agent_peft.types import (
     AgentPeftError,
@@ -40,6 +42,8 @@ class EpisodeConversation:
         max_tokens: limit of the episode's tokens; None sets no limit. An opening without room for an action
             is a user's mistake.
         on_end: called once, when the episode is over.
+        replays: earlier episodes to show before the task. They take at most half of ``max_tokens``, together
+            with the opening.
     """
 
     def __init__(
@@ -51,10 +55,11 @@ class EpisodeConversation:
         stop: Sequence[str] = (),
         max_tokens: int | None = None,
         on_end: Callable[[], None] | None = None,
+        replays: ReplayWindow | None = None,
     ) -> None:
         self.environment, self.task, self.chat, self.defects = environment, task, chat, defects
         self.stop, self.max_tokens = [text.encode() for text in stop], max_tokens
-        self.on_end = on_end
+        self.on_end, self.replays = on_end, replays
         self.seed = 0
         self.turns: list[Turn] = []
         self.messages: list[Message] = []
@@ -122,14 +127,18 @@ class EpisodeConversation:
         except BaseException as error:
             self._fail(error)
 
-    def act(self, action: Sequence[int], logprobs: Sequence[float], room: int) -> Sequence[int] | None:
+    def act(
+        self, action: Sequence[int], logprobs: Sequence[float], room: int, mistake: bool = False
+    ) -> Sequence[int] | None:
         """Take the sampled action. Return the tokens of the next observation, or None where there is none.
 
         Args:
             room: the token budget that is left. An observation that would use it up ends the episode, because
                 no further action is possible.
+            mistake: a demonstration shows the action as a mistake.
         """
-        self.turns.append(Turn(self._observation, tuple(action), tuple(logprobs), cut=self._is_cut(action)))
+        cut = self._is_cut(action)
+        self.turns.append(Turn(self._observation, tuple(action), tuple(logprobs), cut=cut, mistake=mistake))
         self._room = room
         following = self._step()
         if following is None:
@@ -194,7 +203,13 @@ class EpisodeConversation:
 
     def _open(self) -> list[Message]:
         self._episode = open_episode(self.environment, self.task, derive(self.seed, "environment"))
-        return opening_of(self._episode)
+        opening = opening_of(self._episode)
+        if self.replays is None:
+            return opening
+        limit = math.inf if self.max_tokens is None else self.max_tokens // 2
+        return self.replays.before(
+            self.task.id, opening, lambda messages: len(self.chat.opening(messages)) <= limit
+        )
 
     def _fail(self, error: BaseException) -> None:
         if not isinstance(error, InfrastructureError):

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from agent_peft.environments.base import Environment
+from agent_peft.environments.base import Environment, Mistake
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.stop_strings import StopMatcher
 from agent_peft.policies.tokenization import ChatTokenizer
@@ -141,8 +141,8 @@ def demonstrate(
     try:
         conversation.begin(seed)
         for action in () if conversation.failure else actions:
-            tokens = chat.action_tokens(action)
-            if conversation.act(tokens, [0.0] * len(tokens), room=1 << 30) is None:
+            tokens, mistake = chat.action_tokens(action), isinstance(action, Mistake)
+            if conversation.act(tokens, [0.0] * len(tokens), room=1 << 30, mistake=mistake) is None:
                 break
     finally:
         conversation.close()
@@ -156,4 +156,8 @@ def demonstrate(
         logger.error("task %s: after its demonstration: %s", printable(task.id, LINE), one_line(error))
     if not conversation.over:
         raise AgentPeftError(f"task {task.id}: its demonstration does not end the episode")
+    if all(turn.mistake for turn in conversation.turns):
+        raise AgentPeftError(
+            f"task {task.id}: its demonstration ends with a mistake, before a reply that could be learnt"
+        )
     return price(conversation.trajectory, rewards)

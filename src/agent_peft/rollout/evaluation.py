@@ -22,6 +22,7 @@ from agent_peft.policies.sampling import LIMITS, SamplingConfig
 from agent_peft.ranks import ALONE, Ranks
 from agent_peft.rollout.collector import CollectionSchedule, Collector
 from agent_peft.rollout.gathering import gather_collection
+from agent_peft.rollout.replays import ReplayWindow
 from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.rollout.statistics import EvaluationReport, summarize
 from agent_peft.seeding import derive
@@ -45,8 +46,10 @@ class EvaluationConfig(Config):
     """When a run measures its policy, and on which tasks. No key here changes training."""
 
     environment: AnyEnvironment = Field(description="the tasks to measure on, best not those of training")
-    at: tuple[Literal["start", "stages"], ...] = Field(
-        default=("start", "stages"), description="start: before the first step; stages: after each stage"
+    at: tuple[Literal["start", "stages", "segments"], ...] = Field(
+        default=("start", "stages"),
+        description="start: before the first step; stages: after each stage; segments: before the first "
+        "skill of a stage with task_order.kind: by_skill, and after each of its segments",
     )
     every: int = Field(
         default=0,
@@ -98,6 +101,7 @@ def evaluate(
     schedule: CollectionSchedule | None = None,
     rewards: RewardConfig | Mapping[str, Any] | None = None,
     on_episode: Callable[[], None] | None = None,
+    replays: ReplayWindow | None = None,
 ) -> EvaluationReport:
     """Measure a policy on an environment: ``attempts`` episodes of each task, greedy by default. The report
     has the episodes in ``groups``.
@@ -112,6 +116,7 @@ def evaluate(
         schedule: a recorded schedule of late answers to follow, and the file for a new one.
         rewards: what an episode is worth, as in a stage; None takes the defaults.
         on_episode: called at the end of each episode of this rank, from any thread.
+        replays: earlier episodes to show before each task.
 
     Raises:
         AgentPeftError: a key is wrong, or no episode came to an end.
@@ -127,13 +132,15 @@ def evaluate(
         derive(seed, "evaluation"),
         ranks.share(range(len(tasks))),
         schedule.followed if schedule else None,
+        replays,
     )
     if schedule is not None:
         schedule.write(collection.schedule)
     collection = gather_collection(ranks, collection, tasks)
     lost = len(tasks) * settings.attempts - sum(len(group.trajectories) for group in collection.groups)
+    shown = 0 if replays is None else replays.number
     report = replace(
-        summarize(collection.groups, lost), settings=settings_of(settings, environment, seed, prices)
+        summarize(collection.groups, lost), settings=settings_of(settings, environment, seed, prices, shown)
     )
     if (collection.failures or collection.defects) and ranks.is_main:
         logger.warning(
@@ -148,9 +155,15 @@ def evaluate(
 
 
 def settings_of(
-    evaluation: EvaluationConfig, environment: Environment, seed: int, rewards: RewardConfig
+    evaluation: EvaluationConfig,
+    environment: Environment,
+    seed: int,
+    rewards: RewardConfig,
+    replay_in_prompt: int = 0,
 ) -> dict[str, Any]:
-    """Return what decides the result of an evaluation, beside the policy, as JSON values."""
+    """Return what decides the result of an evaluation, beside the policy and the episodes that the prompt
+    shows, as JSON values.
+    """
     tasks = environment.tasks[: evaluation.num_tasks]
     return {
         "tasks": len(tasks),
@@ -159,6 +172,7 @@ def settings_of(
         "sampling": evaluation.sampling.model_dump(mode="json"),
         "environment": _digest(environment, tasks),
         "rewards": rewards.model_dump(mode="json"),
+        "replay_in_prompt": replay_in_prompt,
     }
 
 

@@ -101,7 +101,8 @@ def reasoning_steps(config: ReasoningStepsConfig, trajectory: Trajectory) -> flo
     >>> reasoning_steps(ReasoningStepsConfig(), Trajectory(Task("t"), (), messages=(said,)))
     2.0
     """
-    said = "\n".join(message.content for message in trajectory.messages if message.role == "assistant")
+    replies = [message.content for message in trajectory.messages if message.role == "assistant"]
+    said = "\n".join(replies[-len(trajectory.turns) :])  # earlier ones are examples in the prompt
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     return float(min(config.max_steps, len(set(lines[:-1]))))
 

@@ -2,16 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol, get_args
 
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from agent_peft.config import Config
 from agent_peft.files import MEGABYTE, parse_json, read_text
-from agent_peft.lookup import alike
-from agent_peft.seeding import generator
-from agent_peft.types import AgentPeftError, Task
+from agent_peft.lookup import alike, nearest
+from agent_peft.seeding import derive, generator
+from agent_peft.types import AgentPeftError, Group, Outcome, Task
 
 MAX_BYTES = 64 * MEGABYTE  # of a file of ids
 MAX_ADVISED = 10_000  # ids among which a misspelled one is looked for
+OrderName = Literal["shuffle", "sequential", "by_difficulty"]
+ORDER_NAMES = get_args(OrderName)  # any other text is a file
+
+
+class BySkillConfig(Config):
+    """One skill after another, in segments of equal length. A task counts by its first skill; tasks without
+    one are left out. A segment shuffles its tasks, and a longer one takes them again in another order.
+    """
+
+    kind: Literal["by_skill"] = "by_skill"
+    steps: int = Field(ge=1, description="steps of the segment of each skill")
+    skills: tuple[str, ...] | None = Field(
+        default=None,
+        min_length=1,
+        description="the skills in their order, where one may come again; null takes all, in the order in "
+        "which the tasks first show them",
+    )
+
+    def settled(self, tasks: Sequence[Task]) -> BySkillConfig:
+        """The same order with its skills named.
+
+        Raises:
+            AgentPeftError: no task has one of the skills.
+        """
+        known = list(dict.fromkeys(task.skills[0] for task in tasks if task.skills))
+        if not known:
+            raise AgentPeftError("task_order: by_skill needs tasks with skills, and these have none")
+        for skill in self.skills or ():
+            if skill not in known:
+                raise AgentPeftError(
+                    f"task_order.skills: {skill!r:.60} is the first skill of no task; {nearest(skill, known)}"
+                )
+        return self.model_copy(update={"skills": self.skills or tuple(known)})
+
+
+class BySuccessConfig(Config):
+    """Shuffled, but a task whose latest group succeeded too rarely or too often to teach much is left out of
+    the next trips. Tasks that were not tried yet are drawn as with shuffle.
+    """
+
+    kind: Literal["by_success"] = "by_success"
+    low: float = Field(default=0.2, ge=0, le=1, description="a task below this success rate is left out")
+    high: float = Field(default=0.8, ge=0, le=1, description="a task above this success rate is left out")
+    trips: int = Field(default=3, ge=1, description="for so many trips; then it is tried again")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> BySuccessConfig:
+        if self.low > self.high:
+            raise ValueError(f"low: {self.low:g} is more than high: {self.high:g}; exchange them")
+        return self
+
+
+def _tag(value: Any) -> str:
+    if isinstance(value, str | Path):
+        return "name" if value in ORDER_NAMES else "file"
+    if isinstance(value, Config | Mapping):
+        kind = value.get("kind") if isinstance(value, Mapping) else getattr(value, "kind", None)
+        return "by_success" if kind == "by_success" else "by_skill"
+    return "file"
+
+
+AnyOrder = Annotated[
+    Annotated[OrderName, Tag("name")]
+    | Annotated[BySkillConfig, Tag("by_skill")]
+    | Annotated[BySuccessConfig, Tag("by_success")]
+    | Annotated[Path, Tag("file")],
+    Discriminator(_tag),
+]
+
+
+class Order(Protocol):
+    """Says which tasks a step takes."""
+
+    def at(self, step: int) -> list[Task]: ...
 
 
 class TaskOrder:
@@ -34,11 +112,12 @@ class TaskOrder:
 
     def at(self, step: int) -> list[Task]:
         """The tasks of a step, a pure function of seed and step."""
-        tasks = []
-        for position in range(step * self.per_step, (step + 1) * self.per_step):
-            number, index = divmod(position, len(self.tasks))
-            tasks.append(self.tasks[self._order(number)[index]])
-        return tasks
+        return [self.task(position) for position in range(step * self.per_step, (step + 1) * self.per_step)]
+
+    def task(self, position: int) -> Task:
+        """The task at a position, counted from the first pass on."""
+        number, index = divmod(position, len(self.tasks))
+        return self.tasks[self._order(number)[index]]
 
     def _order(self, number: int) -> Sequence[int]:
         if not self.shuffled:
@@ -48,6 +127,136 @@ class TaskOrder:
             generator(self.seed, "tasks", number).shuffle(order)
             self._pass = (number, order)
         return self._pass[1]
+
+
+class SkillOrder:
+    """Segments of ``steps`` steps, each with the tasks of one skill. The last one is followed by the first.
+
+    >>> tasks = [Task("i", ("insert",)), Task("u", ("update",)), Task("v", ("update",))]
+    >>> order = SkillOrder(tasks, 1, seed=0, skills=("update", "insert"), steps=2)
+    >>> [order.at(step)[0].skills[0] for step in range(5)]
+    ['update', 'update', 'insert', 'insert', 'update']
+    """
+
+    def __init__(
+        self, tasks: Sequence[Task], per_step: int, seed: int, skills: Sequence[str], steps: int
+    ) -> None:
+        of_skill: dict[str, list[Task]] = {skill: [] for skill in skills}
+        for task in tasks:
+            if task.skills and task.skills[0] in of_skill:
+                of_skill[task.skills[0]].append(task)
+        self.skills, self.steps = tuple(skills), steps
+        self._orders = {
+            skill: TaskOrder(of, per_step, derive(seed, "skill", skill)) for skill, of in of_skill.items()
+        }
+
+    def at(self, step: int) -> list[Task]:
+        """The tasks of a step, a pure function of seed and step. A skill that comes again goes on with the
+        tasks that it has not taken yet.
+        """
+        segment, inside = divmod(step, self.steps)
+        trip, place = divmod(segment, len(self.skills))
+        skill = self.skills[place]
+        earlier = trip * self.skills.count(skill) + self.skills[:place].count(skill)
+        return self._orders[skill].at(earlier * self.steps + inside)
+
+
+class SuccessOrder:
+    """Shuffled passes, without the tasks that are left out for their success rate.
+
+    Its state is the results so far, so its steps are taken one after another: ``at`` does not look at the
+    number of the step, and ``learn`` takes the results of the tasks that it gave.
+    """
+
+    def __init__(self, tasks: Sequence[Task], per_step: int, seed: int, config: BySuccessConfig) -> None:
+        self.config = config
+        self._order, self._per_step = TaskOrder(tasks, per_step, seed), per_step
+        self._position, self._left_out = 0, dict[str, int]()  # task id -> trips that it is left out of
+
+    def at(self, step: int) -> list[Task]:
+        """The tasks of the next step, a pure function of seed and results."""
+        return self._next()[0]
+
+    def learn(self, groups: Sequence[Group]) -> None:
+        """Go on behind the tasks that ``at`` gave, with their results. A group without an episode, because
+        its environment failed, says nothing.
+        """
+        _, self._position, self._left_out = self._next()
+        for group in groups:
+            if group.trajectories:
+                correct = sum(t.outcome is Outcome.CORRECT for t in group.trajectories)
+                rate = correct / len(group.trajectories)
+                if not self.config.low <= rate <= self.config.high:
+                    self._left_out[group.task.id] = self.config.trips
+
+    def _next(self) -> tuple[list[Task], int, dict[str, int]]:
+        tasks, position, left_out = list[Task](), self._position, dict(self._left_out)
+        while len(tasks) < self._per_step:
+            task = self._order.task(position)
+            position += 1
+            if trips := left_out.pop(task.id, 0):
+                left_out |= {task.id: trips - 1} if trips > 1 else {}
+            else:
+                tasks.append(task)
+        return tasks, position, left_out
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self._position, "left_out": dict(self._left_out)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._position, self._left_out = state["position"], dict(state["left_out"])
+
+
+def from_easy_to_difficult(
+    tasks: Sequence[Task], demonstration: Callable[[Task], Sequence[str] | None]
+) -> list[Task]:
+    """The tasks with the fewest skills first; of these, those with the shortest demonstration in characters
+    (0 where there is none); of these, the first ones.
+
+    Raises:
+        AgentPeftError: all tasks have the same number of skills, and no demonstration.
+    """
+    measures = [(len(task.skills), sum(map(len, demonstration(task) or ()))) for task in tasks]
+    if len({skills for skills, _ in measures}) == 1 and not any(length for _, length in measures):
+        raise AgentPeftError(
+            "task_order: by_difficulty compares the skills of tasks and their demonstrations, and these "
+            "tasks have neither; give a file with your own order"
+        )
+    return [tasks[place] for place in sorted(range(len(tasks)), key=measures.__getitem__)]
+
+
+def length_of_trip(order: AnyOrder, tasks: Sequence[Task], per_step: int) -> int:
+    """How many tasks one trip takes.
+
+    Raises:
+        AgentPeftError: the order does not fit the tasks, or its file is wrong.
+    """
+    if isinstance(order, BySkillConfig):
+        return len(order.settled(tasks).skills or ()) * order.steps * per_step
+    return len(tasks_in_order(tasks, order)) if isinstance(order, Path) else len(tasks)
+
+
+def order_of(
+    order: AnyOrder,
+    tasks: Sequence[Task],
+    per_step: int,
+    seed: int,
+    demonstration: Callable[[Task], Sequence[str] | None],
+) -> Order:
+    """The order that a stage's ``task_order`` describes.
+
+    Raises:
+        AgentPeftError: it does not fit the tasks, or its file is wrong.
+    """
+    if isinstance(order, BySkillConfig):
+        return SkillOrder(tasks, per_step, seed, order.settled(tasks).skills or (), order.steps)
+    if isinstance(order, BySuccessConfig):
+        return SuccessOrder(tasks, per_step, seed, order)
+    if isinstance(order, Path):
+        tasks = tasks_in_order(tasks, order)
+    elif order == "by_difficulty":
+        tasks = from_easy_to_difficult(tasks, demonstration)
+    return TaskOrder(tasks, per_step, seed, shuffled=order == "shuffle")
 
 
 def tasks_in_order(tasks: Sequence[Task], path: Path) -> list[Task]:

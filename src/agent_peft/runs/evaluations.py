@@ -26,12 +26,16 @@ from agent_peft.policies.policy import Policy
 from agent_peft.policies.reference import put_back
 from agent_peft.ranks import Ranks
 from agent_peft.rollout.evaluation import evaluate, settings_of
+from agent_peft.rollout.replays import Replay, Replays, ReplayWindow, read_replays
+from agent_peft.rollout.skill_matrix import SkillMatrix
 from agent_peft.rollout.statistics import EvaluationReport
+from agent_peft.rollout.task_order import BySkillConfig
 from agent_peft.runs.best import Best, comparable, note_best, reason_to_end
 from agent_peft.runs.observers import Observer
 from agent_peft.runs.progress import Progress
 from agent_peft.runs.schedules import FOLDER as SCHEDULE
 from agent_peft.runs.schedules import Schedules
+from agent_peft.runs.streams import skill_matrices
 from agent_peft.runs.trajectories import ARRAYS, LINES, write_episodes
 from agent_peft.training.stage import StageConfig
 from agent_peft.types import AgentPeftError
@@ -56,6 +60,7 @@ class Evaluations:
     schedules: Schedules
     progress: Progress
     observers: Observer
+    replays: Replays  # those of the run, which its stages add to
     reports: dict[str, EvaluationReport] = field(default_factory=dict)  # in the order of the run
 
     @cached_property
@@ -94,7 +99,7 @@ class Evaluations:
             elif checkpoint.is_dir():
                 with put_back(self.policy.model):  # a first stage may have to start from the present weights
                     self.policy.load(checkpoint)
-                    self.make(steps)
+                    self.make(steps, read_replays(checkpoint))
             else:
                 lost[steps] = name
         if lost:
@@ -102,8 +107,12 @@ class Evaluations:
         self.reports = dict(sorted(self.reports.items(), key=lambda pair: pair[1].step or 0))
         self.note_best()
 
-    def make(self, done: int) -> bool:
-        """Make the evaluation that is due after ``done`` steps, if there is one. Returns whether there is."""
+    def make(self, done: int, replays: tuple[Replay, ...] | None = None) -> bool:
+        """Make the evaluation that is due after ``done`` steps, if there is one. Returns whether there is.
+
+        Args:
+            replays: the successful episodes of the run up to there; None takes those of the run now.
+        """
         if done not in self.due:
             return False
         assert self.config.evaluation is not None and self.environment is not None
@@ -122,6 +131,7 @@ class Evaluations:
                 self.schedules.of(f"evaluation_{path.stem}"),
                 stage.rewards,
                 on_episode,
+                ReplayWindow(self.replays.latest() if replays is None else replays, stage.replay_in_prompt),
             )
         report = replace(report, name=name, step=done)
         self._keep(report)
@@ -150,6 +160,12 @@ class Evaluations:
         if self.ranks.is_main:
             _copy(self.path_of(before), self.path_of(name), report)
         self._keep(report)
+
+    def matrices(self) -> dict[str, SkillMatrix]:
+        """The skill matrix of each stage that takes one skill after another, by the stage's name."""
+        tasks = () if self.environment is None else self.environment.tasks
+        skills = {task.id: task.skills[0] for task in tasks if task.skills}
+        return skill_matrices(self.config, self.reports.values(), skills)
 
     def saves(self, done: int, stage: StageConfig) -> bool:
         """Whether a checkpoint is needed after ``done`` steps, as an evaluation there decides something."""
@@ -237,7 +253,13 @@ class Evaluations:
         evaluation, environment = self.config.evaluation, self.environment
         assert evaluation is not None and environment is not None
         return [
-            settings_of(evaluation.following(stage.sampling), environment, self.config.seed, stage.rewards)
+            settings_of(
+                evaluation.following(stage.sampling),
+                environment,
+                self.config.seed,
+                stage.rewards,
+                stage.replay_in_prompt,
+            )
             for stage in self.config.stages
         ]
 
@@ -253,6 +275,9 @@ def due_evaluations(config: TrainConfig) -> dict[int, str]:
         end = sum(stage.steps for stage in config.stages)
         due |= {step: f"step {step}" for step in range(evaluation.every, end + 1, evaluation.every)}
     for index, stage in enumerate(config.stages):
+        if "segments" in evaluation.at and isinstance(stage.task_order, BySkillConfig):
+            for step in range(done, done + stage.steps + 1, stage.task_order.steps):
+                due.setdefault(step, f"step {step}" if step else "base")
         done += stage.steps
         if "stages" in evaluation.at:
             due[done] = _name_after(config, index)

@@ -200,6 +200,7 @@ class EpisodeRecord:
     evaluation: str | None = None  # in an evaluation
     step: int | None = None
     score: float | None = None
+    mistake_turns: tuple[int, ...] = ()  # of a demonstration: shown, and not learnt
     advantages: tuple[float, ...] | None = None  # of each turn, the mean over its action tokens
     _arrays: _Arrays = field(repr=False, compare=False)
 
@@ -214,7 +215,7 @@ class EpisodeRecord:
 
     @property
     def mask(self) -> NDArray[Any]:
-        """(T,) bool: the token was sampled."""
+        """(T,) bool: the token was sampled, or is of an action of a demonstration."""
         return self._arrays.row("mask", self.row)
 
     @property

@@ -33,6 +33,7 @@ from agent_peft.policies.loading import load_policy
 from agent_peft.policies.policy import Policy
 from agent_peft.printable import Printable
 from agent_peft.ranks import Ranks, join
+from agent_peft.rollout.replays import Replays
 from agent_peft.rollout.report_tables import skill_table, table
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.runs.changes import note_on_schedule
@@ -123,8 +124,9 @@ def train(
         safe = SafeObservers((timing, progress, *observers))
         if ranks.is_main:
             stack.callback(safe.on_end)
+        replays = Replays(max(stage.replay_in_prompt for stage in config.stages))
         evaluations = Evaluations(
-            config, heldout, policy, sampler, ranks, schedules, progress, observers=safe
+            config, heldout, policy, sampler, ranks, schedules, progress, observers=safe, replays=replays
         )
         run = _Run(
             config,
@@ -174,6 +176,8 @@ class _Run:
             first += stage.steps
         if reports := self.evaluations.reports:
             self.progress.console.print(Printable(table(reports)), Printable(skill_table(reports)))
+            for matrix in self.evaluations.matrices().values():
+                self.progress.console.print(Printable(matrix.table()))
         trained = "adapter" if self.policy.has_adapter else "model"
         if self.ranks.is_main:
             self.recording.remove_old()
@@ -238,6 +242,7 @@ class _Run:
             seed,
             self.ranks,
             schedule_of=schedule_of,
+            replays=self.evaluations.replays,
         )
         if checkpoint is not None:
             restore(trainer, self.checkpoints / checkpoint)

@@ -4,6 +4,7 @@ a model.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
@@ -25,12 +26,17 @@ from agent_peft.policies.models.custom_module import is_custom_module
 from agent_peft.policies.models.start import START, base_of, from_start, names_model
 from agent_peft.policies.policy import Policy
 from agent_peft.rollout.evaluation import evaluate
+from agent_peft.rollout.replays import FILE as REPLAYS
+from agent_peft.rollout.replays import Replay, ReplayWindow, read_replays
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.runs.best import read_best
 from agent_peft.runs.checkpoint import checkpoint_step, checkpoints, latest_checkpoint
 from agent_peft.runs.folder import recorded_dtype, settle_dtype
 from agent_peft.runs.progress import Progress
+from agent_peft.training.stage import StageConfig
 from agent_peft.types import AgentPeftError
+
+logger = logging.getLogger(__name__)
 
 Kind = Literal["run", "adapter", "weights", "model"]
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
@@ -231,7 +237,8 @@ def evaluate_target(
         if kind == "run"
         else _load(target, kind, config, base)
     )
-    rewards = (config.stages[-1] if step is None else config.stage_at(step)).rewards
+    stage = config.stages[-1] if step is None else config.stage_at(step)
+    replays = () if base else _replays(folder or target, stage)
     with closing(load_environment(config.evaluation.environment)) as environment, ExitStack() as stack:
         on_episode = None
         if progress is not None:
@@ -243,10 +250,26 @@ def evaluate_target(
             environment,
             config.evaluation,
             config.seed,
-            rewards=rewards,
+            rewards=stage.rewards,
             on_episode=on_episode,
+            replays=ReplayWindow(replays, stage.replay_in_prompt),
         )
     return replace(report, run=str(target), checkpoint=folder.name if folder else None, step=step)
+
+
+def _replays(folder: Path, stage: StageConfig) -> tuple[Replay, ...]:
+    """The episodes of a checkpoint that its stage showed to the policy."""
+    if not stage.replay_in_prompt:
+        return ()
+    replays = read_replays(folder)
+    if not replays:
+        logger.warning(
+            "%s: holds no successful episodes (%s), so replay_in_prompt: %d shows none here",
+            folder,
+            REPLAYS,
+            stage.replay_in_prompt,
+        )
+    return replays
 
 
 def _load(target: Path, kind: Kind, config: TrainConfig, base: bool) -> Policy:

@@ -55,6 +55,7 @@ def episode_record(
     >>> record["task"], record["attempt"], record["seed"], record["num_tokens"]
     ('t', 3, 7, 3)
     """
+    mistakes = [number for number, turn in enumerate(trajectory.turns) if turn.mistake]
     return {
         "group": group,
         "attempt": attempt,
@@ -72,6 +73,7 @@ def episode_record(
         "num_action_tokens": trajectory.num_action_tokens,
         "invalid_turns": [number for number, turn in enumerate(trajectory.turns) if not turn.valid],
         "cut_turns": [number for number, turn in enumerate(trajectory.turns) if turn.cut],
+        **({"mistake_turns": mistakes} if mistakes else {}),
         "messages": [{"role": message.role, "content": message.content} for message in trajectory.messages],
     }
 
@@ -86,7 +88,7 @@ def episode_arrays(
         values: what the trainer computed for the same tokens.
 
     Returns:
-        ``offsets`` (R + 1) int64, ``tokens`` (N) int32, ``mask`` (N) bool: the token was sampled; and, where
+        ``offsets`` (R + 1) int64, ``tokens`` (N) int32, ``mask`` (N) bool: an action's token; and, where
         there are any, ``sampler_logprobs``, ``trainer_logprobs`` and ``advantages`` (N) fp32.
 
     >>> from agent_peft.types import Task, Turn

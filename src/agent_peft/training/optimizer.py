@@ -25,9 +25,10 @@ class OptimizerConfig(Config):
 
     learning_rate: float = Field(
         default=2e-4,
-        gt=0,
+        ge=0,
         le=1,
-        description="learning rate after the warm-up; an update moves each weight by about this much",
+        description="learning rate after the warm-up; an update moves each weight by about this much; 0 "
+        "makes no update, so that the policy only acts and is measured",
     )
     weight_decay: float = Field(
         default=0.0, ge=0, description="weight decay of matrices; vectors (norms, biases) are never decayed"

@@ -20,10 +20,18 @@ from agent_peft.policies.sampling import DISTRIBUTION, SamplingConfig
 from agent_peft.ranks import Ranks
 from agent_peft.rollout.collector import Collector, ScheduleOf
 from agent_peft.rollout.demonstrations import DemonstrationCheck
+from agent_peft.rollout.replays import Replays
 from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.rollout.sources import Demonstrations, Rollouts, Source
 from agent_peft.rollout.statistics import METRICS
-from agent_peft.rollout.task_order import TaskOrder, tasks_in_order
+from agent_peft.rollout.task_order import (
+    ORDER_NAMES,
+    AnyOrder,
+    BySkillConfig,
+    BySuccessConfig,
+    length_of_trip,
+    order_of,
+)
 from agent_peft.training.optimizer import OptimizerConfig
 from agent_peft.training.step_metrics import metrics_of
 from agent_peft.types import AgentPeftError, Task
@@ -137,10 +145,19 @@ class StageConfig(Config):
     mask_cut_actions: bool = Field(
         default=False, description="do not train on actions that a token limit ended; they still get rewards"
     )
-    task_order: Literal["shuffle", "sequential"] | Path = Field(
+    task_order: AnyOrder = Field(
         default="shuffle",
-        description="order of the tasks in each trip through them: shuffle, sequential, or a file that lists "
-        "the ids of tasks, one in a line (or a JSON list in a .json file)",
+        description="order of the tasks in each trip through them: shuffle, sequential, by_difficulty (the "
+        "fewest skills first, then the shortest demonstration), a mapping of kind by_skill or by_success, or "
+        "a file that lists the ids of tasks, one in a line (or a JSON list in a .json file)",
+    )
+    replay_in_prompt: int = Field(
+        default=0,
+        ge=0,
+        le=1000,
+        description="before each task, the prompt shows so many of the run's latest successful episodes of "
+        "other tasks, one of each task, as earlier turns; the oldest are left out where the opening would "
+        "take more than half of sampling.max_tokens; evaluations that follow the stage show them, too",
     )
     nonfinite: Literal["stop", "skip"] = Field(
         default="stop", description="what happens at an update whose loss or gradient is NaN or infinite"
@@ -158,10 +175,11 @@ class StageConfig(Config):
 
     @field_validator("task_order")
     @classmethod
-    def _names_an_order(cls, order: str | Path) -> str | Path:
+    def _names_an_order(cls, order: AnyOrder) -> AnyOrder:
         if isinstance(order, Path) and not order.suffix and len(order.parts) == 1:
             raise ValueError(
-                f"{str(order)!r} is no order; give shuffle, sequential or a file such as order.txt"
+                f"{str(order)!r} is no order; give {', '.join(ORDER_NAMES)}, a file such as order.txt, "
+                "{kind: by_skill, steps: 20} or {kind: by_success}"
             )
         return order
 
@@ -173,34 +191,39 @@ class StageConfig(Config):
             raise ValueError("steps and epochs both say how long the stage is; give one of them")
         return self
 
-    def trip(self, tasks: Sequence[Task]) -> Sequence[Task]:
-        """The tasks of one trip, before they are shuffled.
+    def trip(self, tasks: Sequence[Task]) -> int:
+        """How many tasks one trip through them takes.
 
         Raises:
-            AgentPeftError: the file of ``task_order`` is wrong.
+            AgentPeftError: ``task_order`` does not fit the tasks, or its file is wrong.
         """
-        return tasks_in_order(tasks, self.task_order) if isinstance(self.task_order, Path) else tasks
+        return length_of_trip(self.task_order, tasks, self.tasks_per_step)
 
     def with_steps(self, tasks: Sequence[Task]) -> StageConfig:
-        """This stage with the number of steps that its trips through the tasks take, and without ``epochs``.
+        """This stage with the number of steps that its trips through the tasks take, without ``epochs``, and
+        with the skills that ``task_order`` takes one after another.
 
         Raises:
-            AgentPeftError: it is more than a stage may have, or the file of ``task_order`` is wrong.
+            AgentPeftError: it is more than a stage may have, or ``task_order`` does not fit the tasks, or its
+                file is wrong.
 
         >>> stage = StageConfig(algorithm="rloo", epochs=1.5, tasks_per_step=8)
         >>> stage.with_steps([Task(str(number)) for number in range(20)]).steps
         4
         """
-        if self.epochs is None:
-            return self
-        # a float such as 0.1 stands for the decimal that the user wrote
-        steps = math.ceil(Fraction(str(self.epochs)) * len(self.trip(tasks)) / self.tasks_per_step)
-        if steps > MAX_STEPS:
-            raise AgentPeftError(
-                f"epochs: {self.epochs:g} of stage {self.name!r} take {steps:,} steps, and {MAX_STEPS:,} are "
-                "the most; lower it, or raise tasks_per_step"
-            )
-        return self.model_copy(update={"steps": steps, "epochs": None})
+        order, update = self.task_order, dict[str, Any]()
+        if isinstance(order, BySkillConfig) and order.skills is None:
+            update["task_order"] = order.settled(tasks)
+        if self.epochs is not None:
+            # a float such as 0.1 stands for the decimal that the user wrote
+            steps = math.ceil(Fraction(str(self.epochs)) * self.trip(tasks) / self.tasks_per_step)
+            if steps > MAX_STEPS:
+                raise AgentPeftError(
+                    f"epochs: {self.epochs:g} of stage {self.name!r} take {steps:,} steps, and {MAX_STEPS:,} "
+                    "are the most; lower it, or raise tasks_per_step"
+                )
+            update |= {"steps": steps, "epochs": None}
+        return self.model_copy(update=update) if update else self
 
     @property
     def episodes_per_step(self) -> int:
@@ -225,6 +248,17 @@ class StageConfig(Config):
         if not algorithm.on_policy and self.mask_cut_actions:
             raise ValueError(
                 f"mask_cut_actions has no effect on {kind}, which learns from demonstrations; leave it out"
+            )
+        if not algorithm.on_policy and self.replay_in_prompt:
+            raise ValueError(
+                f"replay_in_prompt has no effect on {kind}, which learns from demonstrations; leave it out"
+            )
+        if not algorithm.on_policy and not self.optimizer.learning_rate:
+            raise ValueError(f"optimizer.learning_rate: 0 leaves {kind} nothing to do; raise it")
+        if not algorithm.on_policy and isinstance(self.task_order, BySuccessConfig):
+            raise ValueError(
+                f"task_order: by_success has no effect on {kind}, whose demonstrations all succeed; take "
+                "another order"
             )
         if algorithm.on_policy and sampling.temperature == 0:
             raise ValueError(
@@ -289,13 +323,15 @@ def source_of(
     seed: int,
     ranks: Ranks,
     schedule_of: ScheduleOf | None = None,
+    replays: Replays | None = None,
 ) -> Source:
     """The source that a stage's algorithm learns from: episodes of the policy, or demonstrations."""
-    tasks = stage.trip(environment.tasks)
-    order = TaskOrder(tasks, stage.tasks_per_step, seed, stage.task_order == "shuffle")
+    demonstration = environment.demonstration
+    order = order_of(stage.task_order, environment.tasks, stage.tasks_per_step, seed, demonstration)
     if stage.algorithm.facts.on_policy:
         collector = Collector(environment, sampler)
         settings = (stage.group_size, stage.sampling, stage.rewards)
-        return Rollouts(collector, order, *settings, seed, ranks, schedule_of)
+        shown = (replays, stage.replay_in_prompt)
+        return Rollouts(collector, order, *settings, seed, ranks, schedule_of, *shown)
     check = DemonstrationCheck(sampler.chat, stage.sampling, warns=ranks.is_main)
     return Demonstrations(environment, order, sampler.chat, stage.rewards, seed, ranks, check)

@@ -20,7 +20,8 @@ from agent_peft.policies.engine.base import Sampler
 from agent_peft.policies.policy import Policy
 from agent_peft.ranks import ALONE, Ranks, checksum
 from agent_peft.rollout.collector import Collection, ScheduleOf
-from agent_peft.rollout.sources import Source
+from agent_peft.rollout.replays import Replays
+from agent_peft.rollout.sources import Source, StatefulSource
 from agent_peft.seeding import derive, generator
 from agent_peft.training import checks
 from agent_peft.training.gradients import Gradients
@@ -72,6 +73,7 @@ class Trainer:
         source: gives the trajectories of each step. None takes those that the algorithm learns from: episodes
             of the policy, or the environment's demonstrations.
         schedule_of: for a step, where its sampling schedule is written, and the one to follow.
+        replays: the successful episodes of the run so far; None begins with none.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Trainer:
         *,
         source: Source | None = None,
         schedule_of: ScheduleOf | None = None,
+        replays: Replays | None = None,
     ) -> None:
         stage = stage if isinstance(stage, StageConfig) else Stage(**stage)
         self.stage = stage = stage.with_steps(environment.tasks)
@@ -103,7 +106,10 @@ class Trainer:
         )
         self.parameters += [parameter for parameters, _ in rates for parameter in parameters]
         ranks.assert_equal(self.parameters, "the weights at the start of a stage")
-        self.source = source or source_of(stage, environment, self.engine, seed, ranks, schedule_of)
+        self.replays = Replays(stage.replay_in_prompt) if replays is None else replays
+        self.source = source or source_of(
+            stage, environment, self.engine, seed, ranks, schedule_of, self.replays
+        )
         self.gradients = Gradients(policy, self.algorithm, stage, self.masters, self.optimizer)
         self.canary = checks.Canary(policy, self.engine)
         self.signal = SignalCounter(warns=ranks.is_main)
@@ -189,6 +195,8 @@ class Trainer:
         Raises:
             FloatingPointError: the loss or the gradient is not finite; nothing has changed.
         """
+        if not self.stage.optimizer.learning_rate:
+            return {**UPDATED, "updates_skipped": 1.0, "learning_rate": 0.0}
         weighed, denominator = self.algorithm.weigh(minibatch)
         weighed = replace(weighed, weights=weighed.weights / self.ranks.sum(denominator))
         sums, mismatch = self.gradients.compute(weighed, on_policy, self.dropout_seed)
@@ -277,12 +285,17 @@ class Trainer:
     def save(self, folder: Path) -> None:
         self.policy.save(folder)
         save_state(self.state_dict(), folder / "trainer.pt")
+        if self.replays.size:
+            self.replays.write(folder)
 
     def load(self, folder: Path) -> None:
         self.policy.load(folder)
         self.load_state_dict(load_state(folder / "trainer.pt"))
+        if self.replays.size:
+            self.replays.read(folder)
 
     def state_dict(self) -> dict[str, Any]:
+        source = self.source.state_dict() if isinstance(self.source, StatefulSource) else {}
         return {
             "step": self.step,
             "updates": self.updates,
@@ -291,6 +304,7 @@ class Trainer:
             "masters": self.masters.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "algorithm": self.algorithm.state_dict(),
+            **({"source": source} if source else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -298,3 +312,5 @@ class Trainer:
         restore_optimizer(self.optimizer, self.scheduler, state["optimizer"], state["scheduler"])
         self.masters.load_state_dict(state["masters"])
         self.algorithm.load_state_dict(state["algorithm"])
+        if isinstance(self.source, StatefulSource) and "source" in state:
+            self.source.load_state_dict(state["source"])

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from agent_peft.environments.db_bench import DBBench, DBBenchConfig, load_tasks
-from agent_peft.environments.db_bench.protocol import answer, operation
+from agent_peft.environments.db_bench.protocol import PROTOCOLS, answer, operation
 from agent_peft.environments.task_commands import validate_tasks
 from agent_peft.types import AgentPeftError, Outcome, StopReason, Task
 
@@ -133,6 +133,50 @@ def test_malformed_replies_take_a_turn_and_say_what_to_write(two):
     assert (last.done, last.outcome, last.stop_reason) == (True, Outcome.INCORRECT, StopReason.TURN_LIMIT)
 
 
+def test_json_tool_calls(tmp_path):
+    env = environment(tmp_path, {"s": SELECT, "u": UPDATE}, protocol="json_tool_calls")
+    assert not env.rejected
+    episode = env.episode(env.tasks[0], seed=0)
+    system = episode.start()[0].content
+    episode.close()
+    assert "execute_sql" in system and "Action:" not in system
+    for index, task in enumerate(env.tasks):
+        replies = env.demonstration(task)
+        assert all(reply.startswith('<tool_call>\n{"name": "') for reply in replies)
+        assert [result.outcome for result in play(env, index, *replies)] == [
+            Outcome.UNKNOWN,
+            Outcome.CORRECT,
+        ]
+    answers = '{"name": "commit_final_answer", "arguments": {"answers": %s}}'
+    for right in ('["Bob", "Cy"]', '[["Cy"], ["Bob"]]', "\"[('Bob',), ('Cy',)]\""):
+        assert play(env, 0, answers % right)[-1].outcome is Outcome.CORRECT, right
+    for wrong in ('["Bob"]', "[]", '["done"]', '"\\ud800"', "1e999", "9" * 500, '[{"a": 1}]'):
+        assert play(env, 0, answers % wrong)[-1].outcome is Outcome.INCORRECT, wrong
+    # the other protocol's replies are malformed here, and told how to do better
+    malformed = play(env, 0, operation(SELECT["answer_info"]["sql"]))[0]
+    assert not malformed.valid and "execute_sql" in malformed.observation
+
+
+@pytest.mark.parametrize(("num_tasks", "repairs"), [(4, 1.0), (12, 0.0)], ids=["mistakes", "looks"])
+def test_every_reply_of_a_demonstration_follows_the_protocol(num_tasks, repairs):
+    generate = {"num_tasks": num_tasks, "look_first": 1.0 - repairs}
+    env = DBBench(DBBenchConfig(generate=generate, protocol="json_tool_calls", repairs=repairs))
+    demonstrations = [env.demonstration(task) for task in env.tasks]
+    assert any(len(replies) == 3 for replies in demonstrations)
+    assert all(reply.startswith("<tool_call>") for replies in demonstrations for reply in replies)
+
+
+def test_a_protocol_and_the_prompt_of_another_are_refused(tmp_path):
+    assert DBBenchConfig(tasks="x").system_prompt == PROTOCOLS["action"].system_prompt
+    calls = DBBenchConfig(tasks="x", protocol="json_tool_calls")
+    assert calls.system_prompt == PROTOCOLS["json_tool_calls"].system_prompt
+    resolved = json.loads(calls.model_dump_json())
+    assert DBBenchConfig(**resolved) == calls
+    with pytest.raises(ValidationError, match="system_prompt is the text of protocol: json_tool_calls"):
+        DBBenchConfig(**{**resolved, "protocol": "action"})
+    assert DBBenchConfig(tasks="x", protocol="json_tool_calls", system_prompt="").system_prompt == ""
+
+
 def test_the_answer_may_come_on_the_last_turn(two):
     query = operation('SELECT * FROM "score list"')
     assert play(two, 0, query, query, answer([("Bob",), ("Cy",)]))[-1].outcome is Outcome.CORRECT
@@ -212,7 +256,7 @@ def test_what_cannot_be_used_is_listed_and_logged(tmp_path, caplog):
 
 
 def test_results_too_long_to_read_are_told(tmp_path, caplog):
-    rows = [[i, "x" * 30, 1] for i in range(20)]
+    rows = [[i, "x" * 30, 1] for i in range(50)]
     environment(tmp_path, {"long": entry('SELECT * FROM "score list"', rows, rows=rows)})
     assert "longer than max_observation_chars" in caplog.text
 

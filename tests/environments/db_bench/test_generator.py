@@ -11,15 +11,17 @@ import sqlglot
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_peft.environments.db_bench import DBBench, DBBenchConfig, generate, primary_skill, skills_of
+from agent_peft.environments.db_bench import generate, primary_skill, skills_of
 from agent_peft.environments.db_bench.database import Column, Table, rounded
 from agent_peft.environments.db_bench.generation.english import plural
+from agent_peft.environments.db_bench.generation.looks import forms
 from agent_peft.environments.db_bench.generation.schemas import UNITS, attributes, entities, held_out
 from agent_peft.environments.db_bench.generation.shapes import HELD_OUT_PAIRS
 from agent_peft.environments.db_bench.generation.skeletons import skeleton_of_sql
 from agent_peft.environments.db_bench.generator import GENERATED_SKILLS, SPLITS
 from agent_peft.environments.db_bench.sqlite import SQLiteDatabase
 from agent_peft.environments.db_bench.syntax import SKILLS, order_keys
+from agent_peft.environments.task_commands import validate_tasks
 from agent_peft.types import AgentPeftError
 
 SEVERAL = {split: generate(90, 0, split=split) for split in SPLITS}
@@ -30,11 +32,8 @@ EVERYTHING = [*SEVERAL.values(), ALONE, COMBINED]
 
 def test_every_generated_task_can_be_used():
     for generated in ({"split": "train"}, {"split": "heldout", "skills": GENERATED_SKILLS}):
-        environment = DBBench(
-            DBBenchConfig.model_validate({"generate": {"num_tasks": 66, "seed": 5, **generated}})
-        )
-        assert len(environment.tasks) == 66
-        assert not environment.rejected
+        found = validate_tasks("db_bench", generate={"num_tasks": 66, "seed": 5, **generated})
+        assert (found["tasks"], found["gold_correct"], found["nothing_correct"]) == (66, 66, 0)
 
 
 @pytest.mark.parametrize("entries", [ALONE, COMBINED], ids=["alone", "combined"])
@@ -178,15 +177,13 @@ def test_the_instruction_says_every_value(entries):
         said = entry["instruction"].lower()
         assert "{" not in said and "  " not in said and said[-1] in ".?:)", (name, said)
         for text in re.findall(r"'((?:[^']|'')*)'", entry["answer_info"]["sql"]):
-            assert any(form.lower() in said for form in _forms(text)), (name, text, entry["instruction"])
+            others = forms(text) if "look_at" in entry else ()
+            assert any(form.lower() in said for form in (*_forms(text), *others)), (name, text, said)
         for number in re.findall(
             r"(?<![\w'.-])\d+(?![\w'.-])", re.sub(r"'[^']*'|`[^`]*`", "", entry["answer_info"]["sql"])
         ):
-            assert any(form in said for form in _number_forms(int(number))), (
-                name,
-                number,
-                entry["instruction"],
-            )
+            others = forms(int(number)) if "look_at" in entry else ()
+            assert any(form in said for form in (*_number_forms(int(number)), *others)), (name, number, said)
 
 
 @pytest.mark.parametrize("entries", EVERYTHING)
@@ -356,3 +353,17 @@ def _number_forms(number):
         yield from ("the first", "the one", "after skipping")
     if number in (2, 3):
         yield ("twice", "three times")[number - 2]
+
+
+def test_answers_are_as_short_as_asked():
+    skills = ["where_single_condition", "order_by_single_column", "insert"]
+    short = generate(60, 0, skills, max_answer_chars=120).values()
+    answers = [
+        entry["answer_info"]["direct"] for entry in short if entry["answer_info"]["direct"] is not None
+    ]
+    assert len(answers) == 40
+    assert max(len(repr([tuple(row) for row in rows])) for rows in answers) <= 120
+    with pytest.raises(AgentPeftError, match="max_answer_chars must be at least 100, not 99"):
+        generate(1, 0, max_answer_chars=99)
+    with pytest.raises(AgentPeftError, match="for a larger max_answer_chars"):
+        generate(60, 0, ["group_by_multiple_columns"], combined=0, max_answer_chars=100)

@@ -1,17 +1,23 @@
+import json
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agent_peft.environments.db_bench.protocol import (
+    PROTOCOLS,
     Answer,
     MalformedReply,
     Operation,
     answer,
+    answer_call,
     operation,
     parse_reply,
+    parse_tool_call,
+    sql_call,
 )
+from agent_peft.environments.tool_calls import write_tool_call
 
 
 @pytest.mark.parametrize(
@@ -86,9 +92,101 @@ def test_what_looks_like_an_action_inside_the_sql_is_sql():
     assert parse_reply(operation(sql)) == Operation(sql)
 
 
-@given(st.text() | st.text("action:oper \n`sqlfinw*", max_size=200))
+@pytest.mark.parametrize(
+    ("reply", "action"),
+    [
+        (
+            '<tool_call>\n{"name": "execute_sql", "arguments": {"query": "SELECT 1"}}\n</tool_call>',
+            Operation("SELECT 1"),
+        ),
+        (  # the closing tag may be a stop string
+            'I look.\n<tool_call>{"name": "execute_sql", "arguments": {"query": " SELECT 1\\n"}}',
+            Operation("SELECT 1"),
+        ),
+        ('```json\n{"name": "execute_sql", "parameters": {"sql": "SELECT 1"}}\n```', Operation("SELECT 1")),
+        ('{"name": "execute_sql", "arguments": "{\\"query\\": \\"SELECT 1\\"}"}', Operation("SELECT 1")),
+        (
+            '{"name": "execute_sql", "arguments": {"thought": "hm", "query": "SELECT 1"}}',
+            Operation("SELECT 1"),
+        ),
+        ('{"name": "commit_final_answer", "arguments": {"answers": ["a", "1"]}}', Answer('["a", "1"]')),
+        ('{"name": "commit_final_answer", "arguments": {"answers": [[1, "é"]]}}', Answer('[[1, "é"]]')),
+        ('{"name": "commit_final_answer", "arguments": {"answers": []}}', Answer("[]")),
+        ('{"name": "commit_final_answer", "arguments": {"answers": "[(1, 2)]"}}', Answer("[(1, 2)]")),
+        ('{"name": "commit_final_answer", "arguments": {"answer": 42}}', Answer("42")),
+    ],
+)
+def test_tool_calls(reply, action):
+    assert parse_tool_call(reply) == action
+
+
+@pytest.mark.parametrize(
+    ("reply", "why"),
+    [
+        ("", "No tool call found"),
+        ("Action: Answer\nFinal Answer: 1", "No tool call found"),
+        ('{"name": "execute_sql", "arguments": {"query": "SELECT 1"}', "No tool call found"),
+        ("[" * 100_000, "No tool call found"),
+        ("[1]", "object with name"),
+        ('{"name": "execute_sql"}', "query is missing"),
+        ('{"name": "execute_sql", "arguments": {"query": ["SELECT 1"]}}', "query is missing"),
+        ('{"name": "execute_sql", "arguments": {"a": "SELECT 1", "b": 2}}', "query is missing"),
+        ('{"name": "execute_sql", "arguments": {"query": " "}}', "query is empty"),
+        ('{"name": "execute_sql", "arguments": [1]}', "arguments of a tool call are an object"),
+        ('{"name": "commit_final_answer", "arguments": {}}', "answers are missing"),
+        ('{"name": "commit_final_answer", "arguments": {"answers": null}}', "answers are missing"),
+        ('{"name": "commit_final_answer", "arguments": {"answers": " "}}', "answers are empty"),
+        ('{"name": "drop", "arguments": {}}', "no tool 'drop'"),
+        (sql_call("SELECT 1") + answer_call("done"), "Two actions"),
+    ],
+)
+def test_malformed_tool_calls_say_what_to_write(reply, why):
+    parsed = parse_tool_call(reply)
+    assert isinstance(parsed, MalformedReply)
+    assert why in parsed.why
+    assert len(parsed.why) < 200
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS.values(), ids=PROTOCOLS)
+def test_what_is_written_is_read_back(protocol):
+    sql = "SELECT \"a\", 'it''s \\ é'\nFROM t;"
+    assert protocol.parse(protocol.operation(sql)) == Operation(sql)
+    rows = [(1, "it's"), (2.5, None)]
+    written = protocol.parse(protocol.answer(rows))
+    assert isinstance(written, Answer)
+    assert written.text == (json.dumps(rows) if protocol is PROTOCOLS["json_tool_calls"] else repr(rows))
+    assert isinstance(protocol.parse(protocol.answer([(b"\0",)])), Answer)
+
+
+@pytest.mark.parametrize("name", PROTOCOLS)
+def test_the_system_prompt_shows_each_action_as_it_is_written(name):
+    protocol = PROTOCOLS[name]
+    assert protocol.operation("SELECT a FROM t;") in protocol.system_prompt
+    assert protocol.answer([(1, "x"), (2, "y")]) in protocol.system_prompt
+    assert "{max_turns} turns" in protocol.system_prompt and "after a change write" in protocol.system_prompt
+    assert len(protocol.system_prompt.split()) < 90
+
+
+def test_any_depth_is_read_or_refused():
+    for depth in range(850, 1_050):
+        call = '{"name": "commit_final_answer", "arguments": {"answers": ' + "[" * depth + "]" * depth + "}}"
+        assert isinstance(parse_tool_call(call), Answer | MalformedReply)
+
+
+@given(
+    st.text()
+    | st.text("action:oper \n`sqlfinw*", max_size=200)
+    | st.dictionaries(
+        st.sampled_from(["query", "answers", "x"]), st.none() | st.text() | st.lists(st.floats() | st.text())
+    ).map(lambda arguments: write_tool_call("commit_final_answer", **arguments))
+)
+@example('{"name": "commit_final_answer", "arguments": {"answers": ' + "9" * 4_000 + "}}")
+@example('{"name": "commit_final_answer", "arguments": {"answers": [1e999, NaN]}}')
+@example('{"name": "\\ud800", "arguments": {}}')
+@example('{"name":' * 50_000)
 def test_parsing_never_raises(reply):
-    assert isinstance(parse_reply(reply), Operation | Answer | MalformedReply)
+    for protocol in PROTOCOLS.values():
+        assert isinstance(protocol.parse(reply), Operation | Answer | MalformedReply)
 
 
 @pytest.mark.parametrize(
@@ -105,11 +203,16 @@ def test_parsing_never_raises(reply):
         " ",
         "*",
         "\n ",
+        "{",
+        "<tool_call>",
     ],
 )
-@pytest.mark.parametrize("head", ["", "Action: Answer\nFinal Answer: ", "Action: Operation\n```sql\n"])
-def test_parsing_a_megabyte_is_quick(head, piece):
+@pytest.mark.parametrize(
+    "head", ["", "Action: Answer\nFinal Answer: ", "Action: Operation\n```sql\n", "<tool_call>"]
+)
+@pytest.mark.parametrize("protocol", PROTOCOLS.values(), ids=PROTOCOLS)
+def test_parsing_a_megabyte_is_quick(protocol, head, piece):
     reply = head + piece * (1_000_000 // len(piece))
     begun = time.perf_counter()
-    parse_reply(reply)
+    protocol.parse(reply)
     assert time.perf_counter() - begun < 2

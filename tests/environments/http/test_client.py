@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import pytest
 
-from agent_peft.environments import load_environment
+from agent_peft.environments import Mistake, load_environment
 from agent_peft.environments.http import messages
 from agent_peft.environments.http.limits import Limits
 from agent_peft.types import AgentPeftError, InfrastructureError, Outcome, Task
@@ -45,6 +45,15 @@ def record(environment, task, seed, replies):
         return [*episode.start(), *(episode.step(reply) for reply in replies)]
     finally:
         episode.close()
+
+
+def test_mistakes_of_a_demonstration_stay_mistakes(remote):
+    local, elsewhere, _ = remote({**DB, "repairs": 0.5})
+    marks = [
+        [[type(reply) for reply in environment.demonstration(task)] for task in local.tasks]
+        for environment in (local, elsewhere)
+    ]
+    assert marks[0] == marks[1] and [Mistake, str, str] in marks[0] and [str, str] in marks[0]
 
 
 @pytest.mark.parametrize("settings", [SUMS, DB], ids=lambda settings: settings["kind"])

@@ -22,9 +22,9 @@ from agent_peft.environments.os_interaction.protocol import (
     Finish,
     write_act,
     write_json,
-    write_tool_call,
 )
 from agent_peft.environments.task_commands import validate_tasks
+from agent_peft.environments.tool_calls import write_tool_call
 from agent_peft.sandbox.base import CommandResult
 from agent_peft.types import AgentPeftError, InfrastructureError, Outcome, StopReason
 

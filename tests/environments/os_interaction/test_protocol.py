@@ -14,8 +14,8 @@ from agent_peft.environments.os_interaction.protocol import (
     MalformedCommand,
     parse_act,
     parse_tool_call,
-    write_tool_call,
 )
+from agent_peft.environments.tool_calls import write_tool_call
 
 
 @pytest.mark.parametrize(

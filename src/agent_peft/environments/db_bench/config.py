@@ -9,25 +9,23 @@ from pydantic import Field, field_validator, model_validator
 
 from agent_peft.config import Config
 from agent_peft.environments.base import EnvironmentConfig
-from agent_peft.environments.db_bench.generator import COMBINED, GENERATED_SKILLS
+from agent_peft.environments.db_bench.generator import (
+    COMBINED,
+    GENERATED_SKILLS,
+    LOOKS,
+    MAX_ANSWER_CHARS,
+    MIN_ANSWER_CHARS,
+)
+from agent_peft.environments.db_bench.protocol import PROTOCOLS, ProtocolName
+from agent_peft.environments.db_bench.servers.address import parse_address
 from agent_peft.environments.db_bench.syntax import SKILLS
 from agent_peft.environments.task_files.reading import check_one_source, check_skills
 from agent_peft.environments.task_files.split import Limit, Split, check_split_of_file
 from agent_peft.environments.templates import with_placeholders
 
-# Short on purpose: the agent reads both in every episode.
-SYSTEM_PROMPT = """\
-You work on one SQLite table. Reply in one of two ways.
-To run one SQL statement and see its result:
-Action: Operation
-```sql
-SELECT a FROM t;
-```
-To finish:
-Action: Answer
-Final Answer: [(1, 'x'), (2, 'y')]
-The final answer holds the rows asked for, as a list of tuples; after a change write done.
-You have {max_turns} turns, the answer included."""
+REPAIR_TURNS = 3  # a mistake or a look at the table, the statement, and the answer
+
+STATEMENT_STEPS = 20_000_000
 USER_PROMPT = "{instruction}\nThe name of this table is {table}, and the headers of this table are {headers}."
 
 
@@ -53,6 +51,19 @@ class GenerateConfig(Config):
         COMBINED, ge=0, le=1, description="share of tasks that may show more skills than their own"
     )
 
+    max_answer_chars: int = Field(
+        MAX_ANSWER_CHARS,
+        ge=MIN_ANSWER_CHARS,
+        description="maximum characters of the rows that answer a question",
+    )
+    look_first: float = Field(
+        LOOKS,
+        ge=0,
+        le=1,
+        description="share of tasks that write a value otherwise than the table does (active for Active), so "
+        "that a demonstration looks at the column's values first",
+    )
+
     @field_validator("skills")
     @classmethod
     def _skills_are_known(cls, skills: tuple[str, ...] | None) -> tuple[str, ...] | None:
@@ -66,23 +77,40 @@ class GenerateConfig(Config):
             raise ValueError(f"combined has no effect {condition}; leave it out")
         return self
 
+    @model_validator(mode="after")
+    def _look_first_has_an_effect(self) -> GenerateConfig:
+        if self.look_first != LOOKS and self.combined == 0:
+            raise ValueError("look_first has no effect with combined: 0; leave it out")
+        return self
+
 
 class DBBenchConfig(EnvironmentConfig):
-    """The tasks (of a file in LifelongAgentBench's format, or generated) and the limits of an episode."""
+    """The tasks (of a file in LifelongAgentBench's or AgentBench's format, or generated) and the limits of an
+    episode.
+    """
 
     kind: str = "db_bench"
     tasks: Path | None = Field(None, description="file of tasks; set this or generate")
     generate: GenerateConfig | None = Field(None, description="tasks to generate; set this or tasks")
-    database: Literal["sqlite"] = Field("sqlite", description="database that runs the SQL")
+    database: str = Field(
+        "sqlite",
+        description="database that runs the SQL: sqlite; mariadb, a private server that is started with the "
+        "first episode; or the address of a server, mysql://user:password@host:port",
+    )
     skills: list[str] | None = Field(
         None, min_length=1, description="keeps the tasks whose primary skill is in this list; null keeps all"
     )
     split: Split = None
     limit: Limit = None
+    protocol: ProtocolName = Field(
+        "action",
+        description="form of the agent's replies: action, or json_tool_calls, calls of the tools execute_sql "
+        "and commit_final_answer",
+    )
     system_prompt: Annotated[str, with_placeholders("max_turns")] = Field(
-        SYSTEM_PROMPT,
-        description="system message, which tells the agent how to reply; its placeholder is {max_turns}; "
-        "empty for none",
+        default_factory=lambda values: PROTOCOLS[values["protocol"]].system_prompt,
+        description="system message, which tells the agent how to reply, by default in the protocol's words; "
+        "its placeholder is {max_turns}; empty for none",
     )
     prompt: Annotated[str, with_placeholders("instruction", "table", "headers", needs="instruction")] = Field(
         USER_PROMPT,
@@ -92,13 +120,21 @@ class DBBenchConfig(EnvironmentConfig):
         3, ge=2, description="maximum number of replies, the answer included; the agent is told"
     )
     max_observation_chars: int = Field(
-        400, ge=40, description="maximum characters of a statement's result; the rest is cut"
+        1500, ge=40, description="maximum characters of a statement's result; the rest is cut"
+    )
+    repairs: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of tasks whose demonstration first makes a mistake, reads the error, and repairs "
+        "it; the mistake is not learnt",
     )
     statement_seconds: float = Field(2.0, gt=0, description="time limit of one statement in seconds")
     statement_steps: int = Field(
-        20_000_000,
+        STATEMENT_STEPS,
         gt=0,
-        description="limit of one statement in steps of SQLite's virtual machine, equal on every machine",
+        description="limit of one statement in steps of SQLite's virtual machine, equal on every machine; "
+        "for sqlite only",
     )
     episode_seconds: float | None = Field(
         None,
@@ -113,8 +149,56 @@ class DBBenchConfig(EnvironmentConfig):
         check_skills(skills, SKILLS)
         return skills
 
+    @field_validator("database")
+    @classmethod
+    def _database_is_known(cls, database: str) -> str:
+        if database.startswith("mysql://"):
+            parse_address(database)
+        elif database not in ("sqlite", "mariadb"):
+            raise ValueError(
+                "give sqlite, mariadb, or the address of a server, mysql://user:password@host:port"
+            )
+        return database
+
+    @model_validator(mode="after")
+    def _statement_steps_have_an_effect(self) -> DBBenchConfig:
+        if self.database != "sqlite" and self.statement_steps != STATEMENT_STEPS:
+            raise ValueError(
+                "statement_steps has an effect with database: sqlite alone; set statement_seconds"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _system_prompt_fits_the_protocol(self) -> DBBenchConfig:
+        # a run's own configuration holds the text of its protocol
+        others = {name: other.system_prompt for name, other in PROTOCOLS.items() if name != self.protocol}
+        for name, text in others.items():
+            if self.system_prompt == text:
+                raise ValueError(
+                    f"system_prompt is the text of protocol: {name}, and protocol is {self.protocol}; write "
+                    "another system_prompt, or leave it out"
+                )
+        return self
+
     @model_validator(mode="after")
     def _one_source(self) -> DBBenchConfig:
         check_one_source(self.tasks, self.generate)
         check_split_of_file(self.split, is_file=self.tasks is not None)
         return self
+
+    @model_validator(mode="after")
+    def _repairs_have_room(self) -> DBBenchConfig:
+        if self.repairs and self.max_turns < REPAIR_TURNS:
+            raise ValueError(
+                f"repairs has no effect with max_turns: {self.max_turns}; a mistake, its repair and the "
+                f"answer take {REPAIR_TURNS}"
+            )
+        return self
+
+
+def system_prompt_of(config: DBBenchConfig) -> str:
+    """The system message before it is filled. Ours names the database that is used."""
+    text = config.system_prompt
+    if config.database != "sqlite" and text == PROTOCOLS[config.protocol].system_prompt:
+        return text.replace("SQLite", "MySQL")
+    return text

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import repeat
 
 from agent_peft.environments.base import Environment, Inspection, TaskFiles
+from agent_peft.environments.db_bench import agentbench
 from agent_peft.environments.db_bench.config import DBBenchConfig, GenerateConfig
-from agent_peft.environments.db_bench.episode import DBBenchEpisode, demonstrate
+from agent_peft.environments.db_bench.demonstrations import demonstrate
+from agent_peft.environments.db_bench.episode import DBBenchEpisode
 from agent_peft.environments.db_bench.fork_server import end_idle
 from agent_peft.environments.db_bench.generator import generate
 from agent_peft.environments.db_bench.inspection import inspect
-from agent_peft.environments.db_bench.tasks import SQLProblem, load_tasks, read_entry, task_of
+from agent_peft.environments.db_bench.problem import SQLProblem
+from agent_peft.environments.db_bench.servers import accounts
+from agent_peft.environments.db_bench.tasks import generated_task, load_tasks, read_entry
 from agent_peft.environments.task_files.download import HubSet, download
 from agent_peft.environments.task_files.selection import load_selected, select_usable
-from agent_peft.types import Task
+from agent_peft.seeding import generator
+from agent_peft.types import AgentPeftError, Task
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +36,7 @@ HUB_SET = HubSet(
 
 
 def _load(config: DBBenchConfig) -> Sequence[Task]:
-    return load_selected(config, load_tasks, generate, task_of)
+    return load_selected(config, load_tasks, generate, generated_task)
 
 
 def _inspect(config: DBBenchConfig) -> Iterator[tuple[str, Inspection]]:
@@ -38,31 +45,46 @@ def _inspect(config: DBBenchConfig) -> Iterator[tuple[str, Inspection]]:
 
 
 class DBBench(Environment):
-    """The environment. Every task is replayed when it is loaded; those that cannot be used are in
-    ``rejected``.
+    """The environment. The tasks of a file are replayed when they are loaded; those that cannot be used are
+    in ``rejected``.
+
+    Generated tasks were tried on SQLite when they were made. There, each is replayed when it is first used,
+    so that a run need not wait for tasks that it never reaches.
     """
 
     config_class = DBBenchConfig
     task_files = TaskFiles(generate, GenerateConfig, _inspect, partial(download, HUB_SET))
 
     def __init__(self, config: DBBenchConfig) -> None:
-        """Load and replay the tasks.
+        """Load the tasks, and replay those of a file.
 
         Raises:
             AgentPeftError: the file is wrong, or no task can be used.
         """
         self.config: DBBenchConfig = config
+        self._lock = threading.Lock()
+        self._problems: dict[str, SQLProblem] = {}  # of the tasks that were replayed
         tasks = _load(config)
-        self._problems: dict[str, tuple[Task, SQLProblem]] = {}
-        self._tasks, self.rejected = select_usable(config, tasks, self._causes(tasks))
-        problems = [self._problems[task.id][1] for task in self._tasks]
-        results = [problem.direct for problem in problems if problem.direct is not None]
-        if long := sum(len(repr(list(direct))) > config.max_observation_chars for direct in results):
+        known_good = config.generate is not None and config.database == "sqlite"
+        causes = repeat(None) if known_good else self._causes(tasks)
+        self._tasks, self.rejected = select_usable(config, tasks, causes)
+        self._by_id = {task.id: task for task in self._tasks}
+        self._problem(self._tasks[0])  # limits under which none can be solved are told at once
+        results = [(task.content.get("answer_info") or {}).get("direct") or () for task in self._tasks]
+        if long := sum(len(repr([*map(tuple, rows)])) > config.max_observation_chars for rows in results):
             logger.warning(
                 "db_bench: the result of %d tasks is longer than max_observation_chars = %d, so the agent "
                 "cannot read it in one turn",
                 long,
                 config.max_observation_chars,
+            )
+        answers = [task for task in self._tasks if agentbench.is_entry(task.content)]
+        if silent := [task.id for task in answers if self.demonstration(task) is None]:
+            logger.warning(
+                "db_bench: %d of AgentBench's questions have no demonstration, since their SQL does not give "
+                "their answer (%s)",
+                len(silent),
+                ", ".join(silent),
             )
 
     @property
@@ -73,20 +95,36 @@ class DBBench(Environment):
         return DBBenchEpisode(self._problem(task), self.config, seed)
 
     def demonstration(self, task: Task) -> Sequence[str] | None:
-        return demonstrate(self._problem(task), self.config)
+        seed = self.config.generate.seed if self.config.generate else 0
+        return demonstrate(self._problem(task), self.config, generator(seed, "demonstration", task.id))
 
     def close(self) -> None:
-        """End the processes that wait for episodes. Running episodes continue."""
+        """End the processes and connections that wait for episodes. Running episodes continue."""
         end_idle()
+        accounts.close_idle()
 
     def _causes(self, tasks: Sequence[Task]) -> Iterator[str | None]:
         for task in tasks:
-            problem = read_entry(task.id, task.content)
-            self._problems[task.id] = task, problem
+            problem = self._problems[task.id] = read_entry(task.id, task.content)
             yield inspect(problem, self.config).cause
 
     def _problem(self, task: Task) -> SQLProblem:
-        known, problem = self._problems.get(task.id, (None, None))
-        if known is not None and problem is not None and (known is task or known.content == task.content):
-            return problem
-        return read_entry(task.id, task.content)
+        """The content of a task, which is replayed if it is ours and was not before.
+
+        Raises:
+            AgentPeftError: it cannot be used.
+        """
+        known = self._by_id.get(task.id)
+        if known is None or not (known is task or known.content == task.content):
+            return read_entry(task.id, task.content)
+        with self._lock:
+            if task.id not in self._problems:
+                problem = read_entry(task.id, task.content)
+                if (cause := inspect(problem, self.config).cause) is not None:
+                    raise AgentPeftError(
+                        f"task {task.id}: the generated task cannot be used ({cause}); change the limits of "
+                        "the environment, or write the tasks to a file with agent-peft generate, and set "
+                        "tasks to it, which leaves out those that cannot be used"
+                    )
+                self._problems[task.id] = problem
+            return self._problems[task.id]

@@ -7,25 +7,26 @@ from collections.abc import Sequence
 
 from agent_peft.environments.base import Episode
 from agent_peft.environments.clock import Clock
-from agent_peft.environments.db_bench.config import DBBenchConfig
+from agent_peft.environments.db_bench.agentbench import answer_matches
+from agent_peft.environments.db_bench.config import DBBenchConfig, system_prompt_of
 from agent_peft.environments.db_bench.database import Database, DatabaseStopped, Executed, Row, Table, rounded
 from agent_peft.environments.db_bench.grader import answer_is_correct, tables_are_equal
 from agent_peft.environments.db_bench.isolated import IsolatedDatabase
-from agent_peft.environments.db_bench.protocol import Answer, MalformedReply, answer, operation, parse_reply
-from agent_peft.environments.db_bench.tasks import SQLProblem
+from agent_peft.environments.db_bench.problem import SQLProblem
+from agent_peft.environments.db_bench.protocol import PROTOCOLS, Answer, MalformedReply, Protocol
+from agent_peft.environments.db_bench.servers.database import ServerDatabase
 from agent_peft.environments.templates import fill
 from agent_peft.types import Message, Outcome, StepResult, StopReason
 
 CUT_MARK = " ... (cut)"
 
 
-DATABASES = {"sqlite": IsolatedDatabase}
-
-
 def open_database(config: DBBenchConfig, table: Table, seed: int) -> Database:
     """Open a new database that holds ``table``."""
-    database = DATABASES[config.database]
-    return database(table, seconds=config.statement_seconds, steps=config.statement_steps, seed=seed)
+    seconds = config.statement_seconds
+    if config.database == "sqlite":
+        return IsolatedDatabase(table, seconds=seconds, steps=config.statement_steps, seed=seed)
+    return ServerDatabase(config.database, table, seconds=seconds, seed=seed)
 
 
 class DBBenchEpisode(Episode):
@@ -47,8 +48,9 @@ class DBBenchEpisode(Episode):
         """See `Episode.start`.
 
         Raises:
-            AgentPeftError: the task's table cannot be made: SQLite does not accept it, or it is too large.
-            InfrastructureError: no process can be started that runs the SQL.
+            AgentPeftError: the task's table cannot be made: the database does not accept it, or it is too
+                large; or there is no database.
+            InfrastructureError: no process can be started that runs the SQL, or the server failed.
         """
         table = self._problem.table
         with self._lock:
@@ -60,7 +62,7 @@ class DBBenchEpisode(Episode):
             "table": table.name,
             "headers": ", ".join(table.headers),
         }
-        system = fill(self._config.system_prompt, {"max_turns": self._config.max_turns})
+        system = fill(system_prompt_of(self._config), {"max_turns": self._config.max_turns})
         user = Message("user", fill(self._config.prompt, values))
         return (Message("system", system), user) if system else (user,)
 
@@ -74,7 +76,7 @@ class DBBenchEpisode(Episode):
 
     def _act(self, database: Database, action: str) -> StepResult:
         self._turns += 1
-        reply = parse_reply(action)
+        reply = PROTOCOLS[self._config.protocol].parse(action)
         if isinstance(reply, Answer):
             outcome = Outcome.CORRECT if self._is_correct(reply.text, database) else Outcome.INCORRECT
             return self._end(StopReason.FINISHED, outcome, valid=True)
@@ -105,6 +107,8 @@ class DBBenchEpisode(Episode):
 
     def _is_correct(self, text: str, database: Database) -> bool:
         problem = self._problem
+        if problem.labels is not None:
+            return answer_matches(text, problem.labels)
         if problem.direct is not None:
             return answer_is_correct(text, problem.direct, problem.order)
         # only the task's own table counts, with all its rows and columns; other tables that the agent made
@@ -131,20 +135,16 @@ def run_gold(problem: SQLProblem, config: DBBenchConfig) -> tuple[Executed, tupl
         database.close()
 
 
-def demonstrate(problem: SQLProblem, config: DBBenchConfig) -> tuple[str, str] | None:
-    """Replies that solve the problem: the gold SQL, and an answer with its rows. None if the gold
-    does not run.
+def replies_of(problem: SQLProblem, executed: Executed, protocol: Protocol) -> tuple[str, str] | None:
+    """Replies that solve the problem: the gold SQL, and an answer with its rows. None if the gold did not
+    run, or gives another answer than AgentBench's.
     """
-    return replies_of(problem, run_gold(problem, config)[0])
-
-
-def replies_of(problem: SQLProblem, executed: Executed) -> tuple[str, str] | None:
-    """The demonstration, given the result of the gold SQL."""
     if executed.error is not None:
         return None
-    return operation(problem.sql), answer(
-        shown(executed.rows) if problem.direct is not None and executed.rows is not None else "done"
-    )
+    rows = None if problem.is_change or executed.rows is None else shown(executed.rows)
+    if problem.labels is not None and (rows is None or not answer_matches(repr(rows), problem.labels)):
+        return None
+    return protocol.operation(problem.sql), protocol.answer("done" if rows is None else rows)
 
 
 def observation(executed: Executed, limit: int) -> str:

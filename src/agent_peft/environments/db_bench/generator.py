@@ -19,6 +19,7 @@ from typing import Any
 from agent_peft.environments.db_bench.database import Row, rounded
 from agent_peft.environments.db_bench.generation.conditions import Unfit
 from agent_peft.environments.db_bench.generation.grammar import Derivation, Side
+from agent_peft.environments.db_bench.generation.looks import Look, looks
 from agent_peft.environments.db_bench.generation.mutation import every_part_matters, is_determined
 from agent_peft.environments.db_bench.generation.phrasing import Phrasing
 from agent_peft.environments.db_bench.generation.plan import Insert, Select, Statement, name_sql, sql, wrapped
@@ -33,6 +34,9 @@ from agent_peft.types import AgentPeftError
 
 GENERATED_SKILLS = tuple(ALONE)
 COMBINED = 0.75  # the share of tasks that show more than their skill needs
+LOOKS = 0.05
+MAX_ANSWER_CHARS = 400
+MIN_ANSWER_CHARS = 100
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,6 @@ SPLITS: dict[str, Split] = {
     "heldout": Split(True, "heldout", "any"),
 }
 _MOST_ROWS = {6: 0.3, 12: 0.3, 25: 0.4}  # of an answer, and how often that is the bound
-_MAX_ANSWER_CHARS = 400  # what an observation shows by default
 _TASKS_PER_REPEAT = 1_667  # after so many tasks a skeleton may be used once more
 _TRIES_OF_TABLE = 4  # statements drawn for a table
 _TRIES_OF_SHAPE = 5  # tables drawn for a shape
@@ -66,6 +69,8 @@ def generate(
     skills: Sequence[str] | None = None,
     split: str = "train",
     combined: float = COMBINED,
+    max_answer_chars: int = MAX_ANSWER_CHARS,
+    look_first: float = LOOKS,
 ) -> dict[str, dict[str, Any]]:
     """Entries by id. The same arguments give the same entries, and fewer are the first of more.
 
@@ -77,6 +82,9 @@ def generate(
         split: one of `SPLITS`.
         combined: the share of tasks that may show other skills besides. 0: the clauses that the skill needs,
             and no other. It has no effect without ``skills`` and on a held-out composition.
+        max_answer_chars: of the rows that answer a question, written as a list of tuples.
+        look_first: the share of tasks that write a value in another form than the table. Tasks that show no
+            more than their skill needs are never of them.
 
     Raises:
         AgentPeftError: an argument is wrong.
@@ -91,9 +99,13 @@ def generate(
         raise AgentPeftError(f"there is no split {split!r}; choose {', '.join(others)} or {last}")
     if num_tasks < 1:
         raise AgentPeftError(f"num_tasks must be at least 1, not {num_tasks}")
+    if max_answer_chars < MIN_ANSWER_CHARS:
+        raise AgentPeftError(f"max_answer_chars must be at least {MIN_ANSWER_CHARS}, not {max_answer_chars}")
     if not 0 <= combined <= 1:
         raise AgentPeftError(f"combined must be from 0 to 1, not {combined:g}")
-    maker = TaskMaker(split, combined)
+    if not 0 <= look_first <= 1:
+        raise AgentPeftError(f"look_first must be from 0 to 1, not {look_first:g}")
+    maker = TaskMaker(split, combined, max_answer_chars, look_first)
     entries = {}
     for i in range(num_tasks):
         focus = skills[i % len(skills)] if skills else None
@@ -117,13 +129,22 @@ class Draft:
     answer: list[Row]
     instruction: str
     bits: float
+    look_at: str | None = None
 
 
 class TaskMaker:
     """Draws tasks one after the other, and remembers the statements' skeletons so that they do not repeat."""
 
-    def __init__(self, split: str, combined: float = COMBINED) -> None:
-        self.split, self.combined = SPLITS[split], combined
+    def __init__(
+        self,
+        split: str,
+        combined: float = COMBINED,
+        max_answer_chars: int = MAX_ANSWER_CHARS,
+        look_first: float = LOOKS,
+    ) -> None:
+        self.split, self.combined, self.max_answer_chars = SPLITS[split], combined, max_answer_chars
+        self.look_first = look_first
+        self._looks = 0
         self._skeletons: Counter[str] = Counter()
         self._instructions: set[str] = set()
 
@@ -156,6 +177,7 @@ class TaskMaker:
             "sql_instruction_row_list_entry_hash": derive(
                 0, gold, json.dumps([draft.instruction, draft.rows])
             ),
+            **({} if draft.look_at is None else {"look_at": draft.look_at}),
         }
 
     def draft(self, index: int, skill: str | None, rng: random.Random) -> Draft:
@@ -184,9 +206,12 @@ class TaskMaker:
                     if found is not None:
                         plan, answer = found
                         derivation = Derivation(rng, side=self.split.phrases)
-                        instruction = Phrasing(schema, derivation).say(plan)
+                        plain = shape is ALONE.get(skill or "")
+                        look = None if plain else self._look(index, plan, sampler)
+                        instruction = Phrasing(schema, derivation, look).say(plan)
                         if instruction not in self._instructions:
                             self._instructions.add(instruction)
+                            self._looks += look is not None
                             statement = wrapped(plan)
                             self._skeletons[skeleton(statement)] += 1
                             return Draft(
@@ -197,14 +222,25 @@ class TaskMaker:
                                 list(answer),
                                 instruction,
                                 derivation.bits,
+                                None if look is None else look.column.name,
                             )
             except _Repeated:
                 tries = 0
             finally:
                 table.close()
         raise AgentPeftError(
-            f"no further task for skill {skill} was found in {_ATTEMPTS} draws; ask for fewer tasks"
+            f"no further task for skill {skill} was found in {_ATTEMPTS} draws; ask for fewer tasks, or for "
+            "a larger max_answer_chars"
         )
+
+    def _look(self, index: int, plan: Statement, sampler: Sampler) -> Look | None:
+        """A value to write in another form, where it is the turn of a task that needs a look and its
+        statement has one. It takes no random number, so all other tasks are as they are without looks.
+        """
+        if self._looks >= int(self.look_first * (index + 1)):
+            return None
+        options = looks(plan, sampler.schema, sampler.rows)
+        return options[index % len(options)] if options else None
 
     def _try(
         self, sampler: Sampler, shape: Shape, table: Scratch, most: int, index: int | None
@@ -227,7 +263,9 @@ class TaskMaker:
         ):
             raise _Repeated
         answer = table.answer(statement)
-        if answer is None or not _is_worth_asking(statement, answer, sampler.rows, most):
+        if answer is None or not _is_worth_asking(
+            statement, answer, sampler.rows, most, self.max_answer_chars
+        ):
             return None
         if not every_part_matters(statement, answer, table.answer):
             return None
@@ -239,12 +277,15 @@ class Scratch:
 
     def __init__(self, schema: Schema, rows: tuple[Row, ...]) -> None:
         self._table = name_sql(schema.table)
-        self._connection = sqlite3.connect(":memory:", isolation_level=None)
+        # hardly a statement comes twice, and one transaction for all rows is faster than one for each
+        self._connection = sqlite3.connect(":memory:", isolation_level=None, cached_statements=0)
+        self._connection.execute("BEGIN")
         columns = ", ".join(f"{name_sql(column.name)} {column.type}" for column in schema.columns)
         self._connection.execute(f"CREATE TABLE {self._table} ({columns})")
         self._connection.executemany(
             f"INSERT INTO {self._table} VALUES ({', '.join('?' * len(schema.columns))})", rows
         )
+        self._connection.execute("COMMIT")
 
     def query(self, query: Select) -> list[Row]:
         return self._connection.execute(sql(query)).fetchall()
@@ -270,12 +311,14 @@ class Scratch:
         self._connection.close()
 
 
-def _is_worth_asking(statement: Statement, answer: tuple[Row, ...], rows: tuple[Row, ...], most: int) -> bool:
+def _is_worth_asking(
+    statement: Statement, answer: tuple[Row, ...], rows: tuple[Row, ...], most: int, max_chars: int
+) -> bool:
     if not isinstance(statement, Select):
         changed = sum((Counter(answer) - Counter(rows)).values()) or len(rows) - len(answer)
         return 0 < changed < len(rows) and not any(isinstance(cell, float) for row in answer for cell in row)
     return (
         1 <= len(answer) <= most
         and None not in {cell for row in answer for cell in row}
-        and len(repr(list(answer))) <= _MAX_ANSWER_CHARS
+        and len(repr(list(answer))) <= max_chars
     )

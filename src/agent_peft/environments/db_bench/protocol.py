@@ -1,12 +1,17 @@
 """The form of the agent's replies: ``Action: Operation`` and one block of SQL, or ``Action: Answer`` and
-``Final Answer: …``.
+``Final Answer: …``; or JSON calls of the tools ``execute_sql`` and ``commit_final_answer``, as AgentBench has
+them.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
+
+from agent_peft.environments.tool_calls import TWO_ACTIONS, NotAToolCall, read_tool_call, write_tool_call
 
 _ACTION = re.compile(r"\baction\s*+:[\s*`]*+(operation|answer)\b", re.IGNORECASE)
 _FINAL_ANSWER = re.compile(r"\bfinal\s++answer\s*+:", re.IGNORECASE)
@@ -49,9 +54,12 @@ class MalformedReply:
     why: str
 
 
-def parse_reply(reply: str) -> Operation | Answer | MalformedReply:
-    """Understand a reply. Case, white space, text around the action and the block's language tag do not
-    matter.
+Reply = Operation | Answer | MalformedReply
+
+
+def parse_reply(reply: str) -> Reply:
+    """Understand a reply of the ``action`` protocol. Case, white space, text around the action and the
+    block's language tag do not matter.
 
     Takes time linear in the reply, and never raises.
 
@@ -64,6 +72,33 @@ def parse_reply(reply: str) -> Operation | Answer | MalformedReply:
     if first is None:
         return MalformedReply(f"No action found. Write either\n{OPERATION_FORMAT}\nor\n{ANSWER_FORMAT}")
     return _parse_answer(reply, first.end()) if first[1].lower() == "answer" else _parse_operation(reply)
+
+
+def parse_tool_call(reply: str) -> Reply:
+    """Understand a reply of the ``json_tool_calls`` protocol. An argument counts under any name if it is the
+    only one.
+
+    >>> parse_tool_call('{"name": "execute_sql", "arguments": {"query": "SELECT 1"}}')
+    Operation(sql='SELECT 1')
+    >>> parse_tool_call('{"name": "commit_final_answer", "arguments": {"answers": [[1, "a"]]}}')
+    Answer(text='[[1, "a"]]')
+    """
+    try:
+        call = read_tool_call(reply, example=sql_call("<one SQL statement>"))
+    except NotAToolCall as error:
+        return MalformedReply(str(error))
+    if call.name == "execute_sql":
+        query = _argument(call.arguments, "query")
+        if not isinstance(query, str):
+            return MalformedReply(f"The query is missing. Write\n{sql_call('<one SQL statement>')}")
+        return Operation(query.strip()) if query.strip() else MalformedReply("The query is empty.")
+    if call.name == "commit_final_answer":
+        answers = _argument(call.arguments, "answers")
+        if answers is None:
+            return MalformedReply(f"The answers are missing. Write\n{answer_call('<rows>')}")
+        text = answers if isinstance(answers, str) else json.dumps(answers, ensure_ascii=False)
+        return Answer(text) if text.strip() else MalformedReply("The answers are empty.")
+    return MalformedReply(f"There is no tool {call.name[:40]!r}; call execute_sql or commit_final_answer.")
 
 
 def operation(sql: str) -> str:
@@ -82,13 +117,30 @@ def answer(rows: Sequence[Sequence[object]] | str) -> str:
     )
 
 
+def sql_call(sql: str) -> str:
+    """The tool call that runs ``sql``."""
+    return write_tool_call("execute_sql", query=sql.strip())
+
+
+def answer_call(rows: Sequence[Sequence[object]] | str) -> str:
+    """The tool call that finishes with ``rows`` (each a list), or with a text.
+
+    >>> answer_call([(1, "a")]).splitlines()[1]
+    '{"name": "commit_final_answer", "arguments": {"answers": [[1, "a"]]}}'
+    """
+    answers = [rows] if isinstance(rows, str) else [list(row) for row in rows]
+    return write_tool_call("commit_final_answer", answers=answers)
+
+
+def _argument(arguments: Mapping[str, Any], name: str) -> Any:
+    return next(iter(arguments.values())) if len(arguments) == 1 else arguments.get(name)
+
+
 def _parse_operation(reply: str) -> Operation | MalformedReply:
     parts = reply.split("```")
     outside = "\n".join(parts[::2])
     if any(match[1].lower() == "answer" for match in _ACTION.finditer(outside)):
-        return MalformedReply(
-            "Two actions found. Write one action, wait for its result, then write the other."
-        )
+        return MalformedReply(TWO_ACTIONS)
     if len(parts) < 3:
         why = "The ```sql block is not closed." if len(parts) == 2 else "No SQL block found."
         return MalformedReply(f"{why} Write\n{OPERATION_FORMAT}")
@@ -104,19 +156,55 @@ def _parse_answer(reply: str, position: int) -> Answer | MalformedReply:
     marker = _FINAL_ANSWER.search(reply, position)
     other = _ACTION.search(reply, position, marker.start() if marker else len(reply))
     if other is not None and other[1].lower() == "operation":
-        return MalformedReply(
-            "Two actions found. Write one action, wait for its result, then write the other."
-        )
+        return MalformedReply(TWO_ACTIONS)
     if marker is None:
         return MalformedReply(f"No final answer found. Write\n{ANSWER_FORMAT}")
     text = reply[marker.end() :].strip()
     follow = re.search(r"^[ \t]*+action[ \t]*+:", text, re.IGNORECASE | re.MULTILINE)
     if follow is not None:
-        return MalformedReply(
-            "Two actions found. Write one action, wait for its result, then write the other."
-        )
+        return MalformedReply(TWO_ACTIONS)
     return (
         Answer(text)
         if text.strip("`* \t\n")
         else MalformedReply(f"The final answer is empty. Write\n{ANSWER_FORMAT}")
     )
+
+
+# Short on purpose: the agent reads one in every episode.
+SYSTEM_PROMPT = """\
+You work on one SQLite table. Reply in one of two ways.
+To run one SQL statement and see its result:
+Action: Operation
+```sql
+SELECT a FROM t;
+```
+To finish:
+Action: Answer
+Final Answer: [(1, 'x'), (2, 'y')]
+The final answer holds the rows asked for, as a list of tuples; after a change write done.
+You have {max_turns} turns, the answer included."""
+_JSON_PROMPT = f"""\
+You work on one SQLite table. Each reply is one tool call.
+To run one SQL statement and see its result:
+{sql_call("SELECT a FROM t;")}
+To finish:
+{answer_call([(1, "x"), (2, "y")])}
+The answers are the rows asked for, each as a list; after a change write ["done"].
+You have {{max_turns}} turns, the answer included."""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A way to write actions: how they are read, written and explained."""
+
+    parse: Callable[[str], Reply]
+    operation: Callable[[str], str]
+    answer: Callable[[Sequence[Sequence[object]] | str], str]
+    system_prompt: str
+
+
+ProtocolName = Literal["action", "json_tool_calls"]
+PROTOCOLS: dict[ProtocolName, Protocol] = {
+    "action": Protocol(parse_reply, operation, answer, SYSTEM_PROMPT),
+    "json_tool_calls": Protocol(parse_tool_call, sql_call, answer_call, _JSON_PROMPT),
+}

@@ -1,8 +1,9 @@
 """LifelongAgentBench's entry format: reading files and entries.
 
 An entry is ``{"instruction", "skill_list"?, "table_info": {"name", "column_info_list": [{"name", "type"}],
-"row_list"}, "answer_info": {"sql", "direct", "md5"}}``; ``direct`` holds the rows of a SELECT, and is null
-for a modification, whose final table ``md5`` tells.
+"row_list"}, "answer_info": {"sql", "direct", "md5"}, "look_at"?}``; ``direct`` holds the rows of a SELECT,
+and is null for a modification, whose final table ``md5`` tells. ``look_at`` is ours: a column whose values
+the instruction writes in another form, so that a person would look at them first.
 """
 
 from __future__ import annotations
@@ -10,34 +11,17 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from agent_peft.environments.db_bench import agentbench
 from agent_peft.environments.db_bench.database import Column, Row, Table
+from agent_peft.environments.db_bench.problem import SQLProblem
 from agent_peft.environments.db_bench.syntax import order_keys, primary_skill, skills_of
 from agent_peft.environments.task_files.reading import list_of, object_of, read_tasks, text_of, wrong
 from agent_peft.types import AgentPeftError, Task
 
 _TYPE = re.compile(r"[A-Za-z][A-Za-z0-9_ ]*(\([0-9, ]*\))?")
-
-
-@dataclass(frozen=True)
-class SQLProblem:
-    """The checked content of an entry. ``direct`` is the answer of a SELECT, None for a modification;
-    ``order`` is `order_keys` of its SQL.
-
-    >>> table = Table("t", (Column("a", "INT"),), ((1,),))
-    >>> SQLProblem("Delete all.", table, "DELETE FROM t", direct=None, md5=None, order=None).table.name
-    't'
-    """
-
-    instruction: str
-    table: Table
-    sql: str
-    direct: tuple[Row, ...] | None
-    md5: str | None
-    order: tuple[int, ...] | None
 
 
 def load_tasks(path: Path) -> tuple[Task, ...]:
@@ -47,15 +31,28 @@ def load_tasks(path: Path) -> tuple[Task, ...]:
         AgentPeftError: the file cannot be read, or an entry is not as it should be (the entry and the key are
             named).
     """
-    return read_tasks(path, "DB Bench", lambda content: "answer_info" in content, task_of)
+    return read_tasks(
+        path, "DB Bench", lambda content: "answer_info" in content or agentbench.is_entry(content), task_of
+    )
 
 
 def task_of(name: str, entry: Any) -> Task:
     """An entry as a task; its skills are those the entry names (else those of its SQL), the primary one
     first.
+
+    Raises:
+        AgentPeftError: as `read_entry`.
     """
     read_entry(name, entry)
-    skills = entry.get("skill_list") or skills_of(entry["answer_info"]["sql"])
+    return generated_task(name, entry)
+
+
+def generated_task(name: str, entry: Any) -> Task:
+    """`task_of` for an entry that need not be checked."""
+    if agentbench.is_entry(entry):
+        skills = agentbench.skills_of_entry(name, entry)
+    else:
+        skills = entry.get("skill_list") or skills_of(entry["answer_info"]["sql"])
     if not isinstance(skills, list | tuple) or not all(isinstance(skill, str) for skill in skills):
         raise wrong(name, "skill_list", "a list of skill names")
     first = [primary_skill(skills)] if skills else []
@@ -70,6 +67,8 @@ def read_entry(name: str, entry: Any) -> SQLProblem:
     """
     if not isinstance(entry, Mapping):
         raise AgentPeftError(f"entry {name!r}: must be a JSON object, not {type(entry).__name__}")
+    if agentbench.is_entry(entry):
+        return agentbench.read_problem(name, entry)
     instruction = text_of(name, entry, "instruction")
     table_info, answer = object_of(name, entry, "table_info"), object_of(name, entry, "answer_info")
     columns = []
@@ -92,7 +91,10 @@ def read_entry(name: str, entry: Any) -> SQLProblem:
     if md5 is not None and not (isinstance(md5, str) and re.fullmatch("[0-9a-f]{32}", md5)):
         raise wrong(name, "answer_info.md5", "null or 32 hexadecimal digits")
     order = order_keys(sql, table.headers, len(direct[0])) if direct else None
-    return SQLProblem(instruction, table, sql, direct, md5, order)
+    look_at = entry.get("look_at")
+    if look_at is not None and look_at not in table.headers:
+        raise wrong(name, "look_at", "null or the name of a column")
+    return SQLProblem(instruction, table, sql, direct, md5, order, look_at)
 
 
 def table_md5(rows: Iterable[Row]) -> str:

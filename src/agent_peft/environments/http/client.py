@@ -106,7 +106,7 @@ class RemoteEnvironment(Environment):
 
     def demonstration(self, task: Task) -> Sequence[str] | None:
         request = messages.DemonstrationRequest(environment=self.config.environment, task=self._name(task))
-        return self.connection.post("/demonstration", messages.Demonstration, request).actions
+        return self.connection.post("/demonstration", messages.Demonstration, request).replies()
 
     def close(self) -> None:
         self._presence.stop()

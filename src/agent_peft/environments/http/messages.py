@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
 
 from agent_peft.config import Config
+from agent_peft.environments.base import Mistake
 from agent_peft.printable import printable
 from agent_peft.types import AgentPeftError, Message, Outcome, Role, StepResult, StopReason, Task
 
@@ -254,6 +255,23 @@ class TaskPage(_Message):
 
 class Demonstration(_Message):
     actions: Annotated[tuple[Text, ...], Field(max_length=10_000)] | None
+    # the places of those that are mistakes; left out where there is none, for clients that know none
+    mistakes: Annotated[tuple[int, ...], Field(max_length=10_000)] = Field(
+        default=(), exclude_if=lambda mistakes: not mistakes
+    )
+
+    @classmethod
+    def of(cls, actions: Sequence[str] | None) -> Demonstration:
+        if actions is None:
+            return cls(actions=None)
+        mistakes = (number for number, action in enumerate(actions) if isinstance(action, Mistake))
+        return cls(actions=tuple(actions), mistakes=tuple(mistakes))
+
+    def replies(self) -> Sequence[str] | None:
+        if self.actions is None:
+            return None
+        places = frozenset(self.mistakes)
+        return tuple(Mistake(text) if number in places else text for number, text in enumerate(self.actions))
 
 
 class Example(_Message):

@@ -110,7 +110,7 @@ def environment_app(episodes: Episodes, history: ChatHistory) -> FastAPI:
     @route("POST", "/demonstration", messages.Demonstration)
     async def demonstration(request: messages.DemonstrationRequest) -> Response:
         """Actions that solve a task, or null where none are known."""
-        return JSON(messages.Demonstration(actions=await episodes.demonstration(request)))
+        return JSON(messages.Demonstration.of(await episodes.demonstration(request)))
 
     @route("GET", "/examples", messages.Examples)
     async def examples(count: Annotated[int, Query(ge=1, le=MAX_EXAMPLES)] = 4) -> Response:

@@ -4,7 +4,6 @@ the same as JSON tool calls.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any, Literal
 
 from agent_peft.environments.os_interaction.problems import is_typable
 from agent_peft.environments.templates import fill
+from agent_peft.environments.tool_calls import TWO_ACTIONS, NotAToolCall, read_tool_call, write_tool_call
 
 MAX_COMMAND = 32_768  # characters
 
@@ -21,7 +21,6 @@ _LANGUAGE = re.compile(r"(?:bash|shell|sh|console)(?=\s|$)", re.IGNORECASE)
 BASH_FORMAT = "Act: bash\n\n```bash\n{command}\n```"
 FINISH_FORMAT = "Act: finish"
 ANSWER_FORMAT = "Act: answer({text})"
-TWO_ACTIONS = "Two actions found. Write one action, wait for its result, then write the other."
 
 
 @dataclass(frozen=True)
@@ -110,29 +109,11 @@ def parse_tool_call(reply: str) -> Reply:
     >>> parse_tool_call('{"name": "finish", "arguments": {}}')
     Finish(answer=None)
     """
-    calls = reply.count("<tool_call>")
-    if calls > 1:
-        return MalformedCommand(TWO_ACTIONS)
-    text = reply.split("<tool_call>")[1].split("</tool_call>")[0] if calls else reply
-    text = re.sub(r"\A\s*+```(?:json)?|```\s*\Z", "", text).strip()
     try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):
-        return MalformedCommand(f"No tool call found. Write\n{write_tool_call('bash', command='<commands>')}")
-    if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
-        return MalformedCommand(
-            "A tool call is an object with name and arguments. "
-            f"Write\n{write_tool_call('bash', command='<commands>')}"
-        )
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if isinstance(arguments, str):  # some models write them as a text of JSON
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            arguments = None
-    if not isinstance(arguments, Mapping):
-        return MalformedCommand("The arguments of a tool call are an object.")
-    return _call(call["name"], arguments)
+        call = read_tool_call(reply, example=write_tool_call("bash", command="<commands>"))
+    except NotAToolCall as error:
+        return MalformedCommand(str(error))
+    return _call(call.name, call.arguments)
 
 
 def write_act(action: Command | Finish) -> str:
@@ -152,20 +133,6 @@ def write_json(action: Command | Finish) -> str:
         return write_tool_call("bash", command=action.text)
     return (
         write_tool_call("finish") if action.answer is None else write_tool_call("answer", text=action.answer)
-    )
-
-
-def write_tool_call(name: str, **arguments: str) -> str:
-    """
-    >>> print(write_tool_call("bash", command="ls"))
-    <tool_call>
-    {"name": "bash", "arguments": {"command": "ls"}}
-    </tool_call>
-    """
-    return (
-        "<tool_call>\n"
-        + json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-        + "\n</tool_call>"
     )
 
 

@@ -1,0 +1,289 @@
+"""Servers in use: of each, pooled connections of its administrator, and schemas with a user each."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import logging
+import os
+import secrets
+import threading
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+
+from agent_peft.environments.db_bench.servers.address import Address, parse_address
+from agent_peft.environments.db_bench.servers.client import Client, ServerError, quoted
+from agent_peft.environments.db_bench.servers.owner import is_orphan, owned_name
+from agent_peft.environments.db_bench.servers.private import PrivateServer
+from agent_peft.types import AgentPeftError, InfrastructureError
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "ap"  # a user's name has at most 32 characters
+_RIGHTS = "SELECT, INSERT, UPDATE, DELETE, CREATE, DROP, ALTER, INDEX"
+_SETTING = "SET SESSION lock_wait_timeout = 5, sql_mode = 'NO_BACKSLASH_ESCAPES'"
+_MAX_IDLE = 32
+_SECONDS = 20.0  # for a statement of ours
+_DOUBT_SECONDS = 5.0
+_LOOK_SECONDS = 0.25  # between two looks at the sizes of tables
+_numbers = itertools.count()
+_DENIED = {1044, 1045, 1142, 1227, 1410, 1698}
+
+
+class Server:
+    """One server, and what we have made on it. Threads may share it."""
+
+    def __init__(self, address: Address, private: PrivateServer | None = None) -> None:
+        """Look at the server, and remove what dead processes of this host have left on it.
+
+        Raises:
+            AgentPeftError: the user's server does not answer, or refuses the account.
+            InfrastructureError: our own does not answer.
+        """
+        self.address, self.private = address, private
+        self.in_doubt = False  # a connection was lost: does the server still answer?
+        self._idle: list[Client] = []
+        self._owed: deque[str] = deque()  # names that could not be dropped yet
+        self._prefix = owned_name(PREFIX)
+        self._ended = threading.Event()
+        try:
+            with self.administrator() as connection:
+                self.is_mariadb = "MariaDB" in str(connection.run("SELECT VERSION()")[0][0])
+                # MySQL has users of any host, and a socket's is localhost
+                self._host = "localhost" if address.socket else "%"
+                self._remove_orphans(connection)
+        except ServerError as error:
+            if private is not None:
+                raise InfrastructureError(f"the database server does not answer: {error}") from error
+            raise AgentPeftError(
+                f"database: the server {address.name} cannot be used as {address.user}: {error.message}"
+            ) from error
+
+        if private is not None:
+            threading.Thread(target=self._watch, args=(private,), daemon=True, name="db_bench sizes").start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether our own server has not ended, as far as we know, and answers where that is in doubt."""
+        if self.private is None:
+            return True
+        if self.in_doubt and self.private.running:
+            try:
+                Client(self.address, seconds=_DOUBT_SECONDS).close()
+            except ServerError:
+                return False
+            self.in_doubt = False
+        return self.private.running
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the disk has no room for another table. Of a server that is not ours nobody knows."""
+        return self.private is not None and self.private.is_full
+
+    @contextlib.contextmanager
+    def administrator(self) -> Iterator[Client]:
+        """A connection of the account that makes the others. One that fails is not used again.
+
+        Raises:
+            ServerError: there is none, or a statement failed.
+        """
+        connection = self._idle_one() or Client(self.address, None, _SETTING, _SECONDS)
+        try:
+            yield connection
+        except BaseException:
+            connection.close()
+            raise
+        if len(self._idle) < _MAX_IDLE:
+            self._idle.append(connection)
+        else:
+            connection.close()
+
+    def make(self) -> Address:
+        """Make a schema, and a user of the same name who has rights on it alone.
+
+        Raises:
+            AgentPeftError: our account may not make them.
+            ServerError: anything else.
+        """
+        name = f"{self._prefix}_{next(_numbers):x}"
+        password = secrets.token_hex(16)
+        self._drop_owed()
+        try:
+            with self.administrator() as connection:
+                connection.run(f"CREATE DATABASE {quoted(name)} CHARACTER SET utf8mb4")
+                connection.run(f"CREATE USER {self._user(name)} IDENTIFIED BY '{password}'")
+                connection.run(f"GRANT {_RIGHTS} ON {quoted(_escaped(name))}.* TO {self._user(name)}")
+        except ServerError as error:
+            self.drop(name)
+            if error.code in _DENIED and self.private is None:
+                raise AgentPeftError(
+                    f"database: {self.address.user} may not make schemas and users on {self.address.name} "
+                    f"({error.message}); GRANT it ALL PRIVILEGES ON *.* WITH GRANT OPTION"
+                ) from error
+            raise
+        return replace(self.address, user=name, password=password)
+
+    def drop(self, name: str) -> None:
+        """Drop a schema and its user, now or, if the server does not let us, later."""
+        try:
+            with self.administrator() as connection:
+                self._drop(connection, name)
+        except (ServerError, AgentPeftError):
+            if self.is_running:
+                self._owed.append(name)
+
+    def remake(self, name: str) -> None:
+        """Make a schema empty.
+
+        Raises:
+            ServerError: it fails.
+        """
+        with self.administrator() as connection:
+            connection.run(f"DROP DATABASE IF EXISTS {quoted(name)}")
+            connection.run(f"CREATE DATABASE {quoted(name)} CHARACTER SET utf8mb4")
+
+    def kill(self, name: str, thread: int) -> bool:
+        """End a user's connection, whatever it does. Returns whether it is gone.
+
+        Raises:
+            ServerError: the server does not answer.
+        """
+        with contextlib.suppress(ServerError), self.administrator() as connection:  # it may have ended
+            connection.run(f"KILL CONNECTION {thread}")
+        waiting = threading.Event()
+        for wait in (0.0, 0.005, 0.02, 0.1, *[0.25] * 20):
+            waiting.wait(wait)
+            with self.administrator() as connection:
+                users = connection.run(
+                    f"SELECT COUNT(*) FROM information_schema.PROCESSLIST WHERE id = {thread} "
+                    f"AND user = '{name}'",
+                )
+            if users[0][0] == 0:
+                return True
+        return False
+
+    def close_idle(self) -> None:
+        """Close the connections that nobody uses, after a last try to drop what is owed."""
+        self._drop_owed()
+        with contextlib.suppress(IndexError):
+            while True:
+                self._idle.pop().close()
+
+    def stop(self) -> None:
+        """End it, if it is ours."""
+        self._ended.set()
+        if self.is_running:
+            self.close_idle()
+        if self.private is not None:
+            self.private.stop()
+
+    def detach(self) -> None:
+        """Forget it, in a fork of the process that it belongs to."""
+        for connection in self._idle:
+            connection.cut()
+        if self.private is not None:
+            self.private.detach()
+
+    def _watch(self, private: PrivateServer) -> None:
+        """Stop statements whose tables become too large, until the server is stopped. InnoDB has no limit of
+        its own, and ends the whole server when a disk is full.
+        """
+        while not self._ended.wait(_LOOK_SECONDS):
+            for name in private.large_schemas(self._prefix):
+                with contextlib.suppress(ServerError, AgentPeftError), self.administrator() as connection:
+                    sql = "SELECT id FROM information_schema.PROCESSLIST WHERE command = 'Query' AND user = "
+                    for row in connection.run(f"{sql}'{name}'"):
+                        connection.run(f"KILL QUERY {row[0]!r}")
+
+    def _idle_one(self) -> Client | None:
+        """A connection that waits and lives: the server may have hung up on one that was idle for hours."""
+        with contextlib.suppress(IndexError):
+            while True:
+                connection = self._idle.pop()
+                if connection.is_alive():
+                    return connection
+                connection.close()
+        return None
+
+    def _drop_owed(self) -> None:
+        """Try once more to drop what could not be dropped."""
+        with contextlib.suppress(IndexError):
+            for _ in range(len(self._owed)):
+                self.drop(self._owed.popleft())
+
+    def _user(self, name: str) -> str:
+        return f"'{name}'@'{self._host}'"
+
+    def _drop(self, connection: Client, name: str) -> None:
+        connection.run(f"DROP USER IF EXISTS {self._user(name)}")
+        connection.run(f"DROP DATABASE IF EXISTS {quoted(name)}")
+
+    def _remove_orphans(self, connection: Client) -> None:
+        names = {str(row[0]) for row in connection.run("SHOW DATABASES")}
+        with contextlib.suppress(ServerError):  # it is not ours, and we may not read it
+            names |= {str(row[0]) for row in connection.run("SELECT User FROM mysql.user")}
+        orphans = sorted(name for name in names if is_orphan(name, PREFIX))
+        for name in orphans:
+            self._drop(connection, name)
+        if orphans:
+            logger.info("database: removed %d schemas of processes that have ended", len(orphans))
+
+
+_lock = threading.Lock()
+_servers: dict[str, Server] = {}
+
+
+def server_of(database: str) -> Server:
+    """The server that ``database`` names (``mariadb``, or an address), started when first needed.
+
+    Raises:
+        AgentPeftError: it cannot be used.
+        InfrastructureError: our own does not start.
+    """
+    with _lock:
+        server = _servers.get(database)
+        if server is not None and not server.is_running:
+            logger.warning("database: the server has ended; another is started")
+            _servers.pop(database).stop()
+            server = None
+        if server is None:
+            if database == "mariadb":
+                private = PrivateServer()
+                server = Server(private.address, private)
+            else:
+                server = Server(parse_address(database))
+            _servers[database] = server
+        return server
+
+
+def close_idle() -> None:
+    """Close connections that nobody uses."""
+    for server in list(_servers.values()):
+        server.close_idle()
+
+
+@atexit.register
+def stop() -> None:
+    """End this process's own server, and hang up on the others. The next database starts another."""
+    with _lock:
+        while _servers:
+            _servers.popitem()[1].stop()
+
+
+def _escaped(name: str) -> str:
+    """A schema's name in GRANT, where the underscore stands for any character."""
+    return name.replace("_", r"\_")
+
+
+def _forget() -> None:
+    """Forget the parent's servers in a forked process."""
+    global _lock
+    _lock = threading.Lock()  # the other may be held by a thread that this process does not have
+    for server in _servers.values():
+        server.detach()
+    _servers.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,305 @@
+"""Connections to a server, with PyMySQL. No other module imports it."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from agent_peft.environments.db_bench.database import Cell, Row, size
+from agent_peft.environments.db_bench.servers.address import Address
+from agent_peft.types import AgentPeftError
+
+LATE = -1  # our number for an answer that does not come in time
+_CONNECT_SECONDS = 20
+_LOST = {2003, 2006, 2013, 2014, 2055, 1053, 1927, 1077, 1079}  # the connection, or the server
+_NO_MEMORY_OR_CONNECTIONS = {1037, 1038, 1040, 1041, 1135, 1203}
+_NO_DISK = {3, 1005, 1021, 1026, 1030, 1114}
+_STOPPED = {1969, 3024}  # by the server's clock
+_KILLED = 1317
+
+
+class ServerError(Exception):
+    """What a server answers instead of a result; ``code`` is MySQL's number."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code, self.message = code, message
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the connection is gone."""
+        return self.code in _LOST
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the answer did not come in time."""
+        return self.code == LATE
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a limit of time ended the statement."""
+        return self.code in _STOPPED
+
+    @property
+    def is_killed(self) -> bool:
+        """Whether KILL QUERY ended the statement."""
+        return self.code == _KILLED
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the server lacks memory or connections, or says that its disk is full."""
+        full = any(text in self.message for text in ("rrno: 28", "rrcode: 28", "No space left"))
+        return self.code in _NO_MEMORY_OR_CONNECTIONS or self.code == 1021 or full
+
+    @property
+    def may_be_full(self) -> bool:
+        """Whether a disk that is full could be the cause, or a table that is as large as one may be."""
+        return self.code in _NO_DISK
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The result of a statement: of a query its ``headers`` and rows, or how many rows it ``changed``.
+
+    Where it is ``cut`` there were more rows, and the client can only be closed.
+
+    >>> Answer(("a",), ((1,),)).cut
+    False
+    """
+
+    headers: tuple[str, ...] | None
+    rows: tuple[Row, ...] = ()
+    changed: int = 0
+    cut: bool = False
+
+
+class Client:
+    """A connection. Results are read row by row, and a change counts the rows that it matched. Used by one
+    thread at a time.
+
+    Attributes:
+        thread: its number on the server.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        schema: str | None = None,
+        setting: str | None = None,
+        seconds: float = 60.0,
+    ) -> None:
+        """Connect.
+
+        Args:
+            setting: a statement to begin with.
+            seconds: how long an answer may take.
+
+        Raises:
+            ServerError: the server does not answer, or refuses.
+            AgentPeftError: PyMySQL is not installed.
+        """
+        try:
+            import pymysql
+            from pymysql.constants import CLIENT
+            from pymysql.cursors import SSCursor
+        except ImportError as error:
+            raise AgentPeftError(
+                "databases other than sqlite need PyMySQL; pip install agent-peft[mysql]"
+            ) from error
+        local = address.socket is not None
+        open_connection: Any = pymysql.connect  # its types leave out what is read here
+        with _errors():
+            ours = _socket(address)
+            self._connection = open_connection(
+                defer_connect=True,
+                user=address.user,
+                password=address.password,
+                host=address.host,
+                port=address.port,
+                unix_socket=address.socket,
+                database=schema,
+                charset="utf8mb4",
+                autocommit=True,
+                init_command=setting,
+                client_flag=CLIENT.FOUND_ROWS,
+                connect_timeout=_CONNECT_SECONDS,
+                read_timeout=seconds,
+                write_timeout=seconds,
+                conv=_decoders(),
+                cursorclass=SSCursor,
+                ssl_disabled=local,
+                ssl=None if local else _tls(),
+            )
+            self._connection._secure = local  # nobody reads along, so a password may be sent
+            self._connection.connect(ours)
+        self.thread: int = self._connection.thread_id()
+
+    def run(self, sql: str) -> tuple[Row, ...]:
+        """Run a statement of ours, and return all its rows.
+
+        Raises:
+            ServerError: it fails.
+        """
+        return self.ask(sql, None, 1 << 40).rows
+
+    def ask(self, sql: str, most_rows: int | None, most_bytes: int, seconds: float | None = None) -> Answer:
+        """Run a statement.
+
+        Args:
+            seconds: how long an answer may take from now on.
+
+        Raises:
+            ServerError: it fails.
+        """
+        if seconds is not None:
+            self._connection._read_timeout = seconds
+        with _errors():
+            cursor = self._connection.cursor()
+            try:
+                cursor.execute(sql)
+                if cursor.description is None:
+                    cursor.close()
+                    return Answer(None, changed=max(cursor.rowcount, 0))
+                rows, cut = _fetch(cursor, most_rows, most_bytes)
+                headers = tuple(column[0] for column in cursor.description)
+                if not cut:
+                    cursor.close()
+                return Answer(headers, tuple(rows), 0, cut)
+            finally:
+                # what is left unread would be read, for as long as it takes, when the cursor is deleted
+                if cursor._result is not None:
+                    cursor._result.unbuffered_active, cursor._result.connection = False, None
+
+    def is_alive(self) -> bool:
+        """Whether the server still knows us."""
+        try:
+            self._connection.ping(reconnect=False)
+        except Exception:
+            return False
+        return True
+
+    def cut(self) -> None:
+        """Close our end without a word to the server."""
+        self._connection._force_close()
+
+    def close(self) -> None:
+        """Close it, whatever state it is in. May be called twice."""
+        try:
+            self._connection.close()
+        except Exception:
+            self.cut()
+
+
+def _socket(address: Address) -> socket.socket | None:
+    """A connected Unix socket; None where the server is reached otherwise. PyMySQL would leave it open where
+    nobody listens.
+
+    Raises:
+        ServerError: nobody listens.
+    """
+    if address.socket is None:
+        return None
+    end = socket.socket(socket.AF_UNIX)
+    try:
+        end.settimeout(_CONNECT_SECONDS)
+        end.connect(address.socket)
+    except OSError as error:
+        end.close()
+        raise ServerError(2003, str(error)) from error
+    return end
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Turn PyMySQL's errors, and what it raises where an answer is none, into `ServerError`."""
+    import pymysql
+
+    try:
+        yield
+    except pymysql.MySQLError as error:
+        code, message = (*error.args, "", "")[:2]
+        if isinstance(error.__context__, TimeoutError):
+            code = LATE
+        elif not isinstance(code, int) or code == 0:
+            code, message = 2013, str(error)
+        raise ServerError(code, str(message)) from error
+    except UnicodeDecodeError as error:
+        raise ServerError(1300, "the result is not valid Unicode") from error
+    except (OSError, struct.error, IndexError, AssertionError, RuntimeError, ValueError) as error:
+        raise ServerError(2013, str(error)) from error
+
+
+def _fetch(cursor: Any, most_rows: int | None, most_bytes: int) -> tuple[list[Row], bool]:
+    """The rows of a cursor, and whether there are more."""
+    rows: list[Row] = []
+    for row in cursor.fetchall_unbuffered():
+        if len(rows) == most_rows or most_bytes < 0:
+            return rows, True
+        rows.append(row)
+        most_bytes -= size(row)
+    return rows, False
+
+
+def literal(cell: Cell) -> str:
+    """A cell in SQL, whatever the server's mode.
+
+    >>> literal("O'Neil"), literal(1.5), literal(None)
+    ("_utf8mb4 x'4f274e65696c'", '1.5e0', 'NULL')
+    """
+    if cell is None:
+        return "NULL"
+    if isinstance(cell, str):
+        return f"_utf8mb4 x'{cell.encode().hex()}'"
+    if isinstance(cell, bytes):
+        return f"x'{cell.hex()}'"
+    if isinstance(cell, float):
+        text = repr(cell)
+        return text if "e" in text or "n" in text else text + "e0"
+    return str(int(cell))
+
+
+def quoted(name: str) -> str:
+    """An identifier of MySQL, whatever characters it holds.
+
+    >>> quoted("a`b")
+    '`a``b`'
+    """
+    return "`" + name.replace("`", "``") + "`"
+
+
+@functools.cache
+def _tls() -> Any:
+    """Encryption without a check of the server's certificate, as MySQL's own client does by default."""
+    import ssl
+
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+@functools.cache
+def _decoders() -> dict[Any, Callable[[Any], Cell]]:
+    """Numbers become Python's; dates and times stay text, as MySQL writes them."""
+    from pymysql.constants import FIELD_TYPE as KIND
+
+    whole = (KIND.TINY, KIND.SHORT, KIND.LONG, KIND.INT24, KIND.LONGLONG, KIND.YEAR)
+    return {
+        **dict.fromkeys(whole, _whole),
+        **dict.fromkeys((KIND.FLOAT, KIND.DOUBLE), float),
+        **dict.fromkeys((KIND.DECIMAL, KIND.NEWDECIMAL), _exact),
+        KIND.BIT: lambda data: int.from_bytes(data, "big"),
+    }
+
+
+def _whole(text: str) -> int | None:
+    return int(text) if text else None  # of a statement that is ended in the middle of a row
+
+
+def _exact(text: str) -> int | float | None:
+    """A DECIMAL: whole where it has no decimals, as SUM of whole numbers has none."""
+    return float(text) if "." in text else _whole(text)

@@ -1,0 +1,73 @@
+"""Tool calls as JSON: how a reply that is one call is read and written."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+TWO_ACTIONS = "Two actions found. Write one action, wait for its result, then write the other."
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of the tool ``name``.
+
+    >>> ToolCall("bash", {"command": "ls"}).arguments["command"]
+    'ls'
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+class NotAToolCall(ValueError):
+    """A reply is no tool call; its text tells the agent what to write."""
+
+
+def read_tool_call(reply: str, example: str) -> ToolCall:
+    """Understand a reply: one call, in ``<tool_call>`` tags, in a ```json block, or plain. The closing tag
+    may be absent, since it may be a stop string. Takes time linear in the reply.
+
+    Args:
+        example: a call that the agent may write, for the error.
+
+    Raises:
+        NotAToolCall: it is none.
+
+    >>> read_tool_call('<tool_call>{"name": "bash", "arguments": {"command": "ls"}}</tool_call>', "")
+    ToolCall(name='bash', arguments={'command': 'ls'})
+    """
+    calls = reply.count("<tool_call>")
+    if calls > 1:
+        raise NotAToolCall(TWO_ACTIONS)
+    text = reply.split("<tool_call>")[1].split("</tool_call>")[0] if calls else reply
+    text = re.sub(r"\A\s*+```(?:json)?|```\s*\Z", "", text).strip()
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        raise NotAToolCall(f"No tool call found. Write\n{example}") from None
+    if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
+        raise NotAToolCall(f"A tool call is an object with name and arguments. Write\n{example}")
+    arguments = call.get("arguments", call.get("parameters", {}))
+    if isinstance(arguments, str):  # some models write them as a text of JSON
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, Mapping):
+        raise NotAToolCall("The arguments of a tool call are an object.")
+    return ToolCall(call["name"], arguments)
+
+
+def write_tool_call(name: str, **arguments: object) -> str:
+    """
+    >>> print(write_tool_call("bash", command="ls"))
+    <tool_call>
+    {"name": "bash", "arguments": {"command": "ls"}}
+    </tool_call>
+    """
+    call = {"name": name, "arguments": arguments}
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False, default=repr)}\n</tool_call>"

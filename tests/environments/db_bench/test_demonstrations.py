@@ -1,0 +1,156 @@
+"""Demonstrations that make a mistake and repair it, and those that look at the table first."""
+
+from __future__ import annotations
+
+import ast
+import random
+
+import pytest
+
+from agent_peft.environments import Mistake, load_environment
+from agent_peft.environments.db_bench import generate
+from agent_peft.environments.db_bench.demonstrations import wrong_statements
+from agent_peft.environments.db_bench.tasks import read_entry, task_of
+from agent_peft.environments.task_files.replay import replay
+from agent_peft.types import AgentPeftError, Outcome, Task
+
+HEADERS = ("order_id", "unit_price", "status")
+
+
+def problem(sql: str, table: str = "shop_orders"):
+    return read_entry(
+        "own",
+        {
+            "instruction": "?",
+            "table_info": {
+                "name": table,
+                "column_info_list": [{"name": name, "type": "TEXT"} for name in HEADERS],
+                "row_list": [[1, 2, "open"]],
+            },
+            "answer_info": {"sql": sql, "direct": [], "md5": None},
+        },
+    )
+
+
+@pytest.fixture
+def load():
+    """load(**keys): an environment of generated tasks, closed after the test."""
+    opened = []
+
+    def made(**keys):
+        opened.append(load_environment("db_bench", **keys))
+        return opened[-1]
+
+    yield made
+    for environment in opened:
+        environment.close()
+
+
+def played(environment, task, replies):
+    return replay(environment.episode(task, seed=0), replies).results
+
+
+def test_mistakes_are_those_that_models_make():
+    gold = "SELECT SUM(unit_price) AS revenue FROM shop_orders WHERE status <> 'status';"
+    made = {wrong for seed in range(40) for wrong in wrong_statements(problem(gold), random.Random(seed))}
+    assert made == {
+        "SELECT revenue FROM shop_orders WHERE status <> 'status';",
+        "SELECT SUM(unit_price) AS revenue FROM shop_orders WHERE statuses <> 'status';",
+        "SELECT SUM(unit_prices) AS revenue FROM shop_orders WHERE status <> 'status';",
+        "SELECT SUM(price) AS revenue FROM shop_orders WHERE status <> 'status';",
+        "SELECT SUM(unit_price) AS revenue FROM orders WHERE status <> 'status';",
+    }
+
+
+def test_a_mistake_is_refused_and_repaired(load):
+    """Whatever the statement: the database answers with its own error, and the task is solved."""
+    environment = load(generate={"num_tasks": 40, "seed": 5}, repairs=1)
+    for task in environment.tasks:
+        wrong, right, answer = environment.demonstration(task)
+        assert isinstance(wrong, Mistake) and wrong != right
+        assert not isinstance(right, Mistake) and not isinstance(answer, Mistake)
+        first, second, last = played(environment, task, (wrong, right, answer))
+        assert first.observation.startswith("Error: ") and first.valid
+        assert not second.observation.startswith("Error: ")
+        assert last.outcome is Outcome.CORRECT
+
+
+def test_a_share_of_the_demonstrations_repairs_and_the_others_are_as_before(load):
+    tasks = {"num_tasks": 40, "seed": 6, "look_first": 0}
+    plain, some, again = (load(generate=tasks, repairs=share) for share in (0, 0.3, 0.3))
+    mistakes = 0
+    for task in plain.tasks:
+        expected, demonstration = plain.demonstration(task), some.demonstration(task)
+        assert len(expected) == 2 and not any(isinstance(reply, Mistake) for reply in expected)
+        assert demonstration[-2:] == expected and again.demonstration(task) == demonstration
+        mistakes += len(demonstration) == 3
+    assert 4 <= mistakes <= 20
+    other = load(generate={**tasks, "seed": 7}, repairs=0.3)
+    places = [
+        [len(environment.demonstration(task)) for task in environment.tasks] for environment in (some, other)
+    ]
+    assert places[0] != places[1], "another seed repairs others"
+
+
+def test_a_statement_that_no_mistake_makes_wrong_is_shown_alone(load, tmp_path):
+    """SQLite takes a name in double quotes for a text, so nothing is refused here."""
+    entry = next(iter(generate(1, 0).values()))
+    entry["answer_info"] |= {"sql": "SELECT 1;", "direct": [[1]], "md5": None}
+    environment = load(generate={"num_tasks": 1}, repairs=1)
+    assert environment.demonstration(task_of("own", entry)) == (
+        "Action: Operation\n```sql\nSELECT 1;\n```",
+        "Action: Answer\nFinal Answer: [(1,)]",
+    )
+
+
+def test_repairs_need_three_turns(load):
+    with pytest.raises(AgentPeftError, match="repairs has no effect with max_turns: 2"):
+        load(generate={"num_tasks": 1}, repairs=0.1, max_turns=2)
+
+
+def test_a_value_in_another_form_is_looked_up_first(load):
+    environment = load(generate={"num_tasks": 60, "seed": 8, "look_first": 0.1}, repairs=1)
+    looking = [task for task in environment.tasks if "look_at" in task.content]
+    assert 4 <= len(looking) <= 6
+    for task in looking:
+        column = task.content["look_at"]
+        look, statement, answer = environment.demonstration(task)
+        assert f"SELECT DISTINCT {column} FROM" in look.replace("`", "") and not isinstance(look, Mistake)
+        seen, _, last = played(environment, task, (look, statement, answer))
+        values = [value for (value,) in ast.literal_eval(seen.observation)]
+        assert any(f"'{value}'" in statement or f"= {value}" in statement for value in values)
+        assert last.outcome is Outcome.CORRECT
+    two = load(generate={"num_tasks": 60, "seed": 8, "look_first": 0.1}, max_turns=2)
+    assert {len(two.demonstration(task)) for task in looking} == {2}, "there is no room for a look"
+
+
+def test_looks_change_the_words_of_few_tasks_and_nothing_else():
+    looking, plain = generate(80, 9, look_first=0.1), generate(80, 9, look_first=0)
+    assert list(looking) == list(plain)
+    with_a_look = [name for name in plain if looking[name] != plain[name]]
+    assert [name for name in looking if "look_at" in looking[name]] == with_a_look
+    assert 4 <= len(with_a_look) <= 8
+    for name in with_a_look:
+        one, other = looking[name], plain[name]
+        assert one["answer_info"] == other["answer_info"] and one["table_info"] == other["table_info"]
+        assert len(one["instruction"].split()) - len(other["instruction"].split()) in (-2, -1, 0, 1)
+    assert dict(list(looking.items())[:40]) == generate(40, 9, look_first=0.1)
+
+
+def test_tasks_of_one_skill_alone_need_no_look():
+    skills = ["where_multiple_conditions", "delete", "update"]
+    for combined in (0, 1):
+        entries = generate(30, 1, skills, combined=combined, look_first=1).values()
+        assert any("look_at" in entry for entry in entries) == (combined == 1)
+    with pytest.raises(AgentPeftError, match="look_first has no effect with combined: 0"):
+        load_environment(
+            "db_bench", generate={"num_tasks": 1, "skills": skills, "combined": 0, "look_first": 0.1}
+        )
+
+
+@pytest.mark.parametrize("column", ["no_such", 5, ["status"]])
+def test_a_column_to_look_at_has_to_be_there(column):
+    entry = next(iter(generate(1, 0).values()))
+    with pytest.raises(AgentPeftError, match="entry 'own': look_at must be null or the name of a column"):
+        read_entry("own", {**entry, "look_at": column})
+    assert isinstance(task_of("own", {**entry, "look_at": None}), Task)

@@ -1,0 +1,98 @@
+"""Generated tasks are replayed when they are first used; those of a file when they are loaded."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from agent_peft.environments import load_environment
+from agent_peft.environments.db_bench import environment as module
+from agent_peft.environments.db_bench import generate
+from agent_peft.environments.task_files.replay import replay
+from agent_peft.rollout.conversation import EpisodeConversation
+from agent_peft.types import AgentPeftError, Outcome, StopReason, Task
+
+
+def with_a_fault(place: int):
+    """The generator, whose task at ``place`` has a stored answer that is wrong."""
+
+    def broken(**keys):
+        entries = generate(**keys)
+        answer = list(entries.values())[place]["answer_info"]
+        answer |= {"direct": [["none of them"]]} if answer["direct"] else {"md5": "0" * 32}
+        return entries
+
+    return broken
+
+
+@pytest.fixture
+def damaged(monkeypatch):
+    """An environment of four generated tasks, the third of which is wrong."""
+    monkeypatch.setattr(module, "generate", with_a_fault(2))
+    made = load_environment("db_bench", generate={"num_tasks": 4, "seed": 11})
+    yield made
+    made.close()
+
+
+def test_a_wrong_generated_task_is_an_error_when_it_is_used(damaged):
+    """Each time, whatever uses it, and never an outcome. The other tasks are as good as ever."""
+    assert len(damaged.tasks) == 4 and not damaged.rejected
+    told = "task train-0002-any: the generated task cannot be used"
+    for _ in range(2):
+        with pytest.raises(AgentPeftError, match=told) as raised:
+            damaged.episode(damaged.tasks[2], seed=0)
+        assert "\n" not in str(raised.value)
+        with pytest.raises(AgentPeftError, match=told):
+            damaged.demonstration(damaged.tasks[2])
+    for number in (0, 1, 3):
+        task = damaged.tasks[number]
+        results = replay(damaged.episode(task, seed=0), damaged.demonstration(task)).results
+        assert results[-1].outcome is Outcome.CORRECT
+
+
+def test_a_rollout_ends_there_and_has_no_outcome(damaged):
+    conversation = EpisodeConversation(damaged, damaged.tasks[2], None, [])
+    with pytest.raises(AgentPeftError, match="the generated task cannot be used"):
+        _ = conversation.prompt
+    trajectory = conversation.trajectory
+    assert (trajectory.outcome, trajectory.stop_reason) == (Outcome.UNKNOWN, StopReason.INFRASTRUCTURE)
+    assert not trajectory.turns and not trajectory.rewards
+
+
+def test_in_a_file_it_is_left_out_and_counted(tmp_path, caplog):
+    path = tmp_path / "tasks.json"
+    path.write_text(json.dumps(with_a_fault(2)(num_tasks=4, seed=11)))
+    environment = load_environment("db_bench", tasks=str(path))
+    environment.close()
+    assert [rejection.id for rejection in environment.rejected] == ["train-0002-any"]
+    assert len(environment.tasks) == 3 and "1 of 4 tasks cannot be used" in caplog.text
+
+
+def test_limits_that_no_task_fits_are_told_when_it_is_loaded():
+    with pytest.raises(AgentPeftError, match="task train-0000-any: the generated task cannot be used"):
+        load_environment("db_bench", generate={"num_tasks": 4}, episode_seconds=1e-9)
+
+
+def test_first_uses_at_once(damaged):
+    """Threads that meet at a task wait for its one replay, and all of them get their episode."""
+    task = damaged.tasks[3]
+    with ThreadPoolExecutor(6) as threads:
+        episodes = list(threads.map(lambda seed: damaged.episode(task, seed), range(6)))
+    assert len({id(episode) for episode in episodes}) == 6
+    for episode in episodes:
+        episode.close()
+
+
+def test_a_strangers_task_of_a_known_id_is_read_and_not_replayed(damaged):
+    content = json.loads(json.dumps(damaged.tasks[2].content)) | {"instruction": "Another one."}
+    damaged.episode(Task("train-0002-any", content=content), seed=0).close()
+
+
+def test_the_same_tasks_as_ever_in_the_same_order():
+    environment = load_environment("db_bench", generate={"num_tasks": 6, "seed": 3}, limit=5)
+    environment.close()
+    entries = generate(100, 3)
+    assert [(task.id, task.content) for task in environment.tasks] == list(entries.items())[:5]
+    assert all(set(task.skills) == set(entries[task.id]["skill_list"]) for task in environment.tasks)

@@ -1,0 +1,397 @@
+"""The servers of DB Bench: they end with us, leave nothing behind, and their faults are nobody's reward."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from agent_peft.environments.db_bench import DBBenchConfig
+from agent_peft.environments.db_bench.database import Column, Table
+from agent_peft.environments.db_bench.servers import accounts, owner, private
+from agent_peft.environments.db_bench.servers.accounts import Server, server_of
+from agent_peft.environments.db_bench.servers.address import Address, parse_address
+from agent_peft.environments.db_bench.servers.client import Client, ServerError
+from agent_peft.environments.db_bench.servers.database import ServerDatabase
+from agent_peft.environments.db_bench.servers.statements import refusal_of
+from agent_peft.types import AgentPeftError, InfrastructureError
+
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+TABLE = Table("t", (Column("a", "INT"), Column("b", "TEXT")), tuple((i, f"x{i}") for i in range(100)))
+GENERATED = {"generate": {"num_tasks": 1}}
+
+
+def open_database(seconds=2.0, seed=0):
+    return ServerDatabase("mariadb", TABLE, seconds=seconds, seed=seed)
+
+
+def wait_until(condition, seconds=20):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def watchdog():
+    return server_of("mariadb").private._process.pid
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def folder():
+    return Path(server_of("mariadb").address.socket).parent
+
+
+def administrator():
+    return Client(server_of("mariadb").address)
+
+
+def left():
+    """The schemas and users that episodes have made, and the connections of such users."""
+    client = administrator()
+    schemas = [row[0] for row in client.run("SHOW DATABASES") if row[0].startswith("ap_")]
+    users = [row[0] for row in client.run("SELECT User FROM mysql.user") if row[0].startswith("ap_")]
+    threads = client.run("SELECT COUNT(*) FROM information_schema.PROCESSLIST WHERE user LIKE 'ap%'")
+    client.close()
+    return schemas, users, threads[0][0]
+
+
+@linux
+def test_nothing_outlives_us_even_if_we_are_killed(mariadb):
+    script = """
+import os, signal, threading, time
+from agent_peft.environments.db_bench.database import Column, Table
+from agent_peft.environments.db_bench.servers.accounts import server_of
+from agent_peft.environments.db_bench.servers.database import ServerDatabase
+database = ServerDatabase("mariadb", Table("t", (Column("a", "INT"),), ((1,),)), seconds=60.0, seed=0)
+threading.Thread(target=database.execute, args=("SELECT SLEEP(50)",)).start()
+time.sleep(0.2)
+server = server_of("mariadb")
+pid = server.private._process.pid
+print(server.address.socket, pid, *open(f"/proc/{pid}/task/{pid}/children").read().split(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    run = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert run.returncode == -signal.SIGKILL
+    socket, *pids = run.stdout.split()
+    assert len(pids) == 2
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
+    wait_until(lambda: not Path(socket).parent.exists())
+
+
+@linux
+def test_it_ends_with_its_watchdog_and_another_takes_its_place(mariadb):
+    database = open_database()
+    old, (server,) = watchdog(), children(watchdog())
+    place = folder()
+    os.kill(old, signal.SIGKILL)
+    wait_until(lambda: not Path(f"/proc/{server}").exists())
+    with pytest.raises(InfrastructureError, match="the database server failed"):
+        database.execute("SELECT 1")
+    database.close()
+    shutil.rmtree(place)  # another process would see ours alive
+    other = open_database()
+    assert watchdog() != old
+    assert other.table() == TABLE.rows
+    other.close()
+
+
+@linux
+def test_a_server_that_is_killed_in_a_query_is_replaced(mariadb):
+    database, raised = open_database(seconds=30.0), []
+    place = folder()
+
+    def ask():
+        try:
+            database.execute("SELECT SLEEP(20)")
+        except InfrastructureError as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    time.sleep(0.2)
+    for pid in children(watchdog()):
+        os.kill(pid, signal.SIGKILL)
+    thread.join(10)
+    assert len(raised) == 1
+    database.close()
+    other = open_database()
+    assert other.table() == TABLE.rows
+    other.close()
+    wait_until(lambda: not place.exists())
+    assert left() == ([], [], 0)
+
+
+@linux
+def test_a_server_that_does_not_answer_is_replaced(mariadb, monkeypatch):
+    monkeypatch.setattr(accounts, "_SECONDS", 1.0)
+    monkeypatch.setattr(accounts, "_DOUBT_SECONDS", 0.5)
+    database = open_database(seconds=0.2)
+    server_of("mariadb").close_idle()
+    old = watchdog()
+    (pid,) = children(old)
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(InfrastructureError):
+        database.execute("SELECT 1")
+    other = open_database()
+    assert watchdog() != old and not Path(f"/proc/{pid}").exists()
+    database.close()
+    other.close()
+
+
+def test_a_connection_that_is_cut_ends_no_other(mariadb):
+    database, other = open_database(), open_database()
+    client = administrator()
+    client.run(f"KILL CONNECTION {database._client.thread}")
+    client.close()
+    for again in (lambda: database.execute("SELECT 1"), database.table, database.reset):
+        with pytest.raises(Exception, match=r"the database server failed|was stopped"):
+            again()
+    database.close()
+    assert other.table() == TABLE.rows
+    other.close()
+    assert left() == ([], [], 0)
+
+
+def test_a_statement_that_the_server_does_not_stop_is_killed(mariadb, monkeypatch):
+    """MySQL's own limit ends SELECT alone."""
+    monkeypatch.setattr(ServerDatabase, "_limit", lambda self, seconds: "SET SESSION max_statement_time = 0")
+    database = open_database(seconds=0.3)
+    begun = time.monotonic()
+    stopped = database.execute("UPDATE t SET b = 'y' WHERE SLEEP(9) = 0")
+    assert stopped.error == "the statement was stopped after 0.3 seconds"
+    assert time.monotonic() - begun < 8
+    assert database.table() == TABLE.rows
+    database.close()
+    assert left() == ([], [], 0)
+
+
+HOSTILE = (
+    "DROP TABLE t",
+    "DROP DATABASE mysql",
+    "CREATE DATABASE mine",
+    "DROP DATABASE db",
+    "USE mysql",
+    "SELECT * FROM mysql.user",
+    "SET GLOBAL max_connections = 1",
+    "SET SESSION max_statement_time = 0",
+    "SET STATEMENT max_statement_time = 0 FOR SELECT SLEEP(9)",
+    "SET autocommit = 0",
+    "SET PASSWORD = PASSWORD('x')",
+    "LOCK TABLES t WRITE",
+    "FLUSH TABLES WITH READ LOCK",
+    "SELECT GET_LOCK('l', 9)",
+    "SELECT `get_lock` /* now */ ('l', 9)",
+    "/*!50000 SELECT GET_LOCK('l', 9) */",
+    "SELECT 1 /*M! + GET_LOCK('l', 9) */",
+    "BEGIN",
+    "XA START 'x'",
+    "SELECT SLEEP(9)",
+    "SELECT BENCHMARK(1000000000, MD5('x'))",
+    "SELECT 'x' INTO OUTFILE '{folder}/stolen'",
+    "SELECT LOAD_FILE('/etc/passwd')",
+    "LOAD DATA LOCAL INFILE '/etc/passwd' INTO TABLE t",
+    "CREATE TABLE u (a INT) DATA DIRECTORY = '{folder}'",
+    "CREATE TABLE u (a INT) ENGINE = CONNECT",
+    "CREATE FUNCTION f() RETURNS INT RETURN 1",
+    "CREATE EVENT e ON SCHEDULE EVERY 1 SECOND DO DELETE FROM t",
+    "CREATE USER mine",
+    "GRANT ALL ON *.* TO CURRENT_USER()",
+    "KILL 1",
+    "SHUTDOWN",
+    "INSTALL SONAME 'ha_connect'",
+    "HANDLER t OPEN",
+    "PREPARE s FROM 'SELECT 1'",
+    "CALL p()",
+    "SELECT REPEAT('x', 1000000000)",
+    "INSERT INTO t SELECT a.a, REPEAT('x', 60000) FROM t a, t b, t c",
+    "CREATE TABLE u AS SELECT REPEAT('x', 60000) AS x FROM t a, t b",
+    "SELECT 1; DROP TABLE t",
+    "SELECT * FROM information_schema.PROCESSLIST",
+)
+
+
+def test_what_an_agent_does_stays_with_it(mariadb, tmp_path):
+    honest = open_database()
+    files = sorted(os.listdir(folder()))
+    for sql in HOSTILE:
+        database = open_database(seconds=0.5)
+        begun = time.monotonic()
+        executed = database.execute(sql.replace("{folder}", str(tmp_path)))
+        assert time.monotonic() - begun < 20, sql
+        assert server_of("mariadb")._prefix not in repr(executed), sql
+        assert honest.execute("SELECT COUNT(*) FROM t").rows == ((100,),)
+        database.reset()
+        assert database.table() == TABLE.rows, sql
+        database.close()
+    assert honest.table() == TABLE.rows
+    honest.close()
+    assert left() == ([], [], 0)
+    assert sorted(os.listdir(folder())) == files
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("sql", "refusal"),
+    [
+        ("  -- a\n/* b */ # c\n set x = 1", "SET is not allowed here"),
+        ("(SELECT 1) UNION (SELECT 2)", None),
+        ("((begin))", "a transaction is not allowed here"),
+        ("SELECT 'begin; get_lock(' AS `get_lock`, get_lock FROM t;  -- ;", None),
+        ("SELECT 'it''s' \"\\\"; x\", 1;", None),
+        ("SELECT Release_All_Locks \n ()", "the function release_all_locks is not allowed here"),
+        ("SELECT 1 --\n; SELECT 2", "write one statement at a time"),
+        ("SELECT 1--2; SELECT 2", "write one statement at a time"),
+        ("SELECT '\\'; SELECT '; DROP TABLE t", "write one statement at a time"),
+        ("", None),
+        ("'", None),
+        ("/*", None),
+        ("`" * 9_999, None),
+        ("/* */" * 1_999, None),
+    ],
+)
+def test_what_is_not_even_sent(sql, refusal):
+    assert refusal_of(sql) == refusal
+
+
+def orphan(prefix):
+    """A name that a process of this host has left, which has ended."""
+    script = "import runpy, sys; print(runpy.run_path(sys.argv[1])['owned_name'](sys.argv[2]) + '_1')"
+    run = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", script, owner.__file__, prefix], capture_output=True, text=True
+    )
+    return run.stdout.strip()
+
+
+def test_what_dead_processes_left_is_removed(mariadb, tmp_path):
+    dead, living = orphan(accounts.PREFIX), owner.owned_name(accounts.PREFIX) + "_kept"
+    elsewhere = dead.replace(dead.split("_")[1], "ffffff")
+    client = administrator()
+    for name in (dead, living, elsewhere):
+        client.run(f"CREATE DATABASE `{name}`")
+        client.run(f"CREATE USER `{name}`@localhost")
+    Server(server_of("mariadb").address).close_idle()
+    schemas, users, _ = left()
+    assert sorted(schemas) == sorted(users) == sorted([living, elsewhere])
+    for name in (living, elsewhere):
+        client.run(f"DROP DATABASE `{name}`")
+        client.run(f"DROP USER `{name}`@localhost")
+    client.close()
+
+    for name in (orphan("agent-peft-server"), owner.owned_name("agent-peft-server") + "_x", "other"):
+        (tmp_path / name / "tables").mkdir(parents=True)
+    private.remove_orphans(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [owner.owned_name("agent-peft-server") + "_x", "other"]
+    )
+
+
+@linux
+def test_a_fork_of_ours_has_a_server_of_its_own(mariadb):
+    kept, mine = open_database(), watchdog()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            database = open_database()
+            if database.table() == TABLE.rows and watchdog() != mine:
+                status = 0
+            accounts.stop()
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert kept.table() == TABLE.rows and watchdog() == mine
+    kept.close()
+
+
+@linux
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_the_server_is_not_root_even_where_we_are(mariadb):
+    (pid,) = children(watchdog())
+    assert Path(f"/proc/{pid}").stat().st_uid != 0
+    assert folder().stat().st_mode & 0o077 == 0
+
+
+def test_without_a_server_or_its_client_one_line_says_what_to_install(mariadb, monkeypatch):
+    monkeypatch.setattr(private, "find_program", lambda *names: None)
+    with pytest.raises(AgentPeftError, match=r"mariadb-server") as raised:
+        private.PrivateServer()
+    assert "\n" not in str(raised.value)
+    monkeypatch.setitem(sys.modules, "pymysql", None)
+    with pytest.raises(AgentPeftError, match=r"pip install agent-peft\[mysql\]"):
+        Client(Address("root"))
+
+
+def test_a_server_that_cannot_be_used_is_one_line(mariadb, tmp_path):
+    socket = server_of("mariadb").address.socket
+    for address in (f"mysql://nobody@localhost?unix_socket={socket}", "mysql://root@127.0.0.1:1"):
+        with pytest.raises(AgentPeftError, match=r"^database: the server .* cannot be used as") as raised:
+            ServerDatabase(address, TABLE, seconds=1.0, seed=0)
+        assert "\n" not in str(raised.value)
+    client = administrator()
+    client.run("CREATE USER small@localhost")
+    with pytest.raises(AgentPeftError, match=r"small may not make schemas .* GRANT it ALL"):
+        ServerDatabase(f"mysql://small@localhost?unix_socket={socket}", TABLE, seconds=1.0, seed=0)
+    client.run("DROP USER small@localhost")
+    client.close()
+
+
+def test_a_table_that_grows_too_large_is_stopped_before_it_harms_the_server(mariadb):
+    database, begun = open_database(seconds=60.0), time.monotonic()
+    stopped = database.execute("INSERT INTO t SELECT a.a, REPEAT('x', 60000) FROM t a, t b, t c")
+    assert stopped.error == "the statement was stopped: its table is too large"
+    assert time.monotonic() - begun < 30
+    assert database.table() == TABLE.rows
+    database.close()
+
+
+def test_a_full_disk_is_no_agents_fault(mariadb, monkeypatch):
+    """But a table that reaches a limit of its own is."""
+    database = open_database(seconds=20.0)
+    assert database.execute("CREATE TABLE m (a CHAR(250)) ENGINE = MEMORY").error is None
+    fill = "INSERT INTO m SELECT 'x' FROM t a, t b, t c"
+    assert database.execute(fill).error == "The table 'm' is full"
+    monkeypatch.setattr(private, "_SCHEMA_BYTES", 1 << 62)  # so no disk has room for another table
+    with pytest.raises(InfrastructureError):
+        database.execute(fill)
+    database.close()
+
+
+@pytest.mark.parametrize(
+    ("database", "message"),
+    [
+        ("mysql", "give sqlite, mariadb, or"),
+        ("mysql://host", "no address of a server"),
+        ("mysql://me@host:x", "no address of a server"),
+        ("mysql://me@host/orders", "name no database"),
+        ("mysql://me@host?ssl=1", "only unix_socket"),
+    ],
+)
+def test_wrong_addresses(database, message):
+    with pytest.raises(ValidationError, match=message):
+        DBBenchConfig.model_validate({**GENERATED, "database": database})
+    with pytest.raises(ValidationError, match="statement_steps has an effect with database: sqlite alone"):
+        DBBenchConfig.model_validate({**GENERATED, "database": "mariadb", "statement_steps": 5})
+
+
+def test_addresses(monkeypatch):
+    monkeypatch.setenv("MYSQL_PWD", "secret")
+    assert parse_address("mysql://me@db") == Address("me", "secret", "db", 3306)
+    assert parse_address("mysql://me:a%2Fb@[::1]:7") == Address("me", "a/b", "::1", 7)
+    assert parse_address("mysql://me:x@localhost?unix_socket=/run/s").socket == "/run/s"
+
+
+def test_errors_of_the_client_are_told_apart():
+    assert ServerError(2013, "").is_lost and not ServerError(1064, "").is_lost
+    assert ServerError(1969, "").is_stopped
+    assert ServerError(1030, 'Got error 28 "No space left on device"').is_exhausted
+    assert json.dumps(str(ServerError(1, "x"))) == '"x"'
