@@ -144,14 +144,15 @@ class PrivateServer:
 
     def large_schemas(self, prefix: str) -> list[str]:
         """The schemas of this prefix whose files take too much."""
-        with contextlib.suppress(OSError):  # one is being dropped: we look again soon
-            return [
-                schema.name
-                for schema in os.scandir(self._folder / "tables")
-                if schema.name.startswith(prefix)
-                and sum(file.stat().st_size for file in os.scandir(schema)) > _SCHEMA_BYTES
-            ]
-        return []
+        large, tables = [], self._folder / "tables"
+        with contextlib.suppress(OSError):  # the server has ended
+            for name in os.listdir(tables):
+                with contextlib.suppress(OSError):  # it is being dropped
+                    if name.startswith(prefix):
+                        sizes = (os.stat(tables / name / file).st_size for file in os.listdir(tables / name))
+                        if sum(sizes) > _SCHEMA_BYTES:
+                            large.append(name)
+        return large
 
     def stop(self) -> None:
         """End it and remove its folder. May be called twice."""
