@@ -174,8 +174,8 @@ def test_a_real_model_is_watched_as_well(smollm2: Path, dtype: str) -> None:
         {
             "algorithm": {"kind": "reinforce"},
             "steps": 1,
-            "tasks_per_step": 6,
-            "group_size": 2,
+            "tasks_per_step": 8,
+            "group_size": 4,
             "rewards": {"incorrect": -0.5},
             **learnt,
         }
