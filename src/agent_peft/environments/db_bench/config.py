@@ -50,7 +50,6 @@ class GenerateConfig(Config):
     combined: float = Field(
         COMBINED, ge=0, le=1, description="share of tasks that may show more skills than their own"
     )
-
     max_answer_chars: int = Field(
         MAX_ANSWER_CHARS,
         ge=MIN_ANSWER_CHARS,
