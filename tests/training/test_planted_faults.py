@@ -168,13 +168,13 @@ def test_a_real_model_is_watched_as_well(smollm2: Path, dtype: str) -> None:
         "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2},
         "sampling": {"max_new_tokens": 32, "max_tokens": 512},
     }
-    supervised = {"algorithm": {"kind": "sft"}, "steps": 4, "tasks_per_step": 4, **learnt}
+    supervised = {"algorithm": {"kind": "sft"}, "steps": 10, "tasks_per_step": 4, **learnt}
     list(Trainer(policy, environment, StageConfig.model_validate(supervised), engine, seed=0))
     acting = StageConfig.model_validate(
         {
             "algorithm": {"kind": "reinforce"},
             "steps": 1,
-            "tasks_per_step": 8,
+            "tasks_per_step": 3,
             "group_size": 4,
             "rewards": {"incorrect": -0.5},
             **learnt,
@@ -182,8 +182,6 @@ def test_a_real_model_is_watched_as_well(smollm2: Path, dtype: str) -> None:
     )
     start = {name: b.clone() for name, b in lora_b(policy).items()}
     for fault in (None, *FAULTS.values()):
-        if dtype == "bfloat16" and fault is a_tenth_missing:
-            continue  # of an adapter this young, a tenth is less than 16 bits round off
         for name, b in lora_b(policy).items():
             b.copy_(start[name])
         with pytest.MonkeyPatch.context() as patch:

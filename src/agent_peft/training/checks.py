@@ -24,7 +24,8 @@ from agent_peft.ranks import Ranks
 from agent_peft.types import Task, Trajectory, TrustError, Turn
 
 CANARY_TOKENS = 16  # where each token is compared
-CHANGE_TOKENS = 192  # where changes are compared
+CHANGE_TOKENS = 192  # whose changes are compared
+SCORED_TOKENS = 512  # up to the last of them
 # slope of the difference on the mean of two changes: the sampler's change is 5 % too small or too large
 MIN_SLOPE = 0.05
 MIN_TILT = 0.02  # slope of the difference on the log-probabilities: a temperature of 1.02 or more
@@ -152,13 +153,14 @@ class Canary:
         """Score the tokens whose change the 16-bit check follows.
 
         Args:
-            tokens: a trajectory, of which the beginning is scored. A piece from its middle would be text that
-                the model never sees: an end token in second place makes hidden states of SmolLM2 as large as
-                24,000, where fp32 rounding amounts to 0.002 nats.
+            tokens: a trajectory, which is scored from its beginning. A piece from its middle would be text
+                that the model never sees: an end token in second place makes hidden states of SmolLM2 as
+                large as 24,000, where fp32 rounding amounts to 0.002 nats. Of the tokens scored, the last
+                ones are compared: actions change far more than the prompt, and rounding does not.
         """
         if self.policy.dtype == torch.float32 or self.last is not None or len(tokens) < 2:
             return
-        self.tokens = list(tokens[:CHANGE_TOKENS])
+        self.tokens = list(tokens[:SCORED_TOKENS])
         self.last = self._read(self.tokens)
         self.first = self.last
         if self.policy.has_adapter and adapters.delta_norm(self.policy.model) > 0.0:
@@ -198,7 +200,7 @@ class Canary:
         self.last = sampler, trainer
 
     def _read(self, tokens: list[int], adapter: bool = True) -> tuple[Tensor, Tensor]:
-        """Log-probabilities (T - 1) of tokens[1:]: the sampler's, and the trainer's."""
+        """Log-probabilities (up to CHANGE_TOKENS) of the last tokens: the sampler's, and the trainer's."""
         plain, policy = SamplingConfig(), self.policy
         sampler = torch.tensor(self.sampler.score(tokens, plain, adapter))
         with nullcontext() if adapter else policy.model.disable_adapter():
@@ -206,7 +208,7 @@ class Canary:
             whole = collate([Trajectory(Task("canary"), (turn,))], [0])
             with torch.no_grad():
                 trainer = policy.forward(whole, plain).logprobs[0, 1:].cpu()
-        return sampler, trainer
+        return sampler[-CHANGE_TOKENS:], trainer[-CHANGE_TOKENS:]
 
 
 def canary_tokens(minibatch: Batch) -> list[int]:
