@@ -9,7 +9,9 @@ import pytest
 
 from agent_peft.environments.db_bench import DBBench, DBBenchConfig, GenerateConfig
 from agent_peft.environments.db_bench.database import Column, DatabaseStopped, Table
+from agent_peft.environments.db_bench.episode import DBBenchEpisode
 from agent_peft.environments.db_bench.isolated import IsolatedDatabase
+from agent_peft.environments.db_bench.problem import SQLProblem
 from agent_peft.environments.db_bench.protocol import answer, operation
 from agent_peft.environments.db_bench.servers.accounts import server_of
 from agent_peft.environments.db_bench.servers.database import ServerDatabase
@@ -217,6 +219,25 @@ def test_generated_tasks_are_valid(name):
             assert [episode.step(reply) for reply in replies][-1].outcome is outcome
             episode.close()
     environment.close()
+
+
+@pytest.mark.parametrize(
+    ("sql", "outcome", "score"),
+    [
+        ("UPDATE t SET b = 'y' WHERE a = 5", Outcome.CORRECT, 1.0),
+        ("UPDATE t SET b = 'z' WHERE a = 5", Outcome.INCORRECT, 0.75),
+        ("SELECT 1", Outcome.INCORRECT, 0.0),
+        ("DROP TABLE t", Outcome.INCORRECT, 0.0),
+    ],
+)
+def test_a_change_that_comes_near_has_a_score(name, sql, outcome, score):
+    gold = "UPDATE t SET b = 'y' WHERE a = 5"
+    problem = SQLProblem("Set b to y where a is 5.", TABLE, gold, direct=None, md5=None, order=None)
+    episode = DBBenchEpisode(problem, DBBenchConfig(generate=GenerateConfig(num_tasks=1), database=name), 0)
+    episode.start()
+    episode.step(operation(sql))
+    result = episode.step(answer("done"))
+    assert (result.outcome, result.score) == (outcome, score)
 
 
 def test_the_prompt_names_the_database(name):

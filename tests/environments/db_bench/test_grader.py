@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_peft.environments.db_bench.grader import answer_is_correct, tables_are_equal
+from agent_peft.environments.db_bench.grader import (
+    answer_is_correct,
+    answer_score,
+    change_score,
+    tables_are_equal,
+)
 from agent_peft.environments.db_bench.literals import read_literal
 from agent_peft.environments.db_bench.protocol import Answer, answer, parse_reply
 from agent_peft.environments.db_bench.syntax import order_keys
@@ -199,3 +204,62 @@ def test_a_number_as_it_is_shown_is_right_and_others_nearby_are_not():
     assert not answer_is_correct("[41.6563, 0.6668, 0.00012345]", gold, None)
     assert not answer_is_correct("[41.6563, 0.6667, 0.0001]", gold, None)
     assert not tables_are_equal([(0.1235,)], [(0.12345,)])  # a table holds what it holds
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "score"),
+    [
+        ("[(1, 'a'), (2, 'b')]", TWO, 1.0),
+        ("[(2, 'b'), (1, 'a')]", TWO, 1.0),  # order does not count
+        ("[(1, 'a')]", TWO, 2 / 3),
+        ("[(1, 'a'), (2, 'c')]", TWO, 0.75),  # half a row
+        ("[(1, 'a'), (2, 'b'), (3, 'c')]", TWO, 0.8),
+        ("[(1, 'a'), (1, 'a'), (1, 'a'), (2, 'b')]", TWO, 2 / 3),  # a row counts as often as it is there
+        ("[('b', 2), ('a', 1)]", TWO, 0.0),
+        ("[(1,), (2,)]", TWO, 0.5),  # a column is missing
+        ("[]", TWO, 0.0),
+        ("[]", [], 1.0),
+        ("[(1,)]", [], 0.0),
+        ("5", [(5,)], 1.0),
+        ("6", [(5,)], 0.0),
+        ("", TWO, 0.0),
+        ("done", TWO, 0.0),
+    ],
+)
+def test_an_answer_scores_by_its_nearness(text, gold, score):
+    assert answer_score(text, gold) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("actual", "gold", "score"),
+    [
+        ([(1, "a"), (2, "b"), (3, "c")], [(1, "a"), (2, "b"), (3, "c")], 1.0),
+        ([(1, "a"), (2, "b"), (3, "x")], [(1, "a"), (2, "b"), (3, "c")], 0.5),  # one of two cells
+        (TWO, [(1, "a"), (2, "b"), (3, "c")], 0.0),  # nothing done
+        ([(1, "x"), (2, "b")], [(1, "y"), (2, "b")], 0.75),  # the right row, a wrong value
+        ([(1, "a"), (2, "y")], [(1, "y"), (2, "b")], 0.25),  # the wrong row: one new cell is right
+        ([(1, "a")], [(2, "b")], 0.0),  # another row is gone
+        ([], [(2, "b")], 2 / 3),  # one row too many is gone
+        ([(1, "a"), (2, "b"), (3, "c")], [], 0.0),
+    ],
+)
+def test_a_change_scores_by_its_nearness(actual, gold, score):
+    assert change_score(TWO, actual, gold) == pytest.approx(score)
+
+
+ROWS = st.lists(st.tuples(st.integers(0, 2), st.sampled_from("ab")), max_size=5)
+
+
+@given(ROWS, ROWS, ROWS)
+def test_scores_are_shares_and_only_the_gold_has_1(before, actual, gold):
+    scores = (answer_score(repr(actual), gold), change_score(before, actual, gold))
+    equal = sorted(actual) == sorted(gold)
+    assert all(0 <= score <= 1 and (score == 1) == equal for score in scores)
+    if sorted(before) != sorted(gold):
+        assert change_score(before, before, gold) == 0
+
+
+def test_many_rows_are_scored_soon():
+    one, other = [(i, f"a{i}") for i in range(20_000)], [(i, f"b{i}") for i in range(20_000)]
+    assert change_score([], one, other) == 0  # rows that are only alike are not compared, so many are they
+    assert change_score([], one, [*one[:10_000], *other[10_000:]]) == 0.5

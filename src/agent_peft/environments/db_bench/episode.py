@@ -10,7 +10,12 @@ from agent_peft.environments.clock import Clock
 from agent_peft.environments.db_bench.agentbench import answer_matches
 from agent_peft.environments.db_bench.config import DBBenchConfig, system_prompt_of
 from agent_peft.environments.db_bench.database import Database, DatabaseStopped, Executed, Row, Table, rounded
-from agent_peft.environments.db_bench.grader import answer_is_correct, tables_are_equal
+from agent_peft.environments.db_bench.grader import (
+    answer_is_correct,
+    answer_score,
+    change_score,
+    tables_are_equal,
+)
 from agent_peft.environments.db_bench.isolated import IsolatedDatabase
 from agent_peft.environments.db_bench.problem import SQLProblem
 from agent_peft.environments.db_bench.protocol import PROTOCOLS, Answer, MalformedReply, Protocol
@@ -78,8 +83,9 @@ class DBBenchEpisode(Episode):
         self._turns += 1
         reply = PROTOCOLS[self._config.protocol].parse(action)
         if isinstance(reply, Answer):
-            outcome = Outcome.CORRECT if self._is_correct(reply.text, database) else Outcome.INCORRECT
-            return self._end(StopReason.FINISHED, outcome, valid=True)
+            correct, score = self._grade(reply.text, database)
+            outcome = Outcome.CORRECT if correct else Outcome.INCORRECT
+            return self._end(StopReason.FINISHED, outcome, valid=True, score=score)
         valid = not isinstance(reply, MalformedReply)
         last = self._turns >= self._config.max_turns
         if last:  # nobody would see what the statement did
@@ -101,27 +107,36 @@ class DBBenchEpisode(Episode):
             if self._database is not None:
                 self._database.close()
 
-    def _end(self, reason: StopReason, outcome: Outcome, valid: bool) -> StepResult:
+    def _end(
+        self, reason: StopReason, outcome: Outcome, valid: bool, score: float | None = None
+    ) -> StepResult:
         self.close()
-        return StepResult("", done=True, outcome=outcome, stop_reason=reason, valid=valid)
+        return StepResult("", done=True, outcome=outcome, stop_reason=reason, valid=valid, score=score)
 
-    def _is_correct(self, text: str, database: Database) -> bool:
+    def _grade(self, text: str, database: Database) -> tuple[bool, float | None]:
+        """Whether the answer is right, and its score."""
         problem = self._problem
         if problem.labels is not None:
-            return answer_matches(text, problem.labels)
+            return answer_matches(text, problem.labels), None
         if problem.direct is not None:
-            return answer_is_correct(text, problem.direct, problem.order)
+            correct = answer_is_correct(text, problem.direct, problem.order)
+            return correct, 1.0 if correct else answer_score(text, problem.direct)
         # only the task's own table counts, with all its rows and columns; other tables that the agent made
         # are ignored
         try:
             actual = database.table()
             if actual is None:
-                return False
+                return False, 0.0
             database.reset()
+            before = database.table() or ()
             gold = database.execute(problem.sql)
-            return gold.error is None and tables_are_equal(actual, database.table())
+            right = database.table()
+            if gold.error is not None or right is None:
+                return False, 0.0
+            correct = tables_are_equal(actual, right)
+            return correct, 1.0 if correct else change_score(before, actual, right)
         except DatabaseStopped:
-            return False
+            return False, 0.0
 
 
 def run_gold(problem: SQLProblem, config: DBBenchConfig) -> tuple[Executed, tuple[Row, ...] | None]:

@@ -4,6 +4,10 @@ Two whole numbers are equal when they are; else numbers are equal within 1e-6 of
 gold has at most four decimals (MySQL's AVG keeps no more), within half a unit of the fourth. In an answer,
 but not in a table, numbers are also right as observations show them (`database.rounded`), and ``'5'``,
 ``'$5'`` and ``5`` are equal.
+
+The score of an answer or of a change says how near it comes: the Dice coefficient of two multisets of rows
+(Dice, 1945), 2 Σ likeness / (n + m), where equal rows are alike by 1, and rows that are left over are paired,
+the most alike first, by the share of their cells that are equal.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from agent_peft.environments.db_bench.database import Cell, Row, rounded
 from agent_peft.environments.db_bench.literals import amount, read_literal
 
 _MAX_ANSWER = 100_000  # characters: no gold is near it
+_MAX_PAIRS = 10_000  # of rows whose cells are compared; of more, only equal rows count
 
 
 def answer_is_correct(text: str, gold: Sequence[Row], order: tuple[int, ...] | None) -> bool:
@@ -39,6 +44,38 @@ def answer_is_correct(text: str, gold: Sequence[Row], order: tuple[int, ...] | N
         for rows in _readings(text, gold)
         for expected in ([exact] if shown == exact else [exact, shown])
     )
+
+
+def answer_score(text: str, gold: Sequence[Row]) -> float:
+    """How near an answer comes to the rows of the gold, from 0 to 1. Their order does not count.
+
+    >>> answer_score("[(1, 'a')]", [(1, "a"), (2, "b")])
+    0.6666666666666666
+    """
+    text = text.strip().strip("`").strip()
+    if not text or len(text) > _MAX_ANSWER:
+        return 0.0
+    exact = [_loose(row) for row in gold]
+    readings = [[_loose(row) for row in rows] for rows in _readings(text, gold)]
+    return max((_nearness(exact, rows) for rows in readings), default=0.0)
+
+
+def change_score(before: Sequence[Row], actual: Sequence[Row], gold: Sequence[Row]) -> float:
+    """How near a change comes to the gold's, from 0 to 1. Both are compared as the rows that they take out of
+    the table and the rows that they put in; no change at all is 0.
+
+    >>> change_score([(1, "a")], [(1, "a"), (2, "x")], [(1, "a"), (2, "b")])
+    0.5
+    """
+    old, new, right = (Counter(_typed(tuple(row)) for row in rows) for rows in (before, actual, gold))
+    taken, put = _untyped(old - new), _untyped(new - old)
+    to_take, to_put = _untyped(old - right), _untyped(right - old)
+    edits, right_edits = len(taken) + len(put), len(to_take) + len(to_put)
+    if not edits or not right_edits:
+        return float(edits == right_edits)
+    # a row is taken out or it is not: one that is only like it was not meant
+    alike = sum((Counter(map(_typed, taken)) & Counter(map(_typed, to_take))).values())
+    return 2 * (alike + _likeness(to_put, put)) / (edits + right_edits)
 
 
 def tables_are_equal(actual: Sequence[Row] | None, expected: Sequence[Row] | None) -> bool:
@@ -91,6 +128,41 @@ def _same(gold: list[Row], answered: list[Row], order: tuple[int, ...] | None) -
     return all(
         _equal(a, b) for x, y in zip(left, right, strict=True) for (_, a), (_, b) in zip(x, y, strict=True)
     )
+
+
+def _nearness(gold: list[Row], answered: list[Row]) -> float:
+    if not gold or not answered:
+        return float(len(gold) == len(answered))
+    return 2 * _likeness(gold, answered) / (len(gold) + len(answered))
+
+
+def _likeness(gold: Sequence[Row], rows: Sequence[Row]) -> float:
+    """The sum over pairs of rows of the share of their cells that are equal. No row is in two pairs."""
+    wanted, offered = Counter(map(_typed, gold)), Counter(map(_typed, rows))
+    equal = sum((wanted & offered).values())
+    left, right = _untyped(wanted - offered), _untyped(offered - wanted)
+    if len(left) * len(right) > _MAX_PAIRS:
+        return float(equal)
+    pairs = sorted(
+        ((_equal_cells(one, other), i, j) for i, one in enumerate(left) for j, other in enumerate(right)),
+        key=lambda pair: (-pair[0], pair[1:]),
+    )
+    total, lefts, rights = float(equal), set[int](), set[int]()
+    for share, i, j in pairs:
+        if i not in lefts and j not in rights:
+            total += share
+            lefts.add(i)
+            rights.add(j)
+    return total
+
+
+def _equal_cells(gold: Row, row: Row) -> float:
+    equal = sum(_equal(a, b) for a, b in zip(gold, row, strict=False))
+    return equal / max(len(gold), len(row), 1)
+
+
+def _untyped(rows: Counter[tuple[tuple[bool, Cell], ...]]) -> list[Row]:
+    return [tuple(cell for _, cell in row) for row in rows.elements()]
 
 
 def _loose(row: Row) -> Row:
