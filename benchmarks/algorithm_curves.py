@@ -157,8 +157,15 @@ def main() -> None:
                 each,
                 f"{time.process_time() - started:.0f}",
             )
-    content = {"seeds": arguments.seeds, "cpu_seconds": round(time.process_time() - begun), "curves": curves}
-    (RESULTS / "algorithm_curves.json").write_text(json.dumps(content) + "\n")
+    file = RESULTS / "algorithm_curves.json"
+    before = json.loads(file.read_text()) if file.is_file() else {}
+    seconds = round(time.process_time() - begun)
+    if before.get("seeds") == arguments.seeds and len(curves) < len(ALGORITHMS):
+        every = {**before["curves"], **curves}  # those of other kinds stay
+        curves = {kind: every[kind] for kind in ALGORITHMS if kind in every}
+        seconds += before["cpu_seconds"]
+    content = {"seeds": arguments.seeds, "cpu_seconds": seconds, "curves": curves}
+    file.write_text(json.dumps(content) + "\n")
     PICTURE.parent.mkdir(exist_ok=True)
     PICTURE.write_text(picture(curves, arguments.steps))
     Console(width=110).print(table)

@@ -66,7 +66,18 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "algorithm",
-    [{"kind": "reinforce"}, {"kind": "rloo"}, {"kind": "grpo"}, {"kind": "dr_grpo", "constant_length": 3}],
+    [
+        {"kind": "reinforce"},
+        {"kind": "reinforce_plus_plus"},
+        {"kind": "rloo"},
+        {"kind": "grpo"},
+        {"kind": "dapo"},
+        {"kind": "dr_grpo", "constant_length": 3},
+        {"kind": "gspo"},
+        {"kind": "cispo"},
+        {"kind": "maxrl"},
+        {"kind": "policy_gradient", "surrogate": "band", "minibatches": 2},
+    ],
     ids=lambda algorithm: algorithm["kind"],
 )
 def test_rl_raises_the_reward(warm, algorithm):

@@ -58,6 +58,14 @@ STAGES: list[dict[str, Any]] = [
     {"algorithm": {"kind": "rloo"}, "tasks_per_step": 1, **ROLLOUTS},  # nothing at all for the second rank
     {"algorithm": {"kind": "grpo", "minibatches": 2, "update_epochs": 2}, "tasks_per_step": 5, **ROLLOUTS},
     {"algorithm": {"kind": "ppo", "update_epochs": 2}, "tasks_per_step": 1, **ROLLOUTS},
+    {"algorithm": {"kind": "gspo"}, "tasks_per_step": 5, "refill": 2, "replay": {"share": 0.5}, **ROLLOUTS},
+    {
+        "algorithm": {"kind": "sft"},
+        "name": "own",
+        "learn_from": "successes",
+        "tasks_per_step": 3,
+        **ROLLOUTS,
+    },
 ]
 STEPS = 2
 
@@ -213,7 +221,7 @@ def test_the_gradients_and_weights_are_those_of_one_rank(one, two):
 
 def test_the_evaluations_are_those_of_one_rank(one, two):
     names = sorted(path.name for path in (one.run_dir / "evaluations").iterdir())
-    stems = ["base", *(f"after_{stage['algorithm']['kind']}" for stage in STAGES)]
+    stems = ["base", *(f"after_{stage.get('name', stage['algorithm']['kind'])}" for stage in STAGES)]
     assert names == sorted(f"{stem}.{kind}" for stem in stems for kind in ("json", "jsonl", "safetensors"))
     for name in names:
         expected, found = (run.run_dir / "evaluations" / name for run in (one, two))

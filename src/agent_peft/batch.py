@@ -32,7 +32,7 @@ class Batch:
     logprobs: Tensor  # (B, T) fp32: the sampler's, zero off the mask
     rewards: Tensor  # (B, T) fp32: each turn's on its last sampled token
     returns: Tensor  # (B,) fp32: sum of the rewards
-    groups: Tensor  # (B,) int64: trajectories of one task share a number
+    groups: Tensor  # (B,) int64: trajectories of one task share a number; -1 are measured, and not learnt
     advantages: Tensor  # (B, T) fp32, zero until an algorithm sets them
     weights: Tensor  # (B, T) fp32, zero until an algorithm sets them
     reference_logprobs: Tensor | None = None  # (B, T) fp32, only where a penalty needs them
@@ -41,6 +41,7 @@ class Batch:
         None
     )
     value_targets: Tensor | None = None  # (B, T) fp32: what the critic is to learn, set with the advantages
+    replayed: Tensor | None = None  # (B,) bool: an earlier policy sampled it; None where none is
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -114,12 +115,14 @@ def collate(trajectories: Sequence[Trajectory], groups: Sequence[int], mask_cut:
         groups=torch.tensor(list(groups), dtype=torch.int64),
         advantages=torch.zeros(shape),
         weights=torch.zeros(shape),
+        replayed=torch.tensor(replayed) if any(replayed := [t.replayed for t in trajectories]) else None,
     )
 
 
 def collate_groups(groups: Mapping[int, Group], mask_cut: bool = False) -> Batch:
-    """The trajectories of groups, by the groups' numbers."""
+    """The trajectories of groups, by the groups' numbers, and then those that are only measured."""
     members = [(t, number) for number, group in groups.items() for t in group.trajectories]
+    members += [(t, -1) for group in groups.values() for t in group.mismatched]
     return collate([t for t, _ in members], [number for _, number in members], mask_cut)
 
 

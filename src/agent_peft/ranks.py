@@ -26,6 +26,7 @@ from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, InfrastructureError, TrustError
 
 T = TypeVar("T")
+EXTREMES = ("_min", "_max")  # ends of the names of numbers that are not summed
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
 TORCHRUN_COMMAND = "torchrun --nproc_per_node=N -m agent_peft train CONFIG"
 
@@ -111,13 +112,15 @@ class Ranks:
         self.broadcast(lambda: None)
 
     def sum_named(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Sum named scalars, each over the ranks that have one of its name, in fp64."""
+        """Sum named scalars, each over the ranks that have one of its name, in fp64. Those that are named
+        …_min and …_max are their extremes.
+        """
         if self.world_size == 1:
             return dict(sums)
         totals: dict[str, float] = {}
         for of_rank in self.gather_objects({name: float(value) for name, value in sums.items()}):
             for name, value in of_rank.items():
-                totals[name] = totals.get(name, 0.0) + value
+                totals[name] = merged(name, totals[name], value) if name in totals else value
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in totals.items()}
 
     def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
@@ -147,6 +150,18 @@ class Ranks:
 
 
 ALONE = Ranks()
+
+
+def merged(name: str, one: Any, other: Any) -> Any:
+    """Two parts of a named number or scalar tensor as one: their extreme where the name ends in _min or _max,
+    and their sum otherwise.
+
+    >>> merged("ratio_max", 1.5, 1.25), merged("loss", 1.5, 1.25)
+    (1.5, 2.75)
+    """
+    if name.endswith(EXTREMES):
+        return max(one, other) if name.endswith("_max") else min(one, other)
+    return one + other
 
 
 def checksum(parameters: Iterable[Tensor]) -> int:

@@ -137,7 +137,7 @@ class Trajectory:
     ``rewards`` has one reward per turn; their sum is the return, and ``reward_terms`` says what each term of
     the reward gave to it. ``score`` is the environment's grade between 0 and 1, or None. ``seed`` is the
     episode's: its world draws from ``derive(seed, "environment")``. ``messages`` is for people; training
-    reads only ``turns``.
+    reads only ``turns``. ``replayed`` says that an earlier policy sampled it, in an earlier step.
 
     >>> t = Trajectory(Task("t"), turns=(Turn((1, 2), (3,), (-0.5,)), Turn((4,), (5, 6), (-0.1, -0.2))))
     >>> t.tokens, t.action_mask
@@ -153,6 +153,7 @@ class Trajectory:
     score: float | None = None
     reward_terms: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0
+    replayed: bool = False
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -192,9 +193,13 @@ class Trajectory:
 class Group:
     """The trajectories of one task that are compared with each other.
 
+    ``mismatched`` have this task's opening and the actions of another one's. A loss may measure them, and
+    nothing is learnt from them.
+
     >>> Group(Task("t"), ()).task.id
     't'
     """
 
     task: Task
     trajectories: Sequence[Trajectory]
+    mismatched: Sequence[Trajectory] = ()

@@ -6,13 +6,14 @@ from agent_peft.algorithms.advantages import (
     group_centered,
     group_normalized,
     leave_one_out,
+    mean_normalized,
     plain_return,
 )
 from agent_peft.types import AgentPeftError
 
 RETURNS = torch.tensor([1.0, 5.0, 0.0, 7.0, 2.0])
 GROUPS = torch.tensor([9, 4, 9, 4, 9])  # group 9: 1 0 2, group 4: 5 7
-COMPARING = [leave_one_out, group_centered, group_normalized]
+COMPARING = [leave_one_out, group_centered, group_normalized, mean_normalized]
 
 
 def test_plain_return():
@@ -34,6 +35,25 @@ def test_group_normalized_by_hand():
         group_normalized(RETURNS, GROUPS), torch.tensor([0.0, -0.7071, -1.0, 0.7071, 1.0]), atol=1e-4, rtol=0
     )
     torch.testing.assert_close(group_normalized(RETURNS, GROUPS, epsilon=1.0)[2], torch.tensor(-0.5))
+
+
+def test_mean_normalized_by_hand():
+    # group 9: mean 1, group 4: mean 6
+    torch.testing.assert_close(
+        mean_normalized(RETURNS, GROUPS), torch.tensor([0.0, -1 / 6, -1.0, 1 / 6, 1.0]), atol=1e-5, rtol=0
+    )
+
+
+def test_the_advantage_of_a_success_is_the_odds_against_it():
+    """With one success among four its weight is 1 / p - 1 = 3, and without one nothing is learnt."""
+    returns, groups = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0]), torch.tensor([0, 0, 0, 0, 1, 1])
+    expected = torch.tensor([3.0, -1.0, -1.0, -1.0, 0.0, 0.0])
+    torch.testing.assert_close(mean_normalized(returns, groups), expected, atol=1e-4, rtol=0)
+
+
+def test_a_return_below_zero_is_no_rate_of_success():
+    with pytest.raises(AgentPeftError, match=r"a return is -0.1.*set rewards.incorrect: 0"):
+        mean_normalized(torch.tensor([1.0, -0.1]), torch.tensor([0, 0]))
 
 
 @pytest.mark.parametrize("advantage", COMPARING)

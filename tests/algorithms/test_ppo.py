@@ -18,6 +18,7 @@ from agent_peft.algorithms.advantages import generalized, moments, standardized
 from agent_peft.algorithms.ppo import squared_error
 from agent_peft.batch import Batch, collate
 from agent_peft.configuration import yaml12
+from agent_peft.ranks import merged
 from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
 
 VOCABULARY = 5
@@ -185,7 +186,10 @@ def loss_and_gradient(algorithm, batches, parameters, rows):
         loss, shown = algorithm.loss(forward(leaf[chosen], batch), batch)
         loss.backward()
         losses += float(loss.detach())
-        metrics = {name: metrics.get(name, 0.0) + value for name, value in shown.items()}
+        metrics = {
+            name: merged(name, metrics[name], value) if name in metrics else value
+            for name, value in shown.items()
+        }
     return losses, leaf.grad, metrics
 
 

@@ -3,7 +3,14 @@ import math
 import pytest
 import torch
 
-from agent_peft.algorithms.surrogates import clipped, ratio, score_function, sequence_clipped
+from agent_peft.algorithms.surrogates import (
+    band,
+    clipped,
+    ratio,
+    score_function,
+    sequence_clipped,
+    truncated,
+)
 from agent_peft.algorithms.weightings import sequence_mean
 
 # every quadrant: ratio below, within and above the clip range, for each sign of the advantage
@@ -45,7 +52,33 @@ def test_clipped_by_hand():
     assert cut.tolist() == [[False, False, False, False, True], [True, False, False, False, False]]
 
 
-@pytest.mark.parametrize("surrogate", [ratio, clipped(0.2, 0.2)])
+def test_dual_clip_by_hand():
+    loss, grad, cut = gradient(clipped(0.2, 0.3, dual_clip=1.5), SAMPLED + RATIO.log())
+    torch.testing.assert_close(
+        loss, -torch.tensor([[1.0, 1.8, 2.0, 2.2, 2.6], [-1.6, -1.8, -2.0, -2.2, -3.0]])
+    )
+    torch.testing.assert_close(grad, -torch.tensor([[1.0, 1.8, 2.0, 2.2, 0.0], [0.0, -1.8, -2.0, -2.2, 0.0]]))
+    assert cut.tolist() == [[False, False, False, False, True], [True, False, False, False, True]]
+
+
+def test_truncated_by_hand():
+    logprobs = SAMPLED + RATIO.log()
+    loss, grad, cut = gradient(truncated(0.5), logprobs)
+    weight = torch.tensor([[0.5, 0.9, 1.0, 1.1, 1.5]]).repeat(2, 1)
+    torch.testing.assert_close(loss, -weight * ADVANTAGES * logprobs)
+    torch.testing.assert_close(grad, -weight * ADVANTAGES)  # no token loses its gradient
+    assert cut.tolist() == [[False] * 4 + [True]] * 2
+
+
+def test_band_by_hand():
+    loss, grad, cut = gradient(band(0.2, 0.5), SAMPLED + RATIO.log())
+    weight = torch.tensor([[0.0, 0.9, 1.0, 1.1, 0.0]]).repeat(2, 1)
+    torch.testing.assert_close(loss, -weight * ADVANTAGES)
+    torch.testing.assert_close(grad, -weight * ADVANTAGES)
+    assert cut.tolist() == [[True, False, False, False, True]] * 2
+
+
+@pytest.mark.parametrize("surrogate", [ratio, clipped(0.2, 0.2, 3.0), truncated(1.0), band(0.5, 4.0)])
 def test_on_policy_every_surrogate_has_the_score_functions_gradient(surrogate):
     _, grad, cut = gradient(surrogate, SAMPLED)
     assert torch.equal(grad, gradient(score_function, SAMPLED)[1])

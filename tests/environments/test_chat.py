@@ -235,6 +235,77 @@ def test_a_wrong_pair_is_one_line(table, row, told):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize("label", [True, "true", 1, "1", " True "])
+@pytest.mark.parametrize("form", ["columns", "conversation"])
+def test_a_label_makes_one_reply_good_or_bad(table, label, form):
+    if form == "columns":
+        rows, keys = [{"prompt": "1+1=", "completion": "2", "good": label}], {}
+        rows.append({"prompt": "1+1=", "completion": "3", "good": "false"})
+    else:
+        rows, keys = [{"messages": said("1+1=", "2"), "good": label}], {"prompt": None}
+        rows.append({"messages": said("1+1=", "3"), "good": 0})
+    good, bad = (environment := preferences(table(*rows), label="good", **keys)).tasks
+    assert good.content == {"prompt": said("1+1="), "chosen": "2"}
+    assert bad.content == {"prompt": said("1+1="), "rejected": "3"}
+    assert (environment.demonstration(good), environment.rejection(good)) == (["2"], None)
+    assert (environment.demonstration(bad), environment.rejection(bad)) == (None, ["3"])
+    assert play(environment, good, ["2"])[1][-1].outcome is Outcome.CORRECT
+    assert play(environment, bad, ["3"])[1][-1].outcome is Outcome.INCORRECT
+    assert play(environment, bad, ["2"])[1][-1].outcome is Outcome.UNKNOWN
+
+
+def test_whole_conversations_share_their_prompt(table):
+    row = {"chosen": said("1+1=", "2", "2+1=", "3"), "rejected": said("1+1=", "2", "2+1=", "4")}
+    (task,) = preferences(table(row), prompt=None).tasks
+    assert task.content == {"prompt": said("1+1=", "2", "2+1="), "chosen": "3", "rejected": "4"}
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "told"),
+    [
+        (
+            {"prompt": "p", "completion": "a"},
+            {"label": "good"},
+            "there is no column 'good' for label; it has",
+        ),
+        (
+            {"prompt": "p", "completion": "a", "good": "maybe"},
+            {"label": "good"},
+            "line 1: good is 'maybe'; a label is true or false",
+        ),
+        (
+            {"chosen": said("p", "a"), "rejected": said("q", "b")},
+            {"prompt": None},
+            "line 1: chosen and rejected differ before their last message; give one prompt to both",
+        ),
+        (
+            {"chosen": "a", "rejected": "b"},
+            {"prompt": None},
+            "line 1: chosen must be a list of {role, content}, as there is no prompt; it is 'a'",
+        ),
+    ],
+)
+def test_a_wrong_label_or_conversation_is_one_line(table, row, keys, told):
+    path = table(row)
+    with pytest.raises(AgentPeftError) as raised:
+        preferences(path, **keys)
+    assert str(raised.value).startswith(f"{path}: {told}")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"completion": "c"}, "completion has no effect without label"),
+        ({"label": "good", "chosen": "c"}, "chosen has no effect with label"),
+        ({"label": "good", "rejected": "c"}, "rejected has no effect with label"),
+    ],
+)
+def test_keys_of_preferences_that_do_not_go_together(keys, told):
+    with pytest.raises(ValidationError, match=told):
+        PreferencesConfig(tasks="x.jsonl", **keys)
+
+
 # -- what may learn from them --------------------------------------------------------------------------------
 
 SUMS = [(f"{n}+1=", str(n + 1), str(n)) for n in range(8)]

@@ -298,7 +298,7 @@ def written(tmp_path, terms, one_stage=True):
         ),
         (
             [{"kind": "length_penalty", "target_tokens": 9, "max_step": 3}],
-            "x.yaml:7: rewards.terms.0.max_step: unknown key; the keys here are kind, target_tokens, weight, when",  # noqa: E501
+            "x.yaml:7: rewards.terms.0.max_step: unknown key; the keys here are buffer_tokens, kind, target_tokens, weight, when",  # noqa: E501
         ),
         ([{"kind": "format", "target_tokens": 3}], "x.yaml:7: rewards.terms.0.target_tokens: unknown key; "),
         ([{"kind": "json:dumps", "max_steps": 3}], "x.yaml:7: rewards.terms.0.max_steps: unknown key; "),
@@ -360,7 +360,13 @@ def test_terms_are_shown_with_their_defaults_and_go_there_and_back(tmp_path, own
     terms = [{"kind": "length_penalty", "target_tokens": 64}, {"kind": f"{module}:f", "weight": -0.5}]
     config, provenance = read_config(written(tmp_path, terms, one_stage=False))
     full = [
-        {"kind": "length_penalty", "weight": 0.1, "when": "correct", "target_tokens": 64},
+        {
+            "kind": "length_penalty",
+            "weight": 0.1,
+            "when": "correct",
+            "target_tokens": 64,
+            "buffer_tokens": None,
+        },
         {"kind": f"{module}:f", "weight": -0.5, "when": "always"},
     ]
     assert dict(effective_values(config))["stages.1.rewards.terms"] == full

@@ -16,7 +16,7 @@ from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.policy import Policy
 from agent_peft.ranks import ALONE
-from agent_peft.rollout import sources
+from agent_peft.rollout import pairs
 from agent_peft.rollout.collector import Collection
 from agent_peft.rollout.demonstrations import demonstrate
 from agent_peft.rollout.rewards import RewardConfig
@@ -114,7 +114,7 @@ def test_the_pairs_of_a_table_are_learnt(tmp_path):
     environment = Preferences(PreferencesConfig(tasks=tmp_path / "pairs.jsonl"))
     acting = policy()
     order = TaskOrder(environment.tasks, 4, seed=0)
-    source = sources.Pairs(environment, order, acting.chat, RewardConfig(), 0, ALONE)
+    source = pairs.Pairs(environment, order, acting.chat, RewardConfig(), 0, ALONE)
     groups = source.collect(3).groups
     assert groups == source.collect(3).groups
     assert [group.task for group in groups] == order.at(3)

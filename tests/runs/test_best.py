@@ -14,7 +14,7 @@ from agent_peft.runs import evaluations, recording
 from agent_peft.runs.best import Best, note_best, read_best, reason_to_end
 from agent_peft.runs.run import train
 from agent_peft.runs.targets import evaluate_target, merge_run
-from agent_peft.training.stage import UntilConfig
+from agent_peft.training.until import UntilConfig
 from agent_peft.types import AgentPeftError
 
 TASKS = {"kind": "arithmetic", "digits": 1, "num_tasks": 6}

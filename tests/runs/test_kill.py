@@ -33,10 +33,21 @@ STAGES = [
         "optimizer": {"learning_rate": 0.02, "warmup_steps": 5},
     },
     {
+        "algorithm": {"kind": "sft"},
+        "name": "own",
+        "learn_from": "successes",
+        "steps": 5,
+        "tasks_per_step": 3,
+        "group_size": 4,
+        "sampling": {"max_new_tokens": 3},
+    },
+    {
         "algorithm": {"kind": "grpo", "kl_coef": 0.05, "update_epochs": 2, "minibatches": 2},
         "steps": 30,
         "tasks_per_step": 3,
         "group_size": 4,
+        "refill": 1,
+        "replay": {"share": 0.25},
         "rewards": {"invalid_action": -0.5},
         "sampling": {"max_new_tokens": 3},
     },
@@ -46,7 +57,7 @@ STAGES = [
 class Killed:
     """A run in processes of its own."""
 
-    def __init__(self, folder: Path, policy: dict[str, object], steps: tuple[int, int, int]) -> None:
+    def __init__(self, folder: Path, policy: dict[str, object], steps: tuple[int, ...]) -> None:
         self.run_dir, self.config, self.output = folder / "run", folder / "config.yaml", folder / "output.txt"
         folder.mkdir()
         stages = [{**stage, "steps": count} for stage, count in zip(STAGES, steps, strict=True)]
@@ -157,13 +168,15 @@ def lines_of(content: object) -> list[bytes]:
 
 
 def test_two_kills_change_nothing(tmp_path, policy_config, run_contents):
-    killed_run_equals_whole(tmp_path, policy_config.model_dump(mode="json"), run_contents, (3, 3, 4), kills=2)
+    killed_run_equals_whole(
+        tmp_path, policy_config.model_dump(mode="json"), run_contents, (3, 3, 2, 4), kills=2
+    )
 
 
 @pytest.mark.slow
 def test_twenty_kills_change_nothing(tmp_path, policy_config, run_contents):
     traces = killed_run_equals_whole(
-        tmp_path, policy_config.model_dump(mode="json"), run_contents, (10, 20, 30), kills=20
+        tmp_path, policy_config.model_dump(mode="json"), run_contents, (10, 20, 5, 30), kills=20
     )
     print("kills left:", sorted(traces))
     assert len(traces) > 1, "all kills landed in the same place"

@@ -15,8 +15,9 @@ from agent_peft.algorithms import ALGORITHMS
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.policies.config import ScratchConfig
 from agent_peft.runs.run import train
-from agent_peft.training.stage import Stage, StageConfig, UntilConfig
+from agent_peft.training.stage import Stage, StageConfig
 from agent_peft.training.step_metrics import metrics_of
+from agent_peft.training.until import UntilConfig
 from agent_peft.types import AgentPeftError, Group
 
 
@@ -127,7 +128,8 @@ def test_an_unknown_metric_is_told_before_anything_runs(metric, told):
         {"kind": "grpo", "kl_coef": 0.1, "entropy_coef": 0.1},
         {"kind": "dr_grpo", "constant_length": 3, "entropy_coef": 0.1},
         {"kind": "ppo"},
-        {"kind": "ppo", "kl_coef": 0.1},
+        {"kind": "ppo", "reward_kl_coef": 0.1},
+        {"kind": "reinforce_plus_plus", "reward_kl_coef": 0.1},
         {"kind": "sft"},
     ],
     ids=lambda algorithm: "-".join(str(part) for part in algorithm.values()),

@@ -17,32 +17,62 @@ from agent_peft.algorithms.advantages import (
     group_centered,
     group_normalized,
     leave_one_out,
+    mean_normalized,
     plain_return,
 )
 from agent_peft.algorithms.base import Algorithm, AlgorithmConfig, Critic, Metrics, averages, weighted
-from agent_peft.algorithms.policy_gradient import (
+from agent_peft.algorithms.policy_gradient import PolicyGradient
+from agent_peft.algorithms.ppo import Ppo, PpoConfig
+from agent_peft.algorithms.preference import (
+    DpoConfig,
+    Kto,
+    KtoConfig,
+    OrpoConfig,
+    Pairwise,
+    SimpoConfig,
+)
+from agent_peft.algorithms.rows import (
+    CispoConfig,
+    DapoConfig,
     DrGrpoConfig,
     GrpoConfig,
     GspoConfig,
-    PolicyGradient,
+    MaxRlConfig,
+    PolicyGradientConfig,
     ReinforceConfig,
+    ReinforcePlusPlusConfig,
     RlooConfig,
 )
-from agent_peft.algorithms.ppo import Ppo, PpoConfig
 from agent_peft.algorithms.supervised import SftConfig, Supervised
-from agent_peft.algorithms.surrogates import clipped, ratio, score_function, sequence_clipped
+from agent_peft.algorithms.surrogates import (
+    band,
+    clipped,
+    ratio,
+    score_function,
+    sequence_clipped,
+    truncated,
+)
 from agent_peft.algorithms.weightings import constant_length, sequence_mean, sequence_sum, token_mean
 from agent_peft.batch import Batch, PolicyOutput
 from agent_peft.lookup import find, may_import, nearest
 
 ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
     "reinforce": ReinforceConfig,
+    "reinforce_plus_plus": ReinforcePlusPlusConfig,
     "rloo": RlooConfig,
     "grpo": GrpoConfig,
+    "dapo": DapoConfig,
     "dr_grpo": DrGrpoConfig,
     "gspo": GspoConfig,
+    "cispo": CispoConfig,
+    "maxrl": MaxRlConfig,
+    "policy_gradient": PolicyGradientConfig,
     "ppo": PpoConfig,
     "sft": SftConfig,
+    "dpo": DpoConfig,
+    "kto": KtoConfig,
+    "orpo": OrpoConfig,
+    "simpo": SimpoConfig,
 }
 
 
@@ -132,28 +162,41 @@ __all__ = [
     "AlgorithmConfig",
     "AnyAlgorithm",
     "Batch",
+    "CispoConfig",
     "Critic",
+    "DapoConfig",
+    "DpoConfig",
     "DrGrpoConfig",
     "GrpoConfig",
     "GspoConfig",
+    "Kto",
+    "KtoConfig",
+    "MaxRlConfig",
     "Metrics",
     "MovingAverageBaseline",
+    "OrpoConfig",
+    "Pairwise",
     "PolicyGradient",
+    "PolicyGradientConfig",
     "PolicyOutput",
     "Ppo",
     "PpoConfig",
     "ReinforceConfig",
+    "ReinforcePlusPlusConfig",
     "RlooConfig",
     "SftConfig",
+    "SimpoConfig",
     "Supervised",
     "UncheckedAlgorithmConfig",
     "algorithm_config_class",
     "averages",
+    "band",
     "clipped",
     "constant_length",
     "group_centered",
     "group_normalized",
     "leave_one_out",
+    "mean_normalized",
     "plain_return",
     "ratio",
     "score_function",
@@ -161,5 +204,6 @@ __all__ = [
     "sequence_mean",
     "sequence_sum",
     "token_mean",
+    "truncated",
     "weighted",
 ]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,6 +15,9 @@ from agent_peft.algorithms.base import SumOverRanks, one_rank
 from agent_peft.types import AgentPeftError
 
 Advantage = Callable[[Tensor, Tensor], Tensor]  # (returns, groups) -> advantages
+AdvantageName = Literal[
+    "plain_return", "leave_one_out", "group_centered", "group_normalized", "mean_normalized"
+]
 
 
 def plain_return(returns: Tensor, groups: Tensor) -> Tensor:
@@ -55,6 +59,24 @@ def group_normalized(returns: Tensor, groups: Tensor, epsilon: float = 1e-6) -> 
     """
     deviation, variance, _ = _within_groups(returns, groups)
     return (deviation / (variance.sqrt() + epsilon)).to(returns.dtype)
+
+
+def mean_normalized(returns: Tensor, groups: Tensor, epsilon: float = 1e-6) -> Tensor:
+    """Â_i = (R_i - mean of its group) / (mean of its group + epsilon) (MaxRL: Tajwar et al., 2026).
+    With rewards of 0 and 1, a task that succeeds one time in ten counts ten times as much as with
+    ``group_centered``, as in the gradient of the logarithm of its success rate. A group without a success
+    gets 0.
+
+    Raises:
+        AgentPeftError: a group of one, or a return below 0, whose mean would not be a rate of success.
+    """
+    if (returns < 0).any():
+        raise AgentPeftError(
+            f"a return is {float(returns.min()):g}, and this algorithm divides by a group's mean return, as "
+            "a rate of success: set rewards.incorrect: 0 and no price below 0"
+        )
+    deviation, _, _ = _within_groups(returns, groups)
+    return (deviation / (returns.double() - deviation + epsilon)).to(returns.dtype)
 
 
 def _within_groups(returns: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,3 +178,12 @@ class MovingAverageBaseline:
         )
         self.value = self.momentum * self.value + (1 - self.momentum) * float(total[0] / total[1])
         return advantages
+
+
+ADVANTAGES: dict[AdvantageName, Advantage] = {
+    "plain_return": plain_return,
+    "leave_one_out": leave_one_out,
+    "group_centered": group_centered,
+    "group_normalized": group_normalized,
+    "mean_normalized": mean_normalized,
+}

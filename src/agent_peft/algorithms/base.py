@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from torch import Tensor
 
 from agent_peft.algorithms.weightings import token_mean
 from agent_peft.batch import Batch, PolicyOutput
 from agent_peft.config import Config
+from agent_peft.ranks import EXTREMES
 from agent_peft.types import AgentPeftError
 
 Metrics = dict[str, Tensor]
+PreferenceForm = Literal["pairs", "labels"]
 
 SumOverRanks = Callable[[Tensor], Tensor]
 
@@ -42,7 +45,10 @@ class Algorithm:
 
     Attributes:
         kind: its name in messages.
-        on_policy: it learns from episodes of the policy itself; False: from demonstrations, in groups of one.
+        on_policy: it learns from episodes of the policy itself; False: from demonstrations, in groups of one,
+            or from preferences.
+        preferences: those that it learns from: "pairs", groups of a chosen and a rejected trajectory, or
+            "labels", trajectories whose returns say which are desirable.
         needs_reference: the batch must hold ``reference_logprobs``.
         needs_entropy: the policy's output must hold ``entropy``.
         critic: the value head it trains. With one, ``prepare`` can read the batch's ``values``, and ``loss``
@@ -53,11 +59,13 @@ class Algorithm:
         keeps_groups_whole: its loss needs all trajectories of a group in one microbatch, such as pairs.
         update_epochs: passes over the batch of one step.
         minibatches: optimizer updates per pass.
-        metrics: the names of all that ``loss`` and ``observe`` may report, except "weight".
+        metrics: the names of all that ``loss`` and ``observe`` may report, as ``averages`` names them.
+        formula, paper: the loss in one line and its source, for ``explain``; empty where they are not known.
     """
 
     kind: str = "custom"
     on_policy: bool = True
+    preferences: PreferenceForm | None = None
     needs_reference: bool = False
     needs_entropy: bool = False
     critic: Critic | None = None
@@ -67,6 +75,8 @@ class Algorithm:
     update_epochs: int = 1
     minibatches: int = 1
     metrics: tuple[str, ...] = ()
+    formula: str = ""
+    paper: str = ""
 
     def prepare(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> Batch:
         """Set ``advantages`` (B, T). The batch is this rank's share of a whole step; a group is never split
@@ -90,7 +100,8 @@ class Algorithm:
         """This microbatch's share of the minibatch's loss, a scalar with gradient, and of the metrics.
 
         Every metric is ``(weights * x).sum()``, and "weight" is the same with x = 1. The trainer sums them
-        over microbatches and ranks, then takes ``averages``.
+        over microbatches and ranks, then takes ``averages``. Those that are named …_min and …_max are
+        extremes of x, and stay so.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no loss(output, microbatch)")
 
@@ -124,8 +135,12 @@ def weighted(minibatch: Batch, weighting: Callable[[Tensor], tuple[Tensor, Tenso
 
 
 def weighted_sums(per_token: Mapping[str, Tensor], microbatch: Batch) -> Metrics:
-    """``(weights * x).sum()`` of each x (B, T)."""
-    return {name: (microbatch.weights * x).sum() for name, x in per_token.items()}
+    """``(weights * x).sum()`` of each x (B, T), and the least and the greatest ratio."""
+    sums = {name: (microbatch.weights * x).sum() for name, x in per_token.items()}
+    if (rho := per_token.get("ratio")) is not None and rho.numel():
+        sums["ratio_min"] = rho.masked_fill(~microbatch.action_mask, math.inf).amin()
+        sums["ratio_max"] = rho.masked_fill(~microbatch.action_mask, -math.inf).amax()
+    return sums
 
 
 def averages(metrics: Mapping[str, Tensor]) -> dict[str, float]:
@@ -134,14 +149,23 @@ def averages(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     They are means whatever the weighting: ``sequence_sum`` divides the loss by the number of trajectories,
     but a ratio of 1 should still read 1.
 
+    Extremes (…_min, …_max) are taken as they are. ``ratio_square`` becomes ``effective_sample_size``, the
+    share of the tokens that would tell as much if all their ratios were equal: mean(ρ)² / mean(ρ²) (Kish,
+    1965). It is 1 on policy.
+
     >>> import torch
     >>> averages({"ratio": torch.tensor(30.0), "weight": torch.tensor(30.0)})
     {'ratio': 1.0}
     """
     weight = float(metrics["weight"])
-    return {
-        name: float(value) / weight if weight else 0.0 for name, value in metrics.items() if name != "weight"
+    means = {
+        name: float(value) if name.endswith(EXTREMES) else float(value) / weight if weight else 0.0
+        for name, value in metrics.items()
+        if name != "weight"
     }
+    if (square := means.pop("ratio_square", None)) is not None:
+        means["effective_sample_size"] = means["ratio"] ** 2 / square if square else 0.0
+    return means
 
 
 class AlgorithmConfig(Config):

@@ -11,6 +11,14 @@ from __future__ import annotations
 from torch import Tensor
 
 
+def k1(logprobs: Tensor, other: Tensor) -> Tensor:
+    """-log r: unbiased for KL(π ‖ other), also negative. It is the KL in a reward (Ziegler et al., 2019,
+    equation 2; REINFORCE++: Hu et al., 2025): its own gradient has a mean of 0, and the advantage gives it
+    the right one.
+    """
+    return logprobs - other
+
+
 def k2(logprobs: Tensor, other: Tensor) -> Tensor:
     """(log r)² / 2: biased as a value, but its gradient, (log π - log other) ∇log π, is unbiased for that
     of KL(π ‖ other).
@@ -36,3 +44,14 @@ def reverse_kl(logprobs: Tensor, sampled: Tensor, reference: Tensor) -> Tensor:
     train the same, and the configuration offers no choice between them.
     """
     return (logprobs - sampled).exp() * k3(logprobs, reference)
+
+
+def to_go(per_token: Tensor, mask: Tensor) -> Tensor:
+    """Σ_{j ≥ t} of the sampled tokens' values (B, T): what a token and those after it add up to.
+
+    >>> import torch
+    >>> to_go(torch.tensor([[0.5, 0.0, -1.0]]), torch.tensor([[True, False, True]])).tolist()
+    [[-0.5, 0.0, -1.0]]
+    """
+    sums = per_token.masked_fill(~mask, 0.0).double().flip(1).cumsum(1).flip(1)
+    return sums.masked_fill(~mask, 0.0).to(per_token.dtype)

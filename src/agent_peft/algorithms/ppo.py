@@ -26,11 +26,14 @@ from agent_peft.algorithms.base import (
 from agent_peft.algorithms.policy_gradient import (
     ClipHigh,
     ClipLow,
+    DualClip,
     EntropyCoef,
     KlCoef,
     Minibatches,
+    RewardKlCoef,
     UpdateEpochs,
     WeightingKey,
+    reward_kl,
     surrogate_and_penalties,
     surrogate_metrics,
 )
@@ -55,6 +58,7 @@ class PpoConfig(AlgorithmConfig):
     )
     clip_low: ClipLow = 0.2
     clip_high: ClipHigh = 0.2
+    dual_clip: DualClip = None
     value_clip: float | None = Field(
         default=0.2, gt=0, description="how far values may move within a step; null sets no limit"
     )
@@ -67,6 +71,7 @@ class PpoConfig(AlgorithmConfig):
     )
     entropy_coef: EntropyCoef = 0.0
     kl_coef: KlCoef = 0.0
+    reward_kl_coef: RewardKlCoef = 0.0
     update_epochs: UpdateEpochs = 4
     minibatches: Minibatches = 1
     target_kl: float | None = Field(
@@ -100,18 +105,24 @@ class Ppo(Algorithm):
     """
 
     learns_at_zero_advantage = True  # the critic does
+    formula = (
+        "mean of clipped ρ Â + c1 ½ (V - V_target)² + β KL(π ‖ reference) - c2 entropy; Â = GAE; "
+        "V_target = Â + V before the update"
+    )
+    paper = "Schulman et al., 2017, https://arxiv.org/abs/1707.06347"
 
     def __init__(self, config: PpoConfig) -> None:
         self.config, self.kind = config, config.kind
         self.critic = Critic(config.value_learning_rate, detach=not config.value_trunk_gradient)
         self.surrogate, self.weighting = (
-            clipped(config.clip_low, config.clip_high),
+            clipped(config.clip_low, config.clip_high, config.dual_clip),
             WEIGHTINGS[config.weighting],
         )
-        self.needs_reference, self.needs_entropy = config.kl_coef > 0, config.entropy_coef > 0
+        self.needs_reference = config.kl_coef > 0 or config.reward_kl_coef > 0
+        self.needs_entropy = config.entropy_coef > 0
         self.update_epochs, self.minibatches = config.update_epochs, config.minibatches
         self.metrics = (
-            *surrogate_metrics(config.kl_coef, config.entropy_coef),
+            *surrogate_metrics(self.needs_reference, config.entropy_coef),
             "value_loss",
             "value_clip_fraction",
             "explained_variance",
@@ -119,11 +130,16 @@ class Ppo(Algorithm):
 
     def prepare(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> Batch:
         values, mask, config = _required(batch.values), batch.action_mask, self.config
-        advantages = generalized(batch.rewards, values, mask, config.gamma, config.gae_lambda)
+        advantages = generalized(self.rewards(batch), values, mask, config.gamma, config.gae_lambda)
         targets = (advantages + values) * mask
         if config.normalize_advantages:
             advantages = standardized(advantages, mask, sum_over_ranks)
         return replace(batch, advantages=advantages, value_targets=targets)
+
+    def rewards(self, batch: Batch) -> Tensor:
+        """(B, T) the rewards, less the KL in them."""
+        coef = self.config.reward_kl_coef
+        return batch.rewards - coef * reward_kl(batch) if coef else batch.rewards
 
     def observe(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> dict[str, float]:
         """explained_variance: 1 - Var(G - V) / Var(G), over the step's sampled tokens, of the critic before
@@ -134,7 +150,7 @@ class Ppo(Algorithm):
         and the metric is left out.
         """
         values, mask = _required(batch.values), batch.action_mask
-        returns = generalized(batch.rewards, torch.zeros_like(values), mask, self.config.gamma, 1.0)
+        returns = generalized(self.rewards(batch), torch.zeros_like(values), mask, self.config.gamma, 1.0)
         _, total = moments(returns, mask, sum_over_ranks)
         _, unexplained = moments(returns - values, mask, sum_over_ranks)
         return {"explained_variance": 1 - float(unexplained / total)} if total > 0 else {}
@@ -148,7 +164,12 @@ class Ppo(Algorithm):
         """
         config = self.config
         per_token, metrics = surrogate_and_penalties(
-            output, microbatch, self.surrogate, config.kl_coef, config.entropy_coef
+            output,
+            microbatch,
+            self.surrogate,
+            config.kl_coef,
+            config.entropy_coef,
+            measures_kl=self.needs_reference,
         )
         values, targets = _required(output.values), _required(microbatch.value_targets)
         value_loss, cut = squared_error(values, _required(microbatch.values), targets, config.value_clip)

@@ -22,6 +22,7 @@ class Supervised(Algorithm):
     kind = "sft"
     on_policy = False
     learns_at_zero_advantage = True
+    formula = "mean of -log π(token of a demonstration)"
     metrics = ("surprisal",)
 
     def __init__(self, weighting: Weighting = token_mean) -> None:

@@ -5,13 +5,17 @@ All tensors are (B, T). The mask is True at sampled tokens; off it the other thr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 Surrogate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(logprobs, the sampler's logprobs, advantages, mask) -> (loss per token, bool: its gradient was clipped)"""
+
+SurrogateName = Literal["score_function", "ratio", "clipped", "sequence_clipped", "truncated", "band"]
 
 
 def score_function(
@@ -34,15 +38,60 @@ def ratio(logprobs: Tensor, sampled: Tensor, advantages: Tensor, mask: Tensor) -
     return -advantages * (logprobs - sampled).exp(), torch.zeros_like(mask)
 
 
-def clipped(clip_low: float, clip_high: float) -> Surrogate:
+def clipped(clip_low: float, clip_high: float, dual_clip: float | None = None) -> Surrogate:
     """-min(ρ Â, clip(ρ, 1 - ε_low, 1 + ε_high) Â) (PPO: Schulman et al., 2017, equation 7; two ε as in
     DAPO: Yu et al., 2025).
+
+    Args:
+        dual_clip: c > 1. Where Â < 0 the objective is at least c Â, so that a token that has become much
+            likelier has no gradient (dual clip: Ye et al., 2020). None sets no limit.
     """
 
     def surrogate(
         logprobs: Tensor, sampled: Tensor, advantages: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return _clip((logprobs - sampled).exp(), advantages, clip_low, clip_high)
+        loss, cut = _clip((logprobs - sampled).exp(), advantages, clip_low, clip_high)
+        if dual_clip is None:
+            return loss, cut
+        most = -dual_clip * advantages  # where Â < 0, the most that a token may cost
+        beyond = (advantages < 0) & (loss > most)
+        return torch.where(beyond, most, loss), cut | beyond
+
+    return surrogate
+
+
+def truncated(clip_high: float) -> Surrogate:
+    """-sg(min(ρ, 1 + ε_high)) Â log π, where sg stops the gradient: truncated importance sampling (Ionides,
+    2008; for samplers that differ from the trainer: Yao et al., 2025). CISPO has the same surrogate
+    (MiniMax-M1: Chen et al., 2025, equations 4 and 5, without a lower bound, as there).
+
+    No token loses its gradient. That of a token with a large ρ is as if ρ were 1 + ε_high.
+    """
+
+    def surrogate(
+        logprobs: Tensor, sampled: Tensor, advantages: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        rho = (logprobs - sampled).exp().detach()
+        return -rho.clamp(max=1 + clip_high) * advantages * logprobs, rho > 1 + clip_high
+
+    return surrogate
+
+
+def band(clip_low: float, clip_high: float) -> Surrogate:
+    """-ρ Â where 1 - ε_low ≤ ρ ≤ 1 + ε_high, and 0 elsewhere: IcePop's mask (Ling Team, 2025, "Every step
+    evolves"; as one ratio to the sampler: INTELLECT-3, Prime Intellect, 2025, equation 1).
+
+    A token is left out on both sides of the band, whatever the sign of its advantage.
+    """
+
+    def surrogate(
+        logprobs: Tensor, sampled: Tensor, advantages: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        log_ratio = logprobs - sampled
+        rho = log_ratio.detach().exp()
+        outside = (rho < 1 - clip_low) | (rho > 1 + clip_high)
+        # before exp, because the gradient of an infinite ratio would be NaN under a mask
+        return -log_ratio.masked_fill(outside, -math.inf).exp() * advantages, outside
 
     return surrogate
 

@@ -141,5 +141,11 @@ class Environment(ABC):
         """
         return None
 
+    def rejection(self, task: Task) -> Sequence[str] | None:
+        """Return actions that are worse than the demonstration, one text per turn, or None where none are
+        known. Stages that learn from preferences use them.
+        """
+        return None
+
     def close(self) -> None:  # noqa: B027 (most environments hold nothing)
         """Free everything that the episodes share. It may be called twice."""

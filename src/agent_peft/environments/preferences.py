@@ -1,4 +1,6 @@
-"""Pairs of replies to one prompt, of which one is chosen and the other rejected."""
+"""Preferences of a table of one's own: pairs of replies to one prompt, of which one is chosen and the other
+rejected, or single replies with a label.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
-from agent_peft.environments.chat import TABLE, as_json, check_turns, read_messages, same_words
+from agent_peft.environments.chat import MESSAGES, TABLE, as_json, check_turns, read_messages, same_words
 from agent_peft.environments.task_files.rows import TableSource, check_columns, check_split, read_table
 from agent_peft.environments.task_files.selection import part_of
 from agent_peft.environments.task_files.split import Limit, Split
@@ -18,16 +20,19 @@ SIDES = ("chosen", "rejected")
 
 
 class PreferencesConfig(EnvironmentConfig):
-    """Pairs of a chosen and a rejected reply, in a table of your own. A row is a task. A supervised stage
-    learns the chosen replies.
+    """Preferences, in a table of your own. A row is a task: a chosen and a rejected reply, or with ``label``
+    one reply that is good or bad. A supervised stage learns the good replies.
     """
 
     kind: str = "preferences"
     tasks: TableSource = Field(description=TABLE)
     split: Split = None
     limit: Limit = None
-    prompt: str = Field(
-        default="prompt", min_length=1, description="column of the prompt, a text or a list of messages"
+    prompt: str | None = Field(
+        default="prompt",
+        min_length=1,
+        description="column of the prompt, a text or a list of messages; null where the replies are whole "
+        "conversations that begin with it",
     )
     chosen: str = Field(
         default="chosen",
@@ -39,16 +44,40 @@ class PreferencesConfig(EnvironmentConfig):
         min_length=1,
         description="column of the worse reply, a text or a list of messages, which may repeat the prompt",
     )
+    label: str | None = Field(
+        default=None,
+        min_length=1,
+        description="column that is true where the row's one reply is good, and false where it is bad, for "
+        "kto; null for rows with a chosen and a rejected reply",
+    )
+    completion: str | None = Field(
+        default=None,
+        min_length=1,
+        description="column of the reply that is labelled, a text or a list of messages, which may repeat "
+        "the prompt; default: completion, or messages where prompt is null",
+    )
 
     @model_validator(mode="after")
     def _effective(self) -> PreferencesConfig:
         check_split(self.tasks, self.split)
+        if self.label is None and self.completion is not None:
+            raise ValueError("completion has no effect without label; set label, or remove it")
+        for side in SIDES if self.label is not None else ():
+            if getattr(self, side) != side:
+                raise ValueError(f"{side} has no effect with label, which rows of one reply have; remove it")
         return self
+
+    @property
+    def replies(self) -> dict[str, str]:
+        """The columns of the replies, by their keys."""
+        if self.label is None:
+            return {side: getattr(self, side) for side in SIDES}
+        return {"completion": self.completion or ("completion" if self.prompt else MESSAGES)}
 
 
 class Preferences(Environment):
     """The environment. A task's content is ``{"prompt": [{"role", "content"}, …], "chosen": text, "rejected":
-    text}``.
+    text}``, without one of the two where the row has a label.
     """
 
     config_class = PreferencesConfig
@@ -57,13 +86,14 @@ class Preferences(Environment):
     def __init__(self, config: PreferencesConfig) -> None:
         """
         Raises:
-            AgentPeftError: the table cannot be read, lacks a column, or a row is no pair.
+            AgentPeftError: the table cannot be read, lacks a column, or a row is no preference.
         """
         self.config: PreferencesConfig = config
         name, rows = read_table(config.tasks, config.split)
         if not rows:
             raise AgentPeftError(f"{config.tasks}: holds no pair; give a file of rows")
-        check_columns(config.tasks, rows, {key: getattr(config, key) for key in ("prompt", *SIDES)})
+        columns = {"prompt": config.prompt, **config.replies, "label": config.label}
+        check_columns(config.tasks, rows, {key: column for key, column in columns.items() if column})
         tasks = [
             Task(f"{name}:{row.number}", content=self._content(f"{config.tasks}: {row.place}", row.content))
             for row in rows
@@ -77,21 +107,29 @@ class Preferences(Environment):
     def episode(self, task: Task, seed: int) -> PreferenceEpisode:
         place = f"task {task.id!r:.50}"
         prompt = read_messages(place, task.content.get("prompt"), "prompt", "user")
-        chosen, rejected = (_reply(place, prompt, task.content.get(side), side) for side in SIDES)
-        return PreferenceEpisode(prompt, chosen, rejected)
+        replies = {
+            side: _reply(place, prompt, task.content[side], side) for side in SIDES if side in task.content
+        }
+        if not replies:
+            raise AgentPeftError(f"{place}: has neither a chosen nor a rejected reply; give one")
+        return PreferenceEpisode(prompt, replies.get("chosen"), replies.get("rejected"))
 
-    def demonstration(self, task: Task) -> Sequence[str]:
-        return [task.content["chosen"]]
+    def demonstration(self, task: Task) -> Sequence[str] | None:
+        return [task.content["chosen"]] if "chosen" in task.content else None
 
-    def rejection(self, task: Task) -> Sequence[str]:
-        """The actions of the rejected side, as ``demonstration`` gives those of the chosen one."""
-        return [task.content["rejected"]]
+    def rejection(self, task: Task) -> Sequence[str] | None:
+        return [task.content["rejected"]] if "rejected" in task.content else None
 
     def _content(self, place: str, row: Mapping[str, Any]) -> dict[str, Any]:
-        config = self.config
-        prompt = read_messages(place, row.get(config.prompt), config.prompt, "user")
-        columns = {side: getattr(config, side) for side in SIDES}
+        config, columns = self.config, self.config.replies
+        if config.prompt is None:
+            prompt = _shared_prompt(place, {column: row.get(column) for column in columns.values()})
+        else:
+            prompt = read_messages(place, row.get(config.prompt), config.prompt, "user")
         replies = {side: _reply(place, prompt, row.get(column), column) for side, column in columns.items()}
+        if config.label is not None:
+            side = SIDES[0] if _is_good(place, row.get(config.label), config.label) else SIDES[1]
+            return {"prompt": as_json(prompt), side: replies["completion"]}
         if same_words(replies["chosen"], replies["rejected"]):
             raise AgentPeftError(f"{place}: {' and '.join(columns.values())} are the same; leave the row out")
         return {"prompt": as_json(prompt), **replies}
@@ -102,7 +140,7 @@ class PreferenceEpisode(Episode):
     unknown otherwise.
     """
 
-    def __init__(self, prompt: Sequence[Message], chosen: str, rejected: str) -> None:
+    def __init__(self, prompt: Sequence[Message], chosen: str | None, rejected: str | None) -> None:
         self._prompt, self._chosen, self._rejected = prompt, chosen, rejected
         self._over = False
 
@@ -114,9 +152,9 @@ class PreferenceEpisode(Episode):
             raise RuntimeError("the episode is over")
         self._over = True
         outcome = Outcome.UNKNOWN
-        if same_words(action, self._chosen):
+        if self._chosen is not None and same_words(action, self._chosen):
             outcome = Outcome.CORRECT
-        elif same_words(action, self._rejected):
+        elif self._rejected is not None and same_words(action, self._rejected):
             outcome = Outcome.INCORRECT
         return StepResult("", True, outcome, StopReason.FINISHED)
 
@@ -136,3 +174,29 @@ def _reply(place: str, prompt: Sequence[Message], value: Any, column: str) -> st
         )
     check_turns(place, [*prompt, *messages], column)
     return messages[0].content
+
+
+def _shared_prompt(place: str, columns: Mapping[str, Any]) -> list[Message]:
+    """The messages before the reply in conversations that differ in their last message alone."""
+    prompts = []
+    for column, value in columns.items():
+        if not isinstance(value, list):
+            raise AgentPeftError(
+                f"{place}: {column} must be a list of {{role, content}}, as there is no prompt; it is "
+                f"{value!r:.50}"
+            )
+        messages = check_turns(place, read_messages(place, value, column, "assistant"), column)
+        prompts.append(messages[:-1])
+    if any(prompt != prompts[0] for prompt in prompts):
+        raise AgentPeftError(
+            f"{place}: {' and '.join(columns)} differ before their last message; give one prompt to both"
+        )
+    return prompts[0]
+
+
+def _is_good(place: str, value: Any, column: str) -> bool:
+    known = {"true": True, "1": True, "false": False, "0": False}
+    text = str(value).strip().lower()  # a table of CSV has texts
+    if text not in known:
+        raise AgentPeftError(f"{place}: {column} is {value!r:.50}; a label is true or false")
+    return known[text]

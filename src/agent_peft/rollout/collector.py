@@ -54,6 +54,7 @@ class Collection:
         schedule: the late answers of each call of the sampler, with which this rank's part can be repeated
             bit for bit.
         metrics: of the source, for the step's record.
+        dropped: those of the groups' trajectories that nothing is learnt from.
     """
 
     groups: list[Group]
@@ -62,6 +63,25 @@ class Collection:
     defects: int = 0
     schedule: tuple[Schedule, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    dropped: Sequence[Trajectory] = ()
+
+    def __add__(self, later: Collection) -> Collection:
+        """The groups of two collections of one step, without their schedules and metrics."""
+        return Collection(
+            [*self.groups, *later.groups],
+            self.failures + later.failures,
+            self.statistics + later.statistics,
+            self.defects + later.defects,
+        )
+
+    @property
+    def kept(self) -> list[Group]:
+        """The groups without what is dropped. One of which nothing is left is left out."""
+        if not self.dropped:
+            return self.groups
+        dropped = {id(trajectory) for trajectory in self.dropped}
+        rest = [(g.task, [t for t in g.trajectories if id(t) not in dropped]) for g in self.groups]
+        return [Group(task, trajectories) for task, trajectories in rest if trajectories]
 
     @property
     def crashed(self) -> int:

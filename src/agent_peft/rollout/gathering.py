@@ -23,7 +23,7 @@ def gather_collection(ranks: Ranks, mine: Collection, tasks: Sequence[Task]) -> 
     groups: dict[int, Group] = {}
     failures, defects, statistics = 0, 0, NOTHING
     content = {
-        "groups": [[_to_json(t) for t in group.trajectories] for group in mine.groups],
+        "groups": [[trajectory_to_json(t) for t in group.trajectories] for group in mine.groups],
         "failures": mine.failures,
         "defects": mine.defects,
         "statistics": vars(mine.statistics) | {"schedule": ()},  # each rank keeps its own
@@ -31,15 +31,17 @@ def gather_collection(ranks: Ranks, mine: Collection, tasks: Sequence[Task]) -> 
     for rank, part in enumerate(ranks.gather_objects(content)):
         positions = Ranks(rank, ranks.world_size).share(range(len(tasks)))
         for position, trajectories in zip(positions, part["groups"], strict=True):
-            groups[position] = Group(tasks[position], [_from_json(tasks[position], t) for t in trajectories])
+            groups[position] = Group(
+                tasks[position], [trajectory_from_json(tasks[position], t) for t in trajectories]
+            )
         failures += part["failures"]
         defects += part["defects"]
         statistics += EngineStatistics(**part["statistics"])
     return Collection([groups[position] for position in range(len(tasks))], failures, statistics, defects)
 
 
-def _to_json(trajectory: Trajectory) -> dict[str, Any]:
-    """All but the task, which every rank has."""
+def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
+    """All but the task."""
     return {
         **{name: value for name, value in vars(trajectory).items() if name != "task"},
         "turns": [vars(turn) for turn in trajectory.turns],
@@ -47,7 +49,8 @@ def _to_json(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def _from_json(task: Task, content: Mapping[str, Any]) -> Trajectory:
+def trajectory_from_json(task: Task, content: Mapping[str, Any]) -> Trajectory:
+    """Take back what ``trajectory_to_json`` gave."""
     turns = tuple(Turn(**_tuples(turn)) for turn in content["turns"])
     messages = tuple(Message(**message) for message in content["messages"])
     facts = {"outcome": Outcome(content["outcome"]), "stop_reason": StopReason(content["stop_reason"])}

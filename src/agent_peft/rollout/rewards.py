@@ -38,12 +38,18 @@ class TermConfig(Config):
 
 
 class LengthPenaltyConfig(TermConfig):
-    """0 up to ``target_tokens``, then falling to -1 at twice as many. If its weight is below the price of a
-    correct outcome, a correct answer is never worth less than none.
+    """0 up to ``target_tokens``, then falling to -1 after ``buffer_tokens`` more. If its weight is below the
+    price of a correct outcome, a correct answer is never worth less than none.
     """
 
     kind: Literal["length_penalty"] = "length_penalty"
     target_tokens: int = Field(ge=1, description="action tokens of an episode that cost nothing")
+    buffer_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="tokens above target_tokens over which the term falls from 0 to -1; null takes as many "
+        "as target_tokens",
+    )
     weight: float = Field(default=0.1, ge=0, description=WEIGHT)
     when: Literal["correct", "always"] = Field(default="correct", description=WHEN)
 
@@ -89,8 +95,16 @@ class CustomTermConfig(TermConfig):
 
 
 def length_penalty(config: LengthPenaltyConfig, trajectory: Trajectory) -> float:
-    """-min(1, max(0, n - target) / target) for n action tokens."""
-    return -min(1.0, max(0, trajectory.num_action_tokens - config.target_tokens) / config.target_tokens)
+    """-min(1, max(0, n - target) / buffer) for n action tokens. With target = L_max - L_cache and buffer =
+    L_cache this is DAPO's soft overlong punishment (Yu et al., 2025, equation 13).
+
+    >>> from agent_peft.types import Task, Turn
+    >>> said = Trajectory(Task("t"), (Turn((1,), (2,) * 90, (-0.5,) * 90),))
+    >>> length_penalty(LengthPenaltyConfig(target_tokens=80, buffer_tokens=20), said)
+    -0.5
+    """
+    buffer = config.buffer_tokens or config.target_tokens
+    return -min(1.0, max(0, trajectory.num_action_tokens - config.target_tokens) / buffer)
 
 
 def reasoning_steps(config: ReasoningStepsConfig, trajectory: Trajectory) -> float:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any, Protocol, runtime_checkable
 
 from agent_peft.environments.base import Environment
-from agent_peft.environments.preferences import Preferences
+from agent_peft.policies.engine.schedule import Schedule
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.ranks import Ranks
-from agent_peft.rollout.collector import Collection, Collector, ScheduleOf
+from agent_peft.rollout.collector import ATTEMPTS, Collection, Collector, ScheduleOf
 from agent_peft.rollout.demonstrations import DemonstrationCheck, demonstrate
 from agent_peft.rollout.gathering import gather_collection
+from agent_peft.rollout.refill import drop_constant, is_constant, other_tasks
 from agent_peft.rollout.replays import Replays, ReplayWindow
 from agent_peft.rollout.rewards import RewardConfig
+from agent_peft.rollout.successes import EarlierSuccesses, only_successes
 from agent_peft.rollout.task_order import Order, SuccessOrder
-from agent_peft.seeding import derive
-from agent_peft.types import Group
+from agent_peft.seeding import derive, generator
+from agent_peft.types import Group, Task
 
 
 class Source(Protocol):
@@ -54,6 +57,11 @@ class Rollouts:
         schedule_of: for a step, where its schedule is written, and the one to follow.
         replays: the run's successful episodes, to which those of each step are added. Each episode is shown
             the latest ``replay_in_prompt`` of the steps before.
+        refill: rounds in which other groups are collected in the place of constant ones, which are dropped.
+            Their tasks are drawn from the pool of the step, and do not move the order. 0 drops none.
+        fewest: groups that are never dropped.
+        earlier: successes of earlier steps, which join the groups of their tasks and to which those of each
+            step are added.
     """
 
     collector: Collector
@@ -66,36 +74,87 @@ class Rollouts:
     schedule_of: ScheduleOf | None = None
     replays: Replays | None = None
     replay_in_prompt: int = 0
+    refill: int = 0
+    fewest: int = 1
+    earlier: EarlierSuccesses | None = None
 
     def collect(self, step: int) -> Collection:
-        tasks, seed = self.order.at(step), derive(self.seed, "rollout", step)
         schedule = self.schedule_of(step) if self.schedule_of else None
+        calls = list[Schedule]()  # ``ATTEMPTS`` for each round, but as many as there were for the last one
+        tasks, seed = self.order.at(step), derive(self.seed, "rollout", step)
+        first, collection, groups = len(tasks), Collection([]), list[Group]()
+        for number in range(1 + self.refill):
+            if number:
+                missing = first - sum(not is_constant(group) for group in groups)
+                if not missing:
+                    break
+                seed, tried = derive(self.seed, "refill", step, number), [group.task for group in groups]
+                tasks = other_tasks(self.order.pool(step), tried, missing, Random(seed))
+            calls += [()] * (number * ATTEMPTS - len(calls))
+            followed = schedule.followed if schedule else None
+            mine = self._collect(tasks, seed, None if followed is None else followed[len(calls) :][:ATTEMPTS])
+            calls += mine.schedule
+            part = gather_collection(self.ranks, mine, tasks)
+            collection += part
+            groups += [
+                self._joined(group, step, place) for place, group in enumerate(part.groups, len(groups))
+            ]
+        if schedule is not None:
+            schedule.write(calls if any(calls) else ())
+        if isinstance(self.order, SuccessOrder):
+            self.order.learn(collection.groups)
+        if self.replays is not None:
+            self.replays.add(collection.groups, self.collector.engine.chat)
+        if self.earlier is not None:
+            self.earlier.add(collection.groups)
+            number = sum(t.replayed for group in groups for t in group.trajectories)
+            collection = replace(collection, groups=groups, metrics={"episodes_replayed": float(number)})
+        return drop_constant(collection, first, self.fewest) if self.refill else collection
+
+    def _joined(self, group: Group, step: int, place: int) -> Group:
+        if self.earlier is None:
+            return group
+        return self.earlier.join(group, generator(self.seed, "replay", step, place))
+
+    def _collect(self, tasks: Sequence[Task], seed: int, followed: tuple[Schedule, ...] | None) -> Collection:
+        """This rank's part of a round."""
         number, replays = self.replay_in_prompt, self.replays
-        collection = self.collector.collect(
+        return self.collector.collect(
             tasks,
             self.group_size,
             self.sampling,
             self.rewards,
             seed,
             self.ranks.share(range(len(tasks))),
-            schedule.followed if schedule else None,
+            followed,
             ReplayWindow(replays.latest(), number) if replays is not None and number else None,
         )
-        if schedule is not None:
-            schedule.write(collection.schedule)
-        collection = gather_collection(self.ranks, collection, tasks)
-        if isinstance(self.order, SuccessOrder):
-            self.order.learn(collection.groups)
-        if replays is not None:
-            replays.add(collection.groups, self.collector.engine.chat)
-        return collection
 
     def state_dict(self) -> dict[str, Any]:
-        return self.order.state_dict() if isinstance(self.order, SuccessOrder) else {}
+        order = self.order.state_dict() if isinstance(self.order, SuccessOrder) else {}
+        return order if self.earlier is None else {**order, "earlier": self.earlier.to_json()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if isinstance(self.order, SuccessOrder):
+        if isinstance(self.order, SuccessOrder) and "position" in state:
             self.order.load_state_dict(state)
+        if self.earlier is not None and "earlier" in state:
+            self.earlier.from_json(state["earlier"])
+
+
+@dataclass(frozen=True)
+class Successes:
+    """Episodes of the policy itself, of which all but the successes are dropped."""
+
+    rollouts: Rollouts
+
+    def collect(self, step: int) -> Collection:
+        return only_successes(self.rollouts.collect(step))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.rollouts.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.rollouts.load_state_dict(state)
 
 
 @dataclass(frozen=True)
@@ -118,27 +177,3 @@ class Demonstrations:
         ]
         collection = gather_collection(self.ranks, Collection(groups), tasks)
         return replace(collection, metrics=self.check.count(collection.groups))
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """The chosen and the rejected reply of each task, in this order: groups of two trajectories."""
-
-    environment: Preferences
-    order: Order
-    chat: ChatTokenizer
-    rewards: RewardConfig
-    seed: int
-    ranks: Ranks
-
-    def collect(self, step: int) -> Collection:
-        tasks, seed = self.order.at(step), derive(self.seed, "rollout", step)
-        groups = []
-        for task in self.ranks.share(tasks):
-            sides = (self.environment.demonstration(task), self.environment.rejection(task))
-            replayed = (
-                demonstrate(self.environment, task, self.chat, self.rewards, seed, actions)
-                for actions in sides
-            )
-            groups.append(Group(task, list(replayed)))
-        return gather_collection(self.ranks, Collection(groups), tasks)

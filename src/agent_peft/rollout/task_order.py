@@ -91,6 +91,10 @@ class Order(Protocol):
 
     def at(self, step: int) -> list[Task]: ...
 
+    def pool(self, step: int) -> Sequence[Task]:
+        """The tasks of which some may take the place of the step's own."""
+        ...
+
 
 class TaskOrder:
     """The tasks of each step: one pass after another over all tasks.
@@ -113,6 +117,10 @@ class TaskOrder:
     def at(self, step: int) -> list[Task]:
         """The tasks of a step, a pure function of seed and step."""
         return [self.task(position) for position in range(step * self.per_step, (step + 1) * self.per_step)]
+
+    def pool(self, step: int) -> Sequence[Task]:
+        """All tasks; those of this step and the next one where the order is not shuffled."""
+        return self.tasks if self.shuffled else [*self.at(step), *self.at(step + 1)]
 
     def task(self, position: int) -> Task:
         """The task at a position, counted from the first pass on."""
@@ -154,11 +162,21 @@ class SkillOrder:
         """The tasks of a step, a pure function of seed and step. A skill that comes again goes on with the
         tasks that it has not taken yet.
         """
+        order, inside = self._inside(step)
+        return order.at(inside)
+
+    def pool(self, step: int) -> Sequence[Task]:
+        """All tasks of the step's skill."""
+        order, inside = self._inside(step)
+        return order.pool(inside)
+
+    def _inside(self, step: int) -> tuple[TaskOrder, int]:
+        """The order of the step's skill, and the step's number in it."""
         segment, inside = divmod(step, self.steps)
         trip, place = divmod(segment, len(self.skills))
         skill = self.skills[place]
         earlier = trip * self.skills.count(skill) + self.skills[:place].count(skill)
-        return self._orders[skill].at(earlier * self.steps + inside)
+        return self._orders[skill], earlier * self.steps + inside
 
 
 class SuccessOrder:
@@ -176,6 +194,11 @@ class SuccessOrder:
     def at(self, step: int) -> list[Task]:
         """The tasks of the next step, a pure function of seed and results."""
         return self._next()[0]
+
+    def pool(self, step: int) -> Sequence[Task]:
+        """All tasks that are not left out."""
+        tasks = self._order.tasks
+        return [task for task in tasks if task.id not in self._left_out] if self._left_out else tasks
 
     def learn(self, groups: Sequence[Group]) -> None:
         """Go on behind the tasks that ``at`` gave, with their results. A group without an episode, because

@@ -14,6 +14,7 @@ from agent_peft.algorithms import Algorithm
 from agent_peft.batch import Batch
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.reference import Reference, reference_of
+from agent_peft.ranks import merged
 from agent_peft.training.checks import Mismatch
 from agent_peft.training.microbatching import Microbatching
 from agent_peft.training.optimizer import MasterWeights
@@ -39,7 +40,7 @@ class Gradients:
         masters: MasterWeights,
         optimizer: Optimizer,
     ) -> None:
-        self.policy, self.algorithm, self.sampling = policy, algorithm, stage.sampling
+        self.policy, self.algorithm, self.sampling = policy, algorithm, stage.scoring
         self.masters, self.optimizer = masters, optimizer
         self.microbatching = Microbatching(
             stage.microbatch_tokens, policy.count_nodes, algorithm.keeps_groups_whole
@@ -49,24 +50,39 @@ class Gradients:
         self.first_logprobs = self.groups = torch.empty(0)
 
     def begin_step(self, batch: Batch) -> Batch:
-        """The step's batch with ``reference_logprobs``, where they stay the same for all of its updates."""
+        """The step's batch with ``reference_logprobs``, and with the policy's ``logprobs`` of trajectories
+        that are only measured. With dropout, each update has its own beside them.
+        """
         policy = self.policy
         self.first_logprobs, self.groups = torch.full_like(batch.logprobs, math.nan), batch.groups
         if policy.dropouts and self.algorithm.on_policy:
             self.at_step = reference_of(policy.model)
-        elif (reference := self.reference) is not None and len(batch):
-            logprobs = self.score(
-                batch, lambda part: policy.reference_logprobs(part, self.sampling, reference)
-            )
-            return replace(batch, reference_logprobs=logprobs)
-        return batch
+        measured, reference = batch.groups < 0, self.reference
+        if measured.any():
+            batch = replace(batch, logprobs=batch.logprobs + self.score(batch, self._logprobs, measured))
+        if reference is None or not len(batch):
+            return batch
 
-    def score(self, batch: Batch, scores: Callable[[Batch], Tensor]) -> Tensor:
-        """(B, T) values that ``scores`` gives for each microbatch, without gradient."""
+        def scores(part: Batch) -> Tensor:
+            return policy.reference_logprobs(part, self.sampling, reference)
+
+        # those to learn from alone, so in the microbatches of an update: there the policy is equal to the bit
+        logprobs = self.score(batch, scores, ~measured)
+        if measured.any():
+            logprobs = logprobs + self.score(batch, scores, measured)
+        return replace(batch, reference_logprobs=logprobs)
+
+    def score(self, batch: Batch, scores: Callable[[Batch], Tensor], live: Tensor | None = None) -> Tensor:
+        """(B, T) values that ``scores`` gives for each microbatch, without gradient.
+
+        Args:
+            live: (B,) bool, the rows to score, and all by default. Others have zeros.
+        """
+        live = torch.ones(len(batch), dtype=torch.bool) if live is None else live
 
         def work() -> Tensor:
             values = torch.zeros_like(batch.logprobs)
-            for rows in self.microbatching.cut(batch, torch.ones(len(batch), dtype=torch.bool)):
+            for rows in self.microbatching.cut(batch, live):
                 part = scores(batch.select(rows)).cpu()
                 values[rows, : part.shape[1]] = part
             return values
@@ -107,11 +123,15 @@ class Gradients:
             microbatch = microbatch.to(output.logprobs.device)
             if on_policy:  # the sampler drops nothing, so with dropout the check scores once more
                 scored = output.logprobs if masks is None else self._logprobs(microbatch)
-                mismatch.add(scored[microbatch.action_mask], microbatch.logprobs[microbatch.action_mask])
+                fresh = microbatch.action_mask & ~_replayed(microbatch)
+                mismatch.add(scored[fresh], microbatch.logprobs[fresh])
                 self.first_logprobs[places[rows], : scored.shape[1]] = scored.detach().float().cpu()
             if masks is not None and algorithm.on_policy:
-                fresh = output.logprobs.detach() if on_policy else None
-                microbatch = self._under_masks(microbatch, masks, fresh)
+                at_step = output.logprobs.detach() if on_policy else None
+                microbatch = self._under_masks(microbatch, masks, at_step)
+            elif masks is not None and self.reference is not None:
+                reference = policy.reference_logprobs(microbatch, self.sampling, self.reference, masks)
+                microbatch = replace(microbatch, reference_logprobs=reference)
             loss, metrics = algorithm.loss(output, microbatch)
             if not loss.requires_grad:
                 raise TrustError(
@@ -121,7 +141,7 @@ class Gradients:
             loss.backward()  # type: ignore[no-untyped-call]
             self.masters.take_gradients()
             for name, value in {**metrics, "loss": loss.detach()}.items():
-                sums[name] = sums[name] + value if name in sums else value
+                sums[name] = merged(name, sums[name], value) if name in sums else value
         return sums, mismatch
 
     def _microbatches(self, minibatch: Batch) -> Iterator[list[int]]:
@@ -131,20 +151,24 @@ class Gradients:
             live &= (minibatch.advantages != 0).any(1)  # NaN is not 0: its forward shows it in the loss
         yield from self.microbatching.cut(minibatch, live)
 
-    def _under_masks(self, microbatch: Batch, masks: int, fresh: Tensor | None) -> Batch:
+    def _under_masks(self, microbatch: Batch, masks: int, at_step: Tensor | None) -> Batch:
         """The microbatch with the log-probabilities that its loss compares the policy with, scored under the
         dropout masks of this update: so the ratio and the KL measure changed weights, and not which units
         were dropped (Hausknecht and Wagener, 2022, https://arxiv.org/abs/2202.11818).
 
+        Replayed trajectories keep those that they were sampled with.
+
         Args:
-            fresh: (B, T) log-probabilities under these masks, where the policy is still the one that sampled.
+            at_step: (B, T) log-probabilities under these masks, where the policy is still the one that
+                sampled.
         """
 
         def scored(by: Reference) -> Tensor:
             return self.policy.reference_logprobs(microbatch, self.sampling, by, masks)
 
         assert self.at_step is not None
-        sampled = scored(self.at_step) if fresh is None else fresh
+        sampled = scored(self.at_step) if at_step is None else at_step
+        sampled = torch.where(_replayed(microbatch), microbatch.logprobs, sampled)
         reference = None if self.reference is None else scored(self.reference)
         return replace(microbatch, logprobs=sampled, reference_logprobs=reference)
 
@@ -152,3 +176,8 @@ class Gradients:
         """(B, T) log-probabilities of the policy as it acts, without dropout and without gradient."""
         with torch.no_grad():
             return self.policy.forward(microbatch, self.sampling).logprobs
+
+
+def _replayed(batch: Batch) -> Tensor:
+    """(B, 1) bool: rows that an earlier policy sampled."""
+    return torch.zeros_like(batch.action_mask[:, :1]) if batch.replayed is None else batch.replayed[:, None]

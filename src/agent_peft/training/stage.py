@@ -10,20 +10,24 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from agent_peft.algorithms import AnyAlgorithm, UncheckedAlgorithmConfig
+from agent_peft.algorithms import AnyAlgorithm, UncheckedAlgorithmConfig, score_function
 from agent_peft.config import Config, first_error
 from agent_peft.environments.base import Environment
-from agent_peft.lookup import nearest
 from agent_peft.policies.engine.base import Sampler
 from agent_peft.policies.reference import ReferenceKind
 from agent_peft.policies.sampling import DISTRIBUTION, SamplingConfig
 from agent_peft.ranks import Ranks
 from agent_peft.rollout.collector import Collector, ScheduleOf
 from agent_peft.rollout.demonstrations import DemonstrationCheck
+from agent_peft.rollout.pairs import METRICS as PAIR_METRICS
+from agent_peft.rollout.pairs import EpisodePairs, EpisodesOfConfig, Pairs, read_groups
+from agent_peft.rollout.refill import METRICS as REFILL_METRICS
 from agent_peft.rollout.replays import Replays
 from agent_peft.rollout.rewards import RewardConfig
-from agent_peft.rollout.sources import Demonstrations, Rollouts, Source
+from agent_peft.rollout.sources import Demonstrations, Rollouts, Source, Successes
 from agent_peft.rollout.statistics import METRICS
+from agent_peft.rollout.successes import METRICS as SUCCESS_METRICS
+from agent_peft.rollout.successes import EarlierSuccesses, ReplayConfig
 from agent_peft.rollout.task_order import (
     ORDER_NAMES,
     AnyOrder,
@@ -34,65 +38,11 @@ from agent_peft.rollout.task_order import (
 )
 from agent_peft.training.optimizer import OptimizerConfig
 from agent_peft.training.step_metrics import metrics_of
+from agent_peft.training.until import UntilConfig, unknown_metric
 from agent_peft.types import AgentPeftError, Task
 
 MAX_STEPS = 1_000_000
 MAX_EPISODES = 1_000_000  # of a step: a group, or groups
-
-
-class UntilConfig(Config):
-    """Ends a stage before its last step: when the mean of a metric over the latest steps or evaluations is
-    high or low enough, or when evaluations no longer improve. The run's step numbers then jump to the end of
-    the stage.
-    """
-
-    metric: str = Field(
-        description="such as success, reward or surprisal; a supervised stage measures success and reward of "
-        "its demonstrations, so use surprisal there; evaluation.success, evaluation.score and "
-        "evaluation.reward are those of the run's evaluations"
-    )
-    above: float | None = Field(default=None, description="the stage ends when the mean is above this")
-    below: float | None = Field(default=None, description="the stage ends when the mean is below this")
-    over: int = Field(
-        default_factory=lambda before: 1 if before["metric"] in METRICS else 4,
-        ge=1,
-        description="how many of the latest steps that have the metric, or of the latest evaluations, are "
-        "averaged; default: 4 steps, or 1 evaluation",
-    )
-    patience: int | None = Field(
-        default=None,
-        ge=1,
-        description="the stage ends when this many evaluations in a row are no better than the best before "
-        "them, the one at the stage's start included; lower is better where below is given, else higher",
-    )
-
-    @property
-    def of_evaluations(self) -> bool:
-        """Whether evaluations of the run measure the metric, and not the steps of the stage."""
-        return self.metric in METRICS
-
-    @model_validator(mode="after")
-    def _effective(self) -> UntilConfig:
-        if self.above is not None and self.below is not None:
-            raise ValueError("needs above or below, and not both")
-        if self.above is None and self.below is None and self.patience is None:
-            raise ValueError("needs above or below, or the patience of an evaluation's metric")
-        if self.patience is not None and not self.of_evaluations:
-            raise ValueError(f"patience counts evaluations; give one of {', '.join(METRICS)} as metric")
-        if self.above is None and self.below is None and self.over != 1:
-            raise ValueError("over has no effect without above or below; leave it out")
-        return self
-
-    def is_reached(self, value: float) -> bool:
-        return (self.above is not None and value > self.above) or (
-            self.below is not None and value < self.below
-        )
-
-
-def _unknown_metric(name: str, known: Sequence[str]) -> str:
-    if name.startswith("evaluation"):
-        return f"until.metric: evaluations do not measure {name!r}; {nearest(name, METRICS)}"
-    return f"until.metric: {name!r} is no metric of this stage; {nearest(name, known)}"
 
 
 class StageConfig(Config):
@@ -103,6 +53,16 @@ class StageConfig(Config):
         default_factory=lambda before: before["algorithm"].kind.rpartition(":")[2],
         min_length=1,
         description="name of the stage in metrics and files; default: the algorithm's kind",
+    )
+    learn_from: Literal["demonstrations", "successes"] = Field(
+        default="demonstrations",
+        description="what a supervised stage learns from: the demonstrations of the environment, or the "
+        "policy's own episodes that succeed, of which it samples group_size for each task",
+    )
+    episodes_of: EpisodesOfConfig | None = Field(
+        default=None,
+        description="a run whose episodes are the preferences to learn from; null takes those of the "
+        "environment, which are its demonstrations and worse replies to the same tasks",
     )
     # 0 as long as it follows from ``epochs``, before the tasks are loaded
     steps: int = Field(
@@ -124,7 +84,9 @@ class StageConfig(Config):
     )
     tasks_per_step: int = Field(default=8, ge=1, le=MAX_EPISODES, description="number of tasks of one step")
     group_size: int = Field(
-        default_factory=lambda before: 8 if before["algorithm"].facts.on_policy else 1,
+        default_factory=lambda before: (
+            8 if before["algorithm"].facts.on_policy or before.get("learn_from") == "successes" else 1
+        ),
         ge=1,
         le=MAX_EPISODES,
         description="episodes of each task; default: 8, or 1 if the stage learns from demonstrations",
@@ -150,6 +112,18 @@ class StageConfig(Config):
         description="order of the tasks in each trip through them: shuffle, sequential, by_difficulty (the "
         "fewest skills first, then the shortest demonstration), a mapping of kind by_skill or by_success, or "
         "a file that lists the ids of tasks, one in a line (or a JSON list in a .json file)",
+    )
+    refill: int = Field(
+        default=0,
+        ge=0,
+        le=100,
+        description="leave out each group whose episodes all have one return, and collect another one in its "
+        "place, in at most so many rounds; 0 leaves none out",
+    )
+    replay: ReplayConfig | None = Field(
+        default=None,
+        description="earlier successes join the groups of their tasks, and are learnt from once more; null "
+        "replays none",
     )
     replay_in_prompt: int = Field(
         default=0,
@@ -230,6 +204,33 @@ class StageConfig(Config):
         return self.tasks_per_step * self.group_size
 
     @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of all metrics that a step of the stage may have."""
+        facts = self.algorithm.facts
+        if not facts.on_policy:
+            if facts.preferences:
+                ties = self.episodes_of is not None and facts.preferences == "pairs"
+                return metrics_of(facts, PAIR_METRICS if ties else ())
+            samples = self.learn_from == "successes"
+            return metrics_of(facts, ("groups_with_signal", *SUCCESS_METRICS) if samples else None)
+        replayed = ("episodes_replayed",) if self.replay else ()
+        return metrics_of(facts, (*(REFILL_METRICS if self.refill else ()), *replayed))
+
+    @property
+    def samples(self) -> bool:
+        """Whether the stage learns from episodes of the policy."""
+        return self.algorithm.facts.on_policy or self.learn_from == "successes"
+
+    @property
+    def scoring(self) -> SamplingConfig:
+        """The distribution that a token's log-probability is of: the sampler's, or in a supervised stage the
+        whole one at temperature 1.
+        """
+        if self.algorithm.facts.on_policy:
+            return self.sampling
+        return self.sampling.model_copy(update={key: getattr(SamplingConfig(), key) for key in DISTRIBUTION})
+
+    @property
     def updates(self) -> int:
         """The number of optimizer updates of the stage, if every step has something to learn from."""
         facts = self.algorithm.facts
@@ -240,22 +241,60 @@ class StageConfig(Config):
         if isinstance(self.algorithm, UncheckedAlgorithmConfig):
             return self  # its facts are not known
         kind, algorithm, sampling = self.algorithm.kind, self.algorithm.facts, self.sampling
-        if not algorithm.on_policy and self.group_size != 1:
+        if not self.samples and self.group_size != 1:
             raise ValueError(
                 f"group_size has no effect on {kind}, which learns from demonstrations in groups of one; "
                 "leave it out"
             )
-        if not algorithm.on_policy and self.mask_cut_actions:
+        if not self.samples and self.mask_cut_actions:
             raise ValueError(
                 f"mask_cut_actions has no effect on {kind}, which learns from demonstrations; leave it out"
             )
-        if not algorithm.on_policy and self.replay_in_prompt:
+        if not self.samples and self.replay_in_prompt:
             raise ValueError(
                 f"replay_in_prompt has no effect on {kind}, which learns from demonstrations; leave it out"
             )
+        for key in ("refill", "replay"):
+            if getattr(self, key) and not algorithm.compares_groups:
+                raise ValueError(
+                    f"{key} has no effect on {kind}, which does not compare the episodes of a task with each "
+                    "other; leave it out"
+                )
+        if self.replay is not None and not self.replay.episodes(self.group_size):
+            raise ValueError(
+                f"replay.share: {self.replay.share:g} of group_size: {self.group_size} is less than one "
+                "episode; raise it"
+            )
+        if self.replay is not None and getattr(algorithm, "surrogate", None) is score_function:
+            raise ValueError(
+                f"replay needs a surrogate with the ratio to the policy that sampled, and {kind} has none; "
+                "take another surrogate, such as clipped"
+            )
+        if algorithm.on_policy and self.learn_from != "demonstrations":
+            raise ValueError(
+                f"learn_from has no effect on {kind}, which learns from the policy's own episodes; leave it "
+                "out"
+            )
+        if self.learn_from == "successes" and (algorithm.keeps_groups_whole or algorithm.preferences):
+            raise ValueError(
+                f"learn_from: successes leaves {kind} nothing to compare them with; take sft, or learn from "
+                "the episodes of a run (episodes_of)"
+            )
+        if self.episodes_of is not None and not algorithm.preferences:
+            raise ValueError(
+                f"episodes_of has no effect on {kind}, which does not learn from preferences; leave it out"
+            )
+        if self.episodes_of is not None and self.task_order != "shuffle":
+            raise ValueError(
+                "task_order has no effect with episodes_of, whose groups are shuffled; leave it out"
+            )
+        if self.episodes_of is not None and self.epochs is not None:
+            raise ValueError(
+                "epochs counts the environment's tasks, and a stage with episodes_of has others; set steps"
+            )
         if not algorithm.on_policy and not self.optimizer.learning_rate:
             raise ValueError(f"optimizer.learning_rate: 0 leaves {kind} nothing to do; raise it")
-        if not algorithm.on_policy and isinstance(self.task_order, BySuccessConfig):
+        if not self.samples and isinstance(self.task_order, BySuccessConfig):
             raise ValueError(
                 f"task_order: by_success has no effect on {kind}, whose demonstrations all succeed; take "
                 "another order"
@@ -264,7 +303,7 @@ class StageConfig(Config):
             raise ValueError(
                 "sampling.temperature: 0 has no density to train on; set it above 0 (evaluation may use 0)"
             )
-        if not algorithm.on_policy and (
+        if not self.samples and (
             drawn := [key for key in DISTRIBUTION if getattr(sampling, key) != getattr(SamplingConfig(), key)]
         ):
             raise ValueError(
@@ -272,15 +311,15 @@ class StageConfig(Config):
                 "leave it out"
             )
         if "reference" in self.model_fields_set and not algorithm.needs_reference:
-            raise ValueError(f"reference has no effect on {kind} without a kl_coef; leave it out")
+            raise ValueError(f"reference has no effect on {kind} without a KL; leave it out")
         if algorithm.needs_reference and sampling.truncates:
             key = "top_p" if sampling.top_p < 1 else "top_k"
             raise ValueError(
                 f"sampling.{key} cuts off tokens that the reference gives probability to, so the KL cannot "
-                "be measured on those that are drawn; leave top_p and top_k out, or set kl_coef: 0"
+                "be measured on those that are drawn; leave top_p and top_k out, or the KL"
             )
-        if self.until is not None and self.until.metric not in (*(known := metrics_of(algorithm)), *METRICS):
-            raise ValueError(_unknown_metric(self.until.metric, known))
+        if self.until is not None and self.until.metric not in (*self.metrics, *METRICS):
+            raise ValueError(unknown_metric(self.until.metric, self.metrics))
         if algorithm.minibatches > self.tasks_per_step:
             raise ValueError(
                 f"algorithm.minibatches: {algorithm.minibatches} is more than "
@@ -325,13 +364,26 @@ def source_of(
     schedule_of: ScheduleOf | None = None,
     replays: Replays | None = None,
 ) -> Source:
-    """The source that a stage's algorithm learns from: episodes of the policy, or demonstrations."""
+    """The source that a stage learns from: episodes of the policy, its successes, preferences, or
+    demonstrations.
+    """
+    form = stage.algorithm.facts.preferences
+    if form is not None and stage.episodes_of is not None:
+        groups = read_groups(stage.episodes_of, sampler.chat, stage.rewards)
+        place = f"episodes_of.run: {stage.episodes_of.run}"
+        return EpisodePairs(groups, stage.tasks_per_step, seed, form, place)
     demonstration = environment.demonstration
     order = order_of(stage.task_order, environment.tasks, stage.tasks_per_step, seed, demonstration)
-    if stage.algorithm.facts.on_policy:
+    if stage.samples:
         collector = Collector(environment, sampler)
         settings = (stage.group_size, stage.sampling, stage.rewards)
+        refill = (stage.refill, stage.algorithm.facts.minibatches)
         shown = (replays, stage.replay_in_prompt)
-        return Rollouts(collector, order, *settings, seed, ranks, schedule_of, *shown)
+        replay = stage.replay
+        earlier = EarlierSuccesses(replay.keep, replay.episodes(stage.group_size)) if replay else None
+        rollouts = Rollouts(collector, order, *settings, seed, ranks, schedule_of, *shown, *refill, earlier)
+        return rollouts if stage.algorithm.facts.on_policy else Successes(rollouts)
+    if form is not None:
+        return Pairs(environment, order, sampler.chat, stage.rewards, seed, ranks, form)
     check = DemonstrationCheck(sampler.chat, stage.sampling, warns=ranks.is_main)
     return Demonstrations(environment, order, sampler.chat, stage.rewards, seed, ranks, check)

@@ -5,9 +5,11 @@ be checked against them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial, reduce
 
 from agent_peft.algorithms import Algorithm
+from agent_peft.ranks import EXTREMES, merged
 from agent_peft.rollout.collector import Collection
 from agent_peft.types import Group, Trajectory
 
@@ -46,9 +48,13 @@ ROLLED_OUT = (
 DEMONSTRATED = ("demonstrations_incorrect", "demonstrations_unsayable")  # DemonstrationCheck.count
 
 
-def metrics_of(algorithm: Algorithm) -> tuple[str, ...]:
+def metrics_of(algorithm: Algorithm, source: Sequence[str] | None = None) -> tuple[str, ...]:
     """The names of all metrics that a step of a stage may have. A step without an update has no loss, and no
     other metric that an update measures.
+
+    Args:
+        source: the metrics of the stage's source; None takes those of the demonstrations where the algorithm
+            learns from them.
 
     >>> from agent_peft.algorithms import SftConfig
     >>> "surprisal" in metrics_of(SftConfig().facts)
@@ -58,7 +64,8 @@ def metrics_of(algorithm: Algorithm) -> tuple[str, ...]:
         *DESCRIBED,
         *UPDATED,
         *LOOPED,
-        *(ROLLED_OUT if algorithm.on_policy else DEMONSTRATED),
+        *(ROLLED_OUT if algorithm.on_policy else DEMONSTRATED if source is None else ()),
+        *(source or ()),
         *algorithm.metrics,
     )
 
@@ -92,11 +99,11 @@ class SignalCounter:
 
 
 def describe(groups: list[Group], collection: Collection) -> dict[str, float]:
-    """The metrics of a step's trajectories. Most are means or shares of trajectories.
-    ``zero_variance_groups`` is a share of groups; ``invalid_actions`` and ``cut_actions`` (ended by a token
-    limit) are shares of turns. Failures are counts.
+    """The metrics of a step's trajectories, without those that are replayed. Most are means or shares of
+    trajectories. ``zero_variance_groups`` is a share of groups; ``invalid_actions`` and ``cut_actions``
+    (ended by a token limit) are shares of turns. Failures are counts.
     """
-    trajectories: list[Trajectory] = [t for group in groups for t in group.trajectories]
+    trajectories: list[Trajectory] = [t for group in groups for t in group.trajectories if not t.replayed]
     turns = sum(len(t.turns) for t in trajectories)
 
     def share(count: float) -> float:
@@ -126,7 +133,14 @@ def describe(groups: list[Group], collection: Collection) -> dict[str, float]:
 
 
 def mean_of(records: list[Mapping[str, float]]) -> dict[str, float]:
-    """Each metric's mean over the updates of a step that report it; those of ``COUNTS`` are summed."""
+    """Each metric's mean over the updates of a step that report it. Those of ``COUNTS`` are summed, and of
+    extremes (…_min, …_max) the extreme is taken.
+    """
     names = dict.fromkeys(name for record in records for name in record)
     values = {name: [record[name] for record in records if name in record] for name in names}
-    return {name: sum(numbers) / (1 if name in COUNTS else len(numbers)) for name, numbers in values.items()}
+    return {
+        name: reduce(partial(merged, name), numbers)
+        if name.endswith(EXTREMES)
+        else sum(numbers) / (1 if name in COUNTS else len(numbers))
+        for name, numbers in values.items()
+    }

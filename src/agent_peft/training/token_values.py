@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -20,8 +20,9 @@ class TokenValues:
     """Numbers for the N tokens of a step's trajectories, which lie one after another.
 
     Attributes:
-        advantages: (N,) fp32, zero where nothing was sampled; NaN in a group that was left out, because
-            failing environments had left too few episodes in it. None where the algorithm sets none.
+        advantages: (N,) fp32, zero where nothing was sampled; NaN where nothing is learnt from: in
+            trajectories that were dropped, and in a group that was left out, because failing environments
+            had left too few episodes in it. None where the algorithm sets none.
         logprobs: (N,) fp32, the log-probabilities (nats) of the policy that acted, as the trainer computes
             them before the step's first update, zero where nothing was sampled; NaN in trajectories without a
             forward before that update: those without a gradient, and those of later minibatches. None for
@@ -49,23 +50,24 @@ def gather_values(
     """
     lengths = [len(t.tokens) for group in collected for t in group.trajectories]
     starts = [0, *accumulate(lengths)]
-    first_rows = [0, *accumulate(len(group.trajectories) for group in collected)]
-    numbers = {id(group): number for number, group in enumerate(compared)}
-    spans = {  # of each compared group, whose tokens lie side by side
-        numbers[id(group)]: slice(starts[first], starts[last])
-        for group, first, last in zip(collected, first_rows, first_rows[1:], strict=False)
-        if id(group) in numbers
-    }
+    trajectories = (t for group in collected for t in group.trajectories)
+    spans = {id(t): slice(*span) for t, span in zip(trajectories, pairwise(starts), strict=True)}
     real = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
 
     def spread(values: Tensor) -> Tensor:
         flat = torch.full((starts[-1],), math.nan)
-        for span in spans.values():
-            flat[span] = 0.0
+        for trajectory in (t for group in compared for t in group.trajectories):
+            flat[spans[id(trajectory)]] = 0.0
         for number, rows in batch.rows_by_group().items():
-            flat[spans[number]] += values[rows][real[rows]]  # 0.0 + -0.0 is 0.0, on any number of ranks
+            if number < 0:  # only measured
+                continue
+            for trajectory, row in zip(compared[number].trajectories, rows, strict=True):
+                # 0.0 + -0.0 is 0.0, on any number of ranks
+                flat[spans[id(trajectory)]] += values[row][real[row]]
         return ranks.sum(flat)
 
     scored = None if logprobs is None else spread(logprobs)
     advantages = spread(batch.advantages)
-    return TokenValues(advantages if scored is not None or bool(advantages.any()) else None, scored)
+    return TokenValues(
+        advantages if scored is not None or bool(advantages.nan_to_num().any()) else None, scored
+    )

@@ -122,7 +122,8 @@ class Trainer:
         """The main loop."""
         while self.step < self.stage.steps:
             collection = self.source.collect(self.step)
-            groups = self.comparable(collection.groups)
+            collected = self.comparable(collection.groups)
+            groups = self.comparable(collection.kept) if collection.dropped else collected
             remembered = self.algorithm.state_dict()
             batch = self.prepare(groups)
             updates: list[Mapping[str, float]] = []
@@ -136,7 +137,7 @@ class Trainer:
                 if self.algorithm.is_done(updates[-1]):
                     break
             metrics = {
-                **describe(groups, collection),
+                **describe(collected, collection),
                 **mean_of(updates),
                 **self.observe(batch, len(groups)),
                 **collection.metrics,
@@ -152,11 +153,11 @@ class Trainer:
         """The groups that failing environments left with enough trajectories to learn from.
 
         Raises:
-            AgentPeftError: there is none.
+            AgentPeftError: none of them is.
         """
         fewest = 2 if self.algorithm.compares_groups else 1
         enough = [group for group in groups if len(group.trajectories) >= fewest]
-        if not enough:
+        if groups and not enough:
             raise AgentPeftError(
                 f"no group of this step has {fewest} episode{'s'[: fewest - 1]} left: in the others the "
                 "environment failed before the agent had acted; see the log for the cause, then run again"
@@ -169,7 +170,7 @@ class Trainer:
         batch = collate_groups({number: groups[number] for number in share}, self.stage.mask_cut_actions)
         if self.algorithm.critic:
             batch = replace(batch, values=self.gradients.score(batch, self.policy.values))
-        return self.gradients.begin_step(self.algorithm.prepare(batch, self.ranks.sum))
+        return self.algorithm.prepare(self.gradients.begin_step(batch), self.ranks.sum)
 
     def minibatches(self, batch: Batch, num_groups: int, epoch: int) -> Iterator[Batch]:
         """Whole groups of the ``num_groups`` of all ranks, as far as they are here. They are shuffled where
@@ -177,7 +178,7 @@ class Trainer:
         """
         numbers = list(range(num_groups))
         parts = self.algorithm.minibatches
-        if parts > num_groups:
+        if parts > max(num_groups, 1):  # without a success there is no group, and nothing to update
             raise AgentPeftError(
                 f"algorithm.minibatches: {parts} is more than the {num_groups} groups of a step; lower it"
             )
@@ -256,10 +257,11 @@ class Trainer:
         self.canary.after_update(checks.canary_tokens(minibatch))
 
     def observe(self, batch: Batch, num_groups: int) -> dict[str, float]:
-        """The algorithm's metrics of the step, and the share of groups in which any advantage is not zero."""
+        """The algorithm's metrics of the step, and the share of groups to learn from."""
         metrics = self.algorithm.observe(batch, self.ranks.sum)
         if not self.algorithm.on_policy:
-            return metrics
+            share = num_groups / self.stage.tasks_per_step  # of the groups, those with a success
+            return metrics | (self.signal.count(share) if self.stage.samples else {})
         mine = len(batch.groups[(batch.advantages != 0).any(1)].unique())  # type: ignore[no-untyped-call]
         share = float(self.ranks.sum(torch.tensor(float(mine)))) / num_groups
         return metrics | self.signal.count(share)

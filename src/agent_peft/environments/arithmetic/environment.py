@@ -136,6 +136,12 @@ class Arithmetic(Environment):
             work = self.operation.worked(a, b, max(len(str(a)), len(str(b)))) + "="
         return [work + self._answer(task) + ("$" if self.config.symbols else "")]
 
+    def rejection(self, task: Task) -> Sequence[str]:
+        """The demonstration with another last digit, which the operands decide."""
+        step = 1 + sum(read_operands(task)) % 9
+        (text,) = self.demonstration(task)
+        return [re.sub(r"[0-9](?=[^0-9]*$)", lambda digit: str((int(digit[0]) + step) % 10), text)]
+
     def _answer(self, task: Task) -> str:
         result = self.operation.compute(*read_operands(task))
         if not isinstance(result, int):

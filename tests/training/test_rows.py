@@ -1,0 +1,65 @@
+"""Each row of a policy gradient in the loop: on policy it is on policy, and its keys have their effect."""
+
+from __future__ import annotations
+
+import pytest
+
+from agent_peft.algorithms import ALGORITHMS
+from agent_peft.training.step_metrics import mean_of
+from agent_peft.types import AgentPeftError
+
+REQUIRED = {"dr_grpo": {"constant_length": 3}}
+ROWS = [kind for kind, config in ALGORITHMS.items() if config.__module__.endswith(".rows")]
+# a random policy is never right: what it is paid for is saying digits, and never less than 0
+PRICES = {"incorrect": 0.5, "invalid_action": -0.5}
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [{}, {"lora": None}, {"dtype": "bfloat16"}],
+    ids=["lora", "whole", "bfloat16"],
+)
+@pytest.mark.parametrize("kind", ROWS)
+def test_the_first_minibatch_is_on_policy(make_trainer, kind, policy):
+    algorithm = {"kind": kind, **REQUIRED.get(kind, {})}
+    keys = ALGORITHMS[kind].model_fields
+    algorithm |= {key: 0.1 for key in ("kl_coef", "reward_kl_coef") if key in keys}
+    (step,) = make_trainer(algorithm, steps=1, policy=policy, rewards=PRICES)
+    shown, exact = step.metrics, "dtype" not in policy
+    assert shown["updates_skipped"] == 0 and shown["gradient_norm"] > 0
+    for name in ("ratio", "effective_sample_size"):
+        assert shown[name] == pytest.approx(1, abs=1e-5 if exact else 0.02)
+    for name in ("ratio_min", "ratio_max"):
+        assert shown[name] == pytest.approx(1, abs=1e-4 if exact else 0.3)
+    assert shown["approx_kl"] == pytest.approx(0, abs=1e-8 if exact else 0.005)
+    assert shown["kl"] == pytest.approx(0, abs=1e-8 if exact else 0.005)
+    if exact:
+        assert shown["clip_fraction"] == 0
+
+
+def test_the_extremes_of_a_step_are_those_of_all_its_updates():
+    updates = [
+        {"ratio_max": 1.5, "ratio_min": 0.9, "loss": 1.0},
+        {"ratio_max": 1.1, "ratio_min": 0.5, "loss": 3.0},
+    ]
+    assert mean_of(updates) == {"ratio_max": 1.5, "ratio_min": 0.5, "loss": 2.0}
+
+
+def test_a_reward_below_zero_is_told_to_maxrl_in_one_line(make_trainer):
+    with pytest.raises(AgentPeftError, match=r"a return is -0.\d.*set rewards.incorrect: 0") as told:
+        list(make_trainer("maxrl", steps=1))
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_kl_in_the_reward_holds_the_policy(make_trainer, policy_config, dropout):
+    """Also with dropout, where each update has its own reference, and the reward that of the policy as it
+    acts.
+    """
+    found = {}
+    for coefficient in (1e-9, 30.0):
+        algorithm = {"kind": "rloo", "reward_kl_coef": coefficient}
+        lora = policy_config.lora.model_copy(update={"dropout": dropout})
+        keys = {"steps": 4, "tasks_per_step": 8, "rewards": PRICES, "policy": {"lora": lora}}
+        found[coefficient] = [step.metrics["kl"] for step in make_trainer(algorithm, **keys)]
+    assert found[30.0][-1] < found[1e-9][-1] / 3, found
