@@ -22,6 +22,7 @@ from agent_peft.configuration.explain import effective_values
 from agent_peft.configuration.loading import load_config, read_config
 from agent_peft.environments import load_environment
 from agent_peft.environments.arithmetic import ALPHABET
+from agent_peft.rollout import refill, successes
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.training.step_metrics import metrics_of
 from agent_peft.types import Outcome
@@ -230,12 +231,19 @@ def test_the_configuration_of_the_readme_is_valid(tmp_path):
 
 
 def test_the_page_of_metrics_has_each_metric():
-    needed = {"kl_coef": 1, "entropy_coef": 1, "constant_length": 1}
+    penalties = {"kl_coef": 1, "entropy_coef": 1}
     algorithms = [
-        config_class(**{key: needed[key] for key in needed.keys() & config_class.model_fields.keys()}).build()
-        for config_class in ALGORITHMS.values()
+        config_class(
+            **{key: penalties[key] for key in penalties.keys() & config_class.model_fields.keys()},
+            **({"constant_length": 1} if kind == "dr_grpo" else {}),
+        ).build()
+        for kind, config_class in ALGORITHMS.items()
     ]
-    steps = {name for algorithm in algorithms for name in metrics_of(algorithm)}
+    steps = {name for algorithm in algorithms for name in metrics_of(algorithm)} | {
+        *refill.METRICS,
+        *successes.METRICS,
+        "episodes_replayed",
+    }
     report = {field.name for field in dataclasses.fields(EvaluationReport)}
     text = (DOCS / "metrics.md").read_text(encoding="utf-8")
     names = re.findall(

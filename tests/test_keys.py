@@ -38,7 +38,7 @@ ENVIRONMENT_KEYS = {
     "questions": "kind tasks split limit question answer id skills demonstration grader pattern "
     "system_prompt prompt",
     "chat": "kind tasks split limit messages prompt completion turns",
-    "preferences": "kind tasks split limit prompt chosen rejected",
+    "preferences": "kind tasks split limit prompt chosen rejected label completion",
     "db_bench": "kind tasks generate database skills split limit protocol system_prompt prompt max_turns "
     "max_observation_chars repairs statement_seconds statement_steps episode_seconds",
     "db_bench.generate": "num_tasks seed skills split combined max_answer_chars look_first",
@@ -77,19 +77,31 @@ KEYS: dict[str, dict[str, str]] = {
     "checkpoint": {"": "every keep_last keep_best"},
     "checkpoint.keep_best": {"": "metric mode"},
     "trajectories": {"": "every last"},
+    **{
+        f"trackers:{kind}": {"": f"kind trajectories trajectories_every patience {keys}"}
+        for kind, keys in {
+            "custom": "",
+            "tensorboard": "",
+            "wandb": "project entity group mode",
+            "trackio": "project space",
+            "mlflow": "uri experiment",
+        }.items()
+    },
     "ranks": {"": "timeout allow_other_number"},
     "stages": {
         "": "name steps epochs until tasks_per_step group_size microbatch_tokens reference mask_cut_actions "
-        "task_order replay_in_prompt nonfinite"
+        "task_order refill replay replay_in_prompt learn_from episodes_of nonfinite"
     },
     "stages.task_order:by_skill": {"": "kind steps skills"},
     "stages.task_order:by_success": {"": "kind low high trips"},
+    "stages.replay": {"": "share keep"},
+    "stages.episodes_of": {"": "run stage"},
     "stages.until": {"": "metric above below over patience"},
     "stages.rewards": {
         "": "correct incorrect unknown timeout turn_limit token_limit invalid_action cut_action score"
     },
     "stages.rewards.terms:custom": {"": "kind weight when"},
-    "stages.rewards.terms:length_penalty": {"": "kind weight when target_tokens"},
+    "stages.rewards.terms:length_penalty": {"": "kind weight when target_tokens buffer_tokens"},
     "stages.rewards.terms:reasoning_steps": {"": "kind weight when max_steps"},
     "stages.rewards.terms:format": {"": "kind weight when"},
     "stages.optimizer": {
@@ -97,22 +109,30 @@ KEYS: dict[str, dict[str, str]] = {
     },
     "stages.sampling": {"": "temperature top_p top_k max_new_tokens max_tokens stop"},
     "stages.algorithm:reinforce": {
-        "": "kind kl_coef entropy_coef baseline_momentum baseline_start weighting"
+        "": "kind kl_coef reward_kl_coef entropy_coef baseline_momentum baseline_start weighting"
     },
-    "stages.algorithm:rloo": {"": "kind kl_coef entropy_coef update_epochs minibatches weighting"},
-    "stages.algorithm:grpo": {
-        "": "kind kl_coef entropy_coef update_epochs minibatches clip_low clip_high weighting"
-    },
-    "stages.algorithm:dr_grpo": {
-        "": "kind kl_coef entropy_coef update_epochs minibatches clip_low clip_high constant_length"
-    },
-    "stages.algorithm:gspo": {"": "kind kl_coef entropy_coef update_epochs minibatches clip_low clip_high"},
-    "stages.algorithm:ppo": {
-        "": "kind gamma gae_lambda normalize_advantages clip_low clip_high value_clip value_coef "
-        "value_learning_rate value_trunk_gradient entropy_coef kl_coef update_epochs minibatches target_kl "
-        "weighting"
+    **{
+        f"stages.algorithm:{kind}": {"": f"kind reward_kl_coef entropy_coef update_epochs minibatches {keys}"}
+        for kind, keys in {
+            "reinforce_plus_plus": "group_baseline clip_low clip_high weighting",
+            "rloo": "kl_coef weighting",
+            "grpo": "kl_coef clip_low clip_high dual_clip weighting",
+            "dapo": "kl_coef clip_low clip_high dual_clip",
+            "dr_grpo": "kl_coef clip_low clip_high dual_clip constant_length",
+            "gspo": "kl_coef clip_low clip_high",
+            "cispo": "kl_coef clip_high",
+            "maxrl": "kl_coef weighting",
+            "policy_gradient": "kl_coef advantage baseline surrogate weighting clip_low clip_high dual_clip "
+            "baseline_momentum constant_length",
+            "ppo": "kl_coef gamma gae_lambda normalize_advantages clip_low clip_high dual_clip value_clip "
+            "value_coef value_learning_rate value_trunk_gradient target_kl weighting",
+        }.items()
     },
     "stages.algorithm:sft": {"": "kind weighting"},
+    "stages.algorithm:dpo": {"": "kind beta loss"},
+    "stages.algorithm:kto": {"": "kind beta desirable_weight undesirable_weight threshold"},
+    "stages.algorithm:orpo": {"": "kind odds_coef"},
+    "stages.algorithm:simpo": {"": "kind beta gamma"},
 }
 FIELDS = {
     f"{section}.{name}".removeprefix("."): set(commands.split())
@@ -188,6 +208,8 @@ OTHER_KIND = {
     "stages.algorithm:reinforce": {"kind": "rloo"},
     "stages.task_order:by_skill": ORDER_OF["by_success"],
     "stages.task_order:by_success": ORDER_OF["by_skill"],
+    "trackers": {"kind": "mlflow"},
+    "trackers:mlflow": {"kind": "tensorboard"},
     "stages.rewards.terms": {"kind": "format", "weight": 0.5},
     "stages.rewards.terms:format": TERM_OF["length_penalty"],
 }
@@ -241,10 +263,20 @@ NAMED: dict[str, str] = {
     "evaluation.sampling.stop": "{path}=[x]",
     "sampling.max_tokens": "{path}=100",
     "stages.reference": "{path}=base stages.0.algorithm.kl_coef=0.1",
+    "stages.algorithm:policy_gradient.baseline": "{path}=batch_normalized",
+    "stages.algorithm:policy_gradient.surrogate": "{path}=ratio",
+    "stages.algorithm:policy_gradient.weighting": "{path}=token_mean",
+    "stages.algorithm:policy_gradient.baseline_momentum": "{path}=0.5 {parent}.advantage=plain_return "
+    "{parent}.baseline=moving_average",
+    "stages.algorithm:policy_gradient.constant_length": "{path}=9 {parent}.weighting=constant_length",
     "stages.optimizer.min_lr_ratio": "{path}=0.5 {parent}.schedule=linear",
     "stages.sampling.stop": "{path}=[x]",
     "stages.until": "{path}={{metric: reward, above: 0.5}}",
     "stages.until.above": "{path}=0.25",
+    "stages.replay": "{path}={{share: 0.5}}",
+    "stages.episodes_of": "{path}={{run: adapter}}",
+    "environment:preferences.completion": "{path}=reply {parent}.label=good",
+    "stages.replay.share": "{path}=1.0",
     "stages.until.below": "{parent}.above=null {path}=0.5",
     "stages.until.metric": "{path}=success",
     "stages.until.patience": "{parent}.metric=evaluation.success {path}=3 evaluation.every=2",
@@ -256,6 +288,7 @@ NAMED: dict[str, str] = {
 }
 # without outcomes: for supervised stages, and never measured (environments/test_chat)
 UNGRADED = ("chat", "preferences")
+SUPERVISED = ("sft", "dpo", "kto", "orpo", "simpo")
 
 
 def settings_for(key: str) -> dict[str, Any]:
@@ -271,13 +304,22 @@ def settings_for(key: str) -> dict[str, Any]:
         {"constant_length": 9} if "dr_grpo" in kinds.values() else {}
     )
     stage: dict[str, Any] = {"algorithm": algorithm, "steps": 5, "tasks_per_step": 4}
-    if stage["algorithm"]["kind"] != "sft":
+    if key.startswith("stages.episodes_of"):
+        stage["algorithm"] = {"kind": "dpo"}
+    if key.startswith("stages.episodes_of."):
+        stage["episodes_of"] = {"run": "run"}
+    if key == "stages.learn_from":
+        stage["algorithm"] = {"kind": "sft"}
+    if stage["algorithm"]["kind"] not in SUPERVISED:
         stage |= {"group_size": 2}
     checkpoint = {"keep_best": {"metric": "loss"}} if key.startswith("checkpoint.keep_best.") else {}
     if key.startswith("stages.until."):
         stage["until"] = {"metric": "reward", "above": 0.5}
+    if key.startswith("stages.replay."):
+        stage["replay"] = {"share": 0.5}
     if "task_order" in kinds:
         stage["task_order"] = ORDER_OF[kinds["task_order"]]
+    tracker = kinds.get("trackers", "tensorboard")
     if "terms" in kinds:
         stage["rewards"] = {"terms": [TERM_OF.get(kinds["terms"], {"kind": kinds["terms"]})]}
     return {
@@ -286,6 +328,7 @@ def settings_for(key: str) -> dict[str, Any]:
         "environment": ENVIRONMENT_OF[kinds.get("environment", "arithmetic")],
         "evaluation": {"environment": ENVIRONMENT_OF[kinds.get("evaluation_environment", "arithmetic")]},
         "checkpoint": checkpoint,
+        "trackers": [{"kind": "own:Tracker" if tracker == "custom" else tracker}],
         "stages": [stage],
     }
 
@@ -342,7 +385,7 @@ def overrides_of(key: str, content: dict[str, Any]) -> tuple[str, list[str]]:
     path = re.sub(r":\w+", "", key).replace("stages.", "stages.0.")
     parent = path.rpartition(".")[0]
     other = first_of(OTHER_KIND, section) if name == "kind" else None
-    if ".terms:" in key:
+    if ".terms:" in key or section.startswith("trackers:"):
         term = at(content, f"{parent}.0")
         other = other or {**term, name: another(term[name], FOUND[key].annotation, name)}
         return f"{parent}.0.{name}", [f"{parent}={json.dumps([other])}"]

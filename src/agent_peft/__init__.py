@@ -17,6 +17,18 @@ if TYPE_CHECKING:
     from typing import Any
 
     from agent_peft import testing
+    from agent_peft.agents.datasets import create_rl_dataset, create_sft_dataset
+    from agent_peft.agents.rewards import (
+        MathRewardFunction,
+        create_accuracy_reward,
+        create_length_penalty_reward,
+        create_step_reward,
+        evaluate_rewards,
+    )
+    from agent_peft.agents.simple_agent import LLMConfig, SimpleAgent
+    from agent_peft.agents.tool import RLTrainingTool
+    from agent_peft.agents.training import TrainingConfig
+    from agent_peft.agents.wrappers import GRPOTrainerWrapper, PPOTrainerWrapper, SFTTrainerWrapper
     from agent_peft.algorithms import Algorithm
     from agent_peft.configuration.loading import load_config
     from agent_peft.environments import Environment, EnvironmentConfig, Episode, load_environment
@@ -28,6 +40,7 @@ if TYPE_CHECKING:
     from agent_peft.runs.observers import Observer
     from agent_peft.runs.reading import load_run
     from agent_peft.runs.run import train
+    from agent_peft.runs.trackers import Tracker, load_tracker
     from agent_peft.training.stage import Stage
     from agent_peft.training.trainer import Step, Trainer
     from agent_peft.types import (
@@ -47,26 +60,42 @@ __all__ = [
     "Environment",
     "EnvironmentConfig",
     "Episode",
+    "GRPOTrainerWrapper",
     "InfrastructureError",
+    "LLMConfig",
+    "MathRewardFunction",
     "Message",
     "Observer",
     "Outcome",
+    "PPOTrainerWrapper",
     "Policy",
+    "RLTrainingTool",
+    "SFTTrainerWrapper",
+    "SimpleAgent",
     "Stage",
     "Step",
     "StepResult",
     "StopReason",
     "Task",
+    "Tracker",
     "Trainer",
+    "TrainingConfig",
     "Trajectory",
     "__version__",
+    "create_accuracy_reward",
+    "create_length_penalty_reward",
+    "create_rl_dataset",
+    "create_sft_dataset",
+    "create_step_reward",
     "evaluate",
+    "evaluate_rewards",
     "generate",
     "load_config",
     "load_environment",
     "load_policy",
     "load_run",
     "load_sampler",
+    "load_tracker",
     "testing",
     "train",
 ]
@@ -77,25 +106,41 @@ _HOMES = {  # name -> module:attribute, as imported above; a test compares the t
     "Environment": "environments:Environment",
     "EnvironmentConfig": "environments:EnvironmentConfig",
     "Episode": "environments:Episode",
+    "GRPOTrainerWrapper": "agents.wrappers:GRPOTrainerWrapper",
     "InfrastructureError": "types:InfrastructureError",
+    "LLMConfig": "agents.simple_agent:LLMConfig",
+    "MathRewardFunction": "agents.rewards:MathRewardFunction",
     "Message": "types:Message",
     "Observer": "runs.observers:Observer",
     "Outcome": "types:Outcome",
+    "PPOTrainerWrapper": "agents.wrappers:PPOTrainerWrapper",
     "Policy": "policies.policy:Policy",
+    "RLTrainingTool": "agents.tool:RLTrainingTool",
+    "SFTTrainerWrapper": "agents.wrappers:SFTTrainerWrapper",
+    "SimpleAgent": "agents.simple_agent:SimpleAgent",
     "Stage": "training.stage:Stage",
     "Step": "training.trainer:Step",
     "StepResult": "types:StepResult",
     "StopReason": "types:StopReason",
     "Task": "types:Task",
+    "Tracker": "runs.trackers:Tracker",
     "Trainer": "training.trainer:Trainer",
+    "TrainingConfig": "agents.training:TrainingConfig",
     "Trajectory": "types:Trajectory",
+    "create_accuracy_reward": "agents.rewards:create_accuracy_reward",
+    "create_length_penalty_reward": "agents.rewards:create_length_penalty_reward",
+    "create_rl_dataset": "agents.datasets:create_rl_dataset",
+    "create_sft_dataset": "agents.datasets:create_sft_dataset",
+    "create_step_reward": "agents.rewards:create_step_reward",
     "evaluate": "rollout.evaluation:evaluate",
+    "evaluate_rewards": "agents.rewards:evaluate_rewards",
     "generate": "policies.generation:generate",
     "load_config": "configuration.loading:load_config",
     "load_environment": "environments:load_environment",
     "load_policy": "policies.loading:load_policy",
     "load_run": "runs.reading:load_run",
     "load_sampler": "policies.engine:load_sampler",
+    "load_tracker": "runs.trackers:load_tracker",
     "testing": "testing:",
     "train": "runs.run:train",
 }

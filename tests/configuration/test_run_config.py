@@ -716,6 +716,11 @@ def test_facts(load):
         == "3 steps of 8 × 8 = 64 episodes (2.4 trips through the tasks), 24 optimizer updates"
     )
     assert found["optimizer updates"] == "27"
+    assert found["loss of sft"].startswith("mean ")
+    assert found["loss of rl"] == (
+        "mean over trajectories of the tokens' mean of -min(ρ Â, clip(ρ, 0.8, 1.2) Â); Â = (R - mean of its "
+        "group) / (std of its group + 1e-6) (Shao et al., 2024, https://arxiv.org/abs/2402.03300)"
+    )
     assert found["evaluation"] == "4 tasks × 1 attempts"
 
 

@@ -131,6 +131,18 @@ def test_an_observer_is_told_of_steps_evaluations_and_the_end(configure):
     assert again.calls == ["end"], "nothing was left to do"
 
 
+def test_an_observer_is_told_first_where_the_run_stands(configure):
+    class Starting(Recording):
+        def on_start(self, run):
+            self.calls.append((run.done, run.steps, run.evaluations, run.config.run_dir.name))
+
+    first, longer = Starting(), Starting()
+    train(configure("run"), observers=[first])
+    assert first.calls[0] == (0, 2, (0, 2), "run")
+    train(configure("run", steps=3), observers=[longer])
+    assert longer.calls[0] == (2, 3, (0, 3), "run")
+
+
 def test_an_observer_is_told_of_the_end_of_a_run_that_fails(configure):
     class Stopping(Recording):
         def on_step(self, step):

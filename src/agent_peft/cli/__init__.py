@@ -16,17 +16,23 @@ from typing import Any
 
 import typer
 
+from agent_peft.cli.agents import mcp
 from agent_peft.cli.app import LINE, app
 from agent_peft.cli.configuration import explain
 from agent_peft.cli.environments import download, generate, serve, validate
+from agent_peft.cli.policies import chat, serve_policy
 from agent_peft.cli.reading import show
+from agent_peft.cli.reports import report
 from agent_peft.cli.runs import evaluate, merge, runs, train
 from agent_peft.printable import printable
 from agent_peft.search_path import search_current_folder_last
 from agent_peft.types import AgentPeftError, InfrastructureError, TrustError
 
 # as --help lists them
-COMMANDS = (train, evaluate, merge, runs, show, generate, validate, download, serve, explain)
+COMMANDS = (
+    *(train, evaluate, merge, runs, show, report, generate, validate, download),
+    *(serve, serve_policy, chat, mcp, explain),
+)
 INTERRUPTED = 130
 TRACEBACK = "AGENT_PEFT_TRACEBACK"
 _UsageError: Any = typer.BadParameter.__bases__[0]  # typer does not export it

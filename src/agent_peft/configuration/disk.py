@@ -23,7 +23,7 @@ def trajectories_in_words(config: TrainConfig) -> str:
     """The size of a run's trajectories, if every episode has ``sampling.max_tokens``."""
     keep = config.trajectories
     sizes = [
-        step_bytes(stage.episodes_per_step, stage.sampling.max_tokens)
+        step_bytes((1 + stage.refill) * stage.episodes_per_step, stage.sampling.max_tokens)
         for stage in config.stages
         for _ in range(stage.steps)
     ]

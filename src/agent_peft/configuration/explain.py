@@ -128,10 +128,13 @@ def _facts(
         length = f"{stage.steps} steps" if known else UNKNOWN + " steps"
         length += f" ({given.epochs:g} epochs)" if given.epochs is not None else ""
         consequences[f"stage {stage.name}"] = (
-            f"{length} of {stage.tasks_per_step} × {stage.group_size} = {stage.episodes_per_step} "
-            f"{'episodes' if stage.algorithm.facts.on_policy else 'demonstrations'}{_trips(stage, trip)}, "
+            f"{length} of {_of_a_step(stage)}{_trips(stage, trip)}, "
+            f"{f'up to {1 + stage.refill} times as many with refill, ' if stage.refill else ''}"
             f"{stage.updates if known else UNKNOWN} optimizer updates"
         )
+        if formula := stage.algorithm.facts.formula:
+            paper = stage.algorithm.facts.paper
+            consequences[f"loss of {stage.name}"] = f"{formula} ({paper})" if paper else formula
         if stage.algorithm.facts.needs_reference:
             consequences[f"reference of {stage.name}"] = reference_in_words(config, stage)
     consequences["optimizer updates"] = UNKNOWN if updates is None else str(updates)
@@ -144,13 +147,25 @@ def _facts(
     return consequences
 
 
+def _of_a_step(stage: StageConfig) -> str:
+    """What a step learns from."""
+    form, number = stage.algorithm.facts.preferences, stage.tasks_per_step
+    if form is None:
+        noun = "episodes" if stage.samples else "demonstrations"
+        return f"{number} × {stage.group_size} = {stage.episodes_per_step} {noun}"
+    if stage.episodes_of is None:
+        return f"{number} pairs" if form == "pairs" else f"the replies to {number} tasks"
+    of_run = f" of {stage.episodes_of.run}"
+    return f"{number} pairs{of_run}" if form == "pairs" else f"the episodes of {number} groups{of_run}"
+
+
 def _trips(stage: StageConfig, trip: int | None) -> str:
     """How often a stage goes through its tasks.
 
     Args:
         trip: the tasks of one trip; None if they are unknown.
     """
-    if trip is None:
+    if trip is None or stage.episodes_of is not None:
         return ""
     trips = f"{stage.steps * stage.tasks_per_step / trip:.3g} trips through the tasks"
     if stage.tasks_per_step > trip:

@@ -165,11 +165,10 @@ class StageMemory:
 
 def stage_memory(model: MemoryModel, stage: StageConfig, engine: EngineConfig) -> StageMemory:
     """The memory of a stage. Its phases follow one another, so its peak is that of the larger one."""
-    on_policy = stage.algorithm.facts.on_policy
     return StageMemory(
         always=(*_always(model), *_reference(model, stage)),
         sampling=tuple(_sampling(model, stage.sampling, engine, stage.episodes_per_step))
-        if on_policy
+        if stage.samples
         else (),
         training=tuple(_training(model, stage)),
     )

@@ -216,7 +216,8 @@ def _ineffective(stage: Tree) -> dict[str, str]:
         algorithm = _ALGORITHM.validate_json(json.dumps(plain(stage.get("algorithm", {}))), strict=True)
     except ValidationError:  # reported later, with its place
         return {}
-    return ineffective_keys(algorithm)
+    given = {"learn_from": plain(stage["learn_from"])} if "learn_from" in stage else {}
+    return ineffective_keys(algorithm, **given)
 
 
 def _at(tree: Tree, key: str) -> Node | None:

@@ -115,6 +115,8 @@ def _places(
     for number, stage in enumerate(content.get("stages") or ()):
         if isinstance(stage, dict) and _text(stage.get("task_order")) not in (None, *ORDER_NAMES):
             yield stage, "task_order", f"stages.{number}.task_order"
+        if isinstance(stage, dict) and isinstance(stage.get("episodes_of"), dict):
+            yield stage["episodes_of"], "run", f"stages.{number}.episodes_of.run"
 
 
 def _path_fields(kind: str | None) -> list[str]:

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 
 from agent_peft.algorithms import AlgorithmConfig, UncheckedAlgorithmConfig
 from agent_peft.config import Config, first_error
+from agent_peft.configuration.trackers import AnyTracker
 from agent_peft.environments import ENVIRONMENTS, AnyEnvironment
 from agent_peft.environments.base import EnvironmentConfig
 from agent_peft.lookup import nearest
@@ -22,7 +23,6 @@ from agent_peft.rollout.evaluation import EvaluationConfig
 from agent_peft.rollout.statistics import METRICS
 from agent_peft.rollout.task_order import BySkillConfig
 from agent_peft.training.stage import StageConfig
-from agent_peft.training.step_metrics import metrics_of
 from agent_peft.types import AgentPeftError, Task
 
 
@@ -96,6 +96,9 @@ class TrainConfig(Config):
     trajectories: Annotated[TrajectoriesConfig, BeforeValidator(_all)] = Field(
         default=TrajectoriesConfig(), description="the steps whose trajectories stay on disk: all, or fewer"
     )
+    trackers: tuple[AnyTracker, ...] = Field(
+        default=(), description="programs and services that show the run's numbers while it trains"
+    )
     ranks: RanksConfig = Field(default=RanksConfig(), description="how processes train together (torchrun)")
     stages: tuple[StageConfig, ...] = Field(
         description="the stages in their order; without this key the keys of one stage stand at the top"
@@ -122,6 +125,13 @@ class TrainConfig(Config):
             )
         self._check_graded()
         self._check_best()
+        for stage in self.stages:
+            own = stage.episodes_of is not None and stage.episodes_of.run.resolve() == self.run_dir.resolve()
+            if own and self.trajectories.last is not None:
+                raise ValueError(
+                    f"trajectories.last removes the episodes that stage {stage.name!r} learns from "
+                    "(episodes_of); set trajectories.last: null"
+                )
         first = 0
         for stage in self.stages:
             if stage.epochs is not None:  # checked as soon as ``with_steps`` knows the steps
@@ -141,10 +151,11 @@ class TrainConfig(Config):
 
         for stage in self.stages if not graded(self.environment) else ():
             algorithm = stage.algorithm
-            if not isinstance(algorithm, UncheckedAlgorithmConfig) and algorithm.facts.on_policy:
+            if not isinstance(algorithm, UncheckedAlgorithmConfig) and stage.samples:
+                needed = "reward" if algorithm.facts.on_policy else "success"
                 raise ValueError(
                     f"environment: {self.environment.kind} has no outcome to grade, so {algorithm.kind} has "
-                    "no reward to learn from; set algorithm: sft, or environment.kind: questions"
+                    f"no {needed} to learn from; set algorithm: sft, or environment.kind: questions"
                 )
         if self.evaluation is not None and not graded(self.evaluation.environment):
             raise ValueError(
@@ -160,11 +171,9 @@ class TrainConfig(Config):
             raise ValueError(
                 f"checkpoint.keep_best.metric: {best.metric} needs evaluations; set evaluation.environment"
             )
-        facts = [
-            s.algorithm.facts for s in self.stages if not isinstance(s.algorithm, UncheckedAlgorithmConfig)
-        ]
-        known = list(dict.fromkeys((*METRICS, *(name for fact in facts for name in metrics_of(fact)))))
-        if len(facts) == len(self.stages) and best.metric not in known:
+        checked = [s for s in self.stages if not isinstance(s.algorithm, UncheckedAlgorithmConfig)]
+        known = list(dict.fromkeys((*METRICS, *(name for stage in checked for name in stage.metrics))))
+        if len(checked) == len(self.stages) and best.metric not in known:
             raise ValueError(
                 f"checkpoint.keep_best.metric: {best.metric!r} is no metric; {nearest(best.metric, known)}"
             )
@@ -208,15 +217,25 @@ class TrainConfig(Config):
         )
 
 
-def ineffective_keys(algorithm: AlgorithmConfig) -> dict[str, str]:
+def ineffective_keys(algorithm: AlgorithmConfig, learn_from: object = "demonstrations") -> dict[str, str]:
     """The keys of a stage that have no effect with this algorithm, each with the reason."""
     if isinstance(algorithm, UncheckedAlgorithmConfig):
         return {}
-    reasons: dict[str, str] = {}
-    if not algorithm.facts.on_policy:
-        drawn = (f"sampling.{key}" for key in DISTRIBUTION)
+    reasons, drawn = dict[str, str](), [f"sampling.{key}" for key in DISTRIBUTION]
+    if not algorithm.facts.preferences:
+        reasons["episodes_of"] = "does not learn from preferences"
+    if algorithm.facts.on_policy:
+        reasons["learn_from"] = "learns from the policy's own episodes"
+    elif algorithm.facts.preferences:
+        keys = ("learn_from", "group_size", "mask_cut_actions", "replay_in_prompt", *drawn)
+        reasons |= dict.fromkeys(keys, "learns from preferences, and draws no tokens")
+    elif learn_from == "demonstrations":
         keys = ("group_size", "mask_cut_actions", "replay_in_prompt", *drawn)
         reasons |= dict.fromkeys(keys, "learns from demonstrations, in groups of one, and draws no tokens")
+    if not algorithm.facts.compares_groups:
+        reasons |= dict.fromkeys(
+            ("refill", "replay"), "does not compare the episodes of a task with each other"
+        )
     if not algorithm.facts.needs_reference:
         reasons["reference"] = "measures no KL (kl_coef is 0)"
     return reasons
@@ -228,7 +247,7 @@ def resolved(config: TrainConfig) -> dict[str, Any]:
     for stage, values in zip(config.stages, content["stages"], strict=True):
         if stage.epochs is not None:
             del values["steps"]  # not known yet
-        for key in ineffective_keys(stage.algorithm):
+        for key in ineffective_keys(stage.algorithm, stage.learn_from):
             section, _, name = key.rpartition(".")
             del (values[section] if section else values)[name]
     if (

@@ -62,7 +62,7 @@ def read_tool_call(reply: str, example: str) -> ToolCall:
     return ToolCall(call["name"], arguments)
 
 
-def write_tool_call(name: str, **arguments: object) -> str:
+def write_tool_call(name: str, /, **arguments: object) -> str:
     """
     >>> print(write_tool_call("bash", command="ls"))
     <tool_call>

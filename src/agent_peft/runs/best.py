@@ -14,7 +14,7 @@ from agent_peft.configuration.run_config import KeepBestConfig
 from agent_peft.files import MEGABYTE, parse_json, read_text, write_atomic
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.runs.checkpoint import BEST, POSITION, checkpoint_step, checkpoints
-from agent_peft.training.stage import UntilConfig
+from agent_peft.training.until import UntilConfig
 from agent_peft.types import AgentPeftError
 
 STATISTICS = "training_stats.json"  # in a checkpoint: the metrics of the last step before it

@@ -37,6 +37,7 @@ from agent_peft.runs.checkpoint import checkpoints
 from agent_peft.runs.checkpoint import is_ours as is_checkpoint
 from agent_peft.runs.history import LOG
 from agent_peft.runs.lock import Lock
+from agent_peft.runs.observers import TRACKERS
 from agent_peft.types import AgentPeftError
 
 STOPPED = "stopped.json"  # exists after an update that was not finite has ended the run
@@ -49,12 +50,15 @@ _SCHEDULE = re.compile(r"\.?[^/]+\.rank_\d+\.json(\.aside)?")
 _START = re.compile(r".+\.(json|safetensors|jinja|txt|model|tiktoken)|additional_chat_templates")
 _TRAJECTORIES = re.compile(r"\.?step_\d{6,}\.(jsonl|safetensors)(\.aside)?")
 
+_STATE = re.compile(r"\.?[\w-]+\.json(\.aside)?")  # of a tracker; its own files are in a folder
+
 # for each folder of a run: whether a run wrote a path inside it
 FOLDERS: dict[str, Callable[[Path], bool]] = {
     "checkpoints": is_checkpoint,
     "evaluations": lambda path: path.is_file() and _EVALUATION.fullmatch(path.name) is not None,
     "schedule": lambda path: path.is_file() and _SCHEDULE.fullmatch(path.name) is not None,
     START: lambda path: _START.fullmatch(path.name) is not None,
+    TRACKERS: lambda path: path.is_dir() or _STATE.fullmatch(path.name) is not None,
     "trajectories": lambda path: path.is_file() and _TRAJECTORIES.fullmatch(path.name) is not None,
 }
 

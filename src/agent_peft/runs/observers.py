@@ -16,12 +16,15 @@ from typing import Any
 
 import torch
 
+from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.hardware import take_peak
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Step
 
 logger = logging.getLogger(__name__)
+
+TRACKERS = "trackers"  # the folder of a run for what trackers write
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,36 @@ class RunStep(Step):
         return time.perf_counter() - self.started
 
 
+@dataclass(frozen=True)
+class RunStart:
+    """A run that begins or goes on.
+
+    Attributes:
+        done: the steps that are done already.
+        evaluations: the steps after which an evaluation is due, over the whole run.
+    """
+
+    config: TrainConfig
+    done: int = 0
+    evaluations: tuple[int, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        """The steps of all stages."""
+        return sum(stage.steps for stage in self.config.stages)
+
+
 class Observer:
     """The base class of observers. Override the methods that you need; each does nothing by default.
 
     With several ranks, only rank 0 calls observers. A run that was killed repeats the steps after its newest
     checkpoint, so ``on_step`` may be called again with a number that it has seen before.
     """
+
+    def on_start(self, run: RunStart) -> None:
+        """Called once, before everything else. ``run`` has ``config``, ``done``, ``steps`` and
+        ``evaluations``.
+        """
 
     def on_step(self, step: RunStep) -> None:
         """Called after each step, once its checkpoint is on disk. ``step`` has ``number``, ``metrics``,
@@ -62,6 +89,9 @@ class SafeObservers(Observer):
     def __init__(self, observers: Iterable[Observer]) -> None:
         self._observers = list(observers)
         self._failed: set[int] = set()  # positions
+
+    def on_start(self, run: RunStart) -> None:
+        self._call("on_start", run)
 
     def on_step(self, step: RunStep) -> None:
         self._call("on_step", step)

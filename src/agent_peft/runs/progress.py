@@ -1,4 +1,4 @@
-"""The progress of a run: bars on a terminal, and plain lines with the time elsewhere."""
+"""The progress of a run: a dashboard on a terminal, and plain lines with the time elsewhere."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn
-from rich.progress import Progress as Bars
+from rich.live import Live
+from rich.progress import TaskID
 
 from agent_peft.printable import printable
 from agent_peft.rollout.statistics import EvaluationReport
-from agent_peft.runs.observers import Observer, RunStep
+from agent_peft.runs.dashboard import Dashboard
+from agent_peft.runs.observers import Observer, RunStart, RunStep
 
 # metric -> format, in the order of the line
-FORMATS_OF_DEMONSTRATIONS = {"loss": ".4f", "gradient_norm": ".3g"}
+FORMATS_OF_DEMONSTRATIONS = {"loss": ".4f", "accuracy": ".0%", "margin": ".3g", "gradient_norm": ".3g"}
 # no loss: on policy its value is about 0 whether the agent does well or badly
 FORMATS_OF_EPISODES = {
     "reward": ".3f",
@@ -39,8 +40,8 @@ TIME = "%m-%d %H:%M:%S"
 
 
 class Progress(Observer):
-    """On a terminal, a live bar for each stage and evaluation. Elsewhere one plain line for each step, with
-    the time and, if there are several stages, the step of the run.
+    """On a terminal, a live dashboard with bars for the stage and the evaluation. Elsewhere one plain line
+    for each step, with the time and, if there are several stages, the step of the run.
 
     >>> import io
     >>> with Progress(Console(file=io.StringIO(), width=200)) as progress:
@@ -53,30 +54,29 @@ class Progress(Observer):
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console()
-        self.live = self.console.is_terminal
-        self._bars = Bars(
-            SpinnerColumn(),
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}", markup=False),
-            console=self.console,
-        )
+        # a dashboard needs a cursor that moves, and Unicode
+        simple = self.console.is_dumb_terminal or self.console.options.ascii_only
+        self.live = self.console.is_terminal and not simple
+        self._dashboard = Dashboard(self.console)
+        self._display = Live(self._dashboard, console=self.console)
         self._bar: TaskID | None = None
+        self._run_bar: TaskID | None = None  # where there are several stages
+        self._begun, self._made = 0.0, 0  # of this process: its first stage, and its steps
+        self._due: tuple[int, ...] = ()  # the steps after which an evaluation is due
         self._name, self._total, self._done = "", 0, 0
         self._started, self._resumed = 0.0, 0
         self._first, self._steps = 0, 0  # of the run
 
     def __enter__(self) -> Self:
         if self.live:
-            self._bars.start()
+            self._display.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.live:
-            self._bars.stop()
+            self._display.stop()
 
     def start_stage(
         self, name: str, total: int, done: int = 0, first: int = 0, steps: int | None = None
@@ -92,16 +92,31 @@ class Progress(Observer):
         self._name, self._total, self._done, self._resumed = name, total, done, done
         self._first, self._steps = first, steps or total
         self._started = time.monotonic()
+        self._begun = self._begun or self._started
         if self.live:
-            self._bar = self._bars.add_task(name, total=total, completed=done, numbers="")
+            bars = self._dashboard.bars
+            if self._bar is not None:
+                bars.remove_task(self._bar)  # of the stage before
+            if self._steps != total and self._run_bar is None:
+                self._run_bar = bars.add_task("run", total=self._steps, numbers="")
+            if self._run_bar is not None:
+                bars.update(self._run_bar, completed=first + done)
+            self._bar = self._dashboard.start_stage(name, total, done)
+
+    def on_start(self, run: RunStart) -> None:
+        self._due = run.evaluations
 
     def on_step(self, step: RunStep) -> None:
         statistics, trajectories = step.collection.statistics, step.trajectories
         tokens = statistics.prefilled_naive + statistics.sampled or sum(len(t.tokens) for t in trajectories)
         self.advance(step.metrics, tokens / step.seconds, demonstrations=not statistics.sampled)
+        self._dashboard.trajectory = trajectories[-1] if trajectories else None
 
     def on_evaluation(self, name: str, report: EvaluationReport) -> None:
         self.note(f"{name}: {report.summary}")
+        later = sum(step > (report.step or 0) for step in self._due)
+        made = f"{len(self._due) - later}/{len(self._due)}  " if self._due else ""
+        self._dashboard.evaluations = f"{made}{name}: {report.summary}"
 
     @contextmanager
     def evaluation(self, name: str, tasks: int, episodes: int) -> Iterator[Callable[[], None]]:
@@ -111,11 +126,12 @@ class Progress(Observer):
             self.note(f"{label} on {tasks} tasks")
             yield lambda: None
             return
-        bar = self._bars.add_task(label, total=episodes, numbers="episodes")
+        bars = self._dashboard.bars
+        bar = bars.add_task(label, total=episodes, numbers="episodes")
         try:
-            yield lambda: self._bars.advance(bar)
+            yield lambda: bars.advance(bar)
         finally:
-            self._bars.remove_task(bar)
+            bars.remove_task(bar)
 
     def advance(
         self, metrics: Mapping[str, float], tokens_per_second: float, demonstrations: bool = False
@@ -134,10 +150,12 @@ class Progress(Observer):
                 f"all {self._total} steps of stage {self._name!r} are done: start a stage before it advances"
             )
         self._done += 1
-        numbers = self._numbers(metrics, tokens_per_second, demonstrations)
+        self._made += 1
         if self._bar is not None:
-            self._bars.update(self._bar, completed=self._done, numbers=numbers)
+            self._dashboard.add(metrics, tokens_per_second, demonstrations)
+            self._show_time_left(self._bar)
         else:
+            numbers = self._numbers(metrics, tokens_per_second, demonstrations)
             stage = f"{self._name} {self._done}/{self._total}"
             if self._steps != self._total:
                 stage = f"{self._first + self._done}/{self._steps}  {stage}"
@@ -147,6 +165,15 @@ class Progress(Observer):
         """Print a line, above the bars on a terminal, and with the time elsewhere."""
         line = printable(text) if self.live else f"{time.strftime(TIME)}  {printable(text)}"
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _show_time_left(self, bar: TaskID) -> None:
+        """Move the bars. The time left is that of all stages, evaluations included."""
+        done, bars = self._first + self._done, self._dashboard.bars
+        each = (time.monotonic() - self._begun) / self._made
+        left = f"{duration(each * (self._steps - done))} left"
+        bars.update(bar, completed=self._done, numbers=left if self._run_bar is None else "")
+        if self._run_bar is not None:
+            bars.update(self._run_bar, completed=done, numbers=left)
 
     def _numbers(self, metrics: Mapping[str, float], tokens_per_second: float, demonstrations: bool) -> str:
         each = (time.monotonic() - self._started) / (self._done - self._resumed)
@@ -158,6 +185,13 @@ class Progress(Observer):
             for name, form in formats.items()
             if name in metrics
         ]
-        hours, rest = divmod(round(seconds), 3600)
-        left = f"{hours}:{rest // 60:02d}:{rest % 60:02d} left"
-        return "  ".join([*numbers, f"{tokens_per_second:.0f} tokens/s", left])
+        return "  ".join([*numbers, f"{tokens_per_second:.0f} tokens/s", f"{duration(seconds)} left"])
+
+
+def duration(seconds: float) -> str:
+    """
+    >>> duration(7384.0)
+    '2:03:04'
+    """
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}"

@@ -64,7 +64,7 @@ class Recording:
         """Write the trajectories of a step whose update is not finite, and that it stopped the run there.
         Returns the path of the trajectories.
         """
-        name, sampled = trainer.stage.name, trainer.algorithm.on_policy
+        name, sampled = trainer.stage.name, trainer.stage.samples
         path = write_trajectories(self.trajectories, number, name, groups, sampled=sampled)
         write_atomic(self.config.run_dir / STOPPED, json.dumps({"stage": index, "step": number}) + "\n")
         return path

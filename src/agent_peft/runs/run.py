@@ -1,11 +1,11 @@
 """A run and its directory: what is trained, evaluated and written, and how it resumes after a kill.
 
     config.yaml  metrics.jsonl  timing.jsonl  trajectories/step_*  checkpoints/step_*/
-    evaluations/*
+    evaluations/*  trackers/*
 
-All files except timing.jsonl, run.json and log.txt depend on the configuration alone: on a CPU, a run that is
-killed and started again writes the same bytes. With several ranks, only rank 0 reads and writes the files,
-and tells the others what they hold.
+All files except timing.jsonl, run.json, log.txt and trackers/* depend on the configuration alone: on a CPU, a
+run that is killed and started again writes the same bytes. With several ranks, only rank 0 reads and writes
+the files, and tells the others what they hold.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from agent_peft.runs.history import History
 from agent_peft.runs.lock import Lock
 from agent_peft.runs.observers import (
     Observer,
+    RunStart,
     RunStep,
     SafeObservers,
     TimingFile,
@@ -60,6 +61,7 @@ from agent_peft.runs.resume import (
 )
 from agent_peft.runs.schedules import Schedules
 from agent_peft.runs.start import keep_start, started
+from agent_peft.runs.trackers import load_trackers
 from agent_peft.seeding import derive
 from agent_peft.training.trainer import NonFiniteError, Step, Trainer
 from agent_peft.types import AgentPeftError, TrustError
@@ -92,6 +94,7 @@ def train(
         AgentPeftError: the configuration does not fit this machine or the run directory.
         TrustError: a check failed, such as a loss that is not finite.
     """
+    trackers = load_trackers(config.trackers)
     with ExitStack() as stack:
         ranks = stack.enter_context(join(config.ranks, config.policy.device))
         set_threads(config.threads, neighbours=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -121,7 +124,7 @@ def train(
             if ranks.is_main:
                 warn_of_shared_tasks(environment, heldout)
         timing = TimingFile(config.run_dir / "timing.jsonl", policy.device)
-        safe = SafeObservers((timing, progress, *observers))
+        safe = SafeObservers((timing, progress, *trackers, *observers))
         if ranks.is_main:
             stack.callback(safe.on_end)
         replays = Replays(max(stage.replay_in_prompt for stage in config.stages))
@@ -167,6 +170,8 @@ class _Run:
     def go(self) -> dict[str, EvaluationReport]:
         position = self.position()
         self.tell_of_start(position)
+        if self.ranks.is_main:
+            self.observers.on_start(RunStart(self.config, position.steps, tuple(self.evaluations.due)))
         begun = 0 if self.claimed.origin is None else self.claimed.origin.steps
         self.evaluations.catch_up(position.steps, begun)
         first = 0  # the stage's first step, counted over the run

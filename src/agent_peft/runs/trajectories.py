@@ -74,6 +74,7 @@ def episode_record(
         "invalid_turns": [number for number, turn in enumerate(trajectory.turns) if not turn.valid],
         "cut_turns": [number for number, turn in enumerate(trajectory.turns) if turn.cut],
         **({"mistake_turns": mistakes} if mistakes else {}),
+        **({"replayed": True} if trajectory.replayed else {}),
         "messages": [{"role": message.role, "content": message.content} for message in trajectory.messages],
     }
 
@@ -170,7 +171,7 @@ def keep_trajectories(folder: Path, step: RunStep, keep: TrajectoriesConfig) -> 
     """Write a step's episodes if ``keep`` wants them, and remove those of older steps that it does not."""
     if step.number % keep.every:
         return
-    sampled = step.stage.algorithm.facts.on_policy
+    sampled = step.stage.samples
     groups, values = step.collection.groups, step.token_values
     write_trajectories(folder, step.number, step.stage.name, groups, sampled=sampled, values=values)
     if keep.last is not None:

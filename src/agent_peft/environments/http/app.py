@@ -15,6 +15,7 @@ try:  # the one place where the server's packages are imported
     import uvicorn
     from fastapi import FastAPI, Header, Query, Request, Response, WebSocket, WebSocketDisconnect
     from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import StreamingResponse
     from starlette.exceptions import HTTPException
 except ImportError as error:
     raise messages.missing_extra(error.name or "fastapi") from error
@@ -22,9 +23,13 @@ except ImportError as error:
 __all__ = [
     "JSON",
     "FastAPI",
+    "HTTPException",
     "Header",
     "Query",
+    "Request",
+    "RequestValidationError",
     "Response",
+    "StreamingResponse",
     "WebSocket",
     "WebSocketDisconnect",
     "new_app",

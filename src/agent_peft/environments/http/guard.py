@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import ipaddress
 import re
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from agent_peft.environments.http import messages
@@ -26,11 +26,25 @@ _HOST = re.compile(
 FREE = frozenset({"/api/ping", "/health"})  # answered to everybody: they tell nothing
 
 
-class Guard:
-    """Refuses what is not allowed before the application sees it, and echoes the request's id."""
+def _detail(refusal: Refusal) -> Mapping[str, Any]:
+    return {"detail": refusal.text, "code": refusal.code}
 
-    def __init__(self, app: App, limits: Limits, token: str | None) -> None:
-        self.app, self.limits = app, limits
+
+class Guard:
+    """Refuses what is not allowed before the application sees it, and echoes the request's id.
+
+    Args:
+        content_of: what a refusal's answer says, as JSON.
+    """
+
+    def __init__(
+        self,
+        app: App,
+        limits: Limits,
+        token: str | None,
+        content_of: Callable[[Refusal], Mapping[str, Any]] = _detail,
+    ) -> None:
+        self.app, self.limits, self.content_of = app, limits, content_of
         self.expected = None if token is None else b"Bearer " + token.encode()
         self.bodies = 0  # bytes of all requests that are under way
 
@@ -56,13 +70,13 @@ class Guard:
             if scope["type"] == "websocket":
                 return await self.app(scope, receive, send)
         except Refusal as refusal:
-            return await _refuse(scope["type"], refusal, send_echo)
+            return await _refuse(scope["type"], refusal, send_echo, self.content_of)
         body = bytearray()
         try:
             await self._read(body, scope["path"], headers, receive)
             await self._answer(bytes(body), scope, receive, send_echo)
         except Refusal as refusal:
-            await _refuse("http", refusal, send_echo)
+            await _refuse("http", refusal, send_echo, self.content_of)
         finally:
             self.bodies -= len(body)
 
@@ -152,11 +166,13 @@ def _check_framing(scope: Scope, headers: MutableMapping[bytes, bytes]) -> None:
         )
 
 
-async def _refuse(kind: str, refusal: Refusal, send: Send) -> None:
+async def _refuse(
+    kind: str, refusal: Refusal, send: Send, content_of: Callable[[Refusal], Mapping[str, Any]]
+) -> None:
     if kind == "websocket":
         await send({"type": "websocket.close", "code": 1008, "reason": refusal.text[:100]})
         return
-    body = messages.encode({"detail": refusal.text, "code": refusal.code})
+    body = messages.encode(content_of(refusal))
     length = str(len(body)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", length), (b"connection", b"close")]
     if refusal.status == 401:

@@ -380,4 +380,4 @@ def encode(content: BaseModel | Mapping[str, Any]) -> bytes:
 
 def missing_extra(package: str) -> AgentPeftError:
     """The error for a missing package of the extra ``server``."""
-    return AgentPeftError(f"environments over HTTP need {package}: pip install 'agent-peft[server]'")
+    return AgentPeftError(f"HTTP needs {package}: pip install 'agent-peft[server]'")

@@ -197,7 +197,7 @@ class Host:
         limits = within_descriptors(limits)
         self.episodes = Episodes(environments, limits)
         history = ChatHistory(next(iter(environments.values())), self.episodes.in_thread)
-        self._socket = _listen(address)
+        self._socket = listen(address)
         self._server = Server(Guard(environment_app(self.episodes, history), limits, token), limits)
         self._stopped: float | None = None
         host = f"[{address.host}]" if ":" in address.host else address.host
@@ -292,7 +292,7 @@ def check_tasks(environments: Mapping[str, Environment]) -> None:
                 ) from error
 
 
-def _listen(address: Address) -> socket.socket:
+def listen(address: Address) -> socket.socket:
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
         if not 0 <= address.port < 1 << 16:

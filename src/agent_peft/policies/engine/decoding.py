@@ -7,7 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -38,7 +38,7 @@ class _Prompt:
 
 
 @dataclass(eq=False)
-class _Row:
+class Row:
     """A conversation that has a row or waits for one. ``tokens`` are all tokens except the present action,
     and ``length`` of them are in its slot.
     """
@@ -66,16 +66,15 @@ class Decoding:
         new_cache: CacheMaker,
         conversations: Sequence[Conversation],
         sampling: SamplingConfig,
-        threads: ThreadPoolExecutor,
+        threads: Executor,
         shares: bool,
         capacity: int,
         schedule: Schedule | None = None,
     ) -> None:
         self.policy, self.config, self.sampling, self.threads = policy, config, sampling, threads
         self.new_cache, self.shares, self.capacity = new_cache, shares, capacity
-        self.queue = deque(_Row(conversation, number) for number, conversation in enumerate(conversations))
+        self.queue = deque(Row(conversation, number) for number, conversation in enumerate(conversations))
         self.clock = Clock(config.overlap, schedule)
-        self.stop = [text.encode() for text in sampling.stop]
         self.prefilled = self.prefilled_naive = self.sampled = self.row_halvings = 0
         self._clear()
 
@@ -88,19 +87,27 @@ class Decoding:
         for row in islice(self.queue, self.capacity + AHEAD):
             self._open(row, due=0)
         while self.queue or self.rows:
-            self._join()
-            try:
-                self._compute()
-                continue
-            except (MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                self._halve(error)
-            # The error is gone here, and with it the tensors of its frames. Without a GPU this does nothing.
-            torch.cuda.empty_cache()
+            self.advance()
         clock = self.clock
         counts = self.prefilled, self.prefilled_naive, self.sampled, clock.step, self.row_halvings
         return EngineStatistics(*counts, len(clock.recorded), clock.waited, tuple(sorted(clock.recorded)))
+
+    def advance(self) -> None:
+        """Let rows join and leave, read what is new, and draw one token for each row that decodes.
+
+        Raises:
+            AgentPeftError: as ``drive``.
+        """
+        self._join()
+        try:
+            self._compute()
+            return
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._halve(error)
+        # The error is gone here, and with it the tensors of its frames. Without a GPU this does nothing.
+        torch.cuda.empty_cache()
 
     def _compute(self) -> None:
         begin = time.perf_counter()
@@ -110,7 +117,7 @@ class Decoding:
 
     def _clear(self) -> None:
         """Drop all rows, and all keys and values."""
-        self.rows: list[_Row] = []  # rows[i] holds slot i
+        self.rows: list[Row] = []  # rows[i] holds slot i
         self.decoding = 0
         self.common: list[int] = []  # tokens that prompts begin with; each prompt continues its part of them
         self.prompts: dict[tuple[int, ...], _Prompt] = {}
@@ -139,7 +146,7 @@ class Decoding:
 
     # -- rows join and leave ---------------------------------------------------------------------------------
 
-    def _open(self, row: _Row, due: int) -> None:
+    def _open(self, row: Row, due: int) -> None:
         if row.answer is None and not row.tokens:
             conversation = row.conversation
             row.answer = Answer(row.number, 0, due, self.threads.submit(lambda: _prompt_of(conversation)))
@@ -166,7 +173,7 @@ class Decoding:
                 return
             self.clock.skip(waiting)
 
-    def _receive(self, row: _Row) -> None:
+    def _receive(self, row: Row) -> None:
         assert row.answer is not None
         if not self.clock.joins(row.answer):
             return
@@ -206,7 +213,7 @@ class Decoding:
         ready = [row for row in self.rows[self.decoding :] if row.answer is None]
         if not ready:
             return
-        families: dict[tuple[int, ...], list[_Row]] = {}
+        families: dict[tuple[int, ...], list[Row]] = {}
         for row in ready:
             self.prefilled_naive += len(row.tokens)
             if row.length == 0:
@@ -224,7 +231,8 @@ class Decoding:
         drawn_from = torch.stack([logits[row.slot] for row in ready])
         for row in ready:
             row.length, row.action, row.logprobs = len(row.tokens), [], []
-            row.matcher = StopMatcher(self.stop, self.policy.chat.token_bytes)
+            stop = [text.encode() for text in self._sampling_of(row).stop]
+            row.matcher = StopMatcher(stop, self.policy.chat.token_bytes)
         for row in ready:  # rows that can decode move to the front
             self._swap(row.slot, self.decoding)
             self.decoding += 1
@@ -268,8 +276,11 @@ class Decoding:
         sizes = len(self.common), longest - len(self.common), turn
         if not self.shares:
             sizes = len(self.common), longest, min(longest + sampling.max_new_tokens, sampling.max_tokens)
-        rows = min(self.capacity, len(self.rows) + len(self.queue))
-        return self.new_cache((1, self.prompt_slots, rows), sizes, sampling.max_tokens)
+        return self.new_cache((1, self.prompt_slots, self._most_rows()), sizes, sampling.max_tokens)
+
+    def _most_rows(self) -> int:
+        """The rows that there will be at once."""
+        return min(self.capacity, len(self.rows) + len(self.queue))
 
     def _prefill(self, tier: int, jobs: Sequence[tuple[int, Sequence[int], int]]) -> list[torch.Tensor]:
         """Read (slot, tokens, start position) jobs, in batches of about ``prefill_tokens``. Return the logits
@@ -316,32 +327,46 @@ class Decoding:
             row.length += 1
         self._sample(rows, self.policy.logits(hidden[:, 0]))
 
-    def _sample(self, rows: Sequence[_Row], logits: torch.Tensor) -> None:
+    def _sample(self, rows: Sequence[Row], logits: torch.Tensor) -> None:
         """Draw a token for each row; rows whose action is complete go to their environment."""
         uniforms = torch.tensor(
             [uniform(row.conversation.seed, row.length) for row in rows], dtype=torch.float64
         )
-        tokens, logprobs = draw(logits, uniforms.to(self.policy.device), self.sampling)
+        tokens, logprobs = self._draw(rows, logits, uniforms.to(self.policy.device))
         self.sampled += len(rows)
         complete = []
-        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
             row.action.append(token)
             row.logprobs.append(logprob)
             assert row.matcher is not None
             stopped = row.matcher.push(token) or token in self.policy.chat.end_of_turn
-            full = (
-                len(row.action) >= self.sampling.max_new_tokens or row.length + 1 >= self.sampling.max_tokens
-            )
-            if stopped or full:
+            if stopped or self._is_full(row):
                 complete.append(row)
         for row in complete:
             self.decoding -= 1
             self._swap(row.slot, self.decoding)
             row.tokens += row.action  # the last of them was sampled, but not read yet
             row.turns += 1
-            room = self.sampling.max_tokens - row.length - 1
+            room = self._sampling_of(row).max_tokens - row.length - 1
             future = self.threads.submit(row.conversation.act, tuple(row.action), tuple(row.logprobs), room)
             row.answer = Answer(row.number, row.turns, self.clock.step + self.clock.overlap, future)
+
+    # -- what differs between rows where conversations bring their own sampling ------------------------------
+
+    def _sampling_of(self, row: Row) -> SamplingConfig:
+        return self.sampling
+
+    def _is_full(self, row: Row) -> bool:
+        """Whether a limit ends the action."""
+        sampling = self._sampling_of(row)
+        return len(row.action) >= sampling.max_new_tokens or row.length + 1 >= sampling.max_tokens
+
+    def _draw(
+        self, rows: Sequence[Row], logits: torch.Tensor, uniforms: torch.Tensor
+    ) -> tuple[list[int], list[float]]:
+        """A token for each row, and its log-probability in nats."""
+        tokens, logprobs = draw(logits, uniforms, self.sampling)
+        return tokens.tolist(), logprobs.tolist()
 
 
 def _prompt_of(conversation: Conversation) -> Sequence[int] | None:

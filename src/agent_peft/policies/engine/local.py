@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 
@@ -26,6 +27,7 @@ from agent_peft.policies.engine.base import Conversation, EngineConfig, EngineSt
 from agent_peft.policies.engine.decoding import AHEAD, Decoding
 from agent_peft.policies.engine.kv_cache import COMMON, PROMPTS, ROWS, TierCache
 from agent_peft.policies.engine.onednn_linear import suits
+from agent_peft.policies.engine.open_decoding import OpenDecoding
 from agent_peft.policies.engine.schedule import Schedule
 from agent_peft.policies.engine.weights import sampling_weights
 from agent_peft.policies.forward.attention_override import attempt
@@ -38,6 +40,7 @@ from agent_peft.types import AgentPeftError
 logger = logging.getLogger(__name__)
 
 SINGLE = 8  # tokens that `score` reads one by one
+OpenEngine = Callable[[], OpenDecoding]
 
 
 class LocalEngine:
@@ -127,6 +130,23 @@ class LocalEngine:
         if statistics.row_halvings:
             self.rows = max(1, capacity >> statistics.row_halvings)
         return statistics
+
+    @contextmanager
+    def opened(self, max_tokens: int) -> Iterator[OpenEngine]:
+        """Inside, the weights are prepared once for many decodings, which requests join while they run.
+
+        Args:
+            max_tokens: the most tokens of one conversation.
+        """
+        with sampling_weights(self.policy, self.onednn):
+            yield lambda: OpenDecoding(
+                self.policy,
+                self.config,
+                self._cache,
+                self.shares,
+                min(self.rows, self.config.rows_of(max_tokens)),
+                max_tokens,
+            )
 
     def score(self, tokens: Sequence[int], sampling: SamplingConfig, adapter: bool = True) -> list[float]:
         """See ``Sampler.score``. In fp32 the weights are not laid out for oneDNN, which would take longer

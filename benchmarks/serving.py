@@ -1,0 +1,198 @@
+"""32 clients at once at ``agent-peft serve-policy``, beside the engine's own call on the same prompts.
+
+    python benchmarks/serving.py [--model smollm2-135m] [--clients 32] [--tokens 64] [--rounds 3]
+    [--threads 2] [--other URL --other-model NAME]
+
+Each client sends one request of the round: a short question, temperature 1, a seed of its own. The engine's
+own call gets the same tokens, seeds and limits, so both draw the same tokens, which is counted. Ways
+alternate: the engine's own in this process, whole answers of the server, and streamed ones. The server is a
+process of its own; the clients are threads of this one. ``--other`` names a further OpenAI-compatible server,
+such as ``vllm serve``, which gets the same requests. The program prints a table and writes
+benchmarks/results/serving.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import torch
+from measuring import write
+from rich.console import Console
+from rich.table import Table
+
+from agent_peft.policies.engine import load_sampler
+from agent_peft.policies.engine.base import EngineConfig, Sampler
+from agent_peft.policies.loading import load_policy
+from agent_peft.policies.sampling import SamplingConfig
+from agent_peft.types import Message
+
+OWN, WHOLE, STREAMED, OTHER = "the engine's own", "served", "served, streamed", "other server"
+MAX_TOKENS = 2048
+
+
+@dataclass
+class Reply:
+    """A conversation of one action, and a client's answer."""
+
+    prompt: Sequence[int] = ()
+    seed: int = 0
+    action: Sequence[int] = ()
+    first: float = 0.0  # seconds until the first token
+    last: float = 0.0
+
+    def act(self, action: Sequence[int], logprobs: Sequence[float], room: int) -> None:
+        self.action = action
+
+
+@dataclass
+class Way:
+    """What was measured of one way."""
+
+    seconds: list[float] = field(default_factory=list)
+    tokens: int = 0
+    equal: int = 0  # replies with the engine's own tokens
+    replies: list[Reply] = field(default_factory=list)
+
+
+def questions(number: int, clients: int) -> list[str]:
+    return [f"Round {number}. What is {i} + {number + 2 * i}? Explain your answer." for i in range(clients)]
+
+
+def own(sampler: Sampler, texts: Sequence[str], tokens: int) -> list[Reply]:
+    replies = [Reply(sampler.chat.opening([Message("user", text)]), i) for i, text in enumerate(texts)]
+    sampler.generate(replies, SamplingConfig(max_new_tokens=tokens, max_tokens=MAX_TOKENS))
+    return replies
+
+
+def ask(client: httpx.Client, url: str, body: dict[str, Any]) -> Reply:
+    begun, reply = time.perf_counter(), Reply()
+    if not body.get("stream"):
+        answer = client.post(f"{url}/chat/completions", json=body)
+        answer.raise_for_status()
+        reply.action = answer.json()["choices"][0]["token_ids"]
+        reply.first = reply.last = time.perf_counter() - begun
+        return reply
+    drawn: list[int] = []
+    with client.stream("POST", f"{url}/chat/completions", json=body) as answer:
+        answer.raise_for_status()
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                    drawn += choice.get("token_ids") or []
+                reply.first = reply.first or (time.perf_counter() - begun if drawn else 0.0)
+    reply.action, reply.last = drawn, time.perf_counter() - begun
+    return reply
+
+
+def served(url: str, model: str, texts: Sequence[str], tokens: int, stream: bool) -> list[Reply]:
+    limits = httpx.Limits(max_connections=None)
+    with (
+        httpx.Client(timeout=600, trust_env=False, limits=limits) as client,
+        ThreadPoolExecutor(len(texts)) as threads,
+    ):
+        bodies = [
+            {
+                "model": model,
+                "messages": [{"role": "user", "content": text}],
+                "max_tokens": tokens,
+                "seed": i,
+                "stream": stream,
+                "return_token_ids": True,
+            }
+            for i, text in enumerate(texts)
+        ]
+        return list(threads.map(lambda body: ask(client, url, body), bodies))
+
+
+@contextmanager
+def server(model: str, clients: int, threads: int) -> Iterator[str]:
+    """The address of a server in a process of its own."""
+    command = [sys.executable, "-m", "agent_peft", "serve-policy", f"model={model}", "--port", "0"]
+    command += ["--rows", str(clients), "--max-tokens", str(MAX_TOKENS), "--dtype", "float32"]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            yield line.split(" on ")[1].split(" ")[0]
+        finally:
+            process.send_signal(signal.SIGTERM)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--other", help="address of another server, with /v1")
+    parser.add_argument("--other-model", default="model")
+    given = parser.parse_args()
+    torch.set_num_threads(given.threads)
+    policy = load_policy(given.model, lora=None, dtype="float32", device="cpu")
+    sampler = load_sampler(policy, EngineConfig(rows=given.clients))
+    ways = {OWN: Way(), WHOLE: Way(), STREAMED: Way(), **({OTHER: Way()} if given.other else {})}
+    with server(given.model, given.clients, given.threads) as url:
+        for number in range(-1, given.rounds):  # the first round warms up
+            texts = questions(number, given.clients)
+            expected: list[Reply] = []
+            for name, way in ways.items():
+                begun = time.perf_counter()
+                if name == OWN:
+                    replies = expected = own(sampler, texts, given.tokens)
+                elif name == OTHER:
+                    replies = served(given.other, given.other_model, texts, given.tokens, stream=False)
+                else:
+                    replies = served(url, "model", texts, given.tokens, stream=name == STREAMED)
+                if number < 0:
+                    continue
+                way.seconds.append(time.perf_counter() - begun)
+                way.tokens += sum(len(reply.action) for reply in replies)
+                way.replies += replies
+                way.equal += sum(
+                    list(reply.action) == list(one.action)
+                    for reply, one in zip(replies, expected, strict=True)
+                )
+    table = Table(title=f"{given.model}, {given.clients} clients, up to {given.tokens} tokens each")
+    for heading in ("way", "tokens/s", "of the own", "equal replies", "first token s", "whole reply s"):
+        table.add_column(heading)
+    results = {}
+    for name, way in ways.items():
+        rate, base = (w.tokens / sum(w.seconds) for w in (way, ways[OWN]))
+        first, last = (
+            statistics.median(times) if any(times := [getattr(r, key) for r in way.replies]) else None
+            for key in ("first", "last")
+        )
+        results[name] = {
+            "tokens_per_second": rate,
+            "of_own": rate / base,
+            "equal": way.equal,
+            "replies": len(way.replies),
+            "median_first_token_s": first if name == STREAMED else None,
+            "median_reply_s": last,
+            "seconds": way.seconds,
+        }
+        times = [
+            "" if value is None else f"{value:.2f}" for value in (results[name]["median_first_token_s"], last)
+        ]
+        table.add_row(name, f"{rate:.0f}", f"{rate / base:.2f}", f"{way.equal}/{len(way.replies)}", *times)
+    Console().print(table)
+    write("serving", {"settings": vars(given), "ways": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Trainings in processes of their own: begun with ``agent-peft train``, told of by their run directory, and
+stopped by a signal to the process that holds its lock.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from agent_peft.configuration.loading import dump_config
+from agent_peft.configuration.relocation import read_record
+from agent_peft.configuration.run_config import TrainConfig
+from agent_peft.runs.history import state_of
+from agent_peft.types import AgentPeftError
+
+REQUEST = "training.yaml"  # the configuration that the process reads
+OUTPUT = "output.txt"  # what it prints
+START_SECONDS = 120.0  # in which a process must reach its run directory
+STOP_SECONDS = 60.0
+_POLL = 0.05  # seconds
+
+_children: list[subprocess.Popen[bytes]] = []
+
+
+def begin(config: TrainConfig) -> dict[str, Any]:
+    """Train in a process of its own, which outlives this one. Return as soon as it has its run directory.
+
+    Raises:
+        AgentPeftError: it ended before that; with its message.
+    """
+    folder = config.run_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    dump_config(config, folder / REQUEST)
+    command = [sys.executable, "-m", "agent_peft", "train", str(folder / REQUEST)]
+    with open(folder / OUTPUT, "wb") as output:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+    _children.append(child)
+
+    def is_there() -> bool:
+        process = read_record(folder).get("process") or {}
+        return process.get("pid") == child.pid or child.poll() is not None
+
+    if not _wait(is_there, START_SECONDS):
+        return {"state": "starting", "pid": child.pid}
+    if child.returncode:
+        raise AgentPeftError(f"the training ended at once: {_last_line(folder)}")
+    return {"state": state(folder), "pid": child.pid}
+
+
+def state(folder: Path) -> str:
+    """The state of a run. A process that has ended is not taken for one that runs."""
+    for child in _children:
+        child.poll()  # the system forgets a child only when it is asked for its end
+    return state_of(read_record(folder))
+
+
+def stop(folder: Path) -> str:
+    """Ask the process that trains in a run directory to end, and wait for it. Return the run's state. The
+    same training goes on later from its newest checkpoint.
+
+    Raises:
+        AgentPeftError: no process trains there, or not on this machine, or it does not end.
+    """
+    if (now := state(folder)) != "running":
+        raise AgentPeftError(f"{folder}: is not running (it is {now}), so there is nothing to stop")
+    process = read_record(folder).get("process") or {}
+    pid = process.get("pid")
+    if process.get("host") != socket.gethostname() or not isinstance(pid, int):
+        raise AgentPeftError(f"{folder}: runs on {process.get('host')!s:.80}; stop it there")
+    if pid == os.getpid() or not _holds(pid, folder / ".lock"):
+        raise AgentPeftError(
+            f"{folder}: its process {pid} is not one that was started in the background and holds the lock "
+            "of this folder, so it is left alone"
+        )
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+    if not _wait(lambda: state(folder) != "running", STOP_SECONDS):
+        raise AgentPeftError(f"{folder}: process {pid} has not ended in {STOP_SECONDS:g} seconds; ask again")
+    return state(folder)
+
+
+def _holds(pid: int, lock: Path) -> bool:
+    """Whether a process has the lock's file open. Where the system does not tell, the record is believed."""
+    files = Path(f"/proc/{pid}/fd")
+    if not Path("/proc/self/fd").is_dir():
+        return True
+    with suppress(OSError):
+        for file in files.iterdir():
+            with suppress(OSError):
+                if os.path.samefile(file, lock):
+                    return True
+    return False
+
+
+def _last_line(folder: Path) -> str:
+    with suppress(OSError):
+        lines = (folder / OUTPUT).read_bytes()[-4000:].decode(errors="replace").strip().splitlines()
+        if lines:
+            return lines[-1].removeprefix("agent-peft: ")
+    return f"it printed nothing (see {folder / OUTPUT})"
+
+
+def _wait(is_done: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not is_done():
+        if time.monotonic() > end:
+            return False
+        time.sleep(_POLL)
+    return True

@@ -1,0 +1,247 @@
+"""Rewards as functions of replies. Those made here are the rewards of a run's configuration; any other
+callable becomes a term of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from agent_peft.config import first_error
+from agent_peft.environments.graders import last_quantity, parse_number, plain, spelled
+from agent_peft.environments.gsm8k import GOLD_MARK, answer_pattern
+from agent_peft.lookup import nearest
+from agent_peft.rollout.rewards import RewardConfig, price
+from agent_peft.types import AgentPeftError, Message, Outcome, Task, Trajectory, Turn
+
+RewardFunction = Callable[..., Sequence[float]]
+
+REWARDS = ("accuracy", "length_penalty", "step")  # the names that a tool may give
+_MARKED = answer_pattern(f"{GOLD_MARK} {{answer}}")
+_TOKEN = re.compile(r"\w+|[^\w\s]")
+
+
+class MathRewardFunction:
+    """1 for a reply with the right answer, 0 for any other; then the terms of ``rewards``, which are keys of
+    ``rewards`` in a configuration. Override ``__call__``, ``extract_answer`` or ``compare_answers`` for a
+    reward of your own.
+
+    >>> reward = MathRewardFunction()
+    >>> reward(["48 / 2 = 24, so #### 24", "It is 25."], ground_truth=["24", "24"])
+    [1.0, 0.0]
+    """
+
+    def __init__(self, rewards: Mapping[str, Any] | None = None) -> None:
+        """
+        Raises:
+            AgentPeftError: a key of ``rewards`` is wrong.
+        """
+        self.rewards = {"correct": 1.0, "incorrect": 0.0, **(rewards or {})}
+        try:
+            self._config = RewardConfig.model_validate(self.rewards)
+        except ValueError as error:
+            raise AgentPeftError(first_error(error, "reward", RewardConfig)) from error
+
+    def __call__(self, completions: Sequence[str], **columns: Any) -> list[float]:
+        """The reward of each reply.
+
+        Args:
+            completions: the replies.
+            columns: ``ground_truth``, the right answers; and ``completion_ids``, the tokens of each reply.
+                Without them a length is counted in words and marks.
+
+        Raises:
+            AgentPeftError: there are not as many right answers as replies.
+        """
+        truths = columns.get("ground_truth")
+        if truths is None or len(truths) != len(completions):
+            count = "none" if truths is None else str(len(truths))
+            raise AgentPeftError(
+                f"ground_truth: has {count} for {len(completions)} replies; give one for each"
+            )
+        tokens = columns.get("completion_ids") or [_TOKEN.findall(text) for text in completions]
+        return [self._price(*row) for row in zip(completions, truths, tokens, strict=True)]
+
+    def extract_answer(self, completion: str) -> str | None:
+        """The number after the last ``####`` of a reply, else its last number; None where it has none.
+
+        >>> MathRewardFunction().extract_answer("16 - 3 = 13 eggs, 13 * 2 = $26.")
+        '26'
+        """
+        marked = [
+            number for match in _MARKED.finditer(completion) if (number := parse_number(match[1])) is not None
+        ]
+        if marked:
+            return format(marked[-1], "f")
+        found = last_quantity(completion)
+        return None if found is None else f"{found.value}{'%' if found.percent else ''}"
+
+    def compare_answers(self, answer: str | None, ground_truth: Any) -> bool:
+        """Whether an answer is the right one: as numbers where the right one holds a number.
+
+        >>> MathRewardFunction().compare_answers("1,080.0", "#### 1080")
+        True
+        """
+        if answer is None:
+            return False
+        truth = spelled(ground_truth).rpartition(GOLD_MARK)[2]
+        expected, found = last_quantity(truth), last_quantity(answer)
+        if expected is None:
+            return plain(answer) == plain(truth)
+        return found is not None and found.equals(expected)
+
+    def is_right(self, completion: str, ground_truth: Any) -> bool:
+        """Whether a reply holds the right answer, or is the right answer where that holds no number."""
+        if last_quantity(spelled(ground_truth)) is None:
+            return self.compare_answers(completion, ground_truth)
+        return self.compare_answers(self.extract_answer(completion), ground_truth)
+
+    def _price(self, completion: str, ground_truth: Any, tokens: Sequence[Any]) -> float:
+        outcome = Outcome.CORRECT if self.is_right(completion, ground_truth) else Outcome.INCORRECT
+        turn = Turn((), (0,) * len(tokens), (0.0,) * len(tokens))
+        said = (Message("assistant", completion),)
+        return price(Trajectory(Task("reply"), (turn,), said, outcome), self._config).reward
+
+
+def create_accuracy_reward() -> MathRewardFunction:
+    """1 for a right answer, 0 for a wrong one."""
+    return MathRewardFunction()
+
+
+def create_length_penalty_reward(
+    base_reward_fn: MathRewardFunction | None = None, penalty_weight: float = 0.1, max_length: int = 128
+) -> MathRewardFunction:
+    """The base reward, less up to ``penalty_weight`` for a right answer of more than ``max_length`` tokens:
+    all of it from twice that length on.
+
+    Raises:
+        AgentPeftError: a number is out of range, or the base is not one of ours.
+    """
+    return _with_term(base_reward_fn, kind="length_penalty", weight=penalty_weight, target_tokens=max_length)
+
+
+def create_step_reward(
+    base_reward_fn: MathRewardFunction | None = None, step_bonus: float = 0.1, max_steps: int = 5
+) -> MathRewardFunction:
+    """The base reward, and ``step_bonus`` for each line of reasoning before a right answer, for at most
+    ``max_steps`` different ones.
+
+    Raises:
+        AgentPeftError: a number is out of range, or the base is not one of ours.
+    """
+    return _with_term(base_reward_fn, kind="reasoning_steps", weight=step_bonus, max_steps=max_steps)
+
+
+def _with_term(base: MathRewardFunction | None, **term: Any) -> MathRewardFunction:
+    base = base or MathRewardFunction()
+    if prices_of(base) is None:
+        raise AgentPeftError(
+            f"base_reward_fn: {function_name(base)!r} is a function of your own; add the term in that "
+            "function, or give a reward of create_accuracy_reward, create_length_penalty_reward or "
+            "create_step_reward"
+        )
+    return MathRewardFunction({**base.rewards, "terms": [*base.rewards.get("terms", ()), term]})
+
+
+def reward_named(name: object, **numbers: Any) -> MathRewardFunction:
+    """The reward of a name in ``REWARDS``. No other text is ever taken for code.
+
+    Raises:
+        AgentPeftError: there is none of this name.
+    """
+    makers: dict[str, Callable[..., MathRewardFunction]] = {
+        "accuracy": create_accuracy_reward,
+        "length_penalty": create_length_penalty_reward,
+        "step": create_step_reward,
+    }
+    if not isinstance(name, str) or name not in makers:
+        raise AgentPeftError(
+            f"reward: there is no {name!r:.80}; {nearest(name, REWARDS)} (a reward here is one of these "
+            "names, and never code; in Python, GRPOTrainerWrapper takes any function as reward_fn)"
+        )
+    return makers[name](**numbers)
+
+
+def prices_of(reward: Any) -> dict[str, Any] | None:
+    """The keys of ``rewards`` that a reward is; None where it is a function of the user's own."""
+    ours = ("__call__", "extract_answer", "compare_answers", "is_right")
+    if isinstance(reward, MathRewardFunction) and all(
+        getattr(type(reward), name) is getattr(MathRewardFunction, name) for name in ours
+    ):
+        return dict(reward.rewards)
+    return None
+
+
+def function_name(reward: Any) -> str:
+    name = getattr(reward, "__name__", None) or type(reward).__name__
+    return re.sub(r"\W", "_", name)
+
+
+def as_term(reward: Any) -> Callable[[Trajectory], float]:
+    """A function of replies as a term of a run's reward, which is called with one episode at a time. Besides
+    ``completions`` it gets, as far as it takes them, ``prompts``, ``completion_ids``, ``ground_truth`` and
+    the columns of the task, each in a list.
+
+    Raises:
+        AgentPeftError: it cannot be called.
+    """
+    if not callable(reward):
+        raise AgentPeftError(
+            f"reward_fn: {reward!r:.60} is no function; give one of completions and ground_truth, such as "
+            "create_accuracy_reward()"
+        )
+    parameters = inspect.signature(reward).parameters.values()
+    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    names = {one.name for one in parameters}
+
+    def term(trajectory: Trajectory) -> float:
+        said = [message.content for message in trajectory.messages if message.role == "assistant"]
+        asked = [message.content for message in trajectory.messages if message.role != "assistant"]
+        answer = trajectory.task.content.get("answer")
+        if isinstance(answer, str) and GOLD_MARK in answer:
+            answer = answer.rpartition(GOLD_MARK)[2].strip()
+        columns = {
+            **{name: [value] for name, value in trajectory.task.content.items()},
+            "prompts": ["\n\n".join(asked)],
+            "completion_ids": [[token for turn in trajectory.turns for token in turn.action]],
+            "ground_truth": [answer],
+        }
+        columns.pop("completions", None)
+        known = {name: value for name, value in columns.items() if takes_all or name in names}
+        reply = "\n".join(said[-len(trajectory.turns) :])  # earlier ones are examples in the prompt
+        values = list(reward([reply], **known))
+        if len(values) != 1:
+            raise ValueError(f"it returned {len(values)} rewards for one reply")
+        return float(values[0])
+
+    return term
+
+
+def evaluate_rewards(
+    completions: Sequence[str], ground_truths: Sequence[Any], reward_fn: RewardFunction | None = None
+) -> dict[str, float]:
+    """The rewards of replies in numbers: ``mean_reward``, ``min_reward``, ``max_reward``, ``std_reward``,
+    ``accuracy`` (the share of right answers) and ``count``.
+
+    Raises:
+        AgentPeftError: there are no replies, or not one right answer for each.
+
+    >>> evaluate_rewards(["4", "5"], ["4", "4"])["accuracy"]
+    0.5
+    """
+    if not completions:
+        raise AgentPeftError("completions: is empty; give at least one reply")
+    judge = MathRewardFunction()
+    right = judge(completions, ground_truth=ground_truths)
+    values = [float(one) for one in (reward_fn or judge)(completions, ground_truth=ground_truths)]
+    mean = sum(values) / len(values)
+    return {
+        "mean_reward": mean,
+        "min_reward": min(values),
+        "max_reward": max(values),
+        "std_reward": (sum((one - mean) ** 2 for one in values) / len(values)) ** 0.5,
+        "accuracy": sum(right) / len(right),
+        "count": float(len(values)),
+    }

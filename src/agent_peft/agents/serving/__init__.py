@@ -1,0 +1,1 @@
+"""Policies on the wire: a server that any OpenAI-compatible client can talk to."""

@@ -1,0 +1,294 @@
+"""The tool with which an agent trains: JSON in, JSON out, and never an exception.
+
+It reads and writes below one folder only, runs no code that a parameter names, and removes nothing: a
+training never overwrites another one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from agent_peft.agents.datasets import NAMES
+from agent_peft.agents.parameters import (
+    ACTIONS,
+    OWN_ATTEMPTS,
+    Parameters,
+    changed,
+    check,
+    content_of,
+    reward_of,
+)
+from agent_peft.types import AgentPeftError, InfrastructureError, TrustError
+
+SHOWN_ROWS = 3
+_UNSEEN = re.compile(r"[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
+
+
+class RLTrainingTool:
+    """A tool that trains models, for agents and for programs.
+
+    >>> print(RLTrainingTool().run({"action": "create_reward", "reward": "accuracy"}))
+    {
+      "status": "success",
+      "action": "create_reward",
+      "reward": "accuracy",
+      "rewards": {
+        "correct": 1.0,
+        "incorrect": 0.0
+      }
+    }
+    """
+
+    name = "rl_training"
+    description = (
+        "Trains language models with supervised learning (sft) or from their own graded attempts (grpo, ppo, "
+        "...), and measures them. train waits for the end unless background is true; then ask status with "
+        "the same output_dir. To go on from an earlier training, give its output_dir as model_name."
+    )
+
+    def __init__(self, root: str | os.PathLike[str] = ".") -> None:
+        """
+        Args:
+            root: the folder that every path must lie in. Relative paths are relative to the current folder.
+        """
+        self._root = Path(root).expanduser().resolve()
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema of the parameters."""
+        schema = Parameters.model_json_schema()
+        return {"type": "object", "properties": schema["properties"], "additionalProperties": False}
+
+    def run(self, parameters: Mapping[str, Any] | str) -> str:
+        """Do what the parameters say. Return JSON with ``status``: ``success``, or ``error`` with a
+        ``message`` that says what to do.
+
+        Args:
+            parameters: as ``schema`` says, as a mapping or as JSON.
+        """
+        action: Any = None
+        try:
+            given = content_of(parameters)
+            action = given.get("action", "train")
+            checked = check(given)
+            told = {"status": "success", "action": action, **_DO[checked.action](self, checked)}
+        except AgentPeftError as error:
+            told = _failure(action, str(error))
+        except (TrustError, InfrastructureError) as error:
+            told = _failure(action, f"the training failed: {error}")
+        except MemoryError:
+            told = _failure(action, "there is not enough memory; take a smaller model or batch_size")
+        except OSError as error:
+            told = _failure(
+                action, f"{error.filename or 'a file'}: {error.strerror or error}; name another folder"
+            )
+        except Exception as error:
+            told = _failure(action, f"unforeseen: {type(error).__name__}: {error}")
+        return _written(told)
+
+    # -- actions ---------------------------------------------------------------------------------------------
+
+    def _train(self, given: Parameters) -> dict[str, Any]:
+        output = self._path("output_dir", given.output_dir)  # first, since torch takes seconds to import
+        if output == self._root:
+            raise AgentPeftError("output_dir: is the allowed folder itself; name a new folder in it")
+
+        from agent_peft.agents import background, training
+        from agent_peft.runs.run import train
+
+        own = training.learns_from_attempts(given.algorithm)
+        if not own and (useless := sorted(changed(given) & OWN_ATTEMPTS)):
+            raise AgentPeftError(
+                f"{useless[0]}: has no effect with algorithm {given.algorithm}, which learns from what the "
+                "dataset shows; leave it out"
+            )
+        model = self._model(given)
+        dataset = self._dataset(given, given.split or "train", output.parent / "datasets")
+        taken = set(training.TrainingConfig.model_fields) | {"num_epochs", "batch_size"}
+        keys = {name: getattr(given, name) for name in given.model_fields_set & taken}
+        settings = training.TrainingConfig(**keys | {"model_name": model, "output_dir": self._shown(output)})
+        rewards = reward_of(given).rewards if own else None
+        more = {} if given.kl_coef is None else {"kl_coef": given.kl_coef}
+        config = training.run_configuration(settings, given.algorithm, dataset, rewards, more)
+        earlier = training.make_room(config)
+        told = {
+            "algorithm": given.algorithm,
+            "model_name": model,
+            "dataset": dataset.name,
+            "measured_on": _measured(dataset, settings.eval_samples),
+        }
+        if earlier is not None:
+            told["earlier_training_moved_to"] = earlier
+        if given.background:
+            return told | {"output_dir": str(config.run_dir), **background.begin(config)}
+        train(config)
+        return told | training.result_of(config.run_dir)
+
+    def _load_dataset(self, given: Parameters) -> dict[str, Any]:
+        if given.model_name is not None:
+            self._model(given)
+        dataset = self._dataset(given, given.split or "train", self._root / "datasets")
+        return {
+            "dataset": dataset.name,
+            "format": given.format,
+            "split": given.split or "train",
+            "dataset_size": len(dataset),
+            "sample_keys": dataset.column_names,
+            "samples": dataset[:SHOWN_ROWS],
+        }
+
+    def _create_reward(self, given: Parameters) -> dict[str, Any]:
+        return {"reward": given.reward, "rewards": reward_of(given).rewards}
+
+    def _evaluate(self, given: Parameters) -> dict[str, Any]:
+        from agent_peft.agents import training
+
+        model = self._model(given)
+        dataset = self._dataset(given, given.split or _test_of(given.dataset), self._root / "datasets")
+        settings = training.TrainingConfig(
+            model_name=model,
+            max_new_tokens=given.max_new_tokens,
+            seed=given.seed,
+            eval_samples=given.max_samples,
+        )
+        report = training.measure(model, dataset, settings)
+        return {
+            "model_name": model,
+            "dataset": dataset.name,
+            **training.accuracy_of(report),
+            "mean_reply_tokens": report.mean_action_tokens,
+            "cut_replies": report.cut_actions,
+        }
+
+    def _status(self, given: Parameters) -> dict[str, Any]:
+        from agent_peft.agents import background, training
+
+        folder = self._path("output_dir", given.output_dir)
+        background.state(folder)
+        return training.progress_of(Path(self._shown(folder)))
+
+    def _stop(self, given: Parameters) -> dict[str, Any]:
+        from agent_peft.agents import background, training
+
+        folder = self._path("output_dir", given.output_dir)
+        background.stop(folder)
+        return training.progress_of(Path(self._shown(folder)))
+
+    def _report(self, given: Parameters) -> dict[str, Any]:
+        from agent_peft.agents import background, training
+
+        folder = self._path("output_dir", given.output_dir)
+        background.state(folder)
+        return training.report_of(Path(self._shown(folder)))
+
+    # -- parameters ------------------------------------------------------------------------------------------
+
+    def _path(self, key: str, text: str) -> Path:
+        """The absolute path of a text, without links.
+
+        Raises:
+            AgentPeftError: it is outside of the allowed folder.
+        """
+        try:
+            path = Path(text).expanduser().resolve()
+        except (OSError, RuntimeError, ValueError) as error:
+            raise AgentPeftError(f"{key}: {text!r:.80} is no path ({error})") from error
+        if not path.is_relative_to(self._root):
+            raise AgentPeftError(
+                f"{key}: {text!r:.80} is outside of {self._root}, the only folder that this tool reads and "
+                "writes; name a path in it"
+            )
+        return path
+
+    def _shown(self, path: Path) -> str:
+        """A path as it is written into configurations: relative to the current folder where it lies there."""
+        here = Path.cwd()
+        return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+    def _model(self, given: Parameters) -> str:
+        """The name of a model that is on the hub, bundled, or in the allowed folder."""
+        from agent_peft.policies.config import PretrainedConfig
+        from agent_peft.policies.models.bundled import BUNDLED, bundled_name
+        from agent_peft.policies.models.start import split_run, start_of
+
+        name = given.model_name
+        if name is None:
+            raise AgentPeftError(
+                "model_name: is missing; give a hub id, a folder, a bundled name such as smollm2-135m, or "
+                "the output_dir of an earlier training"
+            )
+        if name in BUNDLED:
+            return name
+        path = split_run(name)[0]
+        on_hub = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and ".." not in name
+        if not on_hub or Path(path.parts[0]).exists():
+            self._path("model_name", str(path))
+        if not on_hub and not path.exists():
+            raise AgentPeftError(f"model_name: there is no folder {name!r:.80}, and it is no hub id")
+        below = start_of(PretrainedConfig(model=name)).model  # of an adapter: what it was trained on
+        if Path(below).exists() and not bundled_name(below):
+            self._path("model_name", below)
+        return name
+
+    def _dataset(self, given: Parameters, split: str, folder: Path) -> Any:
+        from agent_peft.agents.datasets import find_dataset
+
+        name = given.dataset
+        if name not in NAMES and (Path(Path(name).parts[0]).exists() or ".." in name):
+            self._path("dataset", name)
+        form = given.format if given.action == "load_dataset" else "sft"
+        model = given.model_name if given.action == "load_dataset" else None
+        limit = None if given.action == "evaluate" else given.max_samples
+        try:
+            return find_dataset(name, split, limit, form, model, Path(self._shown(folder)))
+        except ValueError as error:
+            raise AgentPeftError(f"split: {error}") from error
+
+
+_DO: dict[str, Callable[[RLTrainingTool, Parameters], dict[str, Any]]] = {
+    "train": RLTrainingTool._train,
+    "load_dataset": RLTrainingTool._load_dataset,
+    "create_reward": RLTrainingTool._create_reward,
+    "evaluate": RLTrainingTool._evaluate,
+    "status": RLTrainingTool._status,
+    "stop": RLTrainingTool._stop,
+    "report": RLTrainingTool._report,
+}
+
+
+def _test_of(dataset: str) -> str:
+    """The split to measure on: a file has no other than train."""
+    return "test" if dataset in NAMES or not Path(dataset).exists() else "train"
+
+
+def _measured(dataset: Any, number: int | None) -> str:
+    if number == 0:
+        return "nothing (eval_samples is 0)"
+    if dataset.environment["kind"] == "preferences":
+        return "nothing (preferences grade no reply; use evaluate)"
+    return "held-out tasks" if dataset.heldout is not None else "the tasks of training"
+
+
+def _failure(action: Any, message: str) -> dict[str, Any]:
+    known = action if action in ACTIONS else None
+    return {"status": "error", "action": known, "message": " ".join(message.split())[:2000]}
+
+
+def _written(told: dict[str, Any]) -> str:
+    """JSON as any parser reads it, without characters that would move a terminal's cursor."""
+    text = json.dumps(_finite(told), indent=2, ensure_ascii=False, default=str)
+    return _UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): _finite(inner) for name, inner in value.items()}
+    return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,1 @@
+"""Reports: what run directories hold, as one page for a browser."""

@@ -1,0 +1,317 @@
+"""What the page shows of runs, as JSON values. Every file is read as it is now: a run may be in progress."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+from agent_peft.reports.episodes import EpisodeFile, Facts, episode_files, facts_of
+from agent_peft.rollout.statistics import NO_SKILL, Z95, EvaluationReport, paired_test, rate_of, t95
+from agent_peft.runs.overview import summarize_run
+from agent_peft.runs.reading import Evaluation, RunRecord, load_run
+from agent_peft.types import AgentPeftError, Outcome
+
+SKILLS = 8  # curves by skill, of those with the most episodes
+BINS = 30  # points of such a curve
+DIGITS = 6  # significant, of a number of a curve
+OWN_KEYS = ("run_dir", "seed", "threads")  # runs that differ in nothing else are seeds of one experiment
+
+
+@dataclass
+class Content:
+    """What the page shows at its start (``values``), and where the episodes are that it shows later."""
+
+    values: dict[str, Any]
+    files: dict[str, EpisodeFile] = field(default_factory=dict)  # by key
+    policies: Sequence[Any] = ()  # of each run's configuration
+
+    def run_of(self, key: str) -> int:
+        """The number of the run that a key of ``files`` belongs to."""
+        return int(key[1 : key.index("_")])
+
+
+def read_content(folders: Sequence[Path]) -> Content:
+    """Read runs. What is damaged becomes a notice on the page; the rest is shown.
+
+    Raises:
+        AgentPeftError: a folder is no run directory.
+    """
+    runs = [load_run(folder) for folder in folders]
+    files: dict[str, EpisodeFile] = {}
+    values, reports, policies = [], [], []
+    for number, run in enumerate(runs):
+        told, own, policy = _run(run, number, files)
+        values.append(told)
+        reports.append(own)
+        policies.append(policy)
+    names = _names([run.folder for run in runs])
+    for name, told in zip(names, values, strict=True):
+        told["name"] = name
+    return Content(
+        {
+            "made": datetime.now(UTC).isoformat(timespec="seconds"),
+            "runs": values,
+            "seeds": _seeds([told["config"] for told in values]),
+            "pairs": list(_pairs(reports)),
+            "t95": [_short(t95(degrees)) for degrees in range(1, 31)] + [Z95],
+        },
+        files,
+        policies,
+    )
+
+
+def _run(
+    run: RunRecord, number: int, files: dict[str, EpisodeFile]
+) -> tuple[dict[str, Any], dict[str, EvaluationReport], Any]:
+    """What the page shows of a run, its evaluations' reports by name, and its policy's configuration."""
+    notices: list[str] = []
+    told: dict[str, Any] = {"folder": str(run.folder.absolute()), "notices": notices, "config": {}}
+    summary = summarize_run(run.folder)
+    told |= {"state": summary.state, "cause": summary.cause, "done": summary.step, "steps": summary.steps}
+    policy = None
+    with _noting(notices):
+        told["config"], policy = dict(_flat(run.config)), run.config.get("policy")
+    lines: list[dict[str, Any]] = []
+    with _noting(notices):
+        lines = run.metrics
+    told["curves"] = _curves(lines)
+    with _noting(notices):
+        seconds = {line["step"]: line for line in run.timing}
+        speeds = [_speed(seconds.get(step, {})) for step in told["curves"]["step"]]
+        told["curves"]["metrics"]["tokens_per_second"] = speeds
+    reports: dict[str, EvaluationReport] = {}
+    for path in sorted((run.folder / "evaluations").glob("[!.]*.json")):
+        with _noting(notices):
+            reports[path.stem] = Evaluation(path).report
+    reports = dict(sorted(reports.items(), key=lambda pair: pair[1].step or 0))
+    told["evaluations"] = _evaluations(reports)
+    own = episode_files(run, number)
+    kept: list[tuple[EpisodeFile, Sequence[Facts]]] = []
+    for file in own:
+        with _noting(notices):
+            kept.append((file, facts_of(file.path)))
+            files[file.key] = file
+    told["episodes"] = _columns(kept)
+    training = [(file.step, facts) for file, facts in kept if file.evaluation is None]
+    told |= {"intervals": _intervals(training), "stops": _stops(training), "skills": _skills(training)}
+    return told, reports, policy
+
+
+@contextmanager
+def _noting(notices: list[str]) -> Iterator[None]:
+    """Turn a fault of one file into a notice."""
+    try:
+        yield
+    except AgentPeftError as error:
+        notices.append(str(error))
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        notices.append(f"a file could not be read ({type(error).__name__}: {error})")
+
+
+def _curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The metrics by name, each with one value a step; None where a step has none or it is not finite."""
+    by_step = {line["step"]: line for line in lines if type(line.get("step")) is int}
+    steps = sorted(by_step)
+    names = dict.fromkeys(name for step in steps for name in by_step[step] if name not in ("step", "stage"))
+    return {
+        "step": steps,
+        "stages": _stages([(step, str(by_step[step].get("stage", ""))) for step in steps]),
+        "metrics": {name: [_short(by_step[step].get(name)) for step in steps] for name in names},
+    }
+
+
+def _stages(stages: Sequence[tuple[int, str]]) -> list[list[Any]]:
+    """
+    >>> _stages([(0, "sft"), (1, "sft"), (2, "rloo")])
+    [[0, 'sft'], [2, 'rloo']]
+    """
+    starts = [] if not stages else [list(stages[0])]
+    return starts + [list(after) for before, after in pairwise(stages) if before[1] != after[1]]
+
+
+def _speed(timing: Mapping[str, Any]) -> float | None:
+    sampled, seconds = timing.get("sampled"), timing.get("seconds")
+    return _short(sampled / seconds) if sampled and seconds else None
+
+
+def _short(value: Any) -> float | None:
+    """
+    >>> _short(0.123456789), _short(float("nan")), _short("text")
+    (0.123457, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(f"{value:.{DIGITS}g}")
+
+
+def _columns(kept: Sequence[tuple[EpisodeFile, Sequence[Facts]]]) -> dict[str, Any]:
+    """The facts of all episodes, a list for each. Texts that occur often are places in a list of texts."""
+    texts: dict[str, dict[Any, int]] = {
+        name: {} for name in ("stage", "task", "skills", "outcome", "stop_reason")
+    }
+    columns: dict[str, list[Any]] = {name: [] for name in Facts.__dataclass_fields__}
+    for _, facts in kept:
+        for one in facts:
+            for name, column in columns.items():
+                value = getattr(one, name)
+                if name in texts:
+                    value = texts[name].setdefault(value, len(texts[name]))
+                column.append(_short(value) if isinstance(value, float) else value)
+    return {
+        "files": [
+            {"key": file.key, "step": file.step, "evaluation": file.evaluation, "episodes": len(facts)}
+            for file, facts in kept
+        ],
+        "texts": {name: list(known) for name, known in texts.items()},
+        "columns": columns,
+    }
+
+
+def _intervals(training: Sequence[tuple[int, Sequence[Facts]]]) -> dict[str, list[Any]]:
+    """The interval of each step's success. A task counts once, so it takes the step's episodes."""
+    told: dict[str, list[Any]] = {"step": [], "low": [], "high": []}
+    for step, facts in training:
+        groups: dict[int, list[bool]] = {}
+        for one in facts:
+            if one.stop_reason != "infrastructure":
+                groups.setdefault(one.group, []).append(one.outcome == Outcome.CORRECT)
+        if groups:
+            rate = rate_of((sum(group), len(group)) for group in groups.values())
+            for name, value in (("step", step), ("low", _short(rate.low)), ("high", _short(rate.high))):
+                told[name].append(value)
+    return told
+
+
+def _stops(training: Sequence[tuple[int, Sequence[Facts]]]) -> dict[str, Any]:
+    """The share of each stop reason in each step."""
+    reasons = sorted({one.stop_reason for _, facts in training for one in facts})
+    steps = [(step, facts) for step, facts in training if facts]
+    return {
+        "step": [step for step, _ in steps],
+        "shares": {
+            reason: [
+                _short(sum(one.stop_reason == reason for one in facts) / len(facts)) for _, facts in steps
+            ]
+            for reason in reasons
+        },
+    }
+
+
+def _skills(training: Sequence[tuple[int, Sequence[Facts]]]) -> dict[str, Any]:
+    """Success by a task's first skill, over some neighbouring steps at a time, because a step has few."""
+    counts: dict[str, int] = {}
+    for _, facts in training:
+        for one in facts:
+            skill = one.skills[0] if one.skills else NO_SKILL
+            counts[skill] = counts.get(skill, 0) + 1
+    chosen = sorted(counts, key=lambda skill: -counts[skill])[:SKILLS]
+    width = max(1, math.ceil(len(training) / BINS))
+    bins = [training[start : start + width] for start in range(0, len(training), width)]
+    rates: dict[str, list[float | None]] = {skill: [] for skill in chosen}
+    for steps in bins:
+        outcomes: dict[str, list[bool]] = {skill: [] for skill in chosen}
+        for one in (one for _, facts in steps for one in facts):
+            skill = one.skills[0] if one.skills else NO_SKILL
+            if skill in outcomes:
+                outcomes[skill].append(one.outcome == Outcome.CORRECT)
+        for skill, of_skill in outcomes.items():
+            rates[skill].append(_short(sum(of_skill) / len(of_skill)) if of_skill else None)
+    return {
+        "step": [steps[-1][0] for steps in bins],
+        "width": width,
+        "rates": rates,
+        "others": len(counts) - len(chosen),
+    }
+
+
+def _evaluations(reports: Mapping[str, EvaluationReport]) -> list[dict[str, Any]]:
+    """The evaluations in their order, each with its change since the one before, where tasks are the same."""
+    told = []
+    before: EvaluationReport | None = None
+    for name, report in reports.items():
+        change = None if before is None else _test(before, report)
+        told.append(
+            {
+                "name": report.name or name,
+                "file": name,
+                "step": report.step,
+                "success": asdict(report.success),
+                "score": None if report.score is None else asdict(report.score),
+                "reward": None if report.reward is None else asdict(report.reward),
+                "by_skill": {skill: asdict(rate) for skill, rate in report.by_skill.items()},
+                "pass_at": {str(k): value for k, value in report.pass_at.items()},
+                "attempts": report.attempts,
+                "left_out": report.infrastructure_failures,
+                "stop_reasons": dict(report.stop_reasons),
+                "invalid_actions": report.invalid_actions,
+                "mean_turns": report.mean_turns,
+                "mean_action_tokens": report.mean_action_tokens,
+                "change": change,
+            }
+        )
+        before = report
+    return told
+
+
+def _pairs(reports: Sequence[Mapping[str, EvaluationReport]]) -> Iterator[dict[str, Any]]:
+    """The paired tests between runs, of evaluations of one name on the same tasks."""
+    for (one, before), (other, after) in combinations(enumerate(reports), 2):
+        for name in before:
+            if name in after and (test := _test(before[name], after[name])) is not None:
+                yield {"evaluation": name, "one": one, "other": other, **test}
+
+
+def _test(before: EvaluationReport, after: EvaluationReport) -> dict[str, float] | None:
+    try:
+        return asdict(paired_test(before, after))
+    except AgentPeftError:
+        return None  # other tasks
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """The keys of a configuration, with dots, and their values as text.
+
+    >>> dict(_flat({"seed": 0, "stages": [{"steps": 2}], "at": ["end"]}))
+    {'seed': '0', 'stages.0.steps': '2', 'at': '["end"]'}
+    """
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        value = {str(place): item for place, item in enumerate(value)}
+    if isinstance(value, dict) and (value or not key):
+        for name, item in value.items():
+            yield from _flat(item, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _seeds(configs: Sequence[Mapping[str, str]]) -> list[list[int]]:
+    """The runs that differ in nothing but ``OWN_KEYS``, together.
+
+    >>> _seeds([{"seed": "0", "a": "1"}, {"seed": "0", "a": "2"}, {"seed": "1", "a": "1"}])
+    [[0, 2], [1]]
+    """
+    together: dict[Any, list[int]] = {}
+    for number, config in enumerate(configs):
+        rest = frozenset((key, value) for key, value in config.items() if key not in OWN_KEYS)
+        together.setdefault(rest or number, []).append(number)
+    return list(together.values())
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The shortest ends of the paths that tell the runs apart.
+
+    >>> _names([Path("/runs/a/seed0"), Path("/runs/b/seed0")])
+    ['a/seed0', 'b/seed0']
+    """
+    paths = [folder.absolute().parts for folder in folders]
+    for length in range(1, max(map(len, paths), default=1) + 1):
+        names = ["/".join(path[-length:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{'/'.join(path)} ({place})" for place, path in enumerate(paths)]

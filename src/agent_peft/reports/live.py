@@ -1,0 +1,119 @@
+"""A report that a browser on this machine reads while the runs go on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+
+from agent_peft.reports.content import Content, read_content
+from agent_peft.reports.page import Library, encode, page, script_of
+from agent_peft.types import AgentPeftError
+
+HOST = "127.0.0.1"
+_NAMES = ("127.0.0.1", "localhost")
+
+
+class LiveReport:
+    """The runs as they are at each request. A file of episodes is read again only when it has changed."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = folders
+        self._lock = Lock()
+        self._library: Library | None = None
+        self._content: Content | None = None
+
+    def values(self) -> str:
+        """What the page shows, as JSON."""
+        with self._lock:
+            self._content = read_content(self._folders)
+            if self._library is None:
+                self._library = Library(self._content)
+                if first := next(iter(self._content.files), None):
+                    self._library.text(first)  # it finds out whether there is a tokenizer
+            self._library.follow(self._content)
+            values = self._content.values
+            return encode({**values, "made": None, "missing_words": self._library.missing})
+
+    def episodes(self, key: str) -> str | None:
+        """The script with the episodes ``key``; None if there are none."""
+        if self._content is None:
+            self.values()
+        with self._lock:
+            assert self._content is not None and self._library is not None
+            known = key in self._content.files
+            return script_of(key, self._library.text(key)) if known else None
+
+
+def live_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
+    """A server on loopback. It answers only requests whose ``Host`` is this machine, so that a page of
+    another site cannot read the runs through a name that it lets point here (DNS rebinding).
+
+    Args:
+        port: 0 for any free one.
+
+    Raises:
+        AgentPeftError: a folder is no run directory, or the port is taken.
+    """
+    report = LiveReport(folders)
+    report.values()
+    try:
+        server = ThreadingHTTPServer((HOST, port), _handler(report))
+    except (OSError, OverflowError) as error:
+        raise AgentPeftError(
+            f"port {port} cannot be used ({error}); name another with --port, or 0 for a free one"
+        ) from error
+    server.daemon_threads = True
+    return server
+
+
+def _handler(report: LiveReport) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            _, port = self.connection.getsockname()
+            if self.headers.get("Host") not in {f"{name}:{port}" for name in _NAMES}:
+                self._answer(403, "text/plain", "this report answers to 127.0.0.1 and localhost only\n")
+                return
+            path = self.path.partition("?")[0]
+            try:
+                content = self._content(path)
+            except AgentPeftError as error:
+                self._answer(500, "text/plain", f"{error}\n")
+                return
+            if content is None:
+                self._answer(404, "text/plain", "there is no such page\n")
+            else:
+                self._answer(200, *content)
+
+        def _content(self, path: str) -> tuple[str, str] | None:
+            if path == "/":
+                return "text/html", page(None, {})
+            if path == "/values.json":
+                return "application/json", report.values()
+            if path.startswith("/episodes/") and path.endswith(".js"):
+                script = report.episodes(path.removeprefix("/episodes/").removesuffix(".js"))
+                return None if script is None else ("text/javascript", script)
+            return None
+
+        def _answer(self, status: int, kind: str, text: str) -> None:
+            content = text.encode()
+            mark = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
+            if status == 200 and self.headers.get("If-None-Match") == mark:
+                status, content = 304, b""
+            self.send_response(status)
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(content)))
+            self.send_header("Cache-Control", "no-cache")
+            self.send_header("ETag", mark)
+            self.send_header("X-Content-Type-Options", "nosniff")
+            self.send_header("Referrer-Policy", "no-referrer")
+            self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            """Nothing: a browser asks every few seconds."""
+
+    return Handler

@@ -1,0 +1,196 @@
+"""The page: one HTML file that loads nothing from a network.
+
+Everything that a model, an environment or a configuration said is JSON data inside the page. Its script puts
+it there as text, never as HTML. A Content-Security-Policy allows only the page's own scripts and styles, by
+their digests. ``strict-dynamic`` lets the script load the files beside the page.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from agent_peft.files import write_atomic
+from agent_peft.reports.content import Content, read_content
+from agent_peft.reports.episodes import chunk
+from agent_peft.reports.words import Words, words_of
+from agent_peft.types import AgentPeftError
+
+MAX_INSIDE = 12 << 20  # bytes of episodes in the page; where there are more, all are in files beside it
+_FILE = re.compile(r"r\d+_(step|evaluation)_\d+\.js")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was written: the page, and the folder of the episodes' files if they are not in the page."""
+
+    page: Path
+    beside: Path | None
+    episodes: int
+
+
+def write_report(folders: Sequence[Path], out: Path, max_inside: int = MAX_INSIDE) -> Report:
+    """Write the report of runs to ``out``.
+
+    Args:
+        max_inside: bytes of episodes that the page itself may hold. Where there are more, they go to the
+            folder ``NAME_episodes`` beside the page, one file for each step, and the page loads what is
+            looked at.
+
+    Raises:
+        AgentPeftError: a folder is no run directory, or ``out`` cannot be written.
+    """
+    content = read_content(folders)
+    library = Library(content)
+    beside = out.with_name(f"{out.stem}_episodes")
+    inside: dict[str, str] | None = {}
+    size = 0
+    try:
+        _empty(beside)
+        for key in content.files:
+            text = library.text(key)
+            if inside is not None and size + len(text) > max_inside:
+                for earlier, written in inside.items():
+                    _write_beside(beside, earlier, written)
+                inside = None
+            size += len(text)
+            if inside is None:
+                _write_beside(beside, key, text)
+            else:
+                inside[key] = text
+        content.values["episodes_in"] = beside.name if inside is None else None
+        content.values["missing_words"] = library.missing
+        write_atomic(out, page(content.values, inside or {}))
+    except OSError as error:
+        raise AgentPeftError(
+            f"{out}: cannot be written ({error.strerror}); name another with --out"
+        ) from error
+    episodes = sum(len(run["episodes"]["columns"]["task"]) for run in content.values["runs"])
+    return Report(out, beside if inside is None else None, episodes)
+
+
+class Library:
+    """The episodes' files of a report, as JSON texts, with one tokenizer for each run."""
+
+    def __init__(self, content: Content) -> None:
+        self._content = content
+        self._words: dict[int, Words | None] = {}
+        self.missing: dict[str, str] = {}  # number of a run -> why its tokens are not shown
+
+    def follow(self, content: Content) -> None:
+        """Go on with the runs as they are now."""
+        self._content = content
+
+    def text(self, key: str) -> str:
+        """The file ``key``; where it cannot be read, a text that says why."""
+        try:
+            return encode(chunk(self._content.files[key], self._of(self._content.run_of(key))))
+        except AgentPeftError as error:
+            return encode({"words": [], "episodes": [], "fault": str(error)})
+
+    def _of(self, number: int) -> Words | None:
+        if number not in self._words:
+            self._words[number] = None
+            try:
+                policy = json.dumps(self._content.policies[number], default=str)
+                self._words[number] = _cached_words(policy)
+            except AgentPeftError as error:
+                self.missing[str(number)] = str(error)
+        return self._words[number]
+
+
+@lru_cache(maxsize=8)
+def _cached_words(policy: str) -> Words:
+    return words_of(json.loads(policy))
+
+
+def encode(value: Any) -> str:
+    """JSON that may stand inside HTML and JavaScript: ASCII, and ``<`` escaped, so no text can end a script.
+
+    >>> encode("</script>\\u2028")
+    '"\\\\u003c/script>\\\\u2028"'
+    """
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def script_of(key: str, text: str) -> str:
+    """A file beside the page: a page opened from a disk may load scripts, and may not fetch."""
+    return f"agentPeft.take({encode(key)},{text});\n"
+
+
+def page(values: Mapping[str, Any] | None, inside: Mapping[str, str]) -> str:
+    """The page as HTML.
+
+    Args:
+        values: what it shows; None for the page of a server, which fetches them.
+        inside: the episodes' files that it holds, as JSON texts by key.
+    """
+    styles = _asset("uPlot.min.css") + _asset("report.css")
+    scripts = [_asset("uPlot.iife.min.js"), _asset("report.js")]
+    policy = "; ".join(
+        (
+            "default-src 'none'",
+            f"script-src {' '.join(map(_digest, scripts))} 'strict-dynamic'",
+            f"style-src {_digest(styles)}",
+            f"connect-src {chr(39)}{'self' if values is None else 'none'}{chr(39)}",
+            "img-src data:",
+            "base-uri 'none'",
+            "form-action 'none'",
+        )
+    )
+    parts = [
+        "<!doctype html>",
+        '<html lang="en">',
+        "<head>",
+        '<meta charset="utf-8">',
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<meta name="color-scheme" content="light dark">',
+        '<link rel="icon" href="data:,">',
+        "<title>Agent-PEFT report</title>",
+        f"<style>{styles}</style>",
+        "</head>",
+        "<body>",
+        "<noscript>This report needs JavaScript.</noscript>",
+        f'<script type="application/json" id="values">{encode(values)}</script>',
+        *(f'<script type="application/json" id="{key}">{text}</script>' for key, text in inside.items()),
+        *(f"<script>{script}</script>" for script in scripts),
+        "</body>",
+        "</html>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+@lru_cache
+def _asset(name: str) -> str:
+    return (files("agent_peft.reports") / "static" / name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _write_beside(folder: Path, key: str, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{key}.js").write_text(script_of(key, text), encoding="utf-8")
+
+
+def _empty(folder: Path) -> None:
+    """Remove what an earlier report left beside the page, and nothing else."""
+    for path in list(_reports_files(folder)):
+        path.unlink()
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _reports_files(folder: Path) -> Iterator[Path]:
+    if folder.is_dir():
+        yield from (path for path in folder.iterdir() if _FILE.fullmatch(path.name))

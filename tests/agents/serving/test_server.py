@@ -1,0 +1,221 @@
+"""The server's limits, its end, and clients that hang up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+from agent_peft.agents.serving.server import PolicyHost
+from agent_peft.environments.http.server import Address
+from agent_peft.policies.engine.open_decoding import OpenDecoding
+from agent_peft.types import AgentPeftError
+
+# one for all tests, since it takes a while to make; it keeps no connection
+CLIENT = httpx.Client(timeout=60, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
+USER = [{"role": "user", "content": "1+2="}]
+ENDLESS = {"messages": USER, "temperature": 0, "max_tokens": 6000}  # the argmax runs in a circle
+
+
+def post(url, path="chat/completions", headers=None, **body):
+    return CLIENT.post(f"{url}/v1/{path}", json=body, headers=headers)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_hangs_up_frees_its_row(serving, stream):
+    running = serving(rows=1, max_tokens=7000)
+    with httpx.Client(base_url=running.url, trust_env=False, timeout=60) as client:
+        if stream:
+            with client.stream("POST", "/v1/chat/completions", json=ENDLESS | {"stream": True}) as answer:
+                next(answer.iter_lines())
+                (draw,) = running.host.replies.under_way
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/chat/completions", json=ENDLESS, timeout=0.3)
+            draws = list(running.host.replies.under_way)
+            if not draws:
+                pytest.skip("the machine was too slow to look at the reply before the client had gone")
+            (draw,) = draws
+    wait_until(lambda: draw.ended and not running.host.replies.under_way)
+    assert draw.cancelled and len(draw.drawn) < 6000
+    assert post(running.url, messages=USER, max_tokens=3).status_code == 200
+
+
+def test_more_replies_than_allowed_are_refused(serving):
+    running = serving(most=2, max_tokens=7000)
+    with CLIENT.stream(
+        "POST", f"{running.url}/v1/chat/completions", json=ENDLESS | {"stream": True}
+    ) as answer:
+        next(answer.iter_lines())
+        refused = post(running.url, messages=USER, max_tokens=3, n=2)
+        assert refused.status_code == 429 and refused.json()["error"]["type"] == "rate_limit_error"
+        assert post(running.url, messages=USER, max_tokens=3).status_code == 200
+
+
+def test_a_failure_of_the_sampler_is_told_and_the_next_request_is_answered(serving, monkeypatch, caplog):
+    running = serving()
+
+    def fail(self):
+        monkeypatch.undo()
+        raise ValueError("planted")
+
+    monkeypatch.setattr(OpenDecoding, "advance", fail)
+    answer = post(running.url, messages=USER, max_tokens=3)
+    assert answer.status_code == 500 and "ValueError" in answer.json()["error"]["message"]
+    assert post(running.url, messages=USER, max_tokens=3).status_code == 200
+    assert not running.host.replies.under_way
+
+
+def test_out_of_memory_halves_the_rows_and_the_replies_go_on(serving, monkeypatch, caplog):
+    running = serving(rows=4)
+    expected = post(running.url, messages=USER, max_tokens=30, temperature=0, n=4, return_token_ids=True)
+    draw, failed = OpenDecoding._draw, []
+
+    def fail_once(self, rows, logits, uniforms):
+        if len(rows) == 4 and len(rows[0].action) == 5 and not failed:
+            failed.append(True)
+            raise MemoryError("planted")
+        return draw(self, rows, logits, uniforms)
+
+    monkeypatch.setattr(OpenDecoding, "_draw", fail_once)
+    again = post(running.url, messages=USER, max_tokens=30, temperature=0, n=4, return_token_ids=True)
+    assert failed and again.json()["choices"] == expected.json()["choices"]
+
+
+MANY = [{"role": "user", "content": "1"}]
+HOSTILE = (
+    b"",
+    b"{",
+    b"null",
+    b"[]",
+    b'"\xff"',
+    b"[" * 100_000,
+    b'{"messages": ' + b"[" * 200 + b"]" * 200 + b"}",
+    b'{"messages": [{"role": "user", "content": "' + b"1" * (2 << 20) + b'"}]}',
+    b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    b'{"messages": [{"role": "user", "content": "1"}], "temperature": NaN}',
+    b'{"messages": [{"role": "user", "content": "1"}], "temperature": Infinity}',
+    *(
+        json.dumps({"messages": MANY, **more}).encode()
+        for more in (
+            {"messages": []},
+            {"messages": [{"role": "root", "content": "1"}]},
+            {"messages": [{"role": "user"}]},
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            {"messages": [{"role": "user", "content": "É"}]},  # not in the alphabet
+            {"messages": [{"role": "user", "content": "1" * 1000}]},
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "f", "arguments": "[1]"}}]}]},
+            {"model": "../../etc/passwd"},
+            {"max_tokens": 0},
+            {"max_tokens": 10**30},
+            {"max_tokens": 100_000},
+            {"max_tokens": True},
+            {"temperature": -1},
+            {"temperature": 1e-9},
+            {"temperature": "hot"},
+            {"top_p": 0},
+            {"top_k": 10**20},
+            {"seed": 10**40},
+            {"n": 10**9},
+            {"n": 0},
+            {"stop": ""},
+            {"stop": ["x"] * 1000},
+            {"stop": "x" * 10_000},
+            {"top_logprobs": 3},
+            {"logprobs": True, "top_logprobs": 1000},
+            {"tools": [{"type": "function", "function": {"name": "rm -rf /"}}]},
+            {"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "ls"}}]},
+            {"response_format": {"type": "json_object"}},
+            {"presence_penalty": 1},
+            {"logit_bias": {"1": 100}},
+            {"max_tokens": 3, "max_completion_tokens": 4},
+            {"nonsense": 1},
+            {str(i): i for i in range(5000)},
+        )
+    ),
+)  # fmt: skip
+
+
+def test_hostile_bodies_are_refused_in_openais_words(serving):
+    url = serving().url
+    for body in HOSTILE:
+        answer = CLIENT.post(
+            f"{url}/v1/chat/completions",
+            content=body,
+            headers={"content-type": "application/json"},
+        )
+        assert 400 <= answer.status_code < 500, (body[:200], answer.status_code, answer.text[:500])
+        problem = answer.json()["error"]
+        assert problem["message"] and "\n" not in problem["message"] and len(problem["message"]) <= 500
+    for prompt in ("", [], [[]], [-1], [10**6], [1.5], ["ab", [1]], None, {"a": 1}, [[1]] * 1000, "É"):
+        answer = post(url, "completions", prompt=prompt)
+        assert answer.status_code == 400, (prompt, answer.text)
+    assert CLIENT.get(f"{url}/v1/nothing").json()["error"]["code"] == "http"
+    assert CLIENT.get(f"{url}/v1/completions").status_code == 405
+    foreign = {"origin": "https://example.org"}
+    assert post(url, messages=USER, headers=foreign).json()["error"]["type"] == "permission_error"
+
+
+def test_a_token_is_needed_where_others_can_reach_the_server(serving, policies):
+    running = serving(token="secret")
+    assert post(running.url, messages=USER).json()["error"]["type"] == "authentication_error"
+    right = {"authorization": "Bearer secret"}
+    assert post(running.url, messages=USER, max_tokens=2, headers=right).status_code == 200
+    assert CLIENT.get(f"{running.url}/health").status_code == 200
+    with pytest.raises(AgentPeftError, match="--token"):
+        PolicyHost(running.service, Address("0.0.0.0", 0), most=4)
+
+
+def test_stopping_cuts_what_does_not_end(serving):
+    running = serving(max_tokens=7000)
+    with CLIENT.stream(
+        "POST", f"{running.url}/v1/chat/completions", json=ENDLESS | {"stream": True}
+    ) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        running.host.stop()
+        *_, last = [line for line in lines if line]
+    assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the server is stopping"
+
+
+def test_sigterm_ends_the_command(tmp_path, policies):
+    policies["base"].save(tmp_path / "tiny")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "OMP_NUM_THREADS": "1",
+        "TOKEN": "secret",
+    }
+    command = [sys.executable, "-m", "agent_peft", "serve-policy", f"mine={tmp_path / 'tiny'}", "--port", "0"]
+    with subprocess.Popen(
+        [*command, "--token", "TOKEN", "--max-tokens", "7000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        try:
+            line = process.stdout.readline()
+            assert line.startswith("serving mine on http://127.0.0.1:"), process.stderr.read()
+            url = line.split(" on ")[1].split("/v1")[0]
+            right = {"authorization": "Bearer secret"}
+            assert post(url, messages=USER, max_tokens=2, model="mine", headers=right).status_code == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+            assert not process.stderr.read()
+        finally:
+            process.kill()

@@ -1,0 +1,64 @@
+"""The report that a browser reads while a run goes on."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from contextlib import contextmanager
+
+import pytest
+
+from agent_peft.reports.live import live_server
+from agent_peft.types import AgentPeftError
+
+
+@contextmanager
+def serving(*folders):
+    with live_server(folders, 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def got(port, path, **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", path, headers=headers)
+    answer = connection.getresponse()
+    content = answer.read().decode()
+    connection.close()
+    return answer.status, content, answer.headers
+
+
+def test_a_run_in_progress_is_read_again(run):
+    with serving(run) as port:
+        status, content, headers = got(port, "/values.json")
+        assert status == 200 and json.loads(content)["runs"][0]["curves"]["step"] == [0, 1, 2, 3]
+        again = got(port, "/values.json", **{"If-None-Match": headers["ETag"]})
+        assert again[:2] == (304, "")
+        lines = (run / "metrics.jsonl").read_text().removesuffix('{"step": 9')
+        (run / "metrics.jsonl").write_text(lines + '{"step": 4, "stage": "rloo", "reward": 1.0}\n')
+        status, content, _ = got(port, "/values.json", **{"If-None-Match": headers["ETag"]})
+        assert status == 200 and json.loads(content)["runs"][0]["curves"]["step"][-1] == 4
+        status, script, _ = got(port, "/episodes/r0_step_000003.js")
+        assert status == 200 and script.startswith('agentPeft.take("r0_step_000003",{"words":[[')
+        assert got(port, "/")[0] == 200
+        for path in ("/episodes/r0_step_000009.js", "/../run.json", "/episodes/../../config.yaml.js"):
+            assert got(port, path)[0] == 404
+
+
+def test_it_answers_this_machine_only(run):
+    """A page of another site that lets its name point to 127.0.0.1 sends that name as ``Host``."""
+    with serving(run) as port:
+        for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", "127.0.0.1.evil.example", ""):
+            assert got(port, "/values.json", Host=host)[0] == 403
+        assert got(port, "/values.json", Host=f"localhost:{port}")[0] == 200
+
+
+def test_a_port_that_is_taken(run):
+    with serving(run) as port, pytest.raises(AgentPeftError, match="--port"):
+        live_server([run], port)
