@@ -22,7 +22,7 @@ from agent_peft.configuration.explain import effective_values
 from agent_peft.configuration.loading import load_config, read_config
 from agent_peft.environments import load_environment
 from agent_peft.environments.arithmetic import ALPHABET
-from agent_peft.rollout import refill, successes
+from agent_peft.rollout import pairs, refill, successes
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.training.step_metrics import metrics_of
 from agent_peft.types import Outcome
@@ -242,6 +242,7 @@ def test_the_page_of_metrics_has_each_metric():
     steps = {name for algorithm in algorithms for name in metrics_of(algorithm)} | {
         *refill.METRICS,
         *successes.METRICS,
+        *pairs.METRICS,
         "episodes_replayed",
     }
     report = {field.name for field in dataclasses.fields(EvaluationReport)}

@@ -534,6 +534,30 @@ SHOWN = {
     "generate": {"check", "output", "environment"},  # test_cli
     "validate": {"as_json", "environment"},  # test_cli
     "download": {"environment"},  # environments/test_gsm8k
+    "report": {"runs", "output", "live", "port"},  # cli/test_reports, reports/test_live
+    "serve-policy": {  # agents/serving
+        "targets",
+        "host",
+        "port",
+        "token",
+        "rows",
+        "max_tokens",
+        "max_requests",
+        "device",
+        "dtype",
+    },
+    "chat": {  # agents/test_chat
+        "target",
+        "play",
+        "task",
+        "system",
+        "temperature",
+        "max_new_tokens",
+        "seed",
+        "device",
+        "dtype",
+    },
+    "mcp": {"root"},  # agents/test_mcp
 }
 
 

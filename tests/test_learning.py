@@ -67,16 +67,21 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "algorithm",
     [
-        {"kind": "reinforce"},
-        {"kind": "reinforce_plus_plus"},
-        {"kind": "rloo"},
         {"kind": "grpo"},
-        {"kind": "dapo"},
-        {"kind": "dr_grpo", "constant_length": 3},
-        {"kind": "gspo"},
-        {"kind": "cispo"},
-        {"kind": "maxrl"},
         {"kind": "policy_gradient", "surrogate": "band", "minibatches": 2},
+        *(
+            pytest.param(row, marks=pytest.mark.slow, id=row["kind"])
+            for row in (
+                {"kind": "reinforce"},
+                {"kind": "reinforce_plus_plus"},
+                {"kind": "rloo"},
+                {"kind": "dapo"},
+                {"kind": "dr_grpo", "constant_length": 3},
+                {"kind": "gspo"},
+                {"kind": "cispo"},
+                {"kind": "maxrl"},
+            )
+        ),
     ],
     ids=lambda algorithm: algorithm["kind"],
 )

@@ -29,7 +29,7 @@ def test_the_page_lies_in_the_run_or_here(folder, tmp_path, monkeypatch, capsys)
     assert code == 0 and f"wrote {folder / 'report.html'}: 0 episodes" in out
     assert "Agent-PEFT report" in (folder / "report.html").read_text()
     assert told(capsys, folder, folder)[0] == 0 and (tmp_path / "report.html").is_file()
-    assert told(capsys, folder, "--out", tmp_path / "new" / "b.html")[0] == 0
+    assert told(capsys, folder, "--output", tmp_path / "new" / "b.html")[0] == 0
     assert (tmp_path / "new" / "b.html").is_file()
 
 
@@ -37,8 +37,8 @@ def test_mistakes_are_one_line(folder, tmp_path, capsys):
     for arguments, words in (
         ([tmp_path], "no run directory"),
         ([folder, "--port", "8"], "--port has no effect without --live"),
-        ([folder, "--live", "--out", "x.html"], "--out has no effect with --live"),
-        ([folder, "--out", folder], "--out"),
+        ([folder, "--live", "--output", "x.html"], "--output has no effect with --live"),
+        ([folder, "--output", folder], "--output"),
     ):
         code, _, error = told(capsys, *arguments)
         assert (code, error.count("\n")) == (2, 1) and words in error

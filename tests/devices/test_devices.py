@@ -194,7 +194,10 @@ def test_the_gradient_is_that_of_a_cpu_with_less_memory_too(gpu, lora):
 
 
 def make_trainer(policy: Policy, algorithm: str, **more: Any) -> Trainer:
-    on_policy = {} if algorithm == "sft" else {"group_size": 4, "rewards": {"invalid_action": -0.5}}
+    # maxrl divides by a group's mean return, which must not be below 0
+    rewards = {"invalid_action": -0.5} | ({"incorrect": 0.6} if algorithm == "maxrl" else {})
+    demonstrated = algorithm in {"sft", "dpo", "kto", "orpo", "simpo"}
+    on_policy = {} if demonstrated else {"group_size": 4, "rewards": rewards}
     kind = {"kind": algorithm, **({"constant_length": 8} if algorithm == "dr_grpo" else {})}
     stage = {
         "algorithm": kind,

@@ -13,7 +13,7 @@ from agent_peft.types import AgentPeftError
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="run directories", metavar="RUN...")],
-    out: Annotated[
+    output: Annotated[
         Path | None,
         typer.Option(help="the file to write; by default RUN/report.html, for several runs ./report.html"),
     ] = None,
@@ -28,17 +28,19 @@ def report(
     if not live:
         if port is not None:
             raise AgentPeftError("--port has no effect without --live; leave it out")
-        _write(runs, out)
-    elif out is not None:
-        raise AgentPeftError("--out has no effect with --live, which writes nothing; leave one of them out")
+        _write(runs, output)
+    elif output is not None:
+        raise AgentPeftError(
+            "--output has no effect with --live, which writes nothing; leave one of them out"
+        )
     else:
         _serve(runs, port or 0)
 
 
-def _write(runs: list[Path], out: Path | None) -> None:
+def _write(runs: list[Path], output: Path | None) -> None:
     from agent_peft.reports.page import write_report
 
-    place = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+    place = output or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     written = write_report(runs, place)
     beside = "" if written.beside is None else f" (keep the folder {written.beside.name} beside it)"
     print(printable(f"wrote {written.page}: {written.episodes} episodes{beside}; open it in a browser"))

@@ -71,7 +71,7 @@ def write_report(folders: Sequence[Path], out: Path, max_inside: int = MAX_INSID
         write_atomic(out, page(content.values, inside or {}))
     except OSError as error:
         raise AgentPeftError(
-            f"{out}: cannot be written ({error.strerror}); name another with --out"
+            f"{out}: cannot be written ({error.strerror}); name another with --output"
         ) from error
     episodes = sum(len(run["episodes"]["columns"]["task"]) for run in content.values["runs"])
     return Report(out, beside if inside is None else None, episodes)

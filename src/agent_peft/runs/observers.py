@@ -104,6 +104,8 @@ class SafeObservers(Observer):
 
     def _call(self, method: str, *arguments: Any) -> None:
         for position, observer in enumerate(self._observers):
+            if method == "on_start" and not hasattr(observer, method):
+                continue  # an object with the three other methods alone, as before on_start existed
             try:
                 getattr(observer, method)(*arguments)
             except Exception as error:

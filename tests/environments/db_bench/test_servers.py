@@ -132,6 +132,7 @@ def test_a_server_that_is_killed_in_a_query_is_replaced(mariadb):
 
 
 @linux
+@pytest.mark.slow
 def test_a_server_that_does_not_answer_is_replaced(mariadb, monkeypatch):
     monkeypatch.setattr(accounts, "_SECONDS", 1.0)
     monkeypatch.setattr(accounts, "_DOUBT_SECONDS", 0.5)

@@ -86,7 +86,7 @@ def wandb_records(content):
 def test_wandb_offline(configure, tmp_path):
     pytest.importorskip("wandb")
     records = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-    config = configure("run", trackers=[{"kind": "wandb", "mode": "offline", "project": "x"}])
+    config = configure("run", trackers=[{"kind": "wandb", "mode": "offline", "project": "x", "patience": 300}])
     track(config, 0, 1)
     time.sleep(1.1)  # W&B names a folder by the second
     track(config, 1, 2)
@@ -111,7 +111,7 @@ def test_trackio(configure, tmp_path, monkeypatch):
     storage = pytest.importorskip("trackio.sqlite_storage")
     for module in (storage, pytest.importorskip("trackio.utils")):
         monkeypatch.setattr(module, "TRACKIO_DIR", tmp_path / "trackio")
-    config = configure("run", trackers=[{"kind": "trackio", "project": "test"}])
+    config = configure("run", trackers=[{"kind": "trackio", "project": "test", "patience": 300}])
     track(config, 0, 1)
     track(config, 1, 2)
     logs = storage.SQLiteStorage.get_logs("test", "run")
