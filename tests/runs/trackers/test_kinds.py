@@ -86,7 +86,9 @@ def wandb_records(content):
 def test_wandb_offline(configure, tmp_path):
     pytest.importorskip("wandb")
     records = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-    config = configure("run", trackers=[{"kind": "wandb", "mode": "offline", "project": "x", "patience": 300}])
+    config = configure(
+        "run", trackers=[{"kind": "wandb", "mode": "offline", "project": "x", "patience": 300}]
+    )
     track(config, 0, 1)
     time.sleep(1.1)  # W&B names a folder by the second
     track(config, 1, 2)
