@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart check docs test test-slow test-all
+.PHONY: help install quickstart check docs site pictures test test-slow test-all
 
 help:  ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | sort
@@ -31,6 +31,12 @@ check: install  ## lint, formatting, types, floors
 
 docs: install  ## make docs/configuration.md from the configuration's classes
 	$(VENV)/bin/python -m agent_peft.configuration.keys > docs/configuration.md
+
+site: docs pictures  ## build the documentation's site in dist/site, without network
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+
+pictures: install  ## draw benchmarks/results/*.json into docs/pictures
+	$(VENV)/bin/python benchmarks/pictures.py
 
 test: install  ## the fast tests and the docstrings' examples
 	$(PYTEST)

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from measuring import RESULTS
+from pictures import PICTURES, algorithm_curves, mean_of
 from rich.console import Console
 from rich.table import Table
 
@@ -33,7 +34,6 @@ from agent_peft.ranks import ALONE
 from agent_peft.training.stage import StageConfig, source_of
 from agent_peft.training.trainer import Trainer
 
-PICTURE = Path(__file__).resolve().parent.parent / "docs" / "pictures" / "algorithm_curves.svg"
 TASKS = Arithmetic(ArithmeticConfig(digits=1, num_tasks=24))
 ARCHITECTURE = {
     "model_type": "llama",
@@ -89,46 +89,6 @@ def curve(kind: str, folder: Path, steps: int, seed: int) -> list[tuple[int, flo
     return points
 
 
-def mean_of(curves: list[list[tuple[int, float]]]) -> list[tuple[int, float]]:
-    return [
-        (points[0][0], sum(share for _, share in points) / len(points))
-        for points in zip(*curves, strict=True)
-    ]
-
-
-def picture(curves: dict[str, list[list[tuple[int, float]]]], steps: int) -> str:
-    """An SVG with one panel for each algorithm: a thin line for each seed, a thick one for their mean."""
-    width, height, left, top, columns = 150, 100, 40, 30, 4
-
-    def line(points: list[tuple[int, float]], style: str) -> str:
-        places = " ".join(f"{width * x / steps:.1f},{height * (1 - y):.1f}" for x, y in points)
-        return f'<polyline points="{places}" fill="none" {style}/>'
-
-    parts = []
-    for number, (kind, runs) in enumerate(curves.items()):
-        x, y = left + number % columns * (width + 30), top + number // columns * (height + 50)
-        parts.append(f'<g transform="translate({x},{y})">')
-        parts.append(f'<rect width="{width}" height="{height}" fill="none" stroke="#bbb"/>')
-        parts.append(f'<text x="{width / 2}" y="-8" text-anchor="middle" font-weight="bold">{kind}</text>')
-        parts += [line(run, 'stroke="#9ab" stroke-width="0.8"') for run in runs]
-        parts.append(line(mean_of(runs), 'stroke="#036" stroke-width="2.5"'))
-        for share in (0, 50, 100):
-            parts.append(
-                f'<text x="-5" y="{height - share * height / 100 + 4}" text-anchor="end">{share}</text>'
-            )
-        for step in (0, steps):
-            parts.append(
-                f'<text x="{width * step / steps}" y="{height + 14}" text-anchor="middle">{step}</text>'
-            )
-        parts.append("</g>")
-    rows = -(-len(curves) // columns)
-    size = (left + columns * (width + 30), top + rows * (height + 50))
-    text = f"{left},{size[1] - 4}"
-    label = f'<text transform="translate({text})">% of sampled answers that are correct, by step</text>'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1] + 8}" '
-    return "\n".join([head + 'font-family="sans-serif" font-size="10">', *parts, label, "</svg>"]) + "\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -166,8 +126,8 @@ def main() -> None:
         seconds += before["cpu_seconds"]
     content = {"seeds": arguments.seeds, "cpu_seconds": seconds, "curves": curves}
     file.write_text(json.dumps(content) + "\n")
-    PICTURE.parent.mkdir(exist_ok=True)
-    PICTURE.write_text(picture(curves, arguments.steps))
+    PICTURES.mkdir(exist_ok=True)
+    (PICTURES / "algorithm_curves.svg").write_text(algorithm_curves(content))
     Console(width=110).print(table)
 
 
