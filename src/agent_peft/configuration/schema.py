@@ -27,7 +27,7 @@ def models_of(annotation: Any) -> dict[str, type[BaseModel]]:
     """The classes of a type's mappings, by their kind. A class without a kind has the kind ``""``.
 
     >>> list(models_of(AlgorithmConfig))[:2]
-    ['reinforce', 'rloo']
+    ['reinforce', 'reinforce_plus_plus']
     """
     models = models_in(annotation)
     if len(models) == 1:
