@@ -163,6 +163,9 @@ REFUSED = [
         {"dataset": "poor.jsonl", "model_name": MODEL},
         "has no text or number as answer (its columns are question)",
     ),
+    ({"dataset": ".", "model_name": MODEL}, "dataset: "),
+    ({"model_name": "."}, "model_name: "),
+    ({"model_name": "linked"}, "model_name: "),
     ({"dataset": "gsm8k", "split": "train[:10", "model_name": MODEL}, "is no split"),
     ({"algorithm": "dpo", "model_name": MODEL}, "learns from rows with prompt, chosen and rejected"),
     ({"algorithm": "alphago", "model_name": MODEL}, "algorithm: there is no 'alphago'; give one of"),
@@ -205,11 +208,31 @@ def test_hostile_parameters_are_refused_and_nothing_is_written(place, parameters
     with open(place / "huge.jsonl", "wb") as file:
         file.truncate(10 << 30)  # ten gigabytes that take no room
     (place / "borrowed").mkdir()
+    (place / "linked").mkdir()
+    (place / "linked/config.json").symlink_to("/etc/hostname")
     (place / "borrowed/adapter_config.json").write_text('{"base_model_name_or_path": "/etc"}')
     before = {path for path in place.rglob("*") if "link" not in path.parts}
     assert says in refused(**parameters)
     assert {path for path in place.rglob("*") if "link" not in path.parts} == before
     assert not elsewhere.exists()
+
+
+@pytest.mark.parametrize("climbs", [False, True])
+def test_a_split_names_no_file(place, climbs):
+    secret = place.parent / "secret.jsonl"
+    secret.write_text('{"question": "the password?", "answer": "#### 1234"}\n')
+    (place / "data/gsm8k").mkdir(parents=True, exist_ok=True)
+    split = "../../../secret" if climbs else str(secret.with_suffix(""))
+    assert "1234" not in refused(action="load_dataset", dataset="gsm8k", split=split)
+
+
+def test_rows_are_not_written_through_a_link(place):
+    outside = place.parent / "outside"
+    outside.mkdir()
+    (place / "datasets").symlink_to(outside)
+    (place / "own.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    assert "is outside of" in refused(action="load_dataset", dataset="own.jsonl")
+    assert not list(outside.iterdir())
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "null", "7", '{"action": "delete"}', "[" * 100_000])

@@ -18,6 +18,7 @@ from agent_peft import (
     SFTTrainerWrapper,
 )
 from agent_peft.agents.datasets import COLUMNS
+from agent_peft.agents.rewards import as_term
 from agent_peft.rollout.rewards import RewardConfig, price
 from agent_peft.types import Message, Outcome, Task, Trajectory, Turn
 
@@ -169,6 +170,31 @@ def test_a_subclass_of_the_reward_is_called_and_ours_are_keys_of_the_run(place):
     GRPOTrainerWrapper(dataset=ROWS, reward_fn=ours, output_dir="ours", **SHORT).train()
     (stage,) = ap.load_run("ours").config["stages"]
     assert stage["rewards"]["terms"][0]["kind"] == "length_penalty" and stage["rewards"]["correct"] == 1.0
+
+
+def test_another_function_of_the_same_name_is_another_training(place):
+    def train(sign):
+        if sign > 0:
+
+            def reward(completions, **columns):
+                return [1.0]
+        else:
+
+            def reward(completions, **columns):
+                return [-1.0]
+
+        keys = SHORT | {"output_dir": "again"}
+        return GRPOTrainerWrapper(dataset=ROWS, reward_fn=reward, **keys).train()
+
+    assert train(1)["metrics"]["reward"] == 1.0
+    assert train(1)["metrics"]["reward"] == 1.0 and not Path("again-1").exists()
+    assert train(-1)["metrics"]["reward"] == -1.0 and Path("again-1").exists()
+
+
+def test_an_episode_without_a_turn_has_no_reply():
+    term = as_term(lambda completions: [float(len(completions[0]))])
+    shown = (Message("user", "1 + 1?"), Message("assistant", "2"), Message("user", "2 + 2?"))
+    assert term(Trajectory(Task("t"), (), shown, Outcome.INCORRECT)) == 0.0
 
 
 def test_one_configuration_for_two_trainers_keeps_both_runs(place):

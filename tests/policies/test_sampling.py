@@ -67,6 +67,10 @@ def test_top_p_keeps_the_token_that_crosses_it() -> None:
     ]
 
 
+def test_a_tiny_top_p_keeps_the_most_likely_token() -> None:
+    assert support(torch.tensor([0.1, 0.7, 0.2]).log(), top_p=5e-324) == [1]
+
+
 def test_top_p_counts_within_top_k_and_after_temperature() -> None:
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     assert support(logits, top_p=0.75, top_k=0) == [0, 1, 2]

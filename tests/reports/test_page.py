@@ -166,6 +166,25 @@ def test_what_is_damaged_in_the_middle_is_a_notice(run, tmp_path):
     assert len(told["notices"]) == 2 and "step_000001.jsonl:1" in told["notices"][0]
 
 
+def test_numbers_that_are_none_are_left_out(run, tmp_path):
+    """JSON's 1e999 is infinite, and an integer may have more digits than a float holds."""
+    for path in [*(run / "trajectories").glob("*.jsonl"), *(run / "evaluations").glob("*.json")]:
+        path.write_text(re.sub(r'("(?:score|value)": )[\d.]+', r"\g<1>1e999", path.read_text()))
+    with open(run / "trajectories" / "step_000001.jsonl", "a") as file:
+        file.write(
+            json.dumps({**json.loads(first_line(run)), "rewards": "x"}).replace('"x"', "[1e999]") + "\n"
+        )
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 99, "stage": "sft", "loss": ' + "9" * 400 + "}\n")
+    write_report([run], tmp_path / "report.html")
+    (told,) = block(tmp_path / "report.html", "values")["runs"]
+    assert told["episodes"]["files"]
+
+
+def first_line(run):
+    return (run / "trajectories" / "step_000001.jsonl").read_text().partition("\n")[0]
+
+
 def test_a_run_that_has_only_begun(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()

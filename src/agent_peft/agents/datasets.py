@@ -158,7 +158,7 @@ def find_dataset(
 def _gsm8k(split: str, max_samples: int | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
     name, _, part = split.partition("[")
     file, test = GSM8K_FOLDER / f"{name}.jsonl", GSM8K_FOLDER / "test.jsonl"
-    if not file.is_file():
+    if name not in ("train", "test") or not file.is_file():  # a split names no other file
         heldout = _gsm8k_keys(GSM8K_HUB, "test", None)
         return _gsm8k_keys(GSM8K_HUB, split, max_samples), None if name == "test" else heldout
     keys = _gsm8k_keys(str(file), f"train[{part}" if part else None, max_samples)

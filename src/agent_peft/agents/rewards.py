@@ -4,6 +4,7 @@ callable becomes a term of it.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -179,6 +180,20 @@ def function_name(reward: Any) -> str:
     return re.sub(r"\W", "_", name)
 
 
+def code_digest(reward: Any) -> str:
+    """A few letters that tell functions of one name apart, so that another function is another training.
+    Values that a function takes from around it, and attributes of a callable object, are not seen.
+    """
+
+    def parts(code: Any) -> Any:
+        inner = [parts(one) if hasattr(one, "co_code") else repr(one) for one in code.co_consts]
+        return code.co_code.hex(), code.co_names, inner
+
+    code = getattr(reward, "__code__", None) or getattr(type(reward).__call__, "__code__", None)
+    told = None if code is None else (parts(code), getattr(reward, "__defaults__", None))
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:8]
+
+
 def as_term(reward: Any) -> Callable[[Trajectory], float]:
     """A function of replies as a term of a run's reward, which is called with one episode at a time. Besides
     ``completions`` it gets, as far as it takes them, ``prompts``, ``completion_ids``, ``ground_truth`` and
@@ -210,7 +225,7 @@ def as_term(reward: Any) -> Callable[[Trajectory], float]:
         }
         columns.pop("completions", None)
         known = {name: value for name, value in columns.items() if takes_all or name in names}
-        reply = "\n".join(said[-len(trajectory.turns) :])  # earlier ones are examples in the prompt
+        reply = "\n".join(said[len(said) - len(trajectory.turns) :])  # those before are examples
         values = list(reward([reply], **known))
         if len(values) != 1:
             raise ValueError(f"it returned {len(values)} rewards for one reply")

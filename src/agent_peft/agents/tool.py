@@ -227,24 +227,29 @@ class RLTrainingTool:
             return name
         path = split_run(name)[0]
         on_hub = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and ".." not in name
-        if not on_hub or Path(path.parts[0]).exists():
+        if not on_hub or not path.parts or Path(path.parts[0]).exists():
             self._path("model_name", str(path))
         if not on_hub and not path.exists():
             raise AgentPeftError(f"model_name: there is no folder {name!r:.80}, and it is no hub id")
         below = start_of(PretrainedConfig(model=name)).model  # of an adapter: what it was trained on
         if Path(below).exists() and not bundled_name(below):
             self._path("model_name", below)
+        for place in (path, Path(below)):
+            if place.is_dir() and not bundled_name(str(place)):
+                for file in place.iterdir():  # which may be links
+                    self._path("model_name", str(file))
         return name
 
     def _dataset(self, given: Parameters, split: str, folder: Path) -> Any:
         from agent_peft.agents.datasets import find_dataset
 
         name = given.dataset
-        if name not in NAMES and (Path(Path(name).parts[0]).exists() or ".." in name):
+        if name not in NAMES and (Path(*Path(name).parts[:1]).exists() or ".." in name):
             self._path("dataset", name)
         form = given.format if given.action == "load_dataset" else "sft"
         model = given.model_name if given.action == "load_dataset" else None
         limit = None if given.action == "evaluate" else given.max_samples
+        folder = self._path("dataset", str(folder))  # it may be a link
         try:
             return find_dataset(name, split, limit, form, model, Path(self._shown(folder)))
         except ValueError as error:

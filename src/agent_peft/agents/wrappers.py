@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from agent_peft.agents.callables import keep
 from agent_peft.agents.datasets import find_dataset
-from agent_peft.agents.rewards import as_term, function_name, prices_of
+from agent_peft.agents.rewards import as_term, code_digest, function_name, prices_of
 from agent_peft.agents.training import TrainingConfig, make_room, result_of, run_configuration
 from agent_peft.config import first_error
 from agent_peft.runs.checkpoint import latest_checkpoint
@@ -102,7 +102,7 @@ class GRPOTrainerWrapper(SFTTrainerWrapper):
     def _rewards(self) -> dict[str, Any] | None:
         if self._term is None:
             return prices_of(self.reward_fn)
-        kind = keep(function_name(self.reward_fn), self._term)
+        kind = keep(f"{function_name(self.reward_fn)}_{code_digest(self.reward_fn)}", self._term)
         return {"correct": 0.0, "incorrect": 0.0, "terms": [{"kind": kind}]}
 
 

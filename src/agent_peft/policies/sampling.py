@@ -79,6 +79,7 @@ def _filtered(logits: Tensor, sampling: SamplingConfig, keep: Tensor | None = No
         if sampling.top_p < 1.0:
             p = values.masked_fill(~inside, -torch.inf).softmax(-1)
             inside &= (p.cumsum(-1) - p) < sampling.top_p  # the token that crosses top_p is still inside
+            inside |= rank == 0  # a top_p below the smallest number of fp32 is 0 there
         inside = torch.zeros_like(inside).scatter(-1, order, inside)
         if keep is not None:
             inside = inside.scatter(-1, keep.unsqueeze(-1), True)

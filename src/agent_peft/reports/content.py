@@ -146,9 +146,11 @@ def _short(value: Any) -> float | None:
     >>> _short(0.123456789), _short(float("nan")), _short("text")
     (0.123457, None, None)
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    try:
+        known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return float(f"{value:.{DIGITS}g}") if known else None
+    except OverflowError:  # an integer of more digits than a float holds
         return None
-    return float(f"{value:.{DIGITS}g}")
 
 
 def _columns(kept: Sequence[tuple[EpisodeFile, Sequence[Facts]]]) -> dict[str, Any]:

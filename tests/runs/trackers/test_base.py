@@ -19,7 +19,7 @@ from agent_peft.rollout.statistics import summarize
 from agent_peft.runs.observers import Observer, RunStart
 from agent_peft.runs.run import train
 from agent_peft.runs.trackers import Tracker, load_tracker, load_trackers
-from agent_peft.runs.trackers.base import TrackerThread, evaluation_metrics, row_of
+from agent_peft.runs.trackers.base import TrackerThread, _Record, evaluation_metrics, row_of
 from agent_peft.types import AgentPeftError, Group, Message, Outcome, Task, Trajectory, Turn
 
 CONFIG = CustomTrackerConfig(kind="own:Recorder")
@@ -317,3 +317,18 @@ def test_two_trackers_of_one_kind_have_files_of_their_own(configure):
         tracker.name for tracker in load_trackers(configure("run", trackers=["tensorboard"] * 2).trackers)
     ]
     assert names == ["tensorboard", "tensorboard-2"]
+
+
+def test_a_tracker_that_is_dead_is_not_waited_for_and_keeps_nothing(configure, caplog):
+    class Closed(Recorder):
+        def open(self, run):
+            raise OSError("there is no server")
+
+    tracker = observed(Closed(), patience=3600.0)
+    tracker.on_start(RunStart(configure("run")))
+    tracker._thread.join()
+    for number in range(2000):
+        tracker._put(_Record("train", number, {}))
+    assert tracker._queue.empty()
+    tracker.on_end()  # within the test's time
+    assert len(warnings_in(caplog)) == 1

@@ -156,7 +156,7 @@ class TrackerThread(Observer):
 
     def on_end(self) -> None:
         """Wait for the thread, up to ``patience``, and say once what was not sent."""
-        if self._thread is None:
+        if self._thread is None or self._dead:
             return
         # the run calls this while the error that ended it passes through
         complete, deadline = sys.exception() is None, time.monotonic() + self.config.patience
@@ -173,7 +173,7 @@ class TrackerThread(Observer):
             )
 
     def _put(self, record: _Record) -> None:
-        if self._thread is None:
+        if self._thread is None or self._dead:
             return
         with self._lock:
             self._accepted += 1
@@ -194,8 +194,11 @@ class TrackerThread(Observer):
             state.id = self.tracker.open(TrackedRun(name, folder / self.name, config, state.id))
             state.write()
         except Exception as error:
-            self._tell(error, "cannot be opened", "nothing is sent to it")
             self._dead = True
+            self._tell(error, "cannot be opened", "nothing is sent to it")
+            with suppress(queue.Empty):
+                while True:  # what has come meanwhile need not stay in memory
+                    self._queue.get_nowait()
             return
         while not isinstance(record := self._queue.get(), bool):
             try:
