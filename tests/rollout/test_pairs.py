@@ -85,6 +85,16 @@ def test_a_mismatched_trajectory_is_as_long_as_the_longest_at_most():
     assert with_mismatched(Collection(groups[:1])).groups == groups[:1]
 
 
+def test_mismatched_actions_are_of_another_task_and_of_no_policy():
+    def group(name: str, action: int) -> Group:
+        return Group(Task(name), [Trajectory(Task(name), (Turn((1,), (action,), (-3.0,)),), rewards=(0.0,))])
+
+    one, two, three = with_mismatched(Collection([group("a", 2), group("a", 3), group("b", 4)])).groups
+    assert [g.mismatched[0].turns[0].action for g in (one, two, three)] == [(4,), (4,), (2,)]
+    assert all(g.mismatched[0].turns[0].logprobs == (0.0,) for g in (one, two, three))
+    assert not any(g.mismatched for g in with_mismatched(Collection([group("a", 2), group("a", 3)])).groups)
+
+
 # -- the episodes of a run -----------------------------------------------------------------------------------
 
 
@@ -136,6 +146,13 @@ def test_a_run_s_episodes_come_back_token_for_token(run):
             )
     # priced by this stage, and not as they were
     assert [t.reward for t in groups[0].trajectories] == [PRICES.incorrect, 1.0, PRICES.incorrect - 0.5]
+
+
+def test_replayed_episodes_are_read_where_they_were_sampled(run):
+    again = [Group(g.task, [*g.trajectories, replace(g.trajectories[0], replayed=True)]) for g in FIRST]
+    write_trajectories(run / "trajectories", 1, "rloo", again)
+    found = list(read_groups(EpisodesOfConfig(run=run, stage="rloo"), CHAT, PRICES))
+    assert [len(group.trajectories) for group in found] == [len(group.trajectories) for group in FIRST]
 
 
 def test_the_best_against_the_worst_and_ties_are_counted(run):

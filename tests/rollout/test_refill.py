@@ -19,7 +19,7 @@ from agent_peft.policies.engine.base import Sampler
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.policy import Policy
 from agent_peft.rollout.collector import Collection, CollectionSchedule
-from agent_peft.rollout.refill import is_constant
+from agent_peft.rollout.refill import is_constant, other_tasks
 from agent_peft.rollout.sources import Rollouts
 from agent_peft.rollout.task_order import BySkillConfig, BySuccessConfig, SkillOrder, SuccessOrder
 from agent_peft.training.stage import StageConfig
@@ -321,3 +321,9 @@ def test_a_step_without_episodes_is_one_line(acting):
 
     with pytest.raises(AgentPeftError, match="no group of this step has 2 episodes left"):
         list(Trainer(acting, Gone(), stage(refill=2)))
+
+
+def test_a_pool_that_holds_a_task_often_has_others():
+    pool = [*[Task("a")] * 8, Task("b"), Task("c")]
+    for seed in range(20):
+        assert sorted(t.id for t in other_tasks(pool, [Task("a")], 2, random.Random(seed))) == ["b", "c"]

@@ -23,6 +23,7 @@ from agent_peft.rollout.sources import Rollouts, Successes
 from agent_peft.rollout.successes import EarlierSuccesses, ReplayConfig
 from agent_peft.training.checks import TrustError
 from agent_peft.training.stage import StageConfig
+from agent_peft.training.step_metrics import describe
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import Group, Message, Outcome, StepResult, StopReason, Task, Trajectory, Turn
 
@@ -217,6 +218,20 @@ def test_they_join_the_groups_of_their_tasks_with_their_own_log_probabilities():
         assert step.metrics["episodes"] == len(fresh) == 24
         assert step.metrics["success"] == sum(t.outcome == "correct" for t in fresh) / 24
         seen |= {(t.seed, t.turns) for t in fresh}
+
+
+def test_a_microbatch_may_hold_replayed_episodes_alone():
+    whole, cut = policy(), policy()
+    list(Trainer(whole, Even(), replaying(microbatch_tokens=2000)))
+    list(Trainer(cut, Even(), replaying(microbatch_tokens=4)))
+    for one, other in zip(whole.trainable_parameters(), cut.trainable_parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+
+
+def test_groups_without_variance_are_counted_without_them():
+    wrong = [replace(episode(3 + i, Outcome.INCORRECT), rewards=(0.0,)) for i in range(4)]
+    group = Group(Task("t"), [*wrong, replace(episode(6), replayed=True)])
+    assert describe([group], Collection([group]))["zero_variance_groups"] == 1.0
 
 
 @pytest.mark.parametrize("algorithm", [GrpoConfig(), RlooConfig()])

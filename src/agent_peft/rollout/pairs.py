@@ -149,19 +149,22 @@ def best_and_worst(group: Group) -> Group | str:
 
 def with_mismatched(collection: Collection) -> Collection:
     """The collection with as many mismatched trajectories in each group as it has others: its opening, and
-    the actions of the next group. With one group there are none.
+    the actions of the next group of another task. Where there is no such group, there are none.
 
     They are cut to the length of the longest trajectory, which the model is known to read.
     """
     groups = collection.groups
-    if len(groups) < 2:
-        return collection
     longest = max(len(t.tokens) for group in groups for t in group.trajectories)
-    following = [*groups[1:], groups[0]]
+    following = [
+        next((other for other in (*groups[n + 1 :], *groups[:n]) if other.task.id != group.task.id), None)
+        for n, group in enumerate(groups)
+    ]
     return replace(
         collection,
         groups=[
-            replace(group, mismatched=list(_mismatched(group, other.trajectories, longest)))
+            group
+            if other is None
+            else replace(group, mismatched=list(_mismatched(group, other.trajectories, longest)))
             for group, other in zip(groups, following, strict=True)
         ],
     )
@@ -175,7 +178,9 @@ def _mismatched(group: Group, others: Sequence[Trajectory], longest: int) -> Ite
             room -= len(turn.observation)
             if room <= 0:
                 break
-            turns.append(replace(turn, action=turn.action[:room], logprobs=turn.logprobs[:room]))
+            action = turn.action[:room]
+            # no policy sampled them after this opening: the trainer scores them
+            turns.append(replace(turn, action=action, logprobs=(0.0,) * len(action)))
             room -= len(turn.action)
         yield Trajectory(group.task, tuple(turns))
 
@@ -201,6 +206,7 @@ def read_groups(config: EpisodesOfConfig, chat: ChatTokenizer, rewards: RewardCo
             if "sampler_logprobs" not in arrays or config.stage not in (None, stage):
                 others.add(stage)  # of demonstrations, or not asked for
                 continue
+            lines = [line for line in lines if not line.get("replayed")]  # read where they were sampled
             episodes = [price(_episode(line, arrays), rewards) for line in lines]
         except (LookupError, TypeError, ValueError) as error:
             raise AgentPeftError(f"{path}: is damaged ({error}); take another run") from error

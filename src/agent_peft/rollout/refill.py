@@ -32,7 +32,8 @@ def other_tasks(pool: Sequence[Task], tried: Sequence[Task], number: int, random
     ['a', 'c']
     """
     ids = {task.id for task in tried}
-    places = random.sample(range(len(pool)), min(len(pool), number + len(ids)))
+    enough = number + sum(task.id in ids for task in pool)  # a pool may hold a task several times
+    places = random.sample(range(len(pool)), min(len(pool), enough))
     return sorted((pool[place] for place in places), key=lambda task: task.id in ids)[:number]
 
 

@@ -51,6 +51,8 @@ class Mismatch:
 
     def add(self, trainer: Tensor, sampler: Tensor) -> None:
         """Add log-probabilities (n,) of the same tokens."""
+        if not len(sampler):  # a microbatch of replayed trajectories alone
+            return
         d = trainer.detach().to(sampler).double() - sampler.double()
         m = sampler.double() + d / 2  # the mean of both, so that rounding of one is not taken for a slope
         one = torch.ones_like(d)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from agent_peft.algorithms import AnyAlgorithm, UncheckedAlgorithmConfig, score_function
+from agent_peft.algorithms import AnyAlgorithm, UncheckedAlgorithmConfig, mean_normalized, score_function
 from agent_peft.config import Config, first_error
 from agent_peft.environments.base import Environment
 from agent_peft.policies.engine.base import Sampler
@@ -270,6 +270,13 @@ class StageConfig(Config):
                 f"replay needs a surrogate with the ratio to the policy that sampled, and {kind} has none; "
                 "take another surrogate, such as clipped"
             )
+        if getattr(algorithm, "advantage", None) is mean_normalized:
+            # terms may lift it, and they are known only when episodes are there
+            if self.rewards.incorrect < 0 and not self.rewards.terms:
+                raise ValueError(
+                    f"{kind} divides by a group's mean return, as a rate of success, and rewards.incorrect "
+                    "is below 0; set it to 0"
+                )
         if algorithm.on_policy and self.learn_from != "demonstrations":
             raise ValueError(
                 f"learn_from has no effect on {kind}, which learns from the policy's own episodes; leave it "

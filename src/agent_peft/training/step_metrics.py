@@ -103,7 +103,8 @@ def describe(groups: list[Group], collection: Collection) -> dict[str, float]:
     trajectories. ``zero_variance_groups`` is a share of groups; ``invalid_actions`` and ``cut_actions``
     (ended by a token limit) are shares of turns. Failures are counts.
     """
-    trajectories: list[Trajectory] = [t for group in groups for t in group.trajectories if not t.replayed]
+    fresh = [[t for t in group.trajectories if not t.replayed] for group in groups]
+    trajectories: list[Trajectory] = [t for own in fresh for t in own]
     turns = sum(len(t.turns) for t in trajectories)
 
     def share(count: float) -> float:
@@ -121,9 +122,7 @@ def describe(groups: list[Group], collection: Collection) -> dict[str, float]:
         "cut_actions": sum(t.num_cut for t in trajectories) / max(turns, 1),
         "truncated": share(sum(t.stop_reason == "token_limit" for t in trajectories)),
         "out_of_turns": share(sum(t.stop_reason == "turn_limit" for t in trajectories)),
-        "zero_variance_groups": sum(
-            len({t.reward for t in g.trajectories}) == 1 for g in groups if len(g.trajectories) > 1
-        )
+        "zero_variance_groups": sum(len({t.reward for t in own}) == 1 for own in fresh if len(own) > 1)
         / len(groups),
         "infrastructure_failures": float(collection.failures),
         "crashed": float(collection.crashed),
