@@ -270,13 +270,13 @@ class StageConfig(Config):
                 f"replay needs a surrogate with the ratio to the policy that sampled, and {kind} has none; "
                 "take another surrogate, such as clipped"
             )
-        if getattr(algorithm, "advantage", None) is mean_normalized:
-            # terms may lift it, and they are known only when episodes are there
-            if self.rewards.incorrect < 0 and not self.rewards.terms:
-                raise ValueError(
-                    f"{kind} divides by a group's mean return, as a rate of success, and rewards.incorrect "
-                    "is below 0; set it to 0"
-                )
+        # terms may lift a return, and they are known only when episodes are there
+        lifted = self.rewards.incorrect >= 0 or self.rewards.terms
+        if getattr(algorithm, "advantage", None) is mean_normalized and not lifted:
+            raise ValueError(
+                f"{kind} divides by a group's mean return, as a rate of success, and rewards.incorrect is "
+                "below 0; set it to 0"
+            )
         if algorithm.on_policy and self.learn_from != "demonstrations":
             raise ValueError(
                 f"learn_from has no effect on {kind}, which learns from the policy's own episodes; leave it "
