@@ -308,6 +308,8 @@ def settings_for(key: str) -> dict[str, Any]:
         stage["algorithm"] = {"kind": "dpo"}
     if key.startswith("stages.episodes_of."):
         stage["episodes_of"] = {"run": "run"}
+    if algorithm["kind"] == "maxrl":
+        stage["rewards"] = {"incorrect": 0.0}
     if key == "stages.learn_from":
         stage["algorithm"] = {"kind": "sft"}
     if stage["algorithm"]["kind"] not in SUPERVISED:
