@@ -47,6 +47,12 @@ Overrides = Annotated[
         metavar="[KEY=VALUE]...",
     ),
 ]
+Host = Annotated[str, typer.Option(help="address to listen on; anything but loopback requires --token")]
+Port = Annotated[int, typer.Option(help="port to listen on; 0 chooses a free one")]
+Token = Annotated[
+    str | None,
+    typer.Option(help="name of the environment variable that holds the token", metavar="VARIABLE"),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for scripts")]
 
 

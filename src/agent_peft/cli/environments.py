@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from agent_peft.cli.app import LINE, AsJson, ConfigFile, Overrides, show
+from agent_peft.cli.app import LINE, AsJson, ConfigFile, Host, Overrides, Port, Token, show
 from agent_peft.printable import printable
 from agent_peft.types import AgentPeftError
 
@@ -73,14 +73,9 @@ def download(
 def serve(
     config: ConfigFile,
     overrides: Overrides = None,
-    host: Annotated[
-        str, typer.Option(help="address to listen on; anything but loopback requires --token")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="port to listen on; 0 chooses a free one")] = 8000,
-    token: Annotated[
-        str | None,
-        typer.Option(help="name of the environment variable that holds the token", metavar="VARIABLE"),
-    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    token: Token = None,
     max_episodes: Annotated[int, typer.Option(min=1, help="maximum number of concurrent episodes")] = 1024,
     idle_seconds: Annotated[
         float, typer.Option(min=1, help="close an episode after this many seconds without a request")

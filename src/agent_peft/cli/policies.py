@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agent_peft.cli.app import Host, Port, Token
 from agent_peft.printable import printable
 from agent_peft.types import AgentPeftError
 
@@ -32,14 +33,9 @@ def serve_policy(
             metavar="RUN|MODEL...",
         ),
     ],
-    host: Annotated[
-        str, typer.Option(help="address to listen on; anything but loopback requires --token")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="port to listen on; 0 chooses a free one")] = 8000,
-    token: Annotated[
-        str | None,
-        typer.Option(help="name of the environment variable that holds the token", metavar="VARIABLE"),
-    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    token: Token = None,
     rows: Annotated[int, typer.Option(min=1, help="replies of one policy that decode at once")] = 32,
     max_tokens: MaxTokens = 4096,
     max_requests: Annotated[
