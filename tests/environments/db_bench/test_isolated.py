@@ -82,11 +82,23 @@ def alone():
 
 
 def memory(pid, field):
-    """In bytes."""
-    line = next(
-        line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(field + ":")
-    )
-    return int(line.split()[1]) * 1024
+    """In bytes; 0 for a process that has ended, reaped (no file) or not yet (no such line)."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    sizes = (line for line in status.splitlines() if line.startswith(field + ":"))
+    return int(next(sizes, "- 0 kB").split()[1]) * 1024
+
+
+@linux
+def test_the_memory_of_an_ended_process_is_none():
+    ended = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # ended, and not reaped
+    assert memory(ended.pid, "VmHWM") == 0
+    ended.wait()
+    assert memory(ended.pid, "VmHWM") == 0
+    assert memory(os.getpid(), "VmHWM") > 0
 
 
 def test_the_worker_has_our_sqlite():
@@ -162,7 +174,7 @@ def test_memory_is_bounded_and_the_database_survives(alone, sql):
     (worker,) = children(alone)
     error = database.execute(sql).error
     assert "was stopped" in error or error == "database or disk is full"
-    assert memory(worker, "VmHWM") < 80 << 20
+    assert 0 < memory(worker, "VmHWM") < 80 << 20
     assert memory(os.getpid(), "VmRSS") - ours < 20 << 20
     assert database.table() == TABLE.rows
     database.close()
