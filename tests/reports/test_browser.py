@@ -37,6 +37,8 @@ def test_the_curves_and_the_tables(look, run):
     assert titles[:3] == ["Reward", "Success", "Loss"]
     assert {"Stop reasons", "Success by skill"} <= set(titles)
     assert page.locator(".chart canvas").count() == len(titles)
+    assert page.evaluate("ticksOf(null, [4.6411, 4.6412])") == ["4.6411", "4.6412"], "ticks can be told apart"
+    assert page.evaluate("ticksOf(null, [0, 4e-4, 8e-4])") == ["0", "4e-4", "8e-4"]
     page.locator("#tab-evaluations").click()
     assert "p, if no change" in page.inner_text("main") and "db_skill" in page.inner_text("main")
 

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from agent_peft.reports.live import live_server
+from agent_peft.reports.live import LiveReport, live_server
+from agent_peft.reports.page import Library
 from agent_peft.types import AgentPeftError
 
 
@@ -49,6 +50,18 @@ def test_a_run_in_progress_is_read_again(run):
         assert got(port, "/")[0] == 200
         for path in ("/episodes/r0_step_000009.js", "/../run.json", "/episodes/../../config.yaml.js"):
             assert got(port, path)[0] == 404
+
+
+def test_what_has_not_changed_is_not_read_again(run, monkeypatch):
+    report = LiveReport([run])
+    values, script = report.values(), report.episodes("r0_step_000003")
+    with monkeypatch.context() as patch:
+        patch.setattr("agent_peft.reports.live.read_content", None)
+        patch.setattr(Library, "text", None)
+        assert (report.values(), report.episodes("r0_step_000003")) == (values, script)
+    path = run / "trajectories" / "step_000003.jsonl"
+    path.write_text(path.read_text().partition("\n")[0] + "\n")
+    assert report.values() != values and report.episodes("r0_step_000003") != script
 
 
 def test_it_answers_this_machine_only(run):

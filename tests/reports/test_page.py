@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+from pathlib import Path
 
 import numpy
 import pytest
 import yaml
 
 from agent_peft.reports.content import read_content
-from agent_peft.reports.page import encode, write_report
+from agent_peft.reports.page import Library, encode, write_report
 from agent_peft.rollout.statistics import paired_test, rate_of
 from agent_peft.runs.reading import load_run
 from agent_peft.types import AgentPeftError, Group, Task
@@ -111,6 +113,52 @@ def test_what_is_too_much_for_the_page_lies_beside_it(run, tmp_path):
     (folder / "notes.js").unlink()
     assert write_report([run], out).beside is None
     assert not folder.exists(), "what an earlier report left there is of no use"
+
+
+def test_only_what_is_new_or_changed_is_written_again(run, disk, tmp_path, monkeypatch):
+    """Marks tell which files beside the page are current; the page is the same as if all were written."""
+    out, folder = tmp_path / "report.html", tmp_path / "report_episodes"
+
+    def encoded(**options):
+        keys = []
+        text = Library.text
+        with monkeypatch.context() as patch:
+            patch.setattr(Library, "text", lambda self, key: keys.append(key) or text(self, key))
+            write_report([run], out, **options)
+        return keys
+
+    every = [f"r0_step_00000{step}" for step in range(4)] + ["r0_evaluation_0", "r0_evaluation_1"]
+    assert encoded(max_inside=0) == every
+    first = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert encoded(max_inside=0) == []
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == first
+    cut = folder / "r0_step_000000.js"
+    cut.write_bytes(first[cut.name][:-1])
+    os.utime(run / "trajectories" / "step_000001.jsonl", ns=(1, 1))
+    os.utime(run / "trajectories" / "step_000002.safetensors", ns=(1, 1))
+    assert encoded(max_inside=0) == every[:3], "cut, its lines changed, its arrays changed"
+    shutil.copy(run / "trajectories" / "step_000003.jsonl", run / "trajectories" / "step_000004.jsonl")
+    assert encoded(max_inside=0) == ["r0_step_000004"]
+    (run / "trajectories" / "step_000004.jsonl").unlink()
+    assert encoded(max_inside=0) == [] and not (folder / "r0_step_000004.js").exists()
+    fresh = disk.write_run(tmp_path / "fresh" / "run")
+    write_report([fresh], tmp_path / "fresh" / "report.html", max_inside=0)
+    for name in first:
+        text, other = ((place / name).read_text() for place in (folder, tmp_path / "fresh/report_episodes"))
+        assert text.splitlines()[0] == other.splitlines()[0], "without the mark"
+    assert encoded() == [], "what lies beside the page is taken into it"
+    assert not folder.exists() and block(out, "r0_step_000003")["episodes"]
+
+
+def test_another_tokenizer_or_model_changes_every_file(run, tmp_path):
+    out, folder = tmp_path / "report.html", tmp_path / "report_episodes"
+    write_report([run], out, max_inside=0)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["policy"]["alphabet"] = config["policy"]["alphabet"][::-1]
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    write_report([run], out, max_inside=0)
+    assert all((folder / name).read_bytes() != content for name, content in before.items())
 
 
 def test_text_of_strangers_is_data(disk, tmp_path):
@@ -220,3 +268,13 @@ def test_a_folder_that_is_no_run(tmp_path):
 
 def test_half_a_character_is_encoded():
     assert json.loads(encode("\ud800")) == "\ud800"
+
+
+def test_the_program_of_the_page_on_reports(disk, tmp_path, monkeypatch):
+    text = (Path(__file__).parents[2] / "docs/reports.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "runs").mkdir()
+    disk.write_run(tmp_path / "runs/quickstart", steps=1)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program, "reports.md", "exec"), {})
+    assert block(tmp_path / "report.html", "values")["runs"][0]["name"] == "quickstart"

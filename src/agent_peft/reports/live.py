@@ -3,31 +3,43 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
 
 from agent_peft.reports.content import Content, read_content
 from agent_peft.reports.page import Library, encode, page, script_of
+from agent_peft.runs.overview import summarize_run
 from agent_peft.types import AgentPeftError
 
 HOST = "127.0.0.1"
+SCRIPTS = 16  # files of episodes that are kept as they were answered
 _NAMES = ("127.0.0.1", "localhost")
 
 
 class LiveReport:
-    """The runs as they are at each request. A file of episodes is read again only when it has changed."""
+    """The runs as they are at each request. What has not changed is neither read nor written again: a page
+    asks every few seconds, on a machine that trains.
+    """
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = folders
         self._lock = Lock()
         self._library: Library | None = None
         self._content: Content | None = None
+        self._state: object = None
+        self._values = ""
+        self._scripts: dict[str, tuple[str, str]] = {}  # key -> mark and script, the latest ones
 
     def values(self) -> str:
         """What the page shows, as JSON."""
         with self._lock:
+            state = [_state(folder) for folder in self._folders]
+            if self._content is not None and state == self._state:
+                return self._values
             self._content = read_content(self._folders)
             if self._library is None:
                 self._library = Library(self._content)
@@ -35,7 +47,9 @@ class LiveReport:
                     self._library.text(first)  # it finds out whether there is a tokenizer
             self._library.follow(self._content)
             values = self._content.values
-            return encode({**values, "made": None, "missing_words": self._library.missing})
+            self._values = encode({**values, "made": None, "missing_words": self._library.missing})
+            self._state = state
+            return self._values
 
     def episodes(self, key: str) -> str | None:
         """The script with the episodes ``key``; None if there are none."""
@@ -43,8 +57,26 @@ class LiveReport:
             self.values()
         with self._lock:
             assert self._content is not None and self._library is not None
-            known = key in self._content.files
-            return script_of(key, self._library.text(key)) if known else None
+            if key not in self._content.files:
+                return None
+            mark = self._library.mark(key)
+            if key not in self._scripts or self._scripts[key][0] != mark:
+                self._scripts.pop(key, None)
+                self._scripts[key] = (mark, script_of(key, self._library.text(key)))
+                if len(self._scripts) > SCRIPTS:
+                    del self._scripts[next(iter(self._scripts))]
+            return self._scripts[key][1]
+
+
+def _state(folder: Path) -> object:
+    """What tells whether a run has changed: its files, and whether its process is alive."""
+    files = []
+    for place in (folder, folder / "trajectories", folder / "evaluations"):
+        with suppress(OSError), os.scandir(place) as entries:
+            for entry in entries:
+                status = entry.stat()
+                files.append((entry.path, status.st_mtime_ns, status.st_size))
+    return sorted(files), summarize_run(folder)
 
 
 def live_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:

@@ -11,8 +11,9 @@ import base64
 import hashlib
 import json
 import math
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
@@ -26,6 +27,10 @@ from agent_peft.reports.words import Words, words_of
 from agent_peft.types import AgentPeftError
 
 MAX_INSIDE = 12 << 20  # bytes of episodes in the page; where there are more, all are in files beside it
+SCRIPTS = (  # in their order: the last one starts the page
+    *("uPlot.iife.min.js", "elements.js", "curves.js", "tables.js", "tokens.js", "episodes.js"),
+    "page.js",
+)
 _FILE = re.compile(r"r\d+_(step|evaluation)_\d+\.js")
 
 
@@ -44,7 +49,7 @@ def write_report(folders: Sequence[Path], out: Path, max_inside: int = MAX_INSID
     Args:
         max_inside: bytes of episodes that the page itself may hold. Where there are more, they go to the
             folder ``NAME_episodes`` beside the page, one file for each step, and the page loads what is
-            looked at.
+            looked at. A file that an earlier report left there stays if its episodes have not changed.
 
     Raises:
         AgentPeftError: a folder is no run directory, or ``out`` cannot be written.
@@ -52,30 +57,31 @@ def write_report(folders: Sequence[Path], out: Path, max_inside: int = MAX_INSID
     content = read_content(folders)
     library = Library(content)
     beside = out.with_name(f"{out.stem}_episodes")
-    inside: dict[str, str] | None = {}
+    inside: dict[str, str] = {}
     size = 0
     try:
-        _empty(beside)
         for key in content.files:
-            text = library.text(key)
-            if inside is not None and size + len(text) > max_inside:
-                for earlier, written in inside.items():
-                    _write_beside(beside, earlier, written)
-                inside = None
-            size += len(text)
-            if inside is None:
-                _write_beside(beside, key, text)
-            else:
-                inside[key] = text
-        content.values["episodes_in"] = beside.name if inside is None else None
+            path, mark = beside / f"{key}.js", library.mark(key)
+            current = _is_current(path, mark)
+            if current and size > max_inside:
+                continue
+            inside[key] = _text_in(path, key) if current else library.text(key)
+            size += len(inside[key])
+            if size > max_inside:
+                for earlier, text in inside.items():
+                    _write_beside(beside, earlier, text, library.mark(earlier))
+                inside.clear()
+        is_beside = size > max_inside
+        content.values["episodes_in"] = beside.name if is_beside else None
         content.values["missing_words"] = library.missing
-        write_atomic(out, page(content.values, inside or {}))
+        write_atomic(out, page(content.values, inside))
+        _remove_others(beside, content.files if is_beside else {})
     except OSError as error:
         raise AgentPeftError(
             f"{out}: cannot be written ({error.strerror}); name another with --output"
         ) from error
     episodes = sum(len(run["episodes"]["columns"]["task"]) for run in content.values["runs"])
-    return Report(out, beside if inside is None else None, episodes)
+    return Report(out, beside if is_beside else None, episodes)
 
 
 class Library:
@@ -85,10 +91,30 @@ class Library:
         self._content = content
         self._words: dict[int, Words | None] = {}
         self.missing: dict[str, str] = {}  # number of a run -> why its tokens are not shown
+        self._marks: dict[str, str] = {}
 
     def follow(self, content: Content) -> None:
         """Go on with the runs as they are now."""
         self._content = content
+        self._marks.clear()
+
+    def mark(self, key: str) -> str:
+        """A digest of what the text of the file ``key`` depends on: two equal marks, two equal texts.
+
+        It is that of the first call since the content was read. So a file that changes after it has another
+        mark in the next report.
+        """
+        if key not in self._marks:
+            file, run = self._content.files[key], self._content.run_of(key)
+            self._of(run)
+            parts = (
+                _program(),
+                [_state(path) for path in (file.path, file.path.with_suffix(".safetensors"))],
+                self._content.policies[run],
+                self.missing.get(str(run)),
+            )
+            self._marks[key] = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
+        return self._marks[key]
 
     def text(self, key: str) -> str:
         """The file ``key``; where it cannot be read, a text that says why."""
@@ -106,6 +132,20 @@ class Library:
             except AgentPeftError as error:
                 self.missing[str(number)] = str(error)
         return self._words[number]
+
+
+@lru_cache
+def _program() -> str:
+    """A digest of the program that makes the texts."""
+    return hashlib.sha256((files("agent_peft.reports") / "episodes.py").read_bytes()).hexdigest()
+
+
+def _state(path: Path) -> tuple[str, int, int] | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return str(path.absolute()), status.st_mtime_ns, status.st_size
 
 
 @lru_cache(maxsize=8)
@@ -148,7 +188,7 @@ def page(values: Mapping[str, Any] | None, inside: Mapping[str, str]) -> str:
         inside: the episodes' files that it holds, as JSON texts by key.
     """
     styles = _asset("uPlot.min.css") + _asset("report.css")
-    scripts = [_asset("uPlot.iife.min.js"), _asset("report.js")]
+    scripts = [_asset(name) for name in SCRIPTS]
     policy = "; ".join(
         (
             "default-src 'none'",
@@ -192,15 +232,35 @@ def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _write_beside(folder: Path, key: str, text: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{key}.js").write_text(script_of(key, text), encoding="utf-8")
+def _write_beside(folder: Path, key: str, text: str, mark: str) -> None:
+    """Write a file beside the page. Its last line is the mark, so a file that was cut has none."""
+    path = folder / f"{key}.js"
+    if not _is_current(path, mark):
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{script_of(key, text)}//{mark}\n", encoding="ascii")
 
 
-def _empty(folder: Path) -> None:
-    """Remove what an earlier report left beside the page, and nothing else."""
+def _is_current(path: Path, mark: str) -> bool:
+    end = f"\n//{mark}\n".encode()
+    try:
+        with open(path, "rb") as file:
+            file.seek(-len(end), os.SEEK_END)
+            return file.read() == end
+    except OSError:  # there is none, or it is shorter
+        return False
+
+
+def _text_in(path: Path, key: str) -> str:
+    """The text that ``_write_beside`` wrote."""
+    script = path.read_text(encoding="ascii")
+    return script[len(script_of(key, "")) - len(");\n") : script.rindex(");\n//")]
+
+
+def _remove_others(folder: Path, keys: Container[str]) -> None:
+    """Remove what an earlier report left beside the page and this one has not, and nothing else."""
     for path in list(_reports_files(folder)):
-        path.unlink()
+        if path.stem not in keys:
+            path.unlink()
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
 

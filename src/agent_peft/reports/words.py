@@ -23,11 +23,17 @@ class Words:
 
     def __init__(self, chat: ChatTokenizer | None) -> None:
         self._chat = chat
+        self._known: dict[int, str | list[int]] = {}
 
     def of(self, token: int) -> str | list[int]:
         """The text of a token. Where the token is not a whole number of characters: its bytes, so that
         a reader can join them with those of its neighbours.
         """
+        if token not in self._known:
+            self._known[token] = self._spelled(token)
+        return self._known[token]
+
+    def _spelled(self, token: int) -> str | list[int]:
         if self._chat is None:
             return f"⟨{token}⟩"
         content = self._chat.token_bytes(token)

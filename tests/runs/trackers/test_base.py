@@ -19,7 +19,13 @@ from agent_peft.rollout.statistics import summarize
 from agent_peft.runs.observers import Observer, RunStart
 from agent_peft.runs.run import train
 from agent_peft.runs.trackers import Tracker, load_tracker, load_trackers
-from agent_peft.runs.trackers.base import TrackerThread, _Record, evaluation_metrics, row_of
+from agent_peft.runs.trackers.base import (
+    TrackerThread,
+    _Record,
+    evaluation_metrics,
+    row_of,
+    without_passwords,
+)
 from agent_peft.types import AgentPeftError, Group, Message, Outcome, Task, Trajectory, Turn
 
 CONFIG = CustomTrackerConfig(kind="own:Recorder")
@@ -332,3 +338,31 @@ def test_a_tracker_that_is_dead_is_not_waited_for_and_keeps_nothing(configure, c
     assert tracker._queue.empty()
     tracker.on_end()  # within the test's time
     assert len(warnings_in(caplog)) == 1
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "mysql://me:hidden@host:3306/shop?charset=utf8",
+        "mysql://host/shop?user=me&password=hidden",
+        "https://host/api?PASSWORD=hidden#part",
+        "https://host/?db_password=hidden&page=1",
+        "https://host/?x=1&access_token=hidden",
+        "https://me:hidden@host/?passwd=hidden&api_key=hidden&apikey=hidden",
+        "refused: https://host/?secret=hidden (status 403)",
+    ],
+)
+def test_no_password_of_an_address_leaves_the_machine(address):
+    told = without_passwords({"where": [address]})["where"][0]
+    assert "hidden" not in told and "***" in told
+    assert "host" in told and ("status 403" in told) == ("status 403" in address)
+
+
+def test_what_is_no_password_stays():
+    for text in (
+        "https://host/?page=1&user=me#part",
+        "how many tokens?",
+        "max_new_tokens=8",
+        "password=no address",
+    ):
+        assert without_passwords(text) == text

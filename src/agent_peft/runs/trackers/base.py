@@ -37,6 +37,9 @@ COLUMNS = ("step", "task", "skills", "outcome", "stop reason", "reward", "tokens
 
 _NOT_IN_NAMES = re.compile(r"[^\w. -]", re.ASCII)  # what some tracker refuses in the name of a metric
 _PASSWORD = re.compile(r"(://[^/\s:@]*):\S*@")
+_SECRET = re.compile(  # a part of an address's query, such as ?password=secret&sslmode=on
+    r"([?&][^=&#\s]*(?:passw|pwd|secret|token|api_?key)[^=&#\s]*)=[^&#\s]+", re.IGNORECASE
+)
 
 Row = tuple[int, str, str, str, str, float, int, str]  # as COLUMNS names it
 
@@ -274,9 +277,11 @@ def without_passwords(content: Any) -> Any:
 
     >>> without_passwords({"database": "mysql://me:secret@host:3306", "seed": 0})
     {'database': 'mysql://me:***@host:3306', 'seed': 0}
+    >>> without_passwords("http://host/api?user=me&password=secret&page=1")
+    'http://host/api?user=me&password=***&page=1'
     """
     if isinstance(content, str):
-        return _PASSWORD.sub(r"\1:***@", content)
+        return _SECRET.sub(r"\1=***", _PASSWORD.sub(r"\1:***@", content))
     if isinstance(content, dict):
         return {key: without_passwords(value) for key, value in content.items()}
     return [without_passwords(value) for value in content] if isinstance(content, list) else content

@@ -16,7 +16,7 @@ import griffe
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).parent.parent
 PAGES = {  # file of the repository -> page of the site
     "README.md": "overview.md",
     "benchmarks/RESULTS.md": "results.md",
