@@ -5,7 +5,12 @@
 A model of one layer, trained from scratch on one thread, first sees six steps of demonstrations, so that it
 is right about one time in five. Each algorithm then trains a LoRA adapter of rank 16 on it, with its default
 keys. The curve is the share of correct answers among the 96 sampled answers of a step (temperature 1).
-Supervised fine-tuning samples nothing, so its policy is sampled before every fourth step.
+Rows that learn from demonstrations or preferences have their policy sampled before every fourth step.
+
+dpo and simpo learn from the policy's own answers, in four rounds. Each round first samples 96 answers for
+each of its steps, as the other rows do in these steps, and then learns from the first right and the first
+wrong one of each group. The preferences of kto and orpo are the environment's: the right answer, and a wrong
+one.
 
 Prints a table, and writes benchmarks/results/algorithm_curves.json and docs/pictures/algorithm_curves.svg.
 """
@@ -16,6 +21,7 @@ import argparse
 import json
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +35,14 @@ from agent_peft.algorithms import ALGORITHMS
 from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticConfig
 from agent_peft.policies.config import LoraSettings, PretrainedConfig, ScratchConfig
 from agent_peft.policies.engine import load_sampler
+from agent_peft.policies.engine.base import Sampler
 from agent_peft.policies.loading import load_policy
+from agent_peft.policies.policy import Policy
 from agent_peft.ranks import ALONE
+from agent_peft.rollout.pairs import EpisodePairs
+from agent_peft.seeding import derive
 from agent_peft.training.stage import StageConfig, source_of
-from agent_peft.training.trainer import Trainer
+from agent_peft.training.trainer import Step, Trainer
 
 TASKS = Arithmetic(ArithmeticConfig(digits=1, num_tasks=24))
 ARCHITECTURE = {
@@ -48,6 +58,8 @@ ARCHITECTURE = {
 }
 REQUIRED = {"dr_grpo": {"constant_length": 3}}  # keys without a default
 EVERY = 4  # steps, between two looks at a policy that samples nothing
+OWN_PAIRS = ("dpo", "simpo")  # a single wrong answer for each task says nothing of the other wrong ones
+ROUNDS = 4  # in which they sample anew
 
 
 def stage(kind: str, steps: int, **keys: Any) -> StageConfig:
@@ -69,6 +81,20 @@ def begin(folder: Path, seed: int) -> None:
     policy.save_merged(folder)
 
 
+def steps_of(kind: str, policy: Policy, sampler: Sampler, steps: int, seed: int) -> Iterator[Step]:
+    """The steps of a row that does not sample, in rounds where the policy's own answers are its pairs."""
+    if kind not in OWN_PAIRS:
+        yield from Trainer(policy, TASKS, stage(kind, steps, tasks_per_step=24), sampler, seed)
+        return
+    for number in range(ROUNDS):
+        part, round_seed = steps // ROUNDS, derive(seed, "round", number)
+        answers = source_of(acting("rloo", part), TASKS, sampler, round_seed, ALONE)
+        groups = (group for step in range(part) for group in answers.collect(step).groups)
+        pairs = EpisodePairs(groups, 24, round_seed, "pairs", "the answers of a round")
+        settings = stage(kind, part, tasks_per_step=24)
+        yield from Trainer(policy, TASKS, settings, sampler, round_seed, source=pairs)
+
+
 def curve(kind: str, folder: Path, steps: int, seed: int) -> list[tuple[int, float]]:
     """Steps done -> share of correct answers."""
     policy = load_policy(
@@ -79,13 +105,12 @@ def curve(kind: str, folder: Path, steps: int, seed: int) -> list[tuple[int, flo
         return [(step.number, step.metrics["success"]) for step in trainer]
     sampler = load_sampler(policy)
     episodes = source_of(acting("rloo", steps), TASKS, sampler, seed, ALONE)
-    trainer = iter(Trainer(policy, TASKS, stage(kind, steps, tasks_per_step=24), sampler, seed))
-    points = []
+    trained, points = steps_of(kind, policy, sampler, steps, seed), []
     for done in range(steps + 1):
         if done % EVERY == 0:
             answers = [t for group in episodes.collect(done).groups for t in group.trajectories]
             points.append((done, sum(t.outcome == "correct" for t in answers) / len(answers)))
-        next(trainer, None)
+        next(trained, None)
     return points
 
 

@@ -94,7 +94,7 @@ KEYS: dict[str, dict[str, str]] = {
     },
     "stages.task_order:by_skill": {"": "kind steps skills"},
     "stages.task_order:by_success": {"": "kind low high trips"},
-    "stages.replay": {"": "share keep"},
+    "stages.replay": {"": "share keep total"},
     "stages.episodes_of": {"": "run stage"},
     "stages.until": {"": "metric above below over patience"},
     "stages.rewards": {

@@ -18,8 +18,11 @@ from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.policy import Policy
-from agent_peft.training.stage import StageConfig
+from agent_peft.ranks import ALONE
+from agent_peft.rollout.pairs import EpisodePairs
+from agent_peft.training.stage import StageConfig, source_of
 from agent_peft.training.trainer import Trainer
+from agent_peft.types import Group
 
 TASKS = Arithmetic(ArithmeticConfig(digits=1, num_tasks=24))
 ARCHITECTURE = {
@@ -111,6 +114,45 @@ def test_ppo_raises_the_reward_and_its_critic_explains_it(warm):
     assert after > before + 0.15, curve
     assert explained[0] == 0.0, "a fresh critic knows nothing"
     assert sum(explained[-5:]) / 5 > 0.05, explained
+
+
+def answers(policy: Policy, steps: int, seed: int) -> list[Group]:
+    """96 answers of the policy for each step, in groups of 8."""
+    sampling = {"sampling": {"max_new_tokens": 3}, "rewards": {"incorrect": 0.0}, "tasks_per_step": 12}
+    stage = StageConfig.model_validate({"algorithm": "rloo", "steps": steps, **sampling})
+    source = source_of(stage, TASKS, load_sampler(policy, EngineConfig()), seed, ALONE)
+    return [group for step in range(steps) for group in source.collect(step).groups]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rounds"),
+    [
+        ("dpo", 4),
+        pytest.param("simpo", 4, marks=pytest.mark.slow),
+        pytest.param("kto", 0, marks=pytest.mark.slow),
+        pytest.param("orpo", 0, marks=pytest.mark.slow),
+    ],
+)
+def test_preferences_raise_the_share_of_correct_answers(warm, kind, rounds):
+    """And not only the share of pairs that are ranked rightly. With ``rounds`` the pairs are the policy's own
+    answers, sampled anew in each round; else they are the environment's, the right answer and a wrong one.
+    """
+    policy = load_policy(PretrainedConfig(model=str(warm), lora=LoraSettings(rank=16), device="cpu"), seed=0)
+
+    def share() -> float:
+        them = [t for group in answers(policy, 2, seed=1) for t in group.trajectories]
+        return sum(t.outcome == "correct" for t in them) / len(them)
+
+    before, steps = share(), 40 // max(rounds, 1)
+    settings = {"algorithm": kind, "steps": steps, "optimizer": {"learning_rate": 3e-3}, "tasks_per_step": 24}
+    stage = StageConfig.model_validate(settings)
+    for number in range(max(rounds, 1)):
+        own = EpisodePairs(answers(policy, steps, seed=2 + number), 24, 0, "pairs", "") if rounds else None
+        for _ in Trainer(policy, TASKS, stage, load_sampler(policy, EngineConfig()), source=own):
+            pass
+    after = share()
+    assert before < 0.3, "the warm start leaves nothing to learn"
+    assert after > before + 0.1, (before, after)
 
 
 def test_sft_raises_the_reward():

@@ -55,7 +55,8 @@ ROLLOUTS = {"group_size": 4, "rewards": {"invalid_action": -0.5}, "sampling": {"
 STAGES: list[dict[str, Any]] = [
     {"algorithm": {"kind": "sft"}, "tasks_per_step": 3},
     {"algorithm": {"kind": "reinforce"}, "tasks_per_step": 5, **ROLLOUTS},
-    {"algorithm": {"kind": "rloo"}, "tasks_per_step": 1, **ROLLOUTS},  # nothing at all for the second rank
+    # nothing at all for the second rank
+    {"algorithm": {"kind": "rloo", "reward_kl_coef": 0.1}, "tasks_per_step": 1, **ROLLOUTS},
     {"algorithm": {"kind": "grpo", "minibatches": 2, "update_epochs": 2}, "tasks_per_step": 5, **ROLLOUTS},
     {"algorithm": {"kind": "ppo", "update_epochs": 2}, "tasks_per_step": 1, **ROLLOUTS},
     {"algorithm": {"kind": "gspo"}, "tasks_per_step": 5, "refill": 2, "replay": {"share": 0.5}, **ROLLOUTS},
@@ -66,6 +67,8 @@ STAGES: list[dict[str, Any]] = [
         "tasks_per_step": 3,
         **ROLLOUTS,
     },
+    {"algorithm": {"kind": "dpo"}, "tasks_per_step": 3},
+    {"algorithm": {"kind": "kto"}, "tasks_per_step": 3},  # its z0 is of the replies of all ranks
 ]
 STEPS = 2
 

@@ -36,12 +36,16 @@ class Batch:
     advantages: Tensor  # (B, T) fp32, zero until an algorithm sets them
     weights: Tensor  # (B, T) fp32, zero until an algorithm sets them
     reference_logprobs: Tensor | None = None  # (B, T) fp32, only where a penalty needs them
+    # (B, T) fp32: of the policy that sampled, scored as the reference's are; only where a reward has a KL
+    scored_logprobs: Tensor | None = None
     values: Tensor | None = (
         # (B, T) fp32: the critic's before the update, zero off the mask; only where an algorithm has a critic
         None
     )
     value_targets: Tensor | None = None  # (B, T) fp32: what the critic is to learn, set with the advantages
     replayed: Tensor | None = None  # (B,) bool: an earlier policy sampled it; None where none is
+    # (B,) bool: it would have an advantage without the KL in its reward; None where no reward has one
+    signal: Tensor | None = None
 
     def __len__(self) -> int:
         return self.tokens.shape[0]

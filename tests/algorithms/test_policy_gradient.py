@@ -80,9 +80,11 @@ def rollout(parameters: Tensor) -> Batch:
         turns = (first, second) if row % 2 else (first,)
         trajectories.append(Trajectory(Task("t"), turns, rewards=(reward,) + (0.0,) * (len(turns) - 1)))
     batch = collate(trajectories, GROUPS)
+    logprobs = forward(parameters, batch).logprobs
     return replace(
         batch,
-        logprobs=forward(parameters, batch).logprobs,
+        logprobs=logprobs,
+        scored_logprobs=logprobs,
         reference_logprobs=forward(policy(9), batch).logprobs,
     )
 
@@ -141,8 +143,9 @@ def test_padding_changes_nothing(config):
     wider = replace(
         batch,
         **{
-            name: torch.nn.functional.pad(getattr(batch, name), (0, 3))
-            for name in ("tokens", "action_mask", "logprobs", "advantages", "weights", "reference_logprobs")
+            name: torch.nn.functional.pad(value, (0, 3))
+            for name, value in vars(batch).items()
+            if value is not None and value.ndim == 2
         },
     )
     results = []
@@ -468,6 +471,19 @@ def test_the_kl_in_the_reward_has_the_gradient_of_the_kl():
 def test_a_missing_reference_is_not_silently_no_kl_in_the_reward():
     with pytest.raises(ValueError, match="reference"):
         RlooConfig(reward_kl_coef=0.1).build().prepare(replace(rollout(policy(0)), reference_logprobs=None))
+
+
+@pytest.mark.parametrize("config", [RlooConfig, ReinforcePlusPlusConfig])
+def test_the_kl_in_the_reward_is_no_signal_of_a_group(config):
+    """It moves all tokens, and says nothing of which episode was better."""
+    batch = rollout(policy(0))
+    alike = replace(batch, returns=torch.full_like(batch.returns, 0.1))
+    for one in (batch, alike):
+        plain = config().build().prepare(one)
+        priced = config(reward_kl_coef=0.5).build().prepare(one)
+        assert plain.signal is None and priced.advantages.any()
+        assert torch.equal(priced.signal, (plain.advantages != 0).any(1))
+    assert not priced.signal.any()
 
 
 def test_advantages_of_a_step_are_normalized_over_its_tokens():

@@ -168,6 +168,7 @@ def rollout(seed: int = 0) -> Batch:
     return replace(
         batch,
         logprobs=output.logprobs,
+        scored_logprobs=output.logprobs,
         values=output.values,
         reference_logprobs=forward(policy(9), batch).logprobs,
     )
@@ -218,6 +219,7 @@ def test_padding_changes_nothing(config):
         "advantages",
         "weights",
         "reference_logprobs",
+        "scored_logprobs",
         "values",
     )
     wider = replace(batch, **{name: pad(getattr(batch, name), (0, 3)) for name in long})

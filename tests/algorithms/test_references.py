@@ -254,7 +254,7 @@ def with_logprobs(policy: Policy, batch: Batch, noise: float = 0.5) -> tuple[Bat
         peers = batch.returns[batch.groups == batch.groups[row]].double()
         there = (old[row, places].double(), reference[row, places].double())
         episodes.append(Episode(now, *there, entropy, float(batch.returns[row]), peers))
-    return replace(batch, logprobs=old, reference_logprobs=reference), episodes, exact
+    return replace(batch, logprobs=old, scored_logprobs=old, reference_logprobs=reference), episodes, exact
 
 
 def loss_and_gradient(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -173,7 +174,7 @@ def test_its_keys_are_those_of_a_stage_that_samples():
 
 
 def test_the_latest_different_successes_of_each_task_are_kept():
-    earlier = EarlierSuccesses(keep=2, number=5)
+    earlier = EarlierSuccesses(keep=2, number=5, total=9)
     wrong = episode(9, Outcome.INCORRECT)
     earlier.add([Group(Task("t"), [episode(3), episode(4), episode(3), wrong])])
     earlier.add([Group(Task("t"), [episode(5)]), Group(Task("u"), [episode(7, task="u")])])
@@ -190,15 +191,40 @@ def test_the_latest_different_successes_of_each_task_are_kept():
     assert earlier.join(Group(Task("t"), []), Random(0)).trajectories == []
     earlier.add([Group(Task("t"), [episode(4)])])
     assert joined(wrong) == [4, 5]
-    other = EarlierSuccesses(keep=2, number=1)
+    other = EarlierSuccesses(keep=2, number=1, total=9)
     other.from_json(earlier.to_json())
     assert other.to_json() == earlier.to_json()
     drawn = [other.join(Group(Task("t", ("s",)), [wrong]), Random(n)).trajectories[1] for n in range(9)]
     assert {t.turns[0].action for t in drawn} == {(4,), (5,)} and drawn[0].task.skills == ("s",)
 
 
+def test_the_tasks_that_have_not_succeeded_for_longest_are_forgotten(tmp_path):
+    """So a checkpoint does not grow with the number of tasks; also one from before there was a limit."""
+    earlier = EarlierSuccesses(keep=2, number=5, total=3)
+    without = EarlierSuccesses(keep=2, number=5, total=99)
+
+    def kept(one: EarlierSuccesses) -> dict[str, list[int]]:
+        return {
+            task: [content["turns"][0]["action"][0] for content in episodes]
+            for task, episodes in json.loads(one.to_json()).items()
+        }
+
+    for number, names in enumerate(["a", "b", "c", "a", "a", "d"]):
+        for one in (earlier, without):
+            one.add([Group(Task(name), [episode(number, task=name)]) for name in names])
+        assert sum(map(len, kept(earlier).values())) <= 3
+        again = EarlierSuccesses(keep=2, number=5, total=3)
+        again.from_json(earlier.to_json())
+        assert again.to_json() == earlier.to_json(), "the order is kept, too"
+        again.from_json(without.to_json())
+        assert again.to_json() == earlier.to_json()
+    assert kept(earlier) == {"a": [3, 4], "d": [5]}
+    sizes = [len(one.to_json()) for one in (earlier, without)]
+    assert sizes[0] < sizes[1]
+
+
 def replaying(algorithm: Any = "grpo", **keys: Any) -> StageConfig:
-    return stage(algorithm, replay={"share": 0.34, "keep": 3}, **keys)
+    return stage(algorithm, **{"replay": {"share": 0.34, "keep": 3}, **keys})
 
 
 def test_they_join_the_groups_of_their_tasks_with_their_own_log_probabilities():
@@ -302,6 +328,7 @@ def test_with_dropout_they_keep_their_own_log_probabilities():
     [
         ("reinforce", {}, "replay has no effect on reinforce, which does not compare"),
         ("grpo", {"group_size": 2}, "replay.share: 0.34 of group_size: 2 is less than one episode"),
+        ("grpo", {"replay": {"share": 0.5, "keep": 4, "total": 3}}, "keep: 4 of one task is more than total"),
     ],
 )
 def test_what_cannot_replay_is_one_line(algorithm, keys, message):
@@ -329,6 +356,7 @@ def test_a_surrogate_without_a_ratio_cannot_correct():
     "keys",
     [
         {"algorithm": "grpo", "replay": {"share": 0.34}, "refill": 1},
+        {"algorithm": "grpo", "replay": {"share": 0.34, "total": 6}},
         {"algorithm": "grpo", "replay": {"share": 0.34}, "task_order": {"kind": "by_success", "low": 0.0}},
         {"algorithm": "sft", "learn_from": "successes"},
     ],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from agent_peft.algorithms import ALGORITHMS
+from agent_peft.policies.config import LoraSettings
 from agent_peft.training.step_metrics import mean_of
 from agent_peft.types import AgentPeftError
 
@@ -51,6 +53,50 @@ def test_a_reward_below_zero_is_told_to_maxrl_in_one_line(make_trainer):
     with pytest.raises(AgentPeftError, match=r"a return is -0.5.*no price below 0") as told:
         list(make_trainer("maxrl", steps=1, rewards={"incorrect": 0.0, "invalid_action": -0.5}))
     assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("kind", ["reinforce_plus_plus", "ppo"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {},
+        {"lora": None},
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "lora": None},
+        {"lora": LoraSettings(rank=4, alpha=8, dropout=0.3)},
+    ],
+    ids=["lora", "whole", "lora-bfloat16", "whole-bfloat16", "dropout"],
+)
+def test_a_kl_in_the_reward_is_nothing_where_the_policy_is_its_reference(make_trainer, kind, policy):
+    """Not even rounding, which advantages that are scaled to a standard deviation of 1 would learn from."""
+    alike = {"incorrect": 0.0, "invalid_action": 0.0}
+    algorithm = {"kind": kind, "reward_kl_coef": 0.1}
+    trainer = make_trainer(algorithm, steps=1, policy=policy, rewards=alike, microbatch_tokens=24)
+    before = [parameter.detach().clone() for parameter in trainer.policy.trainable_parameters()]
+    (step,) = trainer
+    assert not step.token_values.advantages.any()
+    assert step.metrics["groups_with_signal"] == 0
+    if kind == "ppo":  # which has a gradient of exactly 0, and so of its critic
+        assert step.metrics["gradient_norm"] == 0
+    else:
+        assert step.metrics["updates_skipped"] == 1
+    assert all(map(torch.equal, before, trainer.policy.trainable_parameters()))
+
+
+def test_a_reward_with_a_kl_counts_groups_by_their_returns(make_trainer):
+    """Also once the policy has left its reference, and each token has its own advantage."""
+    algorithm = {"kind": "rloo", "reward_kl_coef": 0.1}
+    *_, last = make_trainer(algorithm, steps=3, group_size=2, tasks_per_step=8, rewards=PRICES)
+    assert 0 < last.metrics["groups_with_signal"] == 1 - last.metrics["zero_variance_groups"] < 1
+    flat = last.token_values.advantages.split([len(t.tokens) for t in last.trajectories])
+    assert all(advantages.any() for advantages in flat)
+
+
+@pytest.mark.parametrize("algorithm", [{"kind": "reinforce_plus_plus"}, {"kind": "grpo", "kl_coef": 0.1}])
+def test_without_a_kl_in_the_reward_nothing_is_scored_twice(make_trainer, algorithm):
+    trainer = make_trainer(algorithm)
+    batch = trainer.prepare(trainer.source.collect(0).groups)
+    assert batch.scored_logprobs is None and batch.signal is None
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

@@ -50,6 +50,7 @@ class Algorithm:
         preferences: those that it learns from: "pairs", groups of a chosen and a rejected trajectory, or
             "labels", trajectories whose returns say which are desirable.
         needs_reference: the batch must hold ``reference_logprobs``.
+        needs_scores: the batch must hold ``scored_logprobs``, too.
         needs_entropy: the policy's output must hold ``entropy``.
         critic: the value head it trains. With one, ``prepare`` can read the batch's ``values``, and ``loss``
             those of the output.
@@ -67,6 +68,7 @@ class Algorithm:
     on_policy: bool = True
     preferences: PreferenceForm | None = None
     needs_reference: bool = False
+    needs_scores: bool = False
     needs_entropy: bool = False
     critic: Critic | None = None
     learns_at_zero_advantage: bool = False

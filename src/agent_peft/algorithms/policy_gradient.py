@@ -74,6 +74,7 @@ class PolicyGradient(Algorithm):
             compares_groups,
         )
         self.needs_reference, self.needs_entropy = kl_coef > 0 or reward_kl_coef > 0, entropy_coef > 0
+        self.needs_scores = reward_kl_coef > 0
         self.learns_at_zero_advantage = kl_coef > 0 or self.needs_entropy
         self.formula, self.paper = formula, paper
         self.metrics = (
@@ -87,12 +88,15 @@ class PolicyGradient(Algorithm):
         if self.baseline is not None:
             advantages = self.baseline.subtract(advantages, sum_over_ranks)
         per_token = advantages[:, None] * batch.action_mask
-        if self.reward_kl_coef:
-            kl = penalties.to_go(reward_kl(batch), batch.action_mask)
-            per_token = per_token - self.reward_kl_coef * kl
-        if self.normalizes:
-            per_token = standardized(per_token, batch.action_mask, sum_over_ranks)
-        return replace(batch, advantages=per_token)
+
+        def scaled(values: Tensor) -> Tensor:
+            return standardized(values, batch.action_mask, sum_over_ranks) if self.normalizes else values
+
+        if not self.reward_kl_coef:
+            return replace(batch, advantages=scaled(per_token))
+        kl = penalties.to_go(reward_kl(batch), batch.action_mask)
+        signal = (scaled(per_token) != 0).any(1)
+        return replace(batch, advantages=scaled(per_token - self.reward_kl_coef * kl), signal=signal)
 
     def observe(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> dict[str, float]:
         """advantage_std: of the step's sampled tokens. baseline: that of the next step."""
@@ -125,15 +129,21 @@ class PolicyGradient(Algorithm):
 
 
 def reward_kl(batch: Batch) -> Tensor:
-    """(B, T) k1 from the sampler to the reference: what each token's KL costs in the reward, without β. It
-    stays that of the policy that sampled, as a reward must.
+    """(B, T) k1 from the policy that sampled to the reference: what each token's KL costs in the reward,
+    without β. It stays that of the policy that sampled, as a reward must.
+
+    Both sides are scored in the same way, so it is exactly 0 where the policy is its reference. The sampler's
+    log-probabilities differ by rounding, and advantages that are scaled to a standard deviation of 1 would
+    make a signal of that.
 
     Raises:
-        ValueError: the batch has no ``reference_logprobs``.
+        ValueError: the batch has no ``reference_logprobs`` or no ``scored_logprobs``.
     """
-    if batch.reference_logprobs is None:
-        raise ValueError("reward_kl_coef needs the reference's log-probabilities in the batch")
-    return penalties.k1(batch.logprobs, batch.reference_logprobs) * batch.action_mask
+    if batch.reference_logprobs is None or batch.scored_logprobs is None:
+        raise ValueError(
+            "reward_kl_coef needs the reference's and the policy's log-probabilities in the batch"
+        )
+    return penalties.k1(batch.scored_logprobs, batch.reference_logprobs) * batch.action_mask
 
 
 def surrogate_and_penalties(

@@ -119,6 +119,7 @@ class Ppo(Algorithm):
             WEIGHTINGS[config.weighting],
         )
         self.needs_reference = config.kl_coef > 0 or config.reward_kl_coef > 0
+        self.needs_scores = config.reward_kl_coef > 0
         self.needs_entropy = config.entropy_coef > 0
         self.update_epochs, self.minibatches = config.update_epochs, config.minibatches
         self.metrics = (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from random import Random
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from agent_peft.config import Config
 from agent_peft.rollout.collector import Collection
@@ -47,6 +47,20 @@ class ReplayConfig(Config):
         description="successes of each task that are kept: the latest ones of the stage with different "
         "actions; they are in memory and in every checkpoint",
     )
+    total: int = Field(
+        default=4096,
+        ge=1,
+        description="successes of all tasks that are kept at most; the tasks whose last success is the "
+        "oldest are forgotten first",
+    )
+
+    @model_validator(mode="after")
+    def _keeps_those_of_a_task(self) -> ReplayConfig:
+        if self.total < self.keep:
+            raise ValueError(
+                f"keep: {self.keep} of one task is more than total: {self.total} of all; raise total"
+            )
+        return self
 
     def episodes(self, group_size: int) -> int:
         """How many join a group.
@@ -58,16 +72,19 @@ class ReplayConfig(Config):
 
 
 class EarlierSuccesses:
-    """The latest successes of each task, with the log-probabilities that they were sampled with. All ranks
-    add the same groups.
+    """The latest successes of the latest tasks, with the log-probabilities that they were sampled with. All
+    ranks add the same groups.
 
     Args:
+        keep: of each task.
         number: how many join a group at most.
+        total: of all tasks, at least ``keep``.
     """
 
-    def __init__(self, keep: int, number: int) -> None:
-        self.keep, self.number = keep, number
-        self._episodes: dict[str, list[Trajectory]] = {}  # by the task's id, oldest first
+    def __init__(self, keep: int, number: int, total: int) -> None:
+        self.keep, self.number, self.total = keep, number, total
+        # by the task's id; oldest first, and so are the tasks, by their last success
+        self._episodes: dict[str, list[Trajectory]] = {}
 
     def join(self, group: Group, random: Random) -> Group:
         """The group with successes of its task, drawn without replacement. A group that has no episode, or
@@ -84,8 +101,14 @@ class EarlierSuccesses:
         for group in groups:
             if latest := successes(group):
                 actions = {_actions(trajectory) for trajectory in latest}
-                others = [t for t in self._episodes.get(group.task.id, []) if _actions(t) not in actions]
+                others = [t for t in self._episodes.pop(group.task.id, []) if _actions(t) not in actions]
                 self._episodes[group.task.id] = [*others, *latest][-self.keep :]
+        self._forget()
+
+    def _forget(self) -> None:
+        number = sum(map(len, self._episodes.values()))
+        while number > self.total:
+            number -= len(self._episodes.pop(next(iter(self._episodes))))
 
     def to_json(self) -> str:
         return json.dumps(
@@ -98,6 +121,7 @@ class EarlierSuccesses:
             task: [trajectory_from_json(Task(task), content) for content in kept][-self.keep :]
             for task, kept in json.loads(text).items()
         }
+        self._forget()
 
 
 def _actions(trajectory: Trajectory) -> tuple[tuple[int, ...], ...]:

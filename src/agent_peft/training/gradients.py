@@ -50,8 +50,9 @@ class Gradients:
         self.first_logprobs = self.groups = torch.empty(0)
 
     def begin_step(self, batch: Batch) -> Batch:
-        """The step's batch with ``reference_logprobs``, and with the policy's ``logprobs`` of trajectories
-        that are only measured. With dropout, each update has its own beside them.
+        """The step's batch with ``reference_logprobs`` and ``scored_logprobs``, where the algorithm needs
+        them, and with the policy's ``logprobs`` of trajectories that are only measured. With dropout, each
+        update has its own beside them.
         """
         policy = self.policy
         self.first_logprobs, self.groups = torch.full_like(batch.logprobs, math.nan), batch.groups
@@ -60,7 +61,7 @@ class Gradients:
         measured, reference = batch.groups < 0, self.reference
         if measured.any():
             batch = replace(batch, logprobs=batch.logprobs + self.score(batch, self._logprobs, measured))
-        if reference is None or not len(batch):
+        if reference is None:
             return batch
 
         def scores(part: Batch) -> Tensor:
@@ -70,7 +71,12 @@ class Gradients:
         logprobs = self.score(batch, scores, ~measured)
         if measured.any():
             logprobs = logprobs + self.score(batch, scores, measured)
-        return replace(batch, reference_logprobs=logprobs)
+        batch = replace(batch, reference_logprobs=logprobs)
+        if not self.algorithm.needs_scores:
+            return batch
+        # in the reference's microbatches and by its code, so that both are equal to the bit
+        scored = torch.where(_replayed(batch), batch.logprobs, self.score(batch, self._logprobs, ~measured))
+        return replace(batch, scored_logprobs=scored)
 
     def score(self, batch: Batch, scores: Callable[[Batch], Tensor], live: Tensor | None = None) -> Tensor:
         """(B, T) values that ``scores`` gives for each microbatch, without gradient.

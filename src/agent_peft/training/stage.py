@@ -387,7 +387,9 @@ def source_of(
         refill = (stage.refill, stage.algorithm.facts.minibatches)
         shown = (replays, stage.replay_in_prompt)
         replay = stage.replay
-        earlier = EarlierSuccesses(replay.keep, replay.episodes(stage.group_size)) if replay else None
+        earlier = None
+        if replay:
+            earlier = EarlierSuccesses(replay.keep, replay.episodes(stage.group_size), replay.total)
         rollouts = Rollouts(collector, order, *settings, seed, ranks, schedule_of, *shown, *refill, earlier)
         return rollouts if stage.algorithm.facts.on_policy else Successes(rollouts)
     if form is not None:

@@ -262,7 +262,8 @@ class Trainer:
         if not self.algorithm.on_policy:
             share = num_groups / self.stage.tasks_per_step  # of the groups, those with a success
             return metrics | (self.signal.count(share) if self.stage.samples else {})
-        mine = len(batch.groups[(batch.advantages != 0).any(1)].unique())  # type: ignore[no-untyped-call]
+        signal = (batch.advantages != 0).any(1) if batch.signal is None else batch.signal
+        mine = len(batch.groups[signal].unique())  # type: ignore[no-untyped-call]
         share = float(self.ranks.sum(torch.tensor(float(mine)))) / num_groups
         return metrics | self.signal.count(share)
 
