@@ -123,7 +123,7 @@ def configuration(condition: str, seed: int, sizes: Sizes, run: Path) -> dict[st
                 "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2},
             },
             {
-                "algorithm": {"kind": "rloo", "weighting": "sequence_mean"},
+                "algorithm": "rloo",
                 "name": "stream",
                 "task_order": {"kind": "by_skill", "steps": sizes.steps, "skills": list(SKILLS)},
                 "epochs": 1,

@@ -4,10 +4,20 @@ they cannot be had.
 
 from __future__ import annotations
 
+import array
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -22,6 +32,27 @@ from agent_peft.policies.models.character_tokenizer import character_tokenizer
 from agent_peft.types import AgentPeftError
 
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported while tests are collected stays: no search for garbage looks at it, then or later."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_wait_for_the_disk() -> Iterator[None]:
+    """A run syncs some eighty times, for about ten milliseconds each. It is for a loss of power, which no
+    test plays; what was written before a kill is there without it. Processes of their own do sync.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        yield
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -150,3 +181,93 @@ def run_contents() -> Callable[[Path], dict[str, bytes]]:
         return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
     return contents
+
+
+class ForkedProgram:
+    """A program in a fork of a warm process: what is used here of ``subprocess.Popen``."""
+
+    def __init__(
+        self,
+        place: str,
+        command: list[str],
+        folder: Path,
+        environment: Mapping[str, str],
+        output: IO[Any],
+        errors: IO[Any],
+    ) -> None:
+        self.command, self.returncode = command, None
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(place)
+        request = {"command": command, "folder": str(folder), "environment": dict(environment)}
+        files = array.array("i", [output.fileno(), errors.fileno()])
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, files)]
+        self._socket.sendmsg([json.dumps(request).encode()], ancillary)
+        self.pid = self._number()
+
+    def _number(self) -> int:
+        digits = b""
+        while not digits.endswith(b"\n"):
+            digits += (digit := self._socket.recv(1))
+            assert digit, "the warm process has ended"
+        return int(digits)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not select.select([self._socket], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(self.command, timeout or 0.0)
+            self.returncode = self._number()
+            self._socket.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class WarmProcess:
+    """Runs ``python PROGRAM`` and ``python -m MODULE`` without the seconds that torch takes to import."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+
+    def start(
+        self, *command: str, folder: Path, output: IO[Any], errors: IO[Any] | None = None, **variables: str
+    ) -> ForkedProgram:
+        """
+        Args:
+            errors: where stderr goes; None takes ``output``.
+            variables: of its environment, beside ours.
+        """
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+        return ForkedProgram(self._place, [*command], folder, environment, output, errors or output)
+
+    def run(self, *command: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+            code = self.start(*command, folder=folder, output=output, errors=errors, **variables).wait()
+            output.seek(0)
+            errors.seek(0)
+            return subprocess.CompletedProcess([*command], code, output.read(), errors.read())
+
+
+@pytest.fixture(scope="session")
+def warm_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmProcess]:
+    """Programs that start at once. Tests of the start itself start processes of their own."""
+    tests = Path(__file__).parent
+    place = tmp_path_factory.mktemp("warm") / "socket"
+    environment = {**os.environ, "PYTHONPATH": str(tests.parent / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(tests / "warm_process.py"), str(place)]
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        yield WarmProcess(str(place))
+        process.communicate("")

@@ -1,7 +1,6 @@
 """The command line: what it prints, its exit codes, and one line per mistake."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -52,24 +51,28 @@ def test_help_and_version_do_not_wait_for_torch():
 def test_a_shell_completes_commands_configurations_and_paths(tmp_path):
     (tmp_path / "quick").mkdir()
     (tmp_path / "quick" / "mine.yaml").touch()
-    program = "import sys; from agent_peft.cli import main; main()"
-
-    def completed(line):
-        environment = {
-            **os.environ,
-            "_AGENT_PEFT_COMPLETE": "complete_bash",
-            "COMP_WORDS": line,
-            "COMP_CWORD": str(len(line.split()) - 1),
-        }
-        done = subprocess.run(
-            [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
-        assert not done.stderr
-        return done.stdout.split()
-
-    assert "train" in completed("agent-peft tr")
-    assert completed("agent-peft train qui") == ["quick/", "quickstart"]
-    assert completed("agent-peft train quick/m") == ["quick/mine.yaml"]
+    program = """if True:  # a fork for each line, since the imports take most of the time
+        import os, sys
+        from agent_peft.cli import main
+        for line in sys.stdin.read().splitlines():
+            print("--", flush=True)
+            if not os.fork():
+                words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+                os.environ.update(words, _AGENT_PEFT_COMPLETE="complete_bash")
+                try:
+                    main()
+                finally:
+                    assert "torch" not in sys.modules  # which takes seconds
+            os.wait()
+    """
+    lines = "agent-peft tr\nagent-peft train qui\nagent-peft train quick/m"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, input=lines, capture_output=True, text=True)
+    assert not done.stderr
+    commands, configurations, paths = (part.split() for part in done.stdout.split("--\n")[1:])
+    assert "train" in commands
+    assert configurations == ["quick/", "quickstart"]
+    assert paths == ["quick/mine.yaml"]
 
 
 @pytest.mark.parametrize(
@@ -289,15 +292,17 @@ def test_merging_and_evaluating_in_one_go(tmp_path, capsys):
     assert not (tmp_path / "x").exists()
 
 
-def test_interrupted(config, tmp_path):
+def test_interrupted(config, tmp_path, warm_process):
     """As a shell would do it: a signal to a process in the middle of training."""
     # a job in a shell's background inherits an ignored SIGINT, and so may this whole test run
-    listening = (
-        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "runpy.run_module('agent_peft', run_name='__main__')"
+    (tmp_path / "listening.py").write_text(
+        "import runpy, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "runpy.run_module('agent_peft', run_name='__main__')\n"
     )
-    command = [sys.executable, "-c", listening, "train", str(config), "stages.1.steps=100000"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    told = tmp_path / "told.txt"
+    with told.open("w") as output:
+        command = ["listening.py", "train", str(config), "stages.1.steps=100000"]
+        process = warm_process.start(*command, folder=tmp_path, output=output)
     try:
         metrics = tmp_path / "run" / "metrics.jsonl"
         deadline = time.monotonic() + 60
@@ -308,10 +313,10 @@ def test_interrupted(config, tmp_path):
         ):
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=30)
+        process.wait(30)
     finally:
         process.kill()
-        process.communicate()
+    said = told.read_text()
     assert process.returncode == 130, said
     assert "agent-peft: interrupted; run the same command (without --fresh) to go on\n" in said
     assert "Traceback" not in said

@@ -6,10 +6,8 @@ import ast
 import dataclasses
 import importlib
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -41,7 +39,7 @@ def section(page: str, heading: str) -> str:
     return text[start : end if end >= 0 else len(text)].strip()
 
 
-def follow(text: str, folder: Path) -> None:
+def follow(text: str, folder: Path, warm_process) -> None:
     """Write each block that begins with a file's name, run the commands of each console block."""
     for language, block in _BLOCK.findall(text):
         if name := _NAME.match(block):
@@ -50,17 +48,15 @@ def follow(text: str, folder: Path) -> None:
             for line in block.splitlines():
                 program, *arguments = shlex.split(line)
                 assert program == "agent-peft", f"only our own commands are run: {line}"
-                environment = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
-                command = [sys.executable, "-m", "agent_peft", *arguments]
-                done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+                done = warm_process.run("-m", "agent_peft", *arguments, folder=folder)
                 assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
-def subtraction(tmp_path_factory):
+def subtraction(tmp_path_factory, warm_process):
     """The folder of a reader who has added subtraction."""
     folder = tmp_path_factory.mktemp("reader")
-    follow(section("arithmetic.md", "Adding an operation"), folder)
+    follow(section("arithmetic.md", "Adding an operation"), folder, warm_process)
     return folder
 
 
@@ -97,8 +93,8 @@ def test_subtraction_is_graded_right(subtraction, monkeypatch):
     assert signs == {True, False}
 
 
-def test_a_module_of_ones_own_learns(tmp_path):
-    follow(section("models.md", "A module of your own"), tmp_path)
+def test_a_module_of_ones_own_learns(tmp_path, warm_process):
+    follow(section("models.md", "A module of your own"), tmp_path, warm_process)
     lines = [json.loads(line) for line in (tmp_path / "runs/own/metrics.jsonl").read_text().splitlines()]
     assert [m["success"] for m in lines if m["stage"] == "rloo"][-1] > 0.3, (
         "guessing is right about one time in ten"
@@ -106,8 +102,8 @@ def test_a_module_of_ones_own_learns(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_evaluation_ends_a_stage_early(tmp_path):
-    follow(section("evaluation.md", "End a stage early"), tmp_path)
+def test_an_evaluation_ends_a_stage_early(tmp_path, warm_process):
+    follow(section("evaluation.md", "End a stage early"), tmp_path, warm_process)
     lines = (tmp_path / "runs/early/metrics.jsonl").read_text().splitlines()
     assert len(lines) < 400 and len(lines) % 20 == 0
     best = json.loads((tmp_path / "runs/early/checkpoints/best.json").read_text())
@@ -115,13 +111,13 @@ def test_an_evaluation_ends_a_stage_early(tmp_path):
 
 
 @pytest.mark.slow
-def test_tables_of_ones_own_are_read_and_trained_on(tmp_path):
+def test_tables_of_ones_own_are_read_and_trained_on(tmp_path, warm_process):
     text = (DOCS / "questions.md").read_text(encoding="utf-8")
     tables = re.findall(r"^`(\S+\.jsonl)`\n```json\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert [name for name, _ in tables] == ["sums.jsonl", "chat.jsonl", "pairs.jsonl"]
     for name, rows in tables:
         (tmp_path / name).write_text(rows)
-    follow(text, tmp_path)
+    follow(text, tmp_path, warm_process)
     for run in ("sums", "chat", "pairs"):
         assert len((tmp_path / "runs" / run / "metrics.jsonl").read_text().splitlines()) == 3
 
@@ -201,14 +197,12 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize("page", PROGRAMS)
-def test_the_programs_of_a_page_run(page, tiny, tmp_path):
+def test_the_programs_of_a_page_run(page, tiny, tmp_path, warm_process):
     """Its Python blocks are one program. It runs with a tiny model, few tasks and short answers."""
     text = (DOCS.parent / page).read_text(encoding="utf-8")
     program = "\n".join(block for language, block in _BLOCK.findall(text) if language == "python")
     (tmp_path / "program.py").write_text(SMALL + program, encoding="utf-8")
-    environment = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1", "TINY": str(tiny)}
-    command = [sys.executable, "program.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = warm_process.run("program.py", folder=tmp_path, TINY=str(tiny))
     assert done.returncode == 0, done.stderr
 
 
@@ -309,8 +303,8 @@ def test_every_attack_of_the_table_names_a_test_that_is_there():
             assert not name or f"def {name}(" in text, row
 
 
-def test_values_and_origins_of_a_configuration_that_extends_another_one(tmp_path, monkeypatch):
-    follow(section("configurations.md", "Extend another file"), tmp_path)
+def test_values_and_origins_of_a_configuration_that_extends_another_one(tmp_path, monkeypatch, warm_process):
+    follow(section("configurations.md", "Extend another file"), tmp_path, warm_process)
     monkeypatch.chdir(tmp_path)
     config, provenance = read_config("mine.yaml")
     values = dict(effective_values(config))

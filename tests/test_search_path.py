@@ -42,8 +42,10 @@ def test_a_current_folder_that_is_gone(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "start",
-    [["-c", "from agent_peft.cli import main; main()"], ["-m", "agent_peft"]],
-    ids=["script", "module"],
+    [
+        pytest.param(["-c", "from agent_peft.cli import main; main()"], marks=pytest.mark.slow, id="script"),
+        pytest.param(["-m", "agent_peft"], id="module"),
+    ],
 )
 def test_modules_of_installed_names_are_not_imported_and_ones_own_are(tmp_path, start):
     names = (

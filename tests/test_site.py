@@ -40,7 +40,7 @@ def test_the_navigation_names_every_page_once():
     pytest.importorskip("mkdocs", reason="the site needs agent-peft[docs]")
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     named = list(pages_of(yaml.safe_load(text)["nav"]))
-    others = set(loaded("docs_hook.py").PAGES.values())
+    others = set(loaded("docs/hook.py").PAGES.values())
     assert sorted(named) == sorted({file.name for file in DOCS.glob("*.md")} | others)
 
 
@@ -99,13 +99,11 @@ def test_the_configuration_on_the_page_about_trl_is_valid(tmp_path):
     assert load_config(tmp_path / "grpo.yaml").stages[0].algorithm.kind == "grpo"
 
 
-def test_the_first_look_runs(tmp_path):
+def test_the_first_look_runs(tmp_path, warm_process):
     text = (DOCS / "get_started.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"^```console\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     for line in block.splitlines():
-        command = [sys.executable, "-m", "agent_peft", *shlex.split(line)[1:]]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        done = warm_process.run("-m", "agent_peft", *shlex.split(line)[1:], folder=tmp_path)
         assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs/look/report.html").is_file()
 
@@ -126,6 +124,8 @@ def test_the_site_is_built_without_network_and_without_a_broken_link(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert (tmp_path / "site/source/examples/custom_model.py").is_file()
+    assert not (tmp_path / "site/hook.py").exists()
     api = (tmp_path / "site/api.html").read_text(encoding="utf-8")
     assert 'id="agent_peft.Trainer"' in api or 'id="agent_peft.training.trainer.Trainer"' in api
     assert not re.findall(r'(?:src|href)="(?:https?:)?//[^"]*\.(?:js|css|woff2?)"', api)

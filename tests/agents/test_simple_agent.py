@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -132,6 +135,7 @@ class Conversations(ap.Environment):
 
 @pytest.mark.slow
 def test_a_policy_of_ours_calls_the_tool_that_it_learnt_to_call(tiny, tmp_path):
+    """In this process, and served to OpenAI's client."""
     from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
     tokenizer = AutoTokenizer.from_pretrained(tiny)
@@ -156,3 +160,17 @@ def test_a_policy_of_ours_calls_the_tool_that_it_learnt_to_call(tiny, tmp_path):
     agent = SimpleAgent(llm_config=llm, tools=[adder], system_prompt="Add.", max_steps=3)
     assert agent.run("2 + 2?") == "It is 4."
     assert adder.calls == ['{"a": 2}']
+
+    command = [sys.executable, "-m", "agent_peft", "serve-policy", "learnt", "--port", "0"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            url = process.stdout.readline().split(" on ")[1].split()[0]
+            llm = LLMConfig(model="learnt", base_url=url, api_key="none", temperature=0, max_tokens=120)
+            agent = SimpleAgent(llm_config=llm, tools=[adder], system_prompt="Add.", max_steps=3)
+            assert agent.run("2 + 2?") == "It is 4."
+        finally:
+            process.terminate()
+    assert adder.calls == ['{"a": 2}'] * 2 and process.returncode == 0

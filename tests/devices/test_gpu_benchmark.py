@@ -37,8 +37,8 @@ def gpu_benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         sys.modules.pop(name, None)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_it_measures_every_part(device, gpu_benchmark, pretended_gpu, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("device", "model"), [("cpu", "0.5B"), ("cuda", "7B")])
+def test_it_measures_every_part(device, model, gpu_benchmark, pretended_gpu, tmp_path, monkeypatch, capsys):
     pretending = device == "cuda" and not torch.cuda.is_available()
     if pretending:
         for name, found in {
@@ -50,21 +50,17 @@ def test_it_measures_every_part(device, gpu_benchmark, pretended_gpu, tmp_path, 
             monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
     with pretended_gpu() if pretending else nullcontext():
         gpu_benchmark.main(
-            ["--tiny", "--device", device, "--only", "0.5B", "7B", "--output", str(tmp_path / "gpu.json")]
+            ["--tiny", "--device", device, "--only", model, "--output", str(tmp_path / "gpu.json")]
         )
-    found = json.loads((tmp_path / "gpu.json").read_text())
-    for model in ("0.5B", "7B"):
-        parts = found[model]
-        assert "error" not in parts, parts.get("traceback")
-        assert (
-            parts["model"]["device"] == ("cpu" if device == "cpu" else "cuda:0") and parts["model"]["packs"]
-        )
-        assert parts["decoding"]["rows"] == 32 and 0 < parts["decoding"]["tokens_per_second"] < math.inf
-        assert 0 <= parts["decoding"]["mismatch_mean"] < 0.1
-        assert parts["packed"]["packed"] and not parts["padded"]["packed"]
-        assert parts["padded"]["positions"] == 8 * 16 and parts["packed"]["positions"] == 12 + 8 * 4
-        assert (parts["packed"]["allocated_bytes"] is None) == (device == "cpu")
-        assert 0 < parts["packed"]["predicted_bytes"] < parts["padded"]["predicted_bytes"]
+    parts = json.loads((tmp_path / "gpu.json").read_text())[model]
+    assert "error" not in parts, parts.get("traceback")
+    assert parts["model"]["device"] == ("cpu" if device == "cpu" else "cuda:0") and parts["model"]["packs"]
+    assert parts["decoding"]["rows"] == 32 and 0 < parts["decoding"]["tokens_per_second"] < math.inf
+    assert 0 <= parts["decoding"]["mismatch_mean"] < 0.1
+    assert parts["packed"]["packed"] and not parts["padded"]["packed"]
+    assert parts["padded"]["positions"] == 8 * 16 and parts["packed"]["positions"] == 12 + 8 * 4
+    assert (parts["packed"]["allocated_bytes"] is None) == (device == "cpu")
+    assert 0 < parts["packed"]["predicted_bytes"] < parts["padded"]["predicted_bytes"]
     assert "tokens/s" in capsys.readouterr().out
 
 

@@ -5,9 +5,11 @@ wire.
 from __future__ import annotations
 
 import asyncio
+import ssl
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 
 import pytest
 
@@ -18,6 +20,14 @@ from agent_peft.environments.http.server import Address, Host
 from agent_peft.sandbox.base import SandboxLimits
 from agent_peft.sandbox.build import build_sandbox
 from agent_peft.types import AgentPeftError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_list_of_certificates() -> Iterator[None]:
+    """Each HTTP client reads it anew otherwise, which takes longer than most of what is tested here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
+        yield
 
 
 @contextmanager

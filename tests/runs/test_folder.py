@@ -293,7 +293,7 @@ def damaged_runs_end_in_one_line(path, config, capsys, run_contents, seed, each)
 
 
 def test_damaged_runs_end_in_one_line(path, config, capsys, run_contents):
-    damaged_runs_end_in_one_line(path, config, capsys, run_contents, seed=0, each=2)
+    damaged_runs_end_in_one_line(path, config, capsys, run_contents, seed=0, each=1)
 
 
 @pytest.mark.slow

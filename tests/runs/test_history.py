@@ -149,12 +149,12 @@ def test_the_state_of_a_dead_process_is_killed():
     assert state_of({"state": "running", "process": {**mine, "birth": "1"}}) == "killed", "another process"
 
 
-def test_a_signal_and_a_kill_are_told_apart(config):
+def test_a_signal_and_a_kill_are_told_apart(config, warm_process):
     """The run still ends as the signal says."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(agent_peft.__file__).parents[1])}
     for number, state in ((signal.SIGTERM, "interrupted"), (signal.SIGKILL, "killed")):
-        command = [sys.executable, "-m", "agent_peft", "train", "c.yaml", "stages.0.steps=100000", "--fresh"]
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+        command = ["-m", "agent_peft", "train", "c.yaml", "stages.0.steps=100000", "--fresh"]
+        with Path("output.txt").open("w") as output:
+            process = warm_process.start(*command, folder=Path.cwd(), output=output)
         deadline = time.monotonic() + 120
         while not (Path("run/metrics.jsonl").exists() and Path("run/run.json").exists()):
             assert process.poll() is None and time.monotonic() < deadline

@@ -4,15 +4,12 @@ that never was.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-import agent_peft
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.seeding import generator
 
@@ -57,7 +54,10 @@ STAGES = [
 class Killed:
     """A run in processes of its own."""
 
-    def __init__(self, folder: Path, policy: dict[str, object], steps: tuple[int, ...]) -> None:
+    def __init__(
+        self, folder: Path, policy: dict[str, object], steps: tuple[int, ...], warm_process: Any
+    ) -> None:
+        self.warm_process = warm_process
         self.run_dir, self.config, self.output = folder / "run", folder / "config.yaml", folder / "output.txt"
         folder.mkdir()
         stages = [{**stage, "steps": count} for stage, count in zip(STAGES, steps, strict=True)]
@@ -72,17 +72,10 @@ class Killed:
         }
         self.config.write_text(dump(settings))
 
-    def start(self) -> subprocess.Popen[bytes]:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(Path(agent_peft.__file__).parents[1]),
-            "PYTHONUNBUFFERED": "1",
-        }
-        command = [sys.executable, "-m", "agent_peft", "train", self.config.name]
+    def start(self) -> Any:
+        command = ["-m", "agent_peft", "train", self.config.name]
         with self.output.open("wb") as output:
-            return subprocess.Popen(
-                command, cwd=self.config.parent, env=environment, stdout=output, stderr=subprocess.STDOUT
-            )
+            return self.warm_process.start(*command, folder=self.config.parent, output=output)
 
     def finish(self) -> float:
         """To the end; the seconds of a step."""
@@ -105,7 +98,7 @@ class Killed:
         process.kill()
         process.wait()
 
-    def wait(self, process: subprocess.Popen[bytes], until) -> None:
+    def wait(self, process: Any, until) -> None:
         deadline = time.monotonic() + 300
         while not until():
             assert process.poll() is None, self.output.read_text()
@@ -142,8 +135,8 @@ def lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.is_file() else 0
 
 
-def killed_run_equals_whole(folder, policy, run_contents, steps, kills) -> set[str]:
-    whole, killed = Killed(folder / "whole", policy, steps), Killed(folder / "killed", policy, steps)
+def killed_run_equals_whole(folder, policy, run_contents, warm_process, steps, kills) -> set[str]:
+    whole, killed = (Killed(folder / name, policy, steps, warm_process) for name in ("whole", "killed"))
     seconds = whole.finish()
     traces = set()
     for number in range(kills):
@@ -167,16 +160,14 @@ def lines_of(content: object) -> list[bytes]:
     return content.splitlines()
 
 
-def test_two_kills_change_nothing(tmp_path, policy_config, run_contents):
-    killed_run_equals_whole(
-        tmp_path, policy_config.model_dump(mode="json"), run_contents, (3, 3, 2, 4), kills=2
-    )
+def test_two_kills_change_nothing(tmp_path, policy_config, run_contents, warm_process):
+    policy = policy_config.model_dump(mode="json")
+    killed_run_equals_whole(tmp_path, policy, run_contents, warm_process, (3, 3, 2, 4), kills=2)
 
 
 @pytest.mark.slow
-def test_twenty_kills_change_nothing(tmp_path, policy_config, run_contents):
-    traces = killed_run_equals_whole(
-        tmp_path, policy_config.model_dump(mode="json"), run_contents, (10, 20, 5, 30), kills=20
-    )
+def test_twenty_kills_change_nothing(tmp_path, policy_config, run_contents, warm_process):
+    policy = policy_config.model_dump(mode="json")
+    traces = killed_run_equals_whole(tmp_path, policy, run_contents, warm_process, (10, 20, 5, 30), kills=20)
     print("kills left:", sorted(traces))
     assert len(traces) > 1, "all kills landed in the same place"

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from agent_peft.configuration.bundled import bundled_configs
 from agent_peft.configuration.merging import override, override_items
 from agent_peft.configuration.yaml12 import Leaf, Node, Tree, leaves, parse, plain
 from agent_peft.files import MEGABYTE, read_text
@@ -23,13 +24,6 @@ Source = str | PathLike[str] | Mapping[str, Any]
 
 MAX_FILES = 50  # that one configuration extends
 SHORT_FORMS = ("algorithm", "environment")  # a text there is a kind
-
-
-def bundled_configs() -> dict[str, Path]:
-    """The configurations that are installed with the package, by name."""
-    package = Path(__file__).parent.parent
-    folders = (package / "configs", package.parent.parent / "configs")  # in a wheel; in the repository
-    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
 
 
 def find_config(name: str | PathLike[str]) -> Path:

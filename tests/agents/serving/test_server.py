@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 
 import httpx
@@ -192,30 +189,22 @@ def test_stopping_cuts_what_does_not_end(serving):
     assert json.loads(last.removeprefix("data: "))["error"]["message"] == "the server is stopping"
 
 
-def test_sigterm_ends_the_command(tmp_path, policies):
+def test_sigterm_ends_the_command(tmp_path, policies, warm_process):
     policies["base"].save(tmp_path / "tiny")
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "OMP_NUM_THREADS": "1",
-        "TOKEN": "secret",
-    }
-    command = [sys.executable, "-m", "agent_peft", "serve-policy", f"mine={tmp_path / 'tiny'}", "--port", "0"]
-    with subprocess.Popen(
-        [*command, "--token", "TOKEN", "--max-tokens", "7000"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as process:
-        try:
-            line = process.stdout.readline()
-            assert line.startswith("serving mine on http://127.0.0.1:"), process.stderr.read()
-            url = line.split(" on ")[1].split("/v1")[0]
-            right = {"authorization": "Bearer secret"}
-            assert post(url, messages=USER, max_tokens=2, model="mine", headers=right).status_code == 200
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 0
-            assert not process.stderr.read()
-        finally:
-            process.kill()
+    command = ["-m", "agent_peft", "serve-policy", f"mine={tmp_path / 'tiny'}", "--port", "0"]
+    command += ["--token", "TOKEN", "--max-tokens", "7000"]
+    told = tmp_path / "told.txt"
+    with told.open("w") as output:
+        process = warm_process.start(*command, folder=tmp_path, output=output, TOKEN="secret")
+    try:
+        wait_until(lambda: told.read_text().endswith("\n") or process.poll() is not None)
+        line = told.read_text()
+        assert line.startswith("serving mine on http://127.0.0.1:"), line
+        url = line.split(" on ")[1].split("/v1")[0]
+        right = {"authorization": "Bearer secret"}
+        assert post(url, messages=USER, max_tokens=2, model="mine", headers=right).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert told.read_text() == line
+    finally:
+        process.kill()

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 
 import pytest
 
@@ -31,6 +32,12 @@ def path(shared):
     return file
 
 
+@cache
+def environment_of(path) -> DBBench:
+    """Loading replays every gold, which takes seconds."""
+    return DBBench(DBBenchConfig(tasks=path))
+
+
 # why a MySQL gold may not hold on SQLite, and how its cause and statement show it
 KINDS = [
     (r"other rows", r"\bLIMIT\b"),  # without a total order, any rows may come
@@ -43,7 +50,7 @@ KINDS = [
 def test_all_entries_load_and_the_rejected_are_explained(path):
     tasks = {task.id: task for task in load_tasks(path)}
     assert len(tasks) == len(json.loads(path.read_text())) >= 400
-    environment = DBBench(DBBenchConfig(tasks=path))
+    environment = environment_of(path)
     assert len(environment.tasks) + len(environment.rejected) == len(tasks)
     assert 0 < len(environment.rejected) <= 0.04 * len(tasks)
     for rejection in environment.rejected:
@@ -56,7 +63,7 @@ def test_all_entries_load_and_the_rejected_are_explained(path):
 
 
 def test_validation_agrees_with_loading(path):
-    found, environment = validate_tasks("db_bench", tasks=path), DBBench(DBBenchConfig(tasks=path))
+    found, environment = validate_tasks("db_bench", tasks=path), environment_of(path)
     assert found["tasks"] == found["gold_correct"] + len(found["rejected"])
     assert found["nothing_correct"] == 0
     assert [rejection["id"] for rejection in found["rejected"]] == [

@@ -8,12 +8,10 @@ import hashlib
 import io
 import json
 import re
-import ssl
 import subprocess
 import sys
 import threading
 from contextlib import suppress
-from functools import cache
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -29,14 +27,6 @@ FUZZ = settings(
     max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
 )
 TOLD = (AgentPeftError, InfrastructureError)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_list_of_certificates():
-    """Each client reads it anew otherwise, which takes longer than all that is tested here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
-        yield
 
 
 def http(body, head, status=b"200 OK", headers=()):

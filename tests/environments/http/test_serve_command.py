@@ -1,10 +1,8 @@
 """``agent-peft serve``, as a process: its line, its end, and training against it."""
 
-import os
 import re
 import signal
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -58,18 +56,19 @@ STAGE = {
 
 
 @pytest.fixture
-def served(tmp_path):
-    """The process, and the line it prints."""
+def served(tmp_path, warm_process):
+    """The process, and the file of what it prints, which holds the first line."""
     (tmp_path / "c.yaml").write_text(CONFIG.format(folder=tmp_path))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    command = [sys.executable, "-m", "agent_peft", "serve", str(tmp_path / "c.yaml"), "--port", "0"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        try:
-            yield process, process.stdout.readline()
-        finally:
-            process.kill()
+    told = tmp_path / "told.txt"
+    with told.open("w") as output:
+        command = ["-m", "agent_peft", "serve", "c.yaml", "--port", "0"]
+        process = warm_process.start(*command, folder=tmp_path, output=output)
+    try:
+        while not told.read_text().endswith("\n") and process.poll() is None:
+            time.sleep(0.01)
+        yield process, told
+    finally:
+        process.kill()
 
 
 def train(settings):
@@ -84,7 +83,8 @@ def train(settings):
 
 
 def test_a_process_that_serves(served):
-    process, line = served
+    process, told = served
+    line = told.read_text()
     url, docs = re.findall(r"http://[\d.:]+[a-z/]*", line)
     assert line.startswith("serving train (10 tasks) and evaluation (3 tasks) on http://127.0.0.1:")
     assert httpx.get(docs, trust_env=False).status_code == 200
@@ -106,8 +106,8 @@ def test_a_process_that_serves(served):
     heldout.episode(heldout.tasks[0], 0).start()  # open at the end
     heldout.close()
     process.send_signal(signal.SIGTERM)
-    rest, said = process.communicate(timeout=60)
-    assert (process.returncode, rest, said) == (0, "", "")
+    assert process.wait(60) == 0
+    assert told.read_text() == line
 
 
 def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch):

@@ -9,6 +9,7 @@ import ast
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ class HubSet:
 
 SUFFIXES = (".parquet", ".jsonl")
 MAX_ROWS = 1_000_000
-MAX_BYTES = 64 * MEGABYTE  # of a set's rows; a small file may hold a text a million times
+MAX_BYTES = 64 * MEGABYTE  # of a set's files, and of a file's rows: a small file may hold large texts
 
 
 def download(hub_set: HubSet, folder: Path) -> list[Path]:
@@ -190,16 +191,46 @@ def _unpacked(key: str, value: Any, structured: frozenset[str]) -> Any:
 
 
 def _snapshot(repository: str, patterns: list[str]) -> Path:
+    """A local copy of the files that are like one of the patterns. Their size is checked before they are
+    fetched, if the hub tells it.
+    """
     from huggingface_hub import snapshot_download
 
+    _check_size(repository, _sizes_on_hub(repository, patterns))
     try:
-        return Path(snapshot_download(repository, repo_type="dataset", allow_patterns=patterns))
+        folder = Path(snapshot_download(repository, repo_type="dataset", allow_patterns=patterns))
     except Exception as error:  # the client lets through those of its transport, too
         cause = " ".join(str(error).split())[:200]
         raise AgentPeftError(
             f"{repository}: the hub does not give it ({type(error).__name__}: {cause}); check the name and "
             "the network"
         ) from error
+    files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
+    _check_size(repository, [file.stat().st_size for file in files])
+    return folder
+
+
+def _sizes_on_hub(repository: str, patterns: list[str]) -> list[int]:
+    """The bytes of each file that would be fetched; nothing if the hub does not tell, such as without a
+    network.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
+
+    try:
+        tree = HfApi().list_repo_tree(repository, recursive=True, repo_type="dataset")
+        sizes = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
+    except Exception:  # fetching says what is wrong, or finds the files in the cache
+        return []
+    return [size for path, size in sizes.items() if any(fnmatch(path, pattern) for pattern in patterns)]
+
+
+def _check_size(repository: str, sizes: Sequence[int]) -> None:
+    if sum(sizes) > MAX_BYTES:
+        raise AgentPeftError(
+            f"{repository}: its files take {sum(sizes) / MEGABYTE:,.0f} MB, and {MAX_BYTES // MEGABYTE} MB "
+            "is the most that is read; take a part of them into a file, and name that"
+        )
 
 
 def _matching(snapshot: Path, patterns: Sequence[str]) -> list[Path]:

@@ -18,6 +18,7 @@ from agent_peft.types import InfrastructureError
 
 logger = logging.getLogger(__name__)
 
+STOPPING = "the server is stopping"
 IDLE = 1.0  # seconds without a request, after which the keys and values are given back
 
 
@@ -42,6 +43,7 @@ class Service:
         self._arrivals: SimpleQueue[tuple[str, Request] | None] = SimpleQueue()
         self._decodings: dict[str, OpenDecoding] = {}
         self._closed = False
+        self._closing = threading.Lock()  # what is submitted before ``close`` is seen by its thread
         self._thread = threading.Thread(target=self._run, name="sampler")
         self._thread.start()
 
@@ -51,12 +53,17 @@ class Service:
         return sum(len(decoding.rows) for decoding in list(self._decodings.values()))
 
     def submit(self, name: str, request: Request) -> None:
-        """Let a request join. Any thread may call this."""
-        self._arrivals.put((name, request))
+        """Let a request join. Any thread may call this. After ``close`` the request fails at once."""
+        with self._closing:
+            if not self._closed:
+                self._arrivals.put((name, request))
+                return
+        request.fail(InfrastructureError(STOPPING))
 
     def close(self) -> None:
         """Fail what is under way, and end the thread."""
-        self._closed = True
+        with self._closing:
+            self._closed = True
         self._arrivals.put(None)
         self._thread.join()
 
@@ -76,7 +83,7 @@ class Service:
                         self._fail([request], error)
                 for name in [name for name, decoding in self._decodings.items() if decoding.busy]:
                     self._advance(name)
-            stopping = InfrastructureError("the server is stopping")
+            stopping = InfrastructureError(STOPPING)
             for decoding in self._decodings.values():
                 self._fail(decoding.requests, stopping)
             self._decodings.clear()

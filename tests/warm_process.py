@@ -1,0 +1,76 @@
+"""A process that has imported what takes seconds, and runs Python programs in forks of itself: each in a
+process of its own, with its own folder, environment and output, as ``python PROGRAM`` and ``python -m
+MODULE`` would. ``tests/conftest.py`` starts one and asks it.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+from typing import Any
+
+
+def asked(path: str) -> dict[str, Any]:
+    """Listen until stdin ends. Return a request only in the fork that is to run it."""
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(path)
+    server.listen()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait for a program
+    print("ready", flush=True)
+    while True:
+        if sys.stdin in select.select([server, sys.stdin], [], [])[0]:
+            sys.exit()
+        connection, _ = server.accept()
+        if os.fork():
+            connection.close()
+            continue
+        server.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        files = array.array("i")
+        text, ancillary, *_ = connection.recvmsg(1 << 20, socket.CMSG_SPACE(2 * files.itemsize))
+        files.frombytes(ancillary[0][2])
+        program = os.fork()
+        if not program:
+            connection.close()
+            for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), *files)):
+                os.dup2(file, number)
+                os.close(file)
+            request: dict[str, Any] = json.loads(text)
+            return request
+        for file in files:
+            os.close(file)
+        connection.sendall(f"{program}\n".encode())
+        status = os.waitpid(program, 0)[1]
+        connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    import peft  # noqa: F401
+    import torch  # noqa: F401
+    import transformers  # noqa: F401
+
+    import agent_peft.agents.serving.server
+    import agent_peft.cli
+    import agent_peft.runs.run  # noqa: F401
+
+    request = asked(sys.argv[1])
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    is_module, *sys.argv = request["command"]
+    sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *sys.path[1:]]
+    if is_module == "-m":
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, os.path.dirname(os.path.abspath(is_module)))
+        sys.argv.insert(0, is_module)
+        runpy.run_path(is_module, run_name="__main__")
