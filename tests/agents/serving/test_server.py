@@ -31,13 +31,27 @@ def wait_until(condition):
         time.sleep(0.005)
 
 
+@pytest.fixture
+def slowly(monkeypatch):
+    """An endless reply takes a minute at least, however fast the machine."""
+    advance = OpenDecoding.advance
+
+    def wait_and_advance(self):
+        time.sleep(0.01)
+        return advance(self)
+
+    monkeypatch.setattr(OpenDecoding, "advance", wait_and_advance)
+
+
+@pytest.mark.usefixtures("slowly")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_hangs_up_frees_its_row(serving, stream):
     running = serving(rows=1, max_tokens=7000)
     with httpx.Client(base_url=running.url, trust_env=False, timeout=60) as client:
         if stream:
             with client.stream("POST", "/v1/chat/completions", json=ENDLESS | {"stream": True}) as answer:
-                next(answer.iter_lines())
+                lines = answer.iter_lines()  # without this name httpx hangs up after the first line
+                next(lines)
                 (draw,) = running.host.replies.under_way
         else:
             with pytest.raises(httpx.ReadTimeout):
@@ -51,12 +65,14 @@ def test_a_client_that_hangs_up_frees_its_row(serving, stream):
     assert post(running.url, messages=USER, max_tokens=3).status_code == 200
 
 
+@pytest.mark.usefixtures("slowly")
 def test_more_replies_than_allowed_are_refused(serving):
     running = serving(most=2, max_tokens=7000)
     with CLIENT.stream(
         "POST", f"{running.url}/v1/chat/completions", json=ENDLESS | {"stream": True}
     ) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # without this name httpx hangs up after the first line
+        next(lines)
         refused = post(running.url, messages=USER, max_tokens=3, n=2)
         assert refused.status_code == 429 and refused.json()["error"]["type"] == "rate_limit_error"
         assert post(running.url, messages=USER, max_tokens=3).status_code == 200

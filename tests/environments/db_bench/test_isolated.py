@@ -443,3 +443,12 @@ def test_hostile_episodes_leave_nothing(alone):
 def test_a_thousand_hostile_episodes_leave_nothing(alone):
     growth, of_server = attack_and_count(alone, 1_000)
     assert growth < 64 << 20 and of_server < 40 << 20
+
+
+def test_a_worker_that_comes_back_after_the_server_was_closed_ends():
+    server = fork_server.ForkServer()
+    worker = server.fork()
+    server.close()
+    server.take_back(worker)  # another thread read the server before it was closed
+    assert server.idle() is None
+    assert not worker.tell(b"anything")

@@ -83,6 +83,7 @@ class ForkServer:
             InfrastructureError: the process cannot be started.
         """
         self._idle: list[Worker] = []
+        self._closed = False
         try:
             self._caller, theirs = socket.socketpair()
         except OSError as error:
@@ -152,6 +153,8 @@ class ForkServer:
         """Have a worker wait for more work, or end."""
         if len(self._idle) < _MAX_IDLE and worker.tell(_CLOSE):
             self._idle.append(worker)
+            if self._closed:  # by another thread, which may have ended the others before this one came
+                self.end_idle()
         else:
             worker.close()
 
@@ -160,6 +163,7 @@ class ForkServer:
             worker.close()
 
     def close(self) -> None:
+        self._closed = True
         self._caller.close()
         self.end_idle()
         self._process.kill()  # the workers at work do not need it
