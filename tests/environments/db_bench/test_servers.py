@@ -47,6 +47,12 @@ def children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def is_stopped(pid):
+    """Whether every thread has stopped."""
+    states = [task.read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").glob("*/stat")]
+    return set(states) == {"T"}
+
+
 def folder():
     return Path(server_of("mariadb").address.socket).parent
 
@@ -141,6 +147,7 @@ def test_a_server_that_does_not_answer_is_replaced(mariadb, monkeypatch):
     old = watchdog()
     (pid,) = children(old)
     os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: is_stopped(pid))  # a running thread may still answer a query after the signal was sent
     with pytest.raises(InfrastructureError):
         database.execute("SELECT 1")
     other = open_database()
