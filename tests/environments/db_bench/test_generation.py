@@ -64,6 +64,15 @@ def test_what_needs_a_slot_that_is_missing_is_never_said():
         grammar.Derivation(random.Random(0), rules).say("b", slot="x")
 
 
+def test_a_plain_phrase_is_the_likeliest_and_takes_no_draw():
+    rules = grammar.parse_grammar("= a\nrare\n3* <b> (one|two)[ more]\n= b\nx\ny\n")
+    rng = random.Random(0)
+    before = rng.getstate()
+    derivation = grammar.Derivation(rng, rules, plain=True)
+    assert (derivation.say("a"), derivation.chance(0.5), derivation.chance(0.4)) == ("x one", True, False)
+    assert (derivation.bits, rng.getstate()) == (0, before)
+
+
 def test_a_backslash_makes_a_sign_plain():
     rules = grammar.parse_grammar("= a\n{k} \\(largest first\\) > 3\n")
     assert grammar.Derivation(random.Random(0), rules).say("a", k="price") == "price (largest first) > 3"

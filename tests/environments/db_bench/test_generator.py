@@ -128,6 +128,22 @@ def test_other_phrases_are_held_out():
     assert len([words for words in often if words not in train]) > 20
 
 
+def test_plain_tasks_hardly_differ_in_their_phrasing():
+    skills = ("delete", "where_single_condition")
+    plain = generate(60, 3, skills, combined=0, plain=True).values()
+    varied = generate(60, 3, skills, combined=0).values()
+
+    def endings(entries):
+        return {entry["instruction"].split()[-1] for entry in entries if "delete" in entry["skill_list"]}
+
+    assert endings(plain) == {"deleted."} and len(endings(varied)) > 10
+    assert {entry["instruction"].split()[0] for entry in plain if "select" in entry["skill_list"]} == {"What"}
+    statements = {skeleton_of_sql(entry["answer_info"]["sql"]) for entry in plain}
+    assert len(statements) > 12
+    found = validate_tasks("db_bench", generate={"num_tasks": 66, "seed": 5, "plain": True})
+    assert (found["gold_correct"], found["nothing_correct"]) == (66, 0)
+
+
 @pytest.mark.parametrize("entries", EVERYTHING)
 def test_results_are_short_and_the_order_is_determined(entries):
     for name, entry in entries.items():

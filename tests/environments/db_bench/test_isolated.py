@@ -445,6 +445,16 @@ def test_a_thousand_hostile_episodes_leave_nothing(alone):
     assert growth < 64 << 20 and of_server < 40 << 20
 
 
+def test_a_server_that_another_thread_closed_is_replaced(monkeypatch):
+    closed = fork_server.ForkServer()
+    closed.close()
+    monkeypatch.setattr(fork_server, "_server", closed)
+    database = open_database()
+    assert database.table() == TABLE.rows
+    database.close()
+    fork_server.stop()
+
+
 def test_a_worker_that_comes_back_after_the_server_was_closed_ends():
     server = fork_server.ForkServer()
     worker = server.fork()

@@ -49,8 +49,8 @@ def children(pid):
 
 def is_stopped(pid):
     """Whether every thread has stopped."""
-    states = [task.read_text().rpartition(")")[2].split()[0] for task in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return set(states) == {"T"}
+    threads = Path(f"/proc/{pid}/task").glob("*/stat")
+    return {thread.read_text().rpartition(")")[2].split()[0] for thread in threads} == {"T"}
 
 
 def folder():

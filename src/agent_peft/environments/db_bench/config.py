@@ -62,6 +62,11 @@ class GenerateConfig(Config):
         description="share of tasks that write a value otherwise than the table does (active for Active), so "
         "that a demonstration looks at the column's values first",
     )
+    plain: bool = Field(
+        False,
+        description="whether each part of a statement is said in its commonest way, so that tasks differ in "
+        "their tables, words, values and statements, and hardly in their phrasing",
+    )
 
     @field_validator("skills")
     @classmethod

@@ -142,8 +142,10 @@ class ForkServer:
         try:
             with theirs:
                 socket.send_fds(self._caller, [b"w"], [theirs.fileno()])
-        except BaseException:
+        except BaseException as error:
             ours.close()
+            if self._closed:  # by another thread: its socket is no longer one
+                raise ConnectionError("it was closed") from error
             raise
         worker = Worker(Channel(ours))
         _workers.add(worker)

@@ -71,6 +71,7 @@ def generate(
     combined: float = COMBINED,
     max_answer_chars: int = MAX_ANSWER_CHARS,
     look_first: float = LOOKS,
+    plain: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Entries by id. The same arguments give the same entries, and fewer are the first of more.
 
@@ -85,6 +86,7 @@ def generate(
         max_answer_chars: of the rows that answer a question, written as a list of tuples.
         look_first: the share of tasks that write a value in another form than the table. Tasks that show no
             more than their skill needs are never of them.
+        plain: say each part of a statement in its commonest way.
 
     Raises:
         AgentPeftError: an argument is wrong.
@@ -105,7 +107,7 @@ def generate(
         raise AgentPeftError(f"combined must be from 0 to 1, not {combined:g}")
     if not 0 <= look_first <= 1:
         raise AgentPeftError(f"look_first must be from 0 to 1, not {look_first:g}")
-    maker = TaskMaker(split, combined, max_answer_chars, look_first)
+    maker = TaskMaker(split, combined, max_answer_chars, look_first, plain)
     entries = {}
     for i in range(num_tasks):
         focus = skills[i % len(skills)] if skills else None
@@ -141,9 +143,10 @@ class TaskMaker:
         combined: float = COMBINED,
         max_answer_chars: int = MAX_ANSWER_CHARS,
         look_first: float = LOOKS,
+        plain: bool = False,
     ) -> None:
         self.split, self.combined, self.max_answer_chars = SPLITS[split], combined, max_answer_chars
-        self.look_first = look_first
+        self.look_first, self.plain = look_first, plain
         self._looks = 0
         self._skeletons: Counter[str] = Counter()
         self._instructions: set[str] = set()
@@ -205,9 +208,9 @@ class TaskMaker:
                     found = self._try(sampler, shape, table, most, index if attempt < _PATIENCE else None)
                     if found is not None:
                         plan, answer = found
-                        derivation = Derivation(rng, side=self.split.phrases)
-                        plain = shape is ALONE.get(skill or "")
-                        look = None if plain else self._look(index, plan, sampler)
+                        derivation = Derivation(rng, side=self.split.phrases, plain=self.plain)
+                        alone = shape is ALONE.get(skill or "")
+                        look = None if alone else self._look(index, plan, sampler)
                         instruction = Phrasing(schema, derivation, look).say(plan)
                         if instruction not in self._instructions:
                             self._instructions.add(instruction)

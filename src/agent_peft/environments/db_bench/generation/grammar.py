@@ -101,6 +101,7 @@ def grammar() -> dict[str, tuple[Alternative, ...]]:
 @dataclass
 class Derivation:
     """Draws from a grammar; ``bits`` is minus the base-2 logarithm of the probability of all draws so far.
+    ``plain``: it draws nothing, and takes what is likeliest (of equals the first).
 
     >>> derivation = Derivation(random.Random(0), parse_grammar("= greeting\\nhello\\nhi"))
     >>> derivation.say("greeting") in ("hello", "hi"), derivation.bits
@@ -110,6 +111,7 @@ class Derivation:
     rng: random.Random
     rules: Grammar = field(default_factory=grammar)
     side: Side = "any"
+    plain: bool = False
     bits: float = 0.0
 
     def say(self, rule: str, **slots: str | None) -> str:
@@ -119,6 +121,8 @@ class Derivation:
 
     def chance(self, probability: float) -> bool:
         """True with this probability."""
+        if self.plain:
+            return probability >= 0.5
         hit = self.rng.random() < probability
         if 0 < probability < 1:
             self.bits -= math.log2(probability if hit else 1 - probability)
@@ -132,6 +136,8 @@ class Derivation:
         if not eligible:
             raise LookupError(f"no alternative of {name} can do with {sorted(slots)}")
         weights = [option.weight for option in eligible]
+        if self.plain:
+            return self._sequence(eligible[weights.index(max(weights))].parts, slots)
         drawn = self.rng.choices(range(len(eligible)), weights)[0]
         self.bits -= math.log2(weights[drawn] / sum(weights))
         return self._sequence(eligible[drawn].parts, slots)
@@ -147,6 +153,9 @@ class Derivation:
                 texts.append(self._rule(part.text, slots))
             else:
                 options = [option for option in part.options if self._fits(option, slots)]
+                if self.plain:
+                    texts.append(self._sequence(options[0], slots))
+                    continue
                 self.bits += math.log2(len(options))
                 texts.append(self._sequence(self.rng.choice(options), slots))
         return "".join(texts)
