@@ -138,6 +138,9 @@ def test_plain_tasks_hardly_differ_in_their_phrasing():
 
     assert endings(plain) == {"deleted."} and len(endings(varied)) > 10
     assert {entry["instruction"].split()[0] for entry in plain if "select" in entry["skill_list"]} == {"What"}
+    assert max(len(entry["table_info"]["column_info_list"]) for entry in plain) == 4
+    for entry in plain:
+        assert re.fullmatch("[a-z_]+", entry["table_info"]["name"])
     statements = {skeleton_of_sql(entry["answer_info"]["sql"]) for entry in plain}
     assert len(statements) > 12
     found = validate_tasks("db_bench", generate={"num_tasks": 66, "seed": 5, "plain": True})

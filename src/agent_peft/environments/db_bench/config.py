@@ -64,8 +64,9 @@ class GenerateConfig(Config):
     )
     plain: bool = Field(
         False,
-        description="whether each part of a statement is said in its commonest way, so that tasks differ in "
-        "their tables, words, values and statements, and hardly in their phrasing",
+        description="whether tasks are short and alike: tables of at most four columns, columns called by "
+        "their names, and each part of a statement said in its commonest way; words, values and statements "
+        "differ as before",
     )
 
     @field_validator("skills")

@@ -86,7 +86,8 @@ def generate(
         max_answer_chars: of the rows that answer a question, written as a list of tuples.
         look_first: the share of tasks that write a value in another form than the table. Tasks that show no
             more than their skill needs are never of them.
-        plain: say each part of a statement in its commonest way.
+        plain: small tables, columns called by their names, and each part of a statement said in its
+            commonest way.
 
     Raises:
         AgentPeftError: an argument is wrong.
@@ -194,7 +195,7 @@ class TaskMaker:
                 except LookupError as error:
                     raise AgentPeftError(str(error)) from None
             most = rng.choices(list(_MOST_ROWS), list(_MOST_ROWS.values()))[0]
-            schema = draw_schema(rng, self.split.words_held_out)
+            schema = draw_schema(rng, self.split.words_held_out, self.plain)
             rows = draw_rows(schema, rng)
             if shape.statement == "select" and not (
                 shape.where or shape.limit or shape.groups or shape.aggregates

@@ -191,13 +191,15 @@ def _weighted(
     return tuple((item, fit(item)) for item in _usable(entity, words_held_out) if item.role in roles)
 
 
-def draw_schema(rng: random.Random, words_held_out: bool = False) -> Schema:
-    """A table of four to seven columns: at least one category (or flag, or ref) and one number."""
+def draw_schema(rng: random.Random, words_held_out: bool = False, plain: bool = False) -> Schema:
+    """A table of four to seven columns: at least one category (or flag, or ref) and one number. A plain one
+    has four at most, and is called by the plural of what its rows are.
+    """
     all_entities, _ = _pool(words_held_out)
     while True:
         entity = rng.choice(all_entities)
         wanted: list[tuple[Role, ...]] = [("category",), ("total", "measure"), ("total",)]
-        for chance, roles in _OPTIONAL:
+        for chance, roles in () if plain else _OPTIONAL:
             if rng.random() < chance:
                 wanted.append(roles)
         chosen: list[Attribute] = []
@@ -212,7 +214,7 @@ def draw_schema(rng: random.Random, words_held_out: bool = False) -> Schema:
                 chosen.append(rng.choices([item for item, _ in options], [fit for _, fit in options])[0])
                 names |= chosen[-1].names
         if len({item.role for item in chosen} & {"category", "flag", "ref"}) and len(chosen) >= 3:
-            return _schema(entity, chosen, rng)
+            return _schema(entity, chosen, rng, plain)
 
 
 _OPTIONAL: tuple[tuple[float, tuple[Role, ...]], ...] = (
@@ -228,7 +230,7 @@ _OPTIONAL: tuple[tuple[float, tuple[Role, ...]], ...] = (
 )
 
 
-def _schema(entity: Entity, chosen: list[Attribute], rng: random.Random) -> Schema:
+def _schema(entity: Entity, chosen: list[Attribute], rng: random.Random, plain: bool) -> Schema:
     base = entity.name.replace(" ", "_")
     order = sorted(
         chosen,
@@ -243,10 +245,12 @@ def _schema(entity: Entity, chosen: list[Attribute], rng: random.Random) -> Sche
         columns.insert(
             0, Column(Attribute("id", "id", "", frozenset()), f"{base}_id" if draw < 0.72 else "id")
         )
-    if rng.random() < 0.3 and not any(column.role == "name" for column in columns):
+    if not plain and rng.random() < 0.3 and not any(column.role == "name" for column in columns):
         name = Attribute(f"{base}_name", "name", "title", frozenset())
         columns.insert(1, Column(name, f"{base}_name"))
     many = entity.plural.replace(" ", "_")
+    if plain:
+        return Schema(many, entity, tuple(columns))
     table = rng.choices(
         (
             many,

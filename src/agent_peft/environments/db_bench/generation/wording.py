@@ -44,12 +44,17 @@ class Wording:
         self.quote = rng.choices(("'", '"', ""), (72, 16, 12))[0]
         self.date = rng.choices(("iso", "words", "british"), (62, 30, 8))[0]
         self.words_for_counts = rng.random() < 0.3
+        if derivation.plain:
+            self.quote, self.date, self.words_for_counts = "'", "iso", False
         self.noun = derivation.say("rows_noun", many=schema.entity.plural, one=schema.entity.name)
 
     def _column(self, column: Column, many: bool = False) -> str:
         said = column.said
         if column.role == "id" and column.name.lower() == "id":
             return "IDs" if many else "ID"
+        if self.draw.plain:
+            name = column.name.replace("_", " ")
+            return plural(name) if many else name
         if not many and "_" in column.name and self.draw.chance(0.1):
             return column.name
         if column.attribute.short and self.draw.chance(0.35):
@@ -285,6 +290,7 @@ class Wording:
                 if (
                     sayings
                     and not (isinstance(right, Scalar) and right.query.where is not None)
+                    and not self.draw.plain
                     and self.draw.chance(0.6)
                 ):
                     self.draw.bits += len(sayings).bit_length() - 1
