@@ -192,6 +192,7 @@ PROGRAMS = [
     "docs/debugging.md",
     "docs/evaluation.md",
     "docs/runs.md",
+    "docs/trackers.md",
     "docs/trajectories.md",
 ]
 
