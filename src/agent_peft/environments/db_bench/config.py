@@ -65,8 +65,8 @@ class GenerateConfig(Config):
     plain: bool = Field(
         False,
         description="whether tasks are short and alike: tables of at most four columns, columns called by "
-        "their names, and each part of a statement said in its commonest way; words, values and statements "
-        "differ as before",
+        "their names, conditions that compare with a value, changes of one value or one row, and each part "
+        "said in its commonest way",
     )
 
     @field_validator("skills")

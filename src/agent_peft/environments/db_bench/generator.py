@@ -86,8 +86,8 @@ def generate(
         max_answer_chars: of the rows that answer a question, written as a list of tuples.
         look_first: the share of tasks that write a value in another form than the table. Tasks that show no
             more than their skill needs are never of them.
-        plain: small tables, columns called by their names, and each part of a statement said in its
-            commonest way.
+        plain: small tables, columns called by their names, conditions that compare with a value, changes of
+            one value or one row, and each part said in its commonest way.
 
     Raises:
         AgentPeftError: an argument is wrong.
@@ -203,7 +203,7 @@ class TaskMaker:
                 rows = rows[: rng.randint(5, max(most, 8))]  # the answer has them all
             tries -= 1
             table = Scratch(schema, rows)
-            sampler = Sampler(schema, rows, table.query, rng)
+            sampler = Sampler(schema, rows, table.query, rng, self.plain)
             try:
                 for _ in range(_TRIES_OF_TABLE):
                     found = self._try(sampler, shape, table, most, index if attempt < _PATIENCE else None)

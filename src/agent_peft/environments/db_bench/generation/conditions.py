@@ -41,8 +41,10 @@ class Unfit(Exception):
 class ConditionSampler:
     """Draws conditions on one table. A column that a condition uses is not used by another one."""
 
-    def __init__(self, schema: Schema, rows: tuple[Row, ...], query: Query, rng: random.Random) -> None:
-        self.schema, self.rows, self.query, self.rng = schema, rows, query, rng
+    def __init__(
+        self, schema: Schema, rows: tuple[Row, ...], query: Query, rng: random.Random, plain: bool = False
+    ) -> None:
+        self.schema, self.rows, self.query, self.rng, self.plain = schema, rows, query, rng, plain
         self._used: set[Column] = set()
         self._values: dict[str, list[Any]] = {}  # of each column, sorted
         self._share = (0.1, 0.6)  # of the rows, how many a comparison should keep
@@ -99,6 +101,13 @@ class ConditionSampler:
             )
         )
         values = self._sorted(column)
+        if self.plain:
+            compares = column.type == "INT" and column.role not in ("id", "ref", "flag")
+            return Comparison(
+                column,
+                self.rng.choice(("=", ">", "<", ">=", "<=")) if compares else "=",
+                self.rng.choice(values),
+            )
         draw = self.rng.random()
         if column.role in ("category", "flag", "name", "ref"):
             distinct = list(dict.fromkeys(values))

@@ -232,7 +232,7 @@ class Sampler(ConditionSampler):
             return Insert(
                 self.schema.table, tuple(columns), Select(tuple(map(Output, kept)), self.schema.table, where)
             )
-        count = self.rng.choices((1, 2, 3), (78, 16, 6))[0]
+        count = 1 if self.plain else self.rng.choices((1, 2, 3), (78, 16, 6))[0]
         values: list[tuple[str | int, ...]] = []
         for i in range(count):
             cells = [
@@ -246,7 +246,7 @@ class Sampler(ConditionSampler):
 
     def _update(self, shape: Shape) -> Update:
         options = self.schema.of("category", "flag", "total", "measure", "date", "name", "ref")
-        count = min(self.rng.choices((1, 2), (78, 22))[0], len(options))
+        count = 1 if self.plain else min(self.rng.choices((1, 2), (78, 22))[0], len(options))
         weights = {"category": 6, "flag": 3, "total": 4, "measure": 2, "date": 2, "name": 1, "ref": 1}
         targets: list[Column] = []
         while len(targets) < count:
@@ -260,7 +260,7 @@ class Sampler(ConditionSampler):
         )
 
     def _new_value(self, column: Column) -> Expression:
-        if column.role == "total" and self.rng.random() < 0.6:
+        if not self.plain and column.role == "total" and self.rng.random() < 0.6:
             operator = self._weighted({"+": 5, "-": 4, "*": 2})
             amount = (
                 self.rng.choice((2, 3))
