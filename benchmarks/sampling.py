@@ -40,7 +40,8 @@ from transformers.utils import logging
 from agent_peft.policies.config import PretrainedConfig
 from agent_peft.policies.engine import decoding, kv_cache, load_sampler
 from agent_peft.policies.engine.base import EngineConfig, Sampler
-from agent_peft.policies.loading import load_policy, resolve_model
+from agent_peft.policies.loading import load_policy
+from agent_peft.policies.models.bundled import resolve_model
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.seeding import derive, generator

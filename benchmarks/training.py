@@ -34,7 +34,8 @@ from agent_peft.batch import Batch, collate
 from agent_peft.policies import adapters
 from agent_peft.policies.config import LoraSettings, PretrainedConfig
 from agent_peft.policies.forward.trie import build_trie
-from agent_peft.policies.loading import load_policy, resolve_model
+from agent_peft.policies.loading import load_policy
+from agent_peft.policies.models.bundled import resolve_model
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.seeding import generator

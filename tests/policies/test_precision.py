@@ -1,10 +1,14 @@
+from pathlib import Path
+
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from agent_peft import hardware
 from agent_peft.policies import precision
 from agent_peft.policies.config import PretrainedConfig, ScratchConfig
 from agent_peft.policies.loading import load_policy
+from agent_peft.policies.models import bundled
 from agent_peft.policies.precision import choose_precision, speed_of_bf16
 
 NATIVE = {"avx512_bf16"}
@@ -70,13 +74,40 @@ def test_auto_measures_nothing_where_nothing_could_come_of_it(features, monkeypa
     monkeypatch.setattr(precision, "speed_of_bf16", None)
     assert "so small a model" in choose_precision(policy(SMALL)).reason
     assert (
-        "not known before it is loaded"
+        "a run fetches the model first"
         in choose_precision(PretrainedConfig(model="nobody/nothing", device="cpu")).reason
     )
     features({"avx2"})
     assert "does not multiply bfloat16 natively" in choose_precision(policy()).reason
     for dtype in ("float32", "bfloat16"):
         assert choose_precision(policy(dtype=dtype)).name == dtype
+
+
+@pytest.fixture
+def tiny(tmp_path) -> Path:
+    """A model of a few weights, in Transformers' layout."""
+    GPT2LMHeadModel(GPT2Config(**SMALL, vocab_size=8)).save_pretrained(tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+def test_auto_is_the_same_before_and_after_the_model_is_fetched(features, monkeypatch, tiny):
+    """The first run on a machine once had float32, and every later one bfloat16."""
+    here = []
+    monkeypatch.setattr(bundled, "cached", lambda name: here[0] if here else None)
+    monkeypatch.setattr(bundled, "fetch", lambda name: here.append(tiny) or tiny)
+    monkeypatch.setattr(precision, "CACHED_WEIGHTS", 1)
+    monkeypatch.setattr(precision, "speed_of_bf16", lambda *sizes: 2.0)
+    config = PretrainedConfig(model="smollm2-135m", device="cpu")
+    assert choose_precision(config).dtype == torch.float32 and not here, "only a run fetches"
+    assert choose_precision(config, fetch=True).dtype == torch.bfloat16
+    assert choose_precision(config).dtype == torch.bfloat16
+
+
+def test_auto_reads_the_configuration_of_a_hub_model(features, monkeypatch, tiny):
+    asked = []
+    monkeypatch.setattr(precision, "read_config", asked.append)
+    choose_precision(PretrainedConfig(model="nobody/nothing", device="cpu"), fetch=True)
+    assert asked == ["nobody/nothing"]
 
 
 def test_auto_is_the_default():

@@ -51,7 +51,9 @@ def test_a_run_keeps_the_dtype_that_it_began_in(config, monkeypatch):
     """``auto`` is measured, and a measurement may come out otherwise when the run goes on."""
 
     def measured(dtype):
-        monkeypatch.setattr(folder_module, "choose_precision", lambda policy: Precision(dtype, "measured"))
+        monkeypatch.setattr(
+            folder_module, "choose_precision", lambda policy, **_: Precision(dtype, "measured")
+        )
 
     measured(torch.bfloat16)
     assert config.policy.dtype == "auto"

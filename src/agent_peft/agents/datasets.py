@@ -316,7 +316,7 @@ def _template_of(model_name: str) -> Any:
     from transformers import AutoTokenizer
 
     from agent_peft.policies.config import PretrainedConfig
-    from agent_peft.policies.loading import resolve_model
+    from agent_peft.policies.models.bundled import resolve_model
     from agent_peft.policies.models.start import start_of
 
     try:

@@ -20,7 +20,7 @@ from agent_peft.out_of_memory import telling_out_of_memory
 from agent_peft.policies import adapters, value_head
 from agent_peft.policies.config import PretrainedConfig, ScratchConfig
 from agent_peft.policies.models.adapter_files import read_adapter_config
-from agent_peft.policies.models.bundled import BUNDLED, fetch, from_gguf
+from agent_peft.policies.models.bundled import BUNDLED, resolve_model
 from agent_peft.policies.models.character_tokenizer import character_tokenizer
 from agent_peft.policies.models.custom_module import build_custom
 from agent_peft.policies.models.pretrained import build, cause, ends_of, load_pretrained
@@ -66,7 +66,7 @@ def load_policy(
         config, start = with_adapter(config), start_of(config)
         adapter = None if config.merge_adapter else start.adapter
         beside = start.adapter or Path(start.model)
-    device, dtype = choose_device(config.device), choose_precision(config).dtype
+    device, dtype = choose_device(config.device), choose_precision(config, fetch=True).dtype
     disable_progress_bar()  # type: ignore[no-untyped-call]  # Transformers shows one for each file
     tokenizer, base = _load_scratch(config, seed, dtype) if config.kind == "scratch" else _load(config, dtype)
     with telling_out_of_memory(
@@ -99,7 +99,7 @@ def save_start(config: PretrainedConfig, folder: Path) -> None:
         named = own_base(start.adapter) or read_adapter_config(start.adapter).get("base_model_name_or_path")
         adapters.copy_adapter(start.adapter, folder, base=portable(str(named or start.model)))
     else:
-        tokenizer, model = _load(config, choose_precision(config).dtype)
+        tokenizer, model = _load(config, choose_precision(config, fetch=True).dtype)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     critic = (start.adapter or Path(start.model)) / value_head.WEIGHTS
@@ -160,12 +160,3 @@ def _load_scratch(
             model: PreTrainedModel = build_custom(config.architecture, len(tokenizer))
             return tokenizer, model.to(dtype)  # type: ignore[arg-type]  # its decorator hides self
         return tokenizer, build(scratch_architecture(config, tokenizer), dtype)
-
-
-def resolve_model(name: str) -> str:
-    """The folder of a bundled model or of a GGUF file; any other name is returned as it is."""
-    if name in BUNDLED:
-        return str(fetch(name))
-    if name.endswith(".gguf"):
-        return str(from_gguf(Path(name)))
-    return name

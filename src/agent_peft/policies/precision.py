@@ -5,14 +5,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import torch
 
 from agent_peft.hardware import CACHED_WEIGHTS, choose_device, has_bf16
 from agent_peft.policies.config import PretrainedConfig, ScratchConfig
+from agent_peft.policies.models.bundled import resolve_model
+from agent_peft.policies.models.pretrained import read_config
 from agent_peft.policies.models.shape import shape_of
+from agent_peft.policies.models.start import start_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +39,20 @@ class Precision:
         return str(self.dtype).removeprefix("torch.")
 
 
-def choose_precision(config: PretrainedConfig | ScratchConfig) -> Precision:
+def choose_precision(config: PretrainedConfig | ScratchConfig, *, fetch: bool = False) -> Precision:
     """The dtype that ``policy.dtype`` asks for.
 
     ``auto`` is bfloat16 on a GPU that multiplies it natively. On a CPU it is bfloat16 if the CPU multiplies
     it natively, the model is large, and a measurement of about a second shows a speedup of ``MIN_SPEEDUP``.
     bfloat16 that would be emulated gets a warning.
+
+    Args:
+        fetch: where the size of the model decides, fetch what tells it: a bundled model, the converted GGUF
+            file or the configuration of a hub model. Otherwise a model that is not on this machine gets
+            float32, and the same configuration would get another dtype once it is there.
+
+    Raises:
+        AgentPeftError: the model cannot be fetched.
     """
     device = choose_device(config.device)
     if config.dtype == "float32":
@@ -59,8 +72,12 @@ def choose_precision(config: PretrainedConfig | ScratchConfig) -> Precision:
         )
     if device.type != "cpu":
         return Precision(torch.bfloat16, "this GPU multiplies bfloat16 natively")
-    if (shape := shape_of(config)) is None:
-        return Precision(torch.float32, "the model's size is not known before it is loaded")
+    if (shape := shape_of(config)) is None and fetch and isinstance(config, PretrainedConfig):
+        shape = shape_of(_fetched(config))
+    if shape is None:
+        unknown = "the sizes of the model's layers are not known"
+        later = "a run fetches the model first; its size then decides"
+        return Precision(torch.float32, unknown if fetch else later)
     if shape.multiplied < CACHED_WEIGHTS:
         return Precision(torch.float32, "matrix products take little of the time of so small a model")
     hidden, middle = shape.hidden, max(max(linear.inputs, linear.outputs) for linear in shape.linears)
@@ -70,6 +87,15 @@ def choose_precision(config: PretrainedConfig | ScratchConfig) -> Precision:
         dtype,
         f"this CPU multiplies bfloat16 {times:.1f} times as fast as float32; auto asks for {MIN_SPEEDUP}",
     )
+
+
+def _fetched(config: PretrainedConfig) -> PretrainedConfig:
+    """The model that the policy starts from, on this machine."""
+    model = resolve_model(start_of(config).model)
+    if not Path(model).is_dir():
+        with suppress(Exception):  # loading the model reports more
+            read_config(model)
+    return PretrainedConfig(model=model, lora=config.lora)
 
 
 @cache

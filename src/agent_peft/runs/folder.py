@@ -176,7 +176,7 @@ def dtype_of_run(config: TrainConfig, fresh: bool, begin: str | None = None) -> 
         begun = recorded_dtype(config.run_dir)
     else:
         begun = None if begin is None else recorded_dtype(split(begin)[0])
-    return begun or choose_precision(config.policy).name
+    return begun or choose_precision(config.policy, fetch=True).name
 
 
 def recorded_dtype(run: Path) -> str | None:

@@ -185,6 +185,15 @@ def from_gguf(path: Path, *, progress: Progress | None = None) -> Path:
     return folder
 
 
+def resolve_model(name: str) -> str:
+    """The folder of a bundled model or of a GGUF file; any other name is returned as it is."""
+    if name in BUNDLED:
+        return str(fetch(name))
+    if name.endswith(".gguf"):
+        return str(from_gguf(Path(name)))
+    return name
+
+
 def bundled_name(name: str) -> str | None:
     """The bundled model of this name, or of this folder in anybody's cache; None where it is none.
 
