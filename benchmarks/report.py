@@ -1,12 +1,16 @@
 """Write the report of a long run and open it in headless Chromium: seconds, bytes and memory.
 
     python benchmarks/report.py [--steps 500] [--episodes 100] [--folder DIR]
+    python benchmarks/report.py --run RUN
 
 An episode has three turns and 400 tokens: a prompt of 200, actions of 40 and observations of 40. The run has
 20 metrics. The program prints a table and writes benchmarks/results/report.json. "write again" is a second
 report, when the run has one step more. "open" is the time from the request for the page to the end of its
 scripts, with all curves drawn; "viewer" goes on to the newest episode with all its tokens. The tab's memory
 is the resident memory of Chromium's renderer.
+
+With ``--run`` it is the report of a run that is there, up to the log-probabilities of its worst episode, and
+the program writes benchmarks/results/report_of_a_run.json.
 """
 
 from __future__ import annotations
@@ -104,11 +108,20 @@ def open_page(page_path: Path) -> dict[str, float]:
         page.keyboard.press("4")
         page.wait_for_selector(".token")
         viewed = perf_counter() - begun
+        begun = perf_counter()
+        page.get_by_label("order").select_option("worst")
+        page.locator(".list button[aria-current=true]").wait_for()
+        page.locator(".message.assistant .token").first.hover()
+        told = page.inner_text("#tip")
+        worst = perf_counter() - begun
+        if "log p as sampled" not in told:
+            raise RuntimeError(f"the first token of the worst episode tells no log-probability: {told!r}")
         kinds = processes.send("SystemInfo.getProcessInfo")["processInfo"]
         memory = max(_resident(one["id"]) for one in kinds if one["type"] == "renderer")
         heap = page.evaluate("performance.memory.usedJSHeapSize") / 1e6
         browser.close()
-    return {"open_seconds": opened, "viewer_seconds": viewed, "tab_mb": memory, "heap_mb": heap}
+    times = {"open_seconds": opened, "viewer_seconds": viewed, "worst_seconds": worst}
+    return {**times, "tab_mb": memory, "heap_mb": heap}
 
 
 def _resident(process: int) -> float:
@@ -116,12 +129,33 @@ def _resident(process: int) -> float:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) * 1024 / 1e6
 
 
+def of_run(run: Path) -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as place:
+        out = Path(place) / "report.html"
+        made = seconds(lambda: write_report([run], out))
+        episodes = sum(1 for file in (run / "trajectories").glob("*.jsonl") for _ in file.open())
+        size = out.stat().st_size / 1e6
+        return {"episodes": episodes, "write_seconds": made, "page_mb": size, **open_page(out)}
+
+
+def tell(result: dict[str, float], name: str) -> None:
+    table = Table("measure", "value")
+    for name, value in result.items():
+        table.add_row(name.replace("_", " "), f"{value:.2f}" if isinstance(value, float) else f"{value:,}")
+    Console().print(table)
+    write(name, result)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--episodes", type=int, default=100, help="of a step")
     parser.add_argument("--folder", type=Path, help="where the run is written; a temporary one by default")
+    parser.add_argument("--run", type=Path, help="a run directory, in the place of one made up")
     chosen = parser.parse_args()
+    if chosen.run is not None:
+        tell(of_run(chosen.run), "report_of_a_run")
+        return
     with tempfile.TemporaryDirectory(dir=chosen.folder) as place:
         run, out = Path(place) / "run", Path(place) / "report.html"
         run.mkdir()
@@ -140,11 +174,7 @@ def main() -> None:
             "beside_mb": beside / 1e6,
             **open_page(out),
         }
-    table = Table("measure", "value")
-    for name, value in result.items():
-        table.add_row(name.replace("_", " "), f"{value:.2f}" if isinstance(value, float) else f"{value:,}")
-    Console().print(table)
-    write("report", result)
+    tell(result, "report")
 
 
 if __name__ == "__main__":

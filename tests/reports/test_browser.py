@@ -144,7 +144,9 @@ def test_episodes_are_chosen_and_searched(look, run):
     page.get_by_label("step", exact=True).select_option("")
     page.get_by_label("skill").select_option("")
     page.get_by_label("order").select_option("worst")
-    assert "reward -0.5" in page.locator(".list button").first.inner_text()
+    worst = page.locator(".list button").first
+    assert "reward -0.5" in worst.inner_text()
+    assert worst.get_attribute("aria-current") == "true", "another order shows its first episode"
     page.get_by_label("of", exact=True).select_option("after_rloo")
     assert count() == 8
     page.get_by_label("of", exact=True).select_option("training")

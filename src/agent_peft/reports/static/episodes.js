@@ -38,7 +38,7 @@ function drawTrajectories(main) {
   const steps = [...new Set(files.filter((file) => file.evaluation === null).map((file) => file.step))].sort((a, b) => a - b);
   const skills = [...new Set(texts.skills.flat())].sort();
   const set = (name) => (event) => { state.filters[name] = name === "run" ? Number(event.target.value) : event.target.value;
-    state.shown = 200; if (name === "run") { state.hits = null; state.query = ""; Object.assign(state.filters, { stage: "", step: "",
+    state.shown = 200; if (name === "sort") state.chosen = null; if (name === "run") { state.hits = null; state.query = ""; Object.assign(state.filters, { stage: "", step: "",
       skill: "", stop: "", place: "training" }); render(); } else fillList(); };
   const select = (label, name, options, full = false) => el("label", { class: full ? "full" : null }, label,
     el("select", { onchange: set(name), "aria-label": label }, options.map(([value, text]) =>
