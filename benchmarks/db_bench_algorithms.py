@@ -1,0 +1,173 @@
+"""Algorithms on DB Bench with SmolLM2-135M, after the same demonstrations.
+
+    python benchmarks/db_bench_algorithms.py [--seeds 0 1 2] [--kinds rloo grpo …] [--runs runs/algorithms]
+    [key=value ...]
+
+Tasks, demonstrations and keys are those of the quickstart. For each seed, one run learns from the
+demonstrations. Each algorithm then goes on from its adapter with as many episodes as the others: six steps
+of twelve tasks with eight attempts, or of 96 tasks where the algorithm does not compare attempts. dpo and
+kto take three rounds: two steps that only act, and then four steps that learn from these episodes.
+
+Held-out success is that of the quickstart's 200 tasks, greedy. Finished runs are read, not repeated; one
+that was stopped goes on. Prints a table, and writes benchmarks/results/db_bench_algorithms.json, where the
+rows of other seeds and kinds stay. CPU seconds are those of the whole process, with one evaluation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from measuring import RESULTS
+from rich.console import Console
+from rich.table import Table
+from seeds import measure
+
+from agent_peft.configuration.yaml12 import dump, parse, plain
+from agent_peft.rollout.statistics import Comparison, EvaluationReport, mean_over_tasks, paired_test
+from agent_peft.runs.evaluations import read_report
+
+QUICKSTART = Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml"
+KINDS = ("reinforce", "rloo", "grpo", "dapo", "ppo", "dpo", "kto")
+STEPS, ROUNDS = 6, 3
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run that was measured once, at its end."""
+
+    report: EvaluationReport
+    success: list[float]  # of the episodes of each step that acted
+    cpu_seconds: float
+
+
+def quickstart_stages() -> list[dict[str, Any]]:
+    content: list[dict[str, Any]] = plain(parse(QUICKSTART.read_text(), str(QUICKSTART)))["stages"]
+    return content
+
+
+def stages_of(kind: str, run: Path) -> list[dict[str, Any]]:
+    """The stages of an algorithm after the demonstrations, in the run directory ``run``."""
+    _, rloo = quickstart_stages()
+    if kind in ("reinforce", "ppo"):
+        rloo |= {"tasks_per_step": rloo["tasks_per_step"] * rloo["group_size"], "group_size": 1}
+    if kind not in ("dpo", "kto"):
+        return [{**rloo, "algorithm": kind, "steps": STEPS}]
+    act = {**rloo, "steps": STEPS // ROUNDS, "optimizer": {"learning_rate": 0.0}}
+    learn = {
+        "algorithm": kind,
+        "steps": 4,
+        "tasks_per_step": rloo["tasks_per_step"],
+        "rewards": rloo["rewards"],
+    }
+    return [
+        stage
+        for number in range(1, ROUNDS + 1)
+        for stage in (
+            {**act, "name": f"act_{number}"},
+            {
+                **learn,
+                "name": f"learn_{number}",
+                "episodes_of": {"run": str(run), "stage": f"act_{number}"},
+                "optimizer": {"learning_rate": 2e-4},
+            },
+        )
+    ]
+
+
+def train(
+    run: Path, seed: int, stages: Sequence[dict[str, Any]], overrides: list[str], **keys: Any
+) -> Trained:
+    steps = sum(stage["steps"] for stage in stages)
+    content = {"extends": "quickstart", "evaluation": {"at": [], "every": steps}, "stages": stages, **keys}
+    run.parent.mkdir(parents=True, exist_ok=True)
+    file = run.with_suffix(".yaml")
+    file.write_text(dump(content))
+    measured = measure(file, seed, run, overrides)
+    (report,) = (run / "evaluations").glob("*.json")
+    acted = [step["success"] for step in measured.steps if not str(step["stage"]).startswith("learn")]
+    return Trained(read_report(report), [float(share) for share in acted], measured.cost.cpu_seconds)
+
+
+def to_json(kind: str, seed: int, before: Trained, after: Trained) -> dict[str, Any]:
+    gain = paired_test(before.report, after.report)
+    return {
+        "kind": kind,
+        "seed": seed,
+        "tasks": after.report.success.tasks,
+        "before": before.report.success.value,
+        "after": after.report.success.value,
+        "gain": vars(gain),
+        "by_skill": {skill: rate.value for skill, rate in after.report.by_skill.items()},
+        "own_success": after.success,
+        "cpu_seconds": after.cpu_seconds,
+    }
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> Table:
+    """A line for each algorithm, with the mean of its seeds' gains and Student's 95 % interval."""
+    columns = (
+        "algorithm",
+        "after, each seed",
+        "gain, each seed (p)",
+        "mean gain (95 %)",
+        "own, first and last",
+        "CPU s",
+    )
+    table = Table(
+        *columns, title="held-out success in percent after the same demonstrations", title_justify="left"
+    )
+    before = {row["seed"]: row["before"] for row in rows}
+    table.add_row("(sft)", ", ".join(f"{100 * share:.1f}" for _, share in sorted(before.items())))
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        own = sorted((row for row in rows if row["kind"] == kind), key=lambda row: row["seed"])
+        gains = [Comparison(**row["gain"]) for row in own]
+        mean = mean_over_tasks([100 * gain.difference for gain in gains])
+        interval = "" if mean.low is None else f" ({mean.low:+.0f} to {mean.high:+.0f})"
+        ends = [sum(row["own_success"][place] for row in own) / len(own) for place in (0, -1)]
+        table.add_row(
+            kind,
+            ", ".join(f"{100 * row['after']:.1f}" for row in own),
+            ", ".join(f"{100 * gain.difference:+.1f} ({gain.p:.1g})" for gain in gains),
+            f"{mean.value:+.1f}{interval}",
+            f"{100 * ends[0]:.0f}, {100 * ends[1]:.0f}",
+            ", ".join(f"{row['cpu_seconds']:.0f}" for row in own),
+        )
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--runs", type=Path, default=Path("runs/algorithms"))
+    parser.add_argument("overrides", nargs="*")
+    given = parser.parse_intermixed_args()
+    file = RESULTS / "db_bench_algorithms.json"
+    demonstrations, _ = quickstart_stages()
+    for seed in given.seeds:
+        taught = given.runs / f"sft-{seed}"
+        before = train(taught, seed, [demonstrations], given.overrides)
+        for kind in given.kinds:
+            run = given.runs / f"{kind}-{seed}"
+            policy = {"model": str(taught)}
+            after = train(run, seed, stages_of(kind, run), given.overrides, policy=policy)
+            row = to_json(kind, seed, before, after)
+            known = json.loads(file.read_text())["rows"] if file.is_file() else []
+            rows = [r for r in known if (r["kind"], r["seed"]) != (kind, seed)] + [row]
+            rows.sort(key=lambda r: (KINDS.index(r["kind"]), r["seed"]))
+            head = json.dumps({"cores": os.cpu_count(), "overrides": given.overrides})
+            lines = ",\n".join(json.dumps(r) for r in rows)  # one line per run
+            file.write_text(f'{head[:-1]}, "rows": [\n{lines}\n]}}\n')
+    Console(width=180).print(table_of(rows))
+
+
+if __name__ == "__main__":
+    main()
