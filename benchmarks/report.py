@@ -140,8 +140,8 @@ def of_run(run: Path) -> dict[str, float]:
 
 def tell(result: dict[str, float], name: str) -> None:
     table = Table("measure", "value")
-    for name, value in result.items():
-        table.add_row(name.replace("_", " "), f"{value:.2f}" if isinstance(value, float) else f"{value:,}")
+    for measure, value in result.items():
+        table.add_row(measure.replace("_", " "), f"{value:.2f}" if isinstance(value, float) else f"{value:,}")
     Console().print(table)
     write(name, result)
 
@@ -162,7 +162,8 @@ def main() -> None:
         write_run(run, chosen.steps, chosen.episodes)
         made = seconds(lambda: write_report([run], out))
         episodes = run / "trajectories"
-        shutil.copy(episodes / "step_000000.jsonl", episodes / f"step_{chosen.steps:06d}.jsonl")
+        for file in list(episodes.glob("step_000000*")):  # the episodes, and the arrays beside them
+            shutil.copy(file, episodes / file.name.replace("step_000000", f"step_{chosen.steps:06d}"))
         again = seconds(lambda: write_report([run], out))
         beside = sum(path.stat().st_size for path in Path(place).glob("report_episodes/*.js"))
         result = {
