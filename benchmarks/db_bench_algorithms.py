@@ -33,7 +33,7 @@ from agent_peft.rollout.statistics import Comparison, EvaluationReport, mean_ove
 from agent_peft.runs.evaluations import read_report
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml"
-KINDS = ("reinforce", "rloo", "grpo", "dapo", "ppo", "dpo", "kto")
+KINDS = ("reinforce", "rloo", "grpo", "dapo", "ppo", "dpo", "kto", "rloo_by_turn")
 STEPS, ROUNDS = 6, 3
 
 
@@ -57,7 +57,8 @@ def stages_of(kind: str, run: Path) -> list[dict[str, Any]]:
     if kind in ("reinforce", "ppo"):
         rloo |= {"tasks_per_step": rloo["tasks_per_step"] * rloo["group_size"], "group_size": 1}
     if kind not in ("dpo", "kto"):
-        return [{**rloo, "algorithm": kind, "steps": STEPS}]
+        algorithm: Any = {"kind": "rloo", "turn_discount": 1.0} if kind == "rloo_by_turn" else kind
+        return [{**rloo, "algorithm": algorithm, "steps": STEPS}]
     act = {**rloo, "steps": STEPS // ROUNDS, "optimizer": {"learning_rate": 0.0}}
     learn = {
         "algorithm": kind,

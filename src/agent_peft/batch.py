@@ -145,6 +145,18 @@ def trained_mask(trajectory: Trajectory, mask_cut: bool) -> tuple[bool, ...]:
     return tuple(mask)
 
 
+def turn_starts(mask: Tensor) -> Tensor:
+    """(B, T) bool: where each run of sampled tokens begins. Such a run is a turn, since a message of the
+    environment stands between two of them.
+
+    >>> turn_starts(torch.tensor([[False, True, False, True, True]])).tolist()
+    [[False, True, False, True, False]]
+    """
+    starts = mask & ~mask.roll(1, dims=1)
+    starts[:, :1] = mask[:, :1]
+    return starts
+
+
 def _reward_positions(trajectory: Trajectory, mask: Sequence[bool]) -> Iterator[tuple[int, float]]:
     """The position of each turn's reward: the last trained token sampled up to the end of that turn or, if
     there is none yet, the first one sampled later.

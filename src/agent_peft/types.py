@@ -86,8 +86,8 @@ class StepResult:
 
     ``observation`` is the text the agent reads next, empty when ``done``. ``stop_reason`` is set exactly when
     ``done``; until then the outcome is UNKNOWN. ``valid`` is False when the action could not be understood
-    (and the observation says why). ``score`` grades a finished episode between 0 and 1; it is None where the
-    environment knows outcomes only.
+    (and the observation says why). ``score`` grades a finished episode between 0 and 1, and an earlier one
+    says how far the episode has come; it is None where the environment does not know.
 
     >>> StepResult("[(1,)]").done
     False
@@ -113,6 +113,7 @@ class Turn:
     ``logprobs[i]`` is the log-probability (nats) with which ``action[i]`` was sampled, under the sampling
     temperature, top-p and top-k. ``cut`` says that a limit on tokens ended the action, not the policy.
     ``mistake`` says that a demonstration shows the action as a mistake: it is read, and never trained.
+    ``score`` says how far the episode had come after it, where the environment told.
 
     >>> Turn(observation=(5, 6), action=(7,), logprobs=(-0.1,)).action
     (7,)
@@ -124,6 +125,7 @@ class Turn:
     valid: bool = True
     cut: bool = False
     mistake: bool = False
+    score: float | None = None
 
     def __post_init__(self) -> None:
         if len(self.action) != len(self.logprobs):

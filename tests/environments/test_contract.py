@@ -332,7 +332,7 @@ ACTING = {
     ),
     "score": (
         "return StepResult('', True, Outcome.CORRECT, StopReason.FINISHED, score=2)",
-        PLACE + r"a StepResult whose score is 2; give None, or at the end a number from 0 to 1",
+        PLACE + r"a StepResult whose score is 2; give None, or a number from 0 to 1",
     ),
     "observation": (
         "return StepResult(None)",
@@ -458,13 +458,26 @@ def test_a_score_comes_with_the_trajectory_here_and_over_http(
     remote.close()
 
 
+def test_a_score_of_each_turn_comes_with_it_here_and_over_http(
+    world: Any, engine: Sampler, serving: Any
+) -> None:
+    kind = world((STEP, "return StepResult('1', score=0.25)"))
+    local = load_environment(kind)
+    remote = load_environment("remote", url=serving({"train": local}).url)
+    for environment in (local, remote):
+        for group in collect(engine, environment).groups:
+            for trajectory in group.trajectories:
+                assert {turn.score for turn in trajectory.turns} == {0.25}
+                assert trajectory.score is None  # a limit ended it
+    remote.close()
+
+
 def test_the_answer_of_a_server_that_knows_no_scores_is_understood() -> None:
     facts = {"episode_id": "e", "index": 0, "outcome": "correct", "stop_reason": "finished", "valid": True}
     answer = {"observation": {"text": ""}, "reward": 1.0, "done": True, "metadata": facts}
     assert StepResponse.model_validate(answer).result().score is None
     assert StepResponse.model_validate({**answer, "metadata": {**facts, "score": 0.5}}).result().score == 0.5
     early = {**answer, "done": False, "metadata": {**facts, "stop_reason": None, "score": 0.5}}
-    with pytest.raises(ValidationError, match="only the last step tells a score"):
-        StepResponse.model_validate(early)
+    assert StepResponse.model_validate(early).result().score == 0.5
     with pytest.raises(ValidationError, match="less than or equal to 1"):
         StepResponse.model_validate({**answer, "metadata": {**facts, "score": 1.5}})

@@ -64,6 +64,24 @@ def test_a_score_is_worth_its_weight_at_the_last_turn_beside_the_outcome():
     assert price(won, config).rewards == (1.375,)
 
 
+@pytest.mark.parametrize(
+    ("scores", "last", "expected"),
+    [
+        ((None, None), 0.5, (0.0, 0.0, 1.0)),
+        ((0.25, 0.75), 1.0, (0.5, 1.0, 0.5)),
+        ((0.5, None), 0.25, (1.0, 0.0, -0.5)),
+        ((0.5, 0.75), None, (0.0, 0.0, 0.0)),  # it ended before it was graded
+    ],
+)
+def test_a_turn_has_what_it_added_to_the_score(scores, last, expected):
+    turns = (*(Turn((1,), (2,), (-0.5,), score=score) for score in scores), Turn((1,), (2,), (-0.5,)))
+    episode = Trajectory(Task("t"), turns, outcome=Outcome.INCORRECT, score=last)
+    priced = price(episode, RewardConfig(incorrect=0.0, score=2.0))
+    assert priced.rewards == expected
+    assert priced.reward == 2.0 * (last or 0.0)
+    assert priced.reward_terms.get("score") == (None if last is None else 2.0 * last)
+
+
 def test_invalid_actions_are_priced_at_their_turn_and_add_to_the_end():
     config = RewardConfig(invalid_action=-0.25, incorrect=-0.5)
     priced = price(trajectory(False, True, False), config)

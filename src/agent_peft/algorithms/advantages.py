@@ -176,7 +176,8 @@ class MovingAverageBaseline:
         total = sum_over_ranks(
             torch.stack([returns.double().sum(), returns.new_tensor(len(returns), dtype=torch.float64)])
         )
-        self.value = self.momentum * self.value + (1 - self.momentum) * float(total[0] / total[1])
+        if total[1]:  # a step may have no turn
+            self.value = self.momentum * self.value + (1 - self.momentum) * float(total[0] / total[1])
         return advantages
 
 

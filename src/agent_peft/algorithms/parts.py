@@ -45,6 +45,8 @@ WEIGHTING: dict[WeightingName | ConstantLength, str] = {
     "constant_length": "mean over trajectories of the tokens' sum / {length}",
 }
 
+SAME_HISTORY = "siblings with the same tokens before the turn"
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -64,6 +66,7 @@ class Parts:
     clip_high: float | None = None
     dual_clip: float | None = None
     constant_length: int | None = None
+    turn_discount: float | None = None
     kl_coef: float = 0.0
     reward_kl_coef: float = 0.0
     entropy_coef: float = 0.0
@@ -87,11 +90,14 @@ class Parts:
             value += f" - {self.reward_kl_coef:g} KL(π_sampled ‖ reference) from the token on"
         if self.baseline == "batch_normalized":
             value = f"({value}), scaled to mean 0 and std 1 over the step's tokens"
-        weighting = WEIGHTING[self.weighting].format(length=self.constant_length)
         symbols = "; b = moving average of R" if self.baseline == "moving_average" else ""
         symbols += (
             "; s = geometric mean of the trajectory's ρ" if self.surrogate == "sequence_clipped" else ""
         )
+        if self.turn_discount is not None:
+            peers = "" if self.advantage == "plain_return" else "; its group = " + SAME_HISTORY
+            symbols += f"; R = Σ {self.turn_discount:g}^k r_k over the turn and those after it{peers}"
+        weighting = WEIGHTING[self.weighting].format(length=self.constant_length)
         return f"{weighting} of {per_token}; Â = {value}{symbols}"
 
     @property
@@ -119,6 +125,7 @@ class Parts:
             entropy_coef=self.entropy_coef,
             update_epochs=self.update_epochs,
             minibatches=self.minibatches,
+            turn_discount=self.turn_discount,
             compares_groups=self.advantage != "plain_return",
             formula=self.formula,
             paper=paper or self.papers,

@@ -21,6 +21,7 @@ from agent_peft.algorithms.base import (
     weighted_sums,
 )
 from agent_peft.algorithms.surrogates import Surrogate
+from agent_peft.algorithms.turn_credit import Turns
 from agent_peft.algorithms.weightings import Weighting, WeightingName
 from agent_peft.batch import Batch, PolicyOutput
 
@@ -37,6 +38,7 @@ class PolicyGradient(Algorithm):
         reward_kl_coef: β of the KL in the reward. Each token's advantage loses that of itself and of the
             tokens after it.
         compares_groups: whether ``advantage`` refuses a group of one.
+        turn_discount: γ per turn, where advantages are of turns (``turn_credit``) and not of trajectories.
         formula, paper: for ``explain``.
 
     >>> from agent_peft.algorithms.advantages import group_normalized
@@ -62,6 +64,7 @@ class PolicyGradient(Algorithm):
         update_epochs: int = 1,
         minibatches: int = 1,
         compares_groups: bool = False,
+        turn_discount: float | None = None,
         formula: str = "",
         paper: str = "",
     ) -> None:
@@ -73,6 +76,7 @@ class PolicyGradient(Algorithm):
             minibatches,
             compares_groups,
         )
+        self.turn_discount = turn_discount
         self.needs_reference, self.needs_entropy = kl_coef > 0 or reward_kl_coef > 0, entropy_coef > 0
         self.needs_scores = reward_kl_coef > 0
         self.learns_at_zero_advantage = kl_coef > 0 or self.needs_entropy
@@ -84,10 +88,7 @@ class PolicyGradient(Algorithm):
         )
 
     def prepare(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> Batch:
-        advantages = self.advantage(batch.returns, batch.groups)
-        if self.baseline is not None:
-            advantages = self.baseline.subtract(advantages, sum_over_ranks)
-        per_token = advantages[:, None] * batch.action_mask
+        per_token = self._per_token(batch, sum_over_ranks)
 
         def scaled(values: Tensor) -> Tensor:
             return standardized(values, batch.action_mask, sum_over_ranks) if self.normalizes else values
@@ -97,6 +98,17 @@ class PolicyGradient(Algorithm):
         kl = penalties.to_go(reward_kl(batch), batch.action_mask)
         signal = (scaled(per_token) != 0).any(1)
         return replace(batch, advantages=scaled(per_token - self.reward_kl_coef * kl), signal=signal)
+
+    def _per_token(self, batch: Batch, sum_over_ranks: SumOverRanks) -> Tensor:
+        """(B, T) the advantages of the trajectories, or of their turns."""
+        turns = None if self.turn_discount is None else Turns.of(batch, self.turn_discount)
+        if turns is None:
+            advantages = self.advantage(batch.returns, batch.groups)
+        else:
+            advantages = turns.compared(self.advantage) if self.compares_groups else turns.returns
+        if self.baseline is not None:
+            advantages = self.baseline.subtract(advantages, sum_over_ranks)
+        return advantages[:, None] * batch.action_mask if turns is None else turns.per_token(advantages)
 
     def observe(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> dict[str, float]:
         """advantage_std: of the step's sampled tokens. baseline: that of the next step."""
@@ -209,6 +221,15 @@ RewardKlCoef = Annotated[
 EntropyCoef = Annotated[float, Field(ge=0, description="c2 of the entropy bonus")]
 UpdateEpochs = Annotated[int, Field(ge=1, description="K: passes over the batch of one step")]
 Minibatches = Annotated[int, Field(ge=1, description="optimizer updates per pass")]
+TurnDiscount = Annotated[
+    float | None,
+    Field(
+        ge=0,
+        le=1,
+        description="γ per turn: a turn learns from its own reward and the later ones, beside the siblings "
+        "whose episodes were the same until then; null: all turns learn from the episode's reward",
+    ),
+]
 ClipLow = Annotated[float, Field(gt=0, lt=1, description="ε: the ratio is clipped below 1 - ε")]
 ClipHigh = Annotated[float, Field(gt=0, description="ε: the ratio is clipped above 1 + ε")]
 DualClip = Annotated[

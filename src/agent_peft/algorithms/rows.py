@@ -21,6 +21,7 @@ from agent_peft.algorithms.policy_gradient import (
     Minibatches,
     PolicyGradient,
     RewardKlCoef,
+    TurnDiscount,
     UpdateEpochs,
     WeightingKey,
 )
@@ -45,6 +46,7 @@ class ReinforceConfig(AlgorithmConfig):
         "and with null there is none",
     )
     baseline_start: float = Field(default=0.0, description="the baseline of the first step")
+    turn_discount: TurnDiscount = None
     weighting: WeightingKey = "sequence_sum"
 
     def build(self) -> PolicyGradient:
@@ -99,6 +101,7 @@ class RlooConfig(AlgorithmConfig):
     entropy_coef: EntropyCoef = 0.0
     update_epochs: UpdateEpochs = 1
     minibatches: Minibatches = 1
+    turn_discount: TurnDiscount = None
     weighting: WeightingKey = "sequence_sum"
 
     def build(self) -> PolicyGradient:
@@ -118,6 +121,7 @@ class GrpoConfig(AlgorithmConfig):
     clip_low: ClipLow = 0.2
     clip_high: ClipHigh = 0.2
     dual_clip: DualClip = None
+    turn_discount: TurnDiscount = None
     weighting: WeightingKey = "sequence_mean"
 
     def build(self) -> PolicyGradient:
@@ -275,6 +279,7 @@ class PolicyGradientConfig(AlgorithmConfig):
     constant_length: int | None = Field(
         default=None, ge=1, description="tokens that each trajectory's sum is divided by; null where none is"
     )
+    turn_discount: TurnDiscount = None
     kl_coef: KlCoef = 0.0
     reward_kl_coef: RewardKlCoef = 0.0
     entropy_coef: EntropyCoef = 0.0
@@ -316,6 +321,11 @@ class PolicyGradientConfig(AlgorithmConfig):
             raise ValueError(
                 "surrogate: score_function is right only for the policy that acted, so for one update per "
                 "step; set update_epochs: 1 and minibatches: 1, or take surrogate: ratio"
+            )
+        if self.turn_discount is not None and self.surrogate == "sequence_clipped":
+            raise ValueError(
+                "turn_discount: surrogate sequence_clipped has one ratio, and so one advantage, for a "
+                "trajectory; take surrogate: clipped"
             )
         return self
 

@@ -11,6 +11,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from agent_peft.batch import turn_starts
+
 Weighting = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
@@ -30,14 +32,13 @@ def sequence_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 def turn_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
     """The mean over turns of each one's mean: a long answer counts for no more than the short query before
-    it. A turn is a run of tokens in the mask, since a message of the environment stands between two of them.
+    it.
 
     >>> import torch
     >>> turn_mean(torch.tensor([[0, 1, 0, 1, 1]]).bool())
     (tensor([[0.0000, 1.0000, 0.0000, 0.5000, 0.5000]]), tensor(2.))
     """
-    begins = mask & ~mask.roll(1, dims=1)
-    begins[:, 0] = mask[:, 0]
+    begins = turn_starts(mask)
     turns = begins.cumsum(dim=1)  # the number of each token's turn in its row, from 1
     tokens = mask.new_zeros(turns.shape[0], turns.shape[1] + 1, dtype=mask.float().dtype)
     tokens = tokens.scatter_add(1, turns, mask.float()).gather(1, turns)

@@ -171,8 +171,8 @@ def result_of(episode: Episode, action: str) -> StepResult:
             "None, or a StopReason at the end",
         ),
         "score": (
-            score is None or (result.done and type(score) in (int, float) and 0 <= score <= 1),
-            "None, or at the end a number from 0 to 1",
+            score is None or (type(score) in (int, float) and 0 <= score <= 1),
+            "None, or a number from 0 to 1",
         ),
     }
     for name, (valid, advice) in expected.items():

@@ -244,7 +244,7 @@ class EpisodeConversation:
             )
             if stop_reason is StopReason.INFRASTRUCTURE:
                 raise InfrastructureError("the environment says that it failed")
-            self.turns[-1] = replace(turn, valid=bool(result.valid))
+            self.turns[-1] = replace(turn, valid=bool(result.valid), score=result.score)
             if stop_reason is not None:
                 self.end(outcome, stop_reason)
                 self.score = result.score

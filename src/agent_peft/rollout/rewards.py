@@ -1,7 +1,8 @@
 """Rewards: the configuration prices the facts that an environment states.
 
 An episode's reward is the configured value of its outcome and stop reason, the weighted ``score`` of its
-environment, and Σ weight · term(trajectory) over the ``terms``. The last two are added at the last turn.
+environment, and Σ weight · term(trajectory) over the ``terms``. A turn has what it added to the score, and
+the rest is at the last turn.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numbers
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -228,8 +230,8 @@ class RewardConfig(Config):
     )
     score: float = Field(
         default=0.0,
-        description="weight of the environment's score, from 0 to 1, beside the outcome's price; an episode "
-        "without a score gets nothing for it",
+        description="weight of the environment's score, from 0 to 1, at the turns that raised it; an episode "
+        "that ends without a score gets nothing for it",
     )
     terms: tuple[AnyTerm, ...] = Field(default=(), description="further rewards, added at the last turn")
 
@@ -267,8 +269,8 @@ class RewardConfig(Config):
 
 def price(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
     """Return the trajectory with one reward per turn, and with what each term of the reward gave. The prices
-    of invalid and cut actions are at their turns; those of the end, the score and the terms are at the last
-    turn.
+    of invalid and cut actions are at their turns, and so is what a turn added to the score; the price of the
+    end and the terms are at the last turn.
 
     ``reward_terms`` names the price of the end ``outcome``, and the others after their keys, as far as these
     are set. Terms of one kind are added up. Their sum is the return, but for rounding.
@@ -300,13 +302,24 @@ def price(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
         given.append(("cut_action", config.cut_action * trajectory.num_cut))
     if config.score and trajectory.score is not None:
         given.append(("score", config.score * trajectory.score))
-        rewards[-1] += config.score * trajectory.score
+        rewards = [r + config.score * more for r, more in zip(rewards, _progress(trajectory), strict=True)]
     priced = replace(trajectory, rewards=tuple(rewards), reward_terms=_by_name(given))
     if not config.terms:
         return priced
     terms = [(term.kind, term.weight * worth(term, priced)) for term in config.terms]
     rewards[-1] += sum(value for _, value in terms)
     return replace(priced, rewards=tuple(rewards), reward_terms=_by_name([*given, *terms]))
+
+
+def _progress(trajectory: Trajectory) -> list[float]:
+    """What each turn added to the score. The last turn adds what is missing, so that the sum is the score of
+    the episode, whatever the environment said before.
+    """
+    so_far = [0.0]
+    for turn in trajectory.turns[:-1]:
+        so_far.append(so_far[-1] if turn.score is None else turn.score)
+    so_far.append(trajectory.score or 0.0)
+    return [now - before for before, now in pairwise(so_far)]
 
 
 def _by_name(values: Sequence[tuple[str, float]]) -> dict[str, float]:

@@ -121,6 +121,12 @@ def test_the_sum_of_rewards_is_the_score_between_two_bounds(caplog):
     assert score_of(0.1 + 0.2 + 0.7, (0, 1)) == 1  # it is a little less
 
 
+def test_each_step_says_how_far_the_episode_has_come(caplog):
+    _, results = play(load(id="Echo-v0", make={"reward": 5}, score=(5, 10)), "a", "right")
+    assert [result.score for result in results] == [0.0, 0.0]
+    assert not caplog.messages  # the sum before the end may be anything
+
+
 def test_observations_that_are_no_text():
     assert is_text(spaces.Tuple([spaces.Discrete(3), spaces.Box(0, 1, (4,))]))
     assert is_text(spaces.Dict(a=spaces.Text(5), b=spaces.MultiBinary(3)))

@@ -1,6 +1,7 @@
 """Gymnasium's environments (https://gymnasium.farama.org), and TextArena's games among them.
 
-The sum of the rewards is the score, and 1 is CORRECT. A task is a seed: training has even ones, held-out odd.
+The sum of the rewards so far is the score, and 1 is CORRECT. A task is a seed: training has even ones,
+held-out odd.
 """
 
 from __future__ import annotations
@@ -12,7 +13,15 @@ from pydantic import Field
 
 from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
 from agent_peft.environments.contract import describe, quote
-from agent_peft.environments.games.spaces import Bounds, WorldId, is_text, make_world, reader_of, score_of
+from agent_peft.environments.games.spaces import (
+    Bounds,
+    WorldId,
+    is_text,
+    make_world,
+    reader_of,
+    score_of,
+    warn_beyond,
+)
 from agent_peft.environments.templates import fill, with_placeholders
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason, Task
@@ -87,10 +96,11 @@ class GymnasiumEpisode(Episode):  # Gymnasium has one seed, which is the task
             self._total += float(reward)
             valid = facts.get("valid") is not False
         self._turns += 1
-        if not (terminated or truncated or self._turns == config.max_turns):
-            return StepResult(str(observation), valid=valid)
-        self.close()
         score = score_of(self._total, config.score)
+        if not (terminated or truncated or self._turns == config.max_turns):
+            return StepResult(str(observation), valid=valid, score=score)
+        self.close()
+        warn_beyond(self._total, config.score)
         outcome = Outcome.CORRECT if score == 1 else Outcome.INCORRECT
         reason = StopReason.FINISHED if terminated else StopReason.TURN_LIMIT
         return StepResult("", True, outcome, reason, valid, score)

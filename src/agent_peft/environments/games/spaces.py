@@ -104,6 +104,16 @@ def reader_of(space: Any, names: tuple[str, ...] | None) -> tuple[Callable[[str]
     return read_name, f"Reply with one of these actions: {', '.join(names)}"
 
 
+def warn_beyond(total: float, bounds: tuple[float, float]) -> None:
+    """Warn once of an episode whose sum of rewards is not within the bounds."""
+    lowest, highest = bounds
+    if not lowest <= total <= highest:
+        warn_once(
+            f"an episode's rewards add up to {'more' if total > highest else 'less'} than environment.score: "
+            f"[{lowest:g}, {highest:g}], and score {float(total > highest):g}; such episodes all score alike"
+        )
+
+
 def score_of(total: float, bounds: tuple[float, float]) -> float:
     """The score of a sum of rewards: 0 up to the lower bound, 1 from the upper one on.
 
@@ -111,9 +121,4 @@ def score_of(total: float, bounds: tuple[float, float]) -> float:
     0.25
     """
     lowest, highest = bounds
-    if not lowest <= total <= highest:
-        warn_once(
-            f"an episode's rewards add up to {'more' if total > highest else 'less'} than environment.score: "
-            f"[{lowest:g}, {highest:g}], and score {float(total > highest):g}; such episodes all score alike"
-        )
     return min(1.0, max(0.0, round((total - lowest) / (highest - lowest), 9)))

@@ -212,8 +212,6 @@ class StepResponse(_Message):
     def _says_why_it_ended(self) -> StepResponse:
         if self.done != (self.metadata.stop_reason is not None):
             raise ValueError("a step tells a stop reason exactly when it is the last")
-        if self.metadata.score is not None and not self.done:
-            raise ValueError("only the last step tells a score")
         return self
 
     @classmethod

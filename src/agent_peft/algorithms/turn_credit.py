@@ -1,0 +1,81 @@
+"""Credit by turn: each turn learns from its own reward and those of later turns, compared with siblings
+whose episodes were the same until then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agent_peft.algorithms.advantages import Advantage
+from agent_peft.batch import Batch, turn_starts
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The U turns of a batch, those of a trajectory one after another. A turn without a sampled token is
+    none.
+
+    >>> from agent_peft.batch import collate
+    >>> from agent_peft.types import Task, Trajectory, Turn
+    >>> turns = Turn((1,), (2,), (-0.5,)), Turn((3,), (4, 5), (-0.5, -0.5))
+    >>> batch = collate([Trajectory(Task("t"), turns, rewards=(1.0, 2.0))], groups=[0])
+    >>> Turns.of(batch, discount=0.5).returns.tolist()
+    [2.0, 2.0]
+    """
+
+    batch: Batch
+    rows: Tensor  # (U,) int64: their trajectories
+    starts: Tensor  # (U,) int64: the positions of their first sampled tokens
+    numbers: Tensor  # (B, T) int64: each sampled token's turn, from 0
+    returns: Tensor  # (U,) fp32: Σ_l γ^l r_{k+l} of turn k
+
+    @classmethod
+    def of(cls, batch: Batch, discount: float) -> Turns:
+        """The turns, with their returns under a ``discount`` γ per turn."""
+        begins = turn_starts(batch.action_mask)
+        rows, starts = begins.nonzero(as_tuple=True)
+        numbers = (begins.flatten().cumsum(0) - 1).view(begins.shape)
+        returns = torch.zeros(len(rows), dtype=torch.float64, device=begins.device)
+        returns.index_add_(0, numbers[batch.action_mask], batch.rewards[batch.action_mask].double())
+        for turn in range(len(rows) - 2, -1, -1):
+            if rows[turn] == rows[turn + 1]:
+                returns[turn] += discount * returns[turn + 1]
+        return cls(batch, rows, starts, numbers, returns.to(batch.returns.dtype))
+
+    def compared(self, advantage: Advantage) -> Tensor:
+        """(U,) advantages, each turn's among those of its siblings that begin with the same tokens.
+
+        All first turns of a group are compared, also that of a trajectory without one, which has its return.
+        A later turn that has no sibling left has the advantage of the turn before: the siblings from which
+        that turn parted are all that tells of it. No advantage depends on what its turn does but through the
+        turn's own return, so ``leave_one_out`` stays unbiased.
+        """
+        first = torch.ones_like(self.rows, dtype=torch.bool)
+        first[1:] = self.rows[1:] != self.rows[:-1]
+        returns = self.batch.returns.index_put((self.rows[first],), self.returns[first])
+        advantages = advantage(returns, self.batch.groups)[self.rows]
+        places: dict[tuple[int, bytes], int] = {}
+        tokens, groups = self.batch.tokens.cpu().numpy(), self.batch.groups.tolist()
+        histories = torch.tensor(
+            [
+                places.setdefault((groups[row], tokens[row, :start].tobytes()), len(places))
+                for row, start in zip(self.rows.tolist(), self.starts.tolist(), strict=True)
+            ],
+            dtype=torch.int64,
+            device=self.rows.device,
+        )
+        shared = ~first & (torch.bincount(histories, minlength=1)[histories] > 1)
+        if shared.any():
+            advantages[shared] = advantage(self.returns[shared], histories[shared])
+        for turn in (~(first | shared)).nonzero().flatten().tolist():
+            advantages[turn] = advantages[turn - 1]
+        return advantages
+
+    def per_token(self, advantages: Tensor) -> Tensor:
+        """(B, T) the advantages (U,) of the tokens' turns, 0 off the mask."""
+        spread = torch.zeros_like(self.batch.rewards)
+        spread[self.batch.action_mask] = advantages[self.numbers[self.batch.action_mask]]
+        return spread
