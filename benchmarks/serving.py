@@ -1,14 +1,15 @@
 """32 clients at once at ``agent-peft serve-policy``, beside the engine's own call on the same prompts.
 
     python benchmarks/serving.py [--model smollm2-135m] [--clients 32] [--tokens 64] [--rounds 3]
-    [--threads 2] [--other URL --other-model NAME]
+    [--threads 2] [--other URL --other-model NAME --other-group PGID]
 
 Each client sends one request of the round: a short question, temperature 1, a seed of its own. The engine's
 own call gets the same tokens, seeds and limits, so both draw the same tokens, which is counted. Ways
 alternate: the engine's own in this process, whole answers of the server, and streamed ones. The server is a
 process of its own; the clients are threads of this one. ``--other`` names a further OpenAI-compatible server,
-such as ``vllm serve``, which gets the same requests. The program prints a table and writes
-benchmarks/results/serving.json.
+such as ``vllm serve``, which gets the same requests. ``--other-group``, the number of its process group,
+stops it while the others run, because vLLM waits for work in a busy loop. The program prints a table, and
+writes benchmarks/results/serving.json.
 """
 
 from __future__ import annotations
@@ -132,6 +133,18 @@ def server(model: str, clients: int, threads: int) -> Iterator[str]:
             process.send_signal(signal.SIGTERM)
 
 
+@contextmanager
+def stopped(group: int | None) -> Iterator[None]:
+    """Stop a process group for a while."""
+    try:
+        if group is not None:
+            os.killpg(group, signal.SIGSTOP)
+        yield
+    finally:
+        if group is not None:
+            os.killpg(group, signal.SIGCONT)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
@@ -141,6 +154,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--other", help="address of another server, with /v1")
     parser.add_argument("--other-model", default="model")
+    parser.add_argument("--other-group", type=int, help="process group of that server")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     policy = load_policy(given.model, lora=None, dtype="float32", device="cpu")
@@ -151,16 +165,18 @@ def main() -> None:
             texts = questions(number, given.clients)
             expected: list[Reply] = []
             for name, way in ways.items():
-                begun = time.perf_counter()
-                if name == OWN:
-                    replies = expected = own(sampler, texts, given.tokens)
-                elif name == OTHER:
-                    replies = served(given.other, given.other_model, texts, given.tokens, stream=False)
-                else:
-                    replies = served(url, "model", texts, given.tokens, stream=name == STREAMED)
+                with stopped(None if name == OTHER else given.other_group):
+                    begun = time.perf_counter()
+                    if name == OWN:
+                        replies = expected = own(sampler, texts, given.tokens)
+                    elif name == OTHER:
+                        replies = served(given.other, given.other_model, texts, given.tokens, stream=False)
+                    else:
+                        replies = served(url, "model", texts, given.tokens, stream=name == STREAMED)
+                    seconds = time.perf_counter() - begun
                 if number < 0:
                     continue
-                way.seconds.append(time.perf_counter() - begun)
+                way.seconds.append(seconds)
                 way.tokens += sum(len(reply.action) for reply in replies)
                 way.replies += replies
                 way.equal += sum(
