@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from agent_peft.hardware import has_bf16
 from agent_peft.policies.engine import onednn_linear as onednn
@@ -125,3 +125,22 @@ def test_in_16_bits_the_adapter_is_computed_beside_the_weights(
     assert policy.drift(plain - laid_out) <= policy.rounding
     base = torch.tensor(engine.score(tokens, SamplingConfig(), adapter=False))
     assert policy.drift(base - laid_out) > policy.rounding, "the adapter counts"
+
+
+@needs_bf16
+def test_an_adapter_that_was_not_trained_costs_nothing(
+    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(onednn, "CACHED_WEIGHTS", 1)
+    policy = make_policy("llama", dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in policy.model.named_parameters():
+            if "lora_B" in name:
+                parameter.zero_()
+    with sampling_weights(policy, onednn=True):
+        assert not any(isinstance(m, onednn.OneDnnLoraLinear) for m in policy.base.modules())
+    scores = LocalEngine(policy, EngineConfig())._score(list(range(1, 17)), SamplingConfig(), True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "any", lambda *_: True)
+        beside = LocalEngine(policy, EngineConfig())._score(list(range(1, 17)), SamplingConfig(), True)
+    assert scores == beside, "it has the same bits"

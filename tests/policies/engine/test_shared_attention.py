@@ -59,6 +59,19 @@ def test_parts_equal_the_whole(heads: int, kv_heads: int, length: int, begins: l
         assert torch.allclose(found[b], expected.transpose(0, 1), atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("parents", "slots"),
+    [([2], [2]), ([90, 3, 90], [3, 90]), ([4, 5, 7, 8], [4, 5, 6, 7, 8]), ([0, 1, 9], [0, 1, 9])],
+)
+def test_slots_that_no_row_continues_are_not_read(parents: list[int], slots: list[int]) -> None:
+    """Most episodes of a call end before the last one; the prompts of those are no work for it."""
+    groups = group_by_prefix(parents, [5] * len(parents), torch.float32, CPU)
+    assert torch.arange(100)[groups.slots].tolist() == slots
+    assert len(groups.members) == len(slots)
+    width = groups.members.shape[1]
+    assert [slots[place // width] for place in groups.index.tolist()] == parents
+
+
 def test_the_plain_way_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """What other devices than a CPU take."""
     torch.manual_seed(1)

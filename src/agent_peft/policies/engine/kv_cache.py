@@ -203,13 +203,8 @@ class TierCache(Cache):
         for store, groups in self._prefixes:
             keys, values = store.keys[layer], store.values[layer]
             assert keys is not None and values is not None
-            prefixes.append(
-                Prefix(
-                    keys[: groups.slots, :, : groups.extent],
-                    values[: groups.slots, :, : groups.extent],
-                    groups,
-                )
-            )
+            part = groups.slots, slice(None), slice(groups.extent)
+            prefixes.append(Prefix(keys[part], values[part], groups))
         return prefixes
 
     def fork(self, tier: int, slots: Sequence[int], parent: int | None, length: int = 0) -> None:

@@ -26,12 +26,12 @@ NEGLIGIBLE = -1e4  # a score whose exponential is zero beside any other
 class PrefixGroups:
     """Which of B rows continue which of n slots, with at most W rows for each slot.
 
-    >>> groups = group_by_prefix([0, 0, 1], [5, 5, 3], torch.float32, torch.device("cpu"))
-    >>> groups.members.tolist(), groups.index.tolist(), groups.extent
-    ([[0, 1], [2, 0]], [0, 1, 2], 5)
+    >>> groups = group_by_prefix([7, 7, 8], [5, 5, 3], torch.float32, torch.device("cpu"))
+    >>> groups.slots, groups.members.tolist(), groups.index.tolist(), groups.extent
+    (slice(7, 9, None), [[0, 1], [2, 0]], [0, 1, 2], 5)
     """
 
-    slots: int  # n
+    slots: slice | Tensor  # the n slots
     members: Tensor  # (n, W) rows, filled up with 0
     index: Tensor  # (B,) the index of each row among the n * W members
     # Added to the scores: (n, 1, 1, extent) where slots differ in length, (n, 1, W, extent) where rows of one
@@ -45,25 +45,31 @@ def group_by_prefix(
 ) -> PrefixGroups:
     """Sort B rows by the slot that each of them continues.
 
+    Slots that no row continues are left out, because most conversations of a call end before the last one.
+    Where they are few, they stay: a range of slots needs no copy.
+
     A row of length 0 continues no slot. Its scores there are so low that they have no weight, and finite.
 
     Args:
         parents: (B,) slots.
         lengths: (B,) how many keys of its slot each row sees.
     """
-    count, extent = max(parents) + 1, max(lengths)
-    families: list[list[int]] = [[] for _ in range(count)]
+    used, extent = sorted(set(parents)), max(lengths)
+    is_range = len(used) > 0.75 * (used[-1] + 1 - used[0])
+    slots = list(range(used[0], used[-1] + 1)) if is_range else used
+    place_of, count = {slot: place for place, slot in enumerate(slots)}, len(slots)
+    families: list[list[int]] = [[] for _ in slots]
     size = [0] * count
     for row, (parent, length) in enumerate(zip(parents, lengths, strict=True)):
-        families[parent].append(row)
-        size[parent] = length
+        families[place_of[parent]].append(row)
+        size[place_of[parent]] = length
     width = max(map(len, families))
     index = [0] * len(parents)
     for slot, family in enumerate(families):
         for place, row in enumerate(family):
             index[row] = slot * width + place
     visible = [[size[slot]] for slot in range(count)]
-    if any(length != size[parent] for parent, length in zip(parents, lengths, strict=True)):
+    if any(length != size[place_of[parent]] for parent, length in zip(parents, lengths, strict=True)):
         visible = [[lengths[row] for row in family] + [extent] * (width - len(family)) for family in families]
     bias = None
     if min(map(min, visible)) < extent:
@@ -72,7 +78,8 @@ def group_by_prefix(
         bias.masked_fill_(torch.arange(extent, device=device) >= ends, -torch.inf)
         bias = bias.masked_fill_(ends == 0, NEGLIGIBLE).unsqueeze(1)
     members = torch.tensor([family + [0] * (width - len(family)) for family in families], device=device)
-    return PrefixGroups(count, members, torch.tensor(index, device=device), bias, extent)
+    place = slice(used[0], used[-1] + 1) if is_range else torch.tensor(used, device=device)
+    return PrefixGroups(place, members, torch.tensor(index, device=device), bias, extent)
 
 
 @dataclass(frozen=True)

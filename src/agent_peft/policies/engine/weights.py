@@ -81,7 +81,8 @@ def folded(
 def beside(model: nn.Module) -> Iterator[None]:
     """Inside, each LoRA layer multiplies by W in oneDNN's layout, and adds ``s B A x`` to that product.
 
-    As with ``folded``, the original modules come back afterwards. A and B are read once: do not train inside.
+    An adapter that was not trained yet, whose B is 0, costs nothing. As with ``folded``, the original modules
+    come back afterwards. A and B are read once: do not train inside.
     """
     replaced: list[tuple[nn.Module, str, LoraLayer]] = []
     try:
@@ -93,8 +94,11 @@ def beside(model: nn.Module) -> Iterator[None]:
                 weight = weight.T
             replaced.append((parent, child, layer))
             low_rank = a.to(weight.dtype), b.to(weight.dtype)
-            bias = cast(Tensor | None, base.bias)
-            setattr(parent, child, OneDnnLoraLinear(weight, bias, *low_rank, layer.scaling[ADAPTER]))
+            bias, scaling = cast(Tensor | None, base.bias), layer.scaling[ADAPTER]
+            prepared = (
+                OneDnnLoraLinear(weight, bias, *low_rank, scaling) if b.any() else OneDnnLinear(weight, bias)
+            )
+            setattr(parent, child, prepared)
         yield
     finally:
         for parent, child, layer in replaced:
