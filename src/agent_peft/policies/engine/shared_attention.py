@@ -57,9 +57,9 @@ def group_by_prefix(
     used, extent = sorted(set(parents)), max(lengths)
     is_range = len(used) > 0.75 * (used[-1] + 1 - used[0])
     slots = list(range(used[0], used[-1] + 1)) if is_range else used
-    place_of, count = {slot: place for place, slot in enumerate(slots)}, len(slots)
+    place_of = {slot: place for place, slot in enumerate(slots)}
     families: list[list[int]] = [[] for _ in slots]
-    size = [0] * count
+    size = [0] * len(slots)
     for row, (parent, length) in enumerate(zip(parents, lengths, strict=True)):
         families[place_of[parent]].append(row)
         size[place_of[parent]] = length
@@ -68,7 +68,7 @@ def group_by_prefix(
     for slot, family in enumerate(families):
         for place, row in enumerate(family):
             index[row] = slot * width + place
-    visible = [[size[slot]] for slot in range(count)]
+    visible = [[length] for length in size]
     if any(length != size[place_of[parent]] for parent, length in zip(parents, lengths, strict=True)):
         visible = [[lengths[row] for row in family] + [extent] * (width - len(family)) for family in families]
     bias = None
@@ -78,8 +78,8 @@ def group_by_prefix(
         bias.masked_fill_(torch.arange(extent, device=device) >= ends, -torch.inf)
         bias = bias.masked_fill_(ends == 0, NEGLIGIBLE).unsqueeze(1)
     members = torch.tensor([family + [0] * (width - len(family)) for family in families], device=device)
-    place = slice(used[0], used[-1] + 1) if is_range else torch.tensor(used, device=device)
-    return PrefixGroups(place, members, torch.tensor(index, device=device), bias, extent)
+    read = slice(used[0], used[-1] + 1) if is_range else torch.tensor(used, device=device)
+    return PrefixGroups(read, members, torch.tensor(index, device=device), bias, extent)
 
 
 @dataclass(frozen=True)
