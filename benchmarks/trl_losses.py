@@ -7,18 +7,19 @@ tests/algorithms/test_trl_numbers.py. It runs in TRL's own environment: where ``
 it starts itself again with --peer-python, or with the Python of .venv-trl, which ``against_trl.py`` makes.
 
 Nothing of TRL is written again here. A case makes the trainer (GRPOTrainer, RLOOTrainer, SFTTrainer,
-DPOTrainer, KTOTrainer, ORPOTrainer), gives it the tokens below in place of sampled ones, and calls the
-functions that its training loop calls: ``_generate_and_score_completions`` for rewards, old
+DPOTrainer, KTOTrainer, ORPOTrainer, CPOTrainer), gives it the tokens below in place of sampled ones, and
+calls the functions that its training loop calls: ``_generate_and_score_completions`` for rewards, old
 log-probabilities and advantages, and ``compute_loss``. The model is a Llama of two layers with random
 weights in fp32, on the CPU. Three sets of weights stand for the policy, the policy that sampled (old) and
 the reference, so that ratios are far from 1 and some are clipped. A forward hook turns the log-probabilities
-(the logits, for ORPOTrainer) into float64, so TRL computes its loss in float64.
+(the logits, for ORPOTrainer and CPOTrainer) into float64, so TRL computes its loss in float64.
 
-A gradient is that of the loss with respect to log π of each token of a completion. ORPOTrainer reads logits,
-so its gradient is that of the token's logit divided by 1 - π(token), which is the same. ``norm`` is the norm
-of the gradient with respect to the model's weights. Tokens with a mask of 0 are the environment's:
-GRPOTrainer gets them as ``env_mask``, DPOTrainer and KTOTrainer in ``completion_mask``, SFTTrainer and
-ORPOTrainer in the labels. RLOOTrainer knows no such mask, so it trains all tokens of a completion.
+A gradient is that of the loss with respect to log π of each token of a completion. The last two read
+logits, so their gradient is that of the token's logit divided by 1 - π(token), which is the same. ``norm``
+is the norm of the gradient with respect to the model's weights. Tokens with a mask of 0 are the
+environment's: GRPOTrainer gets them as ``env_mask``, DPOTrainer and KTOTrainer in ``completion_mask``,
+SFTTrainer, ORPOTrainer and CPOTrainer in the labels. RLOOTrainer knows no such mask, so it trains all tokens
+of a completion.
 """
 
 from __future__ import annotations
@@ -379,6 +380,7 @@ def read(rows: Sequence[Row], policy: Tensor, reference: Tensor | None) -> dict[
 def preferences(models: Models, folder: Path) -> dict[str, Any]:
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
+    from trl.experimental.cpo import CPOConfig, CPOTrainer
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
     pairs = Dataset.from_list([{"prompt": "c d", "chosen": "e", "rejected": "f"}] * 3)
@@ -445,27 +447,31 @@ def preferences(models: Models, folder: Path) -> dict[str, Any]:
             )
         cases[name] = {"trainer": "KTOTrainer", "settings": keys, "microbatches": microbatches}
 
-    keys = {"beta": 0.6}
-    trainer = ORPOTrainer(
-        model=models.make("policy"),
-        args=ORPOConfig(**common, **keys),
-        train_dataset=pairs,
-        processing_class=tokenizer(),
-    )
-    reads = Reads(trainer, "logits")
     inputs = {}
     for side, rows in (("chosen", REPLIES[:3]), ("rejected", REPLIES[3:])):
         inputs[f"{side}_input_ids"] = padded([row.tokens for row in rows], 0)
         inputs[f"{side}_attention_mask"] = padded([[1] * len(row.tokens) for row in rows], 0)
         inputs[f"{side}_labels"] = padded([labels_of(row) for row in rows], -100)
-    case = measure(trainer, reads, inputs)
-    (logits,) = reads.policy
     tokens = padded([row.tokens for row in REPLIES], 0)[:, 1:, None]
-    policy = logits.detach()[:, :-1].log_softmax(-1).gather(-1, tokens)[..., 0]
-    policy.grad = logits.grad[:, :-1].gather(-1, tokens)[..., 0] / -policy.expm1()
-    prompts = [line[: len(row.prompt) - 1].tolist() for row, line in zip(REPLIES, policy, strict=True)]
-    part = {**case, **read(REPLIES, policy, None), "policy_prompt": prompts}
-    cases["orpo"] = {"trainer": "ORPOTrainer", "settings": keys, "microbatches": [part]}
+    simpo = {"loss_type": "simpo", "beta": 2.0, "simpo_gamma": 0.5, "cpo_alpha": 0.0}
+    for name, trainer_class, config_class, keys in (
+        ("orpo", ORPOTrainer, ORPOConfig, {"beta": 0.6}),
+        ("simpo", CPOTrainer, CPOConfig, simpo),
+    ):
+        trainer = trainer_class(
+            model=models.make("policy"),
+            args=config_class(**common, **keys),
+            train_dataset=pairs,
+            processing_class=tokenizer(),
+        )
+        reads = Reads(trainer, "logits")
+        case = measure(trainer, reads, inputs)
+        (logits,) = reads.policy
+        policy = logits.detach()[:, :-1].log_softmax(-1).gather(-1, tokens)[..., 0]
+        policy.grad = logits.grad[:, :-1].gather(-1, tokens)[..., 0] / -policy.expm1()
+        prompts = [line[: len(row.prompt) - 1].tolist() for row, line in zip(REPLIES, policy, strict=True)]
+        part = {**case, **read(REPLIES, policy, None), "policy_prompt": prompts}
+        cases[name] = {"trainer": trainer_class.__name__, "settings": keys, "microbatches": [part]}
     return cases
 
 

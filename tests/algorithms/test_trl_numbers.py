@@ -28,6 +28,7 @@ from agent_peft.algorithms import (
     OrpoConfig,
     RlooConfig,
     SftConfig,
+    SimpoConfig,
 )
 from agent_peft.algorithms.preference import Replies, ipo
 from agent_peft.batch import Batch, PolicyOutput, collate
@@ -350,9 +351,17 @@ def test_trls_orpo_imitates_prompts_too():
     torch.testing.assert_close(gradient_of(part, rows), theirs, rtol=1e-6, atol=1e-8)
 
 
+def test_simpo_is_trls():
+    part = part_of("simpo")
+    batch, logprobs = pairs("simpo")
+    algorithm = SimpoConfig(beta=2.0, gamma=0.5).build()
+    ours = computed(algorithm, algorithm.prepare(batch), logprobs)
+    assert_equal(ours, part["loss"], gradient_of(part, part["rows"]))
+
+
 def test_every_row_that_trl_has_is_in_the_table():
     page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
     section = page.split("\n## Beside TRL\n")[1].split("\n## ")[0]
     assert RECORD["command"] in section
-    for kind in ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "sft", "dpo", "kto", "orpo"):
+    for kind in ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "sft", "dpo", "kto", "orpo", "simpo"):
         assert f"\n| `{kind}`" in section, kind
