@@ -1,15 +1,15 @@
 """SFT and then GRPO with ``RLTrainingTool``, the second from the folder of the first: accuracy of each.
 
     python benchmarks/training_tool.py [--seeds 0 1 2] [--model smollm2-135m] [--runs runs/training_tool]
-    [--gsm8k FOLDER] [--output FILE]
+    [--tasks words] [--gsm8k FOLDER] [--output FILE]
 
 The tasks are sums of one-digit numbers in words, of the program's own making: rows of questions and answers
 in one file to learn from, and 200 others to measure on. No pair of numbers of the second file is in the
-first. With ``--gsm8k``, the folder that ``agent-peft download gsm8k`` writes, the same flow runs on GSM8K
-with the first seed, too, and is measured on 100 problems of its test split.
+first. With ``--tasks gsm8k`` and ``--gsm8k``, the folder that ``agent-peft download gsm8k`` writes, the same
+flow runs on GSM8K, and is measured on 100 problems of its test split.
 
 Each model is measured by the tool's ``evaluate``, greedily. Prints a table with 95 % intervals, and writes
-benchmarks/results/training_tool.json.
+benchmarks/results/training_tool.json, where the rows of other tasks and seeds stay.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import chdir
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -122,19 +123,23 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--runs", type=Path, default=Path("runs/training_tool"))
+    parser.add_argument("--tasks", nargs="+", choices=list(DATASETS), default=["words"])
     parser.add_argument("--gsm8k", type=Path, help="the folder with train.jsonl and test.jsonl")
     parser.add_argument("--output", type=Path, default=RESULTS / "training_tool.json")
     given = parser.parse_args()
     given.runs.mkdir(parents=True, exist_ok=True)
-    flows = [("words", seed) for seed in given.seeds]
     if given.gsm8k is not None:
         shutil.copytree(given.gsm8k, given.runs / "data" / "gsm8k", dirs_exist_ok=True)
-        flows.append(("gsm8k", given.seeds[0]))
-    rows, output = [], given.output.absolute()
+    elif "gsm8k" in given.tasks:
+        parser.error("--tasks gsm8k needs --gsm8k FOLDER")
+    output = given.output.absolute()
+    rows = json.loads(output.read_text())["rows"] if output.is_file() else []
     with chdir(given.runs):
         write_sums(Path())
-        for task, seed in flows:
+        for task, seed in product(given.tasks, given.seeds):
+            rows = [row for row in rows if (row["task"], row["seed"]) != (task, seed)]
             rows.append(flow(task, given.model, seed))
+            rows.sort(key=lambda row: (list(DATASETS).index(row["task"]), row["seed"]))
             content = {"cores": os.cpu_count(), "model": given.model, "rows": rows}
             output.write_text(json.dumps(content, indent=1) + "\n")
     Console(width=140).print(table_of(rows))

@@ -5,6 +5,7 @@ whose episodes were the same until then.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import sha256
 
 import torch
 from torch import Tensor
@@ -57,22 +58,27 @@ class Turns:
         first[1:] = self.rows[1:] != self.rows[:-1]
         returns = self.batch.returns.index_put((self.rows[first],), self.returns[first])
         advantages = advantage(returns, self.batch.groups)[self.rows]
-        places: dict[tuple[int, bytes], int] = {}
-        tokens, groups = self.batch.tokens.cpu().numpy(), self.batch.groups.tolist()
-        histories = torch.tensor(
-            [
-                places.setdefault((groups[row], tokens[row, :start].tobytes()), len(places))
-                for row, start in zip(self.rows.tolist(), self.starts.tolist(), strict=True)
-            ],
-            dtype=torch.int64,
-            device=self.rows.device,
-        )
+        histories = self._histories(first)
         shared = ~first & (torch.bincount(histories, minlength=1)[histories] > 1)
         if shared.any():
             advantages[shared] = advantage(self.returns[shared], histories[shared])
         for turn in (~(first | shared)).nonzero().flatten().tolist():
             advantages[turn] = advantages[turn - 1]
         return advantages
+
+    def _histories(self, first: Tensor) -> Tensor:
+        """(U,) a number for each turn, equal for those of one group with the same tokens before them."""
+        tokens, groups = self.batch.tokens.cpu().numpy(), self.batch.groups.tolist()
+        numbers: dict[tuple[int, bytes], int] = {}
+        histories, read, before = [], sha256(), 0
+        turns = zip(self.rows.tolist(), self.starts.tolist(), first.tolist(), strict=True)
+        for row, start, is_first in turns:
+            if is_first:
+                read, before = sha256(), 0
+            read.update(tokens[row, before:start].tobytes())
+            before = start
+            histories.append(numbers.setdefault((groups[row], read.digest()), len(numbers)))
+        return torch.tensor(histories, dtype=torch.int64, device=self.rows.device)
 
     def per_token(self, advantages: Tensor) -> Tensor:
         """(B, T) the advantages (U,) of the tokens' turns, 0 off the mask."""
