@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from agent_peft.algorithms import ALGORITHMS
-from agent_peft.policies.config import LoraSettings
+from agent_peft.environments import load_environment
+from agent_peft.policies.config import LoraSettings, PretrainedConfig
+from agent_peft.policies.engine import load_sampler
+from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.loading import load_policy
+from agent_peft.training.stage import StageConfig
 from agent_peft.training.step_metrics import mean_of
+from agent_peft.training.trainer import Trainer
 from agent_peft.types import AgentPeftError
 
 REQUIRED = {"dr_grpo": {"constant_length": 3}}
@@ -37,6 +45,44 @@ def test_the_first_minibatch_is_on_policy(make_trainer, kind, policy):
     assert shown["kl"] == pytest.approx(0, abs=1e-8 if exact else 0.005)
     if exact:
         assert shown["clip_fraction"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_first_minibatch_of_a_real_model_is_on_policy(smollm2: Path, dtype: str) -> None:
+    """Episodes of two turns in a database, with an adapter that a supervised step has moved."""
+    policy = load_policy(PretrainedConfig(model=str(smollm2), dtype=dtype, device="cpu"), 0)
+    engine = load_sampler(policy, EngineConfig())
+    environment = load_environment(
+        {
+            "kind": "db_bench",
+            "generate": {"num_tasks": 8, "skills": ["insert"], "plain": True},
+            "max_turns": 2,
+        }
+    )
+    common = {"sampling": {"max_new_tokens": 12, "max_tokens": 320}, "optimizer": {"learning_rate": 1e-3}}
+    sft = {"algorithm": "sft", "steps": 1, "tasks_per_step": 4, **common}
+    list(Trainer(policy, environment, StageConfig.model_validate(sft), engine, seed=0))
+    start = {n: p.detach().clone() for n, p in policy.model.named_parameters() if p.requires_grad}
+    rows = [{"kind": kind, **REQUIRED.get(kind, {})} for kind in ROWS]
+    for algorithm in [*rows, {"kind": "rloo", "turn_discount": 0.9}]:
+        with torch.no_grad():
+            for name, parameter in policy.model.named_parameters():
+                if name in start:
+                    parameter.copy_(start[name])
+        stage = {
+            "algorithm": algorithm,
+            "steps": 1,
+            "tasks_per_step": 1,
+            "group_size": 4,
+            "rewards": {"incorrect": 0.5, "invalid_action": -0.1, "cut_action": -0.05},
+            **common,
+        }
+        (step,) = Trainer(policy, environment, StageConfig.model_validate(stage), engine, seed=1)
+        shown, close = step.metrics, 1e-4 if dtype == "float32" else 0.02
+        assert shown["ratio"] == pytest.approx(1, abs=close), algorithm
+        assert shown["approx_kl"] == pytest.approx(0, abs=close), algorithm
+        assert dtype != "float32" or shown["clip_fraction"] == 0, algorithm
 
 
 def test_the_extremes_of_a_step_are_those_of_all_its_updates():
