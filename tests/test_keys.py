@@ -109,21 +109,22 @@ KEYS: dict[str, dict[str, str]] = {
     },
     "stages.sampling": {"": "temperature top_p top_k max_new_tokens max_tokens stop"},
     "stages.algorithm:reinforce": {
-        "": "kind kl_coef reward_kl_coef entropy_coef baseline_momentum baseline_start weighting"
+        "": "kind kl_coef reward_kl_coef entropy_coef baseline_momentum baseline_start turn_discount "
+        "weighting"
     },
     **{
         f"stages.algorithm:{kind}": {"": f"kind reward_kl_coef entropy_coef update_epochs minibatches {keys}"}
         for kind, keys in {
             "reinforce_plus_plus": "group_baseline clip_low clip_high weighting",
-            "rloo": "kl_coef weighting",
-            "grpo": "kl_coef clip_low clip_high dual_clip weighting",
+            "rloo": "kl_coef turn_discount weighting",
+            "grpo": "kl_coef clip_low clip_high dual_clip turn_discount weighting",
             "dapo": "kl_coef clip_low clip_high dual_clip",
             "dr_grpo": "kl_coef clip_low clip_high dual_clip constant_length",
             "gspo": "kl_coef clip_low clip_high",
             "cispo": "kl_coef clip_high",
             "maxrl": "kl_coef weighting",
             "policy_gradient": "kl_coef advantage baseline surrogate weighting clip_low clip_high dual_clip "
-            "baseline_momentum constant_length",
+            "baseline_momentum constant_length turn_discount",
             "ppo": "kl_coef gamma gae_lambda normalize_advantages clip_low clip_high dual_clip value_clip "
             "value_coef value_learning_rate value_trunk_gradient target_kl weighting",
         }.items()
@@ -263,6 +264,7 @@ NAMED: dict[str, str] = {
     "evaluation.sampling.stop": "{path}=[x]",
     "sampling.max_tokens": "{path}=100",
     "stages.reference": "{path}=base stages.0.algorithm.kl_coef=0.1",
+    "algorithm.turn_discount": "{path}=0.5",
     "stages.algorithm:policy_gradient.baseline": "{path}=batch_normalized",
     "stages.algorithm:policy_gradient.surrogate": "{path}=ratio",
     "stages.algorithm:policy_gradient.weighting": "{path}=token_mean",
