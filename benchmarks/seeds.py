@@ -5,7 +5,8 @@ intervals, curves and paired tests.
 
 Finished runs are read, not repeated. The program prints a table and writes benchmarks/results/NAME.json with
 the curves and, for each step, the metrics of `TRAINING`. CPU seconds are those of the whole process (start,
-training and evaluations). They are stored beside the run, so that a later call can read them.
+training and evaluations), and are not known of a run that was stopped and went on. They are stored beside the
+run, so that a later call can read them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ TRAINING = (
 
 @dataclass(frozen=True)
 class Cost:
-    cpu_seconds: float
+    cpu_seconds: float | None  # None: the run was stopped and went on
     seconds: float
     training_seconds: float
 
@@ -59,14 +60,14 @@ class Measured:
 def measure(config: Path, seed: int, run: Path, overrides: list[str]) -> Measured:
     before, clock = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     command = [sys.executable, "-m", "agent_peft", "train", str(config), f"seed={seed}", f"run_dir={run}"]
-    was_there = (run / "cost.json").is_file()
+    was_there, begun = (run / "cost.json").is_file(), (run / "metrics.jsonl").is_file()
     subprocess.run([*command, *overrides], check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if not was_there:
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         steps = [json.loads(line) for line in (run / "timing.jsonl").read_text().splitlines()]
         cost = {
-            "cpu_seconds": cpu,
+            "cpu_seconds": None if begun else cpu,
             "seconds": time.perf_counter() - clock,
             "training_seconds": sum(s["seconds"] for s in steps),
         }
@@ -90,7 +91,7 @@ def measure(config: Path, seed: int, run: Path, overrides: list[str]) -> Measure
 
 
 def show(title: str, rows: list[Measured]) -> Table:
-    names = list(rows[0].reports)
+    names = list(max((row.reports for row in rows), key=len))
     table = Table(
         "seed",
         *(n.replace("_", " ") for n in names),
@@ -101,15 +102,18 @@ def show(title: str, rows: list[Measured]) -> Table:
         title=title,
     )
     for row in rows:
-        rates = [row.reports[n].success for n in names]
-        shown = [f"{100 * r.value:.1f} ({100 * r.low:.1f} to {100 * r.high:.1f}) of {r.tasks}" for r in rates]
+        rates = [row.reports[n].success if n in row.reports else None for n in names]
+        shown = [
+            f"{100 * r.value:.1f} ({100 * r.low:.1f} to {100 * r.high:.1f}) of {r.tasks}" if r else ""
+            for r in rates
+        ]
         gain = paired_test(row.reports[names[-2]], row.reports[names[-1]])
         table.add_row(
             str(row.seed),
             *shown,
             f"{100 * gain.difference:+.1f} ({100 * gain.low:+.1f} to {100 * gain.high:+.1f})",
             f"{gain.p:.2g}",
-            f"{row.cost.cpu_seconds:.0f}",
+            "" if row.cost.cpu_seconds is None else f"{row.cost.cpu_seconds:.0f}",
             f"{row.cost.training_seconds:.0f}",
         )
     return table

@@ -29,7 +29,8 @@ class Writing(ap.Episode):
         return [ap.Message("user", f"{self.number}=")]
 
     def step(self, action):
-        score = sum(a == b for a, b in zip(action, self.answer, strict=False)) / len(self.answer)
+        right = sum(a == b for a, b in zip(action, self.answer, strict=False))
+        score = right / max(len(action), len(self.answer))
         outcome = ap.Outcome.CORRECT if action == self.answer else ap.Outcome.INCORRECT
         return ap.StepResult("", True, outcome, ap.StopReason.FINISHED, score=score)
 

@@ -19,7 +19,7 @@ class CsvFile(ap.Observer):
             csv.writer(file).writerow(row)
 
     def on_step(self, step):
-        self.write(step.number, step.stage.name, step.metrics["success"])
+        self.write(step.number, step.stage.name, step.metrics.get("success"))
 
     def on_evaluation(self, name, report):
         self.write(name, report.success.value)

@@ -23,6 +23,6 @@ for stage in (
     ap.Stage(algorithm="rloo", steps=20, optimizer={"learning_rate": 1e-3}, **keys),
 ):
     for step in ap.Trainer(policy, tasks, stage):
-        print(stage.name, step.number, f"reward {step.metrics['reward']:.2f}")
+        print(stage.name, step.number, step.summary)
     print(f"after {stage.name}:", ap.evaluate(policy, tasks, {"sampling": short}).summary)
 print("3+4 =", *ap.generate(policy, "3+4=", short))

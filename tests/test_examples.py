@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,13 @@ def test_an_example_has_at_most_thirty_lines_of_code(program):
 @pytest.mark.parametrize("program", EXAMPLES, ids=lambda program: program.stem)
 def test_an_example_runs(program, tmp_path):
     assert run(program, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_environment_of_ones_own_is_learnt(tmp_path):
+    last = run(ROOT / "examples/custom_environment.py", tmp_path).splitlines()[-1]
+    success, score = map(float, re.fullmatch(r"success (\S+)% .*score (\S+)%.*", last).groups())
+    assert 90 < success <= score, "what the score pays for is what is asked"
 
 
 @pytest.mark.slow

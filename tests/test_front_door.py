@@ -164,6 +164,7 @@ def test_generate_uses_a_sampler_that_is_there(policy):
 
 # -- mistakes ------------------------------------------------------------------------------------------------
 
+STAGE = {"algorithm": "rloo", "steps": 1}
 MISTAKES = [
     (lambda policy, tasks: ap.load_environment("db_bnch"), "db_bench"),
     (lambda policy, tasks: ap.load_environment("arithmetic", digit=1), "digits"),
@@ -185,6 +186,8 @@ MISTAKES = [
     ),
     (lambda policy, tasks: ap.Stage(algorithm="rloo", steps=1, group_size=1), "group_size: 1 is too small"),
     (lambda policy, tasks: ap.Trainer(policy, tasks, {"algorithm": "rloo", "step": 1}), "stage.step:"),
+    (lambda policy, tasks: ap.Trainer(policy, type(tasks), STAGE), "is a class; give agent_peft.load_env"),
+    (lambda policy, tasks: ap.evaluate(policy, type(tasks)), "is a class; give agent_peft.load_environment("),
     (lambda policy, tasks: ap.load_config("quickstrat"), "quickstart"),
     (lambda policy, tasks: ap.load_config("quickstart", sed=1), "seed"),
     (lambda policy, tasks: ap.evaluate(policy, tasks, {"sampling": {"temperatur": 0}}), "temperature"),
@@ -196,6 +199,16 @@ def test_a_mistake_is_one_line_that_says_what_to_do(policy, tasks, mistake, says
     with pytest.raises(ap.AgentPeftError) as caught:
         mistake(policy, tasks)
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_environment_without_keys_has_its_defaults():
+    class Own(ap.Environment):
+        tasks = ()
+
+        def episode(self, task, seed):
+            raise NotImplementedError
+
+    assert Own().config == Own.config_class()
 
 
 # -- a run ---------------------------------------------------------------------------------------------------

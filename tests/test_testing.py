@@ -156,6 +156,20 @@ def test_a_broken_rule_is_a_line_that_says_what_to_do(fault: str, world: Callabl
     assert not any("\n" in violation for violation in told.value.violations)
 
 
+TEXTS = ("Outcome.CORRECT, StopReason.FINISHED, score", '"correct", "finished", score')
+
+
+def test_texts_are_as_good_as_the_constants(world: Callable[..., str]) -> None:
+    check_environment(world(TEXTS))
+
+
+def test_junk_that_is_correct_is_told_of_texts_too(world: Callable[..., str]) -> None:
+    kind = world(TEXTS, ("Outcome.INCORRECT, StopReason.FINISHED, valid=False", '"correct", "finished"'))
+    with pytest.raises(ConformanceError) as told:
+        check_environment(kind)
+    assert any("is correct; grade it as incorrect" in violation for violation in told.value.violations)
+
+
 def test_an_episode_that_closes_only_once_is_told(world: Callable[..., str]) -> None:
     kind = world(
         (

@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from agent_peft.configuration.loading import load_config
 from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment
 from agent_peft.environments.http.messages import StepResponse
@@ -22,6 +23,7 @@ from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.rollout.collector import Collection, Collector
 from agent_peft.rollout.rewards import RewardConfig
+from agent_peft.runs.run import train
 from agent_peft.types import AgentPeftError, Outcome, StopReason
 
 WORLD = """\
@@ -101,6 +103,11 @@ def test_the_example_of_the_page_is_valid(tmp_path: Path, monkeypatch: pytest.Mo
     assert found == {"tasks": 50, "gold_correct": 50, "nothing_correct": 0, "rejected": [], "violations": []}
     with pytest.raises(AgentPeftError, match="did you mean 'num_tasks'"):
         load_environment({"kind": "guessing_of_the_page:Higher", "num_task": 20})
+    (configuration,) = re.findall(r"^```yaml\n(# guessing\.yaml\n.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    Path("guessing.yaml").write_text(configuration.replace("guessing:", "guessing_of_the_page:"))
+    train(load_config("guessing.yaml"))
+    assert (tmp_path / "runs/guessing/checkpoints/step_000007").is_dir()
 
 
 # -- when it is loaded ---------------------------------------------------------------------------------------

@@ -55,6 +55,17 @@ def test_intervals_stop_reasons_and_skills_come_from_the_episodes(page):
     }
 
 
+def test_the_success_of_demonstrations_is_not_shown(run, tmp_path):
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+    first = {name: value for name, value in json.loads(lines[0]).items() if name not in ("reward", "success")}
+    metrics.write_text("".join([json.dumps(first) + "\n", *lines[1:]]), encoding="utf-8")
+    write_report([run], tmp_path / "report.html")
+    (told,) = block(tmp_path / "report.html", "values")["runs"]
+    assert 0 in told["stops"]["step"] and 0 not in told["intervals"]["step"] and told["intervals"]["step"]
+    assert 0 not in told["skills"]["step"]
+
+
 def test_every_token_has_its_numbers(run, page):
     content = block(page, "r0_step_000002")
     for shown, record in zip(content["episodes"], load_run(run).trajectories.of_step(2), strict=True):

@@ -22,6 +22,7 @@ from agent_peft.runs.dashboard import Dashboard, sparkline
 from agent_peft.runs.observers import RunStart, RunStep
 from agent_peft.runs.progress import Progress
 from agent_peft.runs.run import train
+from agent_peft.training.step_metrics import SAMPLED
 from agent_peft.types import Group, Message, Outcome, Task, Trajectory, Turn
 
 HOSTILE = "<script>\x1b[2J\x1b]0;title\x07\0\u202e[bold]rows[/bold]\r\n" + "x" * 1_000_000
@@ -60,7 +61,7 @@ def test_all_of_a_run_fits_a_small_terminal():
     dashboard.start_stage("a stage with quite a long name", 60, 2)
     dashboard.bars.add_task("evaluating step 20", total=400, numbers="episodes")
     for _ in range(100):
-        dashboard.add(BAD, 1200.0, demonstrations=False)
+        dashboard.add(BAD, 1200.0)
     dashboard.evaluations = "3/5  step 20: success 50.0% (40–60) on 200 tasks " * 3
     dashboard.trajectory = episode(*[HOSTILE] * 50, task=HOSTILE)
     lines = lines_of(dashboard)
@@ -105,21 +106,22 @@ def test_a_sparkline_is_as_long_as_its_values():
 def test_no_warning_where_nothing_is_wrong():
     dashboard = Dashboard(console())
     dashboard.start_stage("grpo", 60, 0)
-    dashboard.add(GOOD, 100.0, demonstrations=False)
+    dashboard.add(GOOD, 100.0)
     assert not dashboard.warnings()
     for _ in range(9):
-        dashboard.add(GOOD | {"truncated": 0.0}, 100.0, demonstrations=False)
-    dashboard.add(GOOD | {"truncated": 1.0}, 100.0, demonstrations=False)
+        dashboard.add(GOOD | {"truncated": 0.0}, 100.0)
+    dashboard.add(GOOD | {"truncated": 1.0}, 100.0)
     assert not dashboard.warnings(), "one step in ten"
-    dashboard.add(GOOD | {"truncated": 1.0}, 100.0, demonstrations=False)
+    dashboard.add(GOOD | {"truncated": 1.0}, 100.0)
     assert dashboard.warnings() == ["20% of the episodes are truncated by sampling.max_tokens"]
     dashboard.start_stage("next", 60, 0)
     assert not dashboard.warnings() and not dashboard.curves
 
 
-def test_demonstrations_show_their_loss_and_not_what_they_earn():
+def test_demonstrations_show_their_loss():
     dashboard = Dashboard(console())
-    dashboard.add(BAD | {"loss": 1.5, "surprisal": 1.5}, 10.0, demonstrations=True)
+    taught = {name: value for name, value in BAD.items() if name not in SAMPLED}
+    dashboard.add(taught | {"loss": 1.5, "surprisal": 1.5}, 10.0)
     assert list(dashboard.curves) == ["loss", "gradient_norm"]
     assert dashboard.warnings() == ["2 episodes that crashed an environment"]
 

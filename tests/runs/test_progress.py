@@ -8,7 +8,6 @@ import re
 import pytest
 from rich.console import Console
 
-from agent_peft.policies.engine.base import EngineStatistics
 from agent_peft.rollout.collector import Collection
 from agent_peft.runs.observers import RunStep
 from agent_peft.runs.progress import Progress
@@ -28,13 +27,9 @@ def test_one_plain_line_per_step_where_there_is_no_terminal():
     with Progress(Console(file=out, width=40)) as progress:
         progress.note("evaluating base on 200 tasks")
         progress.start_stage("sft", total=2)
-        progress.advance(
-            {"loss": 1.25, "gradient_norm": 0.5, "success": 1.0, "reward": 1.0}, 99.6, demonstrations=True
-        )
+        progress.advance({"loss": 1.25, "gradient_norm": 0.5}, 99.6)
         progress.note("[checkpoint] written")
-        progress.advance(
-            {"loss": 1.0, "demonstrations_incorrect": 2.0, "other": 3.0}, 1200.0, demonstrations=True
-        )
+        progress.advance({"loss": 1.0, "demonstrations_incorrect": 2.0, "other": 3.0}, 1200.0)
         progress.start_stage("grpo", total=9, done=7)
         progress.advance(
             {
@@ -49,9 +44,7 @@ def test_one_plain_line_per_step_where_there_is_no_terminal():
         progress.advance({"infrastructure_failures": 0.0, "crashed": 3.0, "defects": 1.0}, 0.0)
     lines = untimed(out.getvalue())
     assert lines[0] == "evaluating base on 200 tasks"
-    assert lines[1].startswith("sft 1/2  loss 1.2500  gradient norm 0.5  100 tokens/s  0:00:0"), (
-        "what demonstrations earn is not told"
-    )
+    assert lines[1].startswith("sft 1/2  loss 1.2500  gradient norm 0.5  100 tokens/s  0:00:0")
     assert lines[2] == "[checkpoint] written"
     assert lines[3] == "sft 2/2  loss 1.0000  demonstrations incorrect 2  1200 tokens/s  0:00:00 left"
     metrics = "reward 0.250  success 50.0%  groups with signal 38%  gradient norm 0.0123"
@@ -120,17 +113,15 @@ def test_no_step_without_a_stage():
             progress.advance({}, 1.0)
 
 
-def test_a_step_without_sampled_tokens_learned_from_demonstrations():
+def test_a_step_without_a_reward_learned_from_demonstrations():
     trajectory = Trajectory(Task("t"), (Turn((1, 2), (3,), (0.0,)),), rewards=(1.0,))
     stage = StageConfig.model_validate({"algorithm": {"kind": "sft"}, "steps": 2})
-    out, metrics = io.StringIO(), {"loss": 1.5, "reward": 1.0}
+    out, metrics = io.StringIO(), {"loss": 1.5}
     with Progress(Console(file=out)) as progress:
         progress.start_stage("x", total=2)
-        for sampled in (0, 5):
-            collection = Collection(
-                [Group(trajectory.task, [trajectory])], statistics=EngineStatistics(0, 0, sampled, 0)
-            )
-            progress.on_step(RunStep(0, collection, metrics, stage, started=0.0))
+        for earned in ({}, {"reward": 1.0}):
+            collection = Collection([Group(trajectory.task, [trajectory])])
+            progress.on_step(RunStep(0, collection, metrics | earned, stage, started=0.0))
     first, second = untimed(out.getvalue())
     assert first.startswith("x 1/2  loss 1.5000  ") and "reward" not in first
     assert second.startswith("x 2/2  reward 1.000  ") and "loss" not in second

@@ -152,6 +152,14 @@ def test_tasks_of_training_are_measured_where_there_is_no_evaluation(settings, r
     assert "set the same key" in refused("evaluate", "run", "evaluation.attempts=3", "--attempts", "2")
 
 
+def test_a_result_on_the_tasks_of_training_says_so(trained, settings, caplog):
+    trained(steps=1, evaluation=None)
+    evaluate_target(Path("run"))
+    assert [
+        record.getMessage() for record in caplog.records if "tasks of training" in record.getMessage()
+    ] == ["run: measured on the tasks of training; --tasks or evaluation.environment gives held-out ones"]
+
+
 def test_before_and_after_of_an_adapter(trained, refused):
     """--base of an adapter is the model that its configuration describes; of a model there is none, and
     only a run has checkpoints.

@@ -140,6 +140,7 @@ def test_the_metrics_that_are_known_are_those_that_come(make_trainer, algorithm)
     known = metrics_of(ALGORITHMS[algorithm["kind"]](**algorithm).facts)
     assert len(known) == len(set(known))
     assert found == set(known) - {"score"}, "arithmetic has no scores"
+    assert ("reward" in found) == (algorithm["kind"] != "sft"), "what demonstrations earn is not the policy's"
 
 
 @pytest.fixture

@@ -101,7 +101,8 @@ class TaskFiles:
 class Environment(ABC):
     """The dynamics of a family of tasks. It holds no state of any episode, so threads may share it.
 
-    A subclass is called with one argument, an instance of its ``config_class``.
+    A subclass is called with one argument, an instance of its ``config_class``. Without it, the keys have
+    their defaults.
     """
 
     config_class: ClassVar[type[EnvironmentConfig]] = NoKeys
@@ -110,7 +111,7 @@ class Environment(ABC):
     graded: ClassVar[bool] = True
 
     def __init__(self, config: Any = None) -> None:
-        self.config = config
+        self.config: Any = self.config_class() if config is None else config
 
     @property
     @abstractmethod

@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -83,6 +84,17 @@ def build(environment_class: type[Environment], config: EnvironmentConfig) -> En
         raise AgentPeftError(
             f"{environment_class.__name__} cannot be made: {describe(error)}, at {where}; {CALL}"
         ) from error
+
+
+def check_made(environment: object) -> None:
+    """Check that an environment is given, and not its class.
+
+    Raises:
+        AgentPeftError: it is a class.
+    """
+    if isinstance(environment, type):
+        name = environment.__name__
+        raise AgentPeftError(f"environment: {name} is a class; give agent_peft.load_environment({name})")
 
 
 def check_tasks(environment: Environment, kind: str) -> None:
@@ -179,7 +191,10 @@ def result_of(episode: Episode, action: str) -> StepResult:
         if not valid:
             fault = f"returned a StepResult whose {name} is {quote(getattr(result, name))}; give {advice}"
             raise ContractError(place, fault)
-    return result
+    if type(result.outcome) is Outcome and (stop_reason is None or type(stop_reason) is StopReason):
+        return result
+    named = None if stop_reason is None else StopReason(stop_reason)  # a text of the same name is as good
+    return replace(result, outcome=Outcome(result.outcome), stop_reason=named)
 
 
 def quote(value: object) -> str:

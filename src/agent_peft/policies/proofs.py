@@ -168,7 +168,8 @@ def _keeps_square_mask(decoder: nn.Module) -> bool:
 
 def _tokens(model: LanguageModel, count: int) -> Tensor:
     vocabulary: int = model.text_config.vocab_size
-    return torch.arange(count, device=model.device).unsqueeze(0) % vocabulary
+    first = 1 + (getattr(model.text_config, "pad_token_id", None) or 0)  # padding makes some models warn
+    return (first + torch.arange(count, device=model.device)).unsqueeze(0) % vocabulary
 
 
 @contextmanager

@@ -248,7 +248,11 @@ class ChatTokenizer:
                 if "[UNK]" in str(error)
                 else ""
             )
-            reason = f"{unknown!r} is not in its alphabet" if unknown else str(error)
+            reason = (
+                f"its alphabet (policy.alphabet) lacks {', '.join(map(repr, unknown))}"
+                if unknown
+                else str(error)
+            )
             raise AgentPeftError(f"the tokenizer cannot encode {text[:80]!r}: {reason}") from error
 
     # Frames: the text that the template writes around contents.

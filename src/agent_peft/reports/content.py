@@ -100,7 +100,8 @@ def _run(
             files[file.key] = file
     told["episodes"] = _columns(kept)
     training = [(file.step, facts) for file, facts in kept if file.evaluation is None]
-    told |= {"intervals": _intervals(training), "stops": _stops(training), "skills": _skills(training)}
+    acted = _acted(told["curves"], training)
+    told |= {"intervals": _intervals(acted), "stops": _stops(training), "skills": _skills(acted)}
     return told, reports, policy
 
 
@@ -174,6 +175,15 @@ def _columns(kept: Sequence[tuple[EpisodeFile, Sequence[Facts]]]) -> dict[str, A
         "texts": {name: list(known) for name, known in texts.items()},
         "columns": columns,
     }
+
+
+def _acted(
+    curves: Mapping[str, Any], training: Sequence[tuple[int, Sequence[Facts]]]
+) -> list[tuple[int, Sequence[Facts]]]:
+    """The steps in which the policy acted. The success of demonstrations is none of its own."""
+    pairs = zip(curves["step"], curves["metrics"].get("reward", ()), strict=False)
+    steps = {step for step, reward in pairs if reward is not None}
+    return [(step, facts) for step, facts in training if step in steps]
 
 
 def _intervals(training: Sequence[tuple[int, Sequence[Facts]]]) -> dict[str, list[Any]]:

@@ -17,7 +17,7 @@ def table(reports: Mapping[str, EvaluationReport]) -> Table:
     before.
     """
     columns = list(reports.values())
-    rows = _table("success on the evaluation tasks (95 % interval)", reports)
+    rows = _table("success (95 % interval)", reports)
     if any(report.step is not None for report in columns):
         rows.add_row("step", *("" if report.step is None else str(report.step) for report in columns))
     rows.add_row("tasks", *(str(report.success.tasks) for report in columns))

@@ -76,10 +76,11 @@ class Dashboard:
         self.curves, self.recent = {}, {}
         return self.bars.add_task(name, total=total, completed=done, numbers="")
 
-    def add(self, metrics: Mapping[str, float], speed: float, demonstrations: bool) -> None:
-        """Add the numbers of a step. What demonstrations earn says nothing of the policy."""
+    def add(self, metrics: Mapping[str, float], speed: float) -> None:
+        """Add the numbers of a step. Demonstrations have no reward, and their limits are nobody's fault."""
+        demonstrations = "reward" not in metrics
         # on policy the loss is about 0 whether the agent does well or badly, and with sft it is the surprisal
-        left_out = ("reward", "success", "groups_with_signal", "surprisal") if demonstrations else ("loss",)
+        left_out = ("groups_with_signal", "surprisal") if demonstrations else ("loss",)
         for name in CURVES:
             if name in metrics and name not in left_out:
                 self.curves = {**self.curves, name: [*self.curves.get(name, ()), metrics[name]][-KEPT:]}

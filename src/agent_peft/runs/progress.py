@@ -16,16 +16,8 @@ from agent_peft.printable import printable
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.runs.dashboard import Dashboard
 from agent_peft.runs.observers import Observer, RunStart, RunStep
+from agent_peft.training.step_metrics import headline
 
-# metric -> format, in the order of the line
-FORMATS_OF_DEMONSTRATIONS = {"loss": ".4f", "accuracy": ".0%", "margin": ".3g", "gradient_norm": ".3g"}
-# no loss: on policy its value is about 0 whether the agent does well or badly
-FORMATS_OF_EPISODES = {
-    "reward": ".3f",
-    "success": ".1%",
-    "groups_with_signal": ".0%",
-    "gradient_norm": ".3g",
-}
 FAULTS = (  # counts that are printed where they are not 0
     "infrastructure_failures",
     "crashed",
@@ -109,7 +101,7 @@ class Progress(Observer):
     def on_step(self, step: RunStep) -> None:
         statistics, trajectories = step.collection.statistics, step.trajectories
         tokens = statistics.prefilled_naive + statistics.sampled or sum(len(t.tokens) for t in trajectories)
-        self.advance(step.metrics, tokens / step.seconds, demonstrations=not statistics.sampled)
+        self.advance(step.metrics, tokens / step.seconds)
         self._dashboard.trajectory = trajectories[-1] if trajectories else None
 
     def on_evaluation(self, name: str, report: EvaluationReport) -> None:
@@ -133,14 +125,8 @@ class Progress(Observer):
         finally:
             bars.remove_task(bar)
 
-    def advance(
-        self, metrics: Mapping[str, float], tokens_per_second: float, demonstrations: bool = False
-    ) -> None:
+    def advance(self, metrics: Mapping[str, float], tokens_per_second: float) -> None:
         """Count one step of the stage.
-
-        Args:
-            demonstrations: whether the step learned from demonstrations. Their rewards and outcomes say
-                nothing about the policy and are not printed.
 
         Raises:
             RuntimeError: no stage was started, or all its steps are done.
@@ -152,10 +138,10 @@ class Progress(Observer):
         self._done += 1
         self._made += 1
         if self._bar is not None:
-            self._dashboard.add(metrics, tokens_per_second, demonstrations)
+            self._dashboard.add(metrics, tokens_per_second)
             self._show_time_left(self._bar)
         else:
-            numbers = self._numbers(metrics, tokens_per_second, demonstrations)
+            numbers = self._numbers(metrics, tokens_per_second)
             stage = f"{self._name} {self._done}/{self._total}"
             if self._steps != self._total:
                 stage = f"{self._first + self._done}/{self._steps}  {stage}"
@@ -175,17 +161,12 @@ class Progress(Observer):
         if self._run_bar is not None:
             bars.update(self._run_bar, completed=done, numbers=left)
 
-    def _numbers(self, metrics: Mapping[str, float], tokens_per_second: float, demonstrations: bool) -> str:
+    def _numbers(self, metrics: Mapping[str, float], tokens_per_second: float) -> str:
         each = (time.monotonic() - self._started) / (self._done - self._resumed)
         seconds = each * (self._total - self._done)
-        formats = FORMATS_OF_DEMONSTRATIONS if demonstrations else FORMATS_OF_EPISODES
-        formats = formats | {name: ".0f" for name in FAULTS if metrics.get(name)}
-        numbers = [
-            f"{name.replace('_', ' ')} {metrics[name]:{form}}"
-            for name, form in formats.items()
-            if name in metrics
-        ]
-        return "  ".join([*numbers, f"{tokens_per_second:.0f} tokens/s", f"{duration(seconds)} left"])
+        faults = [f"{name.replace('_', ' ')} {metrics[name]:.0f}" for name in FAULTS if metrics.get(name)]
+        speed = [f"{tokens_per_second:.0f} tokens/s", f"{duration(seconds)} left"]
+        return "  ".join(filter(None, [headline(metrics), *faults, *speed]))
 
 
 def duration(seconds: float) -> str:

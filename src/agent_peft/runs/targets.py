@@ -229,6 +229,11 @@ def evaluate_target(
             f"{target}: its configuration has no evaluation; name tasks with --tasks, or set "
             "evaluation.environment"
         )
+    if config.evaluation.environment == config.environment:
+        logger.warning(
+            "%s: measured on the tasks of training; --tasks or evaluation.environment gives held-out ones",
+            target,
+        )
     set_threads(config.threads)
     folder = _checkpoint(target, checkpoint) if kind == "run" and not base else None
     step = checkpoint_step(folder) if folder else 0 if kind == "run" else None

@@ -211,8 +211,8 @@ class StageConfig(Config):
             if facts.preferences:
                 ties = self.episodes_of is not None and facts.preferences == "pairs"
                 return metrics_of(facts, PAIR_METRICS if ties else ())
-            samples = self.learn_from == "successes"
-            return metrics_of(facts, ("groups_with_signal", *SUCCESS_METRICS) if samples else None)
+            source = ("groups_with_signal", *SUCCESS_METRICS) if self.samples else None
+            return metrics_of(facts, source, self.samples)
         replayed = ("episodes_replayed",) if self.replay else ()
         return metrics_of(facts, (*(REFILL_METRICS if self.refill else ()), *replayed))
 

@@ -20,10 +20,8 @@ COUNTS = ("nonfinite_updates",)  # summed over the updates of a step; all others
 
 # -- names: by the code that gives them. A test compares them with the metrics of real steps
 
+SAMPLED = ("score", "reward", "success", "zero_variance_groups")  # of the policy's own episodes
 DESCRIBED = (
-    "score",
-    "reward",
-    "success",
     "episodes",
     "turns",
     "action_tokens",
@@ -31,7 +29,6 @@ DESCRIBED = (
     "cut_actions",
     "truncated",
     "out_of_turns",
-    "zero_variance_groups",
     "infrastructure_failures",
     "crashed",
     "defects",
@@ -47,12 +44,20 @@ ROLLED_OUT = (
 )  # Trainer.observe, checks.Mismatch
 DEMONSTRATED = ("demonstrations_incorrect", "demonstrations_unsayable")  # DemonstrationCheck.count
 
+# metric -> format of the one line about a step, in their order
+OF_DEMONSTRATIONS = {"loss": ".4f", "accuracy": ".0%", "margin": ".3g", "gradient_norm": ".3g"}
+# no loss: on policy its value is about 0 whether the agent does well or badly
+OF_EPISODES = {"reward": ".3f", "success": ".1%", "groups_with_signal": ".0%", "gradient_norm": ".3g"}
 
-def metrics_of(algorithm: Algorithm, source: Sequence[str] | None = None) -> tuple[str, ...]:
+
+def metrics_of(
+    algorithm: Algorithm, source: Sequence[str] | None = None, samples: bool | None = None
+) -> tuple[str, ...]:
     """The names of all metrics that a step of a stage may have. A step without an update has no loss, and no
     other metric that an update measures.
 
     Args:
+        samples: whether the stage learns from episodes of the policy; None: if the algorithm demands it.
         source: the metrics of the stage's source; None takes those of the demonstrations where the algorithm
             learns from them.
 
@@ -61,6 +66,7 @@ def metrics_of(algorithm: Algorithm, source: Sequence[str] | None = None) -> tup
     True
     """
     return (
+        *(SAMPLED if samples or (samples is None and algorithm.on_policy) else ()),
         *DESCRIBED,
         *UPDATED,
         *LOOPED,
@@ -98,10 +104,14 @@ class SignalCounter:
 # -- numbers -------------------------------------------------------------------------------------------------
 
 
-def describe(groups: list[Group], collection: Collection) -> dict[str, float]:
+def describe(groups: list[Group], collection: Collection, sampled: bool = True) -> dict[str, float]:
     """The metrics of a step's trajectories, without those that are replayed. Most are means or shares of
     trajectories. ``zero_variance_groups`` is a share of groups; ``invalid_actions`` and ``cut_actions``
     (ended by a token limit) are shares of turns. Failures are counts.
+
+    Args:
+        sampled: whether the policy has made the trajectories. The rewards of demonstrations say nothing about
+            it, so they are no metrics.
     """
     fresh = [[t for t in group.trajectories if not t.replayed] for group in groups]
     trajectories: list[Trajectory] = [t for own in fresh for t in own]
@@ -111,10 +121,15 @@ def describe(groups: list[Group], collection: Collection) -> dict[str, float]:
         return count / len(trajectories)
 
     graded = any(t.score is not None for t in trajectories)
-    return {
+    rewarded = {
         **({"score": share(sum(t.score or 0.0 for t in trajectories))} if graded else {}),
         "reward": sum(t.reward for t in trajectories) / len(trajectories),
         "success": share(sum(t.outcome == "correct" for t in trajectories)),
+        "zero_variance_groups": sum(len({t.reward for t in own}) == 1 for own in fresh if len(own) > 1)
+        / len(groups),
+    }
+    return {
+        **(rewarded if sampled else {}),
         "episodes": float(len(trajectories)),
         "turns": share(turns),
         "action_tokens": share(sum(t.num_action_tokens for t in trajectories)),
@@ -122,13 +137,27 @@ def describe(groups: list[Group], collection: Collection) -> dict[str, float]:
         "cut_actions": sum(t.num_cut for t in trajectories) / max(turns, 1),
         "truncated": share(sum(t.stop_reason == "token_limit" for t in trajectories)),
         "out_of_turns": share(sum(t.stop_reason == "turn_limit" for t in trajectories)),
-        "zero_variance_groups": sum(len({t.reward for t in own}) == 1 for own in fresh if len(own) > 1)
-        / len(groups),
         "infrastructure_failures": float(collection.failures),
         "crashed": float(collection.crashed),
         "defects": float(collection.defects),
         "row_halvings": float(collection.statistics.row_halvings),
     }
+
+
+def headline(metrics: Mapping[str, float]) -> str:
+    """The metrics to watch, on one line.
+
+    >>> headline({"reward": 0.25, "success": 0.5, "loss": 0.001})
+    'reward 0.250  success 50.0%'
+    >>> headline({"episodes": 8.0, "loss": 1.25})
+    'loss 1.2500'
+    """
+    formats = OF_EPISODES if "reward" in metrics else OF_DEMONSTRATIONS
+    return "  ".join(
+        f"{name.replace('_', ' ')} {metrics[name]:{form}}"
+        for name, form in formats.items()
+        if name in metrics
+    )
 
 
 def mean_of(records: list[Mapping[str, float]]) -> dict[str, float]:

@@ -14,6 +14,7 @@ import torch
 from agent_peft.algorithms import Algorithm, averages
 from agent_peft.batch import Batch, collate_groups
 from agent_peft.environments.base import Environment
+from agent_peft.environments.contract import check_made
 from agent_peft.out_of_memory import telling_out_of_memory
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import Sampler
@@ -28,7 +29,7 @@ from agent_peft.training.gradients import Gradients
 from agent_peft.training.optimizer import MasterWeights, build_optimizer, restore_optimizer
 from agent_peft.training.stage import Stage, StageConfig, source_of
 from agent_peft.training.state_file import load_state, save_state
-from agent_peft.training.step_metrics import SignalCounter, describe, mean_of
+from agent_peft.training.step_metrics import SignalCounter, describe, headline, mean_of
 from agent_peft.training.token_values import TokenValues, gather_values
 from agent_peft.types import AgentPeftError, Group, Trajectory, TrustError
 
@@ -51,6 +52,11 @@ class Step:
     def trajectories(self) -> list[Trajectory]:
         """All trajectories of the step, in the order of their groups."""
         return [trajectory for group in self.collection.groups for trajectory in group.trajectories]
+
+    @property
+    def summary(self) -> str:
+        """The metrics to watch, on one line."""
+        return headline(self.metrics)
 
 
 class NonFiniteError(TrustError):
@@ -89,6 +95,7 @@ class Trainer:
         schedule_of: ScheduleOf | None = None,
         replays: Replays | None = None,
     ) -> None:
+        check_made(environment)
         stage = stage if isinstance(stage, StageConfig) else Stage(**stage)
         self.stage = stage = stage.with_steps(environment.tasks)
         self.policy, self.environment = policy, environment
@@ -137,7 +144,7 @@ class Trainer:
                 if self.algorithm.is_done(updates[-1]):
                     break
             metrics = {
-                **describe(collected, collection),
+                **describe(collected, collection, self.stage.samples),
                 **mean_of(updates),
                 **self.observe(batch, len(groups)),
                 **collection.metrics,

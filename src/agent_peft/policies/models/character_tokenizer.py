@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -19,8 +21,10 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     >>> character_tokenizer("01+=").encode("1+0=")
     [4, 5, 3, 6]
     """
-    if not alphabet or len(set(alphabet)) != len(alphabet):
-        raise AgentPeftError("policy.alphabet: an alphabet needs at least one character, and each only once")
+    if not alphabet:
+        raise AgentPeftError("policy.alphabet: an alphabet needs at least one character")
+    if twice := ", ".join(repr(character) for character, count in Counter(alphabet).items() if count > 1):
+        raise AgentPeftError(f"policy.alphabet: {twice} stands there more than once; leave the others out")
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", *alphabet])}
     # <unk> is not in the vocabulary, so an unknown character raises
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
