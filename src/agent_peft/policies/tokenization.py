@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 import warnings
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -63,6 +64,8 @@ class ChatTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int] = ()) -> None:
         self.tokenizer = tokenizer
+        # whether special tokens are split is a state of the tokenizer, which calls on other threads change
+        self.encoding = threading.Lock()
         self.template = (
             undated(tokenizer.chat_template) if tokenizer.chat_template else self._plain_template()
         )
@@ -237,22 +240,16 @@ class ChatTokenizer:
         # replaces halves of characters, which no tokenizer accepts
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         try:
-            return (
-                list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
-                if text
-                else []
-            )
+            with self.encoding:
+                return (
+                    list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+                    if text
+                    else []
+                )
         except Exception as error:  # the tokenizers library raises bare exceptions
-            unknown = (
-                "".join(sorted(set(text).difference(self.tokenizer.get_vocab())))
-                if "[UNK]" in str(error)
-                else ""
-            )
-            reason = (
-                f"its alphabet (policy.alphabet) lacks {', '.join(map(repr, unknown))}"
-                if unknown
-                else str(error)
-            )
+            known = self.tokenizer.get_vocab() if "[UNK]" in str(error) else text
+            unknown = ", ".join(map(repr, sorted(set(text).difference(known))))
+            reason = f"its alphabet (policy.alphabet) lacks {unknown}" if unknown else str(error)
             raise AgentPeftError(f"the tokenizer cannot encode {text[:80]!r}: {reason}") from error
 
     # Frames: the text that the template writes around contents.

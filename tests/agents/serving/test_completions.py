@@ -10,6 +10,7 @@ from functools import cache
 import httpx
 import pytest
 
+from agent_peft.agents.serving.prompts import text_prompt
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.seeding import derive
@@ -167,6 +168,39 @@ def test_continuations_of_texts_and_tokens(serving, policies):
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     (choice,) = client.completions.create(model="trained", prompt="ab", seed=4, logprobs=0).choices
     assert choice.logprobs.token_logprobs == pytest.approx(logprobs, abs=1e-4)
+
+
+def test_equal_prompts_of_one_request_have_seeds_of_their_own(serving, policies):
+    policy = policies["trained"]
+    ids = policy.chat.tokenizer.encode("ab")
+    seeds = (8, *(derive(8, "choice", choice) for choice in range(1, 6)))
+    expected = [own(policy, ids, seed, max_new_tokens=16)[0] for seed in seeds]
+    body = {"prompt": ["ab"] * 3, "n": 2, "seed": 8, "max_tokens": 16, "return_token_ids": True}
+    choices = post(serving().url, "completions", **body).json()["choices"]
+    assert [choice["token_ids"] for choice in choices] == expected
+    assert len({tuple(tokens) for tokens in expected}) > 1
+
+
+def test_texts_and_chats_are_encoded_one_after_the_other(policies, monkeypatch):
+    """Whether special tokens are split is a state of the tokenizer, which two threads would share."""
+    policy = policies["trained"]
+    inside: list[int] = []
+    most: list[int] = []
+    encode = type(policy.chat.tokenizer).encode
+
+    def slowly(self, *arguments, **keys):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.002)
+        tokens = encode(self, *arguments, **keys)
+        inside.pop()
+        return tokens
+
+    monkeypatch.setattr(type(policy.chat.tokenizer), "encode", slowly)
+    with ThreadPoolExecutor(4) as threads:
+        ways = [lambda: text_prompt("1+2=", policy), lambda: opening(policy)] * 10
+        list(threads.map(lambda way: way(), ways))
+    assert max(most) == 1
 
 
 def test_32_clients_at_once_share_the_rows(serving, policies):

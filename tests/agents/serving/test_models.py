@@ -48,6 +48,12 @@ def test_a_run_and_the_model_under_its_adapter(tmp_path):
     assert weights[2] < weights[0] and weights[2] < weights[1]  # the adapters are their own
 
 
+def test_a_path_may_have_an_equals_sign(tmp_path, policies):
+    folder = tmp_path / "lr=0.1"
+    policies["base"].save(folder)
+    assert list(load_policies([str(folder), f"mine={folder}"], {"device": "cpu"})) == ["lr=0.1", "mine"]
+
+
 def test_adapters_beside_their_model(tmp_path, policies):
     policies["base"].save(tmp_path / "model")
     for name, rank in (("a", 2), ("b", 3)):

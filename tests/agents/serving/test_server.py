@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
 from agent_peft.agents.serving.server import PolicyHost
 from agent_peft.environments.http.server import Address
+from agent_peft.policies.engine import service
+from agent_peft.policies.engine.kv_cache import ROWS, TierCache
 from agent_peft.policies.engine.open_decoding import OpenDecoding
 from agent_peft.types import AgentPeftError
 
@@ -106,6 +109,63 @@ def test_out_of_memory_halves_the_rows_and_the_replies_go_on(serving, monkeypatc
     monkeypatch.setattr(OpenDecoding, "_draw", fail_once)
     again = post(running.url, messages=USER, max_tokens=30, temperature=0, n=4, return_token_ids=True)
     assert failed and again.json()["choices"] == expected.json()["choices"]
+
+
+def test_a_prompt_that_does_not_fit_fails_alone(serving, monkeypatch, caplog):
+    running = serving(rows=4, max_tokens=3000)
+    read = TierCache.read
+
+    def too_small(self, model, tier, slots, tokens, positions):
+        if tokens.shape[1] > 1000:
+            raise MemoryError("planted")
+        return read(self, model, tier, slots, tokens, positions)
+
+    monkeypatch.setattr(TierCache, "read", too_small)
+    prompts = ["1+2=", "2+3=", "7" * 1200, "4+5=", "5+6=", "6+7="]
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        answers = list(
+            threads.map(lambda text: post(running.url, "completions", prompt=text, max_tokens=40), prompts)
+        )
+    assert [answer.status_code for answer in answers] == [200, 200, 503, 200, 200, 200]
+    assert "out of memory" in answers[2].json()["error"]["message"]
+    assert running.service._engines["trained"].rows == 4
+
+
+@pytest.mark.usefixtures("slowly")
+def test_who_hangs_up_before_there_is_a_row_gives_back_the_place(serving):
+    running = serving(rows=1, most=12, max_tokens=7000)
+    with CLIENT.stream("POST", f"{running.url}/v1/chat/completions", json=ENDLESS | {"stream": True}) as one:
+        lines = one.iter_lines()  # without this name httpx hangs up after the first line
+        next(lines)
+
+        def give_up(_):
+            with pytest.raises(httpx.ReadTimeout), httpx.Client(trust_env=False) as impatient:
+                impatient.post(f"{running.url}/v1/chat/completions", json=ENDLESS, timeout=0.5)
+
+        with ThreadPoolExecutor(11) as threads:
+            list(threads.map(give_up, range(11)))
+        wait_until(lambda: len(running.host.replies.under_way) == 1)
+
+
+def test_keys_are_made_for_the_rows_that_are_there(serving):
+    running = serving(rows=32)
+    made = []
+    for count in (1, 1, 5, 2):
+        assert post(running.url, messages=USER, max_tokens=3, n=count).status_code == 200
+        made.append(running.service._decodings["trained"].cache.tiers[ROWS].slots)
+    assert made[0] == 1 and 5 <= made[2] <= 8
+
+
+@pytest.mark.usefixtures("slowly")
+def test_the_keys_of_a_policy_that_nobody_asks_are_given_back(serving, monkeypatch):
+    monkeypatch.setattr(service, "IDLE", 0.2)
+    running = serving(max_tokens=7000)
+    assert post(running.url, model="trained", messages=USER, max_tokens=3).status_code == 200
+    body = ENDLESS | {"stream": True, "model": "base"}
+    with CLIENT.stream("POST", f"{running.url}/v1/chat/completions", json=body) as one:
+        lines = one.iter_lines()
+        next(lines)
+        wait_until(lambda: list(running.service._decodings) == ["base"])
 
 
 MANY = [{"role": "user", "content": "1"}]

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import torch
 from agent_peft.policies.engine import schedule
 from agent_peft.policies.engine.base import EngineConfig, EngineStatistics
 from agent_peft.policies.engine.decoding import AHEAD
+from agent_peft.policies.engine.kv_cache import TierCache
 from agent_peft.policies.engine.local import LocalEngine
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
@@ -317,3 +319,25 @@ def test_an_environment_without_memory_is_none_of_the_engines(make_policy: MakeP
     with pytest.raises(MemoryError, match="of the environment"):
         engine.generate([*talks(6), Full([1, 5], 9)], SAMPLING)
     assert engine.rows == 4
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_long_prompt_is_read_in_parts(make_policy: MakePolicy, kind: str, monkeypatch: Any) -> None:
+    policy, sizes = make_policy(kind), []
+    read = TierCache.read
+
+    def noting(self: TierCache, model: Any, tier: int, slots: Any, tokens: Any, positions: Any) -> Any:
+        sizes.append(tokens.numel())
+        return read(self, model, tier, slots, tokens, positions)
+
+    monkeypatch.setattr(TierCache, "read", noting)
+    draws = random.Random(0)
+    talks = [
+        Talk([draws.randrange(3, 9) for _ in range(length)], seed, [[3, 4] * 12])
+        for seed, length in enumerate((61, 8, 61, 25))
+    ]
+    LocalEngine(policy, EngineConfig(rows=3, prefill_tokens=20)).generate(talks, SAMPLING)
+    assert max(sizes) <= 20
+    for talk in talks:
+        said = [logprob for action in talk.logprobs for logprob in action]
+        assert said == pytest.approx(talk.own_logprobs(policy), abs=1e-4)

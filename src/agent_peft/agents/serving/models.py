@@ -33,7 +33,9 @@ def load_policies(targets: Sequence[str], machine: Mapping[str, str]) -> dict[st
     """
     policies: dict[str, Policy] = {}
     for text in targets:
-        given, _, target = text.rpartition("=")
+        given, equals, target = text.partition("=")
+        if not equals or not kind_of_model(text):  # a path may have an =, too
+            given, target = "", text
         name = given or (target if kind_of_model(target) else Path(target).resolve().name)
         if name in policies:
             raise AgentPeftError(f"two policies are named {name!r}; name one of them: {name}-2={target}")

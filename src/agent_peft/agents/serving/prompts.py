@@ -37,7 +37,8 @@ def text_prompt(prompt: str | Sequence[int], policy: Policy) -> list[int]:
             raise AgentPeftError(f"prompt: {largest} is no token of this model; it has {size}")
         return list(prompt)
     try:
-        tokens = list(policy.chat.tokenizer.encode(prompt))
+        with policy.chat.encoding:
+            tokens = list(policy.chat.tokenizer.encode(prompt))
     except Exception as error:  # the tokenizers library raises bare exceptions
         raise AgentPeftError(f"prompt: the tokenizer cannot encode {prompt[:80]!r}: {error}") from error
     if not tokens:

@@ -106,17 +106,17 @@ class Replies:
             except RuntimeError:
                 logger.debug("a reply has ended after the event loop")
 
+        asked = [pair for pair in zip(openings, samplings, strict=True) for _ in members]
         draws = [
             Draw(
                 opening,
-                seed if member == 0 else derive(seed, "choice", member),
+                seed if choice == 0 else derive(seed, "choice", choice),
                 sampling,
                 on_change,
                 alternatives,
                 request.stream,
             )
-            for opening, sampling in zip(openings, samplings, strict=True)
-            for member in members
+            for choice, (opening, sampling) in enumerate(asked)
         ]
         self.under_way.update(draws)
         for draw in draws:

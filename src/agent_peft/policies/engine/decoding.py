@@ -16,6 +16,7 @@ import torch
 from agent_peft.out_of_memory import is_out_of_memory
 from agent_peft.policies.engine.base import Conversation, EngineConfig, EngineStatistics
 from agent_peft.policies.engine.kv_cache import COMMON, PROMPTS, ROWS, TierCache
+from agent_peft.policies.engine.prompt_prefix import common_length, common_prefix
 from agent_peft.policies.engine.schedule import Answer, Clock, Schedule
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig, draw, uniform
@@ -242,7 +243,7 @@ class Decoding:
         if not prompts:
             return
         if not self.common:
-            self.common = _common_prefix(
+            self.common = common_prefix(
                 [*self.prompts, *([] if self.last_prompt is None else [self.last_prompt]), *prompts]
             )
             if self._cache is None:
@@ -258,7 +259,7 @@ class Decoding:
             self.free += range(old, self.prompt_slots)
         jobs = []
         for tokens in prompts:
-            slot, begin = heapq.heappop(self.free), _common_length(tokens, self.common)
+            slot, begin = heapq.heappop(self.free), common_length(tokens, self.common)
             self.cache.fork(PROMPTS, [slot], 0, begin)
             jobs.append((slot, tokens[begin:], begin))
         for tokens, (slot, _, _), logits in zip(prompts, jobs, self._prefill(PROMPTS, jobs), strict=True):
@@ -286,6 +287,7 @@ class Decoding:
         """Read (slot, tokens, start position) jobs, in batches of about ``prefill_tokens``. Return the logits
         (V,) after the last token of each job.
         """
+        jobs = [self._begin(tier, *job) for job in jobs]
         logits: list[torch.Tensor | None] = [None] * len(jobs)
         order = sorted(range(len(jobs)), key=lambda j: (len(jobs[j][1]), j))
         while order:
@@ -312,6 +314,20 @@ class Decoding:
             for i, j in enumerate(batch):
                 logits[j] = out[i]
         return [x for x in logits if x is not None]
+
+    def _begin(
+        self, tier: int, slot: int, tokens: Sequence[int], start: int
+    ) -> tuple[int, Sequence[int], int]:
+        """Read the beginning of a long job, a part at a time: attention within a part takes memory for each
+        pair of its tokens. Return the rest, of at most ``prefill_tokens``.
+        """
+        while len(tokens) > (most := self.config.prefill_tokens):
+            part = torch.tensor([tokens[:most]], device=self.policy.device)
+            positions = torch.arange(start, start + most, device=self.policy.device).unsqueeze(0)
+            self.cache.read(self.policy, tier, [slot], part, positions)
+            self.prefilled += most
+            tokens, start = tokens[most:], start + most
+        return slot, tokens, start
 
     # -- decoding --------------------------------------------------------------------------------------------
 
@@ -376,19 +392,3 @@ def _prompt_of(conversation: Conversation) -> Sequence[int] | None:
             "a conversation has an empty prompt, so its first token cannot be predicted: begin it with one"
         )
     return None if prompt is None else tuple(prompt)
-
-
-def _common_prefix(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """The longest common prefix of the prompts that leaves each of them a token to read. It is empty where
-    sharing saves nothing.
-    """
-    if len({tuple(p) for p in prompts}) < 2:
-        return []
-    low, high = min(map(list, prompts)), max(map(list, prompts))
-    return low[: min(_common_length(low, high), _common_length(high, low))]
-
-
-def _common_length(tokens: Sequence[int], other: Sequence[int]) -> int:
-    """The length of the common prefix, leaving at least one of ``tokens``."""
-    limit = min(len(tokens) - 1, len(other))
-    return next((i for i in range(limit) if tokens[i] != other[i]), limit)

@@ -8,10 +8,13 @@ from typing import Any, Protocol
 
 import torch
 
+from agent_peft.out_of_memory import is_out_of_memory
 from agent_peft.policies.engine.base import Conversation, EngineConfig
 from agent_peft.policies.engine.decoding import CacheMaker, Decoding, Row
+from agent_peft.policies.engine.kv_cache import ROWS
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig, draw, log_distribution
+from agent_peft.types import AgentPeftError, InfrastructureError
 
 FIRST_TOKENS = 32  # of one action, for which a row has room at first
 
@@ -67,7 +70,7 @@ class OpenDecoding(Decoding):
         sampling = SamplingConfig(max_new_tokens=FIRST_TOKENS, max_tokens=max_tokens)
         config = config.model_copy(update={"overlap": 1})  # nobody's answer is waited for
         super().__init__(policy, config, new_cache, (), sampling, _SameThread(), shares, capacity)
-        self._added = 0
+        self._added, self._most = 0, capacity
 
     @property
     def busy(self) -> bool:
@@ -83,8 +86,35 @@ class OpenDecoding(Decoding):
         self.queue.append(Row(request, self._added))
         self._added += 1
 
-    def _most_rows(self) -> int:
-        return self.capacity
+    def advance(self) -> None:
+        for row in [row for row in self.queue if _request_of(row).cancelled]:
+            self.queue.remove(row)
+            _request_of(row).fail(InfrastructureError("the client has hung up"))
+        try:
+            self._widen()
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._halve(error)
+        super().advance()
+
+    def _widen(self) -> None:
+        """Make room for the rows that are there: keys for all that may come take gigabytes."""
+        rows = self._most_rows()
+        if self._cache is not None and rows > (have := self._cache.tiers[ROWS].slots):
+            self._cache.widen(ROWS, min(self.capacity, max(rows, 2 * have)))
+
+    def _halve(self, error: Exception) -> None:
+        """Where one row alone does not fit, its request fails, and the others go on with as many rows as
+        there were at first: it was not their number.
+        """
+        try:
+            super()._halve(error)
+        except AgentPeftError as refused:
+            for row in self.rows:
+                _request_of(row).fail(refused)
+            self.capacity = self._most
+            self._clear()
 
     def _sampling_of(self, row: Row) -> SamplingConfig:
         return _request_of(row).sampling
@@ -101,7 +131,9 @@ class OpenDecoding(Decoding):
             alike.setdefault((sampling.temperature, sampling.top_p, sampling.top_k), []).append(i)
         tokens, logprobs = [0] * len(rows), [0.0] * len(rows)
         for places in alike.values():
-            index = torch.tensor(places, device=logits.device)
+            index: Any = slice(None)  # of all rows, without a copy
+            if len(alike) > 1:
+                index = torch.tensor(places, device=logits.device)
             drawn = draw(logits[index], uniforms[index], self._sampling_of(rows[places[0]]))
             for i, token, logprob in zip(places, drawn[0].tolist(), drawn[1].tolist(), strict=True):
                 tokens[i], logprobs[i] = token, logprob

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from queue import Empty, SimpleQueue
@@ -42,6 +43,7 @@ class Service:
         self._engines = {name: LocalEngine(policy, config) for name, policy in policies.items()}
         self._arrivals: SimpleQueue[tuple[str, Request] | None] = SimpleQueue()
         self._decodings: dict[str, OpenDecoding] = {}
+        self._worked: dict[str, float] = {}  # when each of them last computed
         self._closed = False
         self._closing = threading.Lock()  # what is submitted before ``close`` is seen by its thread
         self._thread = threading.Thread(target=self._run, name="sampler")
@@ -83,6 +85,8 @@ class Service:
                         self._fail([request], error)
                 for name in [name for name, decoding in self._decodings.items() if decoding.busy]:
                     self._advance(name)
+                    self._worked[name] = time.monotonic()
+                self._give_back()
             stopping = InfrastructureError(STOPPING)
             for decoding in self._decodings.values():
                 self._fail(decoding.requests, stopping)
@@ -101,10 +105,15 @@ class Service:
                 arrivals.append(self._arrivals.get_nowait())
         except Empty:
             pass
-        if not arrivals and not any(decoding.busy for decoding in self._decodings.values()):
-            self._decodings.clear()
-            give_back_memory()
         return [arrival for arrival in arrivals if arrival is not None]
+
+    def _give_back(self) -> None:
+        """Drop the keys and values of policies that nobody asks."""
+        now = time.monotonic()
+        idle = [name for name, one in self._decodings.items() if not one.busy]
+        for name in [name for name in idle if now - self._worked.get(name, now) >= IDLE]:
+            del self._decodings[name]
+            give_back_memory()
 
     def _advance(self, name: str) -> None:
         decoding = self._decodings[name]
@@ -115,7 +124,7 @@ class Service:
             self._fail(decoding.requests, error)
         else:
             # memory that was too small once is too small for the next ones, too
-            self._engines[name].rows = min(self._engines[name].rows, decoding.capacity)
+            self._engines[name].rows = decoding.capacity
 
     def _fail(self, requests: list[Request], error: BaseException) -> None:
         if requests:
