@@ -30,7 +30,7 @@ class Batch:
     lengths: Tensor  # (B,) int64: how many tokens are real
     action_mask: Tensor  # (B, T) bool: sampled by the policy, or to learn of a demonstration
     logprobs: Tensor  # (B, T) fp32: the sampler's, zero off the mask
-    rewards: Tensor  # (B, T) fp32: each turn's on its last sampled token
+    rewards: Tensor  # (B, T) fp64: each turn's on its last sampled token
     returns: Tensor  # (B,) fp32: sum of the rewards
     groups: Tensor  # (B,) int64: trajectories of one task share a number; -1 are measured, and not learnt
     advantages: Tensor  # (B, T) fp32, zero until an algorithm sets them
@@ -98,7 +98,7 @@ def collate(trajectories: Sequence[Trajectory], groups: Sequence[int], mask_cut:
     tokens = torch.zeros(shape, dtype=torch.int64)
     action_mask = torch.zeros(shape, dtype=torch.bool)
     logprobs = torch.zeros(shape, dtype=torch.float32)
-    rewards = torch.zeros(shape, dtype=torch.float32)
+    rewards = torch.zeros(shape, dtype=torch.float64)  # so that equal sums are equal, in whatever parts
     for row, trajectory in enumerate(trajectories):
         tokens[row, : lengths[row]] = torch.tensor(trajectory.tokens)
         mask = trained_mask(trajectory, mask_cut)

@@ -17,7 +17,7 @@ from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.ranks import ALONE
 from agent_peft.rollout.collector import Collection
 from agent_peft.rollout.pairs import EpisodePairs, EpisodesOfConfig, Pairs, read_groups, with_mismatched
-from agent_peft.rollout.rewards import RewardConfig
+from agent_peft.rollout.rewards import RewardConfig, price
 from agent_peft.rollout.task_order import TaskOrder
 from agent_peft.runs.trajectories import write_trajectories
 from agent_peft.types import AgentPeftError, Group, Message, Outcome, Task, Trajectory, Turn
@@ -146,6 +146,21 @@ def test_a_run_s_episodes_come_back_token_for_token(run):
             )
     # priced by this stage, and not as they were
     assert [t.reward for t in groups[0].trajectories] == [PRICES.incorrect, 1.0, PRICES.incorrect - 0.5]
+
+
+def test_what_each_turn_added_to_the_score_comes_back(run):
+    begin, end = episode("1+1", "3", BAD).turns
+    scored = replace(
+        episode("1+1", "3", BAD), turns=(replace(begin, score=0.5), replace(end, score=0.25)), score=0.25
+    )
+    write_trajectories(
+        run / "trajectories", 1, "rloo", [Group(Task("1+1"), [scored, episode("1+1", "2", GOOD)])]
+    )
+    graded = RewardConfig(score=1.0)
+    (group,) = read_groups(EpisodesOfConfig(run=run, stage="rloo"), CHAT, graded)
+    assert group.trajectories[0].turns == scored.turns
+    assert group.trajectories[0].rewards == price(scored, graded).rewards
+    assert group.trajectories[0].rewards[0] == 0.5
 
 
 def test_replayed_episodes_are_read_where_they_were_sampled(run):

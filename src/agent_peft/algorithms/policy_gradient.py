@@ -105,7 +105,9 @@ class PolicyGradient(Algorithm):
         if turns is None:
             advantages = self.advantage(batch.returns, batch.groups)
         else:
-            advantages = turns.compared(self.advantage) if self.compares_groups else turns.returns
+            groups = batch.groups[turns.rows]
+            compares = self.compares_groups
+            advantages = turns.compared(self.advantage) if compares else self.advantage(turns.returns, groups)
         if self.baseline is not None:
             advantages = self.baseline.subtract(advantages, sum_over_ranks)
         return advantages[:, None] * batch.action_mask if turns is None else turns.per_token(advantages)

@@ -138,9 +138,9 @@ class Ppo(Algorithm):
         return replace(batch, advantages=advantages, value_targets=targets)
 
     def rewards(self, batch: Batch) -> Tensor:
-        """(B, T) the rewards, less the KL in them."""
-        coef = self.config.reward_kl_coef
-        return batch.rewards - coef * reward_kl(batch) if coef else batch.rewards
+        """(B, T) fp32: the rewards, less the KL in them."""
+        coef, rewards = self.config.reward_kl_coef, batch.rewards.float()
+        return rewards - coef * reward_kl(batch) if coef else rewards
 
     def observe(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> dict[str, float]:
         """explained_variance: 1 - Var(G - V) / Var(G), over the step's sampled tokens, of the critic before

@@ -327,6 +327,11 @@ class PolicyGradientConfig(AlgorithmConfig):
                 "turn_discount: surrogate sequence_clipped has one ratio, and so one advantage, for a "
                 "trajectory; take surrogate: clipped"
             )
+        if self.turn_discount is not None and self.advantage == "mean_normalized":
+            raise ValueError(
+                "turn_discount: advantage mean_normalized divides by a rate of success, and what is still to "
+                "come at a later turn is none; take advantage: group_centered"
+            )
         return self
 
 

@@ -24,6 +24,7 @@ from agent_peft.ranks import Ranks
 from agent_peft.rollout.collector import Collection
 from agent_peft.rollout.demonstrations import demonstrate
 from agent_peft.rollout.gathering import gather_collection
+from agent_peft.rollout.refill import is_constant
 from agent_peft.rollout.rewards import RewardConfig, price
 from agent_peft.rollout.task_order import Order, TaskOrder
 from agent_peft.seeding import derive
@@ -140,7 +141,7 @@ def best_and_worst(group: Group) -> Group | str:
     """
     best = max(group.trajectories, key=lambda t: t.reward)
     worst = min(group.trajectories, key=lambda t: t.reward)
-    if best.reward == worst.reward:
+    if is_constant(Group(group.task, [best, worst])):
         return METRICS[0]
     if best.turns[0].observation != worst.turns[0].observation:
         return METRICS[1]
@@ -245,7 +246,9 @@ def _episode(line: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Tra
         if is_action:
             number = len(turns)
             valid, cut = number not in line["invalid_turns"], number in line["cut_turns"]
-            turns.append(Turn(observation, tokens, logprobs, valid, cut))
+            scores = line.get("turn_scores")
+            score = None if scores is None else scores[number]
+            turns.append(Turn(observation, tokens, logprobs, valid, cut, score=score))
         observation = () if is_action else tokens
     if len(turns) != len(line["rewards"]):
         raise ValueError(f"row {line['row']} has {len(turns)} turns and {len(line['rewards'])} rewards")

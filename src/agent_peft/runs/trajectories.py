@@ -56,6 +56,7 @@ def episode_record(
     ('t', 3, 7, 3)
     """
     mistakes = [number for number, turn in enumerate(trajectory.turns) if turn.mistake]
+    scores = [turn.score for turn in trajectory.turns]
     return {
         "group": group,
         "attempt": attempt,
@@ -66,6 +67,7 @@ def episode_record(
         "outcome": trajectory.outcome.value,
         "stop_reason": trajectory.stop_reason.value,
         **({} if trajectory.score is None else {"score": trajectory.score}),
+        **({"turn_scores": scores} if any(score is not None for score in scores) else {}),
         "rewards": list(trajectory.rewards),
         "reward_terms": dict(trajectory.reward_terms),
         **({} if advantages is None else {"advantages": list(advantages)}),

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial, reduce
 
 from agent_peft.algorithms import Algorithm
 from agent_peft.ranks import EXTREMES, merged
 from agent_peft.rollout.collector import Collection
+from agent_peft.rollout.refill import is_constant
 from agent_peft.types import Group, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -125,7 +127,11 @@ def describe(groups: list[Group], collection: Collection, sampled: bool = True) 
         **({"score": share(sum(t.score or 0.0 for t in trajectories))} if graded else {}),
         "reward": sum(t.reward for t in trajectories) / len(trajectories),
         "success": share(sum(t.outcome == "correct" for t in trajectories)),
-        "zero_variance_groups": sum(len({t.reward for t in own}) == 1 for own in fresh if len(own) > 1)
+        "zero_variance_groups": sum(
+            is_constant(replace(group, trajectories=own))
+            for group, own in zip(groups, fresh, strict=True)
+            if len(own) > 1
+        )
         / len(groups),
     }
     return {
