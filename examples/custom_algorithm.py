@@ -31,4 +31,4 @@ if __name__ == "__main__":
         keys = {"sampling": {"max_new_tokens": 3}, "optimizer": {"learning_rate": rate}}
         stage = ap.Stage(algorithm=algorithm, steps=steps, tasks_per_step=40, **keys)
         for step in ap.Trainer(policy, tasks, stage):
-            print(stage.name, step.number, f"{step.metrics['success']:.2f}")
+            print(stage.name, step.number, step.summary)
