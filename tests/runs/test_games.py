@@ -43,5 +43,5 @@ def test_a_configuration_of_ten_lines_trains(name, library, tokens, tmp_path, mo
     stages = [stage.model_copy(update={"steps": 1, "tasks_per_step": 3}) for stage in config.stages]
     reports = train(config.model_copy(update={"stages": tuple(stages)}))
     lines = (tmp_path / config.run_dir / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == len(stages) and all("reward" in json.loads(line) for line in lines)
+    assert len(lines) == len(stages) and "reward" in json.loads(lines[-1])
     assert all(report.score is not None for report in reports.values())

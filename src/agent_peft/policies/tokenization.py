@@ -248,8 +248,9 @@ class ChatTokenizer:
                 )
         except Exception as error:  # the tokenizers library raises bare exceptions
             known = self.tokenizer.get_vocab() if "[UNK]" in str(error) else text
-            unknown = ", ".join(map(repr, sorted(set(text).difference(known))))
-            reason = f"its alphabet (policy.alphabet) lacks {unknown}" if unknown else str(error)
+            unknown = "".join(sorted(set(text).difference(known)))
+            lacks = f"policy.alphabet lacks the characters {unknown!r}; add them"
+            reason = lacks if unknown else str(error)
             raise AgentPeftError(f"the tokenizer cannot encode {text[:80]!r}: {reason}") from error
 
     # Frames: the text that the template writes around contents.

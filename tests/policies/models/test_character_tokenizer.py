@@ -19,7 +19,7 @@ def test_character_tokenizer(tmp_path: Path) -> None:
     assert c.action_tokens("46") == [7, 9, 2] and c.decode_action([7, 9, 2]) == "46"
     assert c.following("0", [7, 9, 2]) == [3] and c.following("0", [7, 9]) == [2, 3]
     assert c.following("<>", []) == [2, *tokenizer.convert_tokens_to_ids(["<", ">"])]
-    with pytest.raises(AgentPeftError, match=r"its alphabet \(policy\.alphabet\) lacks 'x', 'z'"):
+    with pytest.raises(AgentPeftError, match=r"policy\.alphabet lacks the characters 'xz'; add"):
         c.following("1x2z", [])
     tokenizer.save_pretrained(tmp_path)
     again = ChatTokenizer(AutoTokenizer.from_pretrained(tmp_path))
