@@ -86,8 +86,8 @@ def build(environment_class: type[Environment], config: EnvironmentConfig) -> En
         ) from error
 
 
-def check_made(environment: object) -> None:
-    """Check that an environment is given, and not its class.
+def refuse_class(environment: object) -> None:
+    """Refuse an environment's class where an environment belongs.
 
     Raises:
         AgentPeftError: it is a class.

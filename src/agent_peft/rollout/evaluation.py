@@ -14,7 +14,7 @@ from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_v
 from agent_peft.config import Config, first_error
 from agent_peft.environments import AnyEnvironment
 from agent_peft.environments.base import Environment, EnvironmentConfig
-from agent_peft.environments.contract import check_made
+from agent_peft.environments.contract import refuse_class
 from agent_peft.lookup import nearest
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import Sampler
@@ -122,7 +122,7 @@ def evaluate(
     Raises:
         AgentPeftError: a key is wrong, or no episode came to an end.
     """
-    check_made(environment)
+    refuse_class(environment)
     sampler = load_sampler(policy) if isinstance(policy, Policy) else policy
     settings, prices = _settings(evaluation), _prices(rewards)
     tasks = environment.tasks[: settings.num_tasks]

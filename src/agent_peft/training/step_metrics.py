@@ -59,9 +59,9 @@ def metrics_of(
     other metric that an update measures.
 
     Args:
-        samples: whether the stage learns from episodes of the policy; None: if the algorithm demands it.
         source: the metrics of the stage's source; None takes those of the demonstrations where the algorithm
             learns from them.
+        samples: whether the stage learns from episodes of the policy; None: if the algorithm demands it.
 
     >>> from agent_peft.algorithms import SftConfig
     >>> "surprisal" in metrics_of(SftConfig().facts)

@@ -14,7 +14,7 @@ import torch
 from agent_peft.algorithms import Algorithm, averages
 from agent_peft.batch import Batch, collate_groups
 from agent_peft.environments.base import Environment
-from agent_peft.environments.contract import check_made
+from agent_peft.environments.contract import refuse_class
 from agent_peft.out_of_memory import telling_out_of_memory
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import Sampler
@@ -95,7 +95,7 @@ class Trainer:
         schedule_of: ScheduleOf | None = None,
         replays: Replays | None = None,
     ) -> None:
-        check_made(environment)
+        refuse_class(environment)
         stage = stage if isinstance(stage, StageConfig) else Stage(**stage)
         self.stage = stage = stage.with_steps(environment.tasks)
         self.policy, self.environment = policy, environment
