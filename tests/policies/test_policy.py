@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
@@ -491,3 +492,17 @@ def test_merged_it_says_the_same_without_peft(make_policy: MakePolicy, tmp_path:
 def test_a_model_that_is_nowhere_is_a_mistake_of_one_line(tmp_path: Path) -> None:
     with pytest.raises(AgentPeftError, match=r"^policy\.model: .*nothing'"):
         load_policy(PretrainedConfig(model=str(tmp_path / "nothing"), device="cpu"), seed=0)
+
+
+def test_no_proof_reads_padding(monkeypatch):
+    """Some models warn of padding without a mask, which looks like a fault."""
+    seen = []
+    monkeypatch.setattr(
+        transformers.PreTrainedModel,
+        "warn_if_padding_and_no_attention_mask",
+        lambda self, input_ids, attention_mask: seen.append(input_ids),
+    )
+    gpt2 = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 64}
+    policy = load_policy({"kind": "scratch", "alphabet": "0123456789", "architecture": gpt2, "device": "cpu"})
+    padding = policy.chat.tokenizer.pad_token_id
+    assert seen and not any((tokens[:, [0, -1]] == padding).any() for tokens in seen if tokens is not None)

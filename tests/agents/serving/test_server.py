@@ -157,6 +157,23 @@ def test_keys_are_made_for_the_rows_that_are_there(serving):
 
 
 @pytest.mark.usefixtures("slowly")
+def test_more_rows_that_do_not_fit_wait(serving, monkeypatch, caplog):
+    running = serving(rows=4, max_tokens=7000)
+    failed = []
+
+    def too_small(self, tier, slots):
+        failed.append(slots)
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(TierCache, "widen", too_small)
+    with CLIENT.stream("POST", f"{running.url}/v1/chat/completions", json=ENDLESS | {"stream": True}) as one:
+        lines = one.iter_lines()  # without this name httpx hangs up after the first line
+        next(lines)
+        assert post(running.url, messages=USER, max_tokens=3, n=3).status_code == 200
+    assert failed
+
+
+@pytest.mark.usefixtures("slowly")
 def test_the_keys_of_a_policy_that_nobody_asks_are_given_back(serving, monkeypatch):
     monkeypatch.setattr(service, "IDLE", 0.2)
     running = serving(max_tokens=7000)
