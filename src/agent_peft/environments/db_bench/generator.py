@@ -36,7 +36,7 @@ GENERATED_SKILLS = tuple(ALONE)
 COMBINED = 0.75  # the share of tasks that show more than their skill needs
 LOOKS = 0.05
 MAX_ANSWER_CHARS = 400
-MIN_ANSWER_CHARS = 100
+MIN_ANSWER_CHARS = 40
 
 
 @dataclass(frozen=True)
