@@ -3,16 +3,17 @@
     python benchmarks/db_bench_algorithms.py [--seeds 0 1 2] [--kinds rloo grpo …] [--runs runs/algorithms]
     [key=value ...]
 
-Tasks, demonstrations and keys are those of the quickstart. For each seed, one run learns from the
+db_bench_algorithms.yaml has tasks, demonstrations and keys. For each seed, one run learns from the
 demonstrations. Each algorithm then goes on from its adapter with as many episodes as the others: six steps
 of twelve tasks with eight attempts. reinforce does not compare attempts, so it has 96 tasks with one each.
-ppo updates four times a step, so it has a quarter of the learning rate. dpo and kto take three rounds: two
-steps that only act, and then four steps that learn from these episodes. kto learns from every reply, and most
-have failed, so it takes two steps there, at half the rate, and successes weigh twice.
+ppo updates four times a step, so it has a quarter of the learning rate. dpo and kto take six rounds: a step
+that only acts, and an update from its episodes. Each of these updates begins a new Adam, whose first step is
+its largest, so they have half the rate. dpo has 48 tasks with two attempts in a round. kto has 96 tasks with
+one; most replies fail, so successes weigh twice.
 
-Held-out success is that of the quickstart's 200 tasks, greedy. Finished runs are read, not repeated; one
-that was stopped goes on. Prints a table, and writes benchmarks/results/db_bench_algorithms.json, where the
-rows of other seeds and kinds stay. CPU seconds are those of the whole process, with one evaluation.
+Held-out success is of 200 tasks, greedy. Finished runs are read, not repeated; one that was stopped goes on.
+Prints a table, and writes benchmarks/results/db_bench_algorithms.json, where the rows of other seeds and
+kinds stay. CPU seconds are those of the whole process, with one evaluation.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from agent_peft.configuration.yaml12 import dump, parse, plain
 from agent_peft.rollout.statistics import Comparison, EvaluationReport, mean_over_tasks, paired_test
 from agent_peft.runs.evaluations import read_report
 
-QUICKSTART = Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml"
+CONFIG = Path(__file__).with_suffix(".yaml")
 KINDS = ("reinforce", "rloo", "grpo", "dapo", "ppo", "dpo", "kto", "rloo_by_turn")
-STEPS, ROUNDS = 6, 3
+STEPS = 6
 
 
 @dataclass(frozen=True)
@@ -48,14 +49,14 @@ class Trained:
     cpu_seconds: float | None
 
 
-def quickstart_stages() -> list[dict[str, Any]]:
-    content: list[dict[str, Any]] = plain(parse(QUICKSTART.read_text(), str(QUICKSTART)))["stages"]
+def stages_of_the_file() -> list[dict[str, Any]]:
+    content: list[dict[str, Any]] = plain(parse(CONFIG.read_text(), str(CONFIG)))["stages"]
     return content
 
 
 def stages_of(kind: str, run: Path) -> list[dict[str, Any]]:
     """The stages of an algorithm after the demonstrations, in the run directory ``run``."""
-    _, rloo = quickstart_stages()
+    _, rloo = stages_of_the_file()
     if kind == "ppo":
         rloo["optimizer"] = rloo["optimizer"] | {"learning_rate": rloo["optimizer"]["learning_rate"] / 4}
     if kind == "reinforce":
@@ -63,18 +64,20 @@ def stages_of(kind: str, run: Path) -> list[dict[str, Any]]:
     if kind not in ("dpo", "kto"):
         algorithm: Any = {"kind": "rloo", "turn_discount": 1.0} if kind == "rloo_by_turn" else kind
         return [{**rloo, "algorithm": algorithm, "steps": STEPS}]
-    act = {**rloo, "steps": STEPS // ROUNDS, "optimizer": {"learning_rate": 0.0}}
     kto = kind == "kto"
+    attempts = 1 if kto else 2
+    wide = {"tasks_per_step": rloo["tasks_per_step"] * rloo["group_size"] // attempts, "group_size": attempts}
+    act = {**rloo, **wide, "algorithm": "reinforce", "steps": 1, "optimizer": {"learning_rate": 0.0}}
     learn = {
         "algorithm": {"kind": kind, "desirable_weight": 2.0} if kto else kind,
-        "steps": 2 if kto else 4,
-        "tasks_per_step": rloo["tasks_per_step"],
+        "steps": 1,
+        "tasks_per_step": wide["tasks_per_step"] // attempts,
         "rewards": rloo["rewards"],
-        "optimizer": {"learning_rate": 1e-4 if kto else 2e-4},
+        "optimizer": {"learning_rate": rloo["optimizer"]["learning_rate"] / 2},
     }
     return [
         stage
-        for number in range(1, ROUNDS + 1)
+        for number in range(1, STEPS + 1)
         for stage in (
             {**act, "name": f"act_{number}"},
             {
@@ -90,7 +93,7 @@ def train(
     run: Path, seed: int, stages: Sequence[dict[str, Any]], overrides: list[str], **keys: Any
 ) -> Trained:
     steps = sum(stage["steps"] for stage in stages)
-    content = {"extends": "quickstart", "evaluation": {"at": [], "every": steps}, "stages": stages, **keys}
+    content = {"extends": str(CONFIG), "evaluation": {"at": [], "every": steps}, "stages": stages, **keys}
     run.parent.mkdir(parents=True, exist_ok=True)
     file = run.with_suffix(".yaml")
     file.write_text(dump(content))
@@ -157,7 +160,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     given = parser.parse_intermixed_args()
     file = RESULTS / "db_bench_algorithms.json"
-    demonstrations, _ = quickstart_stages()
+    demonstrations, _ = stages_of_the_file()
     for seed in given.seeds:
         taught = given.runs / f"sft-{seed}"
         before = train(taught, seed, [demonstrations], given.overrides)

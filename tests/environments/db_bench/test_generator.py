@@ -383,7 +383,7 @@ def test_answers_are_as_short_as_asked():
     ]
     assert len(answers) == 40
     assert max(len(repr([tuple(row) for row in rows])) for rows in answers) <= 120
-    with pytest.raises(AgentPeftError, match="max_answer_chars must be at least 100, not 99"):
-        generate(1, 0, max_answer_chars=99)
+    with pytest.raises(AgentPeftError, match="max_answer_chars must be at least 40, not 39"):
+        generate(1, 0, max_answer_chars=39)
     with pytest.raises(AgentPeftError, match="for a larger max_answer_chars"):
-        generate(60, 0, ["group_by_multiple_columns"], combined=0, max_answer_chars=100)
+        generate(60, 0, ["group_by_multiple_columns"], combined=0, max_answer_chars=40)
