@@ -19,7 +19,7 @@ def test_the_limits_of_the_quickstart_fit_its_tasks():
     chat = ChatTokenizer(AutoTokenizer.from_pretrained(folder))
     config = load_config("quickstart")
     sampling = config.stages[0].sampling
-    for settings, share in ((config.environment, 0.01), (config.evaluation.environment, 0.02)):
+    for settings in (config.environment, config.evaluation.environment):
         environment = load_environment(settings)
         try:
             made = [
@@ -27,5 +27,5 @@ def test_the_limits_of_the_quickstart_fit_its_tasks():
             ]
         finally:
             environment.close()
-        unsayable = [unsayable_because(trajectory, chat, sampling) for trajectory in made]
-        assert sum(reason is not None for reason in unsayable) <= share * len(made), unsayable
+        unsayable = {unsayable_because(trajectory, chat, sampling) for trajectory in made}
+        assert made and unsayable == {None}
