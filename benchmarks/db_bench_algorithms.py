@@ -9,7 +9,7 @@ of twelve tasks with eight attempts. reinforce does not compare attempts, so it 
 ppo updates four times a step, so it has a quarter of the learning rate. dpo and kto take six rounds: a step
 that only acts, and an update from its episodes. Each of these updates begins a new Adam, whose first step is
 its largest, so they have half the rate. dpo has 48 tasks with two attempts in a round. kto has 96 tasks with
-one; most replies fail, so successes weigh twice.
+one; about one reply in four succeeds, so a success weighs four times as much as a failure.
 
 Held-out success is of 200 tasks, greedy. Finished runs are read, not repeated; one that was stopped goes on.
 Prints a table, and writes benchmarks/results/db_bench_algorithms.json, where the rows of other seeds and
@@ -69,7 +69,7 @@ def stages_of(kind: str, run: Path) -> list[dict[str, Any]]:
     wide = {"tasks_per_step": rloo["tasks_per_step"] * rloo["group_size"] // attempts, "group_size": attempts}
     act = {**rloo, **wide, "algorithm": "reinforce", "steps": 1, "optimizer": {"learning_rate": 0.0}}
     learn = {
-        "algorithm": {"kind": kind, "desirable_weight": 2.0} if kto else kind,
+        "algorithm": {"kind": kind, "desirable_weight": 4.0} if kto else kind,
         "steps": 1,
         "tasks_per_step": wide["tasks_per_step"] // attempts,
         "rewards": rloo["rewards"],

@@ -1,11 +1,11 @@
 """Six skills of DB Bench one after another: LoRA alone, replay in the prompt alone, and both.
 
     python benchmarks/streams.py [--seeds 0 1 2] [--conditions lora replay both] [--quick]
-    [--model smollm2-135m] [--warm-up 6] [--steps 8] [--heldout 20] [--replays 4] [--runs runs/streams]
-    [--output FILE] [key=value ...]
+    [--model smollm2-135m] [--warm-up 8] [--steps 3] [--tasks-per-step 32] [--heldout 10] [--replays 4]
+    [--runs runs/streams] [--output FILE] [key=value ...]
 
 All conditions begin with the same few supervised steps over all skills, which teach the format of replies.
-Then each skill has ``--steps`` steps of RLOO. ``lora`` trains the adapter; ``replay`` has a learning rate of
+Then each skill has ``--steps`` steps of REINFORCE without a baseline, one attempt a task. ``lora`` trains the adapter; ``replay`` has a learning rate of
 0 and shows the run's latest successes in the prompt; ``both`` does both. After each segment the policy is
 measured on ``--heldout`` tasks of each skill about other entities and columns. The tasks are plain
 (``generate.plain``), so that a small model solves some of each skill.
@@ -68,14 +68,13 @@ class Sizes:
     warm_up: int  # supervised steps of 8 demonstrations
     steps: int  # of each skill
     tasks_per_step: int
-    group_size: int
     heldout: int  # tasks of each skill
     replays: int
     max_new_tokens: int
 
     @classmethod
     def quick(cls) -> Sizes:
-        return cls("", 1, 1, 1, 2, 1, 2, 8)
+        return cls("", 1, 1, 2, 1, 2, 8)
 
 
 @dataclass(frozen=True)
@@ -125,14 +124,14 @@ def configuration(condition: str, seed: int, sizes: Sizes, run: Path) -> dict[st
                 "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2},
             },
             {
-                "algorithm": "rloo",
+                "algorithm": {"kind": "reinforce", "baseline_momentum": None},
                 "name": "stream",
                 "task_order": {"kind": "by_skill", "steps": sizes.steps, "skills": list(SKILLS)},
                 "epochs": 1,
                 "tasks_per_step": sizes.tasks_per_step,
-                "group_size": sizes.group_size,
+                "group_size": 1,
                 "replay_in_prompt": 0 if condition == "lora" else sizes.replays,
-                "rewards": {"turn_limit": -0.5, "invalid_action": -0.05},
+                "rewards": {"incorrect": 0.0, "turn_limit": -0.1, "invalid_action": -0.05},
                 "optimizer": {"learning_rate": 0.0 if condition == "replay" else 3e-4},
             },
         ],
@@ -249,11 +248,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=CONDITIONS)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--warm-up", type=int, default=6, help="supervised steps of 8 demonstrations")
-    parser.add_argument("--steps", type=int, default=8, help="of each skill")
-    parser.add_argument("--tasks-per-step", type=int, default=6)
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--heldout", type=int, default=20, help="tasks of each skill")
+    parser.add_argument("--warm-up", type=int, default=8, help="supervised steps of 8 demonstrations")
+    parser.add_argument("--steps", type=int, default=3, help="of each skill")
+    parser.add_argument("--tasks-per-step", type=int, default=32)
+    parser.add_argument("--heldout", type=int, default=10, help="tasks of each skill")
     parser.add_argument("--replays", type=int, default=4)
     parser.add_argument("--runs", type=Path, default=Path("runs/streams"))
     parser.add_argument("--output", type=Path, default=HERE / "results" / "streams.json")
@@ -264,7 +262,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         given.warm_up,
         given.steps,
         given.tasks_per_step,
-        given.group_size,
         given.heldout,
         given.replays,
         max_new_tokens=96,
