@@ -5,10 +5,11 @@
     [--runs runs/streams] [--output FILE] [key=value ...]
 
 All conditions begin with the same few supervised steps over all skills, which teach the format of replies.
-Then each skill has ``--steps`` steps of REINFORCE without a baseline, one attempt a task. ``lora`` trains the adapter; ``replay`` has a learning rate of
-0 and shows the run's latest successes in the prompt; ``both`` does both. After each segment the policy is
-measured on ``--heldout`` tasks of each skill about other entities and columns. The tasks are plain
-(``generate.plain``), so that a small model solves some of each skill.
+Then each skill has ``--steps`` steps of REINFORCE without a baseline, with one attempt at each task. ``lora``
+trains the adapter; ``replay`` has a learning rate of 0 and shows the run's latest successes in the prompt;
+``both`` does both. After each segment the policy is measured on ``--heldout`` tasks of each skill about other
+entities and columns. The tasks are plain (``generate.plain``), so that a small model solves some of each
+skill.
 
 Finished runs are read, not repeated; one that was stopped goes on. The program prints the matrix of each run
 and a table of the conditions, and writes benchmarks/results/streams.json. CPU seconds are those of the whole
