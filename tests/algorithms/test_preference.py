@@ -251,15 +251,15 @@ def test_the_metrics_of_labels_by_hand():
     """The means of the two kinds are over their own number of replies, however many there are of each."""
     batch = make_batch()
     batch = replace(batch, returns=torch.tensor([1.0, 1.0, 1.0, 0.5, 0.2, 0.0, *[0.0] * 6]))
-    algorithm = KtoConfig(beta=0.4).build()
+    algorithm = KtoConfig(beta=0.4, desirable_weight=3.0, undesirable_weight=2.0).build()
     prepared = algorithm.prepare(batch)
     shown = averages(summed(algorithm, [normalized(algorithm, prepared)], [list(range(6))])[2])
     policy = [float(x.sum()) for x in replies(parameters(0), batch, range(12))]
     frozen = [float(x.sum()) for x in replies(parameters(1), batch, range(12))]
     gaps = [p - f for p, f in zip(policy, frozen, strict=True)]
     z0 = max(0.0, sum(gaps[6:]) / 6)
-    assert algorithm.observe(prepared) == {"z0": pytest.approx(z0, abs=1e-5)}
-    assert set(shown) | {"z0"} == set(algorithm.metrics)
+    assert algorithm.observe(prepared) == {"z0": pytest.approx(z0, abs=1e-5), "balance": 1.5}
+    assert set(shown) | {"z0", "balance"} == set(algorithm.metrics)
     rewards = [0.4 * gap for gap in gaps]
     right = [gap > z0 for gap in gaps[:3]] + [gap < z0 for gap in gaps[3:6]]
     assert shown == pytest.approx(
@@ -273,6 +273,14 @@ def test_the_metrics_of_labels_by_hand():
         },
         abs=1e-5,
     )
+
+
+def test_the_balance_of_kto_counts_replies_and_their_weights():
+    batch = make_batch()
+    algorithm = KtoConfig(desirable_weight=4.0).build()
+    for returns, balance in (([1.0, *[0.0] * 5], 0.8), ([1.0] * 2 + [0.0] * 4, 2.0), ([0.0] * 6, None)):
+        prepared = algorithm.prepare(replace(batch, returns=torch.tensor([*returns, *[0.0] * 6])))
+        assert algorithm.observe(prepared).get("balance") == (balance and pytest.approx(balance))
 
 
 def test_the_kl_of_kto_is_never_negative_and_has_no_gradient():

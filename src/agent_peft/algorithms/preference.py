@@ -184,7 +184,7 @@ class Kto(Algorithm):
     preferences = "labels"
     learns_at_zero_advantage = True
     needs_reference = True
-    metrics = (*PAIR_METRICS, "z0")
+    metrics = (*PAIR_METRICS, "z0", "balance")
 
     def __init__(self, config: KtoConfig) -> None:
         self.config = config
@@ -215,8 +215,15 @@ class Kto(Algorithm):
         return replace(batch, advantages=signs[:, None] * batch.action_mask)
 
     def observe(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> dict[str, float]:
-        """z0 (nats per reply)."""
-        return {"z0": float(self.z0)}
+        """z0 (nats per reply), and balance: the weight of all desirable replies over that of all others. A
+        step without the one or the other has none. From 1 to 4/3 is the paper's advice.
+        """
+        metrics = {"z0": float(self.z0)}
+        if all(self.shares):
+            desirable, rest = self.shares
+            weights = self.config.desirable_weight, self.config.undesirable_weight
+            metrics["balance"] = weights[0] * desirable / (weights[1] * rest)
+        return metrics
 
     def weigh(self, minibatch: Batch) -> tuple[Batch, Tensor]:
         mask = minibatch.action_mask
