@@ -1,7 +1,7 @@
 """Six skills of DB Bench one after another: LoRA alone, replay in the prompt alone, and both.
 
     python benchmarks/streams.py [--seeds 0 1 2] [--conditions lora replay both] [--quick]
-    [--model smollm2-135m] [--warm-up 8] [--steps 3] [--tasks-per-step 32] [--heldout 10] [--replays 4]
+    [--model smollm2-135m] [--warm-up 8] [--steps 3] [--tasks-per-step 16] [--heldout 6] [--replays 4]
     [--runs runs/streams] [--output FILE] [key=value ...]
 
 All conditions begin with the same few supervised steps over all skills, which teach the format of replies.
@@ -251,8 +251,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--warm-up", type=int, default=8, help="supervised steps of 8 demonstrations")
     parser.add_argument("--steps", type=int, default=3, help="of each skill")
-    parser.add_argument("--tasks-per-step", type=int, default=32)
-    parser.add_argument("--heldout", type=int, default=10, help="tasks of each skill")
+    parser.add_argument("--tasks-per-step", type=int, default=16)
+    parser.add_argument("--heldout", type=int, default=6, help="tasks of each skill")
     parser.add_argument("--replays", type=int, default=4)
     parser.add_argument("--runs", type=Path, default=Path("runs/streams"))
     parser.add_argument("--output", type=Path, default=HERE / "results" / "streams.json")
