@@ -216,7 +216,7 @@ class Kto(Algorithm):
 
     def observe(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> dict[str, float]:
         """z0 (nats per reply), and balance: the weight of all desirable replies over that of all others. A
-        step without the one or the other has none. From 1 to 4/3 is the paper's advice.
+        step without the one or the other has none. TRL's guide advises 1 to 4/3.
         """
         metrics = {"z0": float(self.z0)}
         if all(self.shares):
