@@ -62,6 +62,13 @@ def test_mistakes_are_those_that_models_make():
     }
 
 
+def test_an_aggregate_of_a_qualified_column_is_mistaken_too():
+    gold = "SELECT SUM(so.unit_price) AS revenue FROM shop_orders AS so WHERE so.status = 'x';"
+    made = {wrong for seed in range(40) for wrong in wrong_statements(problem(gold), random.Random(seed))}
+    assert "SELECT revenue FROM shop_orders AS so WHERE so.status = 'x';" in made
+    assert "SELECT SUM(so.unit_prices) AS revenue FROM shop_orders AS so WHERE so.status = 'x';" in made
+
+
 def test_a_mistake_is_refused_and_repaired(load):
     """Whatever the statement: the database answers with its own error, and the task is solved."""
     environment = load(generate={"num_tasks": 40, "seed": 5}, repairs=1)
@@ -109,9 +116,9 @@ def test_repairs_need_three_turns(load):
 
 
 def test_a_value_in_another_form_is_looked_up_first(load):
-    environment = load(generate={"num_tasks": 60, "seed": 8, "look_first": 0.1}, repairs=1)
+    environment = load(generate={"num_tasks": 120, "seed": 8, "look_first": 0.1}, repairs=1)
     looking = [task for task in environment.tasks if "look_at" in task.content]
-    assert 4 <= len(looking) <= 6
+    assert 6 <= len(looking) <= 14
     for task in looking:
         column = task.content["look_at"]
         look, statement, answer = environment.demonstration(task)

@@ -157,7 +157,7 @@ def test_json_tool_calls(tmp_path):
     assert not malformed.valid and "execute_sql" in malformed.observation
 
 
-@pytest.mark.parametrize(("num_tasks", "repairs"), [(4, 1.0), (12, 0.0)], ids=["mistakes", "looks"])
+@pytest.mark.parametrize(("num_tasks", "repairs"), [(4, 1.0), (40, 0.0)], ids=["mistakes", "looks"])
 def test_every_reply_of_a_demonstration_follows_the_protocol(num_tasks, repairs):
     generate = {"num_tasks": num_tasks, "look_first": 1.0 - repairs}
     env = DBBench(DBBenchConfig(generate=generate, protocol="json_tool_calls", repairs=repairs))
@@ -375,5 +375,6 @@ def test_validation_needs_a_source_of_tasks_and_knows_its_keys(tmp_path):
         validate_tasks("db_bench")
     with pytest.raises(AgentPeftError, match=r"environment\.sandbox: unknown key"):
         validate_tasks("db_bench", tasks=tmp_path / "x.json", sandbox="docker")
-    found = validate_tasks("db_bench", generate={"num_tasks": 8}, limit=3, skills=["insert"])
-    assert (found["tasks"], found["gold_correct"], found["rejected"]) == (1, 1, [])
+    skills = {"skills": ["insert", "delete"], "combined": 0}
+    found = validate_tasks("db_bench", generate={"num_tasks": 4, **skills}, limit=3, skills=["insert"])
+    assert (found["tasks"], found["gold_correct"], found["rejected"]) == (2, 2, [])

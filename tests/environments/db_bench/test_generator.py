@@ -5,6 +5,7 @@ and apart between the splits.
 import datetime
 import json
 import re
+from collections import Counter
 
 import pytest
 import sqlglot
@@ -126,6 +127,40 @@ def test_other_phrases_are_held_out():
     train, phrasing = (_trigrams(SEVERAL[split]) for split in ("train", "phrasing"))
     often = {words for words, count in phrasing.items() if count >= 4}
     assert len([words for words in often if words not in train]) > 20
+
+
+def test_the_alias_of_a_table_qualifies_its_columns_and_is_seldom_said():
+    """As in the tasks of LifelongAgentBench. A query inside has no alias, so its columns have none."""
+    found = generate(300, 4, skills=["table_alias"])
+    assert (
+        len(set(re.findall(r" AS ([a-z]+)[ ;]", " ".join(e["answer_info"]["sql"] for e in found.values()))))
+        > 20
+    )
+    said = 0
+    for entry in found.values():
+        tree = sqlglot.parse_one(entry["answer_info"]["sql"], read="mysql")
+        alias = tree.find(sqlglot.exp.Table).alias
+        outputs = {output.alias for output in tree.selects if output.alias}
+        said += f" {alias}" in re.sub(r"[.,]", " ", entry["instruction"]) and "alias" in entry["instruction"]
+        for column in tree.find_all(sqlglot.exp.Column):
+            inside = column.find_ancestor(sqlglot.exp.Subquery, sqlglot.exp.In) is not None
+            own = column.find_ancestor(sqlglot.exp.Select) is tree
+            if own and column.name not in outputs:
+                assert column.table == alias, entry["answer_info"]["sql"]
+            elif not own:
+                assert inside and column.table == "", entry["answer_info"]["sql"]
+    assert 40 < said < 140
+
+
+def test_computed_columns_are_also_called_by_a_part_of_their_name():
+    """As in the tasks of LifelongAgentBench, where ``avg_price`` may be the mean of ``unit_price``."""
+    forms = Counter()
+    for entry in generate(200, 5, skills=["column_alias"]).values():
+        for function, column, alias in re.findall(r"(\w+)\((\w+)\) AS (\w+)", entry["answer_info"]["sql"]):
+            rest, words = alias.partition("_")[2], column.lower().split("_")
+            if len(words) > 1 and alias.startswith(function.lower()):
+                forms["whole" if rest == column.lower() else words.index(rest)] += 1
+    assert min(forms["whole"], forms[0], forms[1]) > 2, forms
 
 
 def test_plain_tasks_are_short_and_alike():

@@ -21,7 +21,7 @@ _KINDS = {"aggregate": 40, "plural": 33, "short": 17, "table": 10}
 _PREFIXES = {"COUNT": "total", "SUM": "total", "AVG": "avg", "MAX": "max", "MIN": "min"}
 _NAME = r"(?:`[^`]+`|[A-Za-z_]\w*)"
 _AGGREGATE = re.compile(
-    rf"\b(COUNT|SUM|AVG|MAX|MIN)\(\s*({_NAME}|\*)\s*\)(?:\s+AS\s+({_NAME}))?", re.IGNORECASE
+    rf"\b(COUNT|SUM|AVG|MAX|MIN)\(\s*(?:\w+\.)?({_NAME}|\*)\s*\)(?:\s+AS\s+({_NAME}))?", re.IGNORECASE
 )
 _TOKEN = re.compile(rf"'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|{_NAME}")
 

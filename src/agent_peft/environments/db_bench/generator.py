@@ -22,7 +22,15 @@ from agent_peft.environments.db_bench.generation.grammar import Derivation, Side
 from agent_peft.environments.db_bench.generation.looks import Look, looks
 from agent_peft.environments.db_bench.generation.mutation import every_part_matters, is_determined
 from agent_peft.environments.db_bench.generation.phrasing import Phrasing
-from agent_peft.environments.db_bench.generation.plan import Insert, Select, Statement, name_sql, sql, wrapped
+from agent_peft.environments.db_bench.generation.plan import (
+    Insert,
+    Select,
+    Statement,
+    name_sql,
+    qualified,
+    sql,
+    wrapped,
+)
 from agent_peft.environments.db_bench.generation.rows import draw_rows
 from agent_peft.environments.db_bench.generation.sampler import Sampler
 from agent_peft.environments.db_bench.generation.schemas import Schema, draw_schema
@@ -221,7 +229,7 @@ class TaskMaker:
                             return Draft(
                                 schema,
                                 rows,
-                                statement,
+                                qualified(statement),
                                 shape.skills,
                                 list(answer),
                                 instruction,

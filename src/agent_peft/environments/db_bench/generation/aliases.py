@@ -1,4 +1,4 @@
-"""Names that a statement gives: of computed columns, and other ones for columns of the table."""
+"""Names that a statement gives: of computed columns, and other ones for the table and its columns."""
 
 from __future__ import annotations
 
@@ -16,21 +16,41 @@ RESERVED = frozenset(word.lower() for word in MySQLGenerator.RESERVED_KEYWORDS) 
 _PREFIXES = {"AVG": "avg", "SUM": "total", "MAX": "max", "MIN": "min"}
 
 
-def alias_of(expression: Expression, schema: Schema) -> str:
-    """What a computed column is called: ``avg_price``, ``total_orders``, ``price_range``."""
+def alias_of(expression: Expression, schema: Schema, rng: random.Random | None = None) -> str:
+    """What a computed column is called: ``avg_unit_price``, ``total_orders``, ``unit_price_range``.
+
+    With ``rng`` also shorter or otherwise, as people do: ``avg_price``, ``num_orders``, ``unit_diff``.
+    """
     match expression:
         case Aggregate("COUNT"):
-            return "total_" + schema.entity.plural.replace(" ", "_")
+            names = ["total_{}", "num_{}", "{}_count"]
+            name = rng.choices(names, [70, 20, 10])[0] if rng else names[0]
+            rows = schema.entity.name if name.endswith("count") else schema.entity.plural
+            return name.format(rows.replace(" ", "_"))
         case Aggregate(function, Column() as column):
-            name = column.name.replace(" ", "_").lower()
+            name = _short(column, rng)
             return (
                 f"{'sum' if function == 'SUM' and name.startswith('total') else _PREFIXES[function]}_{name}"
             )
         case Arithmetic("-", Aggregate("MAX", Column() as column)):
-            return f"{column.name.replace(' ', '_').lower()}_range"
+            return f"{_short(column, rng)}_{rng.choices(['range', 'diff'], [65, 35])[0] if rng else 'range'}"
         case Arithmetic(operator):
             return {"+": "combined_total", "-": "net_total", "*": "scaled_total", "/": "ratio"}[operator]
     raise TypeError(f"nothing computed: {expression!r}")
+
+
+def _short(column: Column, rng: random.Random | None) -> str:
+    words = column.name.lower().replace(" ", "_").split("_")
+    options = ["_".join(words), words[0], words[-1]]
+    return rng.choices(options, [45, 30, 25])[0] if rng else options[0]
+
+
+def table_alias(table: str, rng: random.Random) -> str:
+    """Another name for a table: its initials, or its first letter."""
+    words = table.lower().replace(" ", "_").split("_")
+    options = ["".join(word[:1] for word in words), words[0][0]]
+    name = rng.choices(options, [3, 1])[0]
+    return "t" if name in RESERVED or name == "a" else name  # "a" would be read as an article
 
 
 def other_name(column: Column, rng: random.Random) -> str:

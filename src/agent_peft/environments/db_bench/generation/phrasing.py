@@ -42,7 +42,7 @@ class Phrasing(Wording):
         if isinstance(query.source, Derived):
             return self._over_groups(query, query.source.query)
         after: list[str] = []
-        if query.alias:
+        if query.alias and self.draw.chance(0.3):  # it does not matter to the answer
             after.append(self.draw.say("table_alias", alias=query.alias))
         slots: dict[str, str | None] = {"table": self.schema.table}
         where, order, limit = query.where, query.order, query.limit

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal
 
 from agent_peft.environments.db_bench.generation.schemas import Column
 
@@ -17,6 +18,13 @@ Operator = Literal["=", "<>", ">", "<", ">=", "<=", "LIKE"]
 Connector = Literal["AND", "OR"]
 Function = Literal["COUNT", "SUM", "AVG", "MAX", "MIN"]
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+@dataclass(frozen=True)
+class Qualified(Column):
+    """A column after the alias of its table: ``od.price``."""
+
+    table: str
 
 
 @dataclass(frozen=True)
@@ -172,6 +180,8 @@ def sql(node: Node | None) -> str:
 
 def _written(node: Node) -> str:
     match node:
+        case Qualified():
+            return f"{node.table}.{name_sql(node.name)}"
         case Column():
             return name_sql(node.name)
         case Comparison(left, operator, right):
@@ -187,7 +197,7 @@ def _written(node: Node) -> str:
                 f"{_where(node.where)}{groups}{having}{_tail(node.order, node.limit)}{offset}"
             )
         case Aggregate(function, column):
-            inner = "*" if column is None else column if isinstance(column, str) else name_sql(column.name)
+            inner = "*" if column is None else column if isinstance(column, str) else sql(column)
             return f"{function}({inner})"
         case Arithmetic(operator, left, right):
             return f"{sql(left)} {operator} {sql(right)}"
@@ -257,3 +267,27 @@ def _wrapped(condition: Condition, count: list[int]) -> Condition:
         case Among(left, Select() as query) if isinstance(query.source, str):
             return Among(left, Select((Output(left),), source(query)))
     return condition
+
+
+def qualified(statement: Statement) -> Statement:
+    """A query whose table has an alias, with the alias before each of its columns."""
+    if not isinstance(statement, Select) or statement.alias is None:
+        return statement
+    alias = statement.alias
+
+    def of(part: Any) -> Any:
+        match part:
+            case Column(attribute, name):
+                return Qualified(attribute, name, alias)
+            case Select():  # its columns are those of its own table
+                return part
+            case tuple():
+                return tuple(map(of, part))
+        return _changed(part, of) if is_dataclass(part) else part
+
+    named: Select = _changed(statement, of)
+    return named
+
+
+def _changed(node: Any, change: Callable[[Any], Any]) -> Any:
+    return replace(node, **{field.name: change(getattr(node, field.name)) for field in fields(node)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from agent_peft.environments.db_bench.generation.aliases import alias_of, other_name
+from agent_peft.environments.db_bench.generation.aliases import alias_of, other_name, table_alias
 from agent_peft.environments.db_bench.generation.conditions import GROUPING, ConditionSampler, Unfit
 from agent_peft.environments.db_bench.generation.plan import (
     Aggregate,
@@ -66,8 +66,7 @@ class Sampler(ConditionSampler):
         order = self._order(shape, outputs, groups)
         if shape.limit and not order and self.schema.columns[0].role != "id":
             raise Unfit  # rows have an order of their own where they have ascending ids
-        initial = self.schema.table[0].lower()
-        alias = ("t" if initial == "a" else initial) if shape.table_alias else None
+        alias = table_alias(self.schema.table, self.rng) if shape.table_alias else None
         query = Select(outputs, self.schema.table, where, groups, having, order, alias=alias)
         return self._limited(query, shape) if shape.limit else query
 
@@ -137,7 +136,7 @@ class Sampler(ConditionSampler):
 
     def _aliased(self, outputs: tuple[Output, ...]) -> tuple[Output, ...]:
         """Names for what is computed; where nothing is, for some of the columns."""
-        names = {column.name for column in self.schema.columns}
+        names = {column.name.lower() for column in self.schema.columns}
         named, computed = [], any(not isinstance(output.expression, Column) for output in outputs)
         renamed = (
             set()
@@ -147,7 +146,7 @@ class Sampler(ConditionSampler):
         for i, output in enumerate(outputs):
             alias = output.alias
             if not isinstance(output.expression, Column):
-                alias = alias_of(output.expression, self.schema)
+                alias = alias_of(output.expression, self.schema, None if self.plain else self.rng)
             elif i in renamed:
                 alias = other_name(output.expression, self.rng)
             while alias in names:

@@ -191,7 +191,7 @@ def draw_shape(rng: random.Random) -> Shape:
         limit=limit,
         subqueries=_subqueries(draw("subqueries"), where, having),
         column_alias=chance(0.95 if groups or aggregates else 0.05),
-        table_alias=chance(0.04),
+        table_alias=chance(0.12),
         aggregates=aggregates,
     )
     derived = (
