@@ -62,6 +62,32 @@ def test_mistakes_are_those_that_models_make():
     }
 
 
+@pytest.mark.parametrize(
+    ("gold", "wrong"),
+    [
+        (
+            "SELECT status, COUNT(*) AS num FROM shop_orders GROUP BY status;",
+            "SELECT status, SUM(orders) AS num FROM shop_orders GROUP BY status;",
+        ),
+        (
+            "SELECT status FROM shop_orders GROUP BY status HAVING MAX(so.id) - MIN(so.id) > 3;",
+            "SELECT status FROM shop_orders GROUP BY status HAVING id_range > 3;",
+        ),
+        (
+            "SELECT MAX(id) - MIN(id) AS diff FROM shop_orders ORDER BY MAX(id) - MIN(id);",
+            "SELECT diff FROM shop_orders ORDER BY diff;",
+        ),
+        (
+            "SELECT status FROM shop_orders GROUP BY status HAVING SUM(id) > 3 LIMIT 2;",
+            "SELECT status FROM shop_orders WHERE SUM(id) > 3 GROUP BY status LIMIT 2;",
+        ),
+    ],
+    ids=["counted", "range", "named range", "where"],
+)
+def test_further_mistakes(gold, wrong):
+    assert wrong in {one for seed in range(5) for one in wrong_statements(problem(gold), random.Random(seed))}
+
+
 def test_an_aggregate_of_a_qualified_column_is_mistaken_too():
     gold = "SELECT SUM(so.unit_price) AS revenue FROM shop_orders AS so WHERE so.status = 'x';"
     made = {wrong for seed in range(40) for wrong in wrong_statements(problem(gold), random.Random(seed))}

@@ -17,12 +17,14 @@ from agent_peft.environments.db_bench.problem import SQLProblem
 from agent_peft.environments.db_bench.protocol import PROTOCOLS
 
 # how often small models make each mistake, where the statement allows it
-_KINDS = {"aggregate": 40, "plural": 33, "short": 17, "table": 10}
+_KINDS = {"aggregate": 35, "plural": 27, "short": 15, "counted": 12, "range": 12, "table": 8, "where": 8}
 _PREFIXES = {"COUNT": "total", "SUM": "total", "AVG": "avg", "MAX": "max", "MIN": "min"}
 _NAME = r"(?:`[^`]+`|[A-Za-z_]\w*)"
 _AGGREGATE = re.compile(
     rf"\b(COUNT|SUM|AVG|MAX|MIN)\(\s*(?:\w+\.)?({_NAME}|\*)\s*\)(?:\s+AS\s+({_NAME}))?", re.IGNORECASE
 )
+_RANGE = re.compile(rf"\bMAX\((?:\w+\.)?({_NAME})\) - MIN\((?:\w+\.)?\1\)(?: AS ({_NAME}))?")
+_HAVING = re.compile(r"([^;]*?) GROUP BY ([^();]*?) HAVING (.*?)((?: ORDER BY | LIMIT ).*)?;", re.DOTALL)
 _TOKEN = re.compile(rf"'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|{_NAME}")
 
 
@@ -63,8 +65,9 @@ def _wrong_statement(problem: SQLProblem, database: Database, rng: random.Random
 
 
 def wrong_statements(problem: SQLProblem, rng: random.Random) -> Iterator[str]:
-    """The gold SQL with a mistake in it, one of each kind: an aggregate written as a column, a column in the
-    plural or by the last word of its name, and another name for the table.
+    """The gold SQL with a mistake in it, one of each kind: an aggregate or a range written as a column, a
+    column in the plural or by the last word of its name, another name for the table, the sum of what is to be
+    counted, and the condition of HAVING in WHERE.
     """
     # a weighted order without repetition (Efraimidis and Spirakis, 2006)
     for kind in sorted(_KINDS, key=lambda kind: rng.random() ** (1 / _KINDS[kind]), reverse=True):
@@ -80,6 +83,29 @@ def _aggregate(problem: SQLProblem, rng: random.Random) -> str | None:
     column = "count" if found[2] == "*" else found[2].strip("`")
     name = found[3] or name_sql(f"{_PREFIXES[found[1].upper()]}_{column}")
     return problem.sql[: found.start()] + name + problem.sql[found.end() :]
+
+
+def _range(problem: SQLProblem, rng: random.Random) -> str | None:
+    """``MAX(fee) - MIN(fee)`` becomes ``fee_range``."""
+    found = _RANGE.search(problem.sql)
+    if found is None:
+        return None
+    name = found[2] or name_sql(f"{found[1].strip('`')}_range")
+    return _RANGE.sub(lambda _: name, problem.sql)
+
+
+def _counted(problem: SQLProblem, rng: random.Random) -> str | None:
+    """``COUNT(*)`` becomes ``SUM(orders)``."""
+    last = re.split(r"[_ ]", problem.table.name)[-1]
+    return problem.sql.replace("COUNT(*)", f"SUM({name_sql(last)})")
+
+
+def _where(problem: SQLProblem, rng: random.Random) -> str | None:
+    """``GROUP BY size HAVING AVG(fee) > 5`` becomes ``WHERE AVG(fee) > 5 GROUP BY size``."""
+    found = _HAVING.fullmatch(problem.sql)
+    if found is None or found[3].count("(") != found[3].count(")") or " WHERE " in found[1]:
+        return None
+    return f"{found[1]} WHERE {found[3]} GROUP BY {found[2]}{found[4] or ''};"
 
 
 def _plural(problem: SQLProblem, rng: random.Random) -> str | None:
@@ -127,4 +153,12 @@ def _bare(token: str) -> str:
     return token.strip("`").lower()
 
 
-_MISTAKES = {"aggregate": _aggregate, "plural": _plural, "short": _short, "table": _table}
+_MISTAKES = {
+    "aggregate": _aggregate,
+    "plural": _plural,
+    "short": _short,
+    "counted": _counted,
+    "range": _range,
+    "table": _table,
+    "where": _where,
+}
