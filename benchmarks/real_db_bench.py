@@ -34,7 +34,7 @@ from agent_peft.rollout.evaluation import EvaluationConfig, evaluate
 from agent_peft.rollout.report_tables import skill_table, table
 from agent_peft.rollout.statistics import EvaluationReport, Rate, rate_of
 from agent_peft.runs.targets import open_run
-from agent_peft.types import Outcome, Task
+from agent_peft.types import Outcome, Task, Trajectory
 
 HERE = Path(__file__).resolve().parent
 REAL = HERE.parent / "data/db_bench/entry_dict.json"  # written by `agent-peft download db_bench`
@@ -80,6 +80,18 @@ def class_rates(report: EvaluationReport) -> dict[str, Rate]:
     return rates
 
 
+def refused_at_last(report: EvaluationReport) -> Rate:
+    """How often the database refused the last statement, so that the answer came without a result."""
+
+    def refused(trajectory: Trajectory) -> bool:
+        read = [message.content for message in trajectory.messages if message.role != "assistant"]
+        return read[-1].startswith("Error: ")
+
+    return rate_of(
+        (sum(map(refused, group.trajectories)), len(group.trajectories)) for group in report.groups
+    )
+
+
 def class_table(reports: Mapping[str, EvaluationReport]) -> Table:
     rows = Table(title="success by class (95 % interval)", title_justify="left")
     for name in ("", "tasks", *reports):
@@ -118,12 +130,17 @@ def evaluate_run(run: Path, tasks: Path, limit: int | None, at: Sequence[int], o
             content = {
                 name: {
                     **report.to_json(),
+                    "refused_at_last": asdict(refused_at_last(report)),
                     "by_class": {key: asdict(rate) for key, rate in class_rates(report).items()},
                 }
                 for name, report in reports.items()
             }
             output.write_text(json.dumps(content, indent=1) + "\n")
-            Console(width=140).print(f"{name}: {reports[name].summary}", class_table({name: reports[name]}))
+            Console(width=140).print(
+                f"{name}: {reports[name].summary}; the database refused the last statement of "
+                f"{refused_at_last(reports[name]).percent}",
+                class_table({name: reports[name]}),
+            )
     Console(width=140).print(table(reports), class_table(reports), skill_table(reports))
 
 
