@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from agent_peft.environments.arithmetic import ALPHABET
+from agent_peft.hardware import has_bf16
 from agent_peft.policies.config import LoraSettings, ScratchConfig
 from agent_peft.policies.models import bundled
 from agent_peft.policies.models.character_tokenizer import character_tokenizer
@@ -146,6 +147,14 @@ def smollm2() -> Path:
         return bundled.fetch("smollm2-135m")
     except AgentPeftError as error:
         pytest.skip(f"SmolLM2 is not in the cache and cannot be fetched: {error}")
+
+
+@pytest.fixture(params=["float32", "bfloat16"])
+def real_dtype(request: pytest.FixtureRequest) -> str:
+    """A type for a real model. A CPU that emulates bfloat16 takes thirty times as long as in float32."""
+    if request.param == "bfloat16" and not has_bf16(torch.device("cpu")):
+        pytest.skip("this CPU does not multiply bfloat16 natively")
+    return str(request.param)
 
 
 ARCHITECTURE = {

@@ -278,6 +278,14 @@ def test_the_loss_is_ppos_written_out():
     assert averages(metrics)["value_clip_fraction"] == pytest.approx(clips / count)
 
 
+def test_rounding_is_not_counted_as_a_clip():
+    """In fp32, old + (values - old) is often not values."""
+    values, old, targets = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+    assert (old + (values - old) != values).any()
+    _, cut = squared_error(values, old, targets, 100.0)
+    assert not cut.any()
+
+
 def test_a_clipped_value_has_no_gradient_and_one_that_runs_away_has():
     values = torch.tensor([0.5, 0.1, 0.5], requires_grad=True)
     loss, cut = squared_error(values, torch.zeros(3), torch.tensor([1.0, 1.0, -1.0]), 0.2)

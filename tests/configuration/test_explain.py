@@ -85,7 +85,8 @@ def test_tasks_of_training_that_are_evaluated(explained, tmp_path):
     assert rows["evaluation"] == ["6 tasks × 1 attempts; 2 tasks are tasks of training, too"]
 
 
-def test_json_has_all_of_it(explained, capsys):
+def test_json_has_all_of_it(explained, smollm2, capsys):
+    """The memory follows from the model's own configuration, so the model must be in the cache."""
     assert run(["explain", "c.yaml", "--json"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["values"]["stages.0.steps"]["value"] == 5

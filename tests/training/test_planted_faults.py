@@ -157,12 +157,11 @@ def test_a_fault_stops_the_run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_real_model_is_watched_as_well(smollm2: Path, dtype: str) -> None:
+def test_a_real_model_is_watched_as_well(smollm2: Path, real_dtype: str) -> None:
     """Supervised steps and one on policy, without a fault; then, from where they have led, each fault for
     itself.
     """
-    policy = load_policy(PretrainedConfig(model=str(smollm2), dtype=dtype, device="cpu"), 0)  # type: ignore[arg-type]
+    policy = load_policy(PretrainedConfig(model=str(smollm2), dtype=real_dtype, device="cpu"), 0)  # type: ignore[arg-type]
     engine, environment = load_sampler(policy, EngineConfig()), load_environment(TASKS)
     learnt = {
         "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2},

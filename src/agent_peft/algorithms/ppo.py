@@ -187,7 +187,8 @@ def squared_error(
     values: Tensor, old: Tensor, targets: Tensor, value_clip: float | None
 ) -> tuple[Tensor, Tensor]:
     """½ max((V - T)², (V_old + clip(V - V_old, ±ε) - T)²), and where the clip removed the gradient. All are
-    (B, T). A ``value_clip`` of None clips nothing.
+    (B, T). A ``value_clip`` of None clips nothing. Rounding, which sets V_old + (V - V_old) beside V, does not
+    count as a clip.
 
     The clip follows OpenAI's baselines (ppo2); the paper has the squared error alone.
 
@@ -199,8 +200,9 @@ def squared_error(
     error = (values - targets).square()
     if value_clip is None:
         return error / 2, torch.zeros_like(error, dtype=torch.bool)
-    bounded = (old + (values - old).clamp(-value_clip, value_clip) - targets).square()
-    return torch.maximum(error, bounded) / 2, bounded > error
+    change = values - old
+    bounded = (old + change.clamp(-value_clip, value_clip) - targets).square()
+    return torch.maximum(error, bounded) / 2, (bounded > error) & (change.abs() > value_clip)
 
 
 def _required(values: Tensor | None) -> Tensor:
