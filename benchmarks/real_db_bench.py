@@ -1,5 +1,5 @@
 """Evaluate the adapters of a run on LifelongAgentBench's real DB Bench tasks: the base model and each stage,
-SELECTs apart from changes, and by classes of skills.
+SELECTs apart from changes, by classes of skills, and by what failed.
 
     python benchmarks/real_db_bench.py RUN [--tasks data/db_bench/entry_dict.json] [--limit N]
     [--at STEP ...] [--output FILE]
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -28,13 +29,15 @@ from rich.table import Table
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments import load_environment
 from agent_peft.environments.db_bench import DBBenchConfig
+from agent_peft.environments.db_bench.grader import answer_is_correct
+from agent_peft.environments.db_bench.tasks import read_entry
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.rollout.evaluation import EvaluationConfig, evaluate
 from agent_peft.rollout.report_tables import skill_table, table
 from agent_peft.rollout.statistics import EvaluationReport, Rate, rate_of
 from agent_peft.runs.targets import open_run
-from agent_peft.types import Outcome, Task, Trajectory
+from agent_peft.types import Outcome, StopReason, Task, Trajectory
 
 HERE = Path(__file__).resolve().parent
 REAL = HERE.parent / "data/db_bench/entry_dict.json"  # written by `agent-peft download db_bench`
@@ -80,16 +83,43 @@ def class_rates(report: EvaluationReport) -> dict[str, Rate]:
     return rates
 
 
-def refused_at_last(report: EvaluationReport) -> Rate:
-    """How often the database refused the last statement, so that the answer came without a result."""
+ENDS = ("correct", "refused at last", "miscopied", "other rows", "other change", "no answer")
 
-    def refused(trajectory: Trajectory) -> bool:
-        read = [message.content for message in trajectory.messages if message.role != "assistant"]
-        return read[-1].startswith("Error: ")
 
-    return rate_of(
-        (sum(map(refused, group.trajectories)), len(group.trajectories)) for group in report.groups
-    )
+def end_of(trajectory: Trajectory) -> str:
+    """How an episode ended, one of `ENDS`. ``refused at last``: the database refused the last statement, so
+    that the answer came without a result, and was wrong. ``miscopied``: what the last statement returned
+    would have been right, and the answer was not. ``no answer``: the turns or the tokens ran out.
+    """
+    if trajectory.outcome is Outcome.CORRECT:
+        return "correct"
+    if trajectory.stop_reason is not StopReason.FINISHED:
+        return "no answer"
+    read = [message.content for message in trajectory.messages if message.role != "assistant"]
+    if read[-1].startswith("Error: "):
+        return "refused at last"
+    problem = read_entry(trajectory.task.id, trajectory.task.content)
+    if problem.direct is None:
+        return "other change"
+    right = answer_is_correct(read[-1], problem.direct, problem.order)
+    return "miscopied" if right else "other rows"
+
+
+def ends(report: EvaluationReport) -> dict[str, int]:
+    """How many episodes ended in each way."""
+    counts = Counter(end_of(trajectory) for group in report.groups for trajectory in group.trajectories)
+    return {end: counts[end] for end in ENDS}
+
+
+def end_table(reports: Mapping[str, EvaluationReport]) -> Table:
+    rows = Table(title="how episodes ended", title_justify="left")
+    for name in ("", *reports):
+        rows.add_column(name, justify="right" if name else "left")
+    columns = list(map(ends, reports.values()))
+    for end in ENDS:
+        shares = [column[end] / sum(column.values()) for column in columns]
+        rows.add_row(end, *(f"{share:.1%}" for share in shares))
+    return rows
 
 
 def class_table(reports: Mapping[str, EvaluationReport]) -> Table:
@@ -130,18 +160,15 @@ def evaluate_run(run: Path, tasks: Path, limit: int | None, at: Sequence[int], o
             content = {
                 name: {
                     **report.to_json(),
-                    "refused_at_last": asdict(refused_at_last(report)),
+                    "ends": ends(report),
                     "by_class": {key: asdict(rate) for key, rate in class_rates(report).items()},
                 }
                 for name, report in reports.items()
             }
             output.write_text(json.dumps(content, indent=1) + "\n")
-            Console(width=140).print(
-                f"{name}: {reports[name].summary}; the database refused the last statement of "
-                f"{refused_at_last(reports[name]).percent}",
-                class_table({name: reports[name]}),
-            )
-    Console(width=140).print(table(reports), class_table(reports), skill_table(reports))
+            one = {name: reports[name]}
+            Console(width=140).print(f"{name}: {reports[name].summary}", class_table(one), end_table(one))
+    Console(width=140).print(table(reports), class_table(reports), end_table(reports), skill_table(reports))
 
 
 def _environment(config: TrainConfig, tasks: Path, limit: int | None) -> DBBenchConfig:
