@@ -168,7 +168,8 @@ def evaluate_run(run: Path, tasks: Path, limit: int | None, at: Sequence[int], o
             output.write_text(json.dumps(content, indent=1) + "\n")
             one = {name: reports[name]}
             Console(width=140).print(f"{name}: {reports[name].summary}", class_table(one), end_table(one))
-    Console(width=140).print(table(reports), class_table(reports), end_table(reports), skill_table(reports))
+    tables = table(reports), class_table(reports), end_table(reports), skill_table(reports)
+    Console(width=140).print(*tables)
 
 
 def _environment(config: TrainConfig, tasks: Path, limit: int | None) -> DBBenchConfig:
