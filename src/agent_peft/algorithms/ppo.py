@@ -187,8 +187,8 @@ def squared_error(
     values: Tensor, old: Tensor, targets: Tensor, value_clip: float | None
 ) -> tuple[Tensor, Tensor]:
     """½ max((V - T)², (V_old + clip(V - V_old, ±ε) - T)²), and where the clip removed the gradient. All are
-    (B, T). A ``value_clip`` of None clips nothing. Where only rounding sets V_old + (V - V_old) beside V,
-    nothing was clipped.
+    (B, T). A ``value_clip`` of None clips nothing. If V_old + (V - V_old) differs from V by rounding
+    alone, nothing was clipped.
 
     The clip follows OpenAI's baselines (ppo2); the paper has the squared error alone.
 
