@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 import torch
 
-from agent_peft.batch import collate
+from agent_peft.batch import collate, trained_mask
 from agent_peft.types import Task, Trajectory, Turn
 
 SHORT = Trajectory(Task("a"), (Turn((1,), (2,), (-0.5,)),), rewards=(1.0,))
@@ -29,6 +29,32 @@ def test_the_first_token_is_never_learnt_since_nothing_predicts_it():
     assert collate([Trajectory(Task("t"), (Turn((), (1, 2), (-1.0, -1.0)),))], [0]).action_mask.tolist() == [
         [False, True]
     ]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "repair", "learnt"),
+    [
+        ((7, 1, 2, 8, 9), (7, 3, 8, 9), "0110"),  # other tokens, and the one after them
+        ((7, 8, 9), (7, 3, 4, 8, 9), "01110"),  # more tokens
+        ((7, 1, 8, 9), (7, 8, 9), "010"),  # fewer: it has to go on with the 8
+        ((7, 1, 8, 1, 9), (7, 2, 8, 2, 9), "01111"),  # two changes, and what is between them
+        ((7, 1, 1, 1, 9), (7, 1, 1, 9), "0001"),  # tokens that fit the start and the end count once
+        ((1, 2), (1, 2, 3), "001"),
+        ((1, 2, 3), (1, 2), "01"),
+        ((1, 2), (3,), "1"),
+        ((1, 2), (1, 2), "01"),  # no repair; a turn has something to learn
+    ],
+)
+def test_of_a_repair_what_it_changes_is_learnt(mistake, repair, learnt):
+    """Everything before and after is as in the mistake, and to learn it would teach to copy the mistake."""
+    logprobs = tuple(0.0 for _ in mistake), tuple(0.0 for _ in repair)
+    turns = (
+        Turn((5,), mistake, logprobs[0], mistake=True),
+        Turn((6,), repair, logprobs[1]),
+        Turn((5,), repair, logprobs[1]),
+    )
+    mask = "".join(str(int(is_learnt)) for is_learnt in trained_mask(Trajectory(Task("t"), turns), False))
+    assert mask == "0" + "0" * len(mistake) + "0" + learnt + "0" + "1" * len(repair), "only after a mistake"
 
 
 def test_select_cuts_to_the_longest_row_chosen():

@@ -131,7 +131,8 @@ def collate_groups(groups: Mapping[int, Group], mask_cut: bool = False) -> Batch
 
 
 def trained_mask(trajectory: Trajectory, mask_cut: bool) -> tuple[bool, ...]:
-    """(T,) the action mask without the mistakes of demonstrations, and with or without cut actions.
+    """(T,) the action mask without the mistakes of demonstrations, and with or without cut actions. Of the
+    reply after a mistake it has what differs: to learn the rest would teach to copy the mistake.
 
     >>> from agent_peft.types import Task, Turn
     >>> turns = Turn((1,), (2, 3), (-0.5, -0.5), cut=True), Turn((4,), (5,), (-0.5,))
@@ -139,10 +140,29 @@ def trained_mask(trajectory: Trajectory, mask_cut: bool) -> tuple[bool, ...]:
     (False, False, False, False, True)
     """
     mask: list[bool] = []
+    mistake: tuple[int, ...] | None = None
     for turn in trajectory.turns:
         is_trained = not (turn.mistake or (mask_cut and turn.cut))
-        mask += (False,) * len(turn.observation) + (is_trained,) * len(turn.action)
+        trained = (is_trained,) * len(turn.action)
+        if is_trained and mistake is not None:
+            changed = _changed(mistake, turn.action)
+            trained = tuple(position in changed for position in range(len(turn.action)))
+        mask += (False,) * len(turn.observation) + trained
+        mistake = turn.action if turn.mistake else None
     return tuple(mask)
+
+
+def _changed(mistake: Sequence[int], repair: Sequence[int]) -> range:
+    """The positions of a repair between the start and the end that it shares with the mistake, and the one
+    after them: where tokens are only taken out, it is what there is to learn.
+
+    >>> _changed((7, 1, 2, 8, 9), (7, 3, 8, 9)), _changed((7, 1, 8, 9), (7, 8, 9))
+    (range(1, 3), range(1, 2))
+    """
+    length = min(len(mistake), len(repair))
+    start = next((i for i in range(length) if mistake[i] != repair[i]), length)
+    end = next((i for i in range(length - start) if mistake[-1 - i] != repair[-1 - i]), length - start)
+    return range(min(start, len(repair) - 1), len(repair) - max(end - 1, 0))
 
 
 def turn_starts(mask: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Mistakes of a demonstration: the policy reads them and their repair, and learns the repair only."""
+"""Mistakes of a demonstration: the policy reads them and their repair, and learns what the repair changes."""
 
 from __future__ import annotations
 
