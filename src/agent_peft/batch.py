@@ -132,7 +132,7 @@ def collate_groups(groups: Mapping[int, Group], mask_cut: bool = False) -> Batch
 
 def trained_mask(trajectory: Trajectory, mask_cut: bool) -> tuple[bool, ...]:
     """(T,) the action mask without the mistakes of demonstrations, and with or without cut actions. Of the
-    reply after a mistake it has what differs: to learn the rest would teach to copy the mistake.
+    reply after a mistake it has only what that reply changes: to learn the rest would teach to copy mistakes.
 
     >>> from agent_peft.types import Task, Turn
     >>> turns = Turn((1,), (2, 3), (-0.5, -0.5), cut=True), Turn((4,), (5,), (-0.5,))
@@ -143,18 +143,17 @@ def trained_mask(trajectory: Trajectory, mask_cut: bool) -> tuple[bool, ...]:
     mistake: tuple[int, ...] | None = None
     for turn in trajectory.turns:
         is_trained = not (turn.mistake or (mask_cut and turn.cut))
-        trained = (is_trained,) * len(turn.action)
-        if is_trained and mistake is not None:
-            changed = _changed(mistake, turn.action)
-            trained = tuple(position in changed for position in range(len(turn.action)))
-        mask += (False,) * len(turn.observation) + trained
+        learnt = range(len(turn.action)) if mistake is None else _changed(mistake, turn.action)
+        mask += (False,) * len(turn.observation)
+        mask += (is_trained and position in learnt for position in range(len(turn.action)))
         mistake = turn.action if turn.mistake else None
     return tuple(mask)
 
 
 def _changed(mistake: Sequence[int], repair: Sequence[int]) -> range:
-    """The positions of a repair between the start and the end that it shares with the mistake, and the one
-    after them: where tokens are only taken out, it is what there is to learn.
+    """The positions of a repair from its first change to the token after its last one. If the repair only
+    leaves tokens out, the token after them is all that can be learnt. It is one range, so that `turn_starts`
+    counts one turn.
 
     >>> _changed((7, 1, 2, 8, 9), (7, 3, 8, 9)), _changed((7, 1, 8, 9), (7, 8, 9))
     (range(1, 3), range(1, 2))

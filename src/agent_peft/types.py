@@ -112,8 +112,8 @@ class Turn:
 
     ``logprobs[i]`` is the log-probability (nats) with which ``action[i]`` was sampled, under the sampling
     temperature, top-p and top-k. ``cut`` says that a limit on tokens ended the action, not the policy.
-    ``mistake`` says that a demonstration shows the action as a mistake: it is read, and never trained. The
-    action after it is trained where it differs.
+    ``mistake`` says that a demonstration shows the action as a mistake: it is read, and never trained. Of the
+    action after it, only what that action changes is trained.
     ``score`` says how far the episode had come after it, where the environment told.
 
     >>> Turn(observation=(5, 6), action=(7,), logprobs=(-0.1,)).action

@@ -41,7 +41,7 @@ class Sum(Environment, Episode):
         return [Message("user", "1+1=")]
 
     def step(self, action: str) -> StepResult:
-        if action == "2":
+        if action in ("2", "22"):
             return StepResult("", True, Outcome.CORRECT, StopReason.FINISHED)
         return StepResult("-", valid=False)
 
@@ -82,6 +82,17 @@ def test_a_mistake_is_read_and_not_learnt(step_of, policy_config, weighting):
     assert step.metrics["surprisal"] == pytest.approx(expected, rel=1e-5)
     _, plain = step_of(["3", "2"], weighting)
     assert plain.metrics["surprisal"] != pytest.approx(expected, rel=1e-3)
+
+
+def test_what_a_repair_keeps_of_the_mistake_is_read_and_not_learnt(step_of, policy_config):
+    """The loss is that of the second 2 and of the end token, not of the 2 that the mistake has, too."""
+    _, step = step_of([Mistake("23"), "22"], "turn_mean")
+    ((trajectory,),) = (group.trajectories for group in step.collection.groups)
+    assert len(trajectory.turns[-1].action) == 3
+    expected = -logprobs(policy_config, trajectory, 2).mean().item()
+    assert step.metrics["surprisal"] == pytest.approx(expected, rel=1e-5)
+    whole = -logprobs(policy_config, trajectory, 3).mean().item()
+    assert whole != pytest.approx(expected, rel=1e-3)
 
 
 def test_the_record_says_which_turns_are_mistakes(step_of, tmp_path):

@@ -64,7 +64,7 @@ class Episode(ABC):
 class Mistake(str):
     """A wrong reply that a demonstration shows before it repairs it. The environment answers it as any other
     reply. The policy reads both, and does not learn to make the mistake. Of the next reply it learns
-    what differs from the mistake.
+    only what that reply changes.
 
     >>> [Mistake("SELECT prices FROM t"), "SELECT price FROM t"][0]
     'SELECT prices FROM t'

@@ -132,7 +132,7 @@ class DBBenchConfig(EnvironmentConfig):
         ge=0,
         le=1,
         description="share of tasks whose demonstration first makes a mistake, reads the error, and repairs "
-        "it; what the repair changes is learnt",
+        "it; the mistake and what the repair keeps of it are not learnt",
     )
     statement_seconds: float = Field(2.0, gt=0, description="time limit of one statement in seconds")
     statement_steps: int = Field(
