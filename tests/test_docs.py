@@ -235,7 +235,6 @@ def test_the_page_of_metrics_has_each_metric():
         *refill.METRICS,
         *successes.METRICS,
         *pairs.METRICS,
-        "episodes_replayed",
     }
     report = {field.name for field in dataclasses.fields(EvaluationReport)}
     text = (DOCS / "metrics.md").read_text(encoding="utf-8")

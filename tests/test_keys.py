@@ -90,11 +90,10 @@ KEYS: dict[str, dict[str, str]] = {
     "ranks": {"": "timeout allow_other_number"},
     "stages": {
         "": "name steps epochs until tasks_per_step group_size microbatch_tokens reference mask_cut_actions "
-        "task_order refill replay replay_in_prompt learn_from episodes_of nonfinite"
+        "task_order refill replay_in_prompt learn_from episodes_of nonfinite"
     },
     "stages.task_order:by_skill": {"": "kind steps skills"},
     "stages.task_order:by_success": {"": "kind low high trips"},
-    "stages.replay": {"": "share keep total"},
     "stages.episodes_of": {"": "run stage"},
     "stages.until": {"": "metric above below over patience"},
     "stages.rewards": {
@@ -275,10 +274,8 @@ NAMED: dict[str, str] = {
     "stages.sampling.stop": "{path}=[x]",
     "stages.until": "{path}={{metric: reward, above: 0.5}}",
     "stages.until.above": "{path}=0.25",
-    "stages.replay": "{path}={{share: 0.5}}",
     "stages.episodes_of": "{path}={{run: adapter}}",
     "environment:preferences.completion": "{path}=reply {parent}.label=good",
-    "stages.replay.share": "{path}=1.0",
     "stages.until.below": "{parent}.above=null {path}=0.5",
     "stages.until.metric": "{path}=success",
     "stages.until.patience": "{parent}.metric=evaluation.success {path}=3 evaluation.every=2",
@@ -319,8 +316,6 @@ def settings_for(key: str) -> dict[str, Any]:
     checkpoint = {"keep_best": {"metric": "loss"}} if key.startswith("checkpoint.keep_best.") else {}
     if key.startswith("stages.until."):
         stage["until"] = {"metric": "reward", "above": 0.5}
-    if key.startswith("stages.replay."):
-        stage["replay"] = {"share": 0.5}
     if "task_order" in kinds:
         stage["task_order"] = ORDER_OF[kinds["task_order"]]
     tracker = kinds.get("trackers", "tensorboard")

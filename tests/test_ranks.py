@@ -59,7 +59,7 @@ STAGES: list[dict[str, Any]] = [
     {"algorithm": {"kind": "rloo", "reward_kl_coef": 0.1}, "tasks_per_step": 1, **ROLLOUTS},
     {"algorithm": {"kind": "grpo", "minibatches": 2, "update_epochs": 2}, "tasks_per_step": 5, **ROLLOUTS},
     {"algorithm": {"kind": "ppo", "update_epochs": 2}, "tasks_per_step": 1, **ROLLOUTS},
-    {"algorithm": {"kind": "gspo"}, "tasks_per_step": 5, "refill": 2, "replay": {"share": 0.5}, **ROLLOUTS},
+    {"algorithm": {"kind": "gspo"}, "tasks_per_step": 5, "refill": 2, **ROLLOUTS},
     {
         "algorithm": {"kind": "sft"},
         "name": "own",

@@ -43,7 +43,6 @@ class Batch:
         None
     )
     value_targets: Tensor | None = None  # (B, T) fp32: what the critic is to learn, set with the advantages
-    replayed: Tensor | None = None  # (B,) bool: an earlier policy sampled it; None where none is
     # (B,) bool: it would have an advantage without the KL in its reward; None where no reward has one
     signal: Tensor | None = None
 
@@ -119,7 +118,6 @@ def collate(trajectories: Sequence[Trajectory], groups: Sequence[int], mask_cut:
         groups=torch.tensor(list(groups), dtype=torch.int64),
         advantages=torch.zeros(shape),
         weights=torch.zeros(shape),
-        replayed=torch.tensor(replayed) if any(replayed := [t.replayed for t in trajectories]) else None,
     )
 
 

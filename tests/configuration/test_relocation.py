@@ -13,6 +13,7 @@ from agent_peft.configuration.relocation import paths_of
 from agent_peft.configuration.run_config import resolved
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.rollout.task_order import ORDER_NAMES
+from agent_peft.runs.changes import read_earlier
 from agent_peft.types import AgentPeftError
 
 
@@ -112,3 +113,20 @@ def test_an_order_by_its_name_or_as_a_mapping_is_no_path(tmp_path, monkeypatch):
     assert paths_of({"stages": stages}) == {
         f"stages.{len(stages) - 1}.task_order": str(tmp_path / "order.txt")
     }
+
+
+def test_a_key_that_is_gone_and_had_no_effect_does_not_make_a_run_unreadable(tmp_path):
+    """An earlier version wrote ``replay: null`` into every run."""
+    path = tmp_path / "run" / "config.yaml"
+    (path.parent / "checkpoints").mkdir(parents=True)
+    stage = {"algorithm": "sft", "steps": 1, "replay": None}
+    content = {"policy": {"kind": "pretrained", "model": "m"}, "environment": {"kind": "arithmetic"}}
+    path.write_text(dump({"run_dir": str(path.parent), **content, "stages": [stage]}))
+    earlier = read_earlier(path.parent)
+    assert earlier is not None and "replay" not in earlier.values["stages"][0]
+    assert read_config(path, check_files=False)[0].stages[0].steps == 1
+    path.write_text(
+        dump({"run_dir": str(path.parent), **content, "stages": [stage | {"replay": {"share": 1}}]})
+    )
+    with pytest.raises(AgentPeftError, match="replay"):
+        read_config(path, check_files=False)

@@ -163,13 +163,6 @@ def test_what_each_turn_added_to_the_score_comes_back(run):
     assert group.trajectories[0].rewards[0] == 0.5
 
 
-def test_replayed_episodes_are_read_where_they_were_sampled(run):
-    again = [Group(g.task, [*g.trajectories, replace(g.trajectories[0], replayed=True)]) for g in FIRST]
-    write_trajectories(run / "trajectories", 1, "rloo", again)
-    found = list(read_groups(EpisodesOfConfig(run=run, stage="rloo"), CHAT, PRICES))
-    assert [len(group.trajectories) for group in found] == [len(group.trajectories) for group in FIRST]
-
-
 def test_the_best_against_the_worst_and_ties_are_counted(run):
     groups = read_groups(EpisodesOfConfig(run=run), CHAT, PRICES)
     source = EpisodePairs(groups, 2, 0, "pairs", "run")

@@ -44,7 +44,6 @@ STAGES = [
         "tasks_per_step": 3,
         "group_size": 4,
         "refill": 1,
-        "replay": {"share": 0.25},
         "rewards": {"invalid_action": -0.5},
         "sampling": {"max_new_tokens": 3},
     },

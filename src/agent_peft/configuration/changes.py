@@ -62,8 +62,6 @@ RULES: Mapping[str, Rule] = {
     "task_order": "asked",
     "task_order.*": "asked",
     "refill": "asked",
-    "replay": "asked",
-    "replay.*": "asked",
     "learn_from": "asked",
     "episodes_of": "asked",
     "episodes_of.*": "asked",

@@ -19,6 +19,7 @@ from agent_peft.types import AgentPeftError
 
 CONFIG = "config.yaml"
 RECORD = "run.json"
+REMOVED = {"replay"}  # keys of a stage that an earlier version wrote as null into every run
 
 
 def run_of(file: Path) -> Path | None:
@@ -44,6 +45,11 @@ def settle_paths(file: Path, top: Tree, stages: Sequence[Node], overrides: Tree 
 
     if (folder := run_of(file)) is None:
         return
+    for stage in stages:
+        if isinstance(stage, dict):
+            for key in REMOVED & stage.keys():
+                if isinstance(leaf := stage[key], Leaf) and leaf.value is None:
+                    del stage[key]
     stated = _text(top.get("run_dir"))
     recorded, root = read_record(folder).get("paths"), _root(folder, stated)
     recorded = recorded if isinstance(recorded, dict) else {}

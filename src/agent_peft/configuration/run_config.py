@@ -233,9 +233,7 @@ def ineffective_keys(algorithm: AlgorithmConfig, learn_from: object = "demonstra
         keys = ("group_size", "mask_cut_actions", "replay_in_prompt", *drawn)
         reasons |= dict.fromkeys(keys, "learns from demonstrations, in groups of one, and draws no tokens")
     if not algorithm.facts.compares_groups:
-        reasons |= dict.fromkeys(
-            ("refill", "replay"), "does not compare the episodes of a task with each other"
-        )
+        reasons["refill"] = "does not compare the episodes of a task with each other"
     if not algorithm.facts.needs_reference:
         reasons["reference"] = "measures no KL (kl_coef is 0)"
     return reasons

@@ -207,7 +207,6 @@ def read_groups(config: EpisodesOfConfig, chat: ChatTokenizer, rewards: RewardCo
             if "sampler_logprobs" not in arrays or config.stage not in (None, stage):
                 others.add(stage)  # of demonstrations, or not asked for
                 continue
-            lines = [line for line in lines if not line.get("replayed")]  # read where they were sampled
             episodes = [price(_episode(line, arrays), rewards) for line in lines]
         except (LookupError, TypeError, ValueError) as error:
             raise AgentPeftError(f"{path}: is damaged ({error}); take another run") from error

@@ -51,6 +51,6 @@ def drop_constant(collection: Collection, first: int, fewest: int) -> Collection
     dropped = [t for group in collection.groups if id(group) not in kept for t in group.trajectories]
     metrics = {
         "groups_refilled": float(sum(not is_constant(group) for group in collection.groups[first:])),
-        "episodes_dropped": float(sum(not trajectory.replayed for trajectory in dropped)),
+        "episodes_dropped": float(len(dropped)),
     }
     return replace(collection, dropped=dropped, metrics={**collection.metrics, **metrics})

@@ -18,9 +18,9 @@ from agent_peft.rollout.gathering import gather_collection
 from agent_peft.rollout.refill import drop_constant, is_constant, other_tasks
 from agent_peft.rollout.replays import Replays, ReplayWindow
 from agent_peft.rollout.rewards import RewardConfig
-from agent_peft.rollout.successes import EarlierSuccesses, only_successes
+from agent_peft.rollout.successes import only_successes
 from agent_peft.rollout.task_order import Order, SuccessOrder
-from agent_peft.seeding import derive, generator
+from agent_peft.seeding import derive
 from agent_peft.types import Group, Task
 
 
@@ -60,8 +60,6 @@ class Rollouts:
         refill: rounds in which other groups are collected in the place of constant ones, which are dropped.
             Their tasks are drawn from the pool of the step, and do not move the order. 0 drops none.
         fewest: groups that are never dropped.
-        earlier: successes of earlier steps, which join the groups of their tasks and to which those of each
-            step are added.
     """
 
     collector: Collector
@@ -76,7 +74,6 @@ class Rollouts:
     replay_in_prompt: int = 0
     refill: int = 0
     fewest: int = 1
-    earlier: EarlierSuccesses | None = None
 
     def collect(self, step: int) -> Collection:
         schedule = self.schedule_of(step) if self.schedule_of else None
@@ -96,25 +93,14 @@ class Rollouts:
             calls += mine.schedule
             part = gather_collection(self.ranks, mine, tasks)
             collection += part
-            groups += [
-                self._joined(group, step, place) for place, group in enumerate(part.groups, len(groups))
-            ]
+            groups += part.groups
         if schedule is not None:
             schedule.write(calls if any(calls) else ())
         if isinstance(self.order, SuccessOrder):
             self.order.learn(collection.groups)
         if self.replays is not None:
             self.replays.add(collection.groups, self.collector.engine.chat)
-        if self.earlier is not None:
-            self.earlier.add(collection.groups)
-            number = sum(t.replayed for group in groups for t in group.trajectories)
-            collection = replace(collection, groups=groups, metrics={"episodes_replayed": float(number)})
         return drop_constant(collection, first, self.fewest) if self.refill else collection
-
-    def _joined(self, group: Group, step: int, place: int) -> Group:
-        if self.earlier is None:
-            return group
-        return self.earlier.join(group, generator(self.seed, "replay", step, place))
 
     def _collect(self, tasks: Sequence[Task], seed: int, followed: tuple[Schedule, ...] | None) -> Collection:
         """This rank's part of a round."""
@@ -131,14 +117,11 @@ class Rollouts:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        order = self.order.state_dict() if isinstance(self.order, SuccessOrder) else {}
-        return order if self.earlier is None else {**order, "earlier": self.earlier.to_json()}
+        return self.order.state_dict() if isinstance(self.order, SuccessOrder) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if isinstance(self.order, SuccessOrder) and "position" in state:
             self.order.load_state_dict(state)
-        if self.earlier is not None and "earlier" in state:
-            self.earlier.from_json(state["earlier"])
 
 
 @dataclass(frozen=True)

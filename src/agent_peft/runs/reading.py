@@ -201,7 +201,6 @@ class EpisodeRecord:
     step: int | None = None
     score: float | None = None
     mistake_turns: tuple[int, ...] = ()  # of a demonstration: shown, and not learnt
-    replayed: bool = False  # sampled in an earlier step
     advantages: tuple[float, ...] | None = None  # of each turn, the mean over its action tokens
     _arrays: _Arrays = field(repr=False, compare=False)
 

@@ -75,8 +75,7 @@ class Gradients:
         if not self.algorithm.needs_scores:
             return batch
         # in the reference's microbatches and by its code, so that both are equal to the bit
-        scored = torch.where(_replayed(batch), batch.logprobs, self.score(batch, self._logprobs, ~measured))
-        return replace(batch, scored_logprobs=scored)
+        return replace(batch, scored_logprobs=self.score(batch, self._logprobs, ~measured))
 
     def score(self, batch: Batch, scores: Callable[[Batch], Tensor], live: Tensor | None = None) -> Tensor:
         """(B, T) values that ``scores`` gives for each microbatch, without gradient.
@@ -129,8 +128,8 @@ class Gradients:
             microbatch = microbatch.to(output.logprobs.device)
             if on_policy:  # the sampler drops nothing, so with dropout the check scores once more
                 scored = output.logprobs if masks is None else self._logprobs(microbatch)
-                fresh = microbatch.action_mask & ~_replayed(microbatch)
-                mismatch.add(scored[fresh], microbatch.logprobs[fresh])
+                mask = microbatch.action_mask
+                mismatch.add(scored[mask], microbatch.logprobs[mask])
                 self.first_logprobs[places[rows], : scored.shape[1]] = scored.detach().float().cpu()
             if masks is not None and algorithm.on_policy:
                 at_step = output.logprobs.detach() if on_policy else None
@@ -162,8 +161,6 @@ class Gradients:
         dropout masks of this update: so the ratio and the KL measure changed weights, and not which units
         were dropped (Hausknecht and Wagener, 2022, https://arxiv.org/abs/2202.11818).
 
-        Replayed trajectories keep those that they were sampled with.
-
         Args:
             at_step: (B, T) log-probabilities under these masks, where the policy is still the one that
                 sampled.
@@ -174,7 +171,6 @@ class Gradients:
 
         assert self.at_step is not None
         sampled = scored(self.at_step) if at_step is None else at_step
-        sampled = torch.where(_replayed(microbatch), microbatch.logprobs, sampled)
         reference = None if self.reference is None else scored(self.reference)
         return replace(microbatch, logprobs=sampled, reference_logprobs=reference)
 
@@ -182,8 +178,3 @@ class Gradients:
         """(B, T) log-probabilities of the policy as it acts, without dropout and without gradient."""
         with torch.no_grad():
             return self.policy.forward(microbatch, self.sampling).logprobs
-
-
-def _replayed(batch: Batch) -> Tensor:
-    """(B, 1) bool: rows that an earlier policy sampled."""
-    return torch.zeros_like(batch.action_mask[:, :1]) if batch.replayed is None else batch.replayed[:, None]

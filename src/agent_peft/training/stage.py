@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from agent_peft.algorithms import AnyAlgorithm, UncheckedAlgorithmConfig, mean_normalized, score_function
+from agent_peft.algorithms import AnyAlgorithm, UncheckedAlgorithmConfig, mean_normalized
 from agent_peft.config import Config, first_error
 from agent_peft.environments.base import Environment
 from agent_peft.policies.engine.base import Sampler
@@ -27,7 +27,6 @@ from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.rollout.sources import Demonstrations, Rollouts, Source, Successes
 from agent_peft.rollout.statistics import METRICS
 from agent_peft.rollout.successes import METRICS as SUCCESS_METRICS
-from agent_peft.rollout.successes import EarlierSuccesses, ReplayConfig
 from agent_peft.rollout.task_order import (
     ORDER_NAMES,
     AnyOrder,
@@ -120,11 +119,6 @@ class StageConfig(Config):
         description="leave out each group whose episodes all have one return, and collect another one in its "
         "place, in at most so many rounds; 0 leaves none out",
     )
-    replay: ReplayConfig | None = Field(
-        default=None,
-        description="earlier successes join the groups of their tasks, and are learnt from once more; null "
-        "replays none",
-    )
     replay_in_prompt: int = Field(
         default=0,
         ge=0,
@@ -213,8 +207,7 @@ class StageConfig(Config):
                 return metrics_of(facts, PAIR_METRICS if ties else ())
             source = ("groups_with_signal", *SUCCESS_METRICS) if self.samples else None
             return metrics_of(facts, source, self.samples)
-        replayed = ("episodes_replayed",) if self.replay else ()
-        return metrics_of(facts, (*(REFILL_METRICS if self.refill else ()), *replayed))
+        return metrics_of(facts, REFILL_METRICS if self.refill else ())
 
     @property
     def samples(self) -> bool:
@@ -254,21 +247,10 @@ class StageConfig(Config):
             raise ValueError(
                 f"replay_in_prompt has no effect on {kind}, which learns from demonstrations; leave it out"
             )
-        for key in ("refill", "replay"):
-            if getattr(self, key) and not algorithm.compares_groups:
-                raise ValueError(
-                    f"{key} has no effect on {kind}, which does not compare the episodes of a task with each "
-                    "other; leave it out"
-                )
-        if self.replay is not None and not self.replay.episodes(self.group_size):
+        if self.refill and not algorithm.compares_groups:
             raise ValueError(
-                f"replay.share: {self.replay.share:g} of group_size: {self.group_size} is less than one "
-                "episode; raise it"
-            )
-        if self.replay is not None and getattr(algorithm, "surrogate", None) is score_function:
-            raise ValueError(
-                f"replay needs a surrogate with the ratio to the policy that sampled, and {kind} has none; "
-                "take another surrogate, such as clipped"
+                f"refill has no effect on {kind}, which does not compare the episodes of a task with each "
+                "other; leave it out"
             )
         # terms may lift a return, and they are known only when episodes are there
         lifted = self.rewards.incorrect >= 0 or self.rewards.terms
@@ -386,11 +368,7 @@ def source_of(
         settings = (stage.group_size, stage.sampling, stage.rewards)
         refill = (stage.refill, stage.algorithm.facts.minibatches)
         shown = (replays, stage.replay_in_prompt)
-        replay = stage.replay
-        earlier = None
-        if replay:
-            earlier = EarlierSuccesses(replay.keep, replay.episodes(stage.group_size), replay.total)
-        rollouts = Rollouts(collector, order, *settings, seed, ranks, schedule_of, *shown, *refill, earlier)
+        rollouts = Rollouts(collector, order, *settings, seed, ranks, schedule_of, *shown, *refill)
         return rollouts if stage.algorithm.facts.on_policy else Successes(rollouts)
     if form is not None:
         return Pairs(environment, order, sampler.chat, stage.rewards, seed, ranks, form)

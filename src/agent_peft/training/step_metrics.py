@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import partial, reduce
 
 from agent_peft.algorithms import Algorithm
@@ -107,16 +106,15 @@ class SignalCounter:
 
 
 def describe(groups: list[Group], collection: Collection, sampled: bool = True) -> dict[str, float]:
-    """The metrics of a step's trajectories, without those that are replayed. Most are means or shares of
-    trajectories. ``zero_variance_groups`` is a share of groups; ``invalid_actions`` and ``cut_actions``
-    (ended by a token limit) are shares of turns. Failures are counts.
+    """The metrics of a step's trajectories. Most are means or shares of trajectories.
+    ``zero_variance_groups`` is a share of groups; ``invalid_actions`` and ``cut_actions`` (ended by a token
+    limit) are shares of turns. Failures are counts.
 
     Args:
         sampled: whether the policy has made the trajectories. The rewards of demonstrations say nothing about
             it, so they are no metrics.
     """
-    fresh = [[t for t in group.trajectories if not t.replayed] for group in groups]
-    trajectories: list[Trajectory] = [t for own in fresh for t in own]
+    trajectories: list[Trajectory] = [t for group in groups for t in group.trajectories]
     turns = sum(len(t.turns) for t in trajectories)
 
     def share(count: float) -> float:
@@ -127,12 +125,7 @@ def describe(groups: list[Group], collection: Collection, sampled: bool = True) 
         **({"score": share(sum(t.score or 0.0 for t in trajectories))} if graded else {}),
         "reward": sum(t.reward for t in trajectories) / len(trajectories),
         "success": share(sum(t.outcome == "correct" for t in trajectories)),
-        "zero_variance_groups": sum(
-            is_constant(replace(group, trajectories=own))
-            for group, own in zip(groups, fresh, strict=True)
-            if len(own) > 1
-        )
-        / len(groups),
+        "zero_variance_groups": sum(len(g.trajectories) > 1 and is_constant(g) for g in groups) / len(groups),
     }
     return {
         **(rewarded if sampled else {}),
