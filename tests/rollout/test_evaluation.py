@@ -82,7 +82,9 @@ def test_what_was_measured_is_recorded(policy, environment):
     assert again == settings
     for others in ({"digits": 2}, {"seed": 9}, {"operation": "multiplication"}):
         other = Arithmetic(environment.config.model_copy(update=others))
-        assert ap.evaluate(policy, other, {"num_tasks": 3}).settings["environment"] != settings["environment"]
+        assert (
+            ap.evaluate(policy, other, {"num_tasks": 3}).settings["tasks_digest"] != settings["tasks_digest"]
+        )
 
 
 def test_the_same_tasks_in_another_folder_are_the_same_environment(tmp_path):
@@ -93,5 +95,5 @@ def test_the_same_tasks_in_another_folder_are_the_same_environment(tmp_path):
         path.write_text(json.dumps({"question": "2+2=", "answer": f"#### {answer}"}) + "\n")
         environment = GSM8K(GSM8KConfig(tasks=str(path)))
         config = EvaluationConfig(environment=environment.config)
-        digests.add(settings_of(config, environment, 0, RewardConfig())["environment"])
+        digests.add(settings_of(config, environment, 0, RewardConfig())["tasks_digest"])
     assert len(digests) == 2

@@ -162,6 +162,7 @@ def test_change_takes_new_values_from_there_on(configure, monkeypatch):
     assert {(event.get("key"), event.get("old"), event.get("new")) for event in events(changed)[2:]} == {
         ("stages.1.optimizer.learning_rate", 0.02, 0.001),
         ("environment.num_tasks", 10, 9),
+        ("tasks of environment", "10 tasks", "9 tasks"),
     }
     assert {event["step"] for event in events(changed)[1:]} == {4}
     train(changed)  # the new values are now those of the run

@@ -223,11 +223,11 @@ def test_reports_of_an_earlier_version_are_those_of_their_names(configure):
 @pytest.mark.parametrize(
     ("change", "keys"),
     [
-        ({"num_tasks": 4}, "environment, tasks"),
+        ({"num_tasks": 4}, "tasks, tasks_digest"),
         ({"sampling": {"max_new_tokens": 2}}, "sampling"),
         (
             {"environment": {"kind": "arithmetic", "digits": 1, "num_tasks": 6, "split": "heldout"}},
-            "environment",
+            "environment_digest, tasks_digest",
         ),
     ],
     ids=["tasks", "sampling", "environment"],

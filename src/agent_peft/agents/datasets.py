@@ -146,7 +146,7 @@ def find_dataset(
         raise AgentPeftError(f"dataset: there is no {name!r:.80}; {nearest(name, NAMES, CUSTOM)}")
     if source == GSM8K_HUB:
         keys = _gsm8k_keys(GSM8K_HUB, split, max_samples)
-        return Dataset(name, keys, _gsm8k_keys(GSM8K_HUB, "test", None), form, model_name)
+        return Dataset(name, keys, _heldout_of_hub(split), form, model_name)
     content = [row.content for row in read_table(source, split)[1]]
     part = split if isinstance(source, Path) else "train"  # the hub has cut out the split's rows already
     return _of_rows(name, content, part, max_samples, form, model_name, folder)
@@ -159,10 +159,14 @@ def _gsm8k(split: str, max_samples: int | None) -> tuple[dict[str, Any], dict[st
     name, _, part = split.partition("[")
     file, test = GSM8K_FOLDER / f"{name}.jsonl", GSM8K_FOLDER / "test.jsonl"
     if name not in ("train", "test") or not file.is_file():  # a split names no other file
-        heldout = _gsm8k_keys(GSM8K_HUB, "test", None)
-        return _gsm8k_keys(GSM8K_HUB, split, max_samples), None if name == "test" else heldout
+        return _gsm8k_keys(GSM8K_HUB, split, max_samples), _heldout_of_hub(split)
     keys = _gsm8k_keys(str(file), f"train[{part}" if part else None, max_samples)
     return keys, _gsm8k_keys(str(test), None, None) if test.is_file() and name != "test" else None
+
+
+def _heldout_of_hub(split: str) -> dict[str, Any] | None:
+    """The test split of the hub, where nothing of it is trained on."""
+    return None if split.partition("[")[0] == "test" else _gsm8k_keys(GSM8K_HUB, "test", None)
 
 
 def _gsm8k_keys(tasks: str, split: str | None, limit: int | None) -> dict[str, Any]:

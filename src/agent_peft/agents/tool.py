@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ class RLTrainingTool:
             "algorithm": given.algorithm,
             "model_name": model,
             "dataset": dataset.name,
-            "measured_on": _measured(dataset, settings.eval_samples),
+            "measured_on": _measured(dataset, config.evaluation.num_tasks if config.evaluation else 0),
         }
         if earlier is not None:
             told["earlier_training_moved_to"] = earlier
@@ -273,11 +274,24 @@ def _test_of(dataset: str) -> str:
 
 
 def _measured(dataset: Any, number: int | None) -> str:
-    if number == 0:
-        return "nothing (eval_samples is 0)"
     if dataset.environment["kind"] == "preferences":
         return "nothing (preferences grade no reply; use evaluate)"
-    return "held-out tasks" if dataset.heldout is not None else "the tasks of training"
+    if number == 0:
+        return "nothing (eval_samples is 0)"
+    if dataset.heldout is None:
+        return "the tasks of training"
+    from agent_peft.environments import load_environment
+    from agent_peft.environments.digests import shared_ids
+
+    with (
+        closing(load_environment(dataset.environment)) as training,
+        closing(load_environment(dataset.heldout)) as heldout,
+    ):
+        measured = len(heldout.tasks[:number])
+        shared = len(shared_ids(training, heldout, number))
+    if shared == measured:
+        return "the tasks of training"
+    return f"{shared} of {measured} are tasks of training" if shared else "held-out tasks"
 
 
 def _failure(action: Any, message: str) -> dict[str, Any]:

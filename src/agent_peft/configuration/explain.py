@@ -19,7 +19,7 @@ from agent_peft.configuration.memory import MemoryModel, StageMemory, evaluation
 from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment, EnvironmentConfig
-from agent_peft.environments.task_files.selection import shared_ids
+from agent_peft.environments.digests import shared_ids
 from agent_peft.hardware import choose_device, choose_threads
 from agent_peft.lookup import NotImportedError, may_import
 from agent_peft.policies.engine.onednn_linear import pays_off
@@ -181,7 +181,8 @@ def _evaluation_facts(
 ) -> dict[str, str]:
     number = UNKNOWN if heldout is None else len(heldout.tasks[: evaluation.num_tasks])
     consequences = {"evaluation": f"{number} tasks × {evaluation.attempts} attempts"}
-    if training is not None and heldout is not None and (shared := shared_ids(training, heldout)):
+    known = None if training is None or heldout is None else (training, heldout)
+    if known and (shared := shared_ids(*known, evaluation.num_tasks)):
         consequences["evaluation"] += f"; {len(shared)} tasks are tasks of training, too"
     samplings = [evaluation.following(stage.sampling).sampling for stage in config.stages]
     if len(set(samplings)) > 1:

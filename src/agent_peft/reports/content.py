@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from agent_peft.reports.episodes import EpisodeFile, Facts, episode_files, facts_of
-from agent_peft.rollout.statistics import NO_SKILL, Z95, EvaluationReport, paired_test, rate_of, t95
+from agent_peft.rollout.statistics import (
+    NO_SKILL,
+    Z95,
+    EvaluationReport,
+    other_settings,
+    paired_test,
+    rate_of,
+    t95,
+)
 from agent_peft.runs.overview import summarize_run
 from agent_peft.runs.reading import Evaluation, RunRecord, load_run
 from agent_peft.types import AgentPeftError, Outcome
@@ -54,6 +62,7 @@ def read_content(folders: Sequence[Path]) -> Content:
     names = _names([run.folder for run in runs])
     for name, told in zip(names, values, strict=True):
         told["name"] = name
+    _note_others(values, reports)
     return Content(
         {
             "made": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -278,6 +287,19 @@ def _pairs(reports: Sequence[Mapping[str, EvaluationReport]]) -> Iterator[dict[s
         for name in before:
             if name in after and (test := _test(before[name], after[name])) is not None:
                 yield {"evaluation": name, "one": one, "other": other, **test}
+
+
+def _note_others(values: Sequence[dict[str, Any]], reports: Sequence[Mapping[str, EvaluationReport]]) -> None:
+    """Add a notice for each evaluation that did not measure what the last one of its run did, or what that of
+    the same name in the first run did.
+    """
+    for told, own in zip(values, reports, strict=True):
+        last = list(own)[-1:]
+        pairs = [(name, f"{last[0]} of this run", own[last[0]]) for name in own if last]
+        pairs += [(name, values[0]["name"], reports[0][name]) for name in own if name in reports[0]]
+        for name, where, other in pairs:
+            if keys := other_settings(own[name].settings, other.settings):
+                told["notices"].append(f"{name} is not comparable with {where}: other {', '.join(keys)}")
 
 
 def _test(before: EvaluationReport, after: EvaluationReport) -> dict[str, float] | None:

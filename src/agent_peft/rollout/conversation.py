@@ -208,7 +208,7 @@ class EpisodeConversation:
             return opening
         limit = math.inf if self.max_tokens is None else self.max_tokens // 2
         return self.replays.before(
-            self.task.id, opening, lambda messages: len(self.chat.opening(messages)) <= limit
+            self.task, opening, lambda messages: len(self.chat.opening(messages)) <= limit
         )
 
     def _fail(self, error: BaseException) -> None:

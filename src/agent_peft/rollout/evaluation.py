@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -15,6 +14,7 @@ from agent_peft.config import Config, first_error
 from agent_peft.environments import AnyEnvironment
 from agent_peft.environments.base import Environment, EnvironmentConfig
 from agent_peft.environments.contract import refuse_class
+from agent_peft.environments.digests import digest, digests_of, shown_before
 from agent_peft.lookup import nearest
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import Sampler
@@ -27,12 +27,12 @@ from agent_peft.rollout.replays import ReplayWindow
 from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.rollout.statistics import EvaluationReport, summarize
 from agent_peft.seeding import derive
-from agent_peft.types import AgentPeftError, Task
+from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)
 
 MEASURES = ("attempts", "num_tasks", "sampling")  # the keys that a single evaluation has
-# keys of environments that say where tasks come from; the tasks themselves are in the digest
+# keys of environments that say where tasks come from; the tasks have a digest of their own
 PLACES = {"tasks", "url", "token", "examples_from"}
 
 
@@ -172,20 +172,17 @@ def settings_of(
         "attempts": evaluation.attempts,
         "seed": seed,
         "sampling": evaluation.sampling.model_dump(mode="json"),
-        "environment": _digest(environment, tasks),
+        "environment_digest": digest([_keys(environment), shown_before(environment)]),
+        "tasks_digest": digests_of(tasks)["order"],
         "rewards": rewards.model_dump(mode="json"),
         "replay_in_prompt": replay_in_prompt,
     }
 
 
-def _digest(environment: Environment, tasks: Sequence[Task]) -> str:
-    """Return a digest of an environment's keys and of the tasks that are measured, wherever they lie."""
+def _keys(environment: Environment) -> Any:
+    """The keys that decide how an environment asks and grades, wherever its tasks come from."""
     keys = getattr(environment, "config", None)
-    if isinstance(keys, BaseModel):
-        keys = keys.model_dump(mode="json", exclude=PLACES)
-    content = [keys, [(task.id, task.skills, dict(task.content)) for task in tasks]]
-    text = json.dumps(content, default=lambda value: type(value).__name__)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return keys.model_dump(mode="json", exclude=PLACES) if isinstance(keys, BaseModel) else keys
 
 
 def _prices(rewards: RewardConfig | Mapping[str, Any] | None) -> RewardConfig:

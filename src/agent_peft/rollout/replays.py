@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from agent_peft.environments.digests import task_digest
 from agent_peft.files import MEGABYTE, parse_json, read_text, write_atomic
 from agent_peft.policies.tokenization import ChatTokenizer
-from agent_peft.types import AgentPeftError, Group, Message, Outcome, Trajectory
+from agent_peft.types import AgentPeftError, Group, Message, Outcome, Task, Trajectory
 
 FILE = "replays.json"  # in a checkpoint
 
@@ -27,7 +28,7 @@ class Replay:
     '2'
     """
 
-    task: str  # its id
+    task: str  # the digest of what it asks
     messages: tuple[Message, ...]
 
 
@@ -58,9 +59,10 @@ class Replays:
                     f"and task {group.task.id!r:.60} begins with a message of the {messages[0].role}; set "
                     "replay_in_prompt: 0"
                 )
-            others = [replay for replay in self._episodes if replay.task != group.task.id]
+            asked = task_digest(group.task)
+            others = [replay for replay in self._episodes if replay.task != asked]
             # one more than is shown, as a task never sees its own
-            self._episodes = [*others, Replay(group.task.id, messages)][-self.size - 1 :]
+            self._episodes = [*others, Replay(asked, messages)][-self.size - 1 :]
 
     def latest(self) -> tuple[Replay, ...]:
         """All that are kept, oldest first."""
@@ -115,11 +117,13 @@ def read_replays(folder: Path) -> tuple[Replay, ...]:
 class ReplayWindow:
     """What each episode of a collection shows: the latest ``number`` of ``episodes`` that fit.
 
-    >>> shown = ReplayWindow((Replay("a", (Message("user", "1"), Message("assistant", "2"))),), 4)
+    >>> one, two = Task("a", content={"q": "1"}), Task("b", content={"q": "3"})
+    >>> messages = (Message("user", "1"), Message("assistant", "2"))
+    >>> shown = ReplayWindow((Replay(task_digest(one), messages),), 4)
     >>> opening = [Message("system", "Add."), Message("user", "3")]
-    >>> [message.content for message in shown.before("b", opening, lambda messages: True)]
+    >>> [message.content for message in shown.before(two, opening, lambda messages: True)]
     ['Add.', '1', '2', '3']
-    >>> shown.before("a", opening, lambda messages: True) == opening
+    >>> shown.before(one, opening, lambda messages: True) == opening
     True
     """
 
@@ -127,12 +131,13 @@ class ReplayWindow:
     number: int = 0
 
     def before(
-        self, task: str, opening: Sequence[Message], fits: Callable[[Sequence[Message]], bool]
+        self, task: Task, opening: Sequence[Message], fits: Callable[[Sequence[Message]], bool]
     ) -> list[Message]:
         """The opening of ``task`` with the episodes of other tasks before its last message. The oldest ones
         are left out until the messages fit.
         """
-        others = [replay for replay in self.episodes if replay.task != task]
+        asked = task_digest(task)
+        others = [replay for replay in self.episodes if replay.task != asked]
 
         def showing(number: int) -> list[Message]:
             replays = others[len(others) - number :]

@@ -8,7 +8,7 @@ from itertools import pairwise
 from rich.table import Table
 from rich.text import Text
 
-from agent_peft.rollout.statistics import EvaluationReport, paired_test
+from agent_peft.rollout.statistics import EvaluationReport, other_settings, paired_test
 from agent_peft.types import AgentPeftError
 
 
@@ -48,6 +48,10 @@ def table(reports: Mapping[str, EvaluationReport]) -> Table:
     rows.add_row("action tokens", *(f"{report.mean_action_tokens:.1f}" for report in columns))
     if any(report.infrastructure_failures for report in columns):
         rows.add_row("left out (failed)", *(str(report.infrastructure_failures) for report in columns))
+    others = [(name, other_settings(one.settings, columns[-1].settings)) for name, one in reports.items()]
+    if notes := [f"{name} measured with other settings ({', '.join(keys)})" for name, keys in others if keys]:
+        lines = [] if rows.caption is None else [str(rows.caption)]
+        rows.caption = "\n".join([*lines, *(f"{note} than {list(reports)[-1]}" for note in notes)])
     return rows
 
 

@@ -13,6 +13,7 @@ from agent_peft.types import AgentPeftError, Group, Outcome, StopReason, Traject
 Z95 = 1.959963984540054  # the normal distribution's 97.5 % point
 NO_SKILL = "(no skill)"
 MAX_LEFT_OUT = 0.05  # share of the episodes; above it the summary reports them
+UNMEASURED = {"rewards", "seed"}  # settings that do not change what a success rate is of
 METRICS = ("evaluation.success", "evaluation.score", "evaluation.reward")  # the names of ``metric``
 
 
@@ -142,6 +143,16 @@ class Comparison:
     low: float
     high: float
     p: float
+
+
+def other_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The names of the settings in which two evaluations did not measure the same. A setting that one of them
+    lacks, because an earlier version wrote it, does not count.
+
+    >>> other_settings({"tasks": 3, "seed": 0, "attempts": 1}, {"tasks": 4, "seed": 1})
+    ['tasks']
+    """
+    return sorted(key for key in (one.keys() & other.keys()) - UNMEASURED if one[key] != other[key])
 
 
 def summarize(groups: Sequence[Group], left_out: int = 0) -> EvaluationReport:
@@ -342,11 +353,11 @@ def paired_test(before: EvaluationReport, after: EvaluationReport) -> Comparison
     Raises:
         AgentPeftError: the evaluations were made on different tasks.
     """
-    if before.outcomes.keys() != after.outcomes.keys():
-        other = min(before.outcomes.keys() ^ after.outcomes.keys())
+    unpaired = before.outcomes.keys() ^ after.outcomes.keys()
+    if unpaired or "tasks_digest" in other_settings(before.settings, after.settings):
+        cause = f"task {min(unpaired)!r} is in one only" if unpaired else "tasks of equal ids differ"
         raise AgentPeftError(
-            f"evaluations on different tasks cannot be paired (task {other!r} is in one only): evaluate both "
-            "on the same"
+            f"evaluations on different tasks cannot be paired ({cause}): evaluate both on the same"
         )
     pairs = [
         (_successes(before.outcomes[task]), _successes(after.outcomes[task])) for task in before.outcomes

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, Protocol, get_args
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from agent_peft.config import Config
+from agent_peft.environments.digests import task_digest
 from agent_peft.files import MEGABYTE, parse_json, read_text
 from agent_peft.lookup import alike, nearest
 from agent_peft.seeding import derive, generator
@@ -189,7 +190,8 @@ class SuccessOrder:
     def __init__(self, tasks: Sequence[Task], per_step: int, seed: int, config: BySuccessConfig) -> None:
         self.config = config
         self._order, self._per_step = TaskOrder(tasks, per_step, seed), per_step
-        self._position, self._left_out = 0, dict[str, int]()  # task id -> trips that it is left out of
+        self._digests: dict[str, str] = {}  # by a task's id
+        self._position, self._left_out = 0, dict[str, int]()  # a task's digest -> trips it is left out of
 
     def at(self, step: int) -> list[Task]:
         """The tasks of the next step, a pure function of seed and results."""
@@ -198,7 +200,9 @@ class SuccessOrder:
     def pool(self, step: int) -> Sequence[Task]:
         """All tasks that are not left out."""
         tasks = self._order.tasks
-        return [task for task in tasks if task.id not in self._left_out] if self._left_out else tasks
+        return (
+            [task for task in tasks if self._asked(task) not in self._left_out] if self._left_out else tasks
+        )
 
     def learn(self, groups: Sequence[Group]) -> None:
         """Go on behind the tasks that ``at`` gave, with their results. A group without an episode, because
@@ -210,15 +214,19 @@ class SuccessOrder:
                 correct = sum(t.outcome is Outcome.CORRECT for t in group.trajectories)
                 rate = correct / len(group.trajectories)
                 if not self.config.low <= rate <= self.config.high:
-                    self._left_out[group.task.id] = self.config.trips
+                    self._left_out[self._asked(group.task)] = self.config.trips
+
+    def _asked(self, task: Task) -> str:
+        return self._digests.get(task.id) or self._digests.setdefault(task.id, task_digest(task))
 
     def _next(self) -> tuple[list[Task], int, dict[str, int]]:
         tasks, position, left_out = list[Task](), self._position, dict(self._left_out)
         while len(tasks) < self._per_step:
             task = self._order.task(position)
             position += 1
-            if trips := left_out.pop(task.id, 0):
-                left_out |= {task.id: trips - 1} if trips > 1 else {}
+            asked = self._asked(task)
+            if trips := left_out.pop(asked, 0):
+                left_out |= {asked: trips - 1} if trips > 1 else {}
             else:
                 tasks.append(task)
         return tasks, position, left_out

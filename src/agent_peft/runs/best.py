@@ -12,7 +12,7 @@ from pathlib import Path
 
 from agent_peft.configuration.run_config import KeepBestConfig
 from agent_peft.files import MEGABYTE, parse_json, read_text, write_atomic
-from agent_peft.rollout.statistics import EvaluationReport
+from agent_peft.rollout.statistics import EvaluationReport, other_settings
 from agent_peft.runs.checkpoint import BEST, POSITION, checkpoint_step, checkpoints
 from agent_peft.training.until import UntilConfig
 from agent_peft.types import AgentPeftError
@@ -79,16 +79,21 @@ def _of_evaluations(metric: str, reports: Iterable[EvaluationReport]) -> dict[in
 
 
 def comparable(metric: str, reports: Iterable[EvaluationReport]) -> list[tuple[int, float]]:
-    """Return the run's step and the value of each report that has the metric, in their order. Rewards are
-    comparable under the same prices only: those of the last report.
+    """Return the run's step and the value of each report that has the metric and measured what the last one
+    did, in their order. Rewards are comparable under the same prices only.
     """
     measured = [
-        (report.step, value, report.settings.get("rewards"))
+        (report.step, value, report.settings)
         for report in reports
         if report.step is not None and (value := report.metric(metric)) is not None
     ]
     priced = metric == "evaluation.reward"
-    return [(step, value) for step, value, prices in measured if not priced or prices == measured[-1][2]]
+    return [
+        (step, value)
+        for step, value, settings in measured
+        if not other_settings(settings, last := measured[-1][2])
+        and (not priced or settings.get("rewards") == last.get("rewards"))
+    ]
 
 
 def _of_steps(metric: str, present: dict[int, Path]) -> dict[int, float]:

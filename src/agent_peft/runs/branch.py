@@ -18,6 +18,7 @@ from agent_peft.files import MEGABYTE, parse_json, read_text, sync, write_json_a
 from agent_peft.policies.models.start import START
 from agent_peft.runs.changes import names, read_earlier
 from agent_peft.runs.checkpoint import checkpoint_step, checkpoints, remove, save_checkpoint, sync_tree
+from agent_peft.runs.digests import Contents, changed_contents, read_contents
 from agent_peft.runs.resume import measures_kl_to_its_start, read_whole
 from agent_peft.types import AgentPeftError
 
@@ -38,7 +39,7 @@ class Origin:
         return f"{self.run}:{self.checkpoint}"
 
 
-def find_origin(text: str, config: TrainConfig) -> tuple[Origin, list[Change], list[str]]:
+def find_origin(text: str, config: TrainConfig, contents: Contents) -> tuple[Origin, list[Change], list[str]]:
     """Return the checkpoint that ``RUN``, ``RUN:12`` or ``RUN:step_000012`` stands for, the keys in which
     ``config`` will teach otherwise than that run did, and what is to be said.
 
@@ -73,6 +74,7 @@ def find_origin(text: str, config: TrainConfig) -> tuple[Origin, list[Change], l
     late = [change for change in changes if change.rule == "late"]
     notes = [f"{names(late)} from {run}, but in a stage that is done, where it has no effect"] if late else []
     origin = Origin(str(run.resolve()), name, position.steps, start if start != name else None)
+    changes += changed_contents(read_contents(run), contents, config, position.stage)
     return origin, [change for change in changes if change.rule == "asked"], notes
 
 

@@ -19,10 +19,14 @@ from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.files import MEGABYTE, parse_json, read_text
 from agent_peft.lookup import without_imports
 from agent_peft.policies.models.start import START
+from agent_peft.rollout.replays import FILE as REPLAYS
+from agent_peft.rollout.task_order import BySuccessConfig
+from agent_peft.runs.digests import DIGESTS, Contents, changed_contents, read_contents
 from agent_peft.runs.resume import STATE, Position, look_up_position
 from agent_peft.training.optimizer import learning_rate_factor
 from agent_peft.training.stage import StageConfig
 from agent_peft.training.state_file import load_state
+from agent_peft.training.trainer import restore_algorithm
 from agent_peft.types import AgentPeftError
 
 
@@ -60,12 +64,13 @@ def read_earlier(folder: Path) -> Earlier | None:
 
 
 def accept(
-    folder: Path, earlier: Earlier, config: TrainConfig, asked: bool
+    folder: Path, earlier: Earlier, config: TrainConfig, asked: bool, contents: Contents | None = None
 ) -> tuple[list[Change], list[str]]:
-    """Return the changes with which a run goes on, and what is to be said about them.
+    """Return the changes with which a run resumes, and lines to print about them.
 
     Args:
-        asked: whether the user asked for changes of what is learnt.
+        asked: whether the user asked for changes of what is learned.
+        contents: the digests of today's tasks and files; None compares none.
 
     Raises:
         AgentPeftError: one of them is refused.
@@ -88,8 +93,51 @@ def accept(
         )
     if deciding and not asked:
         raise AgentPeftError(f"{fault}start over with --fresh, or add --change to go on with the new values")
+    known = read_contents(folder)
+    edited = changed_contents(known, contents or {}, config, position.stage)
+    refuse_contents(folder, edited, asked)
     notes = [f"{names(late)} in a stage that is done, where it has no effect"] if late else []
-    return changes, notes + _beyond_until(folder, position, earlier.config, config)
+    if contents and not known:
+        notes.append(f"an earlier version kept no {DIGESTS}: the tasks of today count as those of the run")
+    notes += _started_anew(folder, position, config) if deciding else []
+    return changes + edited, notes + _beyond_until(folder, position, earlier.config, config)
+
+
+def refuse_contents(folder: Path, edited: Sequence[Change], asked: bool) -> None:
+    """
+    Raises:
+        AgentPeftError: what the run learns from has changed, and the user did not ask for that.
+    """
+    if not asked and (deciding := [change for change in edited if change.rule != "free"]):
+        what = "; ".join(f"{change.key}: {change.new}, and before {change.old}" for change in deciding)
+        raise AgentPeftError(
+            f"{folder}: the content that this run learns from has changed ({what}); put it back, set another "
+            "run_dir, start over with --fresh, or add --change to go on with the new content"
+        )
+
+
+def _started_anew(folder: Path, position: Position, config: TrainConfig) -> list[str]:
+    """Lines about state that the stage needs now and the checkpoint lacks, and about state that is dropped.
+
+    Raises:
+        AgentPeftError: the algorithm does not take the state, as its keys are now.
+    """
+    if position.checkpoint is None or position.stage >= len(config.stages):
+        return []
+    stage, checkpoint = config.stages[position.stage], folder / "checkpoints" / position.checkpoint
+    state = load_state(checkpoint / STATE, mapped=True)
+    try:
+        lines = restore_algorithm(stage.algorithm.build(), state["algorithm"])
+    except Exception as error:  # of the user's code, too
+        raise AgentPeftError(
+            f"{folder}: stage {stage.name!r} cannot resume with these keys of its algorithm ({error}); leave "
+            "them as they were, or start over with --fresh"
+        ) from error
+    if isinstance(stage.task_order, BySuccessConfig) and "position" not in state.get("source", {}):
+        lines.append("task_order by_success starts anew: the checkpoint has no results of tasks")
+    if stage.replay_in_prompt and not (checkpoint / REPLAYS).is_file():
+        lines.append("replay_in_prompt starts anew: the checkpoint has no episodes")
+    return lines
 
 
 def _in_stage(change: Change) -> str:

@@ -28,7 +28,7 @@ from agent_peft.ranks import Ranks
 from agent_peft.rollout.evaluation import evaluate, settings_of
 from agent_peft.rollout.replays import Replay, Replays, ReplayWindow, read_replays
 from agent_peft.rollout.skill_matrix import SkillMatrix
-from agent_peft.rollout.statistics import EvaluationReport
+from agent_peft.rollout.statistics import EvaluationReport, other_settings
 from agent_peft.rollout.task_order import BySkillConfig
 from agent_peft.runs.best import Best, comparable, note_best, reason_to_end
 from agent_peft.runs.observers import Observer
@@ -239,13 +239,9 @@ class Evaluations:
             self.progress.note(f"these evaluations were not made, and their checkpoints are gone: {told}")
 
     def _changed(self, report: EvaluationReport) -> list[str]:
-        """The settings in which a report differs from what would be measured at its step now. The rewards are
-        no such setting, because they do not change what the policy does.
-        """
+        """The settings in which a report differs from what would be measured at its step now."""
         stage = self.config.stage_at(report.step or 0)
-        now = self._settings[self.config.stages.index(stage)]
-        known = report.settings  # empty in a report of an earlier version
-        return sorted(key for key in known.keys() & now.keys() - {"rewards"} if known[key] != now[key])
+        return other_settings(report.settings, self._settings[self.config.stages.index(stage)])
 
     @cached_property
     def _settings(self) -> list[dict[str, Any]]:

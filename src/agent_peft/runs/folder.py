@@ -19,7 +19,7 @@ from agent_peft.configuration import yaml12
 from agent_peft.configuration.changes import Change
 from agent_peft.configuration.relocation import CONFIG, RECORD
 from agent_peft.configuration.run_config import TrainConfig, resolved
-from agent_peft.files import MEGABYTE, parse_json, read_text, write_atomic
+from agent_peft.files import MEGABYTE, parse_json, read_text, write_atomic, write_json_atomic
 from agent_peft.policies.models.start import START
 from agent_peft.policies.precision import choose_precision
 from agent_peft.runs.branch import (
@@ -35,6 +35,7 @@ from agent_peft.runs.branch import (
 from agent_peft.runs.changes import Earlier, accept, read_earlier
 from agent_peft.runs.checkpoint import checkpoints
 from agent_peft.runs.checkpoint import is_ours as is_checkpoint
+from agent_peft.runs.digests import DIGESTS, Contents
 from agent_peft.runs.history import LOG
 from agent_peft.runs.lock import Lock
 from agent_peft.runs.observers import TRACKERS
@@ -42,7 +43,7 @@ from agent_peft.types import AgentPeftError
 
 STOPPED = "stopped.json"  # exists after an update that was not finite has ended the run
 # in the order of their removal: as long as the configuration is there, the folder belongs to that run
-FILES = ("metrics.jsonl", "timing.jsonl", STOPPED, LOG, RECORD, ORIGIN, CONFIG)
+FILES = ("metrics.jsonl", "timing.jsonl", STOPPED, LOG, RECORD, ORIGIN, DIGESTS, CONFIG)
 _GONE = ".gone-"  # the prefix of a folder that is being removed
 
 _EVALUATION = re.compile(r".+\.(jsonl?|safetensors)(\.aside)?")
@@ -88,9 +89,16 @@ class Claim:
 
 
 def claim(
-    config: TrainConfig, lock: Lock, *, fresh: bool = False, change: bool = False, begin: str | None = None
+    config: TrainConfig,
+    lock: Lock,
+    contents: Contents,
+    *,
+    fresh: bool = False,
+    change: bool = False,
+    begin: str | None = None,
 ) -> Claim:
-    """Lock the run directory for this process, and write the configuration that the run goes on with.
+    """Lock the run directory for this process, and write the configuration of a run that begins. That of a
+    run that resumes stays until ``settle`` replaces it.
 
     Args:
         fresh: remove an earlier run.
@@ -118,7 +126,7 @@ def claim(
     changes: list[Change] = []
     notes: list[str] = []
     if begin is not None and not begun:
-        origin, changes, notes = find_origin(begin, config)
+        origin, changes, notes = find_origin(begin, config, contents)
         clear(folder)
     elif begin is not None and not is_origin(begin, origin):
         raise AgentPeftError(
@@ -126,17 +134,25 @@ def claim(
             "add --fresh"
         )
     elif earlier is not None and begun:
-        changes, notes = accept(folder, earlier, config, change)
+        changes, notes = accept(folder, earlier, config, change, contents)
     elif earlier is not None and any(c.rule != "free" for c in earlier.changes(config, done=0)):
         clear(folder)  # a start that failed: it left at most an evaluation of that other configuration
         origin = None
     _check_stopped(folder, config, changes)
-    write_atomic(folder / CONFIG, yaml12.dump(resolved(config)))
+    if not begun:
+        write_atomic(folder / CONFIG, yaml12.dump(resolved(config)))
     if origin is not None:
         write_origin(folder, origin)
         if not checkpoints(folder / "checkpoints"):
             copy_origin(folder, origin)
     return Claim(begun, tuple(changes), tuple(notes), origin)
+
+
+def settle(config: TrainConfig, contents: Contents) -> None:
+    """Write the configuration and the digests with which the run has resumed."""
+    write_atomic(config.run_dir / CONFIG, yaml12.dump(resolved(config)))
+    write_json_atomic(config.run_dir / DIGESTS, contents)
+    (config.run_dir / STOPPED).unlink(missing_ok=True)
 
 
 def _check_links(folder: Path) -> None:
@@ -163,7 +179,6 @@ def _check_stopped(folder: Path, config: TrainConfig, changes: Sequence[Change])
             f"again; add stages.{stage}.nonfinite=skip, or start over (--fresh) or go on (--change) with a "
             "lower optimizer.learning_rate"
         )
-    stopped.unlink()
 
 
 def dtype_of_run(config: TrainConfig, fresh: bool, begin: str | None = None) -> str:

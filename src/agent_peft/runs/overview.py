@@ -16,6 +16,7 @@ from rich.table import Table
 from agent_peft.configuration import yaml12
 from agent_peft.configuration.relocation import CONFIG, RECORD, read_record
 from agent_peft.files import MEGABYTE, parse_json, read_text
+from agent_peft.rollout.statistics import other_settings
 from agent_peft.runs.history import state_of
 from agent_peft.types import AgentPeftError
 
@@ -30,7 +31,8 @@ class RunSummary:
     Attributes:
         cause: why it failed, or the signal that interrupted it.
         step: the number of steps done, of ``steps`` (None where the configuration cannot be read).
-        best: the name of the evaluation with the highest success, and that success.
+        best: the name of the evaluation with the highest success among those that measured what the latest
+            one did, and that success.
         seconds_left: an estimate while it is running.
     """
 
@@ -100,14 +102,17 @@ def _steps(run: Path) -> int | None:
 
 
 def _best(run: Path) -> tuple[str, float] | None:
-    found: list[tuple[str, float]] = []
+    """The best of the evaluations that measured what the latest one did."""
+    found: list[tuple[int, str, float, dict[str, Any]]] = []
     for path in sorted((run / "evaluations").glob("*.json")):
         with suppress(AgentPeftError, AttributeError, KeyError, TypeError, ValueError):
             report = parse_json(read_text(path, "a JSON file", 256 * MEGABYTE))
-            found.append(
-                (report.get("name") or path.stem.replace("_", " "), float(report["success"]["value"]))
-            )
-    return max(found, key=lambda pair: pair[1], default=None)
+            step, settings = int(report.get("step") or 0), dict(report.get("settings") or {})
+            name = report.get("name") or path.stem.replace("_", " ")
+            found.append((step, name, float(report["success"]["value"]), settings))
+    latest = max(found, key=lambda one: one[0], default=None)
+    alike = [one for one in found if latest and not other_settings(one[3], latest[3])]
+    return max(((name, success) for _, name, success, _ in alike), key=lambda pair: pair[1], default=None)
 
 
 def _last_lines(path: Path, number: int) -> list[dict[str, Any]]:

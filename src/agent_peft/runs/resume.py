@@ -176,7 +176,7 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
     """Load a checkpoint into a trainer.
 
     Raises:
-        AgentPeftError: the checkpoint is damaged.
+        AgentPeftError: the checkpoint is damaged, or of other keys than the trainer's.
     """
     try:
         trainer.load(checkpoint)
@@ -184,7 +184,8 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
         raise
     except Exception as error:  # torch, safetensors and PEFT raise many kinds
         raise AgentPeftError(
-            f"{checkpoint}: is damaged ({_message(error)}); move it elsewhere, and the run goes on from the "
+            f"{checkpoint}: is damaged, or does not fit this configuration ({_message(error)}); take changes "
+            "of the configuration back. If there are none, move it elsewhere, and the run resumes from the "
             "one before"
         ) from error
 

@@ -15,9 +15,10 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -36,10 +37,11 @@ from agent_peft.ranks import Ranks, join
 from agent_peft.rollout.replays import Replays
 from agent_peft.rollout.report_tables import skill_table, table
 from agent_peft.rollout.statistics import EvaluationReport
-from agent_peft.runs.changes import note_on_schedule
+from agent_peft.runs.changes import note_on_schedule, refuse_contents
 from agent_peft.runs.checkpoint import latest_checkpoint
+from agent_peft.runs.digests import Contents, changed_contents, contents_of, read_contents, template_of
 from agent_peft.runs.evaluations import Evaluations, settle_names
-from agent_peft.runs.folder import Claim, claim, dtype_of_run, settle_dtype
+from agent_peft.runs.folder import Claim, claim, dtype_of_run, settle, settle_dtype
 from agent_peft.runs.history import History
 from agent_peft.runs.lock import Lock
 from agent_peft.runs.observers import (
@@ -101,10 +103,13 @@ def train(
         environment = stack.enter_context(closing(load_environment(config.environment)))
         config = config.with_steps(environment.tasks)
         config = settle_dtype(config, ranks.broadcast(partial(dtype_of_run, config, fresh, begin)))
+        heldout = None
+        if config.evaluation is not None:
+            heldout = stack.enter_context(closing(load_environment(config.evaluation.environment)))
+        contents = ranks.broadcast(partial(contents_of, config, environment, heldout))
         lock = Lock(config.run_dir, stack)
-        claimed = Claim.from_json(
-            ranks.broadcast(lambda: asdict(claim(config, lock, fresh=fresh, change=change, begin=begin)))
-        )
+        options: dict[str, Any] = {"fresh": fresh, "change": change, "begin": begin}
+        claimed = Claim.from_json(ranks.broadcast(lambda: asdict(claim(config, lock, contents, **options))))
         history: History | None = None  # of rank 0
         if ranks.is_main:
             origin = None if claimed.origin is None else asdict(claimed.origin)
@@ -118,11 +123,15 @@ def train(
         policy = load_policy(started(config), config.seed)
         ranks.assert_equal(policy.model.parameters(), "the weights of policy.model")
         sampler = load_sampler(policy, config.engine)
-        heldout = None
-        if config.evaluation is not None:
-            heldout = stack.enter_context(closing(load_environment(config.evaluation.environment)))
-            if ranks.is_main:
-                warn_of_shared_tasks(environment, heldout)
+        contents |= template_of(sampler.chat)
+        if ranks.is_main:
+            origin_run = claimed.origin and not claimed.begun and Path(claimed.origin.run)
+            known = read_contents(origin_run or config.run_dir)
+            edited = changed_contents(known, template_of(sampler.chat), config, 0)
+            refuse_contents(config.run_dir, edited, change or not claimed.begun)
+            claimed = replace(claimed, changes=(*claimed.changes, *edited))
+            if heldout is not None and config.evaluation is not None:
+                warn_of_shared_tasks(environment, heldout, config.evaluation.num_tasks)
         timing = TimingFile(config.run_dir / "timing.jsonl", policy.device)
         safe = SafeObservers((timing, progress, *trackers, *observers))
         if ranks.is_main:
@@ -144,6 +153,7 @@ def train(
             safe,
             Recording(config, evaluations, ranks.world_size),
             claimed,
+            contents,
             history,
         )
         return run.go()
@@ -165,11 +175,14 @@ class _Run:
     observers: Observer
     recording: Recording
     claimed: Claim
+    contents: Contents
     history: History | None  # of rank 0
 
     def go(self) -> dict[str, EvaluationReport]:
         position = self.position()
         self.tell_of_start(position)
+        if position.checkpoint is None:
+            self.settle()
         if self.ranks.is_main:
             self.observers.on_start(RunStart(self.config, position.steps, tuple(self.evaluations.due)))
         begun = 0 if self.claimed.origin is None else self.claimed.origin.steps
@@ -233,6 +246,10 @@ class _Run:
             for change in changes:
                 self.history.add("changed", done, str(change), key=change.key, old=change.old, new=change.new)
 
+    def settle(self) -> None:
+        if self.ranks.is_main:
+            settle(self.config, self.contents)
+
     def train_stage(self, index: int, first: int, checkpoint: str | None) -> None:
         """Train one stage to its end, from its start or from a checkpoint inside it."""
         stage, seed = self.config.stages[index], derive(self.config.seed, "stage", index)
@@ -251,6 +268,7 @@ class _Run:
         )
         if checkpoint is not None:
             restore(trainer, self.checkpoints / checkpoint)
+            self.settle()
             self.tell_of_schedule(trainer, index)
         steps = sum(stage.steps for stage in self.config.stages)
         self.progress.start_stage(stage.name, stage.steps, trainer.step, first, steps)

@@ -321,6 +321,24 @@ class Trainer:
         self.step, self.updates, self.recent = state["step"], state["updates"], state["recent"]
         restore_optimizer(self.optimizer, self.scheduler, state["optimizer"], state["scheduler"])
         self.masters.load_state_dict(state["masters"])
-        self.algorithm.load_state_dict(state["algorithm"])
+        restore_algorithm(self.algorithm, state["algorithm"])
         if isinstance(self.source, StatefulSource) and "source" in state:
             self.source.load_state_dict(state["source"])
+
+
+def restore_algorithm(algorithm: Algorithm, state: Mapping[str, Any]) -> list[str]:
+    """Load a checkpoint's state of an algorithm, whose keys may have changed since. What is missing starts
+    anew, and what the algorithm no longer keeps is dropped. Return a line about each of both.
+    """
+    try:
+        algorithm.load_state_dict(state)
+    except Exception:  # of the user's code, too
+        fresh = algorithm.state_dict()
+        if state.keys() == fresh.keys():
+            raise
+        algorithm.load_state_dict({name: state.get(name, value) for name, value in fresh.items()})
+        missing, dropped = sorted(fresh.keys() - state.keys()), sorted(state.keys() - fresh.keys())
+        return [f"{name} of {algorithm.kind} starts anew: the checkpoint has none" for name in missing] + [
+            f"{name} of {algorithm.kind} is dropped: it has no effect any more" for name in dropped
+        ]
+    return []

@@ -12,8 +12,9 @@ from pydantic import ValidationError
 
 from agent_peft.environments import load_environment
 from agent_peft.environments.db_bench.config import DBBenchConfig
+from agent_peft.environments.digests import shared_ids
 from agent_peft.environments.task_commands import generate_tasks
-from agent_peft.environments.task_files.selection import shared_ids, warn_of_shared_tasks
+from agent_peft.environments.task_files.selection import warn_of_shared_tasks
 from agent_peft.environments.task_files.split import Part
 from agent_peft.types import AgentPeftError
 
@@ -72,7 +73,7 @@ def test_tasks_of_training_that_are_evaluated_are_told_in_one_line(environment, 
         assert not caplog.records
         warn_of_shared_tasks(training, both)
     (record,) = caplog.records
-    assert "2 of its 6 tasks of " in record.getMessage() and "train[90%:]" in record.getMessage()
+    assert "2 of its 6 tasks are" in record.getMessage() and "train[90%:]" in record.getMessage()
     for made in (training, rest, both):
         made.close()
 

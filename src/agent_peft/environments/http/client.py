@@ -70,7 +70,7 @@ class RemoteEnvironment(Environment):
         self._presence = Presence(self.connection)
         try:
             self._tasks = self._fetch_tasks()
-            self._examples = self._fetch_examples() if config.examples else ()
+            self.examples = self._fetch_examples() if config.examples else ()
         except DefectError as error:
             self.connection.close()
             raise AgentPeftError(str(error)) from error
@@ -96,7 +96,7 @@ class RemoteEnvironment(Environment):
             task=self._name(task),
             seed=seed,
         )
-        examples = [example for example in self._examples if example.task != task.id][: self.config.examples]
+        examples = [example for example in self.examples if example.task != task.id][: self.config.examples]
         return RemoteEpisode(
             self.connection,
             self._presence,

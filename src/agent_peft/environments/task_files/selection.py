@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from agent_peft.environments.base import Environment
+from agent_peft.environments.digests import shared_ids
 from agent_peft.environments.task_files.split import Part
 from agent_peft.types import AgentPeftError, Task
 
@@ -93,27 +94,16 @@ def part_of(tasks: Sequence[Task], split: str | None, source: Path | str) -> Seq
     return part
 
 
-def shared_ids(training: Environment, heldout: Environment) -> list[str]:
-    """The ids of the tasks that both environments take from the same file or hub id. Those of two files are
-    not compared.
-    """
-    origin = _origin(training.config)
-    if origin is None or origin != _origin(heldout.config):
-        return []
-    ids = {task.id for task in training.tasks}
-    return [task.id for task in heldout.tasks if task.id in ids]
-
-
-def warn_of_shared_tasks(training: Environment, heldout: Environment) -> None:
-    """Tell in one line that an evaluation measures tasks that are trained on."""
-    if shared := shared_ids(training, heldout):
+def warn_of_shared_tasks(training: Environment, heldout: Environment, number: int | None = None) -> None:
+    """Warn in one line that an evaluation of the first ``number`` tasks measures tasks of training."""
+    if shared := shared_ids(training, heldout, number):
         logger.warning(
-            "evaluation: %d of its %d tasks of %s are tasks of training, too (first %s); %s",
+            "evaluation: %d of its %d tasks are tasks of training, too (first %.60s); give environment and "
+            "evaluation.environment different tasks: %s, or another file, seed or split",
             len(shared),
-            len(heldout.tasks),
-            heldout.config.tasks,
+            len(heldout.tasks[:number]),
             shared[0],
-            f"give environment and evaluation.environment different parts: {SPLITS}",
+            SPLITS,
         )
 
 
@@ -151,15 +141,6 @@ def select_usable(
             "; ".join(causes_shown + ellipsis),
         )
     return tuple(usable), tuple(rejected)
-
-
-def _origin(config: Any) -> tuple[str, str, str] | None:
-    """What tasks of one id are the same tasks of: the kind, the file or hub id, and the hub's split."""
-    tasks = getattr(config, "tasks", None)
-    if isinstance(tasks, Path):
-        return config.kind, str(tasks.resolve()), ""
-    split = getattr(config, "split", None)
-    return (config.kind, tasks, Part.parse(split).name if split else "") if isinstance(tasks, str) else None
 
 
 def _source(config: TaskSettings) -> str:

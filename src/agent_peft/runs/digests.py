@@ -1,0 +1,104 @@
+"""What a run learns from and measures, named by content: ``RUN/digests.json``.
+
+It holds digests of the tasks, the demonstrations, the tasks of the evaluation, the files of stages, and the
+policy's chat template. A run that resumes with other contents under the same keys is refused, or says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from agent_peft.configuration.changes import Change, Rule
+from agent_peft.configuration.run_config import TrainConfig
+from agent_peft.environments.base import Environment
+from agent_peft.environments.digests import (
+    demonstrations_digest,
+    describe_change,
+    digest,
+    environment_digests,
+)
+from agent_peft.files import MEGABYTE, parse_json, read_text
+from agent_peft.policies.tokenization import ChatTokenizer
+from agent_peft.rollout.task_order import tasks_in_order
+from agent_peft.types import AgentPeftError
+
+DIGESTS = "digests.json"
+EVALUATION = "tasks of evaluation"
+TEMPLATE = "chat template"
+
+Contents = Mapping[str, Any]  # what -> its digest, or those of ``environment_digests``
+
+
+def contents_of(config: TrainConfig, environment: Environment, heldout: Environment | None) -> dict[str, Any]:
+    """The digests of everything but the policy, by a name for messages."""
+    contents: dict[str, Any] = {"tasks of environment": environment_digests(environment)}
+    if any(not stage.samples and stage.episodes_of is None for stage in config.stages):
+        contents["demonstrations"] = demonstrations_digest(environment)
+    for number, stage in enumerate(config.stages):
+        if isinstance(stage.task_order, Path):
+            order = tasks_in_order(environment.tasks, stage.task_order)
+            contents[f"stages.{number}.task_order"] = digest([task.id for task in order])
+        if stage.episodes_of is not None:
+            run = stage.episodes_of.run.expanduser()
+            if run.resolve() != config.run_dir.resolve():  # its own steps are added while it trains
+                files = sorted((run / "trajectories").glob("step_*"))
+                contents[f"stages.{number}.episodes_of"] = digest([(f.name, f.stat().st_size) for f in files])
+    if heldout is not None and config.evaluation is not None:
+        contents[EVALUATION] = environment_digests(heldout, config.evaluation.num_tasks)
+    return contents
+
+
+def template_of(chat: ChatTokenizer) -> dict[str, Any]:
+    """The digest of how a policy reads conversations: its chat template and its vocabulary."""
+    return {TEMPLATE: digest([chat.template, chat.tokenizer.get_vocab(), sorted(chat.end_of_turn)])}
+
+
+def read_contents(folder: Path) -> dict[str, Any]:
+    """The digests that a run directory holds; empty where an earlier version wrote it.
+
+    Raises:
+        AgentPeftError: the file is damaged.
+    """
+    path = folder / DIGESTS
+    if not path.is_file():
+        return {}
+    try:
+        content = parse_json(read_text(path, "a JSON file", MEGABYTE))
+        if not isinstance(content, dict):
+            raise ValueError("it is no object")
+    except ValueError as error:
+        raise AgentPeftError(
+            f"{path}: is damaged ({error}); remove it, and the tasks of today count as those of the run"
+        ) from error
+    return content
+
+
+def changed_contents(old: Contents, new: Contents, config: TrainConfig, stage: int) -> list[Change]:
+    """The contents that differ, for a run that is in the stage of index ``stage``. What one of both does not
+    name, or what no later step uses, does not count.
+    """
+    changes = []
+    for name in new.keys() & old.keys():
+        before, now = old[name], new[name]
+        if isinstance(now, dict):
+            text = describe_change(before, now) if isinstance(before, dict) else "other tasks"
+            was = f"{before['number']} tasks" if isinstance(before, dict) and "number" in before else "others"
+        else:
+            text, was = (None if before == now else f"{now}"), f"{before}"
+        if text is not None and (rule := _rule(name, config, stage)) is not None:
+            changes.append(Change(name, was, text, rule))
+    return sorted(changes, key=lambda change: change.key)
+
+
+def _rule(name: str, config: TrainConfig, stage: int) -> Rule | None:
+    if name == EVALUATION:
+        decides = any(one.until is not None and one.until.of_evaluations for one in config.stages)
+        return "asked" if decides else "free"
+    if name == "demonstrations":
+        learning = (one for one in config.stages[stage:] if not one.samples and one.episodes_of is None)
+        return "asked" if any(learning) else None
+    if name.startswith("stages.") and int(name.split(".")[1]) < stage:
+        return None
+    return "asked"
