@@ -262,7 +262,7 @@ def training(
             "microbatch_tokens": positions,
         }
     )
-    optimizer, _ = build_optimizer(way.trainable_parameters(), stage.optimizer, 4)
+    optimizer = build_optimizer(way.trainable_parameters(), stage.optimizer)
 
     def update() -> None:
         optimizer.zero_grad(set_to_none=True)

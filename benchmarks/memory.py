@@ -92,7 +92,7 @@ def learn(policy: Policy, stage: StageConfig) -> int:
     """Return the peak bytes of two updates of one microbatch each. The second one runs beside gradients and
     AdamW's moments.
     """
-    optimizer, _ = build_optimizer(policy.trainable_parameters(), stage.optimizer, 2)
+    optimizer = build_optimizer(policy.trainable_parameters(), stage.optimizer)
     batch = make_batch(
         stage.microbatch_tokens, stage.sampling.max_tokens, policy.base.config.get_text_config().vocab_size
     )

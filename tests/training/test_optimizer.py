@@ -9,7 +9,9 @@ from agent_peft.training.optimizer import (
     OptimizerConfig,
     build_optimizer,
     learning_rate_factor,
+    restore_optimizer,
     rounded,
+    set_rate,
 )
 
 CONFIG = OptimizerConfig(
@@ -22,61 +24,81 @@ def network():
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
 
 
-def train(model, optimizer, scheduler, steps):
+def train(model, optimizer, steps, total=10):
     rates = []
     for step in steps:
         inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
         model(inputs).square().mean().backward()
+        set_rate(optimizer, learning_rate_factor(CONFIG, total, step))
         optimizer.step()
-        rates.append(scheduler.get_last_lr()[0])
-        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
     return rates
 
 
 def test_a_run_that_is_cut_and_resumed_is_the_same_to_the_bit(tmp_path):
     whole = network()
-    optimizer, scheduler = build_optimizer(whole.parameters(), CONFIG, total_steps=10)
-    rates = train(whole, optimizer, scheduler, range(10))
+    rates = train(whole, build_optimizer(whole.parameters(), CONFIG), range(10))
 
     cut = network()
-    optimizer, scheduler = build_optimizer(cut.parameters(), CONFIG, total_steps=10)
-    first = train(cut, optimizer, scheduler, range(4))
-    torch.save([cut.state_dict(), optimizer.state_dict(), scheduler.state_dict()], tmp_path / "state.pt")
+    optimizer = build_optimizer(cut.parameters(), CONFIG)
+    first = train(cut, optimizer, range(4))
+    torch.save([cut.state_dict(), optimizer.state_dict()], tmp_path / "state.pt")
 
     resumed = network()
-    optimizer, scheduler = build_optimizer(resumed.parameters(), CONFIG, total_steps=10)
-    saved = torch.load(tmp_path / "state.pt", weights_only=True)  # nothing in it needs unpickling
-    for target, state in zip((resumed, optimizer, scheduler), saved, strict=True):
-        target.load_state_dict(state)
-    assert first + train(resumed, optimizer, scheduler, range(4, 10)) == rates
+    optimizer = build_optimizer(resumed.parameters(), CONFIG)
+    weights, state = torch.load(tmp_path / "state.pt", weights_only=True)  # nothing needs unpickling
+    resumed.load_state_dict(weights)
+    restore_optimizer(optimizer, state)
+    assert first + train(resumed, optimizer, range(4, 10)) == rates
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
 
 
+def test_rates_and_decay_are_those_of_the_present_configuration():
+    model, critic = network(), torch.nn.Linear(2, 1)
+    train(model, optimizer := build_optimizer(model.parameters(), CONFIG), range(4))
+    changed = CONFIG.model_copy(update={"learning_rate": 0.5, "weight_decay": 0.0, "betas": (0.5, 0.5)})
+    resumed = build_optimizer(model.parameters(), changed)
+    restore_optimizer(resumed, optimizer.state_dict())
+    set_rate(resumed, 0.5)
+    for group in resumed.param_groups:
+        assert (group["lr"], group["weight_decay"], group["betas"]) == (0.25, 0.0, (0.5, 0.5))
+    assert {int(state["step"]) for state in resumed.state.values()} == {4}
+    two_rates = build_optimizer(model.parameters(), CONFIG, [(list(critic.parameters()), 0.3)])
+    set_rate(two_rates, 0.5)
+    assert [group["lr"] for group in two_rates.param_groups] == [0.005, 0.005, 0.15]
+
+
 def test_the_rate_warms_up_and_then_follows_a_cosine():
-    model = network()
-    rates = train(model, *build_optimizer(model.parameters(), CONFIG, total_steps=10), range(12))
+    rates = [1e-2 * learning_rate_factor(CONFIG, 10, number) for number in range(12)]
     cosine = [0.1 + 0.9 * (1 + math.cos(math.pi * i / 7)) / 2 for i in range(7)]
     assert rates == pytest.approx([1e-2 * factor for factor in (1 / 3, 2 / 3, 1.0, *cosine, 0.1, 0.1)])
+
+
+def test_the_warm_up_counts_updates_that_were_made():
+    config = OptimizerConfig(schedule="linear", warmup_steps=4)
+    factors = [learning_rate_factor(config, 24, number, made) for number, made in ((3, 0), (9, 2), (14, 9))]
+    assert factors == [0.25, 0.75, 0.5]
+    assert learning_rate_factor(config, 24, 23, 1) == pytest.approx(0.05), "it still ends with the stage"
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize("total", [1, 3, 8])
 def test_the_rate_never_leaves_its_bounds_however_short_the_run(schedule, total):
-    factor = learning_rate_factor(OptimizerConfig(schedule=schedule, warmup_steps=5), total)
-    assert all(0 <= factor(step) <= 1 for step in range(20))
-    assert factor(total - 1) > 0
+    config = OptimizerConfig(schedule=schedule, warmup_steps=5)
+    factors = [learning_rate_factor(config, total, number) for number in range(20)]
+    assert all(0 <= factor <= 1 for factor in factors)
+    assert factors[total - 1] > 0
 
 
 def test_constant_stays():
-    factor = learning_rate_factor(OptimizerConfig(), 5)
-    assert [factor(step) for step in (0, 4, 100)] == [1.0, 1.0, 1.0]
+    assert [learning_rate_factor(OptimizerConfig(), 5, number) for number in (0, 4, 100)] == [1.0, 1.0, 1.0]
 
 
 def test_vectors_are_not_decayed_and_frozen_parameters_not_trained():
     model = network()
     model[0].weight.requires_grad_(False)
-    optimizer, _ = build_optimizer(model.parameters(), CONFIG, total_steps=1)
+    optimizer = build_optimizer(model.parameters(), CONFIG)
     decayed = {
         tuple(p.shape): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
     }
@@ -85,7 +107,7 @@ def test_vectors_are_not_decayed_and_frozen_parameters_not_trained():
 
 def test_nothing_to_train_is_an_error():
     with pytest.raises(ValueError, match="no parameter"):
-        build_optimizer([torch.nn.Parameter(torch.zeros(2), requires_grad=False)], CONFIG, total_steps=1)
+        build_optimizer([torch.nn.Parameter(torch.zeros(2), requires_grad=False)], CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -109,11 +131,7 @@ def test_a_resolved_configuration_reads_back():
 def narrow_network():
     model = network().bfloat16()
     masters = MasterWeights(model.parameters())
-    return (
-        model,
-        masters,
-        *build_optimizer(masters.parameters, OptimizerConfig(learning_rate=1e-5), total_steps=100),
-    )
+    return model, masters, build_optimizer(masters.parameters, OptimizerConfig(learning_rate=1e-5))
 
 
 def narrow_step(model, masters, optimizer, step):
@@ -127,9 +145,9 @@ def narrow_step(model, masters, optimizer, step):
 
 
 def test_updates_that_16_bits_would_round_away_add_up():
-    model, masters, optimizer, _ = narrow_network()
+    model, masters, optimizer = narrow_network()
     wide = network().bfloat16().float()
-    theirs, _ = build_optimizer(wide.parameters(), OptimizerConfig(learning_rate=1e-5), total_steps=100)
+    theirs = build_optimizer(wide.parameters(), OptimizerConfig(learning_rate=1e-5))
     start = [p.detach().clone() for p in masters.parameters]
     for step in range(30):
         narrow_step(model, masters, optimizer, step)
@@ -150,7 +168,7 @@ def test_without_copies_they_are_lost():
     """What the copies are for: AdamW on the 16-bit parameters themselves stands still."""
     model = network().bfloat16()
     start = [p.detach().clone() for p in model.parameters()]
-    optimizer, _ = build_optimizer(model.parameters(), OptimizerConfig(learning_rate=1e-5), total_steps=100)
+    optimizer = build_optimizer(model.parameters(), OptimizerConfig(learning_rate=1e-5))
     for step in range(30):
         model(
             torch.randn(16, 4, generator=torch.Generator().manual_seed(step)).bfloat16()
@@ -169,13 +187,13 @@ def test_in_fp32_the_optimizer_holds_the_parameters_themselves():
 
 
 def test_copies_are_resumed_to_the_bit(tmp_path):
-    whole, masters, optimizer, _ = narrow_network()
+    whole, masters, optimizer = narrow_network()
     for step in range(4):
         narrow_step(whole, masters, optimizer, step)
         if step == 1:
             state = [whole.state_dict(), masters.state_dict(), optimizer.state_dict()]
             torch.save(state, tmp_path / "state.pt")
-    cut, copies, again, _ = narrow_network()
+    cut, copies, again = narrow_network()
     for one, stored in zip((cut, copies, again), torch.load(tmp_path / "state.pt"), strict=True):
         one.load_state_dict(stored)
     for step in (2, 3):

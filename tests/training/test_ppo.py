@@ -116,6 +116,28 @@ def test_target_kl_ends_the_epochs_of_a_step(make_trainer):
     assert minibatches.updates == 4, "an epoch is finished before it is the last"
 
 
+def test_target_kl_is_compared_with_the_mean_of_an_epoch(make_trainer):
+    """And not with its last minibatch, which may be a small and an unusual one."""
+    trainer = make_trainer({"kind": "ppo", "update_epochs": 4, "minibatches": 2, "target_kl": 0.1}, steps=1)
+    measured, asked = iter([0.0, 0.15, 0.3, 0.05, 9.0, 9.0]), []
+    update, is_done = trainer.update, trainer.algorithm.is_done
+    trainer.update = lambda *given: update(*given) | {"approx_kl": next(measured)}
+    trainer.algorithm.is_done = lambda found: asked.append(found["approx_kl"]) or is_done(found)
+    (step,) = trainer
+    assert asked == pytest.approx([0.075, 0.175])
+    assert step.metrics["epochs_done"] == 2
+
+
+def test_the_schedule_ends_with_the_stage_whatever_target_kl_leaves_out(make_trainer):
+    schedule = {"learning_rate": 1e-2, "schedule": "linear"}
+    algorithm = {"kind": "ppo", "update_epochs": 5, "target_kl": 1e-6}
+    found = run(make_trainer(algorithm, steps=4, optimizer=schedule))
+    assert [m["epochs_done"] for m in found] == [2] * 4
+    updates = [(20 - step * 5 - epoch) / 20 for step in range(4) for epoch in range(2)]
+    expected = [1e-2 * (one + other) / 2 for one, other in zip(updates[::2], updates[1::2], strict=True)]
+    assert [m["learning_rate"] for m in found] == pytest.approx(expected)
+
+
 def test_epochs_done_is_told_of_all(make_trainer):
     assert [
         m["epochs_done"] for m in run(make_trainer({"kind": "grpo", "kl_coef": 0.1, "update_epochs": 3}))

@@ -103,7 +103,6 @@ def state(trainer: Trainer) -> dict[str, object]:
         "parameters": parameters,
         "moments": moments,
         "algorithm": content["algorithm"],
-        "rate": content["scheduler"]["_last_lr"],
     }
 
 

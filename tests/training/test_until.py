@@ -75,7 +75,7 @@ def test_one_that_is_never_reached_changes_nothing(make_trainer):
 
 def test_a_step_without_the_metric_neither_counts_nor_ends_anything(make_trainer):
     """Groups without variance make no update, and what an update reports is then not there."""
-    trainer = make_trainer("grpo", steps=4, until={"metric": "surprisal", "below": 100.0, "over": 2})
+    trainer = make_trainer("grpo", steps=4, until={"metric": "loss", "below": 100.0, "over": 2})
     collect, alike = trainer.source.collect, {0, 2}
 
     def collecting(step):
@@ -89,16 +89,41 @@ def test_a_step_without_the_metric_neither_counts_nor_ends_anything(make_trainer
         return replace(found, groups=groups)
 
     trainer.source = SimpleNamespace(collect=collecting)
-    steps = [(step.number, "surprisal" in step.metrics) for step in trainer]
+    steps = [(step.number, "loss" in step.metrics) for step in trainer]
     assert steps == [(0, False), (1, True), (2, False), (3, True)], "the mean is over steps 1 and 3"
     assert trainer.recent and len(trainer.recent) == 2
 
 
 def test_one_that_never_comes_ends_nothing(make_trainer):
     trainer = make_trainer(
-        "grpo", steps=3, rewards={"incorrect": 0.0}, until={"metric": "surprisal", "below": 100.0, "over": 1}
+        "grpo", steps=3, rewards={"incorrect": 0.0}, until={"metric": "loss", "below": 100.0, "over": 1}
     )
     assert [step.number for step in trainer] == [0, 1, 2]
+
+
+def test_surprisal_is_of_all_sampled_tokens_with_or_without_a_signal(make_trainer):
+    """Also of the groups that have no forward, which are the certain ones as a policy collapses."""
+    trainer = make_trainer("grpo", steps=1, tasks_per_step=4)
+    collect = trainer.source.collect
+
+    def collecting(step):
+        first, *others = collect(step).groups
+        alike = [
+            replace(g, trajectories=[replace(t, rewards=(0.0,) * len(t.turns)) for t in g.trajectories])
+            for g in others
+        ]
+        rewards = [replace(t, rewards=(float(n),)) for n, t in enumerate(first.trajectories)]
+        return replace(collect(step), groups=[replace(first, trajectories=rewards), *alike])
+
+    trainer.source = SimpleNamespace(collect=collecting)
+    (step,) = trainer
+    logprobs = [p for t in step.trajectories for turn in t.turns for p in turn.logprobs]
+    assert step.metrics["groups_with_signal"] == 0.25
+    assert step.metrics["surprisal"] == pytest.approx(-sum(logprobs) / len(logprobs), rel=1e-6)
+    ended = make_trainer(
+        "grpo", steps=3, rewards={"incorrect": 0.0}, until={"metric": "surprisal", "below": 100.0, "over": 2}
+    )
+    assert [step.number for step in ended] == [0, 1], "no step has a signal"
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ class Algorithm:
 
     def is_done(self, metrics: Mapping[str, float]) -> bool:
         """Whether the step's remaining epochs are left out. The trainer asks after each epoch, with the
-        metrics of its last update over all ranks.
+        means of the metrics over the updates of that epoch and all ranks.
         """
         return False
 

@@ -173,9 +173,8 @@ def surrogate_and_penalties(
 
     ``measures_kl``: kl is a metric also where ``kl_coef`` is 0.
 
-    Metrics: weight (1), ratio and its square, clip_fraction, approx_kl (k3, sampler ‖ policy), surprisal (an
-    estimate of the entropy), entropy, kl (k3, to the reference). Those that have nothing to be computed from
-    are left out.
+    Metrics: weight (1), ratio and its square, clip_fraction, approx_kl (k3, sampler ‖ policy), entropy, kl
+    (k3, to the reference). Those that have nothing to be computed from are left out.
     """
     logprobs, sampled = output.logprobs, microbatch.logprobs
     per_token, cut = surrogate(logprobs, sampled, microbatch.advantages, microbatch.action_mask)
@@ -187,7 +186,6 @@ def surrogate_and_penalties(
             "ratio_square": rho.square(),
             "clip_fraction": cut.float(),
             "approx_kl": penalties.k3(sampled, logprobs),
-            "surprisal": -logprobs,
         }
     reference = microbatch.reference_logprobs
     if kl_coef or measures_kl:
@@ -208,7 +206,7 @@ def surrogate_metrics(measures_kl: bool, entropy_coef: float) -> tuple[str, ...]
     """The names that the metrics of ``surrogate_and_penalties`` have as ``averages``."""
     penalties = [name for name, is_there in (("kl", measures_kl), ("entropy", entropy_coef)) if is_there]
     extremes = ("ratio_min", "ratio_max", "effective_sample_size")
-    return ("ratio", *extremes, "clip_fraction", "approx_kl", "surprisal", *penalties)
+    return ("ratio", *extremes, "clip_fraction", "approx_kl", *penalties)
 
 
 KlCoef = Annotated[float, Field(ge=0, description="β of the KL divergence to the reference")]

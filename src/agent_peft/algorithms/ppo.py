@@ -77,7 +77,8 @@ class PpoConfig(AlgorithmConfig):
     target_kl: float | None = Field(
         default=None,
         gt=0,
-        description="a step's epochs end when approx_kl is above this; null runs all of them",
+        description="a step's epochs end after one whose mean of approx_kl over its updates is above this; "
+        "null runs all of them",
     )
     weighting: WeightingKey = "token_mean"
 

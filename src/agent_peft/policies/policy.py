@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ from agent_peft.batch import Batch, PolicyOutput
 from agent_peft.files import check_regular
 from agent_peft.policies import adapters, proofs, value_head
 from agent_peft.policies.forward.activation_checkpointing import checkpointing
+from agent_peft.policies.forward.adapter_dropout import AdapterDropout, dropping, prefix_keys
 from agent_peft.policies.forward.gelu import fuse_activations
 from agent_peft.policies.forward.language_model import LanguageModel
 from agent_peft.policies.forward.output_layer import logprobs_of_targets
@@ -92,22 +92,6 @@ class Policy(LanguageModel):
             if "lora_dropout" in name and isinstance(m, nn.Dropout) and m.p > 0
         ]
 
-    @contextmanager
-    def _dropout(self, seed: int) -> Iterator[None]:
-        """Inside, the adapter's dropout acts, with masks that depend on ``seed`` alone. The base model is not
-        trained, so its dropout never acts.
-        """
-        layers = self.dropouts
-        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
-            torch.manual_seed(seed)
-            for layer in layers:
-                layer.train()
-            try:
-                yield
-            finally:
-                for layer in layers:
-                    layer.eval()
-
     def trainable_parameters(self) -> list[nn.Parameter]:
         """The parameters that are trained: the adapter's or all of them, without the critic's."""
         return trained(self.model)
@@ -141,19 +125,16 @@ class Policy(LanguageModel):
         Args:
             entropy: also compute the entropies.
             values: also compute the critic's values, from the states that predict the tokens.
-            dropout_seed: decides the masks of the adapter's dropout. With None, dropout does not act.
+            dropout_seed: decides the masks of the adapter's dropout, which are those of a trajectory
+                whatever the batch. With None, dropout does not act.
 
         Returns:
             (B, T) log-probabilities in nats, entropies in nats and values, all with gradient, and zero off
             the action mask.
         """
         layers = self.checkpointed if torch.is_grad_enabled() else []
-        dropouts = [] if dropout_seed is None else self.dropouts
-        with (
-            nullcontext() if dropout_seed is None else self._dropout(dropout_seed),
-            checkpointing(layers, dropouts),
-        ):
-            return self._score(batch.to(self.device), sampling, entropy, values)
+        with checkpointing(layers):
+            return self._score(batch.to(self.device), sampling, entropy, values, dropout_seed)
 
     def reference_logprobs(
         self, batch: Batch, sampling: SamplingConfig, reference: Reference, dropout_seed: int | None = None
@@ -168,7 +149,7 @@ class Policy(LanguageModel):
         """(B, T) present values of the critic, zero off the action mask. No logits, no gradient."""
         with torch.no_grad():
             batch = batch.to(self.device)
-            hidden, predictors = self._states(batch)
+            hidden, predictors, _ = self._states(batch)
             mask = batch.action_mask
             zeros = torch.zeros(mask.shape, device=mask.device)
             return zeros.masked_scatter(mask, self._value(hidden[predictors[mask]]))
@@ -184,14 +165,25 @@ class Policy(LanguageModel):
             raise ValueError("the policy has no critic: call attach_value_head first")
         return self.value_head(states)  # type: ignore[no-any-return]
 
-    def _score(self, batch: Batch, sampling: SamplingConfig, entropy: bool, values: bool) -> PolicyOutput:
-        hidden, predictors = self._states(batch)
+    def _score(
+        self, batch: Batch, sampling: SamplingConfig, entropy: bool, values: bool, dropout_seed: int | None
+    ) -> PolicyOutput:
+        hidden, predictors, dropout = self._states(batch, dropout_seed)
         mask = batch.action_mask
         # Siblings that sampled the same token after the same prefix share its logits.
         pairs = torch.stack([predictors[mask], batch.tokens[mask]])
         pairs, inverse = pairs.unique(dim=1, return_inverse=True)  # type: ignore[no-untyped-call]
         states, plain = hidden[pairs[0]], self.softcap is None
-        logp, ent = logprobs_of_targets(self.head, plain, self.logits, states, pairs[1], sampling, entropy)
+        logp, ent = logprobs_of_targets(
+            self.head,
+            plain,
+            self.logits,
+            states,
+            pairs[1],
+            sampling,
+            entropy,
+            within=lambda part: dropping(dropout and dropout.at(pairs[0][part])),
+        )
         zeros = torch.zeros(mask.shape, device=mask.device)
         # values come last and index the states again: the order of the gradient's sum decides its rounding
         return PolicyOutput(
@@ -200,21 +192,30 @@ class Policy(LanguageModel):
             values=zeros.masked_scatter(mask, self._value(hidden[pairs[0]])[inverse]) if values else None,
         )
 
-    def _states(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Last hidden states (n, H), and (B, T) the index of the state that predicts each token."""
+    def _states(
+        self, batch: Batch, dropout_seed: int | None = None
+    ) -> tuple[Tensor, Tensor, AdapterDropout | None]:
+        """Last hidden states (n, H), (B, T) the index of the state that predicts each token, and the dropout
+        that acted.
+        """
         rows, length = batch.tokens.shape
         if self.bound is not None and length > self.bound.positions:
             raise AgentPeftError(
                 f"a trajectory has {length} tokens, and the model can read {self.bound.positions} "
                 f"({self.bound.reason}); shorten the demonstration or the task, or take another model"
             )
-        if self.packing:
-            layout = self._lay_out(batch)
-            hidden, predictors = self.packed_states(layout), layout.predictors(length).to(self.device)
-        else:
-            hidden = self.padded_states(batch.tokens, batch.lengths)
-            predictors = torch.arange(rows * length, device=self.device).view(rows, length) - 1
-        return hidden.flatten(0, 1), predictors.clamp_(min=0)
+        layout, dropout = self._lay_out(batch) if self.packing else None, None
+        if dropout_seed is not None:
+            keys = prefix_keys(batch.tokens.cpu())
+            keys = keys if layout is None else layout.nodes(keys)
+            dropout = AdapterDropout(self.dropouts, dropout_seed, keys.to(self.device))
+        with dropping(dropout):
+            if layout is not None:
+                hidden, predictors = self.packed_states(layout), layout.predictors(length).to(self.device)
+            else:
+                hidden = self.padded_states(batch.tokens, batch.lengths)
+                predictors = torch.arange(rows * length, device=self.device).view(rows, length) - 1
+        return hidden.flatten(0, 1), predictors.clamp_(min=0), dropout
 
     def _lay_out(self, batch: Batch) -> Layout:
         tokens = batch.tokens.tolist()

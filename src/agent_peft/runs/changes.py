@@ -181,23 +181,27 @@ def _beyond_until(folder: Path, position: Position, old: TrainConfig, new: Train
     ]
 
 
-def note_on_schedule(stage: StageConfig, steps: int, updates: int) -> str | None:
-    """What is to be said where a stage of ``steps`` steps was prolonged after so many updates, and a run that
-    was so long from the start would have had other learning rates.
+def note_on_schedule(stage: StageConfig, steps: int, done: int) -> str | None:
+    """A message where a stage of ``steps`` steps was prolonged after ``done`` of them, and the learning rates
+    of these would have been others in a run that was so long from the start.
 
     >>> stage = {"algorithm": {"kind": "sft"}, "steps": 20, "optimizer": {"schedule": "linear"}}
-    >>> note_on_schedule(StageConfig.model_validate(stage), steps=10, updates=1) is None
+    >>> note_on_schedule(StageConfig.model_validate(stage), steps=10, done=1) is None
     True
-    >>> print(note_on_schedule(StageConfig.model_validate(stage), steps=10, updates=5))
-    stage 'sft': with schedule linear, its 5 updates so far had the rates of 10 steps, and the others get \
+    >>> print(note_on_schedule(StageConfig.model_validate(stage), steps=10, done=5))
+    stage 'sft': with schedule linear, its 5 steps so far had the rates of 10 steps, and the others get \
 those of 20; a run of 20 steps from the start would have learnt otherwise
     """
-    now = learning_rate_factor(stage.optimizer, stage.updates)
-    before = learning_rate_factor(stage.optimizer, stage.updates // stage.steps * steps)
-    if all(now(update) == before(update) for update in range(updates)):
+    per_step = stage.updates // stage.steps
+
+    def rates(steps: int) -> list[float]:
+        numbers = range(done * per_step)
+        return [learning_rate_factor(stage.optimizer, steps * per_step, number) for number in numbers]
+
+    if rates(stage.steps) == rates(steps):
         return None
     return (
-        f"stage {stage.name!r}: with schedule {stage.optimizer.schedule}, its {updates} updates so far had "
+        f"stage {stage.name!r}: with schedule {stage.optimizer.schedule}, its {done} steps so far had "
         f"the rates of {steps} steps, and the others get those of {stage.steps}; a run of {stage.steps} "
         "steps from the start would have learnt otherwise"
     )

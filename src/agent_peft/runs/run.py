@@ -290,7 +290,7 @@ class _Run:
         """Warn if the stage was prolonged, and its learning rates up to here were those of a shorter one."""
         key = f"stages.{index}.steps"
         before = next((change.old for change in self.claimed.changes if change.key == key), None)
-        note = None if before is None else note_on_schedule(trainer.stage, before, trainer.updates)
+        note = None if before is None else note_on_schedule(trainer.stage, before, trainer.step)
         if note is not None and self.ranks.is_main:
             logger.warning("%s", note)
 

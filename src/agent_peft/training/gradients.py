@@ -95,7 +95,7 @@ class Gradients:
         return self.microbatching.within_memory(work)
 
     def compute(
-        self, weighed: Batch, on_policy: bool, dropout_seed: Callable[[int], int]
+        self, weighed: Batch, on_policy: bool, dropout_seed: int
     ) -> tuple[dict[str, Tensor], Mismatch]:
         """Leave the minibatch's gradient in the parameters.
 
@@ -103,7 +103,7 @@ class Gradients:
             weighed: a minibatch with its final weights.
             on_policy: the policy is still the one that sampled, so its log-probabilities are compared with
                 the sampler's.
-            dropout_seed: microbatch number -> the seed of its dropout masks.
+            dropout_seed: of the update's dropout masks.
 
         Returns:
             The sums of the loss and its metrics, empty where nothing has a gradient; and how far the
@@ -112,7 +112,7 @@ class Gradients:
         return self.microbatching.within_memory(lambda: self._compute(weighed, on_policy, dropout_seed))
 
     def _compute(
-        self, weighed: Batch, on_policy: bool, dropout_seed: Callable[[int], int]
+        self, weighed: Batch, on_policy: bool, dropout_seed: int
     ) -> tuple[dict[str, Tensor], Mismatch]:
         algorithm, policy = self.algorithm, self.policy
         sums: dict[str, Tensor] = {}
@@ -120,9 +120,9 @@ class Gradients:
         self.masters.drop_gradients()
         self.optimizer.zero_grad(set_to_none=True)
         places = torch.isin(self.groups, weighed.groups).nonzero()[:, 0]  # of its rows in the step's batch
-        for number, rows in enumerate(self._microbatches(weighed)):
+        masks = dropout_seed if policy.dropouts else None
+        for rows in self._microbatches(weighed):
             microbatch = weighed.select(rows)
-            masks = dropout_seed(number) if policy.dropouts else None
             needs = {"entropy": algorithm.needs_entropy, "values": algorithm.critic is not None}
             output = policy.forward(microbatch, self.sampling, **needs, dropout_seed=masks)
             microbatch = microbatch.to(output.logprobs.device)

@@ -1,9 +1,9 @@
-"""AdamW, its learning-rate schedule, and fp32 master weights."""
+"""AdamW, the schedule of its learning rate, and fp32 master weights."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -11,7 +11,6 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import AdamW
-from torch.optim.lr_scheduler import LambdaLR
 
 from agent_peft.config import Config
 
@@ -43,16 +42,20 @@ class OptimizerConfig(Config):
         description="a gradient with a larger 2-norm is scaled down to it; .inf never scales",
     )
     warmup_steps: int = Field(
-        default=0, ge=0, description="optimizer updates in which the rate grows to learning_rate"
+        default=0,
+        ge=0,
+        description="first optimizer updates of the stage, in which the rate grows to learning_rate",
     )
     schedule: Schedule = Field(
-        default="constant", description="course of the learning rate after the warm-up"
+        default="constant",
+        description="course of the learning rate after the warm-up; it ends with the last step of the stage, "
+        "however many updates the steps make",
     )
     min_lr_ratio: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="learning rate at the end of the schedule, as a fraction of learning_rate",
+        description="learning rate at the end of the stage, as a fraction of learning_rate",
     )
 
     @model_validator(mode="after")
@@ -139,14 +142,12 @@ def rounded(copy: Tensor) -> Tensor:
 def build_optimizer(
     parameters: Iterable[Parameter],
     config: OptimizerConfig,
-    total_steps: int,
     separate_rates: Sequence[tuple[Sequence[Parameter], float]] = (),
-) -> tuple[AdamW, LambdaLR]:
-    """The optimizer and its scheduler. Step the scheduler once after each step of the optimizer.
+) -> AdamW:
+    """The optimizer. Call ``set_rate`` before each of its steps.
 
     Args:
         parameters: those to train, in an order that is the same when a run is resumed.
-        total_steps: optimizer updates (not steps of the main loop) at which the schedule ends.
         separate_rates: more parameters, each list with its learning rate. They follow the schedule and are
             never decayed.
 
@@ -164,49 +165,50 @@ def build_optimizer(
         raise ValueError("no parameter requires a gradient")
     groups += [{"params": list(more), "lr": rate, "weight_decay": 0.0} for more, rate in separate_rates]
     optimizer = AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon)
-    return optimizer, LambdaLR(optimizer, learning_rate_factor(config, total_steps))
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]  # torch's name for the rate without a schedule
+    return optimizer
 
 
-def restore_optimizer(
-    optimizer: AdamW, scheduler: LambdaLR, moments: Mapping[str, Any], progress: Mapping[str, Any]
-) -> None:
-    """Load the states of ``build_optimizer``'s pair into another one, built from the present configuration.
-
-    The moments and the number of updates are those of the states. The rates, the decay and the schedule are
-    those of the configuration, which may have changed since. If it has not, the pair is as it was, bit for
-    bit.
+def restore_optimizer(optimizer: AdamW, state: Mapping[str, Any]) -> None:
+    """Load the moments of a state. The rates and the decay stay those of the present configuration, which
+    may have changed since.
     """
     configured = [
         {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
     ]
-    rates = scheduler.base_lrs
-    optimizer.load_state_dict(dict(moments))
-    scheduler.load_state_dict({**progress, "base_lrs": rates})
-    factors = (factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas)
-    scheduler._last_lr = [rate * factor for rate, factor in zip(rates, factors, strict=True)]
-    for group, settings, rate in zip(optimizer.param_groups, configured, scheduler._last_lr, strict=True):
-        group.update(settings | {"lr": rate})
+    optimizer.load_state_dict(dict(state))
+    for group, settings in zip(optimizer.param_groups, configured, strict=True):
+        group.update(settings)
 
 
-def learning_rate_factor(config: OptimizerConfig, total_steps: int) -> Callable[[int], float]:
-    """update number (from 0) -> factor of ``learning_rate``. The last update of ``total_steps`` still learns.
+def set_rate(optimizer: AdamW, factor: float) -> None:
+    """Set the learning rate of each group of parameters to ``factor`` times its configured one."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["initial_lr"] * factor
 
-    >>> factor = learning_rate_factor(OptimizerConfig(warmup_steps=2, schedule="linear"), total_steps=6)
-    >>> [factor(step) for step in range(8)]
+
+def learning_rate_factor(config: OptimizerConfig, total: int, number: int, made: int | None = None) -> float:
+    """The factor of ``learning_rate`` for a stage's update ``number`` (from 0) of ``total``.
+
+    Args:
+        total: the updates of the stage, if none is skipped and no epoch is left out.
+        number: the updates before this one, those that were skipped or left out included. So the schedule
+            ends where the stage ends.
+        made: those of them that were made, which the warm-up counts; by default all.
+
+    >>> config = OptimizerConfig(warmup_steps=2, schedule="linear")
+    >>> [learning_rate_factor(config, 6, number) for number in range(8)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    >>> learning_rate_factor(config, 6, number=2, made=0)
+    0.5
     """
     warmup, floor = config.warmup_steps, config.min_lr_ratio
-
-    # a plain function, which LambdaLR leaves out of its state: so a resumed run follows its configuration
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-        remaining = {
-            "constant": 1.0,
-            "linear": 1 - progress,
-            "cosine": (1 + math.cos(math.pi * progress)) / 2,
-        }[config.schedule]
-        return floor + (1 - floor) * remaining
-
-    return factor
+    progress = min(max(0, number - warmup) / max(1, total - warmup), 1.0)
+    remaining = {
+        "constant": 1.0,
+        "linear": 1 - progress,
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+    }[config.schedule]
+    warmth = min(((number if made is None else made) + 1) / max(1, warmup), 1.0)
+    return min(warmth, floor + (1 - floor) * remaining)

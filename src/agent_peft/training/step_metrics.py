@@ -42,6 +42,7 @@ ROLLED_OUT = (
     "mismatch",
     "mismatch_max",
     "mismatch_k3",
+    "surprisal",
 )  # Trainer.observe, checks.Mismatch
 DEMONSTRATED = ("demonstrations_incorrect", "demonstrations_unsayable")  # DemonstrationCheck.count
 
@@ -141,6 +142,19 @@ def describe(groups: list[Group], collection: Collection, sampled: bool = True) 
         "defects": float(collection.defects),
         "row_halvings": float(collection.statistics.row_halvings),
     }
+
+
+def surprisal(groups: Sequence[Group]) -> float:
+    """The mean of -log p in nats over all tokens that the policy sampled in this step, by the sampler's
+    log-probabilities. On policy it estimates the entropy.
+
+    >>> from agent_peft.types import Task, Turn
+    >>> episode = Trajectory(Task("t"), (Turn((1,), (2, 3), (-0.5, -0.25)),))
+    >>> surprisal([Group(Task("t"), [episode, replace(episode, replayed=True)])])
+    0.375
+    """
+    turns = [turn for group in groups for t in group.trajectories if not t.replayed for turn in t.turns]
+    return -sum(sum(turn.logprobs) for turn in turns) / max(sum(len(turn.logprobs) for turn in turns), 1)
 
 
 def headline(metrics: Mapping[str, float]) -> str:

@@ -26,10 +26,16 @@ from agent_peft.rollout.sources import Source, StatefulSource
 from agent_peft.seeding import derive, generator
 from agent_peft.training import checks
 from agent_peft.training.gradients import Gradients
-from agent_peft.training.optimizer import MasterWeights, build_optimizer, restore_optimizer
+from agent_peft.training.optimizer import (
+    MasterWeights,
+    build_optimizer,
+    learning_rate_factor,
+    restore_optimizer,
+    set_rate,
+)
 from agent_peft.training.stage import Stage, StageConfig, source_of
 from agent_peft.training.state_file import load_state, save_state
-from agent_peft.training.step_metrics import SignalCounter, describe, headline, mean_of
+from agent_peft.training.step_metrics import SignalCounter, describe, headline, mean_of, surprisal
 from agent_peft.training.token_values import TokenValues, gather_values
 from agent_peft.types import AgentPeftError, Group, Trajectory, TrustError
 
@@ -108,9 +114,7 @@ class Trainer:
         if critic := self.algorithm.critic:
             head = policy.attach_value_head(detach=critic.detach)
             rates = [(list(head.parameters()), critic.learning_rate)]
-        self.optimizer, self.scheduler = build_optimizer(
-            self.parameters, stage.optimizer, stage.updates, rates
-        )
+        self.optimizer = build_optimizer(self.parameters, stage.optimizer, rates)
         self.parameters += [parameter for parameters, _ in rates for parameter in parameters]
         ranks.assert_equal(self.parameters, "the weights at the start of a stage")
         self.replays = Replays(stage.replay_in_prompt) if replays is None else replays
@@ -121,7 +125,8 @@ class Trainer:
         self.canary = checks.Canary(policy, self.engine)
         self.signal = SignalCounter(warns=ranks.is_main)
         self.step = 0
-        self.updates = 0
+        self.planned = 0  # number of the present update, those before it that were not made included
+        self.updates = 0  # that were made
         self.learning = False  # proven
         self.recent: list[float] = []  # values of the metric that ``until`` looks at
 
@@ -135,18 +140,20 @@ class Trainer:
             batch = self.prepare(groups)
             updates: list[Mapping[str, float]] = []
             for epoch in range(self.algorithm.update_epochs):
-                for number, minibatch in enumerate(self.minibatches(batch, len(groups), epoch)):
-                    on_policy = self.algorithm.on_policy and epoch == number == 0
+                for part, minibatch in enumerate(self.minibatches(batch, len(groups), epoch)):
+                    self.begin_update(epoch * self.algorithm.minibatches + part)
+                    on_policy = self.algorithm.on_policy and epoch == part == 0
                     try:
                         updates.append(self.update(minibatch, on_policy))
                     except FloatingPointError as fault:
                         updates.append(self.refuse(str(fault), remembered, collection))
-                if self.algorithm.is_done(updates[-1]):
+                if self.algorithm.is_done(mean_of(updates[-self.algorithm.minibatches :])):
                     break
             metrics = {
                 **describe(collected, collection, self.stage.samples),
                 **mean_of(updates),
                 **self.observe(batch, len(groups)),
+                **({"surprisal": surprisal(collected)} if self.algorithm.on_policy else {}),
                 **collection.metrics,
                 "epochs_done": float(epoch + 1),
                 "microbatch_halvings": self.halvings(),
@@ -196,6 +203,13 @@ class Trainer:
             here = sorted(rows.keys() & set(numbers[part::parts]))
             yield batch.select([row for number in here for row in rows[number]])
 
+    def begin_update(self, number: int) -> None:
+        """Set the number in the stage and the learning rate of the step's update ``number``."""
+        stage = self.stage
+        self.planned = self.step * (stage.updates // stage.steps) + number
+        factor = learning_rate_factor(stage.optimizer, stage.updates, self.planned, self.updates)
+        set_rate(self.optimizer, factor)
+
     def update(self, minibatch: Batch, on_policy: bool) -> dict[str, float]:
         """One optimizer update. Weights are divided by the minibatch's denominator first, so that
         microbatches only sum.
@@ -218,28 +232,26 @@ class Trainer:
         for name, value in {"loss": loss, "gradient's norm": norm}.items():
             if not math.isfinite(value):
                 raise FloatingPointError(f"the {name} is {value} at step {self.step}")
-        rate = self.learning_rate
         with telling_out_of_memory("in the optimizer's step", SMALLER):
             self.canary.before_update(checks.canary_tokens(minibatch))
             unlearnt = 0 if self.learning else checksum(self.parameters)
             self.optimizer.step()
             self.masters.publish()
-        self.scheduler.step()
         self.updates += 1
         with telling_out_of_memory("as an update was checked", SMALLER):
             self.check_update(minibatch, unlearnt)
-        measured = {"loss": loss, "gradient_norm": norm, "learning_rate": rate}
+        measured = {"loss": loss, "gradient_norm": norm, "learning_rate": self.learning_rate}
         return {**averages(sums), **mismatch.metrics, **measured, **UPDATED}
 
-    def dropout_seed(self, microbatch: int) -> int:
-        """The seed of a microbatch's dropout masks."""
-        number = microbatch * self.ranks.world_size + self.ranks.rank
-        return derive(self.seed, "dropout", self.updates, number)
+    @property
+    def dropout_seed(self) -> int:
+        """The seed of the present update's dropout masks."""
+        return derive(self.seed, "dropout", self.planned)
 
     @property
     def learning_rate(self) -> float:
-        """Of the next update."""
-        return float(self.scheduler.get_last_lr()[0])
+        """Of the present update, or of the latest one."""
+        return float(self.optimizer.param_groups[0]["lr"])
 
     def refuse(self, fault: str, remembered: Mapping[str, Any], collection: Collection) -> dict[str, float]:
         """End the run, or leave the update out, as ``nonfinite`` says. The weights, the optimizer and the
@@ -312,14 +324,13 @@ class Trainer:
             "recent": self.recent,
             "optimizer": self.optimizer.state_dict(),
             "masters": self.masters.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
             "algorithm": self.algorithm.state_dict(),
             **({"source": source} if source else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.step, self.updates, self.recent = state["step"], state["updates"], state["recent"]
-        restore_optimizer(self.optimizer, self.scheduler, state["optimizer"], state["scheduler"])
+        restore_optimizer(self.optimizer, state["optimizer"])
         self.masters.load_state_dict(state["masters"])
         restore_algorithm(self.algorithm, state["algorithm"])
         if isinstance(self.source, StatefulSource) and "source" in state:

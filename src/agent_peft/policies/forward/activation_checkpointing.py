@@ -15,26 +15,23 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from agent_peft.policies.forward.adapter_dropout import current_dropout
 from agent_peft.policies.forward.attention_override import current_override
 
 
 @contextmanager
-def checkpointing(layers: Sequence[nn.Module], dropouts: Sequence[nn.Module] = ()) -> Iterator[None]:
+def checkpointing(layers: Sequence[nn.Module]) -> Iterator[None]:
     """A forward inside keeps only the inputs of the layers. Its backward computes the rest again, bit for
-    bit, also after the context has ended.
+    bit, also after the context has ended. The attention and the adapter's dropout are those of the forward.
 
     Args:
         layers: the modules to compute twice.
-        dropouts: modules that drop in this forward. They drop the same again in the backward, though they are
-            back in evaluation mode by then.
     """
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), _training(dropouts, current_override())
+        return nullcontext(), _both(current_override(), current_dropout())
 
-    wrapped: Any = partial(
-        checkpoint, use_reentrant=False, preserve_rng_state=bool(dropouts), context_fn=contexts
-    )
+    wrapped: Any = partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
     for layer in layers:
         layer.forward = partial(wrapped, layer.forward)
     try:
@@ -45,12 +42,6 @@ def checkpointing(layers: Sequence[nn.Module], dropouts: Sequence[nn.Module] = (
 
 
 @contextmanager
-def _training(modules: Sequence[nn.Module], attention: AbstractContextManager[None]) -> Iterator[None]:
-    for module in modules:
-        module.train()
-    try:
-        with attention:
-            yield
-    finally:
-        for module in modules:
-            module.eval()
+def _both(attention: AbstractContextManager[None], dropout: AbstractContextManager[None]) -> Iterator[None]:
+    with attention, dropout:
+        yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ def logprobs_of_targets(
     targets: Tensor,
     sampling: SamplingConfig,
     entropy: bool,
+    within: Callable[[slice], AbstractContextManager[None]] = lambda _: nullcontext(),
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities (n,) in nats of targets (n,) under the sampling distribution, from hidden states
     (n, H). With ``entropy``, the entropies (n,) too.
@@ -32,6 +34,7 @@ def logprobs_of_targets(
             not compute the logits again.
         plain: whether the head's output is the logits.
         logits: gives (n, V) logits of states (n, H): the head, and what follows it.
+        within: gives the context in which the logits of a slice of the states are computed.
     """
     if not len(targets):
         empty = states.new_zeros(0, dtype=torch.float32)
@@ -41,20 +44,21 @@ def logprobs_of_targets(
         logp: Tensor = _Frozen.apply(states, head.weight, targets, sampling)  # type: ignore[no-untyped-call]
         return logp, None
 
-    def score(states: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        logp = log_distribution(logits(states), sampling, keep=target)
+    def score(states: Tensor, target: Tensor, places: slice) -> tuple[Tensor, Tensor]:
+        with within(places):
+            logp = log_distribution(logits(states), sampling, keep=target)
         taken = logp.gather(-1, target.unsqueeze(-1)).squeeze(-1)
         if not entropy:
             return taken, taken.detach()
         return taken, -(logp.exp() * logp.masked_fill(logp.isneginf(), 0.0)).sum(-1)
 
     pieces, size = [], _rows(states, head)
-    for piece, target in zip(torch.split(states, size), torch.split(targets, size), strict=True):
+    one_piece = len(targets) <= size or not torch.is_grad_enabled()
+    for start in range(0, len(targets), size):
+        places = slice(start, start + size)
+        inputs = states[places], targets[places], places
         # checkpointed: the backward computes these logits again instead of keeping them all
-        one_piece = len(targets) <= size or not torch.is_grad_enabled()
-        pieces.append(
-            score(piece, target) if one_piece else checkpoint(score, piece, target, use_reentrant=False)
-        )
+        pieces.append(score(*inputs) if one_piece else checkpoint(score, *inputs, use_reentrant=False))
     return torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces]) if entropy else None
 
 

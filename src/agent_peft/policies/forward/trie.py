@@ -106,6 +106,15 @@ class Layout:
         index = torch.arange(self.tokens.shape[1], device=self.ends.device)
         return ((index[:, None] >= index[None, :]) & (index[:, None] < self.ends[:, None, :]))[:, None]
 
+    def nodes(self, values: Tensor) -> Tensor:
+        """(R, N) the values of the nodes, from those of the sequences' tokens (B, T). Tokens of one node have
+        one value.
+        """
+        found = torch.zeros(self.tokens.numel(), dtype=values.dtype)
+        for path, row in zip(self.paths, values, strict=True):
+            found[torch.tensor(path, dtype=torch.int64)] = row[: len(path)]
+        return found.view(self.tokens.shape)
+
     def predictors(self, length: int) -> Tensor:
         """(B, length) the node (of R * N) that predicts token t of sequence b; 0 where there is none."""
         predictors = torch.zeros(len(self.paths), length, dtype=torch.int64)
