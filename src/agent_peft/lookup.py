@@ -6,12 +6,16 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from agent_peft.types import AgentPeftError
 
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 ALIKE = 0.7  # of difflib's ratio: below it, a name is not taken for a misspelling of another one
 
 
@@ -96,11 +100,41 @@ def nearest(name: object, candidates: Iterable[str] | Mapping[str, str], custom:
 
 
 def alike(name: object, candidates: Iterable[str]) -> str | None:
-    """The candidate of which a name is a misspelling, if there is one. Case does not count.
+    """The candidate of which a name is a misspelling, if there is one: first one with two letters swapped,
+    then one with one other letter, then the most similar. Case does not count.
 
-    >>> alike("lerning_rate", ["learning_rate", "steps"])
-    'learning_rate'
+    >>> alike("lerning_rate", ["learning_rate", "steps"]), alike("gpro", ["gspo", "grpo"])
+    ('learning_rate', 'grpo')
     """
-    names = {known.lower(): known for known in candidates}
-    closest = difflib.get_close_matches(str(name).lower(), names, 1, ALIKE)
+    names, text = {known.lower(): known for known in candidates}, str(name).lower()
+    for edit in (0, 1) if len(text) > 2 else ():
+        if near := [known for known in names if _edit(text, known) == edit]:
+            return names[difflib.get_close_matches(text, near, 1, 0.0)[0]]
+    closest = difflib.get_close_matches(text, names, 1, ALIKE)
     return names[closest[0]] if closest else None
+
+
+def _edit(text: str, known: str) -> int:
+    """0 for equal texts and two swapped neighbours, 1 for one letter that is missing, added or another one,
+    and 2 for more.
+    """
+    first = len(os.path.commonprefix([text, known]))
+    a, b = text[first:][::-1], known[first:][::-1]
+    last = len(os.path.commonprefix([a, b]))
+    a, b = a[last:], b[last:]
+    if len(a) in (0, 2) and a == b[::-1]:
+        return 0
+    return 1 if max(len(a), len(b)) == 1 else 2
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name that is no path here may be asked of the hub: ``name`` or ``owner/name``, of which
+    ``owner`` is neither a folder here nor ``runs``, the default folder of runs.
+
+    >>> [is_hub_id(name) for name in ("gpt2", "openai/gsm8k", "./gpt2", "../a", "~/a", "/a", "a/b/c", "a\\\\b")]
+    [True, True, False, False, False, False, False, False]
+    """
+    owner, slash, _ = name.partition("/")
+    return _HUB_ID.fullmatch(name) is not None and not (
+        slash and (owner == "runs" or Path(owner).is_dir())
+    )
