@@ -44,6 +44,12 @@ def test_a_module_that_fails_in_any_way(tmp_path, monkeypatch, line):
         find("failing_module:x")
 
 
+@pytest.mark.parametrize("name", ["./badenv:X", "badenv.py:X", "./badenv.py:X", ".badenv:X", ".\\badenv:X"])
+def test_a_path_is_no_module(name):
+    with pytest.raises(ValueError, match=r"is expected; write it as package\.module:Class, such as badenv:X"):
+        find(name)
+
+
 def test_nothing_is_imported_without_trust(tmp_path, monkeypatch):
     (tmp_path / "never_imported.py").write_text("raise AssertionError('imported')\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -72,6 +72,12 @@ def find(name: str, form: str = "package.module:Class") -> Any:
             f"{name!r} is code that the configuration names; it is imported only with --trust"
         )
     module, _, attribute = name.partition(":")
+    if re.search(r"[/\\]|^\.|\.py$", module):
+        words = re.findall(r"\w+", module.removesuffix(".py"))
+        raise ValueError(
+            f"{name!r} names a path where a module is expected; write it as {form}, such as "
+            f"{'.'.join(words)}:{attribute}"
+        )
     try:
         return getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:  # a user's module may fail in any way

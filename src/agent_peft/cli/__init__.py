@@ -24,6 +24,7 @@ from agent_peft.cli.policies import chat, serve_policy
 from agent_peft.cli.reading import show
 from agent_peft.cli.reports import report
 from agent_peft.cli.runs import evaluate, merge, runs, train
+from agent_peft.lookup import alike
 from agent_peft.printable import printable
 from agent_peft.search_path import search_current_folder_last
 from agent_peft.types import AgentPeftError, InfrastructureError, TrustError
@@ -49,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
             return code
     except _UsageError as error:
         command = error.ctx.command_path if error.ctx else app.info.name
-        return _fail(f"{error.format_message()} ({command} --help tells more)", 2)
+        return _fail(f"{error.format_message()}{_key_of(error)} ({command} --help tells more)", 2)
     except (TrustError, InfrastructureError) as error:
         return _fail(str(error), 1)
     except AgentPeftError as error:
@@ -67,6 +68,19 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(_unforeseen(error), 1)
     advice = "; run the same command (without --fresh) to go on" if arguments[:1] == ["train"] else ""
     return _fail(f"interrupted{advice}", INTERRUPTED)
+
+
+def _key_of(error: Any) -> str:
+    """Advice on an unknown option that is called as a key of a configuration: ``--learning-rate``."""
+    name = str(getattr(error, "option_name", "")).strip("-").replace("-", "_")
+    if not name or not any(one.name == "overrides" for one in error.ctx.command.params):
+        return ""
+    from agent_peft.configuration.keys import all_keys
+
+    paths = [key.path for key in all_keys()]
+    near = alike(name, [path.rpartition(".")[2] for path in paths])
+    path = next((path for path in paths if near is not None and path.rpartition(".")[2] == near), None)
+    return "" if path is None else f"; write {path}=VALUE"
 
 
 def _unforeseen(error: BaseException) -> str:
