@@ -27,6 +27,7 @@ FLOORS = (  # each floor: its wings; each wing: its modules or packages
             "hardware",
             "config",
             "out_of_memory",
+            "output",
             "printable",
             "search_path",
             "version",

@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from agent_peft.cli.reading import show
 from agent_peft.cli.reports import report
 from agent_peft.cli.runs import evaluate, merge, runs, train
 from agent_peft.lookup import alike
+from agent_peft.output import flush_output, open_output
 from agent_peft.printable import printable
 from agent_peft.search_path import search_current_folder_last
 from agent_peft.types import AgentPeftError, InfrastructureError, TrustError
@@ -59,8 +61,7 @@ def run(arguments: Sequence[str]) -> int:
         pass
     except (SystemExit, GeneratorExit):
         raise
-    except BrokenPipeError:  # the reader has closed the pipe; without stdout Python would complain once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has closed the pipe, and knows
         return 1
     except BaseException as error:  # also what a library in Rust raises when it panics
         if os.environ.get(TRACEBACK):
@@ -98,7 +99,8 @@ def _unforeseen(error: BaseException) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    print("agent-peft: " + printable(" ".join(message.split()), LINE), file=sys.stderr)
+    with suppress(OSError):  # nobody reads it
+        print("agent-peft: " + printable(" ".join(message.split()), LINE), file=sys.stderr)
     return code
 
 
@@ -122,5 +124,10 @@ def _make_output_printable() -> None:
 def main() -> None:
     """Run the command of ``sys.argv`` and exit: the entry point of ``agent-peft``."""
     search_current_folder_last()
+    open_output()
     _make_output_printable()
-    sys.exit(run(sys.argv[1:]))
+    try:
+        code = run(sys.argv[1:])
+    finally:
+        flush_output()
+    sys.exit(code)
