@@ -25,6 +25,7 @@ FLOORS = (  # each floor: its wings; each wing: its modules or packages
             "ranks",
             "files",
             "hardware",
+            "hub",
             "config",
             "out_of_memory",
             "output",

@@ -105,6 +105,8 @@ def test_advice_on_a_name(name, advice):
 def test_advice_shows_the_texts_of_a_mapping():
     assert nearest("rows", {"row": "engine.rows"}) == "did you mean 'engine.rows'?"
     assert nearest("x", {"row": "engine.rows"}, "your own") == "give one of engine.rows, or your own"
+
+
 @pytest.mark.parametrize(
     ("name", "candidates", "nearest"),
     [

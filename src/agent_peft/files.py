@@ -60,8 +60,8 @@ def read_text(path: Path, what: str, limit: int) -> str:
     except UnicodeDecodeError as error:
         line, byte = content.count(b"\n", 0, error.start) + 1, content[error.start]
         raise AgentPeftError(
-            f"{path}: line {line}: is not UTF-8 text (byte 0x{byte:02x}); save the file as UTF-8, or give the "
-            f"path of {what}"
+            f"{path}: line {line}: is not UTF-8 text (byte 0x{byte:02x}); save the file as UTF-8, or give "
+            f"the path of {what}"
         ) from error
 
 

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,10 +123,10 @@ def _edit(text: str, known: str) -> int:
     """0 for equal texts and two swapped neighbours, 1 for one letter that is missing, added or another one,
     and 2 for more.
     """
-    first = len(os.path.commonprefix([text, known]))
-    a, b = text[first:][::-1], known[first:][::-1]
-    last = len(os.path.commonprefix([a, b]))
-    a, b = a[last:], b[last:]
+    a, b = text, known
+    for _ in range(2):  # without what both begin with; then, backwards, without what both end with
+        same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        a, b = a[same:][::-1], b[same:][::-1]
     if len(a) in (0, 2) and a == b[::-1]:
         return 0
     return 1 if max(len(a), len(b)) == 1 else 2
@@ -137,10 +136,18 @@ def is_hub_id(name: str) -> bool:
     """Whether a name that is no path here may be asked of the hub: ``name`` or ``owner/name``, of which
     ``owner`` is neither a folder here nor ``runs``, the default folder of runs.
 
-    >>> [is_hub_id(name) for name in ("gpt2", "openai/gsm8k", "./gpt2", "../a", "~/a", "/a", "a/b/c", "a\\\\b")]
-    [True, True, False, False, False, False, False, False]
+    >>> [is_hub_id(name) for name in ("gpt2", "openai/gsm8k", "./gpt2", "../a", "~/a", "/a", "a/b/c")]
+    [True, True, False, False, False, False, False]
     """
     owner, slash, _ = name.partition("/")
-    return _HUB_ID.fullmatch(name) is not None and not (
-        slash and (owner == "runs" or Path(owner).is_dir())
-    )
+    return _HUB_ID.fullmatch(name) is not None and not (slash and (owner == "runs" or Path(owner).is_dir()))
+
+
+def nearest_path(name: str, others: Iterable[str] = ()) -> str:
+    """Advice on a path that is not there: one of ``others``, or the folder that its name resembles."""
+    path = Path(name).expanduser()
+    known = {} if path.name != name else {other: other for other in others}
+    with suppress(OSError):
+        known |= {one.name: str(one) for one in path.parent.iterdir() if one.is_dir()}
+    near = alike(path.name, known)
+    return "" if near is None else f"; did you mean {known[near]!r}?"

@@ -1,6 +1,4 @@
-"""The standard output and error of this process, whose reader may end first: a closed pipe, or a terminal that
-is gone.
-"""
+"""Standard output and error, whose reader may end first: a closed pipe, or a terminal that is gone."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ _lasting = 0  # how many ``lasting_output`` are open
 
 
 class Output:
-    """A text stream. Inside ``lasting_output`` it drops what cannot be written, and from then on all of it."""
+    """A text stream. Inside ``lasting_output`` it drops what cannot be written, and all that follows."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

@@ -108,9 +108,15 @@ def test_conversational_rows_are_read_as_messages(place, answer):
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"prompt": [{"role": "assistant", "content": "1"}]}, "row 1: prompt: the last message is the assistant"),
+        (
+            {"prompt": [{"role": "assistant", "content": "1"}]},
+            "row 1: prompt: the last message is the assistant",
+        ),
         ({"prompt": [{"role": "user"}]}, "row 1: prompt: message 1 has no text as its content"),
-        ({"completion": conversational()["prompt"]}, "row 1: completion must be a text, or one message of the"),
+        (
+            {"completion": conversational()["prompt"]},
+            "row 1: completion must be a text, or one message of the",
+        ),
     ],
 )
 def test_wrong_conversational_rows_are_one_line(place, row, says):

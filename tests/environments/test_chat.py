@@ -393,5 +393,7 @@ def test_messages_in_a_cell_of_csv_are_messages(tmp_path, spelled):
     environment = chat(path, prompt="prompt", completion="chosen", turns="last")
     assert list(environment.episode(environment.tasks[0], seed=0).start()) == opening
     path.write_text('messages\n"[{""role"": ""user""]"\n')
-    with pytest.raises(AgentPeftError, match="line 2: messages begins as a list of messages, and is not JSON"):
+    with pytest.raises(
+        AgentPeftError, match="line 2: messages begins as a list of messages, and is not JSON"
+    ):
         chat(path)

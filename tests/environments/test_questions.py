@@ -380,11 +380,23 @@ def test_the_prompt_shows_the_last_message_of_a_conversation(table):
 @pytest.mark.parametrize(
     ("question", "keys", "message"),
     [
-        ([{"content": "1+1="}], {}, "question: message 1 is {'content': '1+1='}; write it as {role, content}"),
+        (
+            [{"content": "1+1="}],
+            {},
+            "question: message 1 is {'content': '1+1='}; write it as {role, content}",
+        ),
         ([{"from": "human", "value": "1+1="}], {}, "question: message 1 is {'from': 'human'"),
         ([SYSTEM, "1+1="], {}, "question: message 2 is '1+1='; write it as"),
-        ([{"role": "human", "content": "1"}], {}, "question: message 1 has the role 'human'; a role is system"),
-        ([{"role": "user", "content": [{"type": "text"}]}], {}, "question: message 1 has no text as its content"),
+        (
+            [{"role": "human", "content": "1"}],
+            {},
+            "question: message 1 has the role 'human'; a role is system",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text"}]}],
+            {},
+            "question: message 1 has no text as its content",
+        ),
         ([{"role": "user"}], {}, "question: message 1 has no text as its content"),
         ([SYSTEM], {}, "question: the last message is the system's; end with the user's"),
         (TALK[:3], {}, "question: the last message is the assistant's; end with the user's"),

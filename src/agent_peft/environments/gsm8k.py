@@ -19,8 +19,8 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator, model_validator
 
 from agent_peft.environments.base import Environment, EnvironmentConfig, TaskFiles
-from agent_peft.environments.graders import NUMBER, Grade, last_number, parse_number
 from agent_peft.environments.chat import message_list
+from agent_peft.environments.graders import NUMBER, Grade, last_number, parse_number
 from agent_peft.environments.questions import QuestionEpisode
 from agent_peft.environments.task_files.download import HubSet, download
 from agent_peft.environments.task_files.rows import TableSource, check_split, read_table
@@ -253,7 +253,9 @@ def read_entry(name: str, entry: Any) -> WordProblem:
     ):
         raise AgentPeftError(f"{name}: must be an object with two texts, question and answer")
     if message_list(name, entry["question"], "question") is not None:
-        raise AgentPeftError(f"{name}: question holds a list of messages; set kind: questions and grader: number")
+        raise AgentPeftError(
+            f"{name}: question holds a list of messages; set kind: questions and grader: number"
+        )
     reasoning, _, number = entry["answer"].rpartition(GOLD_MARK)
     problem = WordProblem(entry["question"].strip(), reasoning.strip(), number.strip())
     if not problem.question or GOLD_MARK not in entry["answer"] or parse_number(problem.number) is None:

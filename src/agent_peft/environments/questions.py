@@ -223,7 +223,7 @@ class Questions(Environment):
         system = fill(self.config.system_prompt, shown)
         if system and before and before[0].role == "system":
             raise AgentPeftError(
-                f"{place}: its messages begin with a system message, and system_prompt is one, too; remove one"
+                f"{place}: its messages begin with a system message, and system_prompt is another; remove one"
             )
         opening = (*before, Message("user", fill(self.config.prompt, shown)))
         return (Message("system", system), *opening) if system else opening

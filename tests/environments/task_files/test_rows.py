@@ -138,14 +138,20 @@ def test_the_delimiter_is_that_of_the_header_and_the_first_row(tmp_path):
     path.write_text('"which of a; b; c",answer\nx,"1;2;3"\n')
     assert read_table(path, None)[1][0].content == {"which of a; b; c": "x", "answer": "1;2;3"}
     path.write_text("question;answer\n1;2\n3;4;5\n")
-    with pytest.raises(AgentPeftError, match="line 3: has 3 values for 2 columns; put a text with a semicolon"):
+    with pytest.raises(
+        AgentPeftError, match="line 3: has 3 values for 2 columns; put a text with a semicolon"
+    ):
         read_table(path, None)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("t.csv", "a,b\n1,ü\n".encode("cp1252"), r"line 2: is not UTF-8 text \(byte 0xfc\); save the file as"),
+        (
+            "t.csv",
+            "a,b\n1,ü\n".encode("cp1252"),
+            r"line 2: is not UTF-8 text \(byte 0xfc\); save the file as",
+        ),
         ("t.csv", "a,b\n1,2\n".encode("utf-16-le"), "holds NUL characters, so it is not UTF-8 text; save"),
         ("t.xlsx", b"PK\x03\x04", r"is a spreadsheet, .*; save the sheet as CSV \(UTF-8\)"),
         ("t.XLS", b"", "is a spreadsheet"),

@@ -1,5 +1,5 @@
-"""Rows of tables: JSON lines, a JSON array, CSV (with commas, semicolons or tabs) or Parquet, from a file or a
-hub id.
+"""Rows of tables: JSON lines, a JSON array, CSV (with commas, semicolons or tabs) or Parquet, from a file or
+a hub id.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _rows_of_file(path: Path) -> Iterator[Row]:
     suffix = path.suffix.lower()
     if suffix in SPREADSHEETS:
         raise AgentPeftError(
-            f"{path}: is a spreadsheet, which cannot be read; save the sheet as CSV (UTF-8), and name that file"
+            f"{path}: is a spreadsheet, which is not read; save the sheet as CSV (UTF-8), and name that file"
         )
     if suffix == ".parquet":
         yield from (Row("row", number, row) for number, row in enumerate(read_rows([path]), 1))
@@ -177,8 +177,8 @@ def _csv_rows(path: Path, text: str) -> Iterator[Row]:
 
 
 def _delimiter(text: str) -> str:
-    """The character between the values of a CSV file: the declared one, or the one with which the first row is
-    as long as the header; of several, the one with the most columns.
+    """The character between the values of a CSV file: the declared one, or the one with which the first row
+    is as long as the header; of several, the one with the most columns.
     """
     if declared := _DECLARED.match(text):
         return declared[1]
