@@ -112,6 +112,11 @@ def test_a_shell_completes_commands_configurations_and_paths(tmp_path):
         (["generate", "gsm8k", "--output", "x"], "gsm8k has no tasks to generate; choose db_bench or"),
         (["validate", "db_bench", "tasks=nowhere.json"], "nowhere.json: cannot be read"),
         (["download", "db_bnech"], "there is no kind 'db_bnech'; did you mean 'db_bench'?"),
+        (
+            ["train", "quickstart", "--learning-rate", "1e-4"],
+            "No such option: --learning-rate; write optimizer.learning_rate=VALUE",
+        ),
+        (["explain", "quickstart", "--tasks-per-stpe=3"], "write tasks_per_step=VALUE"),
         (["train", "quikstart"], "no bundled configuration of this name; did you mean 'quickstart'?"),
     ],
 )
@@ -123,6 +128,16 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, told, capsys, tmp_path
     assert said.startswith("agent-peft: ")
     assert said.count("\n") == 1
     assert not list(tmp_path.iterdir())  # nothing was written
+
+
+def test_the_last_of_two_equal_keys_wins(config, capsys, caplog):
+    assert run(["explain", str(config), "steps=3", "seed=1", "steps = 4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["values"]["stages.0.steps"]["value"] == 4
+    assert caplog.messages == ["command line: 'steps = 4' replaces 'steps=3'"]
+    caplog.clear()
+    assert run(["validate", "arithmetic", "num_tasks=5", "num_tasks=3"]) == 0
+    assert capsys.readouterr().out.startswith("3 tasks")
+    assert caplog.messages == ["command line: 'num_tasks=3' replaces 'num_tasks=5'"]
 
 
 def test_a_mistake_in_an_override_is_one_line(config, capsys):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import agent_peft
-from agent_peft.lookup import NotImportedError, alike, find, may_import, nearest, without_imports
+from agent_peft.lookup import NotImportedError, alike, find, is_hub_id, may_import, nearest, without_imports
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,12 @@ def test_a_module_that_fails_in_any_way(tmp_path, monkeypatch, line):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match="'failing_module:x' cannot be imported"):
         find("failing_module:x")
+
+
+@pytest.mark.parametrize("name", ["./badenv:X", "badenv.py:X", "./badenv.py:X", ".badenv:X", ".\\badenv:X"])
+def test_a_path_is_no_module(name):
+    with pytest.raises(ValueError, match=r"is expected; write it as package\.module:Class, such as badenv:X"):
+        find(name)
 
 
 def test_nothing_is_imported_without_trust(tmp_path, monkeypatch):
@@ -99,3 +105,27 @@ def test_advice_on_a_name(name, advice):
 def test_advice_shows_the_texts_of_a_mapping():
     assert nearest("rows", {"row": "engine.rows"}) == "did you mean 'engine.rows'?"
     assert nearest("x", {"row": "engine.rows"}, "your own") == "give one of engine.rows, or your own"
+
+
+@pytest.mark.parametrize(
+    ("name", "candidates", "nearest"),
+    [
+        ("gpro", ["gspo", "grpo", "rloo"], "grpo"),
+        ("stf", ["dpo", "sft"], "sft"),
+        ("dbo", ["ppo", "dpo"], "dpo"),
+        ("GPRO", ["grpo"], "grpo"),
+        ("setps", ["epochs", "steps"], "steps"),
+        ("ab", ["ac"], None),
+        ("rate", ["sft", "rloo"], None),
+    ],
+)
+def test_swapped_letters_come_first_then_one_other_letter(name, candidates, nearest):
+    assert alike(name, candidates) == nearest
+
+
+def test_a_path_is_no_name_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    paths = ("runs/typo", "runs/a/b", "./a", "../a", "~/a", "/a/b", ".", "", "a//b", "a/", "C:\\models\\a")
+    assert not any(map(is_hub_id, paths))
+    assert all(map(is_hub_id, ("gpt2", "Qwen/Qwen2.5-0.5B-Instruct", "a/b")))

@@ -6,6 +6,7 @@ line. Our files are whole or absent, whenever the process is killed: written asi
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import stat
@@ -47,15 +48,21 @@ def read_bytes(path: Path, what: str, limit: int) -> bytes:
 
 
 def read_text(path: Path, what: str, limit: int) -> str:
-    """Return the content of a regular UTF-8 file as text, without a byte order mark.
+    """Return the content of a regular file as text, without a byte order mark: UTF-8, or UTF-16 with a mark.
 
     Raises:
-        AgentPeftError: as ``read_bytes``, or it is not UTF-8.
+        AgentPeftError: as ``read_bytes``, or it is neither.
     """
+    content = read_bytes(path, what, limit)
+    encoding = "utf-16" if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
     try:
-        return read_bytes(path, what, limit).decode("utf-8-sig")
+        return content.decode(encoding)
     except UnicodeDecodeError as error:
-        raise AgentPeftError(f"{path}: is not UTF-8 text; give the path of {what}") from error
+        line, byte = content.count(b"\n", 0, error.start) + 1, content[error.start]
+        raise AgentPeftError(
+            f"{path}: line {line}: is not UTF-8 text (byte 0x{byte:02x}); save the file as UTF-8, or give "
+            f"the path of {what}"
+        ) from error
 
 
 def check_regular(folder: Path) -> None:

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from agent_peft.types import AgentPeftError
 
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 ALIKE = 0.7  # of difflib's ratio: below it, a name is not taken for a misspelling of another one
 
 
@@ -68,6 +71,12 @@ def find(name: str, form: str = "package.module:Class") -> Any:
             f"{name!r} is code that the configuration names; it is imported only with --trust"
         )
     module, _, attribute = name.partition(":")
+    if re.search(r"[/\\]|^\.|\.py$", module):
+        words = re.findall(r"\w+", module.removesuffix(".py"))
+        raise ValueError(
+            f"{name!r} names a path where a module is expected; write it as {form}, such as "
+            f"{'.'.join(words)}:{attribute}"
+        )
     try:
         return getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:  # a user's module may fail in any way
@@ -96,11 +105,49 @@ def nearest(name: object, candidates: Iterable[str] | Mapping[str, str], custom:
 
 
 def alike(name: object, candidates: Iterable[str]) -> str | None:
-    """The candidate of which a name is a misspelling, if there is one. Case does not count.
+    """The candidate of which a name is a misspelling, if there is one: first one with two letters swapped,
+    then one with one other letter, then the most similar. Case does not count.
 
-    >>> alike("lerning_rate", ["learning_rate", "steps"])
-    'learning_rate'
+    >>> alike("lerning_rate", ["learning_rate", "steps"]), alike("gpro", ["gspo", "grpo"])
+    ('learning_rate', 'grpo')
     """
-    names = {known.lower(): known for known in candidates}
-    closest = difflib.get_close_matches(str(name).lower(), names, 1, ALIKE)
+    names, text = {known.lower(): known for known in candidates}, str(name).lower()
+    for edit in (0, 1) if len(text) > 2 else ():
+        if near := [known for known in names if _edit(text, known) == edit]:
+            return names[difflib.get_close_matches(text, near, 1, 0.0)[0]]
+    closest = difflib.get_close_matches(text, names, 1, ALIKE)
     return names[closest[0]] if closest else None
+
+
+def _edit(text: str, known: str) -> int:
+    """0 for equal texts and two swapped neighbours, 1 for one letter that is missing, added or another one,
+    and 2 for more.
+    """
+    a, b = text, known
+    for _ in range(2):  # without what both begin with; then, backwards, without what both end with
+        same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        a, b = a[same:][::-1], b[same:][::-1]
+    if len(a) in (0, 2) and a == b[::-1]:
+        return 0
+    return 1 if max(len(a), len(b)) == 1 else 2
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name that is no path here may be asked of the hub: ``name`` or ``owner/name``, of which
+    ``owner`` is neither a folder here nor ``runs``, the default folder of runs.
+
+    >>> [is_hub_id(name) for name in ("gpt2", "openai/gsm8k", "./gpt2", "../a", "~/a", "/a", "a/b/c")]
+    [True, True, False, False, False, False, False]
+    """
+    owner, slash, _ = name.partition("/")
+    return _HUB_ID.fullmatch(name) is not None and not (slash and (owner == "runs" or Path(owner).is_dir()))
+
+
+def nearest_path(name: str, others: Iterable[str] = ()) -> str:
+    """Advice on a path that is not there: one of ``others``, or the folder that its name resembles."""
+    path = Path(name).expanduser()
+    known = {} if path.name != name else {other: other for other in others}
+    with suppress(OSError):
+        known |= {one.name: str(one) for one in path.parent.iterdir() if one.is_dir()}
+    near = alike(path.name, known)
+    return "" if near is None else f"; did you mean {known[near]!r}?"

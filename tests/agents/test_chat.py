@@ -110,3 +110,45 @@ def test_mistakes_are_told_in_one_line(typed, tmp_path, arguments, words):
     (tmp_path / "c.yaml").write_text(CONFIG)
     code, _, err = typed("", *(text.format(folder=tmp_path) for text in arguments))
     assert code == 2 and words in err and err.count("\n") == 1
+
+
+@pytest.fixture
+def no_network(monkeypatch):
+    """The requests for the hub that the code would make; each fails."""
+    asked = []
+
+    class Client:  # of httpx
+        def head(self, url, **keys):
+            asked.append(url)
+            raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.utils.get_session", Client)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    return asked
+
+
+@pytest.mark.parametrize("name", ["runs/typo", "./nothere", "../x", "~/x", "/a/b", "mine/x", "runs/lok"])
+def test_a_path_that_is_not_there_is_never_asked_of_the_hub(typed, no_network, tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    for folder in ("mine", "runs/look"):
+        (tmp_path / folder).mkdir(parents=True)
+    code, _, errors = typed("", name)
+    assert code == 2 and not no_network
+    assert "there is no run" in errors and errors.count("\n") == 1
+    assert ("did you mean 'runs/look'?" in errors) is (name == "runs/lok")
+
+
+def test_a_model_of_the_hub_without_network_is_one_short_line(
+    typed, no_network, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.chdir(tmp_path)
+    code, _, errors = typed("", "nobody/nothing-at-all")
+    assert code == 2 and 0 < len(no_network) <= 2
+    assert "the hub is not reached; check the network" in errors and errors.count("\n") == 1
+    assert "smollm2-135m'?" in typed("", "smolm2-135m")[2]
+    assert not capfd.readouterr().err  # no line of the hub's client
+
+
+def test_the_end_of_a_conversation_is_no_failure(typed, tiny, caplog):
+    assert typed("1+1=\n", tiny, "--max-new-tokens", 3)[0] == 0
+    assert not caplog.messages

@@ -89,6 +89,42 @@ def test_rows_that_cannot_be_used_are_one_line(place, rows, says):
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
+def conversational(answer="2"):
+    prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
+    return {"prompt": prompt, "answer": answer}
+
+
+@pytest.mark.parametrize("answer", ["2", "1 + 1 = 2\n#### 2"])
+def test_conversational_rows_are_read_as_messages(place, answer):
+    row = conversational(answer) | {"completion": [{"role": "assistant", "content": "It is 2."}]}
+    (made,) = ap.create_sft_dataset([row]).rows
+    assert (made["prompt"], made["completion"]) == ("Be brief.\n\n1 + 1?", "It is 2.")
+    GRPOTrainerWrapper(dataset=[conversational(answer)] * 3, output_dir="out", **SHORT).train()
+    for episode in episodes("out"):
+        assert [message.role for message in episode.messages] == ["system", "user", "assistant"]
+        assert episode.messages[1].content == "1 + 1?"
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        (
+            {"prompt": [{"role": "assistant", "content": "1"}]},
+            "row 1: prompt: the last message is the assistant",
+        ),
+        ({"prompt": [{"role": "user"}]}, "row 1: prompt: message 1 has no text as its content"),
+        (
+            {"completion": conversational()["prompt"]},
+            "row 1: completion must be a text, or one message of the",
+        ),
+    ],
+)
+def test_wrong_conversational_rows_are_one_line(place, row, says):
+    with pytest.raises(AgentPeftError) as caught:
+        GRPOTrainerWrapper(dataset=[conversational() | row], output_dir="out", **SHORT)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
 # -- rewards -------------------------------------------------------------------------------------------------
 
 REPLIES = ["48 / 2 = 24\n48 + 24 = 72\n#### 72", "It is $72.00", "#### 71", "no idea"]

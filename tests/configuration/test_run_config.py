@@ -603,7 +603,6 @@ MISTAKES = [
     (ONE, ("=3",), "'=3': an override is written key=value"),
     (ONE, ("a..b=3",), "'a..b=3': an override is written key=value"),
     (ONE, ("steps=[1",), "command line: steps: is not YAML"),
-    (ONE, ("steps=1", "steps=2"), "command line: 'steps=1' and 'steps=2' set the same key; give one of them"),
     (
         ONE,
         ("optimizer={learning_rate: 1}", "optimizer.learning_rate=2"),

@@ -72,6 +72,12 @@ def test_anchors_and_merge_keys():
         ("a: [1", "x.yaml:1: is not YAML: "),
         ("a: b: c", "x.yaml:1: is not YAML: "),
         ("a: 1\n\tb: 2", "x.yaml:2: is not YAML: "),
+        ("a:\n\tb: 2", "; indent with spaces, not with tabs"),
+        (
+            'a: "C:\\Users\\me"',
+            "; a backslash in double quotes begins an escape: write a path in single quotes",
+        ),
+        ('a: "C:\\models"', "begins an escape: write a path in single quotes, or with /"),
         ("a: *b", "x.yaml:1: is not YAML: "),
         ("a: &b [*b]", "x.yaml:1: a.0 is an alias of what it stands in"),
         ("a: !!python/name:os.system x", "x.yaml:1: a has the tag"),

@@ -1,5 +1,6 @@
 """Conversations and preferences of one's own: what is read, what is refused, and what is learnt."""
 
+import csv
 import json
 
 import pytest
@@ -376,3 +377,23 @@ def test_neither_from_python(table, policy_config):
 def test_validation_knows_them(table, kind):
     report = validate_tasks(kind, tasks=table(*ROWS[kind]))
     assert (report["tasks"], report["gold_correct"], report["rejected"]) == (8, 8, [])
+
+
+@pytest.mark.parametrize("spelled", [json.dumps, str], ids=["JSON", "Python"])
+def test_messages_in_a_cell_of_csv_are_messages(tmp_path, spelled):
+    path, prompt = tmp_path / "t.csv", said("hello", "good day", "bye")
+    cells = {"prompt": spelled(prompt), "chosen": "see you", "rejected": spelled(said("", "no")[1:])}
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerows([cells.keys(), cells.values()])
+    opening = [Message(**message) for message in prompt]
+    environment = preferences(path)
+    assert list(environment.episode(environment.tasks[0], seed=0).start()) == opening
+    assert environment.rejection(environment.tasks[0]) == ["no"]
+    environment = chat(path, prompt="prompt", completion="chosen", turns="last")
+    assert list(environment.episode(environment.tasks[0], seed=0).start()) == opening
+    path.write_text('messages\n"[{""role"": ""user""]"\n')
+    with pytest.raises(
+        AgentPeftError, match="line 2: messages begins as a list of messages, and is not JSON"
+    ):
+        chat(path)

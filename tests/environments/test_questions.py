@@ -351,3 +351,74 @@ def _write(path, text):
 
 def test_the_table_of_environments_has_it(table):
     assert isinstance(load_environment("questions", tasks=str(table())), Questions)
+
+
+SYSTEM, FIRST, SECOND = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1+1="},
+    {"role": "user", "content": "2+{a}="},
+)
+TALK = [SYSTEM, FIRST, {"role": "assistant", "content": "2"}, SECOND]
+
+
+@pytest.mark.parametrize("spelled", [lambda value: value, json.dumps, str], ids=["list", "JSON", "Python"])
+@pytest.mark.parametrize("column", ["question", "prompt"])
+def test_a_list_of_messages_is_a_conversation(table, column, spelled):
+    environment = questions(table([{column: spelled(TALK), "answer": "4"}]), question=column)
+    opening = environment.episode(environment.tasks[0], seed=0).start()
+    assert [vars(message) for message in opening] == TALK
+    assert step(environment, 0, "4").outcome is Outcome.CORRECT
+
+
+def test_the_prompt_shows_the_last_message_of_a_conversation(table):
+    path = table([{"prompt": TALK[1:], "answer": 4, "unit": ["m"]}])
+    environment = questions(path, prompt="{prompt} (in {unit})", system_prompt="In {unit}.")
+    opening = environment.episode(environment.tasks[0], seed=0).start()
+    assert [message.content for message in opening] == ['In ["m"].', "1+1=", "2", '2+{a}= (in ["m"])']
+
+
+@pytest.mark.parametrize(
+    ("question", "keys", "message"),
+    [
+        (
+            [{"content": "1+1="}],
+            {},
+            "question: message 1 is {'content': '1+1='}; write it as {role, content}",
+        ),
+        ([{"from": "human", "value": "1+1="}], {}, "question: message 1 is {'from': 'human'"),
+        ([SYSTEM, "1+1="], {}, "question: message 2 is '1+1='; write it as"),
+        (
+            [{"role": "human", "content": "1"}],
+            {},
+            "question: message 1 has the role 'human'; a role is system",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text"}]}],
+            {},
+            "question: message 1 has no text as its content",
+        ),
+        ([{"role": "user"}], {}, "question: message 1 has no text as its content"),
+        ([SYSTEM], {}, "question: the last message is the system's; end with the user's"),
+        (TALK[:3], {}, "question: the last message is the assistant's; end with the user's"),
+        ([FIRST, SECOND], {}, "question: message 2 is the user's where the assistant's is expected"),
+        ([], {}, "has no 'question', which the prompt shows"),
+        ('[{"role": "user", "content": "1"', {}, "question begins as a list of messages, and is not JSON"),
+        (TALK, {"system_prompt": "Help."}, "its messages begin with a system message, and system_prompt"),
+        (TALK, {"system_prompt": "{question}", "prompt": "{answer}"}, "question is a list of messages; show"),
+    ],
+)
+def test_wrong_messages_are_one_line_with_the_row(table, question, keys, message):
+    path = table([{"question": TALK[1:], "answer": 4}, {"question": question, "answer": 4}])
+    if "system_prompt" in keys:
+        path = table([{"question": "1+1=", "answer": 2}, {"question": question, "answer": 4}])
+    with pytest.raises(AgentPeftError) as raised:
+        questions(path, **keys)
+    assert str(raised.value).startswith(f"{path}: line 2: {message}")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("question", [["a", "b"], [[1, 2]], {"a": 1}, '{"a": 1}', "[1]", "[role]"])
+def test_what_is_no_list_of_messages_is_shown_as_before(table, question):
+    environment = questions(table([{"question": question, "answer": 4}]))
+    (message,) = environment.episode(environment.tasks[0], seed=0).start()
+    assert message.content == (question if isinstance(question, str) else json.dumps(question))

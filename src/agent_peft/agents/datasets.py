@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from agent_peft.environments import Environment, load_environment
+from agent_peft.environments.chat import message_list, read_messages, read_prompt
 from agent_peft.environments.graders import last_quantity, spelled
 from agent_peft.environments.gsm8k import GOLD_MARK
 from agent_peft.environments.task_files.reading import MAX_FILE_BYTES
@@ -236,7 +237,10 @@ def _of_rows(
     ]
     if preferences:
         keys: dict[str, Any] = {"kind": "preferences", "label": "label" if "label" in first else None}
-    elif all(isinstance(row["answer"], str) and GOLD_MARK in row["answer"] for row in rows):
+    elif all(
+        isinstance(row["question"], str) and isinstance(row["answer"], str) and GOLD_MARK in row["answer"]
+        for row in rows
+    ):
         rows = [{"question": row["question"], "answer": row["answer"]} for row in rows]
         keys = {"kind": "gsm8k", "strict": False}
     else:
@@ -281,10 +285,12 @@ def _known(place: str, row: Any) -> dict[str, Any]:
         raise AgentPeftError(f"{place}: is no mapping from columns to values")
     known = {}
     for column, names in COLUMNS.items():
-        known[column] = next((row[name] for name in names if row.get(name) is not None), None)
+        name = next((name for name in names if row.get(name) is not None), column)
+        known[column] = _text_or_prompt(place, row.get(name), name, column)
     question, answer = known["question"], known["answer"]
-    if not isinstance(question, str) or isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        wrong = "question" if not isinstance(question, str) else "answer"
+    is_prompt = isinstance(question, str | list)
+    if not is_prompt or isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        wrong = "answer" if is_prompt else "question"
         raise AgentPeftError(
             f"{place}: has no text or number as {wrong} (its columns are {', '.join(map(str, row)):.200}); "
             f"name one of them {' or '.join(COLUMNS[wrong][:3])}"
@@ -292,6 +298,20 @@ def _known(place: str, row: Any) -> dict[str, Any]:
     completion = known["completion"]
     known["completion"] = completion if isinstance(completion, str) else spelled(answer)
     return known
+
+
+def _text_or_prompt(place: str, value: Any, name: str, column: str) -> Any:
+    """A value of a row. Messages of a question are checked, and those of a reply are its text."""
+    listed = message_list(place, value, name)
+    if listed is None:
+        return None if isinstance(value, list) else value
+    if column == "question":
+        read_prompt(place, listed, name)
+        return listed
+    messages = read_messages(place, listed, name, "assistant")
+    if [message.role for message in messages] != ["assistant"]:
+        raise AgentPeftError(f"{place}: {name} must be a text, or one message of the assistant's")
+    return messages[0].content
 
 
 # -- rows to look at -----------------------------------------------------------------------------------------

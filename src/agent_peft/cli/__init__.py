@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from agent_peft.cli.policies import chat, serve_policy
 from agent_peft.cli.reading import show
 from agent_peft.cli.reports import report
 from agent_peft.cli.runs import evaluate, merge, runs, train
+from agent_peft.lookup import alike
+from agent_peft.output import flush_output, open_output
 from agent_peft.printable import printable
 from agent_peft.search_path import search_current_folder_last
 from agent_peft.types import AgentPeftError, InfrastructureError, TrustError
@@ -49,7 +52,7 @@ def run(arguments: Sequence[str]) -> int:
             return code
     except _UsageError as error:
         command = error.ctx.command_path if error.ctx else app.info.name
-        return _fail(f"{error.format_message()} ({command} --help tells more)", 2)
+        return _fail(f"{error.format_message()}{_key_of(error)} ({command} --help tells more)", 2)
     except (TrustError, InfrastructureError) as error:
         return _fail(str(error), 1)
     except AgentPeftError as error:
@@ -58,8 +61,7 @@ def run(arguments: Sequence[str]) -> int:
         pass
     except (SystemExit, GeneratorExit):
         raise
-    except BrokenPipeError:  # the reader has closed the pipe; without stdout Python would complain once more
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has closed the pipe, and knows
         return 1
     except BaseException as error:  # also what a library in Rust raises when it panics
         if os.environ.get(TRACEBACK):
@@ -67,6 +69,19 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(_unforeseen(error), 1)
     advice = "; run the same command (without --fresh) to go on" if arguments[:1] == ["train"] else ""
     return _fail(f"interrupted{advice}", INTERRUPTED)
+
+
+def _key_of(error: Any) -> str:
+    """Advice on an unknown option that is called as a key of a configuration: ``--learning-rate``."""
+    name = str(getattr(error, "option_name", "")).strip("-").replace("-", "_")
+    if not name or not any(one.name == "overrides" for one in error.ctx.command.params):
+        return ""
+    from agent_peft.configuration.keys import all_keys
+
+    paths = [key.path for key in all_keys()]
+    near = alike(name, [path.rpartition(".")[2] for path in paths])
+    path = next((path for path in paths if near is not None and path.rpartition(".")[2] == near), None)
+    return "" if path is None else f"; write {path}=VALUE"
 
 
 def _unforeseen(error: BaseException) -> str:
@@ -84,7 +99,8 @@ def _unforeseen(error: BaseException) -> str:
 
 
 def _fail(message: str, code: int) -> int:
-    print("agent-peft: " + printable(" ".join(message.split()), LINE), file=sys.stderr)
+    with suppress(OSError):  # nobody reads it
+        print("agent-peft: " + printable(" ".join(message.split()), LINE), file=sys.stderr)
     return code
 
 
@@ -108,5 +124,10 @@ def _make_output_printable() -> None:
 def main() -> None:
     """Run the command of ``sys.argv`` and exit: the entry point of ``agent-peft``."""
     search_current_folder_last()
+    open_output()
     _make_output_printable()
-    sys.exit(run(sys.argv[1:]))
+    try:
+        code = run(sys.argv[1:])
+    finally:
+        flush_output()
+    sys.exit(code)

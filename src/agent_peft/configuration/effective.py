@@ -45,11 +45,16 @@ def load_for_evaluation(
         AgentPeftError: as ``read_config``, or an override has no effect on an evaluation.
     """
     given = [text.partition("=")[0].strip() for text in overrides]
-    texts = list(overrides)
+    options = []
     if attempts is not None:
-        texts.append(f"evaluation.attempts={attempts}")
+        options.append(f"evaluation.attempts={attempts}")
     if tasks is not None:
-        texts.append(f"evaluation.environment.tasks={json.dumps(str(tasks))}")
+        options.append(f"evaluation.environment.tasks={json.dumps(str(tasks))}")
+    for option in options:
+        if (key := option.partition("=")[0]) in given:
+            raise AgentPeftError(
+                f"command line: --{key.rpartition('.')[2]} and {key} set the same key; give one of them"
+            )
     measures_training = False
 
     def adapt(top: Tree, general: Tree) -> None:
@@ -67,7 +72,7 @@ def load_for_evaluation(
             evaluation = {**evaluation, "environment": tasks_elsewhere}
         top["evaluation"] = evaluation
 
-    config = read_config(path, texts, adapt=adapt)[0]
+    config = read_config(path, [*overrides, *options], adapt=adapt)[0]
     refuse_ineffective("evaluate", overrides, (*effective, "environment") if measures_training else effective)
     if "seed" in given and config.policy.kind == "scratch":
         raise AgentPeftError(

@@ -163,7 +163,7 @@ def parse_keys(texts: Sequence[str]) -> dict[str, Any]:
     """Return ``key=value`` arguments of a command as a mapping; a value is YAML.
 
     Raises:
-        AgentPeftError: a text is not written key=value, or two set the same key.
+        AgentPeftError: a text is not written key=value, or one sets a key inside of another one's value.
 
     >>> parse_keys(["num_tasks=3", "generate.skills=[insert, delete]"])
     {'num_tasks': 3, 'generate': {'skills': ['insert', 'delete']}}
@@ -199,9 +199,11 @@ def _overrides(overrides: Overrides, num_stages: int) -> tuple[Tree, list[Tree]]
 def _parsed(
     overrides: Overrides, origin: str, short_forms: Sequence[str] = SHORT_FORMS
 ) -> Iterator[tuple[str, tuple[str, ...], Node]]:
-    """Each override as the user wrote it, with its key path and its value."""
+    """Each override as the user wrote it, with its key path and its value. Of two texts with one key, the last
+    wins.
+    """
     seen: dict[tuple[str, ...], str] = {}
-    for item in overrides.items() if isinstance(overrides, Mapping) else overrides:
+    for item in overrides.items() if isinstance(overrides, Mapping) else _last_of_each(overrides):
         text, value = (item, None) if isinstance(item, str) else item
         name, equals, yaml = text.partition("=")
         keys = tuple(name.strip().split("."))
@@ -223,6 +225,17 @@ def _parsed(
                 )
         seen[keys] = text
         yield text, keys, node
+
+
+def _last_of_each(texts: Sequence[str]) -> list[str]:
+    last: dict[str, str] = {}
+    for text in texts:
+        name = text.partition("=")[0].strip()
+        before = last.pop(name, text)
+        if before != text:
+            logger.warning("%s: %r replaces %r", COMMAND_LINE, text, before)
+        last[name] = text
+    return list(last.values())
 
 
 def _relabel(node: Node) -> Node:

@@ -21,6 +21,12 @@ MAX_DEPTH = 50  # mappings and lists inside each other
 MAX_VALUES = 50_000  # aliases expanded
 MAX_INTEGER = 1 << 256  # in magnitude, exclusive
 
+_BACKSLASH = "; a backslash in double quotes begins an escape: write a path in single quotes, or with /"
+_ADVICE = {  # part of PyYAML's message -> what to do
+    "'\\t'": "; indent with spaces, not with tabs",
+    "escape": _BACKSLASH,
+}
+
 Scalar = str | int | float | bool | None
 Node: TypeAlias = "Leaf | dict[str, Node] | list[Node]"
 Tree: TypeAlias = "dict[str, Node]"
@@ -156,7 +162,8 @@ def _syntax(error: yaml.MarkedYAMLError | yaml.reader.ReaderError, source: str, 
     if isinstance(error, yaml.reader.ReaderError):
         return f"{source}: is not text: it holds the character #x{int(error.character):04x}"
     where = f"{source}:{error.problem_mark.line + 1}" if lines and error.problem_mark else source
-    return f"{where}: is not YAML: {error.problem}"
+    advice = next((advice for part, advice in _ADVICE.items() if part in str(error.problem)), "")
+    return f"{where}: is not YAML: {error.problem}{advice}"
 
 
 class _Reader:

@@ -6,6 +6,8 @@ are the recorded ones, and unknown otherwise.
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -16,10 +18,13 @@ from agent_peft.environments.contract import ROLES
 from agent_peft.environments.task_files.rows import TableSource, check_columns, check_split, read_table
 from agent_peft.environments.task_files.selection import part_of
 from agent_peft.environments.task_files.split import Limit, Split
+from agent_peft.files import parse_json
 from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason, Task
 
 TABLE = "a file of rows (.jsonl, .json, .csv or .parquet), or a hub id such as owner/name"
 MESSAGES = "messages"
+_KEYS = ("role", "content", "from", "value")  # of messages, the last two in a form that is refused
+_SPELLED = re.compile(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
 
 
 class ChatConfig(EnvironmentConfig):
@@ -161,9 +166,52 @@ def read_conversation(place: str, value: Any, column: str) -> list[Message]:
     Raises:
         AgentPeftError: it is none; with its place, the message, and what belongs there.
     """
-    if not isinstance(value, list):
+    if not isinstance(value, list) and message_list(place, value, column) is None:
         raise AgentPeftError(f"{place}: {column} must be a list of {{role, content}}, not {value!r:.50}")
     return check_turns(place, read_messages(place, value, column, "user"), column)
+
+
+def read_prompt(place: str, value: Any, column: str) -> list[Message]:
+    """The messages before a reply: a text, or a list of messages of which the user's is the last.
+
+    Raises:
+        AgentPeftError: as ``read_conversation``.
+    """
+    messages = read_messages(place, value, column, "user")
+    if messages[-1].role != "user":
+        raise AgentPeftError(
+            f"{place}: {column}: the last message is the {messages[-1].role}'s; end with the user's, and put "
+            "a reply into a column of its own"
+        )
+    return check_turns(place, [*messages, Message("assistant", "")], column)[:-1]
+
+
+def message_list(place: str, value: Any, column: str) -> list[Any] | None:
+    """The list in a value of a table that is meant as messages, also where a table of CSV holds it as text of
+    JSON or Python; None where it is not.
+
+    Raises:
+        AgentPeftError: a text begins as such a list, and cannot be parsed.
+
+    >>> message_list("line 1", '[{"role": "user", "content": "1+1?"}]', "question")
+    [{'role': 'user', 'content': '1+1?'}]
+    """
+    if isinstance(value, str) and _SPELLED.match(value):
+        try:
+            value = parse_json(value)
+        except ValueError:
+            try:
+                value = ast.literal_eval(value.strip())  # literals only: it runs nothing
+            except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+                raise AgentPeftError(
+                    f"{place}: {column} begins as a list of messages, and is not JSON: {value[:50]!r}; write "
+                    "the list as JSON"
+                ) from error
+    if isinstance(value, Mapping) and {"role", "content"} <= value.keys():
+        value = [value]
+    if not isinstance(value, list):
+        return None
+    return value if any(isinstance(item, Mapping) and item.keys() & _KEYS for item in value) else None
 
 
 def read_messages(place: str, value: Any, column: str, role: Literal["user", "assistant"]) -> list[Message]:
@@ -175,8 +223,10 @@ def read_messages(place: str, value: Any, column: str, role: Literal["user", "as
     Raises:
         AgentPeftError: there is none, or one is no message of a role that can be trained.
     """
-    if isinstance(value, str) and value.strip():
+    listed = message_list(place, value, column)
+    if listed is None and isinstance(value, str) and value.strip():
         return [Message(role, value)]
+    value = value if listed is None else listed
     if not isinstance(value, list) or not value:
         fault = "is empty" if not value or isinstance(value, str) else f"is {value!r:.50}"
         raise AgentPeftError(f"{place}: {column} {fault}; give a text, or a list of {{role, content}}")

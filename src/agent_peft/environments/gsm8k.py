@@ -19,6 +19,7 @@ from typing import Annotated, Any
 from pydantic import Field, field_validator, model_validator
 
 from agent_peft.environments.base import Environment, EnvironmentConfig, TaskFiles
+from agent_peft.environments.chat import message_list
 from agent_peft.environments.graders import NUMBER, Grade, last_number, parse_number
 from agent_peft.environments.questions import QuestionEpisode
 from agent_peft.environments.task_files.download import HubSet, download
@@ -251,6 +252,10 @@ def read_entry(name: str, entry: Any) -> WordProblem:
         isinstance(entry.get(key), str) for key in ("question", "answer")
     ):
         raise AgentPeftError(f"{name}: must be an object with two texts, question and answer")
+    if message_list(name, entry["question"], "question") is not None:
+        raise AgentPeftError(
+            f"{name}: question holds a list of messages; set kind: questions and grader: number"
+        )
     reasoning, _, number = entry["answer"].rpartition(GOLD_MARK)
     problem = WordProblem(entry["question"].strip(), reasoning.strip(), number.strip())
     if not problem.question or GOLD_MARK not in entry["answer"] or parse_number(problem.number) is None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field, model_validator
 
 from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
+from agent_peft.environments.chat import message_list, read_prompt
 from agent_peft.environments.graders import (
     CUSTOM,
     Grade,
@@ -45,7 +46,11 @@ class QuestionsConfig(EnvironmentConfig):
     )
     split: Split = None
     limit: Limit = None
-    question: str = Field(default="question", min_length=1, description="column of the question")
+    question: str = Field(
+        default="question",
+        min_length=1,
+        description="column of the question, a text or a list of {role, content} that ends with the user's",
+    )
     answer: str = Field(default="answer", min_length=1, description="column of the right answer")
     id: str | None = Field(
         default=None, description="column of the task's id; null takes the file's name and the line"
@@ -128,9 +133,9 @@ class Questions(Environment):
         return self._tasks
 
     def episode(self, task: Task, seed: int) -> QuestionEpisode:
-        self._check(f"task {task.id!r:.50}", task.content)
+        opening = self._check(f"task {task.id!r:.50}", task.content)
         answer = task.content[self.config.answer]
-        return QuestionEpisode(self._opening(task.content), lambda reply: self._grade(reply, answer, task))
+        return QuestionEpisode(opening, lambda reply: self._grade(reply, answer, task))
 
     def demonstration(self, task: Task) -> Sequence[str] | None:
         if self.config.demonstration is not None:
@@ -166,8 +171,8 @@ class Questions(Environment):
             tasks[task.id], places[task.id] = task, row.place
         return tuple(tasks.values())
 
-    def _check(self, place: str, content: Mapping[str, Any]) -> None:
-        """Check the values that a task cannot do without.
+    def _check(self, place: str, content: Mapping[str, Any]) -> tuple[Message, ...]:
+        """Check the values that a task cannot do without, and return its opening.
 
         Raises:
             AgentPeftError: one is missing, or is of a wrong type.
@@ -189,20 +194,39 @@ class Questions(Environment):
             )
         for name in config.placeholders:
             value = content.get(self._column(name))
-            if value is None or (name == QUESTION and not str(value).strip()):
+            if value is None or (name == QUESTION and (value in ([], {}) or not str(value).strip())):
                 raise AgentPeftError(
                     f"{place}: has no {name!r}, which the prompt shows (column {self._column(name)!r}); give "
                     "it one"
                 )
+        return self._opening(place, content)
 
     def _column(self, placeholder: str) -> str:
         return self.config.question if placeholder == QUESTION else placeholder
 
-    def _opening(self, content: Mapping[str, Any]) -> tuple[Message, ...]:
-        values = {name: _shown(content[self._column(name)]) for name in self.config.placeholders}
-        system = fill(self.config.system_prompt, values)
-        user = Message("user", fill(self.config.prompt, values))
-        return (Message("system", system), user) if system else (user,)
+    def _opening(self, place: str, content: Mapping[str, Any]) -> tuple[Message, ...]:
+        """The messages that the policy reads. Where a column holds messages, they come first, and ``prompt``
+        shows the last of them.
+        """
+        before, shown = list[Message](), dict[str, str]()
+        for name in dict.fromkeys(self.config.placeholders):
+            column, value = self._column(name), content[self._column(name)]
+            if message_list(place, value, column) is None:
+                shown[name] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+                continue
+            if before or name not in placeholders_of(self.config.prompt):
+                raise AgentPeftError(
+                    f"{place}: {column} is a list of messages; show one such column, in prompt"
+                )
+            *before, last = read_prompt(place, value, column)
+            shown[name] = last.content
+        system = fill(self.config.system_prompt, shown)
+        if system and before and before[0].role == "system":
+            raise AgentPeftError(
+                f"{place}: its messages begin with a system message, and system_prompt is another; remove one"
+            )
+        opening = (*before, Message("user", fill(self.config.prompt, shown)))
+        return (Message("system", system), *opening) if system else opening
 
     def _id(self, name: str, row: Row) -> str:
         if self.config.id is None:
@@ -250,8 +274,3 @@ class QuestionEpisode(Episode):
 
     def close(self) -> None:
         self._over = True
-
-
-def _shown(value: object) -> str:
-    """A value of a table in a prompt: a text as it is, anything else as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -15,7 +15,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from agent_peft.config import first_error
 from agent_peft.hardware import choose_device
-from agent_peft.lookup import nearest
+from agent_peft.hub import why_not_given
+from agent_peft.lookup import nearest, nearest_path
 from agent_peft.out_of_memory import telling_out_of_memory
 from agent_peft.policies import adapters, value_head
 from agent_peft.policies.config import PretrainedConfig, ScratchConfig
@@ -23,7 +24,7 @@ from agent_peft.policies.models.adapter_files import read_adapter_config
 from agent_peft.policies.models.bundled import BUNDLED, resolve_model
 from agent_peft.policies.models.character_tokenizer import character_tokenizer
 from agent_peft.policies.models.custom_module import build_custom
-from agent_peft.policies.models.pretrained import build, cause, ends_of, load_pretrained
+from agent_peft.policies.models.pretrained import build, ends_of, load_pretrained
 from agent_peft.policies.models.shape import is_custom, scratch_architecture
 from agent_peft.policies.models.start import own_base, portable, start_of, with_adapter
 from agent_peft.policies.policy import Policy
@@ -141,7 +142,7 @@ def _load(config: PretrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedToken
     except OSError as error:
         raise AgentPeftError(
             f"policy.model: {config.model!r} is no bundled model ({', '.join(BUNDLED)}), no folder and no "
-            f"model that the hub gives: {cause(error)}"
+            f"model that the hub gives ({why_not_given(error)}){nearest_path(start.model, BUNDLED)}"
         ) from error
     model.name_or_path = portable(start.model)
     if config.merge_adapter and start.adapter is not None:

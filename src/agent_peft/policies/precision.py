@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from agent_peft.hardware import CACHED_WEIGHTS, choose_device, has_bf16
+from agent_peft.hub import hub_or_cache
 from agent_peft.policies.config import PretrainedConfig, ScratchConfig
 from agent_peft.policies.models.bundled import resolve_model
 from agent_peft.policies.models.pretrained import read_config
@@ -93,7 +94,7 @@ def _fetched(config: PretrainedConfig) -> PretrainedConfig:
     """The model that the policy starts from, on this machine."""
     model = resolve_model(start_of(config).model)
     if not Path(model).is_dir():
-        with suppress(Exception):  # loading the model reports more
+        with suppress(Exception), hub_or_cache():  # loading the model reports more
             read_config(model)
     return PretrainedConfig(model=model, lora=config.lora)
 

@@ -95,7 +95,8 @@ def live_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
         server = ThreadingHTTPServer((HOST, port), _handler(report))
     except (OSError, OverflowError) as error:
         raise AgentPeftError(
-            f"port {port} cannot be used ({error}); name another with --port, or 0 for a free one"
+            f"port {port} cannot be used ({getattr(error, 'strerror', None) or error}); name another with "
+            "--port, or 0 for a free one"
         ) from error
     server.daemon_threads = True
     return server

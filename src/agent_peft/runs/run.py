@@ -28,6 +28,7 @@ from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment
 from agent_peft.environments.task_files.selection import warn_of_shared_tasks
 from agent_peft.hardware import set_threads
+from agent_peft.output import lasting_output
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import Sampler
 from agent_peft.policies.loading import load_policy
@@ -98,6 +99,7 @@ def train(
     """
     trackers = load_trackers(config.trackers)
     with ExitStack() as stack:
+        stack.enter_context(lasting_output())
         ranks = stack.enter_context(join(config.ranks, config.policy.device))
         set_threads(config.threads, neighbours=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         environment = stack.enter_context(closing(load_environment(config.environment)))

@@ -1,6 +1,8 @@
 """Tables of anybody: their rows with their lines, or one line that names the place."""
 
+import csv
 import json
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet as parquet
@@ -107,3 +109,64 @@ def test_what_is_a_hub_id():
     assert file_or_hub_id("openai/gsm8k") == "openai/gsm8k"
     for path in ("rows/t.jsonl", "rows/t.json", "rows/t.csv", "rows/t.parquet", "t", "/a/b", "a/b/c"):
         assert not isinstance(file_or_hub_id(path), str)
+
+
+PLAIN = [{"question": "1,5 + 2?", "answer": "3; or so"}, {"question": "a\nb", "answer": "ü"}]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("delimiter", [",", ";", "\t"])
+@pytest.mark.parametrize("suffix", [".csv", ".CSV", ".tsv"])
+def test_csv_as_spreadsheets_write_it(tmp_path, suffix, delimiter, encoding):
+    path = tmp_path / f"t{suffix}"
+    with path.open("w", encoding=encoding, newline="") as file:
+        writer = csv.DictWriter(file, list(PLAIN[0]), delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(PLAIN)
+    assert [dict(row.content) for row in read_table(path, None)[1]] == PLAIN
+
+
+def test_csv_that_declares_its_delimiter(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("sep=|\na|b;c\n1|2;3\n")
+    rows = read_table(path, None)[1]
+    assert [(row.number, row.content) for row in rows] == [(3, {"a": "1", "b;c": "2;3"})]
+
+
+def test_the_delimiter_is_that_of_the_header_and_the_first_row(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text('"which of a; b; c",answer\nx,"1;2;3"\n')
+    assert read_table(path, None)[1][0].content == {"which of a; b; c": "x", "answer": "1;2;3"}
+    path.write_text("question;answer\n1;2\n3;4;5\n")
+    with pytest.raises(
+        AgentPeftError, match="line 3: has 3 values for 2 columns; put a text with a semicolon"
+    ):
+        read_table(path, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "t.csv",
+            "a,b\n1,ü\n".encode("cp1252"),
+            r"line 2: is not UTF-8 text \(byte 0xfc\); save the file as",
+        ),
+        ("t.csv", "a,b\n1,2\n".encode("utf-16-le"), "holds NUL characters, so it is not UTF-8 text; save"),
+        ("t.xlsx", b"PK\x03\x04", r"is a spreadsheet, .*; save the sheet as CSV \(UTF-8\)"),
+        ("t.XLS", b"", "is a spreadsheet"),
+        ("t.ods", b"", "is a spreadsheet"),
+        ("t.txt", b"question: 1?\n", r"line 1: is not JSON .*; the name of a table ends in \.jsonl, \.json"),
+    ],
+)
+def test_a_file_that_is_no_table_is_refused_with_the_remedy(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(AgentPeftError, match=message):
+        read_table(tmp_path / name, None)
+
+
+def test_no_file_of_here_is_a_hub_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows").mkdir()
+    for path in ("rows/t", "other/t.xlsx", "other/t.CSV", "./t", "../t"):
+        assert isinstance(file_or_hub_id(path), Path)

@@ -299,8 +299,9 @@ def listen(address: Address) -> socket.socket:
             raise OSError(0, "a port is a number from 0 to 65535")
         listening = socket.create_server((address.host, address.port), family=family, backlog=1024)
     except OSError as error:
+        cause = os.strerror(error.errno) if error.errno else error.strerror  # create_server names the address
         raise AgentPeftError(
-            f"cannot listen on {address.host}, port {address.port} ({error.strerror}); set --host or --port"
+            f"cannot listen on {address.host}, port {address.port} ({cause}); set --host or --port"
         ) from error
     # accepted connections inherit it. Without it each answer, a head and a body, waits 40 ms for an
     # acknowledgement

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_peft.files import MEGABYTE, parse_json, read_text, write_atomic
+from agent_peft.hub import hub_or_cache, why_not_given
 from agent_peft.types import AgentPeftError
 
 
@@ -196,14 +197,15 @@ def _snapshot(repository: str, patterns: list[str]) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    _check_size(repository, _sizes_on_hub(repository, patterns))
     try:
-        folder = Path(snapshot_download(repository, repo_type="dataset", allow_patterns=patterns))
+        with hub_or_cache():
+            _check_size(repository, _sizes_on_hub(repository, patterns))
+            folder = Path(snapshot_download(repository, repo_type="dataset", allow_patterns=patterns))
+    except AgentPeftError:
+        raise
     except Exception as error:  # the client lets through those of its transport, too
-        cause = " ".join(str(error).split())[:200]
         raise AgentPeftError(
-            f"{repository}: the hub does not give it ({type(error).__name__}: {cause}); check the name and "
-            "the network"
+            f"{repository}: the hub does not give it ({why_not_given(error)}); check the name and the network"
         ) from error
     files = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
     _check_size(repository, [file.stat().st_size for file in files])

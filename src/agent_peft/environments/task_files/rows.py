@@ -1,4 +1,6 @@
-"""Rows of tables: JSON lines, a JSON array, CSV or Parquet, from a file or a hub id."""
+"""Rows of tables: JSON lines, a JSON array, CSV (with commas, semicolons or tabs) or Parquet, from a file or
+a hub id.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,13 +20,15 @@ from agent_peft.environments.task_files.download import hub_rows, read_rows
 from agent_peft.environments.task_files.reading import MAX_FILE_BYTES
 from agent_peft.environments.task_files.split import Part, check_split_of_file
 from agent_peft.files import parse_json, read_text
-from agent_peft.lookup import alike
+from agent_peft.lookup import alike, is_hub_id
 from agent_peft.types import AgentPeftError
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+SPREADSHEETS = (".xlsx", ".xlsm", ".xls", ".ods", ".numbers")
 A_TABLE = "a file of rows (.jsonl, .json, .csv or .parquet)"
+_DELIMITER_NAMES = {",": "comma", ";": "semicolon", "\t": "tab"}
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+_DECLARED = re.compile(r"sep=(.)\r?\n")  # the first line, as Excel writes and reads it
 
 
 def file_or_hub_id(source: str | Path) -> str | Path:
@@ -32,8 +37,8 @@ def file_or_hub_id(source: str | Path) -> str | Path:
     >>> file_or_hub_id("openai/gsm8k"), file_or_hub_id("rows/train.csv").suffix
     ('openai/gsm8k', '.csv')
     """
-    is_hub_id = isinstance(source, str) and _HUB_ID.fullmatch(source) and not source.endswith(SUFFIXES)
-    return source if is_hub_id else Path(source)
+    of_hub = isinstance(source, str) and "/" in source and is_hub_id(source) and not Path(source).exists()
+    return source if of_hub and not source.lower().endswith((*SUFFIXES, *SPREADSHEETS)) else Path(source)
 
 
 TableSource = Annotated[str | Path, AfterValidator(file_or_hub_id)]
@@ -113,14 +118,21 @@ def check_columns(source: Path | str, rows: Sequence[Row], columns: Mapping[str,
 
 
 def _rows_of_file(path: Path) -> Iterator[Row]:
-    if path.suffix == ".parquet":
+    suffix = path.suffix.lower()
+    if suffix in SPREADSHEETS:
+        raise AgentPeftError(
+            f"{path}: is a spreadsheet, which is not read; save the sheet as CSV (UTF-8), and name that file"
+        )
+    if suffix == ".parquet":
         yield from (Row("row", number, row) for number, row in enumerate(read_rows([path]), 1))
         return
     text = read_text(path, A_TABLE, MAX_FILE_BYTES)
-    if path.suffix == ".csv":
+    if "\0" in text:
+        raise AgentPeftError(f"{path}: holds NUL characters, so it is not UTF-8 text; save the file as UTF-8")
+    if suffix in (".csv", ".tsv"):
         yield from _csv_rows(path, text)
         return
-    if path.suffix == ".json" and text.lstrip().startswith("["):
+    if suffix == ".json" and text.lstrip().startswith("["):
         try:
             rows = parse_json(text)
         except ValueError as error:
@@ -132,20 +144,22 @@ def _rows_of_file(path: Path) -> Iterator[Row]:
             try:
                 yield Row("line", number, parse_json(line))
             except ValueError as error:
-                raise AgentPeftError(
-                    f"{path}: line {number}: is not JSON ({error}); a JSONL file holds one entry a line"
-                ) from error
+                advice = "a JSONL file holds one entry a line"
+                if suffix not in SUFFIXES:
+                    advice = f"the name of a table ends in {', '.join(SUFFIXES)}"
+                raise AgentPeftError(f"{path}: line {number}: is not JSON ({error}); {advice}") from error
 
 
 def _csv_rows(path: Path, text: str) -> Iterator[Row]:
     """Rows whose values are texts. The first line names the columns."""
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    delimiter = _delimiter(text)
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)
     columns: list[str] | None = None
     line = 1
     try:
         for cells in reader:
             first, line = line, reader.line_num + 1
-            if not cells:
+            if not cells or (first == 1 and _DECLARED.match(text)):
                 continue
             if columns is None:
                 columns = cells
@@ -154,9 +168,27 @@ def _csv_rows(path: Path, text: str) -> Iterator[Row]:
                 continue
             if len(cells) != len(columns):
                 raise AgentPeftError(
-                    f"{path}: line {first}: has {len(cells)} values for {len(columns)} columns; a text "
-                    "with a comma stands in double quotes"
+                    f"{path}: line {first}: has {len(cells)} values for {len(columns)} columns; put a text "
+                    f"with a {_DELIMITER_NAMES.get(delimiter, delimiter)} in double quotes"
                 )
             yield Row("line", first, dict(zip(columns, cells, strict=True)))
     except csv.Error as error:
         raise AgentPeftError(f"{path}: line {line}: is not CSV ({error})") from error
+
+
+def _delimiter(text: str) -> str:
+    """The character between the values of a CSV file: the declared one, or the one with which the first row
+    is as long as the header; of several, the one with the most columns.
+    """
+    if declared := _DECLARED.match(text):
+        return declared[1]
+
+    def fit(delimiter: str) -> tuple[bool, int]:
+        rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
+        try:
+            header, *first = islice(filter(None, rows), 2)
+        except (csv.Error, ValueError):  # ValueError: the file is empty
+            return False, 0
+        return len(header) > 1 and all(len(cells) == len(header) for cells in first), len(header)
+
+    return max(_DELIMITER_NAMES, key=fit)

@@ -89,7 +89,8 @@ class Service:
                 self._give_back()
             stopping = InfrastructureError(STOPPING)
             for decoding in self._decodings.values():
-                self._fail(decoding.requests, stopping)
+                for request in decoding.requests:  # no warning: some have ended, and await their last step
+                    request.fail(stopping)
             self._decodings.clear()
         while not self._arrivals.empty():
             if (arrival := self._arrivals.get()) is not None:

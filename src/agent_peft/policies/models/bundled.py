@@ -27,6 +27,7 @@ from rich.console import Console
 from transformers import PreTrainedConfig
 
 from agent_peft.files import check_regular
+from agent_peft.lookup import is_hub_id, nearest_path
 from agent_peft.policies.models.pretrained import cause, check_config, read_config
 from agent_peft.types import AgentPeftError
 
@@ -186,11 +187,23 @@ def from_gguf(path: Path, *, progress: Progress | None = None) -> Path:
 
 
 def resolve_model(name: str) -> str:
-    """The folder of a bundled model or of a GGUF file; any other name is returned as it is."""
+    """The folder of a bundled model, of a GGUF file or of a path, or a hub id: of all that loads a model.
+
+    Raises:
+        AgentPeftError: there is no such file or folder, and it is no hub id.
+    """
     if name in BUNDLED:
         return str(fetch(name))
     if name.endswith(".gguf"):
         return str(from_gguf(Path(name)))
+    path = Path(name).expanduser()
+    if path.exists():
+        return str(path)
+    if not is_hub_id(name):
+        raise AgentPeftError(
+            f"policy.model: there is no run, adapter or model {name!r} (seen from {Path.cwd()})"
+            f"{nearest_path(name)}"
+        )
     return name
 
 

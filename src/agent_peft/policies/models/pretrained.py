@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from transformers import (
 )
 
 from agent_peft.files import check_regular
+from agent_peft.hub import hub_or_cache
 from agent_peft.policies.models import template_probe
 from agent_peft.policies.models.custom_module import is_custom_module
 from agent_peft.types import AgentPeftError
@@ -61,11 +63,12 @@ def load_pretrained(folder: str, dtype: torch.dtype) -> tuple[PreTrainedTokenize
             f"policy.model: {folder!r} holds no config.json; give a folder that save_pretrained has written"
         )
     try:
-        config = read_config(folder)
-        if here:
-            check_size(config, Path(folder))
-        tokenizer = _load_tokenizer(folder)
-        model = _load_model(folder, config, dtype)
+        with nullcontext() if here else hub_or_cache():
+            config = read_config(folder)
+            if here:
+                check_size(config, Path(folder))
+            tokenizer = _load_tokenizer(folder)
+            model = _load_model(folder, config, dtype)
     except AgentPeftError:
         raise
     except Exception as error:  # a damaged file may raise anything
