@@ -95,7 +95,7 @@ def test_a_folder_that_is_no_run_is_left_alone(config, run_contents, fresh, file
         (config.run_dir / name).parent.mkdir(parents=True, exist_ok=True)
         (config.run_dir / name).write_text(text)
     before = run_contents(config.run_dir)
-    with pytest.raises(AgentPeftError, match="it is no run of ours") as raised:
+    with pytest.raises(AgentPeftError, match="so it is no run directory; set another run_dir") as raised:
         train(config, fresh=fresh)
     assert "--fresh" not in str(raised.value)
     assert run_contents(config.run_dir) == before
@@ -167,7 +167,7 @@ def test_links_at_the_places_of_what_is_half_removed_or_half_written(config, tmp
     train(config, fresh=True)
     assert (tmp_path / "victims" / "a").read_text() == "precious"
     clear(config.run_dir)
-    assert sorted(path.name for path in config.run_dir.iterdir()) == [".lock"]
+    assert sorted(path.name for path in config.run_dir.iterdir()) == [".lock", "run.json"]
 
 
 @pytest.mark.parametrize("make", ["file", "below a file", "broken link", "link to itself", "pipe"])

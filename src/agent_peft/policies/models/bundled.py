@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from rich.console import Console
 from transformers import PreTrainedConfig
 
-from agent_peft.files import check_regular
+from agent_peft.files import check_regular, check_tree, locked
 from agent_peft.policies.models.pretrained import cause, check_config, read_config
 from agent_peft.types import AgentPeftError
 
@@ -113,7 +112,10 @@ def cache_folder() -> Path:
 def cached(name: str) -> Path | None:
     """The folder of a bundled model if it is already converted, else None. This never downloads."""
     folder = _home(name, _bundled(name).sha256)
-    return folder if folder.is_dir() else None
+    if not folder.is_dir():
+        return None
+    check_tree(folder.resolve())
+    return folder
 
 
 def fetch(name: str, *, accept_terms: bool = False, progress: Progress | None = None) -> Path:
@@ -229,7 +231,7 @@ def _made_once(folder: Path) -> Iterator[tuple[Path, Path | None]]:
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(folder.name + ".partial")
-    with FileLock(f"{folder}.lock"):
+    with locked(folder.with_name(f"{folder.name}.lock"), wait=True):
         if folder.is_dir():  # another process made it while we waited
             yield folder, None
             return

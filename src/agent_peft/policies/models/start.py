@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from agent_peft.files import check_tree
 from agent_peft.policies.config import PretrainedConfig
 from agent_peft.policies.models.adapter_files import CONFIG, read_adapter_config, settings_of
 from agent_peft.policies.models.bundled import bundled_name
@@ -66,6 +67,7 @@ def checkpoint_of(name: str) -> Path | None:
         AgentPeftError: the run has no such checkpoint.
     """
     run, step = split_run(name)
+    check_tree(run / "checkpoints", depth=0)
     if step is not None:
         folder = run / "checkpoints" / f"step_{step:06d}"
         if not folder.is_dir():
