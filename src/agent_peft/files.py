@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -181,6 +181,23 @@ def check_tree(path: Path, depth: int = 8) -> None:
         raise AgentPeftError(f"{path}: cannot be read ({error.strerror}); remove it") from error
     for name in sorted(inside) if depth else ():
         check_tree(path / name, depth - 1)
+
+
+def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The ``object_pairs_hook`` of ``json`` for a text of which two readers must not read two things.
+
+    Raises:
+        ValueError: an object has two equal keys.
+
+    >>> json.loads('{"a": 1}', object_pairs_hook=unique_keys)
+    {'a': 1}
+    """
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        name = next(name for name in content if names.count(name) > 1)
+        raise ValueError(f"an object has the key {name!r:.80} twice")
+    return content
 
 
 def parse_json(text: str | bytes) -> Any:
