@@ -51,9 +51,10 @@ def kind_of(target: Path) -> Kind:
     one on the hub.
 
     Raises:
-        AgentPeftError: the target is a folder of another kind, or a file.
+        AgentPeftError: the target is a folder of another kind, or a file, or holds a link or a pipe.
     """
     if (target / CONFIG).is_file():
+        check_run_files(target)
         return "run"
     if (target / "adapter_config.json").is_file():
         return "adapter"
