@@ -175,7 +175,7 @@ def check_tree(path: Path, depth: int = 8) -> None:
             return
         with os.scandir(path) as entries:
             inside = [entry.name for entry in entries if not entry.is_file(follow_symlinks=False)]
-    except FileNotFoundError:  # also where a run removes a file meanwhile
+    except (FileNotFoundError, NotADirectoryError):  # also where a run removes a file meanwhile
         return
     except OSError as error:
         raise AgentPeftError(f"{path}: cannot be read ({error.strerror}); remove it") from error

@@ -128,6 +128,15 @@ def test_a_folder_of_other_files_is_refused_before_anything_is_written(path, con
     assert {path: path.stat().st_mtime_ns for path in config.run_dir.rglob("*")} == before
 
 
+@pytest.mark.parametrize("name", ["output.txt", "training.yaml", "slurm-12.out"])
+def test_a_link_in_a_folder_that_is_no_run_is_not_one_of_its_files(config, tmp_path, name):
+    config.run_dir.mkdir()
+    (config.run_dir / name).symlink_to(tmp_path / "nowhere")
+    with pytest.raises(AgentPeftError, match=f"holds {name} and no"):
+        train(config)
+    assert os.listdir(config.run_dir) == [name]
+
+
 def test_what_a_scheduler_or_a_disk_has_put_there_is_no_obstacle(config):
     config.run_dir.mkdir()
     for name in ("slurm-12.out", "slurm-12.err", ".nfs0001", ".gitkeep", "training.yaml", "output.txt"):

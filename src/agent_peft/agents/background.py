@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_peft.configuration.loading import dump_config
-from agent_peft.configuration.relocation import read_record
+from agent_peft.configuration.relocation import CONFIG, read_record
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.files import MEGABYTE, open_regular, read_bytes, write_atomic
 from agent_peft.runs.folder import check_place
@@ -53,7 +53,8 @@ def begin(config: TrainConfig) -> dict[str, Any]:
 
     def is_there() -> bool:
         process = read_record(folder).get("process") or {}
-        return process.get("pid") == child.pid or child.poll() is not None
+        trains = process.get("pid") == child.pid and (folder / CONFIG).is_file()
+        return trains or child.poll() is not None
 
     if not _wait(is_there, START_SECONDS):
         return {"state": "starting", "pid": child.pid}

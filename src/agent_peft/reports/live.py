@@ -37,7 +37,7 @@ class LiveReport:
         self._content: Content | None = None
         self._state: object = None
         self._values = ""
-        self._scripts: dict[str, tuple[object, str]] = {}  # key -> mark and script, the latest ones
+        self._scripts: dict[str, tuple[str, str]] = {}  # key -> mark and script, the latest ones
 
     def values(self) -> str:
         """What the page shows, as JSON."""

@@ -88,14 +88,14 @@ class Library:
         self._content = content
         self._words: dict[int, Words | None] = {}
         self.missing: dict[str, str] = {}  # number of a run -> why its tokens are not shown
-        self._marks: dict[str, object] = {}
+        self._marks: dict[str, str] = {}
 
     def follow(self, content: Content) -> None:
         """Go on with the runs as they are now."""
         self._content = content
         self._marks.clear()
 
-    def mark(self, key: str) -> object:
+    def mark(self, key: str) -> str:
         """What the text of the file ``key`` depends on: two equal marks, two equal texts.
 
         It is that of the first call since the content was read. So a file that changes after it has another
@@ -105,7 +105,7 @@ class Library:
             file, run = self._content.files[key], self._content.run_of(key)
             self._of(run)
             states = [_state(path) for path in (file.path, file.path.with_suffix(".safetensors"))]
-            self._marks[key] = (states, self._content.policies[run], self.missing.get(str(run)))
+            self._marks[key] = repr((states, self._content.policies[run], self.missing.get(str(run))))
         return self._marks[key]
 
     def text(self, key: str) -> str:

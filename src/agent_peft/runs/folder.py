@@ -154,6 +154,10 @@ def claim(
     return Claim(begun, tuple(changes), tuple(notes), origin)
 
 
+def _is_visible_link(path: Path) -> bool:
+    return not path.name.startswith(".") and path.is_symlink()
+
+
 def check_place(folder: Path) -> None:
     """Check that a folder is absent, empty or a run directory. Nothing is written.
 
@@ -165,7 +169,8 @@ def check_place(folder: Path) -> None:
     """
     if not folder.is_dir() or is_record(read_record(folder)):
         return
-    names = sorted(name for name in os.listdir(folder) if not _BEFORE.fullmatch(name))
+    inside = sorted(os.listdir(folder))
+    names = [name for name in inside if not _BEFORE.fullmatch(name) or _is_visible_link(folder / name)]
     begun = "metrics.jsonl" in names or "checkpoints" in names  # by a version that wrote no run.json
     if names and not (begun and read_earlier(folder) is not None):
         raise AgentPeftError(

@@ -67,16 +67,17 @@ def checkpoint_of(name: str) -> Path | None:
         AgentPeftError: the run has no such checkpoint.
     """
     run, step = split_run(name)
-    check_tree(run / "checkpoints", depth=0)
     if step is not None:
         folder = run / "checkpoints" / f"step_{step:06d}"
         if not folder.is_dir():
             raise AgentPeftError(
                 f"policy.model: {name!r}: there is no checkpoint {folder} (seen from {Path.cwd()})"
             )
+        check_tree(run / "checkpoints", depth=0)
         return folder
     if not (run / "config.yaml").is_file() or (run / "config.json").is_file():
         return None
+    check_tree(run / "checkpoints", depth=0)
     steps = [path for path in (run / "checkpoints").glob("step_*") if _STEP.fullmatch(path.name)]
     if not steps:
         raise AgentPeftError(f"policy.model: {name!r} is a run that has no checkpoint yet; train it first")
