@@ -57,7 +57,7 @@ def load(head: ValueHead, folder: Path) -> None:
         AgentPeftError: the folder holds no head, or that of another model.
     """
     try:
-        with opened(folder / WEIGHTS) as place:
+        with opened(folder / WEIGHTS, unlinked=0) as place:
             stored = load_file(place)
     except (OSError, SafetensorError, ValueError) as error:
         raise AgentPeftError(
