@@ -10,6 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent_peft.files import (
+    check_tree,
+    locked,
+    open_regular,
+    opened,
     parse_json,
     read_bytes,
     read_text,
@@ -88,14 +92,93 @@ def test_json_that_is_fit_is_read_as_it_is(content):
     assert parse_json(json.dumps(content)) == content
 
 
-def test_a_link_is_replaced_and_never_followed(tmp_path):
+def test_a_link_is_neither_followed_nor_replaced(tmp_path):
     (tmp_path / "victim").write_text("precious")
-    for name in ("a", ".a.aside"):
+    for name in ("a", ".b.aside"):
         (tmp_path / name).symlink_to("victim")
-    write_atomic(tmp_path / "a", "new")
-    assert (tmp_path / "a").read_text() == "new"
+    with pytest.raises(OSError, match="there is a link in its place; remove it"):
+        write_atomic(tmp_path / "a", "new")
+    write_atomic(tmp_path / "b", "new")  # what a kill left is ours
+    assert (tmp_path / "b").read_text() == "new"
     assert (tmp_path / "victim").read_text() == "precious"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "victim"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "victim"]
+
+
+def foreign(path, kind, victim):
+    """Put at ``path`` what no run has there."""
+    if kind == "link":
+        path.symlink_to(victim)
+    elif kind == "dangling link":
+        path.symlink_to(victim.with_name("nowhere"))
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        os.link(victim, path)
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "folder", "hard link"])
+def test_what_a_stranger_put_in_place_of_a_file_is_not_opened(tmp_path, kind):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    foreign(tmp_path / "a", kind, victim)
+    with pytest.raises(OSError, match=r"."):
+        os.close(open_regular(tmp_path / "a", os.O_WRONLY | os.O_CREAT | os.O_APPEND))
+    with pytest.raises(OSError, match=r"."), locked(tmp_path / "a"):
+        pass
+    if kind == "hard link":  # reading does no harm, and a new file replaces one of its names
+        write_atomic(tmp_path / "a", "new")
+    else:
+        with pytest.raises(AgentPeftError, match="cannot be read"):
+            read_bytes(tmp_path / "a", "a text", LIMIT, unlinked=1)
+        with pytest.raises(OSError, match="remove it"):
+            write_atomic(tmp_path / "a", "new")
+    assert victim.read_text() == "precious"
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_folder_that_is_a_link_is_not_followed(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a").write_text("precious")
+    (tmp_path / "run").symlink_to("elsewhere")  # a run directory itself may be one
+    assert read_text(tmp_path / "run" / "a", "a text", LIMIT, unlinked=1) == "precious"
+    with pytest.raises(AgentPeftError, match="cannot be read"):
+        read_text(tmp_path / "run" / "a", "a text", LIMIT, unlinked=2)
+    for name in ("a", "b"):
+        with pytest.raises(NotADirectoryError):
+            write_atomic(tmp_path / "run" / name, "new", unlinked=2)
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["a"]
+    assert (tmp_path / "elsewhere" / "a").read_text() == "precious"
+
+
+def test_a_tree_holds_regular_files_and_folders_only(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "tree" / "a" / "b").mkdir(parents=True)
+    (tmp_path / "tree" / "a" / "b" / "c").write_text("c")
+    check_tree(tmp_path / "tree")
+    check_tree(tmp_path / "nowhere")
+    for kind, message in {
+        "link": "is a link",
+        "dangling link": "is a link",
+        "pipe": "no regular file",
+    }.items():
+        foreign(tmp_path / "tree" / "a" / "b" / "d", kind, victim)
+        with pytest.raises(AgentPeftError, match=message):
+            check_tree(tmp_path / "tree")
+        check_tree(tmp_path / "tree", depth=1)
+        (tmp_path / "tree" / "a" / "b" / "d").unlink()
+
+
+def test_what_a_library_opens_is_what_was_checked(tmp_path):
+    """The file is another one by the time that the library opens it."""
+    (tmp_path / "a").write_text("ours")
+    (tmp_path / "victim").write_text("precious")
+    with opened(tmp_path / "a") as place:
+        (tmp_path / "a").unlink()
+        (tmp_path / "a").symlink_to("victim")
+        assert place.read_text() == "ours"
 
 
 def test_write_atomic(tmp_path):

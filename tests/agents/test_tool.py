@@ -138,6 +138,92 @@ def test_a_process_that_does_not_hold_the_lock_is_never_stopped(place):
         stranger.communicate(b"\n")
 
 
+HOLDS = """
+import fcntl, sys
+file = open(sys.argv[1], "r+")
+if sys.argv[2] == "lock":
+    fcntl.flock(file, fcntl.LOCK_EX)
+print(flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize("how", ["a link", "a hard link", "open", "locked"])
+def test_a_process_that_has_the_file_of_the_lock_open_is_not_the_run(place, how):
+    """Whoever prepares a folder can make its lock a file that any program has open."""
+    from agent_peft.runs.history import _birth, _process
+
+    (run := place / "run").mkdir()
+    (run / "config.yaml").write_text("stages: []\n")
+    (place / "file").touch()
+    if how == "a link":
+        (run / ".lock").symlink_to(place / "file")
+    elif how == "a hard link":
+        os.link(place / "file", run / ".lock")
+    else:
+        (run / ".lock").touch()
+    words = ["open" if how == "open" else "lock", *(["agent_peft", "train"] if how != "locked" else [])]
+    command = [sys.executable, "-c", HOLDS, str(run / ".lock"), *words]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as stranger:
+        assert stranger.stdout.readline() == b"\n"
+        process = _process() | {"pid": stranger.pid, "birth": _birth(stranger.pid)}
+        for missing in ("birth", "host", "pid", None):
+            known = {key: value for key, value in process.items() if key != missing}
+            (run / "run.json").write_text(json.dumps({"state": "running", "process": known}))
+            said = refused(action="stop", output_dir="run")
+        assert "left alone" in said
+        assert stranger.poll() is None
+        stranger.communicate(b"\n")
+
+
+@pytest.mark.parametrize("name", ["run.training.yaml", "run.output.txt"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "folder", "hard link"])
+def test_a_training_in_the_background_writes_through_no_link(place, tmp_path, monkeypatch, name, kind):
+    from agent_peft.agents import background
+
+    (outside := tmp_path / "outside").mkdir()
+    victim = outside / "victim"
+    victim.write_text("precious")
+    path = place / name
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "hard link":
+        os.link(victim, path)
+    else:
+        path.symlink_to(victim if kind == "link" else victim.with_name("nowhere"))
+
+    real = subprocess.Popen
+
+    def popen(command, **more):
+        if command[0] != sys.executable:
+            return real(command, **more)
+        os.write(more["stdout"].fileno(), b"agent-peft: it was started")
+        return real(["false"])
+
+    monkeypatch.setattr(background.subprocess, "Popen", popen)
+    keys = {"model_name": MODEL, "max_samples": 2, "eval_samples": 0, "output_dir": "run", "background": True}
+    said = refused(**keys)
+    assert ("it was started" if kind == "hard link" else name) in said
+    assert [one.name for one in victim.parent.iterdir()] == ["victim"] and victim.read_text() == "precious"
+
+
+def test_a_training_never_takes_a_folder_of_other_files(place):
+    (place / "mine").mkdir()
+    (place / "mine/notes.md").write_text("mine")
+    keys = {"model_name": MODEL, "max_samples": 2, "eval_samples": 0, "output_dir": "mine"}
+    for background in (False, True):
+        assert "is no run directory" in refused(**keys, background=background)
+    assert [path.name for path in (place / "mine").iterdir()] == ["notes.md"]
+    assert not list(place.glob("mine.*"))
+
+
+def test_equal_keys_are_refused(place):
+    told = json.loads(RLTrainingTool().run('{"action": "create_reward", "action": "status"}'))
+    assert told["status"] == "error" and "has the key 'action' twice" in told["message"]
+
+
 # -- refusals ------------------------------------------------------------------------------------------------
 
 REFUSED = [

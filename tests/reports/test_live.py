@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -70,6 +72,35 @@ def test_it_answers_this_machine_only(run):
         for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", "127.0.0.1.evil.example", ""):
             assert got(port, "/values.json", Host=host)[0] == 403
         assert got(port, "/values.json", Host=f"localhost:{port}")[0] == 200
+
+
+def test_connections_that_do_not_ask_are_few_and_end(run, monkeypatch):
+    monkeypatch.setattr("agent_peft.reports.live.CONNECTIONS", 4)
+    before = threading.active_count()
+    with serving(run) as port:
+        slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+        for one in slow:
+            one.sendall(b"GET / HTTP/1.1\r\nHost: ")
+            assert got(port, "/values.json")[0] == 200
+        assert slow[0].recv(1) == b"", "the oldest is closed"
+        wait_for(lambda: threading.active_count() <= before + 1 + 4)
+        for one in slow:
+            one.close()
+        wait_for(lambda: threading.active_count() == before + 1)
+
+
+def test_a_connection_that_sends_nothing_is_closed(run, monkeypatch):
+    monkeypatch.setattr("agent_peft.reports.live.SECONDS", 0.05)
+    with serving(run) as port, socket.create_connection(("127.0.0.1", port)) as one:
+        one.sendall(b"GET / HTTP/1.1\r\nHost: ")
+        assert one.recv(1) == b""
+
+
+def wait_for(happened):
+    deadline = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_port_that_is_taken(run):

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from agent_peft.reports.content import read_content
-from agent_peft.reports.page import Library, encode, write_report
+from agent_peft.reports.page import encode, write_report
 from agent_peft.rollout.statistics import paired_test, rate_of
 from agent_peft.runs.reading import load_run
 from agent_peft.types import AgentPeftError, Group, Task
@@ -126,39 +126,57 @@ def test_what_is_too_much_for_the_page_lies_beside_it(run, tmp_path):
     assert not folder.exists(), "what an earlier report left there is of no use"
 
 
-def test_only_what_is_new_or_changed_is_written_again(run, disk, tmp_path, monkeypatch):
-    """Marks tell which files beside the page are current; the page is the same as if all were written."""
-    out, folder = tmp_path / "report.html", tmp_path / "report_episodes"
-
-    def encoded(**options):
-        keys = []
-        text = Library.text
-        with monkeypatch.context() as patch:
-            patch.setattr(Library, "text", lambda self, key: keys.append(key) or text(self, key))
-            write_report([run], out, **options)
-        return keys
-
-    every = [f"r0_step_00000{step}" for step in range(4)] + ["r0_evaluation_0", "r0_evaluation_1"]
-    assert encoded(max_inside=0) == every
+def test_nothing_that_a_run_brought_is_believed(run, tmp_path):
+    """A stranger's file next to the page is written over, whatever it holds; an equal one stays."""
+    out, folder = run / "report.html", run / "report_episodes"
+    write_report([run], out, max_inside=0)
     first = {path.name: path.read_bytes() for path in folder.iterdir()}
-    assert encoded(max_inside=0) == []
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == first
-    cut = folder / "r0_step_000000.js"
-    cut.write_bytes(first[cut.name][:-1])
-    os.utime(run / "trajectories" / "step_000001.jsonl", ns=(1, 1))
-    os.utime(run / "trajectories" / "step_000002.safetensors", ns=(1, 1))
-    assert encoded(max_inside=0) == every[:3], "cut, its lines changed, its arrays changed"
-    shutil.copy(run / "trajectories" / "step_000003.jsonl", run / "trajectories" / "step_000004.jsonl")
-    assert encoded(max_inside=0) == ["r0_step_000004"]
-    (run / "trajectories" / "step_000004.jsonl").unlink()
-    assert encoded(max_inside=0) == [] and not (folder / "r0_step_000004.js").exists()
-    fresh = disk.write_run(tmp_path / "fresh" / "run")
-    write_report([fresh], tmp_path / "fresh" / "report.html", max_inside=0)
-    for name in first:
-        text, other = ((place / name).read_text() for place in (folder, tmp_path / "fresh/report_episodes"))
-        assert text.splitlines()[0] == other.splitlines()[0], "without the mark"
-    assert encoded() == [], "what lies beside the page is taken into it"
-    assert not folder.exists() and block(out, "r0_step_000003")["episodes"]
+    name = "r0_step_000001.js"
+    for evil in (
+        b'agentPeft.take("r0_step_000001",{});\nalert(1);\n//' + first[name].splitlines()[-1],
+        first[name] + b"alert(1)",
+        first[name][:-1],
+        b"</script><h1>forged</h1>",
+        b"\xff",
+    ):
+        (folder / name).write_bytes(evil)
+        write_report([run], out, max_inside=0)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == first
+        (folder / name).write_bytes(evil)
+        write_report([run], out)
+        assert not folder.exists() and "forged" not in out.read_text() and "alert(1)" not in out.read_text()
+        write_report([run], out, max_inside=0)
+    before = (folder / "r0_step_000000.js").stat().st_ino
+    write_report([run], out, max_inside=0)
+    assert (folder / "r0_step_000000.js").stat().st_ino == before
+
+
+@pytest.mark.parametrize("place", ["report.html", "report_episodes", "report_episodes/r0_step_000000.js"])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "link to a folder", "pipe", "folder"])
+def test_a_report_follows_no_link_and_waits_for_no_pipe(run, tmp_path, capsys, place, kind):
+    if (place, kind) == ("report_episodes", "folder"):
+        return
+    victims = tmp_path / "victims"
+    victims.mkdir()
+    for name in ("victim", "r9_step_000001.js"):
+        (victims / name).write_text("precious")
+    path = run / place
+    path.parent.mkdir(exist_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        name = {"link": "victim", "dangling link": "nowhere", "link to a folder": "."}[kind]
+        path.symlink_to(victims / name)
+    for limit in (0, 1 << 30):
+        with pytest.raises(AgentPeftError, match=r"report(\.html|_episodes)") as raised:
+            write_report([run], run / "report.html", max_inside=limit)
+        assert "\n" not in str(raised.value)
+    assert {path.name: path.read_text() for path in victims.iterdir()} == {
+        "victim": "precious",
+        "r9_step_000001.js": "precious",
+    }
 
 
 def test_another_tokenizer_or_model_changes_every_file(run, tmp_path):

@@ -137,16 +137,16 @@ def test_a_kill_as_the_checkpoint_is_copied(configure, monkeypatch):
 
     train(configure(algorithm="kl"))
     new = configure("run_dir=new", algorithm="kl")
-    copyfile, left = shutil.copyfile, [5]
+    copy, left = shutil.copyfileobj, [5]
 
     def stops(*arguments):
         if not left[0]:
             raise KeyboardInterrupt
         left[0] -= 1
-        return copyfile(*arguments)
+        return copy(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(branch.shutil, "copyfile", stops)
+        patch.setattr(branch.shutil, "copyfileobj", stops)
         with pytest.raises(KeyboardInterrupt):
             train(new, begin="old:3")
     assert read_origin(Path("new")) is not None

@@ -14,12 +14,15 @@ import pytest
 import torch
 
 from agent_peft.cli import run
+from agent_peft.configuration import relocation
 from agent_peft.configuration.loading import read_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.policies.precision import Precision
 from agent_peft.runs import folder as folder_module
-from agent_peft.runs.folder import clear, settle_dtype
+from agent_peft.runs.branch import ORIGIN
+from agent_peft.runs.folder import claim, clear, settle_dtype
+from agent_peft.runs.history import LOG
 from agent_peft.runs.lock import Lock
 from agent_peft.runs.run import train
 from agent_peft.types import AgentPeftError
@@ -95,10 +98,107 @@ def test_a_folder_that_is_no_run_is_left_alone(config, run_contents, fresh, file
         (config.run_dir / name).parent.mkdir(parents=True, exist_ok=True)
         (config.run_dir / name).write_text(text)
     before = run_contents(config.run_dir)
-    with pytest.raises(AgentPeftError, match="it is no run of ours") as raised:
+    with pytest.raises(AgentPeftError, match="so it is no run directory; set another run_dir") as raised:
         train(config, fresh=fresh)
     assert "--fresh" not in str(raised.value)
     assert run_contents(config.run_dir) == before
+
+
+@pytest.mark.parametrize("fresh", [False, True], ids=["resumed", "fresh"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "notes.md",
+        "data/rows.csv",
+        "config.yaml",
+        "run.json",
+        "run.json/x",
+        "output.txt.old",
+        "start.sh",
+        "out",
+    ],
+)
+def test_a_folder_of_other_files_is_refused_before_anything_is_written(path, config, fresh, name):
+    """Also one with a configuration of the user's that would do as one of a run."""
+    (config.run_dir / name).parent.mkdir(parents=True)
+    (config.run_dir / name).write_text(path.read_text() if name == "config.yaml" else '{"state": "done"}')
+    before = {path: path.stat().st_mtime_ns for path in config.run_dir.rglob("*")}
+    with pytest.raises(AgentPeftError, match="so it is no run directory; set another run_dir"):
+        train(config, fresh=fresh)
+    assert {path: path.stat().st_mtime_ns for path in config.run_dir.rglob("*")} == before
+
+
+@pytest.mark.parametrize("name", ["output.txt", "training.yaml", "slurm-12.out"])
+def test_a_link_in_a_folder_that_is_no_run_is_not_one_of_its_files(config, tmp_path, name):
+    config.run_dir.mkdir()
+    (config.run_dir / name).symlink_to(tmp_path / "nowhere")
+    with pytest.raises(AgentPeftError, match=f"holds {name} and no"):
+        train(config)
+    assert os.listdir(config.run_dir) == [name]
+
+
+def test_what_a_scheduler_or_a_disk_has_put_there_is_no_obstacle(config):
+    config.run_dir.mkdir()
+    for name in ("slurm-12.out", "slurm-12.err", ".nfs0001", ".gitkeep", "training.yaml", "output.txt"):
+        (config.run_dir / name).write_text("before")
+    (config.run_dir / "lost+found").mkdir()
+    train(config)
+    (config.run_dir / "notes.md").write_text("mine")
+    for fresh in (False, True):
+        train(config, fresh=fresh)
+    assert (config.run_dir / "notes.md").read_text() == "mine"
+    assert (config.run_dir / "slurm-12.out").read_text() == "before"
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("start", ["new", "fresh", "older version"])
+def test_a_start_that_is_killed_at_any_moment_is_no_folder_of_others(config, tmp_path, monkeypatch, start):
+    """``run.json`` is the first file and stays the last one, so what a kill leaves is recognized."""
+    config = settle_dtype(config, "float32")
+    if start != "new":
+        train(config)
+        (config.run_dir / "notes.md").write_text("mine")
+        if start == "older version":
+            (config.run_dir / "run.json").unlink()
+        shutil.copytree(config.run_dir, tmp_path / "before")
+    moments, done = 0, False
+    while not done:
+        shutil.rmtree(config.run_dir, ignore_errors=True)
+        if start != "new":
+            shutil.copytree(tmp_path / "before", config.run_dir)
+        left = [moments]
+
+        def at(operation, left=left):
+            def killed(*arguments, **more):
+                if not left[0]:
+                    raise Killed
+                left[0] -= 1
+                return operation(*arguments, **more)
+
+            return killed
+
+        with monkeypatch.context() as patch, ExitStack() as stack:
+            for name in ("mkdir", "replace", "unlink", "rename", "rmdir"):
+                patch.setattr(os, name, at(getattr(os, name)))
+            try:
+                claim(config, Lock(config.run_dir, stack), fresh=start != "new")
+                done = True
+            except Killed:
+                pass
+        with ExitStack() as stack:
+            claim(config, Lock(config.run_dir, stack))
+        moments += 1
+    assert moments > (20 if start != "new" else 3)
+
+
+def test_the_files_of_a_run_have_one_list():
+    assert set(folder_module.FOLDERS) == set(relocation.FOLDERS)
+    assert (
+        folder_module.STOPPED in relocation.FILES and LOG in relocation.FILES and ORIGIN in relocation.FILES
+    )
 
 
 @pytest.mark.parametrize(
@@ -167,7 +267,7 @@ def test_links_at_the_places_of_what_is_half_removed_or_half_written(config, tmp
     train(config, fresh=True)
     assert (tmp_path / "victims" / "a").read_text() == "precious"
     clear(config.run_dir)
-    assert sorted(path.name for path in config.run_dir.iterdir()) == [".lock"]
+    assert sorted(path.name for path in config.run_dir.iterdir()) == [".lock", "run.json"]
 
 
 @pytest.mark.parametrize("make", ["file", "below a file", "broken link", "link to itself", "pipe"])

@@ -80,7 +80,9 @@ def test_episodes_are_read_when_they_are_asked_for(run, monkeypatch):
     opened = []
     read = reading.read_bytes
     monkeypatch.setattr(
-        reading, "read_bytes", lambda path, *rest: opened.append(path.name) or read(path, *rest)
+        reading,
+        "read_bytes",
+        lambda path, *rest, **more: opened.append(path.name) or read(path, *rest, **more),
     )
     record = load_run(run)
     first, second = record.trajectories.of_step(10)[:2]

@@ -7,7 +7,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import os
 import resource
 import shutil
 from contextlib import contextmanager
@@ -69,7 +68,6 @@ def cut(path: Path) -> None:
 DAMAGES = {
     "trainer.pt cut": lambda folder: cut(folder / "trainer.pt"),
     "trainer.pt gone": lambda folder: (folder / "trainer.pt").unlink(),
-    "trainer.pt a pipe": lambda folder: ((folder / "trainer.pt").unlink(), os.mkfifo(folder / "trainer.pt")),
     "position empty": lambda folder: (folder / "position.json").write_text(""),
     "position of another run": lambda folder: (folder / "position.json").write_text(
         '{"stage": 7, "steps": 5}'

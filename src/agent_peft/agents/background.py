@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from agent_peft.configuration.loading import dump_config
-from agent_peft.configuration.relocation import read_record
+from agent_peft.configuration.relocation import CONFIG, read_record
 from agent_peft.configuration.run_config import TrainConfig
+from agent_peft.files import MEGABYTE, open_regular, read_bytes, write_atomic
+from agent_peft.runs.folder import check_place
 from agent_peft.runs.history import state_of
 from agent_peft.types import AgentPeftError
 
+# next to the run directory, which holds nothing but the run: NAME.training.yaml, NAME.output.txt
 REQUEST = "training.yaml"  # the configuration that the process reads
 OUTPUT = "output.txt"  # what it prints
 START_SECONDS = 120.0  # in which a process must reach its run directory
@@ -37,10 +40,12 @@ def begin(config: TrainConfig) -> dict[str, Any]:
         AgentPeftError: it ended before that; with its message.
     """
     folder = config.run_dir
-    folder.mkdir(parents=True, exist_ok=True)
-    dump_config(config, folder / REQUEST)
-    command = [sys.executable, "-m", "agent_peft", "train", str(folder / REQUEST)]
-    with open(folder / OUTPUT, "wb") as output:
+    check_place(folder)
+    request = _beside(folder, REQUEST)
+    dump_config(config, request)
+    write_atomic(_beside(folder, OUTPUT), "")  # nothing that was there is written to
+    command = [sys.executable, "-m", "agent_peft", "train", str(request)]
+    with open(open_regular(_beside(folder, OUTPUT), os.O_WRONLY), "wb") as output:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
@@ -48,7 +53,8 @@ def begin(config: TrainConfig) -> dict[str, Any]:
 
     def is_there() -> bool:
         process = read_record(folder).get("process") or {}
-        return process.get("pid") == child.pid or child.poll() is not None
+        trains = process.get("pid") == child.pid and (folder / CONFIG).is_file()
+        return trains or child.poll() is not None
 
     if not _wait(is_there, START_SECONDS):
         return {"state": "starting", "pid": child.pid}
@@ -77,37 +83,61 @@ def stop(folder: Path) -> str:
     pid = process.get("pid")
     if process.get("host") != socket.gethostname() or not isinstance(pid, int):
         raise AgentPeftError(f"{folder}: runs on {process.get('host')!s:.80}; stop it there")
-    if pid == os.getpid() or not _holds(pid, folder / ".lock"):
-        raise AgentPeftError(
-            f"{folder}: its process {pid} is not one that was started in the background and holds the lock "
-            "of this folder, so it is left alone"
-        )
+    refusal = AgentPeftError(
+        f"{folder}: its process {pid} is not one that was started in the background and holds the lock "
+        "of this folder, so it is left alone"
+    )
+    if pid == os.getpid() or not hasattr(os, "pidfd_open"):
+        raise refusal
     with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGTERM)
+        process_descriptor = os.pidfd_open(pid)  # first: the number may get to another process
+        try:
+            if not (state(folder) == "running" and _trains(pid) and _holds(pid, folder / ".lock")):
+                raise refusal
+            signal.pidfd_send_signal(process_descriptor, signal.SIGTERM)
+        finally:
+            os.close(process_descriptor)
     if not _wait(lambda: state(folder) != "running", STOP_SECONDS):
         raise AgentPeftError(f"{folder}: process {pid} has not ended in {STOP_SECONDS:g} seconds; ask again")
     return state(folder)
 
 
-def _holds(pid: int, lock: Path) -> bool:
-    """Whether a process has the lock's file open. Where the system does not tell, the record is believed."""
-    files = Path(f"/proc/{pid}/fd")
-    if not Path("/proc/self/fd").is_dir():
-        return True
+def _trains(pid: int) -> bool:
+    """Whether the command of a process is ``agent-peft train``."""
     with suppress(OSError):
-        for file in files.iterdir():
+        words = [os.path.basename(word) for word in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+        return b"train" in words and bool({b"agent_peft", b"agent-peft"} & set(words))
+    return False
+
+
+def _holds(pid: int, lock: Path) -> bool:
+    """Whether a process holds the lock of a run directory: the file that is there now, not a link to it and
+    not under another name, and locked, not only open.
+    """
+    with suppress(OSError):
+        descriptor = open_regular(lock, os.O_RDWR)
+        try:
+            ours = os.fstat(descriptor)
+        finally:
+            os.close(descriptor)
+        for file in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):
-                if os.path.samefile(file, lock):
+                facts = Path(f"/proc/{pid}/fdinfo/{file.name}")
+                if os.path.samestat(file.stat(), ours) and "FLOCK" in facts.read_text():
                     return True
     return False
 
 
+def _beside(folder: Path, name: str) -> Path:
+    return folder.with_name(f"{folder.name}.{name}")
+
+
 def _last_line(folder: Path) -> str:
-    with suppress(OSError):
-        lines = (folder / OUTPUT).read_bytes()[-4000:].decode(errors="replace").strip().splitlines()
-        if lines:
+    with suppress(AgentPeftError):
+        text = read_bytes(_beside(folder, OUTPUT), "its output", 64 * MEGABYTE, unlinked=1)
+        if lines := text[-4000:].decode(errors="replace").strip().splitlines():
             return lines[-1].removeprefix("agent-peft: ")
-    return f"it printed nothing (see {folder / OUTPUT})"
+    return f"it printed nothing (see {_beside(folder, OUTPUT)})"
 
 
 def _wait(is_done: Callable[[], bool], seconds: float) -> bool:

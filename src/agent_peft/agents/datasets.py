@@ -263,12 +263,10 @@ def _of_rows(
             "read; take a part of it"
         )
     file = folder / f"rows-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
-    if not file.is_file():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(file, text)
-        except OSError as error:
-            raise AgentPeftError(f"{file}: cannot be written ({error.strerror})") from error
+    try:
+        write_atomic(file, text)  # also if it is there: it may hold something else
+    except OSError as error:
+        raise AgentPeftError(f"{file}: cannot be written ({error.strerror})") from error
     part = None if split == "train" else split
     return Dataset(
         name, keys | {"tasks": str(file), "split": part, "limit": max_samples}, None, form, model_name

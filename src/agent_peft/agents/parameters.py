@@ -12,7 +12,7 @@ from agent_peft.agents.datasets import MAX_ROWS, NAMES, Form
 from agent_peft.agents.rewards import REWARDS, MathRewardFunction, reward_named
 from agent_peft.config import Config, first_error
 from agent_peft.environments.task_files.reading import MAX_FILE_BYTES
-from agent_peft.files import MEGABYTE
+from agent_peft.files import MEGABYTE, unique_keys
 from agent_peft.lookup import nearest
 from agent_peft.types import AgentPeftError
 
@@ -133,7 +133,7 @@ def content_of(parameters: Mapping[str, Any] | str) -> dict[str, Any]:
     content: Any = parameters
     if isinstance(parameters, str):
         try:
-            content = json.loads(parameters or "{}")
+            content = json.loads(parameters or "{}", object_pairs_hook=unique_keys)
         except (ValueError, RecursionError) as error:
             raise AgentPeftError(f"the parameters are no JSON ({error!s:.80}); give one object") from error
     if not isinstance(content, Mapping):

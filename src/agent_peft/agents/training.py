@@ -5,6 +5,7 @@ trained here: ``agent_peft.runs.run.train`` does that.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -221,7 +222,7 @@ def make_room(config: TrainConfig) -> str | None:
         if place and Path(place).absolute().is_relative_to(folder.absolute()):
             raise AgentPeftError(f"output_dir: {folder} is where the model comes from; name another folder")
     number = 1
-    while (place_of := folder.with_name(f"{folder.name}-{number}")).exists():
+    while os.path.lexists(place_of := folder.with_name(f"{folder.name}-{number}")):
         number += 1
     with ExitStack() as stack:
         Lock(folder, stack).acquire()

@@ -81,7 +81,7 @@ def evaluate(
     with Progress(Console(stderr=True)) as progress:
         report = evaluate_target(target, settings, checkpoint=checkpoint, base=base, progress=progress)
     if output is not None:
-        write_evaluation(output / "evaluation.json", report)
+        write_evaluation(output.resolve() / "evaluation.json", report)
     if as_json:
         show(report.to_json())
     else:

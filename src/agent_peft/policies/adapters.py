@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from agent_peft.files import check_regular
 from agent_peft.policies.config import LoraSettings
 from agent_peft.policies.forward.lora_linear import FusedLoraConv1D, FusedLoraLinear
 from agent_peft.policies.models.adapter_base import check_base
@@ -181,6 +182,7 @@ def _load_adapter(model: PeftModel, folder: Path) -> None:
 
 
 def _load_whole(model: PreTrainedModel, folder: Path) -> None:
+    check_regular(folder)
     if not (folder / "config.json").is_file():
         raise AgentPeftError(f"{folder} holds no model: it needs config.json and safetensors")
     try:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
+from agent_peft.files import opened
 from agent_peft.types import AgentPeftError
 
 WEIGHTS = "value_head.safetensors"
@@ -56,7 +57,8 @@ def load(head: ValueHead, folder: Path) -> None:
         AgentPeftError: the folder holds no head, or that of another model.
     """
     try:
-        stored = load_file(folder / WEIGHTS)
+        with opened(folder / WEIGHTS, unlinked=0) as place:
+            stored = load_file(place)
     except (OSError, SafetensorError, ValueError) as error:
         raise AgentPeftError(
             f"the critic in {folder} cannot be read: {' '.join(str(error).split())[:200]}"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 from agent_peft.reports.content import Content, read_content
 from agent_peft.reports.page import Library, encode, page, script_of
@@ -17,6 +20,8 @@ from agent_peft.types import AgentPeftError
 
 HOST = "127.0.0.1"
 SCRIPTS = 16  # files of episodes that are kept as they were answered
+SECONDS = 20.0  # until a connection that sends nothing, or does not read its answer, is closed
+CONNECTIONS = 32  # at once; a browser has six
 _NAMES = ("127.0.0.1", "localhost")
 
 
@@ -92,18 +97,45 @@ def live_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
     report = LiveReport(folders)
     report.values()
     try:
-        server = ThreadingHTTPServer((HOST, port), _handler(report))
+        server = _Server((HOST, port), _handler(report))
     except (OSError, OverflowError) as error:
         raise AgentPeftError(
             f"port {port} cannot be used ({getattr(error, 'strerror', None) or error}); name another with "
             "--port, or 0 for a free one"
         ) from error
-    server.daemon_threads = True
     return server
+
+
+class _Server(ThreadingHTTPServer):
+    """Has at most ``CONNECTIONS`` connections, each with a thread: one more closes the oldest."""
+
+    daemon_threads = True
+
+    def __init__(self, *arguments: Any) -> None:
+        self._open: dict[Any, None] = {}  # the oldest first
+        super().__init__(*arguments)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._open[request] = None
+        for oldest in list(self._open)[:-CONNECTIONS]:
+            self._open.pop(oldest, None)
+            with suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), OSError):  # else a browser has gone away
+            super().handle_error(request, client_address)
 
 
 def _handler(report: LiveReport) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
+        timeout = SECONDS
+
         def do_GET(self) -> None:
             _, port = self.connection.getsockname()
             if self.headers.get("Host") not in {f"{name}:{port}" for name in _NAMES}:

@@ -11,16 +11,16 @@ import base64
 import hashlib
 import json
 import math
-import os
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from agent_peft.files import write_atomic
+from agent_peft.files import check_tree, read_bytes, write_atomic
 from agent_peft.reports.content import Content, read_content
 from agent_peft.reports.episodes import chunk
 from agent_peft.reports.words import Words, words_of
@@ -49,27 +49,24 @@ def write_report(folders: Sequence[Path], out: Path, max_inside: int = MAX_INSID
     Args:
         max_inside: bytes of episodes that the page itself may hold. Where there are more, they go to the
             folder ``NAME_episodes`` beside the page, one file for each step, and the page loads what is
-            looked at. A file that an earlier report left there stays if its episodes have not changed.
+            looked at. Nothing that is there already is shown, since a run may come from a stranger.
 
     Raises:
         AgentPeftError: a folder is no run directory, or ``out`` cannot be written.
     """
+    beside = out.with_name(f"{out.stem}_episodes")
+    check_tree(beside)
     content = read_content(folders)
     library = Library(content)
-    beside = out.with_name(f"{out.stem}_episodes")
     inside: dict[str, str] = {}
     size = 0
     try:
         for key in content.files:
-            path, mark = beside / f"{key}.js", library.mark(key)
-            current = _is_current(path, mark)
-            if current and size > max_inside:
-                continue
-            inside[key] = _text_in(path, key) if current else library.text(key)
+            inside[key] = library.text(key)
             size += len(inside[key])
             if size > max_inside:
                 for earlier, text in inside.items():
-                    _write_beside(beside, earlier, text, library.mark(earlier))
+                    _write_beside(beside / f"{earlier}.js", script_of(earlier, text))
                 inside.clear()
         is_beside = size > max_inside
         content.values["episodes_in"] = beside.name if is_beside else None
@@ -99,21 +96,16 @@ class Library:
         self._marks.clear()
 
     def mark(self, key: str) -> str:
-        """A digest of what the text of the file ``key`` depends on: two equal marks, two equal texts.
+        """What the text of the file ``key`` depends on: two equal marks, two equal texts.
 
         It is that of the first call since the content was read. So a file that changes after it has another
-        mark in the next report.
+        mark later.
         """
         if key not in self._marks:
             file, run = self._content.files[key], self._content.run_of(key)
             self._of(run)
-            parts = (
-                _program(),
-                [_state(path) for path in (file.path, file.path.with_suffix(".safetensors"))],
-                self._content.policies[run],
-                self.missing.get(str(run)),
-            )
-            self._marks[key] = hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()
+            states = [_state(path) for path in (file.path, file.path.with_suffix(".safetensors"))]
+            self._marks[key] = repr((states, self._content.policies[run], self.missing.get(str(run))))
         return self._marks[key]
 
     def text(self, key: str) -> str:
@@ -132,12 +124,6 @@ class Library:
             except AgentPeftError as error:
                 self.missing[str(number)] = str(error)
         return self._words[number]
-
-
-@lru_cache
-def _program() -> str:
-    """A digest of the program that makes the texts."""
-    return hashlib.sha256((files("agent_peft.reports") / "episodes.py").read_bytes()).hexdigest()
 
 
 def _state(path: Path) -> tuple[str, int, int] | None:
@@ -232,28 +218,12 @@ def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-def _write_beside(folder: Path, key: str, text: str, mark: str) -> None:
-    """Write a file beside the page. Its last line is the mark, so a file that was cut has none."""
-    path = folder / f"{key}.js"
-    if not _is_current(path, mark):
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{script_of(key, text)}//{mark}\n", encoding="ascii")
-
-
-def _is_current(path: Path, mark: str) -> bool:
-    end = f"\n//{mark}\n".encode()
-    try:
-        with open(path, "rb") as file:
-            file.seek(-len(end), os.SEEK_END)
-            return file.read() == end
-    except OSError:  # there is none, or it is shorter
-        return False
-
-
-def _text_in(path: Path, key: str) -> str:
-    """The text that ``_write_beside`` wrote."""
-    script = path.read_text(encoding="ascii")
-    return script[len(script_of(key, "")) - len(");\n") : script.rindex(");\n//")]
+def _write_beside(path: Path, text: str) -> None:
+    """Write a file beside the page, unless the same text is there."""
+    with suppress(AgentPeftError):
+        if read_bytes(path, "an earlier report", len(text), unlinked=2) == text.encode("ascii"):
+            return
+    write_atomic(path, text, unlinked=2)
 
 
 def _remove_others(folder: Path, keys: Container[str]) -> None:

@@ -107,8 +107,7 @@ class CollectionSchedule:
 
     def write(self, schedule: Sequence[Schedule]) -> None:
         if schedule:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(self.path, json.dumps({**self.settings, "calls": schedule}) + "\n")
+            write_atomic(self.path, json.dumps({**self.settings, "calls": schedule}) + "\n", unlinked=2)
         else:
             self.path.unlink(missing_ok=True)
 

@@ -200,7 +200,7 @@ def read_groups(config: EpisodesOfConfig, chat: ChatTokenizer, rewards: RewardCo
     others, found = set[str](), False
     for path in paths:
         try:
-            content = read_bytes(path, "a JSONL file", MAX_JSONL_BYTES)
+            content = read_bytes(path, "a JSONL file", MAX_JSONL_BYTES, unlinked=2)
             lines = [json.loads(line) for line in content.splitlines()]
             arrays = _arrays(path.with_suffix(".safetensors"))
             stage = str(lines[0]["stage"]) if lines else ""
@@ -230,7 +230,7 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
     from safetensors.numpy import load
 
     try:
-        return load(read_bytes(path, "the arrays of the trajectories", MAX_JSONL_BYTES))
+        return load(read_bytes(path, "the arrays of the trajectories", MAX_JSONL_BYTES, unlinked=2))
     except SafetensorError as error:
         raise ValueError(str(error)) from error
 

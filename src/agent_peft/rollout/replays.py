@@ -107,7 +107,7 @@ def read_replays(folder: Path) -> tuple[Replay, ...]:
     try:
         return tuple(
             Replay(item["task"], tuple(Message(**message) for message in item["messages"]))
-            for item in parse_json(read_text(path, "a JSON file", 64 * MEGABYTE))
+            for item in parse_json(read_text(path, "a JSON file", 64 * MEGABYTE, unlinked=1))
         )
     except (KeyError, TypeError, ValueError) as error:
         raise AgentPeftError(f"{path}: is damaged ({type(error).__name__}: {error})") from error

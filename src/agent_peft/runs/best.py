@@ -41,7 +41,7 @@ def read_best(root: Path) -> Best | None:
     if not path.is_file():
         return None
     try:
-        return Best(**parse_json(read_text(path, "a JSON file", MEGABYTE)))
+        return Best(**parse_json(read_text(path, "a JSON file", MEGABYTE, unlinked=2)))
     except (TypeError, ValueError) as error:
         raise AgentPeftError(
             f"{path}: is damaged ({error}); remove it, and `train` writes it anew"
@@ -68,8 +68,8 @@ def note_best(root: Path, keep: KeepBestConfig, reports: Iterable[EvaluationRepo
     step = max(steps, key=lambda step: (sign * values[step], -step))
     best = Best(f"step_{step:06d}", step, keep.metric, keep.mode, values[step])
     text = json.dumps(asdict(best), indent=1) + "\n"
-    if not (root / BEST).is_file() or (root / BEST).read_text(encoding="utf-8") != text:
-        write_atomic(root / BEST, text)
+    if not (root / BEST).is_file() or read_text(root / BEST, "a JSON file", MEGABYTE, unlinked=2) != text:
+        write_atomic(root / BEST, text, unlinked=2)
     return best
 
 
@@ -110,7 +110,7 @@ def _of_steps(metric: str, present: dict[int, Path]) -> dict[int, float]:
 
 
 def _content(path: Path) -> dict[str, object]:
-    content = parse_json(read_text(path, "a JSON file", MEGABYTE)) if path.is_file() else {}
+    content = parse_json(read_text(path, "a JSON file", MEGABYTE, unlinked=3)) if path.is_file() else {}
     return content if isinstance(content, dict) else {}
 
 

@@ -13,8 +13,17 @@ from functools import partial
 from pathlib import Path
 
 from agent_peft.configuration.changes import Change
+from agent_peft.configuration.relocation import check_run_files
 from agent_peft.configuration.run_config import TrainConfig
-from agent_peft.files import MEGABYTE, parse_json, read_text, sync, write_json_atomic
+from agent_peft.files import (
+    MEGABYTE,
+    check_tree,
+    open_regular,
+    parse_json,
+    read_text,
+    sync,
+    write_json_atomic,
+)
 from agent_peft.policies.models.start import START
 from agent_peft.runs.changes import names, read_earlier
 from agent_peft.runs.checkpoint import checkpoint_step, checkpoints, remove, save_checkpoint, sync_tree
@@ -47,6 +56,7 @@ def find_origin(text: str, config: TrainConfig, contents: Contents) -> tuple[Ori
         AgentPeftError: there is none, it is damaged, or ``config`` cannot go on from it.
     """
     run, name = split(text)
+    check_run_files(run)
     earlier = read_earlier(run)
     if earlier is None:
         raise AgentPeftError(f"--from: {run} is no run directory (seen from {Path.cwd()})")
@@ -98,7 +108,7 @@ def read_origin(folder: Path) -> Origin | None:
     if not path.is_file():
         return None
     try:
-        content = parse_json(read_text(path, "a JSON file", MEGABYTE))
+        content = parse_json(read_text(path, "a JSON file", MEGABYTE, unlinked=1))
         origin = Origin(**content)
         kinds = {"run": str, "checkpoint": str, "steps": int, "start": str | None}
         if not all(isinstance(content.get(key), kind) for key, kind in kinds.items()) or origin.steps < 1:
@@ -138,15 +148,19 @@ def copy_origin(folder: Path, origin: Origin) -> None:
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """Copy a folder with this user's permissions, whatever those of the source are."""
+    """Copy a folder with this user's permissions, whatever those of the source are.
+
+    Raises:
+        AgentPeftError: a link, a pipe or a device is in it.
+    """
+    check_tree(source)
     target.mkdir(exist_ok=True)
     for path in sorted(source.iterdir()):
         if path.is_dir():
             _copy_files(path, target / path.name)
-        elif not path.is_file():
-            raise AgentPeftError(f"{path}: is no regular file; remove it")
         else:
-            shutil.copyfile(path, target / path.name)
+            with open(open_regular(path), "rb") as old, open(target / path.name, "xb") as new:
+                shutil.copyfileobj(old, new)
 
 
 def split(text: str) -> tuple[Path, str | None]:

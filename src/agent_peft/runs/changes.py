@@ -16,7 +16,7 @@ from agent_peft.configuration import yaml12
 from agent_peft.configuration.changes import Change, compare, with_defaults
 from agent_peft.configuration.relocation import CONFIG, settle_paths
 from agent_peft.configuration.run_config import TrainConfig, resolved
-from agent_peft.files import MEGABYTE, parse_json, read_text
+from agent_peft.files import MAX_JSONL_BYTES, MEGABYTE, parse_json, read_bytes, read_text
 from agent_peft.lookup import without_imports
 from agent_peft.policies.models.start import START
 from agent_peft.rollout.replays import FILE as REPLAYS
@@ -51,7 +51,7 @@ def read_earlier(folder: Path) -> Earlier | None:
     """Read the configuration of a run directory; None where there is none of ours."""
     file = folder / CONFIG
     try:
-        tree = yaml12.parse(read_text(file, "a YAML file", MEGABYTE), str(file))
+        tree = yaml12.parse(read_text(file, "a YAML file", MEGABYTE, unlinked=1), str(file))
         if not isinstance(tree, dict):
             return None
         stages = tree.get("stages")
@@ -162,8 +162,9 @@ def _beyond_until(folder: Path, position: Position, old: TrainConfig, new: Train
     if position.checkpoint is None or before.until is None or after.steps <= before.steps:
         return []
     left_out = False
-    with suppress(OSError, IndexError, KeyError, TypeError, ValueError):  # an absent or a damaged file
-        *_, last, _ = (folder / "metrics.jsonl").read_bytes().split(b"\n")
+    with suppress(AgentPeftError, IndexError, KeyError, TypeError, ValueError):  # absent or damaged
+        metrics = read_bytes(folder / "metrics.jsonl", "a JSONL file", MAX_JSONL_BYTES, unlinked=1)
+        *_, last, _ = metrics.split(b"\n")
         left_out = parse_json(last)["step"] + 1 < position.steps
     recent = load_state(folder / "checkpoints" / position.checkpoint / STATE, mapped=True)["recent"]
     arrived = len(recent) == before.until.over and before.until.is_reached(sum(recent) / len(recent))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from agent_peft.files import sync
+from agent_peft.files import check_tree, sync
 from agent_peft.types import AgentPeftError, InfrastructureError
 
 POSITION = "position.json"  # the file in a checkpoint that says how far the run is
@@ -71,6 +71,7 @@ def _save(
     keep: bool,
     best: Callable[[], str | None],
 ) -> Path:
+    check_tree(root, depth=0)
     root.mkdir(parents=True, exist_ok=True)
     sync(root.parent)
     clean(root)

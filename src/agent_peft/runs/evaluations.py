@@ -20,7 +20,7 @@ from typing import Any
 
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments.base import Environment
-from agent_peft.files import MEGABYTE, parse_json, read_text, write_atomic
+from agent_peft.files import MAX_JSONL_BYTES, MEGABYTE, parse_json, read_bytes, read_text, write_atomic
 from agent_peft.policies.engine.base import Sampler
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.reference import put_back
@@ -33,6 +33,7 @@ from agent_peft.rollout.task_order import BySkillConfig
 from agent_peft.runs.best import Best, comparable, note_best, reason_to_end
 from agent_peft.runs.observers import Observer
 from agent_peft.runs.progress import Progress
+from agent_peft.runs.reading import read_lines
 from agent_peft.runs.schedules import FOLDER as SCHEDULE
 from agent_peft.runs.schedules import Schedules
 from agent_peft.runs.streams import skill_matrices
@@ -229,8 +230,7 @@ class Evaluations:
         path = self.config.run_dir / "metrics.jsonl"
 
         def read() -> list[int]:
-            lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-            return [json.loads(line)["step"] for line in lines]
+            return [line["step"] for line in read_lines(path)] if path.is_file() else []
 
         made = {*self.ranks.broadcast(read), done}  # there was a moment before each of them
         names = [name for step, name in lost.items() if step in made or name.startswith("after ")]
@@ -339,7 +339,7 @@ def write_evaluation(path: Path, report: EvaluationReport) -> None:
         path: of the report, ``FOLDER/NAME.json``.
     """
     write_episodes(path.parent, path.stem, _place(report), report.groups)
-    write_atomic(path, json.dumps(report.to_json(), indent=1) + "\n")
+    write_atomic(path, json.dumps(report.to_json(), indent=1) + "\n", unlinked=2)
 
 
 def _place(report: EvaluationReport) -> dict[str, Any]:
@@ -351,12 +351,12 @@ def _place(report: EvaluationReport) -> dict[str, Any]:
 def _copy(old: Path, new: Path, report: EvaluationReport) -> None:
     """Write ``report`` with the episodes of the report ``old``, which may have none."""
     if (arrays := old.with_suffix(ARRAYS)).is_file():
-        write_atomic(new.with_suffix(ARRAYS), arrays.read_bytes())
+        content = read_bytes(arrays, "the arrays of the trajectories", MAX_JSONL_BYTES, unlinked=2)
+        write_atomic(new.with_suffix(ARRAYS), content, unlinked=2)
     if (lines := old.with_suffix(LINES)).is_file():
-        records = map(json.loads, lines.read_text(encoding="utf-8").splitlines())
-        text = "".join(json.dumps(record | _place(report)) + "\n" for record in records)
-        write_atomic(new.with_suffix(LINES), text)
-    write_atomic(new, json.dumps(report.to_json(), indent=1) + "\n")
+        text = "".join(json.dumps(record | _place(report)) + "\n" for record in read_lines(lines))
+        write_atomic(new.with_suffix(LINES), text, unlinked=2)
+    write_atomic(new, json.dumps(report.to_json(), indent=1) + "\n", unlinked=2)
 
 
 def read_report(path: Path) -> EvaluationReport:
@@ -366,7 +366,8 @@ def read_report(path: Path) -> EvaluationReport:
         AgentPeftError: the file is damaged.
     """
     try:
-        return EvaluationReport.from_json(parse_json(read_text(path, "a JSON file", 256 * MEGABYTE)))
+        text = read_text(path, "a JSON file", 256 * MEGABYTE, unlinked=2)
+        return EvaluationReport.from_json(parse_json(text))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise AgentPeftError(
             f"{path}: is damaged ({type(error).__name__}: {error}); remove it, and it is made again"

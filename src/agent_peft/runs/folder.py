@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,13 +18,19 @@ from typing import Any
 
 from agent_peft.configuration import yaml12
 from agent_peft.configuration.changes import Change
-from agent_peft.configuration.relocation import CONFIG, RECORD
+from agent_peft.configuration.relocation import (
+    CONFIG,
+    FILES,
+    RECORD,
+    TRACKERS,
+    check_run_files,
+    read_record,
+)
 from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.files import MEGABYTE, parse_json, read_text, write_atomic, write_json_atomic
 from agent_peft.policies.models.start import START
 from agent_peft.policies.precision import choose_precision
 from agent_peft.runs.branch import (
-    ORIGIN,
     Origin,
     copy_origin,
     find_origin,
@@ -36,14 +43,14 @@ from agent_peft.runs.changes import Earlier, accept, read_earlier
 from agent_peft.runs.checkpoint import checkpoints
 from agent_peft.runs.checkpoint import is_ours as is_checkpoint
 from agent_peft.runs.digests import DIGESTS, Contents
-from agent_peft.runs.history import LOG
+from agent_peft.runs.history import first_record, is_record
 from agent_peft.runs.lock import Lock
-from agent_peft.runs.observers import TRACKERS
 from agent_peft.types import AgentPeftError
 
 STOPPED = "stopped.json"  # exists after an update that was not finite has ended the run
-# in the order of their removal: as long as the configuration is there, the folder belongs to that run
-FILES = ("metrics.jsonl", "timing.jsonl", STOPPED, LOG, RECORD, ORIGIN, DIGESTS, CONFIG)
+_APPENDED = ("metrics.jsonl", "timing.jsonl", "log.txt")
+# what may be in a folder before its run: a scheduler's output, and the files of older versions of the tool
+_BEFORE = re.compile(r"\..*|.*\.(out|err)|lost\+found|training\.yaml|output\.txt")
 _GONE = ".gone-"  # the prefix of a folder that is being removed
 
 _EVALUATION = re.compile(r".+\.(jsonl?|safetensors)(\.aside)?")
@@ -109,6 +116,7 @@ def claim(
         AgentPeftError: the folder holds other files or another run, or cannot be written.
     """
     folder = config.run_dir
+    check_place(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
@@ -116,11 +124,16 @@ def claim(
         raise AgentPeftError(
             f"{folder}: cannot be a run directory ({error.strerror}); set another run_dir"
         ) from error
-    earlier = _check_owner(folder)
+    earlier = _check_owner(folder, fresh)
     if fresh:
         clear(folder)
         earlier = None
-    _check_links(folder)
+    check_run_files(folder)
+    for name in _APPENDED:
+        if (path := folder / name).exists() and path.stat().st_nlink > 1:
+            raise AgentPeftError(
+                f"{path}: has other names (hard links), whose content would change, too; copy it"
+            )
     begun = earlier is not None and _has_results(folder)
     origin = None if earlier is None else read_origin(folder)
     changes: list[Change] = []
@@ -139,6 +152,8 @@ def claim(
         clear(folder)  # a start that failed: it left at most an evaluation of that other configuration
         origin = None
     _check_stopped(folder, config, changes)
+    if not is_record(read_record(folder)):
+        write_json_atomic(folder / RECORD, first_record())  # before all else: see check_place
     if not begun:
         write_atomic(folder / CONFIG, yaml12.dump(resolved(config)))
     if origin is not None:
@@ -155,13 +170,29 @@ def settle(config: TrainConfig, contents: Contents) -> None:
     (config.run_dir / STOPPED).unlink(missing_ok=True)
 
 
-def _check_links(folder: Path) -> None:
-    for name in (*FOLDERS, *FILES):
-        if (folder / name).is_symlink():
-            raise AgentPeftError(
-                f"{folder / name}: is a link, which is not followed; move its target here, or set another "
-                "run_dir"
-            )
+def _is_visible_link(path: Path) -> bool:
+    return not path.name.startswith(".") and path.is_symlink()
+
+
+def check_place(folder: Path) -> None:
+    """Check that a folder is absent, empty or a run directory. Nothing is written.
+
+    A run writes ``run.json`` first and never removes it. So a run that was killed at any moment is
+    recognized, and a folder with a configuration alone is the user's.
+
+    Raises:
+        AgentPeftError: it holds other files.
+    """
+    if not folder.is_dir() or is_record(read_record(folder)):
+        return
+    inside = sorted(os.listdir(folder))
+    names = [name for name in inside if not _BEFORE.fullmatch(name) or _is_visible_link(folder / name)]
+    begun = "metrics.jsonl" in names or "checkpoints" in names  # by a version that wrote no run.json
+    if names and not (begun and read_earlier(folder) is not None):
+        raise AgentPeftError(
+            f"{folder}: holds {names[0]} and no {RECORD} of a run, so it is no run directory; set another "
+            "run_dir"
+        )
 
 
 def _check_stopped(folder: Path, config: TrainConfig, changes: Sequence[Change]) -> None:
@@ -211,28 +242,26 @@ def settle_dtype(config: TrainConfig, dtype: str) -> TrainConfig:
     return config.model_copy(update={"policy": config.policy.model_copy(update={"dtype": dtype})})
 
 
-def _check_owner(folder: Path) -> Earlier | None:
-    """Check that a run of ours wrote everything at the places where a run writes or removes files. Return the
+def _check_owner(folder: Path, fresh: bool) -> Earlier | None:
+    """Check that a run wrote everything at the places where a run writes or removes files. Return the
     configuration there, if there is one.
 
     Raises:
         AgentPeftError: a file or folder there is of another origin.
     """
-    advice = "so it is no run of ours; set another run_dir"
     names = [name for name in (*FOLDERS, *FILES) if os.path.lexists(folder / name)]
-    if names and CONFIG not in names:
-        raise AgentPeftError(f"{folder}: holds {names[0]} and no {CONFIG}, {advice}")
     earlier = read_earlier(folder) if CONFIG in names else None
-    if CONFIG in names and earlier is None:
+    if names and earlier is None and not fresh:
+        check_run_files(folder)
         raise AgentPeftError(
-            f"{folder / CONFIG}: is no run's configuration, {advice}, or put back the {CONFIG} of the run"
+            f"{folder / CONFIG}: is no run's configuration; put back that of the run, or set another run_dir"
         )
     for name in names:
         path = folder / name
         if path.is_symlink():
             continue
         if path.is_dir() != (name in FOLDERS):
-            raise AgentPeftError(f"{path}: is {'a' if path.is_dir() else 'no'} folder, {advice}")
+            raise AgentPeftError(f"{path}: is {'a' if path.is_dir() else 'no'} folder; remove it")
         for inside in sorted(path.iterdir()) if name in FOLDERS else ():
             if not FOLDERS[name](inside):
                 raise AgentPeftError(
@@ -263,7 +292,13 @@ def _stopped_at(path: Path, config: TrainConfig) -> tuple[int, int]:
 
 
 def clear(folder: Path) -> None:
-    """Remove a run, its configuration last. If this is killed, the rest is still that run, at its start."""
+    """Remove a run, its configuration last. If this is killed, the rest is still that run, at its start.
+    What remains is ``run.json``, which says whose the folder is.
+    """
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG((folder / RECORD).lstat().st_mode):
+            (folder / RECORD).unlink()
+    write_json_atomic(folder / RECORD, first_record())
     for name in FOLDERS:
         gone = folder / f"{_GONE}{name}"
         if gone.is_symlink() or gone.is_file():

@@ -26,7 +26,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from agent_peft.configuration.relocation import RECORD, read_record
-from agent_peft.files import write_json_atomic
+from agent_peft.files import open_regular, write_json_atomic
 from agent_peft.printable import printable
 from agent_peft.version import __version__
 
@@ -124,6 +124,17 @@ class History:
             logger.warning("%s: cannot be written (%s); the run goes on", self.folder / RECORD, error)
 
 
+def first_record() -> dict[str, Any]:
+    """What ``run.json`` holds until a ``History`` writes it: the folder belongs to a run."""
+    return {"state": "running", "process": _process(), "versions": _versions()}
+
+
+def is_record(record: Mapping[str, Any]) -> bool:
+    """Whether a run wrote this content of ``run.json``."""
+    versions = record.get("versions")
+    return isinstance(versions, dict) and "agent-peft" in versions
+
+
 def state_of(record: Mapping[str, Any]) -> str:
     """The state of a run by its ``run.json``: ``running``, ``done``, ``failed``, ``interrupted``, ``killed``
     where its process has ended without a word, or ``unknown``.
@@ -155,7 +166,8 @@ class _LogFile(logging.Handler):
     def tell(self, level: int, message: str) -> None:
         line = f"{_now()} {logging.getLevelName(level)} {printable(message.strip(), LINE)}\n"
         try:
-            with open(self._path, "a", encoding="utf-8") as file:
+            descriptor = open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            with open(descriptor, "w", encoding="utf-8") as file:
                 file.write(line)
         except OSError as error:
             if not self._failed:

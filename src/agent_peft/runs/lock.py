@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-
+from agent_peft.files import locked
 from agent_peft.types import AgentPeftError
 
 
@@ -27,8 +26,8 @@ class Lock:
             OSError: the file cannot be made.
         """
         try:
-            self._stack.enter_context(FileLock(self._path).acquire(timeout=0))
-        except Timeout as error:
+            self._stack.enter_context(locked(self._path))
+        except BlockingIOError as error:
             raise AgentPeftError(
                 f"{self._path.parent}: another process is training there; wait for it, or set another run_dir"
             ) from error

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 
 from agent_peft.configuration.run_config import TrainConfig
+from agent_peft.files import open_regular
 from agent_peft.hardware import take_peak
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Step
 
 logger = logging.getLogger(__name__)
-
-TRACKERS = "trackers"  # the folder of a run for what trackers write
 
 
 @dataclass(frozen=True)
@@ -168,16 +167,13 @@ def metrics_record(step: RunStep) -> dict[str, float | str]:
 
 def append_line(path: Path, record: Mapping[str, float | str]) -> None:
     """Append a record as one line of JSON; the line is on the disk when this returns. Numbers read back to
-    the bit. A link is not followed.
+    the bit.
     """
-    with open(path, "a", encoding="utf-8", newline="\n", opener=_no_link) as file:
+    descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    with open(descriptor, "w", encoding="utf-8", newline="\n") as file:
         file.write(json.dumps(record, allow_nan=False) + "\n")
         file.flush()
         os.fsync(file.fileno())
-
-
-def _no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _jsonable(value: float | str) -> float | str:

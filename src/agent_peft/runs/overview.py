@@ -14,8 +14,8 @@ from typing import Any
 from rich.table import Table
 
 from agent_peft.configuration import yaml12
-from agent_peft.configuration.relocation import CONFIG, RECORD, read_record
-from agent_peft.files import MEGABYTE, parse_json, read_text
+from agent_peft.configuration.relocation import CONFIG, RECORD, check_run_files, read_record
+from agent_peft.files import MEGABYTE, open_regular, parse_json, read_text
 from agent_peft.rollout.statistics import other_settings
 from agent_peft.runs.history import state_of
 from agent_peft.types import AgentPeftError
@@ -62,8 +62,14 @@ def find_runs(folder: Path) -> Iterator[Path]:
 
 
 def summarize_run(run: Path) -> RunSummary:
-    """Read what the files of a run say of it. Those that cannot be read count as absent."""
+    """Read what the files of a run say of it. Those that cannot be read count as absent. The state of a run
+    with a link or a pipe among its files is ``damaged``, and nothing of it is read.
+    """
     last: dict[str, Any]
+    try:
+        check_run_files(run)
+    except AgentPeftError as error:
+        return RunSummary(str(run), "damaged", str(error), None, 0, None, None, None)
     record, steps = read_record(run), _steps(run)
     origin, cause = record.get("from"), record.get("cause")
     begun = origin.get("steps") if isinstance(origin, dict) else None
@@ -96,7 +102,9 @@ def overview(summaries: Sequence[RunSummary]) -> Table:
 def _steps(run: Path) -> int | None:
     """The steps of all stages."""
     with suppress(AgentPeftError, KeyError, TypeError, ValueError):
-        content: Any = yaml12.plain(yaml12.parse(read_text(run / CONFIG, "a YAML file", MEGABYTE), CONFIG))
+        content: Any = yaml12.plain(
+            yaml12.parse(read_text(run / CONFIG, "a YAML file", MEGABYTE, unlinked=1), CONFIG)
+        )
         return sum(int(stage["steps"]) for stage in content["stages"])
     return None
 
@@ -106,7 +114,7 @@ def _best(run: Path) -> tuple[str, float] | None:
     found: list[tuple[int, str, float, dict[str, Any]]] = []
     for path in sorted((run / "evaluations").glob("*.json")):
         with suppress(AgentPeftError, AttributeError, KeyError, TypeError, ValueError):
-            report = parse_json(read_text(path, "a JSON file", 256 * MEGABYTE))
+            report = parse_json(read_text(path, "a JSON file", 256 * MEGABYTE, unlinked=2))
             step, settings = int(report.get("step") or 0), dict(report.get("settings") or {})
             name = report.get("name") or path.stem.replace("_", " ")
             found.append((step, name, float(report["success"]["value"]), settings))
@@ -118,7 +126,7 @@ def _best(run: Path) -> tuple[str, float] | None:
 def _last_lines(path: Path, number: int) -> list[dict[str, Any]]:
     """The records in the last whole lines of a JSONL file of steps."""
     try:
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - _TAIL))
             lines = file.read().split(b"\n")[:-1]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent_peft.configuration import yaml12
+from agent_peft.configuration.relocation import check_run_files
 from agent_peft.files import MAX_JSONL_BYTES, MEGABYTE, parse_json, read_bytes, read_text
 from agent_peft.lookup import nearest
 from agent_peft.rollout.statistics import EvaluationReport
@@ -28,12 +29,13 @@ def load_run(path: Path | str) -> RunRecord:
     reader stops at a last line that is not complete.
 
     Raises:
-        AgentPeftError: the folder is no run directory.
+        AgentPeftError: the folder is no run directory, or has a link or a pipe among its files.
     """
     folder = Path(path).expanduser()
     if not (folder / "config.yaml").is_file():
         fault = "holds no config.yaml, so it is no run directory" if folder.is_dir() else "is no folder"
         raise AgentPeftError(f"{folder}: {fault}; give the run_dir of a run")
+    check_run_files(folder)
     return RunRecord(folder)
 
 
@@ -48,7 +50,7 @@ class RunRecord:
         """Every effective value of the configuration."""
         path = self.folder / "config.yaml"
         content: dict[str, Any] = yaml12.plain(
-            yaml12.parse(read_text(path, "a YAML file", MEGABYTE), str(path))
+            yaml12.parse(read_text(path, "a YAML file", MEGABYTE, unlinked=1), str(path))
         )
         return content
 
@@ -125,7 +127,8 @@ class Evaluation:
             AgentPeftError: the file is damaged.
         """
         try:
-            return EvaluationReport.from_json(parse_json(read_text(self.path, "a JSON file", 256 * MEGABYTE)))
+            text = read_text(self.path, "a JSON file", 256 * MEGABYTE, unlinked=2)
+            return EvaluationReport.from_json(parse_json(text))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise AgentPeftError(f"{self.path}: is damaged ({type(error).__name__}: {error})") from error
 
@@ -266,7 +269,7 @@ class _Arrays:
         from safetensors import SafetensorError
         from safetensors.numpy import load
 
-        content = read_bytes(self.path, "the arrays of the trajectories", MAX_JSONL_BYTES)
+        content = read_bytes(self.path, "the arrays of the trajectories", MAX_JSONL_BYTES, unlinked=2)
         try:
             arrays: dict[str, NDArray[Any]] = load(content)
         except SafetensorError as error:
@@ -296,7 +299,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     Raises:
         AgentPeftError: a line before the last is damaged.
     """
-    *lines, _ = read_bytes(path, "a JSONL file", MAX_JSONL_BYTES).split(b"\n")
+    *lines, _ = read_bytes(path, "a JSONL file", MAX_JSONL_BYTES, unlinked=1).split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
         try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agent_peft.configuration.run_config import TrainConfig
-from agent_peft.files import write_atomic
+from agent_peft.files import MEGABYTE, read_text, write_atomic
 from agent_peft.out_of_memory import telling_out_of_memory
 from agent_peft.runs.best import STATISTICS
 from agent_peft.runs.checkpoint import POSITION, remove_old, save_checkpoint
@@ -57,7 +57,8 @@ class Recording:
 
     def write_early_end(self, trainer: Trainer, index: int, done: int, end: int) -> None:
         """Write the checkpoint at the ``end`` of a stage that has ended after ``done`` steps of the run."""
-        statistics = (self.checkpoints / f"step_{done:06d}" / STATISTICS).read_text(encoding="utf-8")
+        before = self.checkpoints / f"step_{done:06d}" / STATISTICS
+        statistics = read_text(before, "a JSON file", MEGABYTE, unlinked=3)
         self._save(trainer, index, end, statistics)
 
     def write_stop(self, trainer: Trainer, index: int, number: int, groups: list[Group]) -> Path:

@@ -14,7 +14,16 @@ import torch
 from safetensors import safe_open
 
 from agent_peft.configuration.run_config import TrainConfig
-from agent_peft.files import MEGABYTE, check_regular, parse_json, read_text, truncate_jsonl
+from agent_peft.files import (
+    MAX_JSONL_BYTES,
+    MEGABYTE,
+    check_tree,
+    opened,
+    parse_json,
+    read_bytes,
+    read_text,
+    truncate_jsonl,
+)
 from agent_peft.policies import adapters
 from agent_peft.policies.policy import Policy
 from agent_peft.runs.checkpoint import POSITION, checkpoints, clean, put_aside
@@ -141,7 +150,7 @@ def read_position(checkpoint: Path, config: TrainConfig) -> Position:
             ValueError says so, too).
     """
     with _naming(checkpoint / POSITION):
-        content = parse_json(read_text(checkpoint / POSITION, "a JSON file", MEGABYTE))
+        content = parse_json(read_text(checkpoint / POSITION, "a JSON file", MEGABYTE, unlinked=3))
     numbers = content["stage"], content["steps"], content.get("ranks", 1)
     if not all(type(number) is int and number >= 0 for number in numbers) or numbers[0] >= len(config.stages):
         raise ValueError(f"{POSITION} names no place of this run")
@@ -155,18 +164,18 @@ def _check_whole(checkpoint: Path) -> None:
     Raises:
         Exception: a file is damaged or gone.
     """
-    check_regular(checkpoint)
+    check_tree(checkpoint)
     with _naming(checkpoint / STATE):
         load_state(checkpoint / STATE, mapped=True)
     for path in checkpoint.glob("*.json"):
         with _naming(path):
-            content = parse_json(read_text(path, "a JSON file", 64 * MEGABYTE))
+            content = parse_json(read_text(path, "a JSON file", 64 * MEGABYTE, unlinked=3))
         if path.name == _INDEX and (
             absent := {part for part in content["weight_map"].values() if not (checkpoint / part).is_file()}
         ):
             raise ValueError(f"{min(absent)} is gone")
     for path in checkpoint.glob("*.safetensors"):
-        with _naming(path), safe_open(path, "pt") as file:
+        with _naming(path), opened(path, unlinked=3) as place, safe_open(place, "pt") as file:
             file.keys()
     if not any(all((checkpoint / name).is_file() for name in layout) for layout in _LAYOUTS):
         raise ValueError("it holds no weights, or does not say of what")
@@ -210,7 +219,9 @@ def load_start(policy: Policy, checkpoint: Path, stage: str) -> None:
 
 
 def count_lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.is_file() else 0
+    if not path.is_file():
+        return 0
+    return read_bytes(path, "a JSONL file", MAX_JSONL_BYTES, unlinked=1).count(b"\n")
 
 
 def forget_after(folder: Path, steps: int, evaluations: Collection[Path]) -> None:

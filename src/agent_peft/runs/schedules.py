@@ -60,7 +60,7 @@ class Schedules:
         if not path.is_file():
             return () if done else None
         try:
-            content = parse_json(read_text(path, "a JSON file", 256 * MEGABYTE))
+            content = parse_json(read_text(path, "a JSON file", 256 * MEGABYTE, unlinked=2))
             calls = tuple(
                 tuple((int(c), int(turn), int(step)) for c, turn, step in call)
                 for call in content.pop("calls")

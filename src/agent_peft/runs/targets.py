@@ -14,7 +14,7 @@ from typing import Literal
 
 from agent_peft.configuration.effective import EFFECTIVE, load_for_evaluation, refuse_ineffective
 from agent_peft.configuration.loading import read_config
-from agent_peft.configuration.relocation import CONFIG
+from agent_peft.configuration.relocation import CONFIG, check_run_files
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments import load_environment
 from agent_peft.hardware import set_threads
@@ -51,9 +51,10 @@ def kind_of(target: Path) -> Kind:
     one on the hub.
 
     Raises:
-        AgentPeftError: the target is a folder of another kind, or a file.
+        AgentPeftError: the target is a folder of another kind, or a file, or holds a link or a pipe.
     """
     if (target / CONFIG).is_file():
+        check_run_files(target)
         return "run"
     if (target / "adapter_config.json").is_file():
         return "adapter"
@@ -95,6 +96,7 @@ def _config_of(run: Path) -> Path:
         raise AgentPeftError(f"{run}: there is no such run directory (seen from {Path.cwd()})")
     if not (run / CONFIG).is_file():
         raise AgentPeftError(f"{run}: not a run directory (it holds no {CONFIG})")
+    check_run_files(run)
     return run / CONFIG
 
 

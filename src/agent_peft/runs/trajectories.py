@@ -149,8 +149,8 @@ def write_episodes(
         record = episode_record(trajectory, group=group, attempt=attempt, row=row, advantages=advantages)
         lines.append(json.dumps({**place, **record}) + "\n")
     path = folder / f"{name}{LINES}"
-    write_atomic(path.with_suffix(ARRAYS), save(arrays))
-    write_atomic(path, "".join(lines))
+    write_atomic(path.with_suffix(ARRAYS), save(arrays), unlinked=2)
+    write_atomic(path, "".join(lines), unlinked=2)
     return path
 
 

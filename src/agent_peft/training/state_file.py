@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from agent_peft.files import opened
+
 
 def save_state(state: Any, path: Path) -> None:
     """Write tensors, numbers and texts in dicts, lists and tuples. A state that was loaded and saved again
@@ -35,7 +37,8 @@ def load_state(path: Path, *, mapped: bool = False) -> Any:
     Raises:
         Exception: the file is damaged; torch raises exceptions of many kinds.
     """
-    return torch.load(path, weights_only=True, map_location="cpu", mmap=mapped)
+    with opened(path) as place:
+        return torch.load(place, weights_only=True, map_location="cpu", mmap=mapped)
 
 
 def _unshared(value: Any) -> Any:

@@ -62,6 +62,13 @@ def test_a_host_that_is_not_this_machine_is_refused(host, host_header):
     assert b"Traceback" not in answer
 
 
+def test_without_a_host_nobody_knows_for_whom_a_request_is(host):
+    """HTTP/1.0 needs none, and a page whose name leads here could ask so through a proxy."""
+    for path in (b"/metadata", b"/health"):
+        assert status(ask(host.url, b"GET " + path + b" HTTP/1.0\r\n\r\n")) == 400
+        assert status(ask(host.url, b"GET " + path + b" HTTP/1.0\r\nHost: localhost\r\n\r\n")) == 200
+
+
 @pytest.mark.parametrize(
     "origin",
     [

@@ -316,6 +316,12 @@ MALFORMED = [
     b'{"seed": 1e999}',
     b'{"seed": ' + b"9" * 5000 + b"}",
     b"NaN",
+    b'{"seed": true}',
+    b'{"seed": 1.0}',
+    b'{"seed": "1"}',
+    b'{"seed": 1, "seed": 2}',
+    b'{"task": {"id": "x", "content": {"a": 1, "a": 2}}}',
+    b'{"episode_id": "e", "index": false, "action": {"text": "hello"}}',
 ]
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 import time
 import zipfile
@@ -251,6 +252,34 @@ def test_two_at_once_convert_once(tmp_path: Path, cache: Path) -> None:
         thread.join()
     assert len(folders) == 3 and len(set(folders)) == 1
     assert len([line for line in lines if line.startswith("converting")]) == 1
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_cache_with_a_link_or_a_pipe_is_refused(tmp_path: Path, cache: Path, kind: str) -> None:
+    """A library would wait for a pipe. The folder itself may be a link to another disk."""
+    write_gguf(tmp_path / "mine.gguf")
+    folder = bundled.from_gguf(tmp_path / "mine.gguf", progress=quiet)
+    folder.rename(tmp_path / "moved")
+    folder.symlink_to(tmp_path / "moved")
+    assert bundled.from_gguf(tmp_path / "mine.gguf", progress=quiet) == folder
+    place = folder / "config.json"
+    place.unlink()
+    if kind == "pipe":
+        os.mkfifo(place)
+    else:
+        place.symlink_to("/etc/hostname")
+    with pytest.raises(AgentPeftError, match=r"config\.json: is (a link|no regular file)"):
+        bundled.from_gguf(tmp_path / "mine.gguf", progress=quiet)
+    folder.unlink()
+    (lock := folder.with_name(f"{folder.name}.lock")).unlink(missing_ok=True)
+    (tmp_path / "victim").write_text("precious")
+    if kind == "pipe":
+        os.mkfifo(lock)
+    else:
+        lock.symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match=r"link|regular"):
+        bundled.from_gguf(tmp_path / "mine.gguf", progress=quiet)
+    assert (tmp_path / "victim").read_text() == "precious"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
+import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -95,6 +96,8 @@ class Guard:
     def _allow(self, path: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
         if self.expected is None:
             # without a token, a web page that somebody looks at must not speak to his loopback
+            if b"host" not in dict(headers):  # HTTP/1.0 does not ask for one
+                raise Refusal(400, "invalid", "the header Host is missing")
             for name, value in headers:
                 if (name == b"origin" and not names_loopback(value)) or (
                     name == b"sec-fetch-site" and value.strip() == b"cross-site"
@@ -151,7 +154,9 @@ class Guard:
                 408, "too_slow", f"the request took more than {self.limits.body_seconds:g} s to send its body"
             ) from None
         try:
-            messages.check_json(body)
+            messages.decode(bytes(body))
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            pass  # also an empty one: the application knows which requests need JSON
         except ValueError as error:
             raise Refusal(422, "invalid", f"the body cannot be read: {error}") from error
 

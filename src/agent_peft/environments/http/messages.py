@@ -16,10 +16,20 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    FailFast,
+    Field,
+    PlainValidator,
+    StrictBool,
+    StrictInt,
+    WithJsonSchema,
+    model_validator,
+)
 
 from agent_peft.config import Config
 from agent_peft.environments.base import Mistake
+from agent_peft.files import unique_keys
 from agent_peft.printable import printable
 from agent_peft.types import AgentPeftError, Message, Outcome, Role, StepResult, StopReason, Task
 
@@ -76,6 +86,7 @@ Text = Annotated[
 Object = Annotated[Mapping[str, Any], PlainValidator(_is_object), WithJsonSchema({"type": "object"})]
 Unread = Annotated[Mapping[str, Any], PlainValidator(_nothing), WithJsonSchema({"type": "object"})]
 Name = Annotated[str, Field(min_length=1, max_length=255)]
+Number = Annotated[float, Field(strict=True)]  # true and "1" are none
 TaskName = Annotated[str, Field(max_length=1000)]
 First = FailFast()  # of a million wrong items only the first is an error, or the errors would fill the memory
 
@@ -116,7 +127,7 @@ class ResetRequest(_Message):
     task: TaskName | TaskMessage | None = Field(
         default=None, description="a task's id, or a whole one; null takes one by the seed, or the next"
     )
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    seed: StrictInt | None = Field(default=None, ge=0, lt=2**63)
 
 
 class Action(_Message):
@@ -130,7 +141,7 @@ class StepRequest(_Message):
     """Act. An index is executed once: a repeated request with the same action gets the first answer again."""
 
     episode_id: Name
-    index: int = Field(ge=0, lt=2**31, description="0 for the first step of an episode")
+    index: StrictInt = Field(ge=0, lt=2**31, description="0 for the first step of an episode")
     action: Action
     server_id: Name | None = Field(
         default=None, description="from the answer to reset; a server that was started later refuses the step"
@@ -182,8 +193,8 @@ class ResetFacts(_Message):
 
 class ResetResponse(_Message):
     observation: Observation
-    reward: float | None = None
-    done: bool = False
+    reward: Number | None = None
+    done: StrictBool = False
     metadata: ResetFacts
 
     def messages(self) -> Sequence[Message]:
@@ -194,18 +205,18 @@ class StepFacts(_Message):
     """The facts of a step."""
 
     episode_id: str
-    index: int
+    index: StrictInt
     outcome: Outcome
     stop_reason: StopReason | None
-    valid: bool
+    valid: StrictBool
     # left out where there is none, for clients that know no scores
-    score: float | None = Field(default=None, ge=0, le=1, exclude_if=lambda score: score is None)
+    score: Number | None = Field(default=None, ge=0, le=1, exclude_if=lambda score: score is None)
 
 
 class StepResponse(_Message):
     observation: Observation
-    reward: float | None
-    done: bool
+    reward: Number | None
+    done: StrictBool
     metadata: StepFacts
 
     @model_validator(mode="after")
@@ -240,21 +251,21 @@ class State(_Message):
     """OpenEnv's state: which episode, and how many steps it has taken."""
 
     episode_id: str
-    step_count: int
+    step_count: StrictInt
     environment: str
     task: str
-    done: bool
+    done: StrictBool
 
 
 class TaskPage(_Message):
-    total: int = Field(ge=0, lt=2**62)
+    total: StrictInt = Field(ge=0, lt=2**62)
     tasks: Annotated[tuple[TaskMessage, ...], First]
 
 
 class Demonstration(_Message):
     actions: Annotated[tuple[Text, ...], Field(max_length=10_000)] | None
     # the places of those that are mistakes; left out where there is none, for clients that know none
-    mistakes: Annotated[tuple[int, ...], Field(max_length=10_000)] = Field(
+    mistakes: Annotated[tuple[StrictInt, ...], Field(max_length=10_000)] = Field(
         default=(), exclude_if=lambda mistakes: not mistakes
     )
 
@@ -290,7 +301,7 @@ class Metadata(_Message):
     description: str
     version: str
     server_id: str
-    environments: dict[str, int] = Field(description="the number of tasks of each")
+    environments: dict[str, StrictInt] = Field(description="the number of tasks of each")
 
 
 class Schemas(_Message):
@@ -337,11 +348,12 @@ def decode(text: bytes | str, nodes: int = MAX_NODES) -> Any:
     """Parse a stranger's JSON text.
 
     Raises:
-        ValueError: it is not JSON in UTF-8, is nested too deeply, or would be more than ``nodes`` objects.
+        ValueError: it is not JSON in UTF-8, is nested too deeply, would be more than ``nodes`` objects, or
+            has a key twice.
     """
     raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     check_json(raw, nodes)
-    return json.loads(raw)
+    return json.loads(raw, object_pairs_hook=unique_keys)
 
 
 def check_json(text: bytes | bytearray, nodes: int = MAX_NODES) -> None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from agent_peft.files import MEGABYTE, check_regular, parse_json, read_text
+from agent_peft.files import MEGABYTE, check_regular, opened, parse_json, read_text
 from agent_peft.policies.config import LoraSettings
 from agent_peft.types import AgentPeftError
 
@@ -53,8 +53,10 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         raise AgentPeftError(f"{folder} holds no adapter: it needs {CONFIG} and {WEIGHTS} (or {PICKLE})")
     try:
         if not pickled:
-            return load_file(folder / WEIGHTS)
-        content = torch.load(folder / PICKLE, map_location="cpu", weights_only=True)  # which runs no code
+            with opened(folder / WEIGHTS, unlinked=0) as place:
+                return load_file(place)
+        with opened(folder / PICKLE, unlinked=0) as place:
+            content = torch.load(place, map_location="cpu", weights_only=True)  # which runs no code
         if not isinstance(content, dict) or not all(isinstance(part, Tensor) for part in content.values()):
             raise ValueError(f"{PICKLE} holds more than tensors")
         return content

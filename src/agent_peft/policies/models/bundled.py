@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
 from rich.console import Console
 from transformers import PreTrainedConfig
 
-from agent_peft.files import check_regular
+from agent_peft.files import check_regular, check_tree, locked
 from agent_peft.lookup import is_hub_id, nearest_path
 from agent_peft.policies.models.pretrained import cause, check_config, read_config
 from agent_peft.types import AgentPeftError
@@ -114,7 +113,7 @@ def cache_folder() -> Path:
 def cached(name: str) -> Path | None:
     """The folder of a bundled model if it is already converted, else None. This never downloads."""
     folder = _home(name, _bundled(name).sha256)
-    return folder if folder.is_dir() else None
+    return folder if _is_made(folder) else None
 
 
 def fetch(name: str, *, accept_terms: bool = False, progress: Progress | None = None) -> Path:
@@ -232,18 +231,27 @@ def _to_stderr(line: str) -> None:
     Console(stderr=True, highlight=False).print(line, style="dim", soft_wrap=True)
 
 
+def _is_made(folder: Path) -> bool:
+    """
+    Raises:
+        AgentPeftError: there is a link or a pipe in it.
+    """
+    check_tree(folder.resolve())
+    return folder.is_dir()
+
+
 @contextmanager
 def _made_once(folder: Path) -> Iterator[tuple[Path, Path | None]]:
     """Yields (folder, another folder to fill), which is renamed at the end; or (folder, None) if it exists
     already. One process at a time.
     """
-    if folder.is_dir():
+    if _is_made(folder):
         yield folder, None
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(folder.name + ".partial")
-    with FileLock(f"{folder}.lock"):
-        if folder.is_dir():  # another process made it while we waited
+    with locked(folder.with_name(f"{folder.name}.lock"), wait=True):
+        if _is_made(folder):  # another process made it while we waited
             yield folder, None
             return
         shutil.rmtree(aside, ignore_errors=True)  # left by a run that was killed

@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from agent_peft.files import check_tree
 from agent_peft.policies.config import PretrainedConfig
 from agent_peft.policies.models.adapter_files import CONFIG, read_adapter_config, settings_of
 from agent_peft.policies.models.bundled import bundled_name
@@ -72,9 +73,11 @@ def checkpoint_of(name: str) -> Path | None:
             raise AgentPeftError(
                 f"policy.model: {name!r}: there is no checkpoint {folder} (seen from {Path.cwd()})"
             )
+        check_tree(run / "checkpoints", depth=0)
         return folder
     if not (run / "config.yaml").is_file() or (run / "config.json").is_file():
         return None
+    check_tree(run / "checkpoints", depth=0)
     steps = [path for path in (run / "checkpoints").glob("step_*") if _STEP.fullmatch(path.name)]
     if not steps:
         raise AgentPeftError(f"policy.model: {name!r} is a run that has no checkpoint yet; train it first")

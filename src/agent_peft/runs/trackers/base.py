@@ -19,12 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agent_peft.configuration.relocation import TRACKERS
 from agent_peft.configuration.run_config import resolved
 from agent_peft.configuration.trackers import TrackerConfig
 from agent_peft.files import MEGABYTE, parse_json, read_text, write_json_atomic
 from agent_peft.printable import printable
 from agent_peft.rollout.statistics import EvaluationReport
-from agent_peft.runs.observers import TRACKERS, Observer, RunStart, RunStep
+from agent_peft.runs.observers import Observer, RunStart, RunStep
 from agent_peft.types import Group
 
 logger = logging.getLogger(__name__)
@@ -113,13 +114,13 @@ class _State:
     def read(self) -> None:
         """Take what the file says. One that is absent, damaged, or of another target says nothing."""
         with suppress(Exception):
-            content = parse_json(read_text(self.path, "a JSON file", MEGABYTE))
+            content = parse_json(read_text(self.path, "a JSON file", MEGABYTE, unlinked=2))
             last = {str(series): int(step) for series, step in content["last"].items()}
             if content["target"] == self.target:
                 self.id, self.last = None if content["id"] is None else str(content["id"]), last
 
     def write(self) -> None:
-        write_json_atomic(self.path, {"id": self.id, "target": self.target, "last": self.last})
+        write_json_atomic(self.path, {"id": self.id, "target": self.target, "last": self.last}, unlinked=2)
 
 
 class TrackerThread(Observer):
