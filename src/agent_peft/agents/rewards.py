@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agent_peft.config import first_error
-from agent_peft.environments.graders import last_quantity, parse_number, plain, spelled
+from agent_peft.environments.graders import plain, spelled
 from agent_peft.environments.gsm8k import GOLD_MARK, answer_pattern
+from agent_peft.environments.quantities import last_quantity, parse_number
 from agent_peft.lookup import nearest
 from agent_peft.rollout.rewards import RewardConfig, price
 from agent_peft.types import AgentPeftError, Message, Outcome, Task, Trajectory, Turn

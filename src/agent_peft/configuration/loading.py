@@ -199,7 +199,7 @@ def _overrides(overrides: Overrides, num_stages: int) -> tuple[Tree, list[Tree]]
 def _parsed(
     overrides: Overrides, origin: str, short_forms: Sequence[str] = SHORT_FORMS
 ) -> Iterator[tuple[str, tuple[str, ...], Node]]:
-    """Each override as the user wrote it, with its key path and its value. Of two texts with one key, the last
+    """Each override as the user wrote it, with its key path and its value. Of equal keys, the last one
     wins.
     """
     seen: dict[tuple[str, ...], str] = {}

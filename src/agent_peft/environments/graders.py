@@ -9,21 +9,15 @@ import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
-from fractions import Fraction
 from typing import Any
 
+from agent_peft.environments.quantities import last_number as last_number
+from agent_peft.environments.quantities import last_quantity
+from agent_peft.environments.quantities import parse_number as parse_number
 from agent_peft.lookup import find, may_import, nearest
 from agent_peft.types import AgentPeftError, Task
 
 CUSTOM = "your own as package.module:function"
-MAX_DIGITS = 400  # characters of a number; more are no number
-
-_DIGITS = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3}){1,9}+|[0-9]++)(?:\.[0-9]*+)?|\.[0-9]++)"
-NUMBER = rf"(?:[-+−]\ ?\$?\ ?|\$\ ?[-+−]?)?{_DIGITS}"  # with its sign; group-free
-_WHOLE = re.compile(NUMBER)
-_SIGNED = rf"(?<![0-9.])(?:(?<![\w)])[-+−]\$?|\$[-+−]?)?{_DIGITS}"  # in 5-3, the minus is no sign
-_ANYWHERE = re.compile(rf"{_SIGNED}(?![0-9])", re.ASCII)
-_QUANTITY = re.compile(rf"({_SIGNED})(?![0-9])(?:(?:\ ([0-9]++))?/([0-9]++)(?!\.?[0-9]))?(\ ?%)?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -41,74 +35,6 @@ class Grade:
 
 
 Grader = Callable[[str, Any, Task], Grade]
-
-
-# -- numbers -------------------------------------------------------------------------------------------------
-
-
-def parse_number(text: str) -> Decimal | None:
-    """The exact number that a text spells, or None.
-
-    >>> parse_number("-$1,234.50"), parse_number("72."), parse_number("1,23"), parse_number("7 apples")
-    (Decimal('-1234.50'), Decimal('72'), None, None)
-    """
-    text = text.strip()
-    return Decimal(re.sub(r"[+$, ]", "", text).replace("−", "-")) if _WHOLE.fullmatch(text) else None
-
-
-def last_number(text: str) -> Decimal | None:
-    """The last number in a text. A minus is a sign only if no number stands before it.
-
-    >>> last_number("so it is 48/2 = 24 apples."), last_number("that leaves -3")
-    (Decimal('24'), Decimal('-3'))
-    >>> last_number("5-3"), last_number("none")
-    (Decimal('3'), None)
-    """
-    match = None
-    for match in _ANYWHERE.finditer(text):  # noqa: B007 (the last one is wanted)
-        pass
-    return parse_number(match[0]) if match is not None else None
-
-
-@dataclass(frozen=True)
-class Quantity:
-    """A number as it is written, with or without a percent sign, which may be left out or worked out.
-
-    >>> Quantity(Fraction(75), True).equals(Quantity(Fraction(3, 4), False))
-    True
-    """
-
-    value: Fraction
-    percent: bool
-
-    def equals(self, other: Quantity) -> bool:
-        if self.percent == other.percent or self.value == other.value:
-            return self.value == other.value
-        with_sign, without = (self, other) if self.percent else (other, self)
-        return with_sign.value == 100 * without.value
-
-
-def last_quantity(text: str) -> Quantity | None:
-    """The last number in a text, as ``last_number`` finds it, or the fraction that it is a part of.
-
-    >>> last_quantity("a share of 3/4"), last_quantity("1 1/2 hours"), last_quantity("It is 12.5 %.")
-    (Quantity(value=Fraction(3, 4), percent=False), Quantity(value=Fraction(3, 2), percent=False), \
-Quantity(value=Fraction(25, 2), percent=True))
-    """
-    last = None
-    for last in _QUANTITY.finditer(text):  # noqa: B007 (the last one is wanted)
-        pass
-    if last is None or len(last[0]) > MAX_DIGITS:
-        return None
-    number, over, under, percent = last.groups()
-    value = Fraction(parse_number(number) or 0)
-    if under is not None and int(under) == 0:
-        return None
-    if over is not None:  # a mixed number, such as 1 1/2; its sign is that of the whole
-        value += Fraction(int(over), int(under)) * (-1 if {"-", "−"} & set(number) else 1)
-    elif under is not None:
-        value /= int(under)
-    return Quantity(value, percent is not None)
 
 
 # -- graders -------------------------------------------------------------------------------------------------

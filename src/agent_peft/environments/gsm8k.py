@@ -20,7 +20,8 @@ from pydantic import Field, field_validator, model_validator
 
 from agent_peft.environments.base import Environment, EnvironmentConfig, TaskFiles
 from agent_peft.environments.chat import message_list
-from agent_peft.environments.graders import NUMBER, Grade, last_number, parse_number
+from agent_peft.environments.graders import Grade
+from agent_peft.environments.quantities import NUMBER, last_number, parse_number
 from agent_peft.environments.questions import QuestionEpisode
 from agent_peft.environments.task_files.download import HubSet, download
 from agent_peft.environments.task_files.rows import TableSource, check_split, read_table
@@ -219,7 +220,7 @@ def answer_pattern(answer_format: str) -> re.Pattern[str]:
     """
     before, after = (re.escape(part.strip()) for part in answer_format.split(ANSWER))
     end = after or r"\.?[ \t\r]*+$"
-    return re.compile(rf"{before or '^'}[ \t]*+({NUMBER})[ \t]*+{end}", re.MULTILINE)
+    return re.compile(rf"{before or '^'}[ \t]*+({NUMBER})[ \t]*+{end}(?![0-9])", re.MULTILINE)
 
 
 def load_tasks(source: Path | str, split: str | None) -> tuple[Task, ...]:

@@ -18,9 +18,9 @@ from agent_peft.environments.graders import (
     check_grader,
     check_pattern,
     find_grader,
-    last_quantity,
     spelled,
 )
+from agent_peft.environments.quantities import last_quantity
 from agent_peft.environments.task_files.reading import MAX_ID_CHARS
 from agent_peft.environments.task_files.rows import (
     Row,
