@@ -266,6 +266,9 @@ class Side:
         self._process = subprocess.Popen(
             command, text=True, env={**os.environ, **own, "TOKENIZERS_PARALLELISM": "false"}, **pipes
         )
+
+    def begin(self) -> None:
+        """Wait until the model is loaded."""
         first = self._hear()
         self.trained, self.precision = first["trained"], first["precision"]
 
@@ -474,6 +477,8 @@ def measure(arguments: argparse.Namespace, peer_python: str | None) -> None:
             Side(name, [*command, str(folder / "settings.json")], folder, arguments.threads)
             for name, command in commands.items()
         ]
+        for side in sides:
+            side.begin()
         if len({side.trained for side in sides}) > 1:
             sys.exit(f"the sides train different numbers of parameters: {[side.trained for side in sides]}")
         for number in range(settings["steps"]):
