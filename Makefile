@@ -5,7 +5,7 @@ STAMP := $(VENV)/.installed
 PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart check docs site pictures test test-slow test-all
+.PHONY: help install quickstart check docs site pictures bench-smoke test test-slow test-all
 
 help:  ## say what there is
 	@sed -n 's/^\([a-z-]*\):.*##/\1\t/p' $(MAKEFILE_LIST) | sort
@@ -37,6 +37,9 @@ site: docs pictures  ## build the documentation's site in dist/site, without net
 
 pictures: install  ## draw benchmarks/results/*.json into docs/pictures
 	$(VENV)/bin/python benchmarks/pictures.py
+
+bench-smoke: install  ## run every benchmark with small sizes, to show that it still runs
+	$(VENV)/bin/python benchmarks/smoke.py
 
 test: install  ## the fast tests and the docstrings' examples
 	$(PYTEST)

@@ -1,19 +1,25 @@
 """Compare a GRPO step of Agent-PEFT with one of TRL 1.16's GRPOTrainer on this machine's CPU: time, memory,
 and the floor of both.
 
-    python benchmarks/against_trl.py PART [--pairs 3] [--peer-python PATH] [--peer generate|continuous]
-    [--peer-microbatch N] [--prompt N] ...
+    python benchmarks/against_trl.py PART [--settings equal|defaults] [--pairs 3] [--peer-python PATH]
+    [--peer generate|continuous] [--peer-microbatch N] [--prompt N] ...
 
 PART is `step` (SmolLM2-135M with LoRA, one reply to a prompt of --prompt tokens), `episodes` (the same on
 generated DB Bench tasks with five turns) or `arithmetic` (the model of configs/adder_reinforce.yaml from
 random weights). The program prints a table and writes the part to benchmarks/results/against_trl.json.
-Without --peer-python, it makes TRL's virtual environment in .venv-trl.
+Without --peer-python, it makes TRL's virtual environment in .venv-trl. Two ratios of the times are printed
+and stored: the ratio of the medians, which is the quotient of two columns, and the median of the pairs.
 
 Each side is a separate process and pauses while the other makes a step, so that every pair of steps is
 measured side by side. The first step of each side is left out. Our side does the same as `agent-peft train`:
 it reads a configuration file and steps through the Trainer.
 
-Equal settings: the weights and the tokenizer's folder; the prompts, token for token (this is checked); the
+With `--settings defaults` each side keeps its own defaults: TRL bf16, the dtype of the checkpoint, gradient
+checkpointing, batches of 8 rows, its loss and its optimizer; ours `policy.dtype: auto` and the default
+engine and microbatches. Prompts, numbers of tokens and tasks, temperature, LoRA, the learning rate and the
+number of threads stay equal, because they define the work. The floor is of fp32, so it is left out there.
+
+Equal settings (the default): the weights and the tokenizer's folder; the prompts, token for token (this is checked); the
 number of sampled tokens (counted and printed); temperature 1 without top-p or top-k; GRPO without KL, one
 AdamW update over all episodes of a step, gradients clipped at 1, constant learning rate; LoRA of rank 16 and
 alpha 32 on all linear layers; fp32 (TRL's default is bf16, here `bf16=False`); no gradient checkpointing
@@ -55,6 +61,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -66,7 +73,8 @@ from typing import IO, Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer
+from smoke import RESULTS, parse, skipped
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import set_verbosity_error
 
 from agent_peft.environments import load_environment
@@ -134,12 +142,15 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "symbols": True,
         }
     else:
-        model = never_ending(fetch("smollm2-135m"), folder / "model")
+        model = fetch("smollm2-135m")
+        if arguments.quick:
+            model = few_weights(model, folder / "few_weights")
+        model = never_ending(model, folder / "model")
         policy = {
             "kind": "pretrained",
             "model": str(model),
             "device": "cpu",
-            "dtype": "float32",
+            "dtype": "float32" if arguments.settings == "equal" else "auto",
             "lora": {"rank": 16, "alpha": 32},
         }
         inner = {"kind": "db_bench", "generate": {"num_tasks": tasks * steps}, "max_turns": turns}
@@ -149,10 +160,13 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         inner = {"kind": "paired_episodes:Prompts", "tasks": str(folder / "prompts.json")}
         most, positions = arguments.prompt + new + 1, arguments.prompt + group * new
         rows = rows if arguments.prompt <= 256 else rows // 2
+    if arguments.settings == "defaults":
+        rows = 8
     environment = load_environment(inner)
     starts = [environment.episode(task, seed=0).start() for task in environment.tasks[: tasks * steps]]
     return {
         "part": arguments.part,
+        "equal": arguments.settings == "equal",
         "folder": str(folder),
         "model": str(model),
         "environment": {"inner": inner},
@@ -192,6 +206,17 @@ def never_ending(model: Path, folder: Path) -> Path:
         json.dumps({**settings, "eos_token": END, "pad_token": END})
     )
     (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+def few_weights(model: Path, folder: Path) -> Path:
+    """Write a model of one narrow layer with the tokenizer of ``model``."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.from_pretrained(model)
+    config.update({**sizes, "num_key_value_heads": 2, "head_dim": 8, "layer_types": None})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model / file, folder)
     return folder
 
 
@@ -241,7 +266,11 @@ class Side:
         self._process = subprocess.Popen(
             command, text=True, env={**os.environ, **own, "TOKENIZERS_PARALLELISM": "false"}, **pipes
         )
-        self.trained = self._hear()["trained"]
+
+    def begin(self) -> None:
+        """Wait until the model is loaded."""
+        first = self._hear()
+        self.trained, self.precision = first["trained"], first["precision"]
 
     def step(self) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -300,12 +329,16 @@ def wait_for_quiet(longest: float = 120.0) -> None:
     print(f"the machine has not been quiet for {longest:.0f} s; measured all the same", flush=True)
 
 
+def peer_is_made() -> bool:
+    return (HERE.parent / ".venv-trl" / "made").exists()
+
+
 def make_peer() -> str:
     """Make TRL's environment: PyTorch first, as `make install` does, the rest as in constraints.txt."""
     root = HERE.parent
     folder = root / ".venv-trl"
     python = folder / "bin" / "python"
-    if not (folder / "made").exists():
+    if not peer_is_made():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         (folder / ".gitignore").write_text("*\n")
         install = [str(python), "-m", "pip", "install", "--quiet", "-c", str(root / "constraints.txt")]
@@ -363,6 +396,10 @@ def summarize(
     paired = [b["wall"] / a["wall"] for a, b in zip(ours, peer, strict=True)]
     return {
         "part": settings["part"],
+        "settings": arguments.settings,
+        "command": " ".join(["python", "benchmarks/against_trl.py", *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "precision": {side.name: side.precision for side in sides},
         "prompt_tokens": len(ours[0]["prompts"][0]),
         **{
             key: settings[key]
@@ -371,7 +408,8 @@ def summarize(
         "peer": arguments.peer,
         "peer_microbatch_rows": settings["microbatch"],
         "pairs": len(paired),
-        "ratio": statistics.median(paired),
+        "ratio_of_medians": rows["trl"]["wall"] / rows["ours"]["wall"],
+        "median_of_pairs": statistics.median(paired),
         "ratios": paired,
         "cpu_ratio": statistics.median(b["cpu"] / a["cpu"] for a, b in zip(ours, peer, strict=True)),
         "memory_ratio": rows["trl"]["peak_bytes"] / rows["ours"]["peak_bytes"],
@@ -395,7 +433,7 @@ def show(found: dict[str, Any]) -> Table:
         f"{found['part']}: {found['tasks_per_step']} tasks × {found['group_size']} episodes, prompt",
     )
     title += f" {found['prompt_tokens']}, {found['turns']} × {found['new_tokens']} tokens, "
-    title += f"{found['threads']} threads, {found['pairs']} pairs"
+    title += f"{found['threads']} threads, {found['pairs']} pairs, {found['settings']} settings"
     table = Table(
         "median of a step",
         "s",
@@ -411,25 +449,82 @@ def show(found: dict[str, Any]) -> Table:
     for name, row in found["sides"].items():
         cells = [f"{row[key]:.2f}" for key in ("wall", "cpu", "sampling_wall", "training_wall")]
         cells += [f"{row['episodes_per_second']:.3f}", f"{row['peak_bytes'] / 1e9:.2f}"]
-        table.add_row(name, *cells, f"{row['sampled_per_episode']:.1f}", f"{row['turns_per_episode']:.2f}")
-    ratio, split = (
-        found["ratio"],
-        [found["sides"]["trl"][k] / found["sides"]["ours"][k] for k in ("sampling_wall", "training_wall")],
-    )
-    times = [f"{x:.2f} ×" for x in (ratio, found["cpu_ratio"], *split, ratio, found["memory_ratio"])]
-    table.add_row("TRL / ours", *times, "", "")
-    work = f"{least['multiply_adds'] / 1e9:.0f} G multiply-adds"
-    table.add_row(
-        "floor", f"{least['seconds']:.2f}", "", work, f"{least['bytes'] / 1e9:.1f} GB read", "", "", "", ""
-    )
+        label = f"{name} ({found['precision'][name]})"
+        table.add_row(label, *cells, f"{row['sampled_per_episode']:.1f}", f"{row['turns_per_episode']:.2f}")
+    keys = ("wall", "cpu", "sampling_wall", "training_wall")
+    quotients = [found["sides"]["trl"][key] / found["sides"]["ours"][key] for key in keys]
+    times = [f"{x:.2f} ×" for x in (*quotients, quotients[0], found["memory_ratio"])]
+    table.add_row("TRL / ours, ratio of medians", *times, "", "")
+    paired = f"{found['median_of_pairs']:.2f} ×", f"{found['cpu_ratio']:.2f} ×"
+    table.add_row("TRL / ours, median of pairs", *paired, "", "", "", "", "", "")
+    if found["settings"] == "equal":
+        work = [f"{least['multiply_adds'] / 1e9:.0f} G multiply-adds", f"{least['bytes'] / 1e9:.1f} GB read"]
+        table.add_row("floor", f"{least['seconds']:.2f}", "", *work, "", "", "", "")
     return table
+
+
+def measure(arguments: argparse.Namespace, peer_python: str | None) -> None:
+    """Measure one part, and write it. Without a peer, run our side alone."""
+    speed = machine_speed(arguments.threads)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        settings = prepare(arguments, folder)
+        (folder / "settings.json").write_text(json.dumps(settings))
+        commands = {"ours": [sys.executable, str(HERE / "our_side.py")]}
+        if peer_python is not None:
+            commands["trl"] = [peer_python, str(HERE / "trl_peer.py")]
+        sides = [
+            Side(name, [*command, str(folder / "settings.json")], folder, arguments.threads)
+            for name, command in commands.items()
+        ]
+        for side in sides:
+            side.begin()
+        if len({side.trained for side in sides}) > 1:
+            sys.exit(f"the sides train different numbers of parameters: {[side.trained for side in sides]}")
+        for number in range(settings["steps"]):
+            if not arguments.quick:
+                wait_for_quiet()
+            pair = [side.step() for side in sides]
+            check_equal(number, pair)
+            if number:
+                for side, step in zip(sides, pair, strict=True):
+                    side.steps.append(step)
+        for side in sides:
+            side.close()
+        if peer_python is None:
+            return
+        found = summarize(settings, sides, speed, arguments)
+    Console(width=150).print(show(found))
+    prompt = [f"{arguments.prompt}"] if arguments.part == "step" else []
+    defaults = ["defaults"] if arguments.settings == "defaults" else []
+    name = " ".join([arguments.part, *prompt, arguments.peer, *defaults])
+    before = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
+    arguments.output.parent.mkdir(exist_ok=True)
+    arguments.output.write_text(json.dumps({**before, name: found}, indent=1, sort_keys=True) + "\n")
+
+
+def check_equal(number: int, pair: list[dict[str, Any]]) -> None:
+    """End the program if the two sides of a step did not do the same work."""
+    for other in pair[1:]:
+        if pair[0]["prompts"] != other["prompts"]:
+            sys.exit(f"step {number}: the two sides read different prompts")
+        if abs(pair[0]["sampled"] / other["sampled"] - 1) > 0.05:
+            sys.exit(
+                f"step {number}: ours sampled {pair[0]['sampled']} tokens, TRL {other['sampled']}: "
+                "the work was not equal"
+            )
+
+
+# what --quick runs: each part, and each of the settings
+QUICK = (("step", "equal"), ("episodes", "defaults"), ("arithmetic", "equal"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=SHAPES)
+    parser.add_argument("part", choices=SHAPES, nargs="?")
+    parser.add_argument("--settings", choices=["equal", "defaults"], default="equal")
     parser.add_argument(
         "--pairs", type=int, default=3, help="measured steps of each side, after one warm-up step"
     )
@@ -444,49 +539,20 @@ def main() -> None:
         "--peer", choices=["generate", "continuous"], default="generate", help="sampling method of TRL"
     )
     parser.add_argument("--peer-microbatch", type=int, help="rows of TRL's microbatch")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "against_trl.json")
-    arguments = parser.parse_args()
+    parser.add_argument("--output", type=Path, default=RESULTS / "against_trl.json")
+    arguments = parse(parser, pairs=1, prompt=64, tasks=1, group=4, new_tokens=4, threads=1, peer_microbatch=4)
     set_verbosity_error()
-    peer_python = arguments.peer_python or make_peer()
-    speed = machine_speed(arguments.threads)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        settings = prepare(arguments, folder)
-        (folder / "settings.json").write_text(json.dumps(settings))
-        commands = {
-            "ours": [sys.executable, str(HERE / "our_side.py")],
-            "trl": [peer_python, str(HERE / "trl_peer.py")],
-        }
-        sides = [
-            Side(name, [*command, str(folder / "settings.json")], folder, arguments.threads)
-            for name, command in commands.items()
-        ]
-        ours, peer = sides
-        if ours.trained != peer.trained:
-            sys.exit(f"ours trains {ours.trained} parameters, TRL {peer.trained}")
-        for number in range(settings["steps"]):
-            wait_for_quiet()
-            pair = [side.step() for side in sides]
-            if pair[0]["prompts"] != pair[1]["prompts"]:
-                sys.exit(f"step {number}: the two sides read different prompts")
-            if abs(pair[0]["sampled"] / pair[1]["sampled"] - 1) > 0.05:
-                sys.exit(
-                    f"step {number}: ours sampled {pair[0]['sampled']} tokens, TRL {pair[1]['sampled']}: "
-                    "the work was not equal"
-                )
-            if number:
-                for side, step in zip(sides, pair, strict=True):
-                    side.steps.append(step)
-        for side in sides:
-            side.close()
-        found = summarize(settings, sides, speed, arguments)
-    Console(width=150).print(show(found))
-    name = " ".join(
-        [arguments.part, *([f"{arguments.prompt}"] if arguments.part == "step" else []), arguments.peer]
-    )
-    before = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
-    arguments.output.parent.mkdir(exist_ok=True)
-    arguments.output.write_text(json.dumps({**before, name: found}, indent=1, sort_keys=True) + "\n")
+    if not arguments.quick:
+        if arguments.part is None:
+            parser.error(f"name a part: {', '.join(SHAPES)}")
+        measure(arguments, arguments.peer_python or make_peer())
+        return
+    peer_python = arguments.peer_python or (make_peer() if peer_is_made() else None)
+    if peer_python is None:
+        skipped("TRL's side: it is not installed; python benchmarks/against_trl.py PART makes .venv-trl")
+    for part, settings in QUICK:
+        if arguments.part in (None, part):
+            measure(argparse.Namespace(**{**vars(arguments), "part": part, "settings": settings}), peer_python)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import torch
 from measuring import Split, alternate, hot_spots, measure_limits, ratio, write
 from rich.console import Console
 from rich.table import Table
+from smoke import parse
 from transformers import DynamicCache, PreTrainedModel
 
 from agent_peft.configuration.loading import read_config
@@ -152,7 +153,8 @@ def main() -> None:
         "--profile", action="store_true", help="also print the operators on which our step spends its time"
     )
     parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_intermixed_args()
+    small = ["stages.0.steps=2", "stages.1.tasks_per_step=4"]
+    arguments = parse(parser, steps=1, profile=True, overrides=small)
     torch.set_num_threads(arguments.threads)
     console = Console(width=150)
     limits = measure_limits()
@@ -297,7 +299,7 @@ def main() -> None:
         f"target: at most {BOUND} times the hand-written loop: {ours_ratio:.2f}, "
         f"{'met' if ours_ratio <= BOUND else 'MISSED'}"
     )
-    write("arithmetic_loop", content)
+    write(arguments.results, "arithmetic_loop", content)
 
 
 if __name__ == "__main__":

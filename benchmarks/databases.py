@@ -28,6 +28,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from smoke import parse, skipped
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -47,8 +49,7 @@ from agent_peft.environments.db_bench.servers.client import Client  # noqa: E402
 from agent_peft.environments.db_bench.tasks import load_tasks, read_entry  # noqa: E402
 from tests.environments.db_bench import faults  # noqa: E402
 
-RESULTS = ROOT / "benchmarks/results/databases.json"
-DATABASES = ("sqlite", "mariadb")
+DATABASES = ["sqlite", "mariadb"]
 THREADS = 8
 
 
@@ -259,8 +260,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--tasks", type=Path, default=ROOT / "data/db_bench/entry_dict.json")
     parser.add_argument("--agentbench", type=Path, default=ROOT / "data/dbbench_dev.jsonl")
-    options = parser.parse_args(arguments)
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    options = parse(parser, arguments, per_skill=1, seconds=0.2, faults=4)
+    if options.quick and private.find_program("mariadbd", "mysqld") is None:
+        skipped("mariadb: neither mariadbd nor mysqld is on the search path")
+        DATABASES.remove("mariadb")
+    file = options.results / "databases.json"
+    results = json.loads(file.read_text()) if file.exists() else {}
     for part in options.parts.split(","):
         print(f"-- {part}", flush=True)
         if part == "skills":
@@ -272,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             results[part] = speed(options.seconds)
         else:
             results[part] = storms(options.faults)
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+        file.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

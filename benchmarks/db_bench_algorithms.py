@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measuring import RESULTS
+import smoke
 from rich.console import Console
 from rich.table import Table
 from seeds import measure
@@ -54,7 +54,7 @@ def stages_of_the_file() -> list[dict[str, Any]]:
     return content
 
 
-def stages_of(kind: str, run: Path) -> list[dict[str, Any]]:
+def stages_of(kind: str, run: Path, steps: int = STEPS) -> list[dict[str, Any]]:
     """The stages of an algorithm after the demonstrations, in the run directory ``run``."""
     _, rloo = stages_of_the_file()
     if kind == "ppo":
@@ -63,7 +63,7 @@ def stages_of(kind: str, run: Path) -> list[dict[str, Any]]:
         rloo |= {"tasks_per_step": rloo["tasks_per_step"] * rloo["group_size"], "group_size": 1}
     if kind not in ("dpo", "kto"):
         algorithm: Any = {"kind": "rloo", "turn_discount": 1.0} if kind == "rloo_by_turn" else kind
-        return [{**rloo, "algorithm": algorithm, "steps": STEPS}]
+        return [{**rloo, "algorithm": algorithm, "steps": steps}]
     kto = kind == "kto"
     attempts = 1 if kto else 2
     wide = {"tasks_per_step": rloo["tasks_per_step"] * rloo["group_size"] // attempts, "group_size": attempts}
@@ -77,7 +77,7 @@ def stages_of(kind: str, run: Path) -> list[dict[str, Any]]:
     }
     return [
         stage
-        for number in range(1, STEPS + 1)
+        for number in range(1, steps + 1)
         for stage in (
             {**act, "name": f"act_{number}"},
             {
@@ -99,8 +99,8 @@ def train(
     file.write_text(dump(content))
     measured = measure(file, seed, run, overrides)
     (report,) = (run / "evaluations").glob("*.json")
-    acted = [step["success"] for step in measured.steps if not str(step["stage"]).startswith("learn")]
-    return Trained(read_report(report), [float(share) for share in acted], measured.cost.cpu_seconds)
+    acted = [float(step["success"]) for step in measured.steps if "success" in step]
+    return Trained(read_report(report), acted, measured.cost.cpu_seconds)
 
 
 def to_json(kind: str, seed: int, before: Trained, after: Trained) -> dict[str, Any]:
@@ -158,16 +158,22 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--runs", type=Path, default=Path("runs/algorithms"))
     parser.add_argument("overrides", nargs="*")
-    given = parser.parse_intermixed_args()
-    file = RESULTS / "db_bench_algorithms.json"
+    small = [f"{part}generate.num_tasks=4" for part in ("environment.", "evaluation.environment.")]
+    small += ["sampling.max_new_tokens=4", "sampling.max_tokens=8192", "threads=1", "stages.0.tasks_per_step=4"]
+    given = smoke.parse(parser, seeds=[0], kinds=["rloo", "kto"], overrides=small)
     demonstrations, _ = stages_of_the_file()
+    start: dict[str, Any] = {}
+    if given.quick:
+        start["policy"] = {"model": str(smoke.tiny_model(smoke.temporary_folder()))}
+        demonstrations["steps"] = 1
+    file = given.results / "db_bench_algorithms.json"
     for seed in given.seeds:
         taught = given.runs / f"sft-{seed}"
-        before = train(taught, seed, [demonstrations], given.overrides)
+        before = train(taught, seed, [demonstrations], given.overrides, **start)
         for kind in given.kinds:
             run = given.runs / f"{kind}-{seed}"
             policy = {"model": str(taught)}
-            after = train(run, seed, stages_of(kind, run), given.overrides, policy=policy)
+            after = train(run, seed, stages_of(kind, run, 1 if given.quick else STEPS), given.overrides, policy=policy)
             row = to_json(kind, seed, before, after)
             known = json.loads(file.read_text())["rows"] if file.is_file() else []
             rows = [r for r in known if (r["kind"], r["seed"]) != (kind, seed)] + [row]

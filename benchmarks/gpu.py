@@ -39,9 +39,9 @@ from xml.etree import ElementTree
 import torch
 import transformers
 from gpu_models import Bench, Size, decoding, limits, random_policy, real_policy, training
-from measuring import RESULTS
 from rich.console import Console
 from rich.table import Table
+from smoke import RESULTS, parse, skipped
 
 from agent_peft.policies.models.bundled import cached
 from agent_peft.policies.models.shape import ModelShape
@@ -259,7 +259,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--only", nargs="+", help="run only these sections")
     parser.add_argument("--tests", nargs="+", default=marked_tests(), help="files with tests")
     parser.add_argument("--tiny", action="store_true", help="use small shapes, to test this program")
-    given = parser.parse_args(arguments)
+    given = parse(parser, arguments, tiny=True, only=["0.5B"])
+    if given.quick and given.device == "cuda" and not torch.cuda.is_available():
+        skipped("all of it: there is no CUDA device; tests/devices/test_gpu_benchmark.py runs it on a CPU")
+        return {}
     device = torch.device("cuda", 0) if given.device == "cuda" else torch.device(given.device)
     size = Size(prompt=16, new=4, observed=12, sampled=4, matrix=64, rounds=1) if given.tiny else Size()
     bench = Bench(device, size)

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).resolve().parent / "results"
-
 
 @dataclass(frozen=True)
 class Limits:
@@ -134,8 +132,8 @@ def hot_spots(work: Callable[[], object], most: int = 12) -> list[dict[str, Any]
     ]
 
 
-def write(name: str, content: Mapping[str, Any]) -> None:
-    """Write benchmarks/results/NAME.json."""
+def write(folder: Path, name: str, content: Mapping[str, Any]) -> None:
+    """Write NAME.json with what the machine is."""
     machine = {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "torch": torch.__version__}
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine, **content}, indent=1) + "\n")
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps({"machine": machine, **content}, indent=1) + "\n")

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from smoke import parse, temporary_folder, tiny_model
 
 from agent_peft.batch import Batch, collate
 from agent_peft.configuration.memory import MemoryModel, evaluation_memory, stage_memory
@@ -108,7 +109,7 @@ def measure(name: str, phase: str, settings: argparse.Namespace) -> dict[str, in
     torch.set_num_threads(1)
     given = POINTS[name]
     lora = {} if "lora" not in given else {"lora": LoraSettings(**given["lora"]) if given["lora"] else None}
-    config = PretrainedConfig(model="smollm2-135m", device="cpu", **{**given, **lora})
+    config = PretrainedConfig(model=settings.model, device="cpu", **{**given, **lora})
     stage = StageConfig.model_validate(
         {
             "algorithm": {"kind": "grpo"},
@@ -158,12 +159,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--microbatch-tokens", type=int, default=768)
     parser.add_argument("--only", help="only points whose name begins with this")
     parser.add_argument("--point", nargs=2, help=argparse.SUPPRESS)
-    settings = parser.parse_args()
+    settings = parse(parser, rows=4, max_tokens=64, microbatch_tokens=128, only="lora on q and v")
+    if settings.quick and not settings.point:
+        sys.argv += ["--model", str(tiny_model(temporary_folder()))]
     if settings.point:
         print(json.dumps(measure(*settings.point, settings)))
         return
@@ -174,7 +178,7 @@ def main() -> None:
         "predicted",
         "measured",
         "predicted / measured",
-        title="SmolLM2-135M, peak memory in MB",
+        title=f"{settings.model}, peak memory in MB",
     )
     for name in POINTS:
         if settings.only and not name.startswith(settings.only):
@@ -191,7 +195,7 @@ def main() -> None:
             megabytes = (f"{found[key] / 1e6:.0f}" for key in ("predicted", "measured"))
             table.add_row(name, phase, *megabytes, f"{found['predicted'] / found['measured']:.2f}")
     Console().print(table)
-    if not settings.only:
+    if not settings.only or settings.quick:
         versions = {"python": platform.python_version(), "torch": torch.__version__}
         content = {
             "rows": settings.rows,
@@ -199,7 +203,7 @@ def main() -> None:
             "microbatch_tokens": settings.microbatch_tokens,
             **versions,
         }
-        (HERE / "results" / "memory.json").write_text(
+        (settings.results / "memory.json").write_text(
             json.dumps({**content, "points": results}, indent=1) + "\n"
         )
 

@@ -1,13 +1,14 @@
 """Our side of ``against_trl.py``: a Trainer from a configuration file that makes a step when the driver asks
 for one.
 
-python benchmarks/our_side.py SETTINGS.json # the driver writes the file, and uses the standard streams
+    python benchmarks/our_side.py SETTINGS.json     # the driver writes the file and uses the standard streams
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,35 +22,39 @@ from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.forward.trie import build_trie
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.policy import Policy
+from agent_peft.ranks import ALONE
 from agent_peft.rollout.collector import Collection
+from agent_peft.rollout.sources import Source
+from agent_peft.training.stage import source_of
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import Trajectory
 
 
-class Timed(Trainer):
+@dataclass(frozen=True)
+class Timed:
+    """A source that counts the time of another one."""
+
+    source: Source
     turnstile: Turnstile
 
     def collect(self, step: int) -> Collection:
         with self.turnstile.spending("sampling"):
-            return super().collect(step)
+            return self.source.collect(step)
 
 
 def main() -> None:
     turnstile, settings = Turnstile(), json.loads(Path(sys.argv[1]).read_text())
     folder = Path(settings["folder"])
-    same = {
-        key: settings[key]
-        for key in ("tasks_per_step", "group_size", "steps", "threads", "seed", "microbatch_tokens")
-    }
+    same = {key: settings[key] for key in ("tasks_per_step", "group_size", "steps", "threads", "seed")}
+    if settings["equal"]:
+        same["microbatch_tokens"] = settings["microbatch_tokens"]
+        rows = settings["tasks_per_step"] * settings["group_size"]
+        same["engine"] = {"rows": rows, "prefill_tokens": settings["prefill_tokens"]}
     content = {
         **same,
         "run_dir": str(folder / "run"),
         "policy": settings["policy"],
         "environment": {"kind": "paired_episodes:EverySecond", **settings["environment"]},
-        "engine": {
-            "rows": settings["tasks_per_step"] * settings["group_size"],
-            "prefill_tokens": settings["prefill_tokens"],
-        },
         "sampling": {"max_new_tokens": settings["new_tokens"], "max_tokens": settings["max_tokens"]},
         "algorithm": "grpo",
         "task_order": "sequential",
@@ -59,15 +64,14 @@ def main() -> None:
     config, _ = read_config(folder / "config.yaml")
     torch.set_num_threads(settings["threads"])
     policy = load_policy(config.policy, config.seed)
-    trainer = Timed(
-        config.stages[0],
-        policy,
-        load_sampler(policy, config.engine),
-        load_environment(config.environment),
-        config.seed,
+    stage, environment = config.stages[0], load_environment(config.environment)
+    engine = load_sampler(policy, config.engine)
+    source = Timed(source_of(stage, environment, engine, config.seed, ALONE), turnstile)
+    trainer = Trainer(
+        policy=policy, environment=environment, stage=stage, engine=engine, seed=config.seed, source=source
     )
-    trainer.turnstile = turnstile
-    turnstile.tell(trained=sum(p.numel() for p in policy.trainable_parameters()))
+    trained = sum(p.numel() for p in policy.trainable_parameters())
+    turnstile.tell(trained=trained, precision=str(policy.dtype).removeprefix("torch."))
     turnstile.wait()
     for step in trainer:
         spent = turnstile.stop()

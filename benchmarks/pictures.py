@@ -13,8 +13,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from smoke import RESULTS, parse
+
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 PICTURES = ROOT / "docs" / "pictures"
 WIDTH, HEIGHT = 150, 100  # of a panel
 STYLE = """<style>
@@ -100,13 +101,14 @@ def speed(content: dict[str, dict[str, Any]]) -> str:
     for number, row in enumerate(content.values()):
         y = 32 + number * (bar + gap)
         name = PARTS[row["part"]] + (f", prompt {row['prompt_tokens']}" if row["part"] == "step" else "")
+        name += ", defaults" if row["settings"] == "defaults" else ""
         low, high = (left + scale * limit for limit in (min(row["ratios"]), max(row["ratios"])))
         parts += [
             f'<text x="{left - 8}" y="{y + 12}" text-anchor="end">{name}</text>',
-            f'<rect class="bar" x="{left}" y="{y}" width="{scale * row["ratio"]:.1f}" height="{bar}"/>',
+            f'<rect class="bar" x="{left}" y="{y}" width="{scale * row["median_of_pairs"]:.1f}" height="{bar}"/>',
             f'<path class="range" d="M{low:.1f},{y + bar / 2} H{high:.1f}" stroke-width="2"/>',
-            f'<text x="{max(high, left + scale * row["ratio"]) + 8:.1f}" y="{y + 12}">'
-            f"{row['ratio']:.1f} times; memory {row['memory_ratio']:.1f} times</text>",
+            f'<text x="{max(high, left + scale * row["median_of_pairs"]) + 8:.1f}" y="{y + 12}">'
+            f"{row['median_of_pairs']:.1f} times; memory {row['memory_ratio']:.1f} times</text>",
         ]
     bottom = 32 + len(content) * (bar + gap)
     cores = next(iter(content.values()))["cores"]
@@ -132,12 +134,14 @@ def pictures() -> dict[str, str]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    PICTURES.mkdir(exist_ok=True)
+    )
+    arguments = parse(parser)
+    folder = arguments.results if arguments.quick else PICTURES
+    folder.mkdir(exist_ok=True)
     for name, text in pictures().items():
-        (PICTURES / f"{name}.svg").write_text(text, encoding="utf-8")
+        (folder / f"{name}.svg").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

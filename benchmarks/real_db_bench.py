@@ -25,10 +25,11 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from smoke import RESULTS, parse, temporary_folder, tiny_run
 
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments import load_environment
-from agent_peft.environments.db_bench import DBBenchConfig
+from agent_peft.environments.db_bench import DBBenchConfig, generate
 from agent_peft.environments.db_bench.grader import answer_is_correct
 from agent_peft.environments.db_bench.tasks import read_entry
 from agent_peft.policies.engine import load_sampler
@@ -280,9 +281,14 @@ def main() -> None:
     parser.add_argument("--tasks", type=Path, default=REAL)
     parser.add_argument("--limit", type=int, default=None)
     parser.add_argument("--at", type=int, nargs="+", default=[], metavar="STEP", help="0 is the base model")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "real_db_bench.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "real_db_bench.json")
     parser.add_argument("--fit", metavar="MODEL", help="whose tokenizer counts")
-    arguments = parser.parse_args()
+    arguments = parse(parser)
+    if arguments.quick:
+        folder = temporary_folder()
+        arguments.run, arguments.tasks = tiny_run(folder), folder / "entries.json"
+        arguments.tasks.write_text(json.dumps(generate(2, 1)))
+        print_fit(lengths_of(str(folder / "tiny"), arguments.tasks, None))
     if arguments.fit:
         print_fit(lengths_of(arguments.fit, arguments.tasks, arguments.limit))
     elif arguments.run is None:

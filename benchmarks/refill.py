@@ -3,9 +3,9 @@
     python benchmarks/refill.py [--seeds 0 1 2] [--steps 20]
 
 A model of one layer on one thread first sees eight steps of demonstrations. Then GRPO trains it on 12 groups
-of 4 answers a step (temperature 1), without a refill, with one and three rounds, and with replayed successes.
-Prints a table: the groups of a step that have a signal, the tokens that are sampled, and the share of correct
-answers in the last five steps, over all answers that were sampled.
+of 4 answers a step (temperature 1), without a refill, and with one and three rounds. Prints a table: the groups of a step that
+have a signal, the tokens that are sampled, and the share of correct answers in the last five steps, over all
+answers that were sampled.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from smoke import parse
 
 from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticConfig
 from agent_peft.policies.config import ScratchConfig
@@ -39,7 +40,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "refill: 1": {"refill": 1},
     "refill: 3": {"refill": 3},
-    "replay: {share: 0.25}": {"replay": {"share": 0.25}},
 }
 
 
@@ -58,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=20)
-    arguments = parser.parse_args()
+    arguments = parse(parser, seeds=[0], steps=6)
     torch.set_num_threads(1)
     table = Table("", "groups with a signal", "tokens a step", "tokens per such group", "success at the end")
     for name, keys in ROWS.items():

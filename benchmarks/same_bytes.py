@@ -22,6 +22,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from smoke import parse
 from safetensors.numpy import load_file
 
 HERE = Path(__file__).parent.parent
@@ -79,10 +80,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("other", type=Path, help="the other checkout")
+    parser.add_argument("other", type=Path, nargs="?", help="the other checkout")
     parser.add_argument("--keep", type=Path, help="folder of the runs; without it they are deleted")
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
-    arguments = parser.parse_args()
+    arguments = parse(parser, other=HERE, only=["adder_fast"])  # with --quick, this checkout with itself
+    if arguments.other is None:
+        parser.error("name the other checkout")
+    if arguments.quick:
+        RUNS["adder_fast"] = ["stages.0.steps=2", "stages.1.steps=2"]
     table, failed = Table("configuration", "bytes of metrics", "metrics.jsonl", "trajectories/"), False
     with tempfile.TemporaryDirectory() as temporary:
         folder = (arguments.keep or Path(temporary)).absolute()

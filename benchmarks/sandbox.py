@@ -13,6 +13,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from smoke import no_sandbox, parse, skipped
+
 from agent_peft.sandbox import fork_server
 from agent_peft.sandbox.base import SandboxLimits
 from agent_peft.sandbox.build import build_sandbox, missing
@@ -24,7 +26,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machines", type=int, default=1000, help="number of machines, one after another")
     parser.add_argument("--at-once", type=int, default=16)
-    arguments = parser.parse_args()
+    parser.add_argument("--repeats", type=int, default=50, help="of each operation; ten times for a builtin")
+    arguments = parse(parser, machines=3, at_once=2, repeats=2)
+    if arguments.quick and (lacks := no_sandbox()):
+        skipped(f"all of it: {lacks}")
+        return
     before_all = time.perf_counter()
     fork_server.fork_server()
     first = time.perf_counter() - before_all
@@ -38,12 +44,12 @@ def main() -> None:
             leaving = time.perf_counter()
         closes.append(time.perf_counter() - leaving)
     with build_sandbox("namespaces", LIMITS) as sandbox:
-        trips = [timed(lambda: sandbox.run("cd /tmp", 60)) for _ in range(500)]
-        programs = [timed(lambda: sandbox.run("ls /", 60)) for _ in range(200)]
-        scripts = [timed(lambda: sandbox.run_fresh("true", 60)) for _ in range(50)]
-        snapshots = [timed(sandbox.snapshot) for _ in range(50)]
+        trips = [timed(lambda: sandbox.run("cd /tmp", 60)) for _ in range(10 * arguments.repeats)]
+        programs = [timed(lambda: sandbox.run("ls /", 60)) for _ in range(4 * arguments.repeats)]
+        scripts = [timed(lambda: sandbox.run_fresh("true", 60)) for _ in range(arguments.repeats)]
+        snapshots = [timed(sandbox.snapshot) for _ in range(arguments.repeats)]
     gradings = []
-    for _ in range(50):
+    for _ in range(arguments.repeats):
         with build_sandbox("namespaces", LIMITS) as sandbox:
             sandbox.run("touch /srv/x", 60)
             gradings.append(timed(lambda: sandbox.run_fresh("test -e /srv/x", 60, kill_others=True)))

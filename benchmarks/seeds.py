@@ -23,8 +23,9 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from smoke import parse
 
-from agent_peft.rollout.statistics import EvaluationReport, paired_test
+from agent_peft.rollout.statistics import Comparison, EvaluationReport, paired_test
 from agent_peft.runs.targets import load_run
 
 HERE = Path(__file__).resolve().parent
@@ -90,6 +91,12 @@ def measure(config: Path, seed: int, run: Path, overrides: list[str]) -> Measure
     )
 
 
+def gain_of(row: Measured) -> Comparison:
+    """What the last stage changed."""
+    *_, before, after = row.reports.values()
+    return paired_test(before, after)
+
+
 def show(title: str, rows: list[Measured]) -> Table:
     names = list(max((row.reports for row in rows), key=len))
     table = Table(
@@ -107,7 +114,7 @@ def show(title: str, rows: list[Measured]) -> Table:
             f"{100 * r.value:.1f} ({100 * r.low:.1f} to {100 * r.high:.1f}) of {r.tasks}" if r else ""
             for r in rates
         ]
-        gain = paired_test(row.reports[names[-2]], row.reports[names[-1]])
+        gain = gain_of(row)
         table.add_row(
             str(row.seed),
             *shown,
@@ -123,11 +130,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("config", type=Path)
+    parser.add_argument("config", type=Path, nargs="?")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--runs", type=Path, default=Path("runs"))
     parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_intermixed_args()
+    small = ["stages.0.steps=2", "stages.1.steps=2", "evaluation.num_tasks=4"]
+    quick = {"config": HERE.parent / "configs" / "adder_fast.yaml", "seeds": [0], "overrides": small}
+    arguments = parse(parser, **quick)
+    if arguments.config is None:
+        parser.error("name a configuration")
     name = arguments.config.stem
     rows = [
         measure(arguments.config, seed, arguments.runs / f"{name}-{seed}", arguments.overrides)
@@ -144,6 +155,7 @@ def main() -> None:
             "by_skill": {
                 n: {skill: rate.value for skill, rate in r.by_skill.items()} for n, r in row.reports.items()
             },
+            "gain": vars(gain_of(row)),  # of the last stage
             "curve": row.curve,
             "cost": vars(row.cost),
             "steps": row.steps,
@@ -152,9 +164,8 @@ def main() -> None:
     ]
     head = json.dumps({"config": name, "overrides": arguments.overrides, "cores": os.cpu_count()})
     lines = ",\n".join(json.dumps(row) for row in described)  # one line per seed
-    output = HERE / "results" / f"{name}.json"
-    output.parent.mkdir(exist_ok=True)
-    output.write_text(f'{head[:-1]}, "rows": [\n{lines}\n]}}\n')
+    arguments.results.mkdir(exist_ok=True)
+    (arguments.results / f"{name}.json").write_text(f'{head[:-1]}, "rows": [\n{lines}\n]}}\n')
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ import torch
 from measuring import write
 from rich.console import Console
 from rich.table import Table
+from smoke import parse, skipped, temporary_folder, tiny_model
 
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig, Sampler
@@ -155,7 +156,11 @@ def main() -> None:
     parser.add_argument("--other", help="address of another server, with /v1")
     parser.add_argument("--other-model", default="model")
     parser.add_argument("--other-group", type=int, help="process group of that server")
-    given = parser.parse_args()
+    given = parse(parser, clients=2, tokens=4, rounds=1, threads=1)
+    if given.quick:
+        given.model = str(tiny_model(temporary_folder()))
+    if given.other is None:
+        skipped("another server: --other names none")
     torch.set_num_threads(given.threads)
     policy = load_policy(given.model, lora=None, dtype="float32", device="cpu")
     sampler = load_sampler(policy, EngineConfig(rows=given.clients))
@@ -207,7 +212,8 @@ def main() -> None:
         ]
         table.add_row(name, f"{rate:.0f}", f"{rate / base:.2f}", f"{way.equal}/{len(way.replies)}", *times)
     Console().print(table)
-    write("serving", {"settings": vars(given), "ways": results})
+    settings = {name: value for name, value in vars(given).items() if name != "results"}
+    write(given.results, "serving", {"settings": settings, "ways": results})
 
 
 if __name__ == "__main__":

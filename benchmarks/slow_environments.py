@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from smoke import parse
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from agent_peft.environments import load_environment
@@ -44,7 +45,6 @@ from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.seeding import generator
 from agent_peft.types import Message, StepResult, Task
 
-RESULT = Path(__file__).resolve().parent / "results" / "slow_environments.json"
 TURNS = 3
 
 
@@ -225,7 +225,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3, help="number of rounds; the median is printed")
     parser.add_argument("--only", help="only cases whose name begins with this")
-    settings = parser.parse_args()
+    settings = parse(parser, rows=8, rounds=1, only="tiny model, 0.3 s")
     torch.set_num_threads(1)
     headings = (
         "decoding alone",
@@ -253,9 +253,9 @@ def main() -> None:
         "{tasks} tasks with {rows} rows: at most {peak_open} episodes were open, "
         "and {left_open} are open now".format(**doors)
     )
-    if not settings.only:
+    if not settings.only or settings.quick:
         versions = {"python": platform.python_version(), "torch": torch.__version__}
-        RESULT.write_text(
+        (settings.results / "slow_environments.json").write_text(
             json.dumps({"rows": settings.rows, **versions, "cases": found, "evaluation": doors}, indent=1)
             + "\n"
         )

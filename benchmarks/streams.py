@@ -34,6 +34,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from smoke import RESULTS, parse
 
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.rollout.skill_matrix import MEASURES, SkillMatrix
@@ -42,7 +43,6 @@ from agent_peft.runs.evaluations import read_report
 from agent_peft.runs.streams import skill_matrices
 from agent_peft.runs.targets import load_run
 
-HERE = Path(__file__).resolve().parent
 SKILLS = ("insert", "update", "delete", "where_single_condition", "order_by_single_column", "limit_only")
 CONDITIONS = ("lora", "replay", "both")
 TINY = {
@@ -247,7 +247,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=CONDITIONS)
-    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--warm-up", type=int, default=8, help="supervised steps of 8 demonstrations")
     parser.add_argument("--steps", type=int, default=3, help="of each skill")
@@ -255,9 +254,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--heldout", type=int, default=6, help="tasks of each skill")
     parser.add_argument("--replays", type=int, default=4)
     parser.add_argument("--runs", type=Path, default=Path("runs/streams"))
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "streams.json")
+    parser.add_argument("--output", type=Path, default=RESULTS / "streams.json")
     parser.add_argument("overrides", nargs="*")
-    given = parser.parse_intermixed_args(arguments)
+    given = parse(parser, arguments, seeds=[0], overrides=["threads=1"])
     sizes = Sizes(
         given.model,
         given.warm_up,

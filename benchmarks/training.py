@@ -1,7 +1,7 @@
 """Compare training on the token trie with padding: forward, loss and backward over the adapter for one
 group, while groups, prompts and turns grow.
 
-    python benchmarks/training.py [--quick] [--rounds 3] [--threads 2] [--microbatch-tokens 8192]
+    python benchmarks/training.py [--short] [--rounds 3] [--threads 2] [--microbatch-tokens 8192]
     [--model smollm2-135m] [--profile]
 
 The model has SmolLM2-135M's shapes and random weights, but 3 of its 30 layers and a tenth of its vocabulary,
@@ -28,6 +28,7 @@ import torch
 from measuring import Limits, Split, alternate, hot_spots, measure_limits, ratio, write
 from rich.console import Console
 from rich.table import Table
+from smoke import parse
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agent_peft.batch import Batch, collate
@@ -95,12 +96,12 @@ class Point:
         return collate(group, [0] * self.size)
 
 
-def points(quick: bool) -> Iterator[Point]:
-    for size in (1, 8, 32) if quick else (1, 2, 4, 8, 16, 32):
+def points(short: bool) -> Iterator[Point]:
+    for size in (1, 8, 32) if short else (1, 2, 4, 8, 16, 32):
         yield Point("group", size, size=size, turns=1, observed=256, sampled=64, shared=256)
-    for prompt in (64, 512) if quick else (64, 128, 256, 512, 1024, 2048):
+    for prompt in (64, 512) if short else (64, 128, 256, 512, 1024, 2048):
         yield Point("prompt", prompt, size=8, turns=1, observed=prompt, sampled=64, shared=prompt)
-    for turns in (2, 10) if quick else (1, 2, 5, 10, 20):
+    for turns in (2, 10) if short else (1, 2, 5, 10, 20):
         # half of the turns and their observations are the same for all
         yield Point("turns", turns, size=8, turns=turns, observed=32, sampled=32, shared=turns // 2 * 64 + 32)
 
@@ -231,7 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="7 of 17 points, without the whole model")
+    parser.add_argument("--short", action="store_true", help="7 of 17 points, without the whole model")
     parser.add_argument(
         "--rounds", type=int, default=3, help="rounds; one fewer for groups of more than 8,000 padded tokens"
     )
@@ -243,7 +244,7 @@ def main() -> None:
         action="store_true",
         help="also print where the time of the group of 8 goes, packed and padded",
     )
-    arguments = parser.parse_args()
+    arguments = parse(parser, short=True, rounds=1, threads=1, profile=True)
     torch.set_num_threads(arguments.threads)
     console, limits = Console(width=170), measure_limits()
     policy = tenth(arguments.model)
@@ -253,7 +254,7 @@ def main() -> None:
         arguments.microbatch_tokens,
     )
     sweeps: dict[str, list[dict[str, object]]] = {}
-    for point in points(arguments.quick):
+    for point in points(arguments.short):
         rounds = max(1, arguments.rounds - (point.padded > 8000))
         sweeps.setdefault(point.sweep, []).append(
             measure(policy, point, rounds, arguments.microbatch_tokens, limits)
@@ -262,7 +263,7 @@ def main() -> None:
     content: dict[str, object] = {"limits": vars(limits), "microbatch_tokens": arguments.microbatch_tokens}
     for name, rows in sweeps.items():
         console.print(show(f"{name} (a tenth of {arguments.model})", rows))
-    if not arguments.quick:
+    if not arguments.short:
         whole = measure(
             load_policy(PretrainedConfig(model=arguments.model, dtype="float32"), 0),
             common,
@@ -278,10 +279,10 @@ def main() -> None:
     ]
     console.print(f"bounds: {'held everywhere' if not missed else 'MISSED at ' + ', '.join(missed)}")
     content["rows"] = [row for rows in sweeps.values() for row in rows]
-    write("training", content)
+    write(arguments.results, "training", content)
     if arguments.profile:
         content["profile"] = profile(policy, common, arguments.microbatch_tokens, console)
-        write("training", content)
+        write(arguments.results, "training", content)
 
 
 def profile(policy: Policy, point: Point, budget: int, console: Console) -> dict[str, object]:

@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from smoke import parse, skipped
 from torch import Tensor
 
 HERE = Path(__file__).resolve().parent
@@ -496,11 +497,14 @@ def main() -> None:
         "--peer-python", help="Python with TRL 1.16; otherwise that of .venv-trl, which is made"
     )
     parser.add_argument("--output", type=Path, default=OUTPUT)
-    arguments = parser.parse_args()
+    arguments = parse(parser)
     if importlib.util.find_spec("trl") is None:
         if (python := arguments.peer_python) is None:
-            from against_trl import make_peer
+            from against_trl import make_peer, peer_is_made
 
+            if arguments.quick and not peer_is_made():
+                skipped("all of it: TRL is not installed; python benchmarks/against_trl.py makes .venv-trl")
+                return
             python = make_peer()
         sys.exit(subprocess.run([python, __file__, "--output", str(arguments.output)]).returncode)
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from paired_episodes import EverySecond, Turnstile
+from paired_episodes import EverySecond, EverySecondConfig, Turnstile
 from peft import LoraConfig
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -110,15 +110,27 @@ def main() -> None:
     episodes = settings["tasks_per_step"] * settings["group_size"]
     several: dict[str, Any] = {}
     if settings["turns"] > 1:
-        environment = EverySecond(settings["environment"])
+        environment = EverySecond(EverySecondConfig(**settings["environment"]))
         several = {"environment_factory": lambda: Acting(environment)}
         tokenizer.response_template = EVERY_REPLY_ACTS
         logging.getLogger("transformers").setLevel(logging.ERROR)
+    if settings["equal"]:
+        chosen: dict[str, Any] = {
+            "bf16": False,
+            "gradient_checkpointing": False,
+            "loss_type": "grpo",
+            "disable_dropout": True,
+            "lr_scheduler_type": "constant",
+            "optim": "adamw_torch",
+            "adam_beta2": 0.99,
+            "model_init_kwargs": {"dtype": "float32"},
+        }
+    else:
+        chosen = {}
     config = GRPOConfig(
+        **chosen,
         output_dir=settings["folder"],
-        bf16=False,
         use_cpu=True,
-        gradient_checkpointing=False,
         per_device_train_batch_size=settings["microbatch"],
         gradient_accumulation_steps=episodes // settings["microbatch"],
         num_generations=settings["group_size"],
@@ -132,15 +144,9 @@ def main() -> None:
         top_p=1.0,
         top_k=0,
         beta=0.0,
-        loss_type="grpo",
-        disable_dropout=True,
         shuffle_dataset=False,
         learning_rate=settings["learning_rate"],
-        lr_scheduler_type="constant",
-        optim="adamw_torch",
-        adam_beta2=0.99,
         max_grad_norm=1.0,
-        model_init_kwargs={"dtype": "float32"},
         use_transformers_continuous_batching=settings["continuous"] is not None,
         transformers_continuous_batching_config=settings["continuous"],
         logging_steps=1,
@@ -167,7 +173,11 @@ def main() -> None:
         **several,
     )
     trainer.turnstile, steps.trainer = turnstile, trainer
-    turnstile.tell(trained=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad))
+    weights = str(trainer.model.dtype).removeprefix("torch.")
+    turnstile.tell(
+        trained=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+        precision=f"{weights}, bf16={config.bf16}",
+    )
     trainer.train()
 
 

@@ -25,6 +25,7 @@ import torch
 from measuring import measure_limits, write
 from rich.console import Console
 from rich.table import Table
+from smoke import parse, temporary_folder, tiny_model
 from transformers import GenerationConfig
 from transformers.utils import logging
 
@@ -166,7 +167,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--model", default="smollm2-135m")
-    arguments = parser.parse_args()
+    arguments = parse(parser, turns=3, rounds=1, threads=1)
+    if arguments.quick:
+        arguments.model = str(tiny_model(temporary_folder()))
     logging.set_verbosity_error()
     torch.set_num_threads(arguments.threads)
     console, limits = Console(width=150), measure_limits()
@@ -230,6 +233,7 @@ def main() -> None:
         "tokens_read": read,
     }
     write(
+        arguments.results,
         "turns",
         {
             **content,

@@ -32,6 +32,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from smoke import parse, temporary_folder, tiny_run
 from variety_sql import features, skeleton
 
 from agent_peft.environments import load_environment
@@ -241,7 +242,9 @@ def main() -> None:
     parser.add_argument("--tasks", type=Path, default=REAL, help="the real tasks")
     parser.add_argument("--run", type=Path, help="also measure nats of the gold SQL at its checkpoints")
     parser.add_argument("--scored", type=int, default=32, help="tasks a split that are scored")
-    arguments = parser.parse_args()
+    arguments = parse(parser, num_tasks=60, scored=1)
+    if arguments.quick:
+        arguments.run = tiny_run(temporary_folder())
     real: list[Entry] = []
     if arguments.tasks.exists():
         real = list(json.loads(arguments.tasks.read_text()).values())
@@ -268,10 +271,10 @@ def main() -> None:
     if arguments.run:
         from variety_nats import measure  # torch, which the table does not need
 
-        report["nats"] = measure(arguments.run, arguments.scored, arguments.tasks)
-    output = HERE / "results" / "variety.json"
-    output.parent.mkdir(exist_ok=True)
-    output.write_text(json.dumps(report, indent=1) + "\n")
+        longest = 900 if not arguments.quick else 8192  # a letter is a token of the tiny model
+        report["nats"] = measure(arguments.run, arguments.scored, arguments.tasks, longest)
+    arguments.results.mkdir(exist_ok=True)
+    (arguments.results / "variety.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,22 +24,22 @@ from agent_peft.seeding import derive
 from agent_peft.types import Trajectory
 
 _BATCH = 8
-_LONGEST = 900  # tokens of a demonstration
 
 
-def measure(run: Path, scored: int, real: Path) -> dict[int, dict[str, float]]:
+def measure(run: Path, scored: int, real: Path, longest: int) -> dict[int, dict[str, float]]:
     """Mean nats of a gold SQL by set of tasks, at each checkpoint that the run has kept; at 0, without an
-    adapter.
+    adapter. Demonstrations have at most ``longest`` tokens.
     """
     config = load_run(run)
     policy = load_policy(config.policy, config.seed)
-    sets = {"fresh": _demonstrations(policy, generate(scored, 1_000_001))}
+    sets = {"fresh": _demonstrations(policy, generate(scored, 1_000_001), longest)}
     held_out = [split for split in generator.SPLITS if split != "train"]
-    sets |= {split: _demonstrations(policy, generate(scored, 1_000_001, split=split)) for split in held_out}
+    sets |= {split: _demonstrations(policy, generate(scored, 1_000_001, split=split), longest) for split in held_out}
     if real.exists():
         entries = json.loads(real.read_text())
         order = sorted(entries, key=lambda name: derive(0, "variety", name))
-        sets["real"] = _demonstrations(policy, {name: entries[name] for name in order[: 2 * scored]})[:scored]
+        some = {name: entries[name] for name in order[: 2 * scored]}
+        sets["real"] = _demonstrations(policy, some, longest)[:scored]
     table: dict[int, dict[str, float]] = {}
     checkpoints = sorted((run / "checkpoints").glob("step_*"))
     for step, folder in [(0, None), *((int(folder.name[5:]), folder) for folder in checkpoints)]:
@@ -50,7 +50,7 @@ def measure(run: Path, scored: int, real: Path) -> dict[int, dict[str, float]]:
     return table
 
 
-def _demonstrations(policy: Policy, entries: Mapping[str, Any]) -> list[Trajectory]:
+def _demonstrations(policy: Policy, entries: Mapping[str, Any], longest: int) -> list[Trajectory]:
     """Of the tasks that can be used."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tasks.json"
@@ -60,7 +60,7 @@ def _demonstrations(policy: Policy, entries: Mapping[str, Any]) -> list[Trajecto
         made = [demonstrate(environment, task, policy.chat, RewardConfig(), 0) for task in environment.tasks]
     finally:
         environment.close()
-    return [trajectory for trajectory in made if len(trajectory.tokens) <= _LONGEST]
+    return [trajectory for trajectory in made if len(trajectory.tokens) <= longest]
 
 
 def _nats(policy: Policy, trajectories: list[Trajectory]) -> float:

@@ -1,0 +1,266 @@
+"""The figures of README.md, and the tables of RESULTS.md that they come from, computed from results/*.json.
+
+    python benchmarks/figures.py
+
+Prints every sentence and row as it must stand in the two pages, and which of them are not there: after a new
+measurement, copy those. tests/test_docs.py checks the same, and that README has no other figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from smoke import HERE, RESULTS, parse
+
+ROOT = HERE.parent
+# what README says of a configuration, beside its figures
+AGENTS = {
+    "quickstart": "SmolLM2-135M changes a database with SQL",
+    "os_grpo": "SmolLM2-135M works in a shell",
+    "adder_fast": "a small model adds three digits",
+    "multiplier_fast": "a small model multiplies two digits",
+}
+ON_CLOCK = {"quickstart"}  # their time is that of the clock
+# of one seed's run, but not of what it learns
+FREE = ("threads=", "evaluation.at=")
+WORDS = ["no", "one", "two", "three", "four", "five"]
+
+
+def read(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return content
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    columns = list(columns)
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |".replace("| --- |", "|---|") for line in lines).replace(
+        "|--- |", "|---|"
+    )
+
+
+# -- seeds.py ------------------------------------------------------------------------------------------------
+
+
+def overrides_of(name: str) -> list[str]:
+    """The overrides of a configuration's runs. A row's own ones must not change what is learned."""
+    content = read(name)
+    for row in content["rows"]:
+        own = [override for override in row.get("overrides", ()) if not override.startswith(FREE)]
+        assert not own, f"{name}: seed {row['seed']} ran with {own}, so the seeds have different settings"
+    assert len(content["rows"]) == 3, f"{name}: a row of README has three seeds"
+    return list(content["overrides"])
+
+
+def command_of(name: str) -> str:
+    quoted = [f"'{o}'" if set(o) & set("[]{}*") else o for o in overrides_of(name)]
+    return " ".join([f"python benchmarks/seeds.py configs/{name}.yaml", *quoted])
+
+
+def moments_of(name: str) -> list[str]:
+    """The names of the evaluations: base, after the first stage, after the second one."""
+    return list(max((row["success"] for row in read(name)["rows"]), key=len))
+
+
+def mean_success(name: str, moment: str) -> float:
+    rates = [row["success"][moment][0] for row in read(name)["rows"] if moment in row["success"]]
+    return 100 * statistics.mean(rates)
+
+
+def minutes(name: str) -> float:
+    """On the clock: the median run that measured the base model too, as the command does. Otherwise the mean
+    CPU time.
+    """
+    rows = read(name)["rows"]
+    if name in ON_CLOCK:
+        return statistics.median(r["cost"]["seconds"] for r in rows if "base" in r["success"]) / 60
+    return statistics.mean(r["cost"]["cpu_seconds"] for r in rows) / 60
+
+
+def readme_row(name: str) -> str:
+    base, taught, trained = (f"{mean_success(name, moment):.1f}" for moment in moments_of(name))
+    time = f"{minutes(name):.0f} " + ("minutes on two cores" if name in ON_CLOCK else "CPU minutes")
+    command = " ".join([name, *overrides_of(name)])
+    return f"| `{command}` | {AGENTS[name]} | {base} | {taught} | **{trained}** | {time} |"
+
+
+def percent(rate: list[float]) -> str:
+    value, low, high = (100 * x for x in rate[:3])
+    return f"{value:.1f} % ({low:.0f}-{high:.0f})"
+
+
+def gain_of(row: Mapping[str, Any], moments: list[str]) -> str:
+    if "gain" not in row:  # older files have no paired test
+        return f"{100 * (row['success'][moments[2]][0] - row['success'][moments[1]][0]):+.1f}"
+    difference, low, high = (100 * row["gain"][key] for key in ("difference", "low", "high"))
+    return f"{difference:+.1f} ({low:+.0f} to {high:+.0f}), p {row['gain']['p']:.0e}"
+
+
+def seed_rows(name: str) -> list[list[str]]:
+    moments, rows = moments_of(name), []
+    for row in read(name)["rows"]:
+        rates = [percent(row["success"][m]) if m in row["success"] else "" for m in moments]
+        rates[2] = f"**{rates[2]}**"
+        cpu = row["cost"]["cpu_seconds"]
+        rows.append(
+            [
+                name,
+                str(row["seed"]),
+                *rates,
+                gain_of(row, moments),
+                "" if cpu is None else f"{cpu:,.0f}",
+                f"{row['cost']['training_seconds']:,.0f}",
+            ]
+        )
+    return rows
+
+
+def seed_table(*names: str) -> str:
+    columns = ("configuration", "seed", "base", "after SFT", "after RL", "RL - SFT, points")
+    return table((*columns, "CPU s", "training, s"), (row for name in names for row in seed_rows(name)))
+
+
+def skill_table(name: str) -> str:
+    _, taught, trained = moments_of(name)
+    rows = read(name)["rows"]
+    skills = list(rows[0]["by_skill"][taught])
+    return table(
+        ("seed", *skills),
+        (
+            [str(row["seed"]), *(f"{100 * row['by_skill'][taught][s]:.0f}, {100 * row['by_skill'][trained][s]:.0f}" for s in skills)]
+            for row in rows
+        ),
+    )
+
+
+# -- against_trl.py ------------------------------------------------------------------------------------------
+
+PARTS = {
+    "step": "prompt {prompt_tokens}, {tasks_per_step} × {group_size} × {new_tokens} tokens",
+    "episodes": "DB Bench, {turns} turns of {new_tokens} tokens, {tasks_per_step} × {group_size}",
+    "arithmetic": "arithmetic, {tasks_per_step} × {group_size}, width 256",
+}
+
+
+def trl_row(found: Mapping[str, Any]) -> list[str]:
+    ours, trl = found["sides"]["ours"], found["sides"]["trl"]
+    walls = {side: statistics.median(step["wall"] for step in found["steps"][side]) for side in ("ours", "trl")}
+    pairs = zip(found["steps"]["ours"], found["steps"]["trl"], strict=True)
+    paired = statistics.median(b["wall"] / a["wall"] for a, b in pairs)
+    precision = found["precision"]
+    equal = found["settings"] == "equal"
+
+    def seconds(side: Mapping[str, float], wall: float) -> str:
+        return f"{wall:.2f} ({side['sampling_wall']:.2f} + {side['training_wall']:.2f})"
+
+    return [
+        PARTS[found["part"]].format(**found),
+        "both fp32" if equal else f"defaults: {precision['ours']} / {precision['trl']}",
+        found["command"].removeprefix("python benchmarks/against_trl.py "),
+        str(len(found["ratios"])),
+        seconds(ours, walls["ours"]),
+        seconds(trl, walls["trl"]),
+        f"**{walls['trl'] / walls['ours']:.2f}**",
+        f"{paired:.2f}",
+        f"{ours['cpu']:.1f} / {trl['cpu']:.1f}",
+        f"{ours['peak_bytes'] / 1e9:.1f} / {trl['peak_bytes'] / 1e9:.1f} "
+        f"({trl['peak_bytes'] / ours['peak_bytes']:.2f})",
+        f"{found['floor']['seconds']:.1f}" if equal else "",
+    ]
+
+
+def trl_table() -> str:
+    columns = ("part", "settings", "command's arguments", "pairs", "ours, s (sampling + training)")
+    columns += ("TRL, s (sampling + training)", "ratio of medians", "median of pairs", "CPU s", "peak GB")
+    order = list(PARTS)
+    found = sorted(
+        read("against_trl").values(),
+        key=lambda one: (one["settings"] != "equal", order.index(one["part"]), one["prompt_tokens"]),
+    )
+    return table((*columns, "floor, s"), map(trl_row, found))
+
+
+def speed_sentence() -> str:
+    content = read("against_trl")
+
+    def times(found: Mapping[str, Any]) -> str:
+        ours, trl = found["sides"]["ours"], found["sides"]["trl"]
+        return (
+            f"{ours['wall']:.0f} seconds and {ours['peak_bytes'] / 1e9:.1f} GB where TRL 1.16 takes "
+            f"{trl['wall']:.0f} seconds and {trl['peak_bytes'] / 1e9:.1f} GB"
+        )
+
+    text = f"A GRPO step of SmolLM2-135M takes {times(content['step 256 generate'])} for the same work in float32."
+    if defaults := content.get("step 256 generate defaults"):
+        text += f" With the defaults of each side it takes {times(defaults)}."
+    return text
+
+
+# -- real_db_bench.py ----------------------------------------------------------------------------------------
+
+
+def real_sentence() -> str:
+    """Seeds 1 and 2 have one setting; seed 0 has another one."""
+    runs = [read(f"real_db_bench_seed{seed}") for seed in (1, 2)]
+    (tasks,) = {report["success"]["tasks"] for run in runs for report in run.values()}
+    taught, trained = (
+        " and ".join(f"{100 * run[step]['success']['value']:.1f}" for run in runs)
+        for step in ("step 110", "step 118")
+    )
+    return (
+        f"On the {tasks} usable real tasks of LifelongAgentBench, of which it was trained on none, SmolLM2-135M has "
+        f"{taught} % after {110 * 16:,} generated demonstrations ({WORDS[len(runs)]} seeds), and {trained} % after RL."
+    )
+
+
+# -- the pages -----------------------------------------------------------------------------------------------
+
+
+def readme() -> list[str]:
+    """Rows and sentences of README.md; a line break counts as a space."""
+    return [*map(readme_row, AGENTS), speed_sentence(), real_sentence()]
+
+
+def results() -> list[str]:
+    """Tables and commands of RESULTS.md."""
+    arithmetic = ("adder_reinforce", "adder_fast", "multiplier_reinforce", "multiplier_fast")
+    shell = ("os_ppo", "os_grpo")
+    commands = [f"`{command_of(name)}`" for name in ("quickstart", *arithmetic, *shell)]
+    tables = [seed_table("quickstart"), skill_table("quickstart"), seed_table(*arithmetic), seed_table(*shell)]
+    return [*tables, trl_table(), *commands]
+
+
+def flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+def missing() -> list[str]:
+    """What does not stand in its page."""
+    pages = {"README.md": readme(), "benchmarks/RESULTS.md": results()}
+    return [
+        f"{page} lacks:\n{passage}"
+        for page, passages in pages.items()
+        for passage in passages
+        if flat(passage) not in flat((ROOT / page).read_text(encoding="utf-8"))
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parse(parser)
+    print("\n\n".join([*readme(), *results()]))
+    lacking = missing()
+    print("\n\n" + ("\n\n".join(lacking) or "both pages have all of it"))
+    sys.exit(bool(lacking))
+
+
+if __name__ == "__main__":
+    main()
