@@ -540,7 +540,9 @@ def main() -> None:
     )
     parser.add_argument("--peer-microbatch", type=int, help="rows of TRL's microbatch")
     parser.add_argument("--output", type=Path, default=RESULTS / "against_trl.json")
-    arguments = parse(parser, pairs=1, prompt=64, tasks=1, group=4, new_tokens=4, threads=1, peer_microbatch=4)
+    arguments = parse(
+        parser, pairs=1, prompt=64, tasks=1, group=4, new_tokens=4, threads=1, peer_microbatch=4
+    )
     set_verbosity_error()
     if not arguments.quick:
         if arguments.part is None:
@@ -552,7 +554,9 @@ def main() -> None:
         skipped("TRL's side: it is not installed; python benchmarks/against_trl.py PART makes .venv-trl")
     for part, settings in QUICK:
         if arguments.part in (None, part):
-            measure(argparse.Namespace(**{**vars(arguments), "part": part, "settings": settings}), peer_python)
+            measure(
+                argparse.Namespace(**{**vars(arguments), "part": part, "settings": settings}), peer_python
+            )
 
 
 if __name__ == "__main__":

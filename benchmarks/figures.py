@@ -13,7 +13,6 @@ import json
 import statistics
 import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from smoke import HERE, RESULTS, parse
@@ -133,7 +132,13 @@ def skill_table(name: str) -> str:
     return table(
         ("seed", *skills),
         (
-            [str(row["seed"]), *(f"{100 * row['by_skill'][taught][s]:.0f}, {100 * row['by_skill'][trained][s]:.0f}" for s in skills)]
+            [
+                str(row["seed"]),
+                *(
+                    f"{100 * row['by_skill'][taught][s]:.0f}, {100 * row['by_skill'][trained][s]:.0f}"
+                    for s in skills
+                ),
+            ]
             for row in rows
         ),
     )
@@ -150,7 +155,9 @@ PARTS = {
 
 def trl_row(found: Mapping[str, Any]) -> list[str]:
     ours, trl = found["sides"]["ours"], found["sides"]["trl"]
-    walls = {side: statistics.median(step["wall"] for step in found["steps"][side]) for side in ("ours", "trl")}
+    walls = {
+        side: statistics.median(step["wall"] for step in found["steps"][side]) for side in ("ours", "trl")
+    }
     pairs = zip(found["steps"]["ours"], found["steps"]["trl"], strict=True)
     paired = statistics.median(b["wall"] / a["wall"] for a, b in pairs)
     precision = found["precision"]
@@ -232,7 +239,12 @@ def results() -> list[str]:
     arithmetic = ("adder_reinforce", "adder_fast", "multiplier_reinforce", "multiplier_fast")
     shell = ("os_ppo", "os_grpo")
     commands = [f"`{command_of(name)}`" for name in ("quickstart", *arithmetic, *shell)]
-    tables = [seed_table("quickstart"), skill_table("quickstart"), seed_table(*arithmetic), seed_table(*shell)]
+    tables = [
+        seed_table("quickstart"),
+        skill_table("quickstart"),
+        seed_table(*arithmetic),
+        seed_table(*shell),
+    ]
     return [*tables, trl_table(), *commands]
 
 

@@ -43,6 +43,9 @@ class Batch:
         None
     )
     value_targets: Tensor | None = None  # (B, T) fp32: what the critic is to learn, set with the advantages
+    labels: Tensor | None = (
+        None  # (B,) int64: 1 is desirable, -1 is not, 0 has no label; None where all are 0
+    )
     # (B,) bool: it would have an advantage without the KL in its reward; None where no reward has one
     signal: Tensor | None = None
 
@@ -118,7 +121,12 @@ def collate(trajectories: Sequence[Trajectory], groups: Sequence[int], mask_cut:
         groups=torch.tensor(list(groups), dtype=torch.int64),
         advantages=torch.zeros(shape),
         weights=torch.zeros(shape),
+        labels=torch.tensor(labels) if any(labels := [_label(t.desirable) for t in trajectories]) else None,
     )
+
+
+def _label(desirable: bool | None) -> int:
+    return 0 if desirable is None else 1 if desirable else -1
 
 
 def collate_groups(groups: Mapping[int, Group], mask_cut: bool = False) -> Batch:

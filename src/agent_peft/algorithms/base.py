@@ -48,7 +48,7 @@ class Algorithm:
         on_policy: it learns from episodes of the policy itself; False: from demonstrations, in groups of one,
             or from preferences.
         preferences: those that it learns from: "pairs", groups of a chosen and a rejected trajectory, or
-            "labels", trajectories whose returns say which are desirable.
+            "labels", trajectories whose labels or returns say which are desirable.
         needs_reference: the batch must hold ``reference_logprobs``.
         needs_scores: the batch must hold ``scored_logprobs``, too.
         needs_entropy: the policy's output must hold ``entropy``.

@@ -197,9 +197,14 @@ class Kto(Algorithm):
         self.paper = "Ethayarajh et al., 2024, equation 8, https://arxiv.org/abs/2402.01306"
 
     def prepare(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> Batch:
-        """Advantages are 1 for desirable trajectories and -1 for others."""
+        """Advantages are 1 for desirable trajectories and -1 for others. A label decides, or the return where
+        there is none.
+        """
         mismatched, has_tokens = batch.groups < 0, batch.action_mask.any(1)
-        desirable = (batch.returns > self.config.threshold) & ~mismatched
+        desirable = batch.returns > self.config.threshold
+        if batch.labels is not None:
+            desirable = torch.where(batch.labels != 0, batch.labels > 0, desirable)
+        desirable &= ~mismatched
         total = torch.zeros(4, dtype=torch.float64)
         if batch.reference_logprobs is not None:  # a rank may have no trajectory
             ratios = (batch.logprobs - batch.reference_logprobs).double() * batch.action_mask
@@ -318,7 +323,9 @@ class KtoConfig(AlgorithmConfig):
     desirable_weight: float = Field(default=1.0, gt=0, description="λ_D, of replies that are desirable")
     undesirable_weight: float = Field(default=1.0, gt=0, description="λ_U, of replies that are not")
     threshold: float = Field(
-        default=0.5, description="a reply is desirable if its reward (rewards) is above this"
+        default=0.5,
+        description="with episodes_of, an episode is desirable if its reward (rewards) is above this; the "
+        "replies of an environment have labels",
     )
 
     def build(self) -> Kto:

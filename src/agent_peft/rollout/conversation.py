@@ -128,7 +128,12 @@ class EpisodeConversation:
             self._fail(error)
 
     def act(
-        self, action: Sequence[int], logprobs: Sequence[float], room: int, mistake: bool = False
+        self,
+        action: Sequence[int],
+        logprobs: Sequence[float],
+        room: int,
+        mistake: bool = False,
+        text: str | None = None,
     ) -> Sequence[int] | None:
         """Take the sampled action. Return the tokens of the next observation, or None where there is none.
 
@@ -136,11 +141,12 @@ class EpisodeConversation:
             room: the token budget that is left. An observation that would use it up ends the episode, because
                 no further action is possible.
             mistake: a demonstration shows the action as a mistake.
+            text: of a demonstration, which the world receives as it is; by default that of the tokens.
         """
         cut = self._is_cut(action)
         self.turns.append(Turn(self._observation, tuple(action), tuple(logprobs), cut=cut, mistake=mistake))
         self._room = room
-        following = self._step()
+        following = self._step(self.chat.decode_action(action) if text is None else text)
         if following is None:
             self.close()
         return following
@@ -228,14 +234,13 @@ class EpisodeConversation:
                 "its actions were replayed, and the world answered otherwise than before"
             )
         self.messages = heard
-        self._step()
+        self._step(actions[-1].content)
 
-    def _step(self) -> Sequence[int] | None:
-        """Pass the last action of the record to the world."""
+    def _step(self, text: str) -> Sequence[int] | None:
+        """Pass the last action of the record, which has this text, to the world."""
         turn = self.turns[-1]
         try:
             assert self._episode is not None
-            text = self.chat.decode_action(turn.action)
             self.messages.append(Message("assistant", text))
             result = result_of(self._episode, text)
             outcome, stop_reason = (

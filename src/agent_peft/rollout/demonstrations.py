@@ -142,7 +142,8 @@ def demonstrate(
         conversation.begin(seed)
         for action in () if conversation.failure else actions:
             tokens, mistake = chat.action_tokens(action), isinstance(action, Mistake)
-            if conversation.act(tokens, [0.0] * len(tokens), room=1 << 30, mistake=mistake) is None:
+            zeros = [0.0] * len(tokens)
+            if conversation.act(tokens, zeros, room=1 << 30, mistake=mistake, text=str(action)) is None:
                 break
     finally:
         conversation.close()

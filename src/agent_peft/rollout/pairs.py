@@ -50,14 +50,15 @@ class Pairs:
     def collect(self, step: int) -> Collection:
         tasks, seed = self.order.at(step), derive(self.seed, "rollout", step)
         groups = [
-            Group(task, [self._replay(task, side, seed) for side in self._sides(task)])
+            Group(task, [self._replay(task, *side, seed) for side in self._sides(task)])
             for task in self.ranks.share(tasks)
         ]
         collection = gather_collection(self.ranks, Collection(groups), tasks)
         return with_mismatched(collection) if self.form == "labels" else collection
 
-    def _sides(self, task: Task) -> list[Sequence[str]]:
-        """
+    def _sides(self, task: Task) -> list[tuple[bool, Sequence[str]]]:
+        """Whether each reply is the desirable one, and its actions.
+
         Raises:
             AgentPeftError: a reply that is needed is missing.
         """
@@ -65,7 +66,7 @@ class Pairs:
             "demonstration": self.environment.demonstration(task),
             "rejection": self.environment.rejection(task),
         }
-        known = [actions for actions in sides.values() if actions is not None]
+        known = [(name == "demonstration", actions) for name, actions in sides.items() if actions is not None]
         if len(known) == 2 or (known and self.form == "labels"):
             return known
         missing = next(name for name, actions in sides.items() if actions is None)
@@ -74,8 +75,9 @@ class Pairs:
             "environment.kind: preferences, or learn from the episodes of a run (episodes_of)"
         )
 
-    def _replay(self, task: Task, actions: Sequence[str], seed: int) -> Trajectory:
-        return demonstrate(self.environment, task, self.chat, self.rewards, seed, actions)
+    def _replay(self, task: Task, desirable: bool, actions: Sequence[str], seed: int) -> Trajectory:
+        trajectory = demonstrate(self.environment, task, self.chat, self.rewards, seed, actions)
+        return replace(trajectory, desirable=desirable)
 
 
 class EpisodesOfConfig(Config):
