@@ -217,6 +217,8 @@ HOSTILE = (
             {"temperature": -1},
             {"temperature": 1e-9},
             {"temperature": "hot"},
+            {"temperature": True},
+            {"top_p": "0.5"},
             {"top_p": 0},
             {"top_k": 10**20},
             {"seed": 10**40},

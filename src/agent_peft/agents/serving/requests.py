@@ -136,12 +136,13 @@ class _Request(_Wire):
     stop: Stop | Stops | None = Field(default=None, description="ends the reply, and is no part of its text")
     temperature: Annotated[float, AfterValidator(_not_lukewarm)] | None = Field(
         default=None,
+        strict=True,
         ge=0,
         le=100,
         allow_inf_nan=False,
         description="0 takes the most likely token; null is 1",
     )
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_p: float | None = Field(default=None, strict=True, gt=0, le=1)
     top_k: StrictInt | None = Field(default=None, ge=-1, lt=2**31, description="0 and -1 keep all tokens")
     seed: StrictInt | None = Field(
         default=None, ge=-(2**63), lt=2**63, description="decides the first choice; the others derive theirs"
