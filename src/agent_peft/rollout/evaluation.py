@@ -165,8 +165,8 @@ def evaluate(
 def _check_number(tasks: int) -> None:
     if tasks < FEW_TASKS:
         logger.warning(
-            "an evaluation on %d tasks tells little: a success of 50%% may be %.0f points off (95%%); measure "
-            "on %d or more",
+            "an evaluation on %d tasks tells little: a success of 50%% may be %.0f points off (95%%); "
+            "measure on %d or more",
             tasks,
             100 * 0.98 / math.sqrt(tasks),  # 1.96 standard errors
             FEW_TASKS,

@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -67,7 +68,7 @@ class Decoding:
         new_cache: CacheMaker,
         conversations: Sequence[Conversation],
         sampling: SamplingConfig,
-        threads: DaemonThreads,
+        threads: DaemonThreads | Executor,
         shares: bool,
         capacity: int,
         schedule: Schedule | None = None,
