@@ -122,7 +122,7 @@ def no_network(monkeypatch):
             asked.append(url)
             raise OSError("no network")
 
-    monkeypatch.setattr("huggingface_hub.utils.get_session", Client)
+    monkeypatch.setattr("huggingface_hub.get_session", Client)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     return asked
 

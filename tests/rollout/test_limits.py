@@ -105,7 +105,9 @@ test_limits.collect(test_limits.Hanging("step"))
 def test_an_environment_that_hangs_does_not_keep_the_process(tmp_path):
     program = tmp_path / "p.py"
     program.write_text(PROGRAM.format(folder=str(Path(__file__).parent)))
-    with subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
+    with subprocess.Popen(
+        [sys.executable, str(program)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as p:
         p.stdout.readline()
         time.sleep(2)  # it hangs by now, or is interrupted before
         begin = time.monotonic()
