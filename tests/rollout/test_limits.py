@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -147,8 +148,8 @@ def test_more_new_tokens_than_positions_are_a_line(caplog):
     assert len(lines) == 1
 
 
-def test_an_evaluation_on_few_tasks_is_a_line(caplog):
-    evaluation._check_number.cache_clear()
+def test_an_evaluation_on_few_tasks_is_a_line(caplog, monkeypatch):
+    monkeypatch.setattr(evaluation, "_check_number", cache(evaluation._check_number.__wrapped__))
     world = Hanging(result=StepResult("", True, Outcome.CORRECT, StopReason.FINISHED))
     for _ in range(2):
         evaluation.evaluate(load_policy(SCRATCH, device="cpu"), world, {"sampling": {"max_new_tokens": 2}})
