@@ -30,6 +30,7 @@ from agent_peft.hardware import has_bf16
 from agent_peft.policies.config import LoraSettings, ScratchConfig
 from agent_peft.policies.models import bundled
 from agent_peft.policies.models.character_tokenizer import character_tokenizer
+from agent_peft.rollout import evaluation
 from agent_peft.types import AgentPeftError
 
 torch.set_num_threads(1)
@@ -54,6 +55,13 @@ def no_wait_for_the_disk() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: None)
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_warning_of_few_tasks() -> None:
+    """It comes once in a process, and tests evaluate on few tasks."""
+    for number in range(1, evaluation.FEW_TASKS):
+        evaluation._check_number(number)
 
 
 class _LiveBytes(TorchDispatchMode):

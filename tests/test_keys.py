@@ -71,7 +71,10 @@ KEYS: dict[str, dict[str, str]] = {
     "policy:scratch.lora": {"": "rank alpha dropout target_modules"},
     **{f"environment:{kind}": {"serve": keys} for kind, keys in ENVIRONMENT_KEYS.items()},
     **{f"evaluation.environment:{kind}": {"evaluate serve": keys} for kind, keys in ENVIRONMENT_KEYS.items()},
-    "engine": {"evaluate": "rows kv_tokens prefill_tokens environment_threads overlap", "": "schedule"},
+    "engine": {
+        "evaluate": "rows kv_tokens prefill_tokens environment_threads environment_seconds overlap",
+        "": "schedule",
+    },
     "evaluation": {"evaluate": "attempts num_tasks", "": "at every"},
     "evaluation.sampling": {"evaluate": "temperature top_p top_k max_new_tokens max_tokens stop"},
     "checkpoint": {"": "every keep_last keep_best"},

@@ -12,8 +12,7 @@ OFFLINE = (502, 503, 504)  # as proxies answer that do not reach it
 @contextmanager
 def hub_or_cache() -> Iterator[None]:
     """Inside, the libraries take only what is in the hub's cache, unless the hub answers."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import get_session
+    from huggingface_hub import constants, get_session
 
     before = constants.HF_HUB_OFFLINE
     if not before:

@@ -199,9 +199,7 @@ def _overrides(overrides: Overrides, num_stages: int) -> tuple[Tree, list[Tree]]
 def _parsed(
     overrides: Overrides, origin: str, short_forms: Sequence[str] = SHORT_FORMS
 ) -> Iterator[tuple[str, tuple[str, ...], Node]]:
-    """Each override as the user wrote it, with its key path and its value. Of equal keys, the last one
-    wins.
-    """
+    """Each override as the user wrote it, with its key path and its value. The last of equal keys wins."""
     seen: dict[tuple[str, ...], str] = {}
     for item in overrides.items() if isinstance(overrides, Mapping) else _last_of_each(overrides):
         text, value = (item, None) if isinstance(item, str) else item

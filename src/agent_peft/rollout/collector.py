@@ -136,6 +136,7 @@ class Collector:
         self.environment, self.engine, self.on_episode = environment, engine, on_episode
         self._logged: set[tuple[str, str]] = set()  # kinds of defects
         self._works = False  # an episode has ended without a defect
+        self._cut = False  # a warning has said that every episode of a step was cut
 
     def collect(
         self,
@@ -164,9 +165,10 @@ class Collector:
         """
         positions = range(len(tasks)) if positions is None else positions
         defects: list[BaseException] = []
+        seconds = getattr(getattr(self.engine, "config", None), "environment_seconds", None)
         acting = (self.engine.chat, defects, sampling.stop, sampling.max_tokens, self.on_episode, replays)
         conversations = {
-            (position, member): EpisodeConversation(self.environment, tasks[position], *acting)
+            (position, member): EpisodeConversation(self.environment, tasks[position], *acting, seconds)
             for position in positions
             for member in range(group_size)
         }
@@ -207,6 +209,7 @@ class Collector:
                 "defect"
             )
         self._log(defects)
+        self._check_limits(list(priced.values()), sampling)
         groups = [
             Group(
                 tasks[position],
@@ -217,6 +220,29 @@ class Collector:
         return Collection(
             groups, failures, statistics, len(defects), tuple(recorded) if any(recorded) else ()
         )
+
+    def _check_limits(self, trajectories: Sequence[Trajectory], sampling: SamplingConfig) -> None:
+        """Warn, once, of a step in which a limit cut every episode."""
+        reasons = {t.stop_reason for t in trajectories}
+        limits = []
+        if StopReason.TOKEN_LIMIT in reasons:
+            limits.append(f"sampling.max_tokens: {sampling.max_tokens} (tokens of an episode)")
+        if StopReason.TURN_LIMIT in reasons:
+            turns = getattr(getattr(self.environment, "config", None), "max_turns", None)
+            limits.append("the environment's limit on turns" + (f", max_turns: {turns}" if turns else ""))
+        cut = reasons <= {StopReason.TOKEN_LIMIT, StopReason.TURN_LIMIT}
+        if not cut and all(
+            t.outcome is not Outcome.CORRECT and t.turns and t.turns[-1].cut for t in trajectories
+        ):
+            limits, cut = [f"sampling.max_new_tokens: {sampling.max_new_tokens} (tokens of an action)"], True
+        if cut and len(trajectories) > 1 and not self._cut:
+            self._cut = True
+            logger.warning(
+                "all %d episodes were cut by %s, before the environment ended them; raise it, or see with "
+                "agent-peft show what takes so long",
+                len(trajectories),
+                " and ".join(limits),
+            )
 
     def _log(self, defects: Sequence[BaseException]) -> None:
         """Log each kind of defect once, with its traceback, however many episodes meet it."""

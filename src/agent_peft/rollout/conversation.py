@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
+from typing import TypeVar
 
 from agent_peft.environments.base import Environment, Episode
 from agent_peft.environments.contract import ContractError, open_episode, opening_of, result_of
@@ -27,6 +31,13 @@ from agent_peft.types import (
 PASSING = (KeyboardInterrupt, SystemExit, GeneratorExit)
 
 
+Result = TypeVar("Result")
+
+
+class EnvironmentTimeout(Exception):
+    """An environment took longer than ``engine.environment_seconds``."""
+
+
 class EpisodeConversation:
     """One episode and its record. The record outlives a world that fails: ``begin_again`` replays it in a new
     world.
@@ -44,6 +55,7 @@ class EpisodeConversation:
         on_end: called once, when the episode is over.
         replays: earlier episodes to show before the task. They take at most half of ``max_tokens``, together
             with the opening.
+        seconds: limit of one start or step of the world, which is left behind if it takes longer.
     """
 
     def __init__(
@@ -56,7 +68,9 @@ class EpisodeConversation:
         max_tokens: int | None = None,
         on_end: Callable[[], None] | None = None,
         replays: ReplayWindow | None = None,
+        seconds: float | None = None,
     ) -> None:
+        self.seconds = seconds
         self.environment, self.task, self.chat, self.defects = environment, task, chat, defects
         self.stop, self.max_tokens = [text.encode() for text in stop], max_tokens
         self.on_end, self.replays = on_end, replays
@@ -208,8 +222,12 @@ class EpisodeConversation:
         return not any(matcher.push(token) or token in self.chat.end_of_turn for token in action)
 
     def _open(self) -> list[Message]:
-        self._episode = open_episode(self.environment, self.task, derive(self.seed, "environment"))
-        opening = opening_of(self._episode)
+        self._episode = episode = open_episode(self.environment, self.task, derive(self.seed, "environment"))
+        try:
+            opening = within(self.seconds, partial(opening_of, episode))
+        except EnvironmentTimeout as error:
+            self._episode = None  # closing it may hang, too
+            raise InfrastructureError(f"its start took more than {self.seconds:g} s") from error
         if self.replays is None:
             return opening
         limit = math.inf if self.max_tokens is None else self.max_tokens // 2
@@ -242,7 +260,7 @@ class EpisodeConversation:
         try:
             assert self._episode is not None
             self.messages.append(Message("assistant", text))
-            result = result_of(self._episode, text)
+            result = within(self.seconds, partial(result_of, self._episode, text))
             outcome, stop_reason = (
                 Outcome(result.outcome),
                 result.stop_reason and StopReason(result.stop_reason),
@@ -257,6 +275,10 @@ class EpisodeConversation:
             observation = tuple(self.chat.following(result.observation, turn.action))
         except PASSING:
             raise
+        except EnvironmentTimeout:
+            self._episode = None  # closing it may hang, too
+            self.end(Outcome.INCORRECT, StopReason.TIMEOUT)
+            return None
         except InfrastructureError as error:
             self.failure = error
             return None
@@ -270,3 +292,27 @@ class EpisodeConversation:
             return None
         self._observation = observation
         return observation
+
+
+def within(seconds: float | None, call: Callable[[], Result]) -> Result:
+    """Call, on a thread of its own if there is a limit. A call that takes longer is left behind.
+
+    Raises:
+        EnvironmentTimeout: it takes longer.
+    """
+    if seconds is None:
+        return call()
+    future: Future[Result] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=work, name="environment", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not future.done():
+        raise EnvironmentTimeout
+    return future.result()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
@@ -31,6 +33,7 @@ from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)
 
+FEW_TASKS = 30  # of an evaluation, whose interval is wide below it
 MEASURES = ("attempts", "num_tasks", "sampling")  # the keys that a single evaluation has
 # keys of environments that say where tasks come from; the tasks have a digest of their own
 PLACES = {"tasks", "url", "token", "examples_from"}
@@ -126,6 +129,8 @@ def evaluate(
     sampler = load_sampler(policy) if isinstance(policy, Policy) else policy
     settings, prices = _settings(evaluation), _prices(rewards)
     tasks = environment.tasks[: settings.num_tasks]
+    if ranks.is_main:
+        _check_number(len(tasks))
     collection = Collector(environment, sampler, on_episode).collect(
         tasks,
         settings.attempts,
@@ -154,6 +159,18 @@ def evaluate(
             collection.defects,
         )
     return report
+
+
+@cache  # so that it warns once
+def _check_number(tasks: int) -> None:
+    if tasks < FEW_TASKS:
+        logger.warning(
+            "an evaluation on %d tasks tells little: a success of 50%% may be %.0f points off (95%%); "
+            "measure on %d or more",
+            tasks,
+            100 * 0.98 / math.sqrt(tasks),  # 1.96 standard errors
+            FEW_TASKS,
+        )
 
 
 def settings_of(

@@ -150,10 +150,10 @@ def surprisal(groups: Sequence[Group]) -> float:
 
     >>> from agent_peft.types import Task, Turn
     >>> episode = Trajectory(Task("t"), (Turn((1,), (2, 3), (-0.5, -0.25)),))
-    >>> surprisal([Group(Task("t"), [episode, replace(episode, replayed=True)])])
+    >>> surprisal([Group(Task("t"), [episode])])
     0.375
     """
-    turns = [turn for group in groups for t in group.trajectories if not t.replayed for turn in t.turns]
+    turns = [turn for group in groups for t in group.trajectories for turn in t.turns]
     return -sum(sum(turn.logprobs) for turn in turns) / max(sum(len(turn.logprobs) for turn in turns), 1)
 
 

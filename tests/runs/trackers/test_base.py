@@ -59,7 +59,9 @@ def observed(tracker, **keys):
 
 
 def warnings_in(caplog):
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    """But those of the small run itself, whose untrained policy never ends a reply."""
+    messages = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    return [message for message in messages if "episodes were cut by" not in message]
 
 
 class Stopping(Observer):

@@ -37,8 +37,9 @@ def file_or_hub_id(source: str | Path) -> str | Path:
     >>> file_or_hub_id("openai/gsm8k"), file_or_hub_id("rows/train.csv").suffix
     ('openai/gsm8k', '.csv')
     """
-    of_hub = isinstance(source, str) and "/" in source and is_hub_id(source) and not Path(source).exists()
-    return source if of_hub and not source.lower().endswith((*SUFFIXES, *SPREADSHEETS)) else Path(source)
+    if isinstance(source, Path) or source.lower().endswith((*SUFFIXES, *SPREADSHEETS)):
+        return Path(source)
+    return source if "/" in source and is_hub_id(source) and not Path(source).exists() else Path(source)
 
 
 TableSource = Annotated[str | Path, AfterValidator(file_or_hub_id)]

@@ -29,6 +29,12 @@ class EngineConfig(Config):
     environment_threads: int | None = Field(
         default=None, ge=1, description="environments that answer at once; null is one for each row"
     )
+    environment_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        description="longest start or step of an environment: an episode whose step takes longer ends as "
+        "incorrect (timeout), and one whose start does begins again; null waits for ever, with a warning",
+    )
     overlap: int = Field(
         default=2,
         ge=1,

@@ -15,6 +15,7 @@ import torch
 
 from agent_peft.out_of_memory import is_out_of_memory
 from agent_peft.policies.engine.base import Conversation, EngineConfig, EngineStatistics
+from agent_peft.policies.engine.daemon_threads import DaemonThreads
 from agent_peft.policies.engine.kv_cache import COMMON, PROMPTS, ROWS, TierCache
 from agent_peft.policies.engine.prompt_prefix import common_length, common_prefix
 from agent_peft.policies.engine.schedule import Answer, Clock, Schedule
@@ -67,7 +68,7 @@ class Decoding:
         new_cache: CacheMaker,
         conversations: Sequence[Conversation],
         sampling: SamplingConfig,
-        threads: Executor,
+        threads: DaemonThreads | Executor,
         shares: bool,
         capacity: int,
         schedule: Schedule | None = None,
@@ -75,7 +76,7 @@ class Decoding:
         self.policy, self.config, self.sampling, self.threads = policy, config, sampling, threads
         self.new_cache, self.shares, self.capacity = new_cache, shares, capacity
         self.queue = deque(Row(conversation, number) for number, conversation in enumerate(conversations))
-        self.clock = Clock(config.overlap, schedule)
+        self.clock = Clock(config.overlap, schedule, conversations)
         self.prefilled = self.prefilled_naive = self.sampled = self.row_halvings = 0
         self._clear()
 

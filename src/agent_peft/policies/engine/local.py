@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
@@ -24,6 +23,7 @@ import torch
 from agent_peft.hardware import give_back_memory
 from agent_peft.out_of_memory import telling_out_of_memory
 from agent_peft.policies.engine.base import Conversation, EngineConfig, EngineStatistics
+from agent_peft.policies.engine.daemon_threads import DaemonThreads
 from agent_peft.policies.engine.decoding import AHEAD, Decoding
 from agent_peft.policies.engine.kv_cache import COMMON, PROMPTS, ROWS, TierCache
 from agent_peft.policies.engine.onednn_linear import suits
@@ -39,6 +39,7 @@ from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)
 
+GRACE = 5.0  # seconds for environments that work when a call fails; after it, they are left behind
 SINGLE = 8  # tokens that `score` reads one by one
 OpenEngine = Callable[[], OpenDecoding]
 
@@ -108,7 +109,7 @@ class LocalEngine:
             return EngineStatistics(0, 0, 0, 0)
         sampling = fit(sampling, bound_of(self.policy.base.config))
         capacity = min(self.rows, self.config.rows_of(sampling.max_tokens), len(conversations))
-        threads = ThreadPoolExecutor(self.config.environment_threads or capacity + AHEAD, "environment")
+        threads = DaemonThreads(self.config.environment_threads or capacity + AHEAD, "environment")
         give_back_memory()  # that training has left behind; below, that sampling has
         with sampling_weights(self.policy, self.onednn):
             try:
@@ -125,7 +126,7 @@ class LocalEngine:
                 )
                 statistics = decoding.drive()
             finally:
-                threads.shutdown(cancel_futures=True)
+                threads.shutdown(GRACE)
         give_back_memory()
         if statistics.row_halvings:
             self.rows = max(1, capacity >> statistics.row_halvings)

@@ -9,10 +9,13 @@ and the schedule records that. A run that follows a schedule waits for each answ
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
 
 # the number of a conversation, the number of its answer (0 is its prompt), and the decode step at which it
 # joined
@@ -24,6 +27,7 @@ Schedule = tuple[Join, ...]  # of one call: the answers that did not join at the
 # slow environments this time is spent once, and costs a fiftieth of the time from then on.
 PATIENCE = 0.2  # seconds
 PATIENCE_SHARE = 0.02  # of the time spent decoding
+NOTES = 30.0, 300.0  # seconds until a warning of a wait in which nothing else can be done; and each next one
 FIRST_PATIENCE = (
     1.0  # seconds before the first step, where all environments start at once and share the cores
 )
@@ -46,10 +50,13 @@ class Clock:
     Args:
         overlap: decode steps from a request until its answer is due.
         schedule: the schedule to follow. With None, the clock records one.
+        conversations: whose answers join, for warnings: ``where`` names the place that one is at.
     """
 
-    def __init__(self, overlap: int, schedule: Schedule | None = None) -> None:
-        self.overlap = overlap
+    def __init__(
+        self, overlap: int, schedule: Schedule | None = None, conversations: Sequence[object] = ()
+    ) -> None:
+        self.overlap, self._conversations = overlap, conversations
         self.step = 0
         self.waited = 0.0  # seconds without computation, for environments
         self.recorded: list[Join] = []
@@ -108,7 +115,16 @@ class Clock:
     def _wait(self, answers: Sequence[Answer], timeout: float | None) -> float:
         """Wait for the first of them, for at most ``timeout`` seconds. Return the seconds that it took."""
         begin = time.perf_counter()
-        wait([answer.future for answer in answers], timeout, FIRST_COMPLETED)
+        futures, note = [answer.future for answer in answers], NOTES[0]
+        while (
+            not wait(futures, note if timeout is None else timeout, FIRST_COMPLETED).done and timeout is None
+        ):
+            number = answers[0].conversation
+            place = getattr(self._conversations[number], "where", number) if self._conversations else number
+            seconds, others = time.perf_counter() - begin, len(answers) - 1
+            more = f" and {others} more" if others else ""
+            logger.warning("waiting for the environment for %.0f s: %s%s", seconds, place, more)
+            note = NOTES[1]
         took = time.perf_counter() - begin
         self.waited += took
         return took

@@ -195,14 +195,11 @@ def resolve_model(name: str) -> str:
         return str(fetch(name))
     if name.endswith(".gguf"):
         return str(from_gguf(Path(name)))
-    path = Path(name).expanduser()
-    if path.exists():
+    if (path := Path(name).expanduser()).exists():
         return str(path)
     if not is_hub_id(name):
-        raise AgentPeftError(
-            f"policy.model: there is no run, adapter or model {name!r} (seen from {Path.cwd()})"
-            f"{nearest_path(name)}"
-        )
+        fault = f"there is no run, adapter or model {name!r} (seen from {Path.cwd()})"
+        raise AgentPeftError(f"policy.model: {fault}{nearest_path(name)}")
     return name
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from transformers import PreTrainedConfig
 
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.types import AgentPeftError
+
+logger = logging.getLogger(__name__)
 
 # Names for the number of positions. Transformers maps most other names to the first.
 _LENGTHS = ("max_position_embeddings", "max_seq_len")
@@ -84,6 +88,8 @@ def fit(sampling: SamplingConfig, bound: Bound | None, where: str = "sampling.ma
     Raises:
         AgentPeftError: ``max_tokens`` was set, to more than the bound.
     """
+    if bound is not None and "max_new_tokens" in sampling.model_fields_set:
+        _check_new_tokens(sampling.max_new_tokens, bound.positions)
     if bound is None or sampling.max_tokens <= bound.positions:
         return sampling
     if "max_tokens" not in sampling.model_fields_set:
@@ -92,6 +98,17 @@ def fit(sampling: SamplingConfig, bound: Bound | None, where: str = "sampling.ma
         f"{where}: {sampling.max_tokens} is more than the {bound.positions} positions that the model can "
         f"read ({bound.reason}); set it to {bound.positions} or less"
     )
+
+
+@cache  # so that it warns once
+def _check_new_tokens(tokens: int, positions: int) -> None:
+    if tokens >= positions:
+        logger.warning(
+            "sampling.max_new_tokens: %d has no effect: the model can read %d positions, prompt included; "
+            "lower it",
+            tokens,
+            positions,
+        )
 
 
 def window_of(config: PreTrainedConfig) -> int | None:

@@ -1,0 +1,157 @@
+"""An environment that hangs, and limits that cut every episode: a line at once, and an end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from agent_peft.environments.base import Environment, Episode
+from agent_peft.policies.engine import load_sampler, schedule
+from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.loading import load_policy
+from agent_peft.policies.models import positions
+from agent_peft.policies.sampling import SamplingConfig
+from agent_peft.rollout import evaluation
+from agent_peft.rollout.collector import Collector
+from agent_peft.rollout.rewards import RewardConfig
+from agent_peft.types import Message, Outcome, StepResult, StopReason, Task
+
+ARCHITECTURE = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+ARCHITECTURE |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
+SCRATCH = {"kind": "scratch", "alphabet": "0123456789+=", "architecture": ARCHITECTURE}
+STOPS = {"first": StepResult("", True, Outcome.INCORRECT, StopReason.TURN_LIMIT), "never": StepResult("1+1=")}
+
+
+class Hanging(Environment):
+    """``hangs`` at its ``start`` or its ``step``, or nowhere; then each step answers ``result``."""
+
+    def __init__(self, hangs=None, result=STOPS["never"]):
+        self.hangs, self.result, self.tasks_ = hangs, result, [Task("a"), Task("b")]
+        self.gate = threading.Event()
+
+    @property
+    def tasks(self):
+        return self.tasks_
+
+    def episode(self, task, seed):
+        return HangingEpisode(self, task)
+
+
+class HangingEpisode(Episode):
+    def __init__(self, world, task):
+        self.world, self.task = world, task
+
+    def start(self):
+        if self.world.hangs == "start" and self.task.id == "b":
+            self.world.gate.wait(60)
+        return [Message("user", "1+1=")]
+
+    def step(self, action):
+        if self.world.hangs == "step" and self.task.id == "b":
+            self.world.gate.wait(60)
+        return self.world.result
+
+    def close(self):
+        pass
+
+
+def collect(world, seconds=None, **limits):
+    sampling = SamplingConfig(**{"max_new_tokens": 3, "max_tokens": 40, **limits})
+    sampler = load_sampler(load_policy(SCRATCH, device="cpu"), EngineConfig(environment_seconds=seconds))
+    return Collector(world, sampler).collect(world.tasks, 2, sampling, RewardConfig(), seed=0)
+
+
+def test_a_step_that_hangs_ends_its_episode_as_incorrect():
+    world = Hanging("step")
+    groups = {group.task.id: group.trajectories for group in collect(world, seconds=0.2).groups}
+    world.gate.set()
+    assert [(t.stop_reason, t.outcome) for t in groups["b"]] == [(StopReason.TIMEOUT, Outcome.INCORRECT)] * 2
+    assert [t.stop_reason for t in groups["a"]] == [StopReason.TOKEN_LIMIT] * 2
+
+
+def test_a_start_that_hangs_is_left_out(caplog):
+    world = Hanging("start")
+    collection = collect(world, seconds=0.1)
+    world.gate.set()
+    assert [group.task.id for group in collection.groups if group.trajectories] == ["a"]
+    assert "its start took more than 0.1 s" in caplog.text
+
+
+def test_a_wait_for_an_environment_is_a_line(monkeypatch, caplog):
+    world = Hanging("step")
+    monkeypatch.setattr(schedule, "NOTES", (0.1, 30.0))
+    threading.Timer(0.5, world.gate.set).start()
+    collect(world)
+    (line,) = [text for text in caplog.messages if text.startswith("waiting")]
+    assert "waiting for the environment for 0 s: task 'b', seed" in line
+    assert line.endswith("turn 1 and 1 more")
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, {folder!r})
+import test_limits
+print("ready", flush=True)
+test_limits.collect(test_limits.Hanging("step"))
+"""
+
+
+def test_an_environment_that_hangs_does_not_keep_the_process(tmp_path):
+    program = tmp_path / "p.py"
+    program.write_text(PROGRAM.format(folder=str(Path(__file__).parent)))
+    with subprocess.Popen(
+        [sys.executable, str(program)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as p:
+        p.stdout.readline()
+        time.sleep(2)  # it hangs by now, or is interrupted before
+        begin = time.monotonic()
+        p.send_signal(signal.SIGINT)
+        p.wait(30)
+        assert time.monotonic() - begin < 20  # the environment would wait for 60 s
+        assert b"KeyboardInterrupt" in p.stderr.read()
+
+
+@pytest.mark.parametrize(
+    ("result", "limits", "message"),
+    [
+        ("first", {}, "all 4 episodes were cut by the environment's limit on turns"),
+        ("never", {}, "all 4 episodes were cut by sampling.max_tokens: 40 (tokens of an episode)"),
+    ],
+)
+def test_a_step_whose_episodes_are_all_cut_is_a_line(caplog, result, limits, message):
+    collect(Hanging(result=STOPS[result]), **limits)
+    assert [text for text in caplog.messages if message in text]
+
+
+def test_replies_that_are_all_cut_are_a_line(caplog):
+    wrong = StepResult("", True, Outcome.INCORRECT, StopReason.FINISHED)
+    collect(Hanging(result=wrong), max_new_tokens=2)
+    assert "all 4 episodes were cut by sampling.max_new_tokens: 2 (tokens of an action)" in caplog.text
+    caplog.clear()
+    collect(Hanging(result=StepResult("", True, Outcome.CORRECT, StopReason.FINISHED)), max_new_tokens=2)
+    assert not caplog.messages
+
+
+def test_more_new_tokens_than_positions_are_a_line(caplog):
+    positions._check_new_tokens.cache_clear()
+    world = Hanging(result=StepResult("", True, Outcome.CORRECT, StopReason.FINISHED))
+    for _ in range(2):
+        collect(world, max_new_tokens=2000)
+    lines = [text for text in caplog.messages if "max_new_tokens: 2000" in text and "64 positions" in text]
+    assert len(lines) == 1
+
+
+def test_an_evaluation_on_few_tasks_is_a_line(caplog, monkeypatch):
+    monkeypatch.setattr(evaluation, "_check_number", cache(evaluation._check_number.__wrapped__))
+    world = Hanging(result=StepResult("", True, Outcome.CORRECT, StopReason.FINISHED))
+    for _ in range(2):
+        evaluation.evaluate(load_policy(SCRATCH, device="cpu"), world, {"sampling": {"max_new_tokens": 2}})
+    lines = [text for text in caplog.messages if text.startswith("an evaluation on 2 tasks tells little")]
+    assert len(lines) == 1 and "69 points off" in lines[0]
