@@ -15,8 +15,8 @@ from typing import Any, Literal, overload
 
 from agent_peft.environments import Environment, load_environment
 from agent_peft.environments.graders import spelled
-from agent_peft.environments.quantities import last_quantity
 from agent_peft.environments.gsm8k import GOLD_MARK
+from agent_peft.environments.quantities import last_quantity
 from agent_peft.environments.task_files.reading import MAX_FILE_BYTES
 from agent_peft.environments.task_files.rows import SUFFIXES, file_or_hub_id, read_table
 from agent_peft.files import MEGABYTE, write_atomic
