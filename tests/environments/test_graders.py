@@ -1,5 +1,7 @@
 """What each grader takes for the right answer."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -195,9 +197,24 @@ def test_a_group_that_takes_no_part_is_no_answer():
     assert not grade("yes", "None", TASK).correct and not grade("yes", "None", TASK).valid
 
 
+def test_a_pattern_without_end_is_stopped_and_named_once(caplog):
+    grade = find_grader("regex", r"(?s)<answer>\s*(.*?)\s*</answer>")  # cubic
+    begun = time.process_time()
+    for _ in range(2):
+        result = grade("<answer>" + " " * 20_000, "7", TASK)
+        assert (result.correct, result.valid) == (False, False)
+    assert time.process_time() - begun < 1  # another process spent the time
+    assert grade("<answer> 7 </answer>", "7", TASK).correct
+    assert caplog.text.count("took too much time or memory") == 1
+
+
 @pytest.mark.parametrize(
     ("pattern", "told"),
-    [("(", "is no regular expression (missing )"), ("a+", "has no group; put parentheses around the answer")],
+    [
+        ("(", "is no regular expression (missing )"),
+        ("a+", "has no group; put parentheses around the answer"),
+        ("(a)" * 500, "is no regular expression (it is longer than 1000 characters)"),
+    ],
 )
 def test_a_wrong_pattern_is_told(pattern, told):
     with pytest.raises(ValueError) as raised:

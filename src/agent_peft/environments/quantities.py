@@ -1,5 +1,5 @@
-"""Numbers in replies: the last one of a text is read whole or refused, so that no part of a number is taken for
-the number.
+"""Numbers in replies: the last one of a text is read whole or refused, so that no part of a number is taken
+for the number.
 """
 
 from __future__ import annotations
