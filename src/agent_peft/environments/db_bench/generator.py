@@ -13,10 +13,11 @@ import random
 import sqlite3
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from agent_peft.environments.db_bench.database import Row, rounded
+from agent_peft.environments.db_bench.database import Row, other_orders, rounded
 from agent_peft.environments.db_bench.generation.conditions import Unfit
 from agent_peft.environments.db_bench.generation.grammar import Derivation, Side
 from agent_peft.environments.db_bench.generation.looks import Look, looks
@@ -281,7 +282,22 @@ class TaskMaker:
             return None
         if not every_part_matters(statement, answer, table.answer):
             return None
-        return (plan, answer) if is_determined(statement, sampler.schema.columns, table.answer) else None
+        if not is_determined(statement, sampler.schema.columns, table.answer):
+            return None
+        if not isinstance(statement, Select) and not _is_stable(statement, answer, sampler):
+            return None
+        return plan, answer
+
+
+def _is_stable(change: Statement, answer: tuple[Row, ...], sampler: Sampler) -> bool:
+    """Whether a change leaves the same table in whatever order the rows are stored. SQLite may evaluate a
+    subquery when some rows are changed already.
+    """
+    for rows in other_orders(sampler.rows):
+        with closing(Scratch(sampler.schema, tuple(map(tuple, rows)))) as table:
+            if table.answer(change) != answer:
+                return False
+    return True
 
 
 class Scratch:
