@@ -16,6 +16,7 @@ Cell = str | int | float | bytes | None
 Row = tuple[Cell, ...]
 
 MAX_SQL = 10_000  # characters of a statement
+NO_STATEMENT = "no statement was written"  # but comments, blanks or semicolons
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from agent_peft.environments.db_bench.database import (
     MAX_SQL,
+    NO_STATEMENT,
     Cell,
     DatabaseStopped,
     Executed,
@@ -13,7 +14,7 @@ from agent_peft.environments.db_bench.database import (
 )
 from agent_peft.environments.db_bench.servers.accounts import server_of
 from agent_peft.environments.db_bench.servers.client import Answer, Client, ServerError, literal, quoted
-from agent_peft.environments.db_bench.servers.statements import refusal_of
+from agent_peft.environments.db_bench.servers.statements import bare_statement, refusal_of
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, InfrastructureError, StopReason
 
@@ -76,6 +77,9 @@ class ServerDatabase:
             sql.encode()
         except UnicodeEncodeError:
             return Executed(error="the statement is not valid Unicode")
+        sql = bare_statement(sql)
+        if not sql:
+            return Executed(error=NO_STATEMENT)
         if (refusal := refusal_of(sql)) is not None:
             return Executed(error=refusal)
         if self._stopped or self._client is None:
