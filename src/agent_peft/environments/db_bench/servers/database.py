@@ -150,6 +150,10 @@ class ServerDatabase:
         if error.is_late or error.is_stopped:
             return f"the statement was stopped after {seconds:g} seconds"
         if error.is_killed:
+            assert self._client is not None
+            if self._client.thread in self._server.out_of_memory:
+                self._server.out_of_memory.discard(self._client.thread)
+                return "the statement was stopped: out of memory"
             return "the statement was stopped: its table is too large"
         if error.is_lost or error.is_exhausted or (error.may_be_full and self._server.is_full):
             raise self._lost(error) from error
