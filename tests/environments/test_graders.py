@@ -1,5 +1,7 @@
 """What each grader takes for the right answer."""
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -131,10 +133,10 @@ def test_a_number_is_read_however_it_is_written(reply, answer):
     assert find_grader("number")(answer, reply, TASK).correct
 
 
-REFUSED = """1,5|1.000,50|1.234.567|1,23,456|0,123|1, 000|1000 000|1 0000|5!|0x10|0xff|0b11|12:30|1 : 2|1/0|1/2,5
-2^3^2|2^0.5|1e3.5|1e3e3|1e9999999|2^99999|0^-1|x^2|5^x|x_10|10₂|√4|∛8|\\sqrt{4}|\\sqrt4|\\sqrt[3]{8}|sqrt(4)
-log_2 8|\\ln 5|\\binom{5}{2}|\\frac{a}{4}|\\frac{1}{\\frac{2}{3}}|(3)/4|3/(4)|x/4|(2)*10^5|2π|2\\pi|±5|5±1|--7|-(5)
--\\boxed{5}|minus 5|0.333...|0.(3)|0.\\overline{3}|1.2.3|2024-01-05|5k|5M|7万|2 million 500|3 out of 4
+REFUSED = """1,5|1.000,50|1.234.567|1,23,456|0,123|1, 000|1000 000|1 0000|5!|0x10|0xff|0b11|12:30|1 : 2|1/0
+1/2,5|2^3^2|2^0.5|1e3.5|1e3e3|1e9999999|2^99999|0^-1|x^2|5^x|x_10|10₂|√4|∛8|\\sqrt{4}|\\sqrt4|\\sqrt[3]{8}|sqrt(4)
+log_2 8|\\ln 5|\\binom{5}{2}|\\frac{a}{4}|\\frac{1}{\\frac{2}{3}}|(3)/4|3/(4)|x/4|(2)*10^5|2π|2\\pi|±5|5±1|--7
+-(5)|-\\boxed{5}|minus 5|0.333...|0.(3)|0.\\overline{3}|1.2.3|2024-01-05|5k|5M|7万|2 million 500|3 out of 4
 5'10|1 234,5|\\boxed{1,5}|2\\frac{100}{200}|1 000/3|5 hundredths"""
 
 
@@ -157,8 +159,12 @@ def test_whatever_looks_like_a_number_can_be_read(text):
 
 @pytest.mark.parametrize(
     "text",
-    ["1/" * 50_000, "1 " * 50_000, "1,234" * 20_000, "-$" * 50_000, "." * 100_000]
-    + [
+    [
+        "1/" * 50_000,
+        "1 " * 50_000,
+        "1,234" * 20_000,
+        "-$" * 50_000,
+        "." * 100_000,
         r"\frac{" * 20_000,
         "1 000" * 20_000,
         "10^" * 30_000,
@@ -191,9 +197,24 @@ def test_a_group_that_takes_no_part_is_no_answer():
     assert not grade("yes", "None", TASK).correct and not grade("yes", "None", TASK).valid
 
 
+def test_a_pattern_without_end_is_stopped_and_named_once(caplog):
+    grade = find_grader("regex", r"(?s)<answer>\s*(.*?)\s*</answer>")  # cubic
+    begun = time.process_time()
+    for _ in range(2):
+        result = grade("<answer>" + " " * 20_000, "7", TASK)
+        assert (result.correct, result.valid) == (False, False)
+    assert time.process_time() - begun < 1  # another process spent the time
+    assert grade("<answer> 7 </answer>", "7", TASK).correct
+    assert caplog.text.count("took too much time or memory") == 1
+
+
 @pytest.mark.parametrize(
     ("pattern", "told"),
-    [("(", "is no regular expression (missing )"), ("a+", "has no group; put parentheses around the answer")],
+    [
+        ("(", "is no regular expression (missing )"),
+        ("a+", "has no group; put parentheses around the answer"),
+        ("(a)" * 500, "is no regular expression (it is longer than 1000 characters)"),
+    ],
 )
 def test_a_wrong_pattern_is_told(pattern, told):
     with pytest.raises(ValueError) as raised:

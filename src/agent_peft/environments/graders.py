@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import numbers
-import re
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
+from functools import lru_cache
 from typing import Any
 
+from agent_peft.environments import expressions
 from agent_peft.environments.quantities import last_number as last_number
 from agent_peft.environments.quantities import last_quantity
 from agent_peft.environments.quantities import parse_number as parse_number
 from agent_peft.lookup import find, may_import, nearest
 from agent_peft.types import AgentPeftError, Task
+
+logger = logging.getLogger(__name__)
 
 CUSTOM = "your own as package.module:function"
 
@@ -68,15 +72,26 @@ def _number(reply: str, answer: Any, task: Task) -> Grade:
     return Grade(found is not None and expected is not None and found.equals(expected), found is not None)
 
 
-def _by_pattern(pattern: re.Pattern[str]) -> Grader:
+def _by_pattern(pattern: str) -> Grader:
     def grade(reply: str, answer: Any, task: Task) -> Grade:
-        last = None
-        for last in pattern.finditer(reply):  # noqa: B007 (the last one is wanted)
-            pass
-        found = None if last is None else last[1]
+        try:
+            found = expressions.last_group(pattern, reply)
+        except TimeoutError:
+            _warn_of_time(pattern)
+            found = None
         return Grade(found is not None and plain(found) == plain(spelled(answer)), valid=found is not None)
 
     return grade
+
+
+@lru_cache(256)
+def _warn_of_time(pattern: str) -> None:
+    """Log once for each pattern."""
+    logger.warning(
+        "grader regex: the pattern %.200r took too much time or memory on a reply, which is incorrect; "
+        "write a pattern with fewer ways to match",
+        pattern,
+    )
 
 
 def _by_function(name: str) -> Grader:
@@ -106,7 +121,7 @@ def find_grader(name: str, pattern: str | None = None) -> Grader:
         AgentPeftError: a function of the user's own cannot be found.
     """
     if name == "regex":
-        return _by_pattern(re.compile(pattern or "()"))
+        return _by_pattern(pattern or "()")
     try:
         return BUILT_IN.get(name) or _by_function(name)
     except ValueError as error:
@@ -134,15 +149,12 @@ def check_pattern(pattern: str | None) -> str | None:
     Raises:
         ValueError: it is none.
     """
-    if pattern is not None:
-        try:
-            groups = re.compile(pattern).groups
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(f"{pattern!r:.60} is no regular expression ({error})") from error
-        if groups == 0:
+    if pattern is not None and (fault := expressions.fault(pattern, group=True)) is not None:
+        if fault == expressions.NO_GROUP:
             raise ValueError(
                 f"{pattern!r:.60} has no group; put parentheses around the answer, as in 'Answer: (.+)'"
             )
+        raise ValueError(f"{pattern!r:.60} is no regular expression ({fault})")
     return pattern
 
 

@@ -1,4 +1,4 @@
-"""Numbers in replies: the last one of a text, read as a whole or refused, so that no part of a number is taken
+"""Numbers in replies: the last one of a text is read whole or refused, so that no part of a number is taken
 for the number.
 """
 
@@ -42,7 +42,8 @@ _BEFORE = re.compile(
     |(?<![A-Za-z])(?:{_FUNCTIONS.replace(" ", chr(92) + " ")})(?:_?\{{?\w?\}}?)\ ?\(?
     |[A-Za-z)}}\]]\ ?/\ ?[({{]?|[0-9]\ ?/\ ?[({{]|[)}}\]]\ ?[*xX]\ ?  # a denominator, a factor
     |[0-9]:|[0-9]\ :\ |[0-9]-[0-9]{{1,4}}-|[0-9]\.\(  # a time or a ratio, a date, a period
-    |[0-9](?:[.,'_]|[eE][-+]?)|[0-9]\ (?:\\?over|out\ of|to\ the\ power(?:\ of)?)\ |(?:{"|".join(_SCALES)})\ (?:and\ )?
+    |[0-9](?:[.,'_]|[eE][-+]?)|[0-9]\ (?:\\?over|out\ of|to\ the\ power(?:\ of)?)\ #
+    |(?:{"|".join(_SCALES)})\ (?:and\ )?
     |(?<![0-9A-Za-z])0[xXbBoO][0-9a-fA-F]*)\Z""",
     re.VERBOSE,
 )
@@ -240,7 +241,8 @@ def _ascii(letter: str) -> str:
     if category == "Nd":
         return str(unicodedata.digit(letter))
     if category == "No" and "⁄" in (plain := unicodedata.normalize("NFKC", letter)):
-        return r"\frac{%s}{%s}" % tuple(plain.split("⁄"))
+        over, _, under = plain.partition("⁄")
+        return rf"\frac{{{over}}}{{{under}}}"
     if category in ("Zs", "Cf", "Sc"):
         return {"Zs": " ", "Cf": "", "Sc": "$"}[category]
     return chr(ord(letter) - 0xFEE0) if "\uff01" <= letter <= "\uff5e" else letter

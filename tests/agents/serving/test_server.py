@@ -242,6 +242,63 @@ HOSTILE = (
 )  # fmt: skip
 
 
+TOOLS = [{"type": "function", "function": {"name": "ls"}}]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"service_tier": "auto"},
+        {"presence_penalty": 0.0, "frequency_penalty": 0, "repetition_penalty": 1.0, "min_p": 0},
+        {"modalities": ["text"], "verbosity": "medium", "store": False, "logit_bias": {}},
+        {"tools": TOOLS, "tool_choice": "none", "parallel_tool_calls": True},
+        {"stream_options": None, "tool_choice": None, "stop": None, "stop_token_ids": []},
+        {"temperature": 1, "top_p": 1, "n": 1, "seed": None},
+    ],
+)
+def test_a_default_of_the_api_changes_nothing_and_is_accepted(serving, keys):
+    answer = post(serving().url, messages=USER, max_tokens=2, **keys)
+    assert answer.status_code == 200, answer.text
+
+
+def test_best_of_that_keeps_all_replies_is_accepted(serving):
+    url = serving().url
+    for keys in ({"best_of": 1}, {"best_of": 2, "n": 2}, {"best_of": 1, "n": 2}, {"service_tier": "default"}):
+        assert post(url, "completions", prompt="1", max_tokens=1, **keys).status_code == 200, keys
+    refused = post(url, "completions", prompt="1", best_of=3)
+    assert refused.json()["error"]["message"] == "body: best_of is 1 or equal to n: replies are not ranked"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"stream_options": {"include_usage": True}}, "body: stream_options needs stream: true"),
+        ({"tool_choice": "none"}, "body: tool_choice needs tools"),
+        ({"tool_choice": "auto", "tools": []}, "body: tool_choice needs tools"),
+        ({"parallel_tool_calls": False}, "body: parallel_tool_calls needs tools"),
+        ({"stop": ""}, "body.stop: is a text of 1 to 200 characters, at most 16 of them in a list, or null"),
+        (
+            {"stop": ["a", ""]},
+            "body.stop: is a text of 1 to 200 characters, at most 16 of them in a list, or null",
+        ),
+        ({"seed": True}, "body.seed: Input should be a valid integer"),
+        ({"temperature": True}, "body.temperature: Input should be a valid number"),
+        ({"top_p": "0.5"}, "body.top_p: Input should be a valid number"),
+        ({"presence_penalty": False}, "body.presence_penalty: is a number"),
+    ],
+)
+def test_what_has_no_effect_or_another_type_is_refused(serving, keys, message):
+    answer = post(serving().url, messages=USER, **keys)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
+
+
+def test_a_body_with_equal_keys_is_refused(serving):
+    body = b'{"messages": [{"role": "user", "content": "1"}], "max_tokens": 1, "max_tokens": 2}'
+    url = f"{serving().url}/v1/chat/completions"
+    answer = CLIENT.post(url, content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 422 and "max_tokens" in answer.json()["error"]["message"]
+
+
 def test_hostile_bodies_are_refused_in_openais_words(serving):
     url = serving().url
     for body in HOSTILE:

@@ -246,3 +246,25 @@ def test_the_prompt_names_the_database(name):
     system = episode.start()[0].content
     episode.close()
     assert ("MySQL" in system, "SQLite" in system) == ((False, True) if name == "sqlite" else (True, False))
+
+
+@pytest.mark.parametrize(
+    "sql", ["-- nothing", "/* nothing */", ";", " ;\n; -- end", "-- a;\n/* b */;", "\t", ""]
+)
+def test_what_holds_no_statement_is_told(opened, sql):
+    executed = opened().execute(sql)
+    assert executed.error == "no statement was written" and executed.rows is None
+
+
+@pytest.mark.parametrize(
+    "sql", ["SELECT 1 ;;", ";SELECT 1", "SELECT 1; -- one", "/* a */ SELECT 1 /* b */;;", "SELECT 1 -- ;\n;"]
+)
+def test_empty_statements_around_one_are_left_out(opened, sql):
+    assert opened().execute(sql).rows == ((1,),)
+
+
+def test_two_statements_and_marks_within_texts(opened):
+    database = opened()
+    assert database.execute("SELECT 1;; SELECT 2").error == "write one statement at a time"
+    assert database.execute("SELECT ';; -- x' ;").rows == ((";; -- x",),)
+    assert database.execute("SELECT 'it''s; /* y */'").rows == (("it's; /* y */",),)

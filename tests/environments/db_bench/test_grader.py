@@ -263,3 +263,11 @@ def test_many_rows_are_scored_soon():
     one, other = [(i, f"a{i}") for i in range(20_000)], [(i, f"b{i}") for i in range(20_000)]
     assert change_score([], one, other) == 0  # rows that are only alike are not compared, so many are they
     assert change_score([], one, [*one[:10_000], *other[10_000:]]) == 0.5
+
+
+@pytest.mark.parametrize("text", ["[(inf, -inf)]", "[[Infinity, -Infinity]]", "(inf, -inf)"])
+def test_what_is_printed_of_infinity_is_an_answer(text):
+    gold = [(float("inf"), float("-inf"))]
+    assert answer_is_correct(text, gold, None)
+    assert not answer_is_correct("[(1e300, -inf)]", gold, None)
+    assert answer_is_correct("inf", [("inf",)], None)  # a text

@@ -96,3 +96,78 @@ def test_the_same_tasks_as_ever_in_the_same_order():
     entries = generate(100, 3)
     assert [(task.id, task.content) for task in environment.tasks] == list(entries.items())[:5]
     assert all(set(task.skills) == set(entries[task.id]["skill_list"]) for task in environment.tasks)
+
+
+ITEMS = [[1, "a", 5], [2, "b", 9], [3, "c", 9], [4, "d", 9], [5, "e", None], [6, "f", None]]
+
+
+def entry_of(sql, answer=None, rows=ITEMS):
+    columns = [
+        {"name": name, "type": kind} for name, kind in (("id", "INT"), ("name", "TEXT"), ("price", "INT"))
+    ]
+    return {
+        "instruction": "x",
+        "skill_list": [],
+        "table_info": {"name": "items", "column_info_list": columns, "row_list": rows},
+        "answer_info": {"sql": sql, "direct": answer, "md5": None},
+    }
+
+
+@pytest.mark.parametrize(
+    ("sql", "answer"),
+    [
+        ("SELECT name FROM items ORDER BY price DESC LIMIT 1", [["b"]]),
+        ("SELECT name FROM items ORDER BY price DESC LIMIT 1 OFFSET 1", [["c"]]),  # the middle of three
+        ("SELECT name FROM items ORDER BY price LIMIT 1", [["e"]]),  # NULL comes first
+        ("SELECT name, id FROM items WHERE price = 9 ORDER BY price", [["b", 2], ["c", 3], ["d", 4]]),
+        ("SELECT price FROM items WHERE id = (SELECT id FROM items ORDER BY price LIMIT 1) OR id = 1", None),
+        (
+            "SELECT price > 5 AS p, COUNT(*) AS n FROM items WHERE id < 3 GROUP BY p ORDER BY n LIMIT 1",
+            [[0, 1]],
+        ),
+        ("SELECT GROUP_CONCAT(name) FROM items", [["a,b,c,d,e,f"]]),
+        ("SELECT price, name FROM items WHERE price > 0 GROUP BY price", [[5, "a"], [9, "b"]]),
+        ("UPDATE items SET price = 0 WHERE id IN (SELECT id FROM items ORDER BY price DESC LIMIT 2)", None),
+        ("DELETE FROM items ORDER BY price DESC LIMIT 1", None),
+        ("INSERT INTO items SELECT 7, name, 1 FROM items ORDER BY price DESC LIMIT 1", None),
+    ],
+)
+def test_a_gold_that_ties_leave_open_is_rejected(tmp_path, sql, answer):
+    if answer is None and sql.startswith("SELECT"):
+        sql, answer = sql.replace("price FROM", "name FROM"), [["a"], ["e"]]
+    entries = {"open": entry_of(sql, answer), "sound": entry_of("DELETE FROM items WHERE id = 1")}
+    (tmp_path / "tasks.json").write_text(json.dumps(entries))
+    made = load_environment("db_bench", tasks=tmp_path / "tasks.json")
+    assert [task.id for task in made.tasks] == ["sound"]
+    (rejected,) = made.rejected
+    assert rejected.id == "open" and rejected.cause.startswith("ties leave the answer open")
+
+
+@pytest.mark.parametrize(
+    ("sql", "answer"),
+    [
+        ("SELECT name FROM items ORDER BY price DESC, id LIMIT 2", [["b"], ["c"]]),
+        (
+            "SELECT name, price FROM items WHERE id < 5 ORDER BY price",
+            [["a", 5], ["b", 9], ["c", 9], ["d", 9]],
+        ),
+        ("SELECT name FROM items LIMIT 2", [["a"], ["b"]]),  # counts from the lowest number
+        ("SELECT MAX(price) FROM items", [[9]]),
+        ("SELECT name || 'x' FROM items ORDER BY price DESC, id LIMIT 1", [["bx"]]),  # in MySQL, || is OR
+        ("DELETE FROM items ORDER BY id DESC LIMIT 2", None),
+    ],
+)
+def test_a_gold_that_no_tie_leaves_open_is_kept(tmp_path, sql, answer):
+    (tmp_path / "tasks.json").write_text(json.dumps({"sound": entry_of(sql, answer)}))
+    assert load_environment("db_bench", tasks=tmp_path / "tasks.json").rejected == ()
+
+
+def test_the_same_without_numbered_rows_is_rejected(tmp_path):
+    rows = [[1, "a", 5], [1, "b", 9], [2, "c", 9]]
+    entries = {"open": entry_of("SELECT name FROM items LIMIT 2", [["a"], ["b"]], rows)}
+    (tmp_path / "tasks.json").write_text(
+        json.dumps(entries | {"sound": entry_of("DELETE FROM items WHERE id = 1")})
+    )
+    assert [one.id for one in load_environment("db_bench", tasks=tmp_path / "tasks.json").rejected] == [
+        "open"
+    ]

@@ -367,12 +367,71 @@ def test_a_table_that_grows_too_large_is_stopped_before_it_harms_the_server(mari
     database.close()
 
 
+@linux
+def test_a_statement_that_takes_the_servers_memory_is_stopped(mariadb):
+    attacker, neighbour = open_database(seconds=30.0), open_database(seconds=30.0)
+    server = server_of("mariadb")
+    before, peak, over = server.private._memory(), [0], threading.Event()
+
+    def measure():
+        while not over.wait(0.02):
+            peak[0] = max(peak[0], server.private._memory())
+
+    thread = threading.Thread(target=measure)
+    thread.start()
+    for function in ("JSON_OBJECTAGG(seq, REPEAT('x', 1000000))", "JSON_OBJECTAGG(seq, REPEAT('y', 900000))"):
+        stopped = attacker.execute(f"SELECT LENGTH({function}) FROM seq_1_to_5000")
+        assert stopped.error == "the statement was stopped: out of memory"
+        assert neighbour.execute("SELECT COUNT(*) FROM t").rows == ((100,),)
+    over.set()
+    thread.join()
+    assert peak[0] - before < private._MOST_MEMORY
+    assert attacker.execute("SELECT MAX(a) FROM t").rows == ((99,),)
+    assert attacker.table() == neighbour.table() == TABLE.rows
+    wait_until(lambda: server.private._memory() < before + private._EXTRA_MEMORY / 2)
+    attacker.close()
+    neighbour.close()
+    assert server_of("mariadb") is server
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "CREATE TABLE m (a INT) ENGINE = MEMORY",
+        "CREATE TABLE m (a INT) ENGINE = MyISAM",
+        "CREATE TABLE m ENGINE = Aria SELECT * FROM t",
+        "CREATE TABLE m (a INT) PARTITION BY HASH(a) PARTITIONS 150",
+        "ALTER TABLE t ENGINE = MEMORY",
+        "ALTER TABLE t PARTITION BY HASH(a) PARTITIONS 150",
+    ],
+)
+def test_there_is_one_engine_and_no_partition(mariadb, sql):
+    database = open_database()
+    assert "cannot execute this statement" in database.execute(sql).error
+    assert database.table() == TABLE.rows
+    assert database.execute("CREATE TABLE other (a INT) ENGINE = InnoDB").error is None
+    database.close()
+
+
+def test_a_server_that_keeps_memory_ends_with_its_last_episode(mariadb):
+    first, second = open_database(), open_database()
+    old = server_of("mariadb")
+    old.is_retired = True  # as where memory does not return
+    third = open_database()
+    assert third._server is not old and old.is_running
+    first.close()
+    assert second.execute("SELECT COUNT(*) FROM t").rows == ((100,),)
+    second.close()
+    assert not old.is_running
+    assert third.execute("SELECT COUNT(*) FROM t").rows == ((100,),)
+    third.close()
+
+
 def test_a_full_disk_is_no_agents_fault(mariadb, monkeypatch):
     """But a table that reaches a limit of its own is."""
     database = open_database(seconds=20.0)
-    assert database.execute("CREATE TABLE m (a CHAR(250)) ENGINE = MEMORY").error is None
-    fill = "INSERT INTO m SELECT 'x' FROM t a, t b, t c"
-    assert database.execute(fill).error == "The table 'm' is full"
+    fill = "SELECT COUNT(*) FROM (SELECT DISTINCT a.a x, b.a y, REPEAT('z', 9000) FROM t a, t b) q"
+    assert database.execute(fill).error == "The table '(temporary)' is full"
     monkeypatch.setattr(private, "_SCHEMA_BYTES", 1 << 62)  # so no disk has room for another table
     with pytest.raises(InfrastructureError):
         database.execute(fill)

@@ -1,7 +1,7 @@
 """The requests of clients: OpenAI's, and of vLLM's additions ``top_k`` and the token ids.
 
-A key that would have no effect here is refused, so that nobody takes a reply for another than it is; those of
-them that clients send with the value that changes nothing are accepted with this value.
+A key that would have no effect here is refused, so that nobody takes a reply for another than it is. The
+default of OpenAI's API (or of vLLM's) is accepted for any key that they have, since it changes nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from pydantic import (
     Field,
     JsonValue,
     StrictBool,
+    StrictFloat,
     StrictInt,
+    field_validator,
     model_validator,
 )
 
@@ -22,6 +24,8 @@ from agent_peft.config import Config
 
 MAX_CHOICES = 64  # replies of one request
 MAX_ALTERNATIVES = 20
+MAX_STOPS = 16
+MAX_STOP_CHARS = 200
 COLDEST = 0.01  # below it logits overflow; 0 is the argmax
 
 
@@ -34,8 +38,8 @@ class _FailFast(FailFast):
 First = _FailFast()  # of a million wrong items only the first is an error
 Token = Annotated[StrictInt, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(strict=True)]
-Stop = Annotated[str, Field(strict=True, min_length=1, max_length=200)]
-Stops = Annotated[tuple[Stop, ...], First, Field(max_length=16)]
+Stop = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_STOP_CHARS)]
+Stops = Annotated[tuple[Stop, ...], First, Field(max_length=MAX_STOPS)]
 
 
 def _not_lukewarm(temperature: float) -> float:
@@ -78,7 +82,9 @@ class Call(_Wire):
     id: Text = ""
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = Field(default=None, exclude_if=lambda index: index is None, description="not read")
+    index: StrictInt | None = Field(
+        default=None, exclude_if=lambda index: index is None, description="not read"
+    )
 
 
 class TextPart(_Wire):
@@ -134,15 +140,14 @@ class _Request(_Wire):
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
     stop: Stop | Stops | None = Field(default=None, description="ends the reply, and is no part of its text")
-    temperature: Annotated[float, AfterValidator(_not_lukewarm)] | None = Field(
+    temperature: Annotated[StrictFloat, AfterValidator(_not_lukewarm)] | None = Field(
         default=None,
-        strict=True,
         ge=0,
         le=100,
         allow_inf_nan=False,
         description="0 takes the most likely token; null is 1",
     )
-    top_p: float | None = Field(default=None, strict=True, gt=0, le=1)
+    top_p: StrictFloat | None = Field(default=None, gt=0, le=1)
     top_k: StrictInt | None = Field(default=None, ge=-1, lt=2**31, description="0 and -1 keep all tokens")
     seed: StrictInt | None = Field(
         default=None, ge=-(2**63), lt=2**63, description="decides the first choice; the others derive theirs"
@@ -153,10 +158,48 @@ class _Request(_Wire):
     )
     # without an effect on a reply
     user: str | None = Field(default=None, description="not read")
+    safety_identifier: str | None = Field(default=None, description="not read")
+    prompt_cache_key: str | None = Field(default=None, description="not read")
     # only the values that change nothing
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
+    repetition_penalty: Literal[1] | None = None
+    min_p: Literal[0] | None = None
+    min_tokens: Literal[0] | None = None
+    ignore_eos: Literal[False] | None = None
+    stop_token_ids: tuple[()] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    skip_special_tokens: Literal[True] | None = None
     logit_bias: dict[str, Any] | None = Field(default=None, max_length=0)
+    service_tier: Literal["auto", "default"] | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stops_are_texts(cls, stop: Any) -> Any:
+        texts = stop if isinstance(stop, list) else [] if stop is None else [stop]
+        if len(texts) > MAX_STOPS or not all(
+            isinstance(text, str) and 1 <= len(text) <= MAX_STOP_CHARS for text in texts
+        ):
+            raise ValueError(
+                f"is a text of 1 to {MAX_STOP_CHARS} characters, at most {MAX_STOPS} of them in a list, "
+                "or null"
+            )
+        return stop
+
+    @field_validator(
+        "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p", "min_tokens", mode="before"
+    )
+    @classmethod
+    def _is_a_number(cls, number: Any) -> Any:
+        if isinstance(number, bool):  # which equals 0 or 1
+            raise ValueError("is a number")
+        return int(number) if number in (0.0, 1.0) else number
+
+    @model_validator(mode="after")
+    def _streams_its_options(self) -> _Request:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream: true")
+        return self
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -180,12 +223,21 @@ class ChatRequest(_Request):
     top_logprobs: StrictInt | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
     response_format: TextFormat | None = None
     store: Literal[False] | None = None
+    modalities: tuple[Literal["text"]] | None = None
+    verbosity: Literal["medium"] | None = None
+    audio: None = None
+    prediction: None = None
+    add_generation_prompt: Literal[True] | None = None
+    continue_final_message: Literal[False] | None = None
     metadata: dict[str, str] | None = Field(default=None, max_length=16, description="not read")
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
+        for key in ("tool_choice", "parallel_tool_calls"):
+            if getattr(self, key) is not None and not self.tools:
+                raise ValueError(f"{key} needs tools")
         if None not in (self.max_tokens, self.max_completion_tokens) and (
             self.max_tokens != self.max_completion_tokens
         ):
@@ -210,7 +262,13 @@ class CompletionRequest(_Request):
     logprobs: StrictInt | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
     echo: Literal[False] | None = None
     suffix: None = None
-    best_of: None = None
+    best_of: StrictInt | None = Field(default=None, ge=1, description="1, or as many as n: the best of all")
+
+    @model_validator(mode="after")
+    def _keeps_all(self) -> CompletionRequest:
+        if self.best_of not in (None, 1, self.n or 1):
+            raise ValueError("best_of is 1 or equal to n: replies are not ranked")
+        return self
 
     @property
     def prompts(self) -> tuple[str | tuple[int, ...], ...]:

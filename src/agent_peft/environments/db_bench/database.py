@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
 from typing import Protocol
 
+from agent_peft.seeding import generator
 from agent_peft.types import StopReason
 
 Cell = str | int | float | bytes | None
 Row = tuple[Cell, ...]
 
 MAX_SQL = 10_000  # characters of a statement
+NO_STATEMENT = "no statement was written"  # but comments, blanks or semicolons
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,16 @@ class Database(Protocol):
     def close(self) -> None:
         """Drop everything. May be called twice."""
         ...
+
+
+def other_orders(rows: Sequence[Sequence[Cell]]) -> list[list[Sequence[Cell]]]:
+    """The rows of a table in other orders. A statement that answers one of them in another way depends on the
+    order in which rows happen to be stored, as where rows tie at a LIMIT.
+
+    >>> other_orders([(1,), (2,)])[0]
+    [(2,), (1,)]
+    """
+    return [list(rows)[::-1], *(generator(0, "order", k).sample(rows, len(rows)) for k in range(4))]
 
 
 def rounded(cell: Cell) -> Cell:

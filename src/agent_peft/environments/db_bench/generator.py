@@ -13,10 +13,11 @@ import random
 import sqlite3
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import Any
 
-from agent_peft.environments.db_bench.database import Row, rounded
+from agent_peft.environments.db_bench.database import Row, other_orders, rounded
 from agent_peft.environments.db_bench.generation.conditions import Unfit
 from agent_peft.environments.db_bench.generation.grammar import Derivation, Side
 from agent_peft.environments.db_bench.generation.looks import Look, looks
@@ -25,6 +26,7 @@ from agent_peft.environments.db_bench.generation.phrasing import Phrasing
 from agent_peft.environments.db_bench.generation.plan import (
     Insert,
     Select,
+    Sort,
     Statement,
     name_sql,
     qualified,
@@ -281,7 +283,28 @@ class TaskMaker:
             return None
         if not every_part_matters(statement, answer, table.answer):
             return None
-        return (plan, answer) if is_determined(statement, sampler.schema.columns, table.answer) else None
+        if not is_determined(statement, sampler.schema.columns, table.answer):
+            return None
+        return (plan, answer) if _is_stable(statement, answer, sampler) else None
+
+
+def _is_stable(statement: Statement, answer: tuple[Row, ...], sampler: Sampler) -> bool:
+    """Whether a statement answers the same in whatever order the rows are stored. Of three rows that tie in a
+    subquery, both orders may keep the middle one; and SQLite may evaluate a subquery of a change when some
+    rows are changed already.
+    """
+    if isinstance(statement, Select) and statement.limit and not statement.order:
+        statement = replace(statement, order=(Sort(sampler.schema.columns[0], False),))
+    for rows in other_orders(sampler.rows):
+        with closing(Scratch(sampler.schema, tuple(map(tuple, rows)))) as table:
+            again = table.answer(statement)
+            if again is None or [*map(_shown, again)] != [*map(_shown, answer)]:
+                return False
+    return True
+
+
+def _shown(row: Row) -> Row:
+    return tuple(map(rounded, row))
 
 
 class Scratch:

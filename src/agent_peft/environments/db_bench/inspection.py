@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from agent_peft.environments.base import Inspection
 from agent_peft.environments.db_bench.config import DBBenchConfig
-from agent_peft.environments.db_bench.episode import DBBenchEpisode, one_line, replies_of, run_gold
+from agent_peft.environments.db_bench.database import Cell, Row, other_orders
+from agent_peft.environments.db_bench.episode import DBBenchEpisode, one_line, replies_of, run_gold, shown
+from agent_peft.environments.db_bench.grader import answer_is_correct, tables_are_equal
 from agent_peft.environments.db_bench.problem import SQLProblem
 from agent_peft.environments.db_bench.protocol import PROTOCOLS
+from agent_peft.environments.db_bench.syntax import in_order_of, respelled, with_ties_broken
 from agent_peft.environments.db_bench.tasks import table_md5
 from agent_peft.environments.task_files.replay import replay
 from agent_peft.types import AgentPeftError, Outcome, StepResult, StopReason
@@ -50,7 +54,40 @@ def _fault_of_gold(problem: SQLProblem, config: DBBenchConfig) -> str | None:
         )
     if problem.is_change and problem.md5 is not None and (table is None or table_md5(table) != problem.md5):
         return "the gold SQL leaves another table than the stored md5 tells"
+    if not _is_determined(problem, config, table):
+        return (
+            "ties leave the answer open: the gold SQL gives another one where the table's rows are stored in "
+            "another order"
+        )
     return None
+
+
+def _is_determined(problem: SQLProblem, config: DBBenchConfig, table: Sequence[Row] | None) -> bool:
+    """Whether the gold's answer does not depend on the order in which the table's rows are stored. A LIMIT
+    without ORDER BY counts from the lowest number where the first column numbers the rows.
+    """
+
+    def gives_answer(sql: str, rows: Sequence[Sequence[Cell]]) -> bool:
+        changed = replace(problem, sql=sql, table=replace(problem.table, rows=rows))
+        executed, after = run_gold(changed, config)
+        if executed.error is not None or problem.direct is None:
+            return executed.error is None and tables_are_equal(after, table)
+        return answer_is_correct(repr(shown(executed.rows or ())), problem.direct, problem.order)
+
+    rows, headers = problem.table.rows, problem.table.headers
+    # groups that tie come in one order, however the rows are stored
+    broken = [with_ties_broken(problem.sql, headers, descending) for descending in (False, True)]
+    if not all(sql is None or gives_answer(sql, rows) for sql in broken):
+        same = respelled(problem.sql)  # else the other statements say nothing
+        if same is not None and gives_answer(same, rows):
+            return False
+    orders = other_orders(rows)
+    if all(gives_answer(problem.sql, order) for order in orders):
+        return True
+    numbers = [row[0] for row in rows]
+    numbered = all(isinstance(number, int) for number in numbers) and numbers == sorted(set(numbers))
+    counted = in_order_of(headers[0], problem.sql) if numbered else None
+    return counted is not None and all(gives_answer(counted, order) for order in (rows, *orders))
 
 
 def _replay(problem: SQLProblem, config: DBBenchConfig, replies: Sequence[str]) -> StepResult:

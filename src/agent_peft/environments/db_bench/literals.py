@@ -16,7 +16,7 @@ _BLANK = re.compile(r"\s*")
 _TOKEN = re.compile(
     r"""(?P<open>[\[(])|(?P<close>[\])])|(?P<comma>,)
     |(?P<string>'(?:[^'\\]|\\.|'')*+'|"(?:[^"\\]|\\.|"")*+")
-    |(?P<word>(?:null|none|true|false)\b)
+    |(?P<word>(?:null|none|true|false|[-+]?inf(?:inity)?)\b)
     |(?P<number>(?:[-+]?\$?|\$[-+])(?:\d++(?:\.\d*+)?|\.\d++)(?:e[-+]?\d++)?(?![\w.]))""",
     re.VERBOSE | re.IGNORECASE | re.DOTALL,
 )
@@ -24,6 +24,7 @@ _THOUSANDS = re.compile(r"(?:[-+]?\$?|\$[-+])\d{1,3}(?:,\d{3})++(?:\.\d++)?(?![\
 _AMOUNT = re.compile(r"(?:[-+]?\$?|\$[-+])(?:(?:0|[1-9]\d*+|[1-9]\d{0,2}(?:,\d{3})++)(?:\.\d++)?|\.\d++)")
 _ESCAPE = re.compile(r"\\(U[0-9a-fA-F]{8}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
 _WORDS: dict[str, Cell] = {"null": None, "none": None, "true": 1, "false": 0}
+_WORDS |= {f"{sign}{word}": float(f"{sign}inf") for sign in ("", "+", "-") for word in ("inf", "infinity")}
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
 
 

@@ -18,7 +18,7 @@ import sqlite3
 import time
 from collections.abc import Iterable
 
-from agent_peft.environments.db_bench.database import MAX_SQL, Cell, Executed, Row, Table, size
+from agent_peft.environments.db_bench.database import MAX_SQL, NO_STATEMENT, Cell, Executed, Row, Table, size
 from agent_peft.seeding import generator
 from agent_peft.types import AgentPeftError
 
@@ -133,6 +133,9 @@ class SQLiteDatabase:
         return connection
 
     def execute(self, sql: str, seconds: float | None = None) -> Executed:
+        sql = bare_statement(sql)
+        if not sql:
+            return Executed(error=NO_STATEMENT)
         if expansions(sql) > _MAX_EXPANSIONS:
             return Executed(error="the common table expressions refer to each other too often")
         before = self._connection.total_changes
@@ -263,6 +266,18 @@ def expansions(sql: str) -> int:
     for name in set(_defined(words)):
         product = min(product * max(counts[name] - 1, 1), 10**9)
     return product
+
+
+def bare_statement(sql: str) -> str:
+    """The text without the comments and semicolons before and after its statements.
+
+    >>> bare_statement("; SELECT 1 ;; -- one"), bare_statement("/* none */ ;")
+    ('SELECT 1', '')
+    """
+    if len(sql) > MAX_SQL:
+        return sql
+    places = [match.span() for match in _WORD.finditer(sql) if not match[0].startswith(("--", "/*", ";"))]
+    return sql[places[0][0] : places[-1][1]] if places else ""
 
 
 def _defined(words: list[str]) -> Iterable[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from sqlglot import exp
 from sqlglot.dialects.mysql import MySQL
@@ -91,6 +91,62 @@ def parse(sql: str) -> exp.Expr | None:
     ):  # an odd statement makes sqlglot raise KeyError, AttributeError, RecursionError and more
         return None
     return trees[0] if trees else None
+
+
+def in_order_of(column: str, sql: str) -> str | None:
+    """The statement with a sort by the column wherever it has a LIMIT and no sort; None where it has no such
+    place, or cannot be read.
+
+    >>> in_order_of("id", "SELECT a FROM t LIMIT 2")
+    'SELECT a FROM t ORDER BY `id` LIMIT 2'
+    """
+
+    def keys(node: exp.Expr) -> list[exp.Expr]:
+        unsorted = node.args.get("limit") is not None and node.args.get("order") is None
+        return [exp.Ordered(this=exp.column(column, quoted=True), nulls_first=True)] if unsorted else []
+
+    return _sorted_further(sql, keys)
+
+
+def with_ties_broken(sql: str, headers: Sequence[str], descending: bool) -> str | None:
+    """The statement with further sort keys after its own wherever it sorts: the output columns of a query,
+    the table's columns of a change. None where it sorts nowhere, or cannot be read.
+
+    >>> with_ties_broken("SELECT a, COUNT(*) FROM t GROUP BY a ORDER BY 2 LIMIT 1", ["a"], descending=True)
+    'SELECT a, COUNT(*) FROM t GROUP BY a ORDER BY 2, 1 DESC, 2 DESC LIMIT 1'
+    """
+
+    def keys(node: exp.Expr) -> list[exp.Expr]:
+        if node.args.get("order") is None:
+            return []
+        if isinstance(node, exp.Select):
+            width = sum(len(headers) if column.is_star else 1 for column in node.selects)
+            columns: list[exp.Expr] = [exp.Literal.number(i + 1) for i in range(width)]
+        else:
+            columns = [exp.column(header, quoted=True) for header in headers]
+        return [exp.Ordered(this=key, desc=descending, nulls_first=not descending) for key in columns]
+
+    return _sorted_further(sql, keys)
+
+
+def respelled(sql: str) -> str | None:
+    """The statement as sqlglot writes it, which may mean something else in another dialect than MySQL's."""
+    tree = parse(sql)
+    return None if tree is None else tree.sql(dialect="mysql")
+
+
+def _sorted_further(sql: str, keys: Callable[[exp.Expr], list[exp.Expr]]) -> str | None:
+    """The statement with ``keys`` of each of its parts that can sort; None where there are none."""
+    tree, changed = parse(sql), False
+    try:
+        for node in [] if tree is None else list(tree.find_all(exp.Select, exp.Update, exp.Delete)):
+            if added := keys(node):
+                order = node.args.get("order")
+                node.set("order", exp.Order(expressions=[*(order.expressions if order else ()), *added]))
+                changed = True
+        return tree.sql(dialect="mysql") if tree is not None and changed else None
+    except (RecursionError, ValueError):
+        return None
 
 
 def skills_of(sql: str) -> tuple[str, ...]:

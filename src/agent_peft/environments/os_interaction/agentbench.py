@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from agent_peft.environments.os_interaction import expressions
+from agent_peft.environments import expressions
 from agent_peft.environments.os_interaction.problems import (
     Checks,
     Comparison,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-from agent_peft.environments.os_interaction import expressions
+from agent_peft.environments import expressions
 from agent_peft.environments.os_interaction.problems import Comparison, Matches
 
 _MORE_WORDS = 8  # that an answer may have than the truth it should contain: a sentence, not a list of guesses

@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,7 +28,9 @@ _SETTING = "SET SESSION lock_wait_timeout = 5, sql_mode = 'NO_BACKSLASH_ESCAPES'
 _MAX_IDLE = 32
 _SECONDS = 20.0  # for a statement of ours
 _DOUBT_SECONDS = 5.0
-_LOOK_SECONDS = 0.25  # between two looks at the sizes of tables
+_LOOK_SECONDS = 0.05  # between two looks at the server's memory
+_LOOKS_PER_SIZES = 5  # of them between two looks at the sizes of tables
+_KILL_SECONDS = 2.0  # until a killed statement has given its memory back
 _numbers = itertools.count()
 _DENIED = {1044, 1045, 1142, 1227, 1410, 1698}
 
@@ -44,6 +47,9 @@ class Server:
         """
         self.address, self.private = address, private
         self.in_doubt = False  # a connection was lost: does the server still answer?
+        self.is_retired = False  # it keeps memory: it takes no new schemas, and ends with its last one
+        self.out_of_memory: set[int] = set()  # connections whose statement was stopped for it
+        self._names: set[str] = set()  # of its schemas
         self._idle: list[Client] = []
         self._owed: deque[str] = deque()  # names that could not be dropped yet
         self._prefix = owned_name(PREFIX)
@@ -78,6 +84,11 @@ class Server:
         return self.private.running
 
     @property
+    def is_idle(self) -> bool:
+        """Whether it has no schema of an episode."""
+        return not self._names
+
+    @property
     def is_full(self) -> bool:
         """Whether the disk has no room for another table. Of a server that is not ours nobody knows."""
         return self.private is not None and self.private.is_full
@@ -109,6 +120,7 @@ class Server:
         """
         name = f"{self._prefix}_{next(_numbers):x}"
         password = secrets.token_hex(16)
+        self._names.add(name)
         self._drop_owed()
         try:
             with self.administrator() as connection:
@@ -133,6 +145,9 @@ class Server:
         except (ServerError, AgentPeftError):
             if self.is_running:
                 self._owed.append(name)
+        self._names.discard(name)
+        if self.is_retired and self.is_idle:
+            self.stop()
 
     def remake(self, name: str) -> None:
         """Make a schema empty.
@@ -187,15 +202,50 @@ class Server:
             self.private.detach()
 
     def _watch(self, private: PrivateServer) -> None:
-        """Stop statements whose tables become too large, until the server is stopped. InnoDB has no limit of
-        its own, and ends the whole server when a disk is full.
+        """Stop statements whose tables or memory become too large, until the server is stopped. No setting of
+        the server bounds all of its memory, and InnoDB ends the whole server when a disk is full.
         """
-        while not self._ended.wait(_LOOK_SECONDS):
-            for name in private.large_schemas(self._prefix):
-                with contextlib.suppress(ServerError, AgentPeftError), self.administrator() as connection:
-                    sql = "SELECT id FROM information_schema.PROCESSLIST WHERE command = 'Query' AND user = "
-                    for row in connection.run(f"{sql}'{name}'"):
-                        connection.run(f"KILL QUERY {row[0]!r}")
+        allowed = 1.0
+        for look in itertools.count():
+            if self._ended.wait(_LOOK_SECONDS):
+                return
+            with contextlib.suppress(ServerError, AgentPeftError):
+                if private.extra_memory() > allowed:
+                    allowed = max(self._save_memory(private) + 0.1, 1.0)
+                for name in private.large_schemas(self._prefix) if look % _LOOKS_PER_SIZES == 0 else ():
+                    for thread in self._running(f"user = '{name}'"):
+                        self._kill_query(thread)
+
+    def _save_memory(self, private: PrivateServer) -> float:
+        """Stop the statement that has run for the longest time. A server that keeps the memory all the same
+        is retired. Returns what it keeps.
+        """
+        for thread in self._running(f"user LIKE '{_escaped(self._prefix)}%'")[:1]:
+            logger.warning("database: a statement is stopped, since the server takes too much memory")
+            self.out_of_memory.add(thread)
+            self._kill_query(thread)
+            deadline = time.monotonic() + _KILL_SECONDS
+            while self._running(f"id = {thread}") and time.monotonic() < deadline:
+                self._ended.wait(_LOOK_SECONDS)
+        self._ended.wait(_LOOK_SECONDS)
+        kept = private.extra_memory()
+        if kept > 1:
+            self.is_retired = True
+        return kept
+
+    def _running(self, condition: str) -> list[int]:
+        """The connections that run a statement, the longest first."""
+        elapsed = "time_ms" if self.is_mariadb else "time"
+        with self.administrator() as connection:
+            rows = connection.run(
+                f"SELECT id FROM information_schema.PROCESSLIST WHERE command = 'Query' AND {condition} "
+                f"ORDER BY {elapsed} DESC"
+            )
+        return [int(str(row[0])) for row in rows]
+
+    def _kill_query(self, thread: int) -> None:
+        with contextlib.suppress(ServerError), self.administrator() as connection:  # it may have ended
+            connection.run(f"KILL QUERY {thread}")
 
     def _idle_one(self) -> Client | None:
         """A connection that waits and lives: the server may have hung up on one that was idle for hours."""
@@ -233,6 +283,7 @@ class Server:
 
 _lock = threading.Lock()
 _servers: dict[str, Server] = {}
+_retired: list[Server] = []
 
 
 def server_of(database: str) -> Server:
@@ -244,9 +295,12 @@ def server_of(database: str) -> Server:
     """
     with _lock:
         server = _servers.get(database)
-        if server is not None and not server.is_running:
-            logger.warning("database: the server has ended; another is started")
-            _servers.pop(database).stop()
+        if server is not None and (server.is_retired or not server.is_running):
+            logger.warning(
+                "database: the server %s; another is started",
+                "takes too much memory" if server.is_retired else "has ended",
+            )
+            _retire(_servers.pop(database))
             server = None
         if server is None:
             if database == "mariadb":
@@ -256,6 +310,15 @@ def server_of(database: str) -> Server:
                 server = Server(parse_address(database))
             _servers[database] = server
         return server
+
+
+def _retire(server: Server) -> None:
+    """Stop a server, now or with its last schema."""
+    _retired[:] = [old for old in _retired if old.is_running]
+    if server.is_idle or not server.is_running:
+        server.stop()
+    else:
+        _retired.append(server)
 
 
 def close_idle() -> None:
@@ -270,6 +333,8 @@ def stop() -> None:
     with _lock:
         while _servers:
             _servers.popitem()[1].stop()
+        while _retired:
+            _retired.pop().stop()
 
 
 def _escaped(name: str) -> str:
@@ -281,9 +346,10 @@ def _forget() -> None:
     """Forget the parent's servers in a forked process."""
     global _lock
     _lock = threading.Lock()  # the other may be held by a thread that this process does not have
-    for server in _servers.values():
+    for server in [*_servers.values(), *_retired]:
         server.detach()
     _servers.clear()
+    _retired.clear()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from agent_peft.environments.db_bench.database import (
     MAX_SQL,
+    NO_STATEMENT,
     Cell,
     DatabaseStopped,
     Executed,
@@ -13,7 +14,7 @@ from agent_peft.environments.db_bench.database import (
 )
 from agent_peft.environments.db_bench.servers.accounts import server_of
 from agent_peft.environments.db_bench.servers.client import Answer, Client, ServerError, literal, quoted
-from agent_peft.environments.db_bench.servers.statements import refusal_of
+from agent_peft.environments.db_bench.servers.statements import bare_statement, refusal_of
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, InfrastructureError, StopReason
 
@@ -76,6 +77,9 @@ class ServerDatabase:
             sql.encode()
         except UnicodeEncodeError:
             return Executed(error="the statement is not valid Unicode")
+        sql = bare_statement(sql)
+        if not sql:
+            return Executed(error=NO_STATEMENT)
         if (refusal := refusal_of(sql)) is not None:
             return Executed(error=refusal)
         if self._stopped or self._client is None:
@@ -146,6 +150,10 @@ class ServerDatabase:
         if error.is_late or error.is_stopped:
             return f"the statement was stopped after {seconds:g} seconds"
         if error.is_killed:
+            assert self._client is not None
+            if self._client.thread in self._server.out_of_memory:
+                self._server.out_of_memory.discard(self._client.thread)
+                return "the statement was stopped: out of memory"
             return "the statement was stopped: its table is too large"
         if error.is_lost or error.is_exhausted or (error.may_be_full and self._server.is_full):
             raise self._lost(error) from error

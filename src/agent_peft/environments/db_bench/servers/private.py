@@ -26,6 +26,8 @@ _ROOM = 1 << 30  # bytes that must be free there
 _MAX_SOCKET = 100  # characters that a socket's path may have
 _SCHEMA_BYTES = 64 << 20  # that an episode's tables may take
 _FILE_BYTES = 1 << 30  # the largest file: InnoDB ends itself where it cannot write, so none should get there
+_EXTRA_MEMORY = 160 << 20  # bytes that the server may hold above what it holds at its start
+_MOST_MEMORY = 5 * _EXTRA_MEMORY  # above it the server is ended, since no statement could be stopped
 _START_SECONDS = 60.0
 _STOP_SECONDS = 20.0
 _ACCOUNTS = ("mysql", "nobody")  # that it runs as where we are root
@@ -72,6 +74,9 @@ _OPTIONS = (
     "loose-tmp-disk-table-size=64M",
     "loose-mysqlx=0",
     "loose-event-scheduler=DISABLED",
+    "loose-partition=OFF",  # and one engine, whose tables are files and have a buffer of one size for all
+    "loose-enforce-storage-engine=InnoDB",
+    "loose-disabled-storage-engines=MyISAM,MEMORY,CSV,ARCHIVE,BLACKHOLE,MERGE,FEDERATED",
 )
 
 
@@ -129,6 +134,10 @@ class PrivateServer:
             raise InfrastructureError(f"the database server cannot be started: {error}") from error
         self.address = Address(socket=str(socket), user="root")
         self._wait_until_ready()
+        self._statm = self._folder.parent / "none"
+        with contextlib.suppress(OSError, ValueError):
+            self._statm = Path(f"/proc/{int((self._folder / 'pid').read_text())}/statm")
+        self._usual = self._memory()
 
     @property
     def running(self) -> bool:
@@ -141,6 +150,20 @@ class PrivateServer:
             return shutil.disk_usage(self._folder).free < _SCHEMA_BYTES
         except OSError:
             return True
+
+    def extra_memory(self) -> float:
+        """The memory that it holds above its usual one, as a share of what it may hold; 0 where the kernel
+        does not tell. A server that cannot be stopped from growing is ended.
+        """
+        extra = self._memory() - self._usual
+        if extra > _MOST_MEMORY:
+            self._process.kill()  # the kernel ends the server with it
+        return extra / _EXTRA_MEMORY
+
+    def _memory(self) -> int:
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            return int(self._statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return 0
 
     def large_schemas(self, prefix: str) -> list[str]:
         """The schemas of this prefix whose files take too much."""

@@ -54,6 +54,18 @@ _REFUSED_FUNCTIONS = frozenset(
 )
 
 
+def bare_statement(sql: str) -> str:
+    """The text without the comments and semicolons before and after its statements.
+
+    >>> bare_statement("; SELECT 1 ;; -- one"), bare_statement("# none")
+    ('SELECT 1', '')
+    """
+    places = [
+        match.span() for match in _TOKEN.finditer(sql) if match.lastgroup != "space" and match[0] != ";"
+    ]
+    return sql[places[0][0] : places[-1][1]] if places else ""
+
+
 def refusal_of(sql: str) -> str | None:
     """Why a statement is not run, or None.
 

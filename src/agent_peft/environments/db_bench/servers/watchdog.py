@@ -21,6 +21,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 _PDEATHSIG = 1  # prctl's option
+_MALLOC = {
+    "MALLOC_ARENA_MAX": "2",
+    "MALLOC_MMAP_THRESHOLD_": "131072",
+}  # what is freed goes back to the kernel
 
 
 def main() -> None:
@@ -48,6 +52,7 @@ def _run(command: Sequence[str], order: dict[str, Any], file_bytes: int | None, 
             stdout=log,
             stderr=log,
             cwd=order["folder"],
+            env={**os.environ, **_MALLOC},
             start_new_session=True,
             restore_signals=False,  # a file that reaches its limit is an error then, and not the end
             preexec_fn=_prepare(order["ids"], file_bytes, os.getpid()),

@@ -1,5 +1,5 @@
-"""Regular expressions of a task's author, who may be a stranger: searched for in a process of its own, with
-little time and memory.
+"""Regular expressions of a task or a configuration, whose author may be a stranger: compiled and matched in
+another process, with little time and memory.
 
 Some take for ever, to match or even to compile, and Python's ``re`` holds the interpreter's lock all the
 while. The process is started at the first need and stays. It stops itself by its own clock, so that it never
@@ -22,6 +22,7 @@ from typing import Any
 from agent_peft.types import InfrastructureError
 
 MAX_EXPRESSION = 1_000  # characters
+NO_GROUP = "it has no group"
 _CPU_SECONDS = 0.5  # of one request
 _SECONDS = 10.0  # of one request, should the machine be busy
 _MEMORY = 256 << 20  # bytes of addresses
@@ -32,9 +33,13 @@ resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 resource.setrlimit(resource.RLIMIT_AS, ({_MEMORY}, {_MEMORY}))
 for line in sys.stdin.buffer:
     signal.setitimer(signal.ITIMER_PROF, {_CPU_SECONDS})  # upon which it dies
-    expression, text = json.loads(line)
+    expression, text, every = json.loads(line)
     try:
-        reply = re.compile(expression).search(text) is not None
+        pattern = re.compile(expression)
+        last = None if every else pattern.search(text)
+        for last in pattern.finditer(text) if every else ():
+            pass
+        reply = [pattern.groups, last is not None, last[1] if last and pattern.groups else None]
     except re.error as error:
         reply = str(error)
     except (OverflowError, RecursionError) as error:
@@ -64,12 +69,12 @@ class _Searcher:
     def running(self) -> bool:
         return self._process.poll() is None
 
-    def ask(self, expression: str, text: str) -> Any:
+    def ask(self, expression: str, text: str, every: bool) -> Any:
         """The reply; None if the process died or took too long."""
         assert self._process.stdin is not None and self._process.stdout is not None
         reply = b""
         try:
-            self._process.stdin.write(json.dumps([expression, text]).encode() + b"\n")
+            self._process.stdin.write(json.dumps([expression, text, every]).encode() + b"\n")
             with selectors.DefaultSelector() as selector:
                 selector.register(self._process.stdout, selectors.EVENT_READ)
                 while not reply.endswith(b"\n"):
@@ -112,12 +117,29 @@ def found(expression: str, text: str) -> bool:
     Raises:
         InfrastructureError: no process could be started.
     """
-    return _ask(expression, text) is True
+    reply = _ask(expression, text)
+    return isinstance(reply, list) and bool(reply[1])
+
+
+def last_group(expression: str, text: str) -> str | None:
+    """The first group of an expression's last match in the text. None where there is none.
+
+    >>> last_group("is (.)", "it is a, it is b")
+    'b'
+
+    Raises:
+        TimeoutError: the expression takes too much time or memory.
+        InfrastructureError: no process could be started.
+    """
+    reply = _ask(expression, text, every=True)
+    if not isinstance(reply, list):
+        raise TimeoutError(f"{expression!r:.60} takes too much time or memory")
+    return None if reply[2] is None else str(reply[2])
 
 
 @functools.lru_cache(256)
-def fault(expression: str) -> str | None:
-    """Why an expression cannot be used, in one line; None where it can.
+def fault(expression: str, group: bool = False) -> str | None:
+    """Why an expression cannot be used, in one line; None where it can. With ``group`` it needs one.
 
     >>> fault("(")
     'missing ), unterminated subpattern at position 0'
@@ -128,18 +150,18 @@ def fault(expression: str) -> str | None:
     if len(expression) > MAX_EXPRESSION:
         return f"it is longer than {MAX_EXPRESSION} characters"
     reply = _ask(expression, "")
-    if isinstance(reply, bool):
-        return None
+    if isinstance(reply, list):
+        return None if reply[0] or not group else NO_GROUP
     return "it takes too much time or memory" if reply is None else ascii(reply)[1:-1][:200]
 
 
-def _ask(expression: str, text: str) -> Any:
+def _ask(expression: str, text: str, every: bool = False) -> Any:
     global _searcher
     with _lock:
         if _searcher is None or not _searcher.running():
             _stop()
             _searcher = _Searcher()
-        return _searcher.ask(expression, text)
+        return _searcher.ask(expression, text, every)
 
 
 def _stop() -> None:

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from agent_peft.environments.os_interaction import expressions
-from agent_peft.environments.os_interaction.expressions import fault, found
+from agent_peft.environments import expressions
+from agent_peft.environments.expressions import fault, found
 
 ENDLESS = ("^(a+)+$", "a" * 50 + "!")
 
@@ -127,7 +127,7 @@ def test_a_fork_has_a_process_of_its_own():
 
 def test_nothing_is_left_behind():
     code = (
-        "from agent_peft.environments.os_interaction import expressions as e; import sys, os, signal\n"
+        "from agent_peft.environments import expressions as e; import sys, os, signal\n"
         "e.found('a', 'a'); print(e._searcher._process.pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL) if sys.argv[1] == 'killed' else None"
     )
