@@ -203,7 +203,8 @@ def speed_sentence() -> str:
             f"{trl['wall']:.0f} seconds and {trl['peak_bytes'] / 1e9:.1f} GB"
         )
 
-    text = f"A GRPO step of SmolLM2-135M takes {times(content['step 256 generate'])} for the same work in float32."
+    equal = times(content["step 256 generate"])
+    text = f"A GRPO step of SmolLM2-135M takes {equal} for the same work in float32."
     if defaults := content.get("step 256 generate defaults"):
         text += f" With the defaults of each side it takes {times(defaults)}."
     return text
@@ -221,8 +222,9 @@ def real_sentence() -> str:
         for step in ("step 110", "step 118")
     )
     return (
-        f"On the {tasks} usable real tasks of LifelongAgentBench, of which it was trained on none, SmolLM2-135M has "
-        f"{taught} % after {110 * 16:,} generated demonstrations ({WORDS[len(runs)]} seeds), and {trained} % after RL."
+        f"On the {tasks} usable real tasks of LifelongAgentBench, of which it was trained on none, "
+        f"SmolLM2-135M has {taught} % after {110 * 16:,} generated demonstrations ({WORDS[len(runs)]} seeds), "
+        f"and {trained} % after RL."
     )
 
 

@@ -105,7 +105,8 @@ def speed(content: dict[str, dict[str, Any]]) -> str:
         low, high = (left + scale * limit for limit in (min(row["ratios"]), max(row["ratios"])))
         parts += [
             f'<text x="{left - 8}" y="{y + 12}" text-anchor="end">{name}</text>',
-            f'<rect class="bar" x="{left}" y="{y}" width="{scale * row["median_of_pairs"]:.1f}" height="{bar}"/>',
+            f'<rect class="bar" x="{left}" y="{y}" width="{scale * row["median_of_pairs"]:.1f}" '
+            f'height="{bar}"/>',
             f'<path class="range" d="M{low:.1f},{y + bar / 2} H{high:.1f}" stroke-width="2"/>',
             f'<text x="{max(high, left + scale * row["median_of_pairs"]) + 8:.1f}" y="{y + 12}">'
             f"{row['median_of_pairs']:.1f} times; memory {row['memory_ratio']:.1f} times</text>",

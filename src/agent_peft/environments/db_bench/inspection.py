@@ -85,7 +85,7 @@ def _is_determined(problem: SQLProblem, config: DBBenchConfig, table: Sequence[R
     if all(gives_answer(problem.sql, order) for order in orders):
         return True
     numbers = [row[0] for row in rows]
-    numbered = all(isinstance(number, int) for number in numbers) and numbers == sorted(set(numbers))
+    numbered = all(isinstance(number, int) for number in numbers) and all(a < b for a, b in pairwise(numbers))
     counted = in_order_of(headers[0], problem.sql) if numbered else None
     return counted is not None and all(gives_answer(counted, order) for order in (rows, *orders))
 
