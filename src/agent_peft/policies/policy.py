@@ -166,7 +166,9 @@ class Policy(LanguageModel):
         scores = torch.zeros_like(batch.logprobs)
         with in_float32(self.model):
             for row, length in enumerate(batch.lengths.tolist()):
-                hidden = self.padded_states(batch.tokens[row : row + 1, :length], batch.lengths[row : row + 1])
+                hidden = self.padded_states(
+                    batch.tokens[row : row + 1, :length], batch.lengths[row : row + 1]
+                )
                 for places in batch.action_mask[row].nonzero()[:, 0].split(EXACT_CHUNK):
                     targets = batch.tokens[row, places]
                     logp = log_distribution(self.logits(hidden[0, places - 1]), sampling, keep=targets)

@@ -37,7 +37,8 @@ MIN_TILT = 0.02  # slope of the difference on the log-probabilities: a temperatu
 CERTAIN = 6.0  # standard errors
 PARTS = 8  # parts of the tokens, most of which must agree
 MEASURED_POSITIONS = 2048  # on which rounding is measured before an alarm
-MIN_MISSING = 2.0  # times the norm of the rounding: a missing change that is not larger is no fault
+# of the rounding's norm: a missing change that is not larger is no fault, and a tilt over many tokens
+MIN_MISSING, MIN_TILTED = 2.0, 0.5
 
 
 @dataclass
@@ -125,17 +126,15 @@ def _regression(n: float, d: float, dd: float, m: float, mm: float, dm: float) -
 
 
 def measure_rounding(policy: Policy, minibatch: Batch, sampling: SamplingConfig) -> Mismatch:
-    """The difference that rounding to 16 bits makes to the log-probabilities of a minibatch's fresh tokens,
+    """The difference that rounding to 16 bits makes to the log-probabilities of a minibatch's tokens,
     with the present weights. Nothing is added where the model cannot compute in fp32.
 
     Each trajectory is read alone, by the trainer's weights, so a fault of the sampler, of the trie or of the
     mask adds nothing to it.
     """
     measured, room = Mismatch(), MEASURED_POSITIONS
-    fresh = minibatch.weights.abs().sum(1) > 0
-    if minibatch.replayed is not None:
-        fresh &= ~minibatch.replayed
-    for row in fresh.nonzero()[:, 0].tolist():
+    learned = minibatch.weights.abs().sum(1) > 0
+    for row in learned.nonzero()[:, 0].tolist():
         alone = minibatch.select([row])
         room -= int(alone.lengths[0])
         exact = attempt(lambda alone=alone: policy.exact_logprobs(alone, sampling))
@@ -176,7 +175,7 @@ def assert_on_policy(
         return
     if policy.dtype != torch.float32 and (measured := rounding()).metrics:
         bound = max(bound, ALLOWED * measured.metrics["mismatch"])
-        tilted = tilted and abs(slope) * mismatch.spread > measured.rms
+        tilted = tilted and abs(slope) * mismatch.spread > MIN_TILTED * measured.rms
     if not worst <= bound:  # so NaN fails
         raise TrustError(
             "the trainer's log-probabilities of freshly sampled tokens differ from the sampler's by "
