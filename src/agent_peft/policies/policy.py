@@ -16,6 +16,7 @@ from agent_peft.files import check_regular
 from agent_peft.policies import adapters, proofs, value_head
 from agent_peft.policies.forward.activation_checkpointing import checkpointing
 from agent_peft.policies.forward.adapter_dropout import AdapterDropout, dropping, prefix_keys
+from agent_peft.policies.forward.float32 import in_float32
 from agent_peft.policies.forward.gelu import fuse_activations
 from agent_peft.policies.forward.language_model import LanguageModel
 from agent_peft.policies.forward.output_layer import logprobs_of_targets
@@ -25,12 +26,14 @@ from agent_peft.policies.models.custom_module import CustomModel
 from agent_peft.policies.models.layers import layers_of
 from agent_peft.policies.models.positions import bound_of
 from agent_peft.policies.reference import Reference, trained
-from agent_peft.policies.sampling import SamplingConfig
+from agent_peft.policies.sampling import SamplingConfig, log_distribution
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.policies.value_head import ValueHead
 from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)
+
+EXACT_CHUNK = 128  # predictors whose logits exist at once in ``exact_logprobs``
 
 
 class Policy(LanguageModel):
@@ -135,6 +138,23 @@ class Policy(LanguageModel):
         layers = self.checkpointed if torch.is_grad_enabled() else []
         with checkpointing(layers):
             return self._score(batch.to(self.device), sampling, entropy, values, dropout_seed)
+
+    def exact_logprobs(self, batch: Batch, sampling: SamplingConfig) -> Tensor:
+        """(B, T) log-probabilities in nats as ``forward`` gives them, computed in fp32 from the same weights.
+        The difference is rounding to 16 bits. Each trajectory is read alone, without the trie. No gradient.
+        """
+        batch = batch.to(self.device)
+        scores = torch.zeros_like(batch.logprobs)
+        with in_float32(self.model):
+            for row, length in enumerate(batch.lengths.tolist()):
+                hidden = self.padded_states(
+                    batch.tokens[row : row + 1, :length], batch.lengths[row : row + 1]
+                )
+                for places in batch.action_mask[row].nonzero()[:, 0].split(EXACT_CHUNK):
+                    targets = batch.tokens[row, places]
+                    logp = log_distribution(self.logits(hidden[0, places - 1]), sampling, keep=targets)
+                    scores[row, places] = logp.gather(-1, targets[:, None])[:, 0]
+        return scores
 
     def reference_logprobs(
         self, batch: Batch, sampling: SamplingConfig, reference: Reference, dropout_seed: int | None = None

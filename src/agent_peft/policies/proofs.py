@@ -24,7 +24,7 @@ _USER = (
     "and which customer has ordered most often since May?"
 )
 _MAX_OPENING = 64  # tokens
-_ALLOWED = 4  # times the rounding that was measured
+ALLOWED = 4  # times the rounding that was measured
 
 
 def prove_head(model: LanguageModel) -> None:
@@ -153,7 +153,7 @@ def measure_rounding(model: LanguageModel, tokens: list[int]) -> float:
     if isinstance(pieces, Tensor) and pieces.shape == whole.shape:
         measured = model.drift(whole - pieces)
     low, high = (1e-3, 1e-2) if model.dtype == torch.float32 else (0.02, 0.3)
-    return min(max(_ALLOWED * measured, low), high)
+    return min(max(ALLOWED * measured, low), high)
 
 
 def _keeps_square_mask(decoder: nn.Module) -> bool:

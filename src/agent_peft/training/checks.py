@@ -2,15 +2,18 @@
 
 In fp32 sampler and trainer agree to a thousandth of a nat, so each token is compared. In 16 bits rounding
 alone makes them differ by some hundredths, and by up to half a nat for a single token. There, the *changes*
-of many tokens are compared together.
+of many tokens are compared together. Rounding depends on the weights, the temperature and the tokens, so
+before an alarm in 16 bits it is measured on the tokens in question: the present weights, in 16 bits and in
+fp32. A difference that is not larger is no fault.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +21,9 @@ from torch import Tensor
 from agent_peft.batch import Batch, collate
 from agent_peft.policies import adapters
 from agent_peft.policies.engine.base import Sampler
+from agent_peft.policies.forward.attention_override import attempt
 from agent_peft.policies.policy import Policy
+from agent_peft.policies.proofs import ALLOWED
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.ranks import Ranks
 from agent_peft.types import Task, Trajectory, TrustError, Turn
@@ -31,6 +36,9 @@ MIN_SLOPE = 0.05
 MIN_TILT = 0.02  # slope of the difference on the log-probabilities: a temperature of 1.02 or more
 CERTAIN = 6.0  # standard errors
 PARTS = 8  # parts of the tokens, most of which must agree
+MEASURED_POSITIONS = 2048  # on which rounding is measured before an alarm
+# of the rounding's norm: a missing change that is not larger is no fault, and a tilt over many tokens
+MIN_MISSING, MIN_TILTED = 2.0, 0.5
 
 
 @dataclass
@@ -80,6 +88,18 @@ class Mismatch:
         )
 
     @property
+    def rms(self) -> float:
+        """The root of the mean square of the differences."""
+        n, _, dd, *_ = self.parts.sum(0).tolist()
+        return math.sqrt(dd / n) if n else math.inf
+
+    @property
+    def spread(self) -> float:
+        """The standard deviation of the log-probabilities themselves."""
+        n, _, _, m, mm, _ = self.parts.sum(0).tolist()
+        return math.sqrt(max(mm / n - (m / n) ** 2, 0.0)) if n else 0.0
+
+    @property
     def slope(self) -> tuple[float, float]:
         """The slope of the difference on the log-probabilities themselves, and its standard error. It shows a
         wrong temperature.
@@ -105,7 +125,32 @@ def _regression(n: float, d: float, dd: float, m: float, mm: float, dm: float) -
     return slope, math.sqrt(residual / n / spread)
 
 
-def assert_on_policy(policy: Policy, mismatch: Mismatch, sampling: SamplingConfig) -> None:
+def measure_rounding(policy: Policy, minibatch: Batch, sampling: SamplingConfig) -> Mismatch:
+    """The difference that rounding to 16 bits makes to the log-probabilities of a minibatch's tokens,
+    with the present weights. Nothing is added where the model cannot compute in fp32.
+
+    Each trajectory is read alone, by the trainer's weights, so a fault of the sampler, of the trie or of the
+    mask adds nothing to it.
+    """
+    measured, room = Mismatch(), MEASURED_POSITIONS
+    learned = minibatch.weights.abs().sum(1) > 0
+    for row in learned.nonzero()[:, 0].tolist():
+        alone = minibatch.select([row])
+        room -= int(alone.lengths[0])
+        exact = attempt(lambda alone=alone: policy.exact_logprobs(alone, sampling))
+        if isinstance(exact, Exception):
+            return Mismatch()
+        with torch.no_grad():
+            rounded = policy.forward(alone, sampling).logprobs
+        measured.add(rounded.cpu()[alone.action_mask], exact.cpu()[alone.action_mask])
+        if room <= 0:
+            break
+    return measured
+
+
+def assert_on_policy(
+    policy: Policy, mismatch: Mismatch, sampling: SamplingConfig, rounding: Callable[[], Mismatch]
+) -> None:
     """The first minibatch after a rollout is on policy: ratio 1, KL 0, clip fraction 0. Anything else means
     that the trainer and the sampler disagree about the tokens, the mask, the distribution or the weights.
 
@@ -113,22 +158,32 @@ def assert_on_policy(policy: Policy, mismatch: Mismatch, sampling: SamplingConfi
     token across the border of top-p or top-k, the mean must not differ, and the difference must not grow with
     the log-probability.
 
+    Args:
+        rounding: ``measure_rounding`` of the minibatch, over all ranks. It is called before an alarm in 16
+            bits.
+
     Raises:
         TrustError: they differ by more than rounding.
     """
     if not mismatch.metrics:
         return
     strict = policy.dtype == torch.float32 and not sampling.truncates
-    worst = mismatch.metrics["mismatch_max" if strict else "mismatch"]
-    if not worst <= policy.rounding:  # so NaN fails
+    worst, bound = mismatch.metrics["mismatch_max" if strict else "mismatch"], policy.rounding
+    slope, error = mismatch.slope
+    tilted = not strict and not sampling.truncates and abs(slope) > MIN_TILT + CERTAIN * error
+    if worst <= bound and not tilted:
+        return
+    if policy.dtype != torch.float32 and (measured := rounding()).metrics:
+        bound = max(bound, ALLOWED * measured.metrics["mismatch"])
+        tilted = tilted and abs(slope) * mismatch.spread > MIN_TILTED * measured.rms
+    if not worst <= bound:  # so NaN fails
         raise TrustError(
             "the trainer's log-probabilities of freshly sampled tokens differ from the sampler's by "
-            f"{worst:.3g} nats ({'at most' if strict else 'on average'}; {policy.rounding:.2g} is rounding): "
+            f"{worst:.3g} nats ({'at most' if strict else 'on average'}; {bound:.2g} is rounding): "
             "the loss mask, the sampling distribution or the sampler's weights are not those that the "
             "trainer assumes"
         )
-    slope, error = mismatch.slope
-    if not strict and not sampling.truncates and abs(slope) > MIN_TILT + CERTAIN * error:
+    if tilted:
         raise TrustError(
             f"the trainer's log-probabilities of freshly sampled tokens are {100 * abs(slope):.0f} % "
             f"{'larger' if slope > 0 else 'smaller'} than the sampler's, which is more than rounding: they "
@@ -141,7 +196,9 @@ class Canary:
 
     In fp32 they are tokens of each minibatch, and every log-probability must be equal. In 16 bits the tokens
     stay the same, and the change of their log-probabilities must be equal: since the last update, and since
-    the adapter was zero.
+    the adapter was zero. On tokens that are learned already, the change is rounding, whose errors depend on
+    each other and are not equally large in sampler and trainer. So what is missing must also be larger than
+    the rounding of the present scores. It adds up since the adapter was zero, and rounding does not.
     """
 
     def __init__(self, policy: Policy, sampler: Sampler) -> None:
@@ -181,36 +238,69 @@ class Canary:
         if len(tokens) < 2:
             return
         sampler, trainer = self._read(tokens)
-        drift, bound = self.policy.drift(sampler - trainer), self.policy.rounding
+        apart, narrow = sampler - trainer, self.policy.dtype != torch.float32
+        drift, bound = self.policy.drift(apart), self.policy.rounding
+        slopes = {}
+        if self.first is not None and self.last is not None:
+            for since, then in (("the last update", self.last), ("the adapter was zero", self.first)):
+                change = sampler - then[0], trainer - then[1]
+                if (slope := changed_apart(*change)) is not None:
+                    slopes[since] = slope, sum(change) / 2
+        if narrow and (slopes or not drift <= bound) and (rounding := self._rounding(tokens)) is not None:
+            bound = max(bound, ALLOWED * float(rounding.abs().mean()))
+            slopes = {
+                since: (slope, change)
+                for since, (slope, change) in slopes.items()
+                if float((apart @ change).abs() / change.norm()) > MIN_MISSING * float(rounding.norm())
+            }
         if not drift <= bound:
             raise TrustError(
                 f"sampler and trainer score the same tokens {drift:.3g} nats apart ({bound:.2g} is "
                 "rounding): the sampler does not act with the weights that were just updated"
             )
-        if self.first is None or self.last is None:
-            return
-        for since, (sampler_then, trainer_then) in (
-            ("the last update", self.last),
-            ("the adapter was zero", self.first),
-        ):
-            if (slope := changed_apart(sampler - sampler_then, trainer - trainer_then)) is not None:
-                share = (2 + slope) / max(2 - slope, 0.01)
-                raise TrustError(
-                    f"since {since}, the sampler's log-probabilities have changed by {100 * share:.0f} % of "
-                    "the trainer's change: the sampler does not act with the weights that were just updated"
-                )
-        self.last = sampler, trainer
+        for since, (slope, _) in slopes.items():
+            share = (2 + slope) / max(2 - slope, 0.01)
+            raise TrustError(
+                f"since {since}, the sampler's log-probabilities have changed by {100 * share:.0f} % of "
+                "the trainer's change: the sampler does not act with the weights that were just updated"
+            )
+        if self.last is not None:
+            self.last = sampler, trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """The tokens that the 16-bit check follows, and their scores, so that a resumed run raises the same
+        alarms. Empty in fp32.
+        """
+        return {"tokens": self.tokens, "first": self.first, "last": self.last} if self.tokens else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if state and self.policy.dtype != torch.float32:
+            self.tokens, self.first, self.last = state["tokens"], state["first"], state["last"]
 
     def _read(self, tokens: list[int], adapter: bool = True) -> tuple[Tensor, Tensor]:
         """Log-probabilities (up to CHANGE_TOKENS) of the last tokens: the sampler's, and the trainer's."""
-        plain, policy = SamplingConfig(), self.policy
-        sampler = torch.tensor(self.sampler.score(tokens, plain, adapter))
-        with nullcontext() if adapter else policy.model.disable_adapter():
-            turn = Turn((tokens[0],), tuple(tokens[1:]), (0.0,) * (len(tokens) - 1))
-            whole = collate([Trajectory(Task("canary"), (turn,))], [0])
-            with torch.no_grad():
-                trainer = policy.forward(whole, plain).logprobs[0, 1:].cpu()
+        sampler = torch.tensor(self.sampler.score(tokens, SamplingConfig(), adapter))
+        with nullcontext() if adapter else self.policy.model.disable_adapter(), torch.no_grad():
+            trainer = self.policy.forward(_whole(tokens), SamplingConfig()).logprobs[0, 1:].cpu()
         return sampler[-CHANGE_TOKENS:], trainer[-CHANGE_TOKENS:]
+
+    def _rounding(self, tokens: list[int]) -> Tensor | None:
+        """The difference that rounding makes to the trainer's scores, or None where the model cannot compute
+        in fp32.
+        """
+        whole, plain = _whole(tokens), SamplingConfig()
+        exact = attempt(lambda: self.policy.exact_logprobs(whole, plain))
+        if isinstance(exact, Exception):
+            return None
+        with torch.no_grad():
+            rounded = self.policy.forward(whole, plain).logprobs
+        return (rounded - exact)[0, 1:].cpu()[-CHANGE_TOKENS:]
+
+
+def _whole(tokens: list[int]) -> Batch:
+    """One trajectory whose tokens are all scored, except the first."""
+    turn = Turn((tokens[0],), tuple(tokens[1:]), (0.0,) * (len(tokens) - 1))
+    return collate([Trajectory(Task("canary"), (turn,))], [0])
 
 
 def canary_tokens(minibatch: Batch) -> list[int]:
@@ -222,9 +312,9 @@ def changed_apart(sampler: Tensor, trainer: Tensor) -> float | None:
     """The slope of (sampler - trainer) on the mean of both changes (n,) if it is certainly not 0, else None.
 
     It is 0 where both change equally, -2 where the sampler's values do not change, and -0.1 where their
-    change is a tenth too small. Both are rounded in the same way, so rounding adds nothing to the slope, and
-    its standard error says how small a change can be told from rounding. Rounding has outliers, so most of
-    ``PARTS`` parts of the tokens must agree.
+    change is a tenth too small. If the errors of the tokens are independent, its standard error shows how
+    small a change differs from rounding. Rounding has outliers, so most of ``PARTS`` parts of the tokens must
+    agree.
 
     >>> change = torch.linspace(-1, 1, 64)
     >>> changed_apart(change, change) is None, changed_apart(0.9 * change, change) is None

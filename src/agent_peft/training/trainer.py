@@ -223,7 +223,12 @@ class Trainer:
         weighed = replace(weighed, weights=weighed.weights / self.ranks.sum(denominator))
         sums, mismatch = self.gradients.compute(weighed, on_policy, self.dropout_seed)
         sums, mismatch = self.ranks.sum_named(sums), mismatch.over(self.ranks)
-        checks.assert_on_policy(self.policy, mismatch, self.stage.sampling)
+        checks.assert_on_policy(
+            self.policy,
+            mismatch,
+            sampling := self.stage.sampling,
+            lambda: checks.measure_rounding(self.policy, weighed, sampling).over(self.ranks),
+        )
         if not sums:  # every group had one outcome only: there is nothing to learn from
             return {**UPDATED, "updates_skipped": 1.0, "learning_rate": self.learning_rate}
         self.ranks.sum_gradients(self.parameters)
@@ -326,6 +331,7 @@ class Trainer:
             "masters": self.masters.state_dict(),
             "algorithm": self.algorithm.state_dict(),
             **({"source": source} if source else {}),
+            **({"canary": canary} if (canary := self.canary.state_dict()) else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -335,6 +341,7 @@ class Trainer:
         restore_algorithm(self.algorithm, state["algorithm"])
         if isinstance(self.source, StatefulSource) and "source" in state:
             self.source.load_state_dict(state["source"])
+        self.canary.load_state_dict(state.get("canary", {}))
 
 
 def restore_algorithm(algorithm: Algorithm, state: Mapping[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from agent_peft.environments.base import Inspection
 from agent_peft.environments.db_bench.config import DBBenchConfig
@@ -84,8 +85,8 @@ def _is_determined(problem: SQLProblem, config: DBBenchConfig, table: Sequence[R
     orders = other_orders(rows)
     if all(gives_answer(problem.sql, order) for order in orders):
         return True
-    numbers = [row[0] for row in rows]
-    numbered = all(isinstance(number, int) for number in numbers) and all(a < b for a, b in pairwise(numbers))
+    numbers = [row[0] for row in rows if isinstance(row[0], int)]
+    numbered = len(numbers) == len(rows) and all(a < b for a, b in pairwise(numbers))
     counted = in_order_of(headers[0], problem.sql) if numbered else None
     return counted is not None and all(gives_answer(counted, order) for order in (rows, *orders))
 

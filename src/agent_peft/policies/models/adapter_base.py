@@ -10,7 +10,8 @@ from pathlib import Path
 from peft import LoraConfig
 from transformers import PreTrainedModel
 
-from agent_peft.policies.models.bundled import bundled_name, cached, config_here, from_gguf
+from agent_peft.policies.models.bundled import bundled_name, cached, from_gguf
+from agent_peft.policies.models.shape import config_here
 from agent_peft.policies.models.start import START, own_base
 from agent_peft.types import AgentPeftError
 

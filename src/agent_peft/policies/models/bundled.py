@@ -23,11 +23,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import PreTrainedConfig
 
-from agent_peft.files import check_regular, check_tree, locked
+from agent_peft.files import check_tree, locked
 from agent_peft.lookup import is_hub_id, nearest_path
-from agent_peft.policies.models.pretrained import cause, check_config, read_config
+from agent_peft.policies.models.pretrained import cause, check_config
 from agent_peft.types import AgentPeftError
 
 Progress = Callable[[str], None]
@@ -386,22 +385,3 @@ def _restore_pre_tokenizer(gguf: Path, tokenizer: Any) -> None:
             "differently",
             stacklevel=2,
         )
-
-
-def config_here(name: str) -> PreTrainedConfig | None:
-    """The configuration of a bundled model, a folder or a hub id, without a download. It is None if it is
-    not on this machine, or damaged.
-
-    Raises:
-        AgentPeftError: the configuration is refused (``check_config``).
-    """
-    folder = cached(name) if name in BUNDLED else Path(name)
-    if folder is None or folder.suffix == ".gguf":
-        return None
-    check_regular(folder)
-    try:
-        return read_config(str(folder), download=False)
-    except AgentPeftError:
-        raise
-    except Exception:  # loading the model reports more
-        return None

@@ -7,19 +7,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
+from agent_peft.files import check_regular
 from agent_peft.lookup import may_import
 from agent_peft.policies.config import LoraSettings, PretrainedConfig, ScratchConfig
-from agent_peft.policies.models.bundled import config_here
+from agent_peft.policies.models.bundled import BUNDLED, cached
 from agent_peft.policies.models.character_tokenizer import character_tokenizer
 from agent_peft.policies.models.layers import layers_of
-from agent_peft.policies.models.pretrained import build, cause
+from agent_peft.policies.models.pretrained import build, cause, read_config
 from agent_peft.policies.models.start import start_of
 from agent_peft.types import AgentPeftError
 
@@ -209,3 +211,22 @@ def _sizes(module: Any) -> tuple[int, int]:
 def _activation(text: Any) -> str:
     names = ("hidden_activation", "hidden_act", "activation_function")
     return str(next((name for key in names if (name := getattr(text, key, None))), ""))
+
+
+def config_here(name: str) -> PreTrainedConfig | None:
+    """The configuration of a bundled model, a folder or a hub id, without a download. It is None if it is
+    not on this machine, or damaged.
+
+    Raises:
+        AgentPeftError: the configuration is refused (``check_config``).
+    """
+    folder = cached(name) if name in BUNDLED else Path(name)
+    if folder is None or folder.suffix == ".gguf":
+        return None
+    check_regular(folder)
+    try:
+        return read_config(str(folder), download=False)
+    except AgentPeftError:
+        raise
+    except Exception:  # loading the model reports more
+        return None
