@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from agent_peft.environments import load_environment
-from agent_peft.policies.config import PretrainedConfig
+from agent_peft.policies.config import LoraSettings, PretrainedConfig
 from agent_peft.policies.engine import decoding, load_sampler, local
 from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.loading import load_policy
@@ -103,10 +103,10 @@ FAULTS = {
 
 
 @pytest.fixture
-def make(make_trainer: Callable[..., Trainer]) -> Callable[[str], Trainer]:
+def make(make_trainer: Callable[..., Trainer]) -> Callable[..., Trainer]:
     """Long prompts, and actions of which no two are alike, of a random policy that reads characters."""
 
-    def made(dtype: str) -> Trainer:
+    def made(dtype: str, temperature: float = 1.0, alpha: float = 8) -> Trainer:
         small = make_trainer(
             "reinforce",
             steps=4,
@@ -118,10 +118,11 @@ def make(make_trainer: Callable[..., Trainer]) -> Callable[[str], Trainer]:
                     "num_hidden_layers": 2,
                 },
                 "dtype": dtype,
+                "lora": LoraSettings(rank=4, alpha=alpha),
             },
             tasks_per_step=2,
             rewards={"invalid_action": -0.1},
-            sampling={"max_new_tokens": 24, "max_tokens": 6000},
+            sampling={"max_new_tokens": 24, "max_tokens": 6000, "temperature": temperature},
             optimizer={"learning_rate": 3e-2},
             microbatch_tokens=8192,
         )
@@ -142,14 +143,19 @@ def test_without_a_fault_nothing_stops(make: Callable[[str], Trainer], dtype: st
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "temperature", "alpha"),
+    [*((dtype, 1.0, 8) for dtype in DTYPES), ("bfloat16", 0.3, 8), ("bfloat16", 0.1, 128)],
+)
 def test_a_fault_stops_the_run(
-    make: Callable[[str], Trainer],
+    make: Callable[..., Trainer],
     monkeypatch: pytest.MonkeyPatch,
     dtype: str,
+    temperature: float,
+    alpha: float,
     fault: Callable[[pytest.MonkeyPatch], None],
 ) -> None:
-    trainer = make(dtype)
+    trainer = make(dtype, temperature, alpha)
     fault(monkeypatch)
     with pytest.raises(TrustError) as raised:
         list(trainer)

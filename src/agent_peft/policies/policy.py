@@ -16,6 +16,7 @@ from agent_peft.files import check_regular
 from agent_peft.policies import adapters, proofs, value_head
 from agent_peft.policies.forward.activation_checkpointing import checkpointing
 from agent_peft.policies.forward.adapter_dropout import AdapterDropout, dropping, prefix_keys
+from agent_peft.policies.forward.attention_override import attempt
 from agent_peft.policies.forward.float32 import in_float32
 from agent_peft.policies.forward.gelu import fuse_activations
 from agent_peft.policies.forward.language_model import LanguageModel
@@ -139,18 +140,23 @@ class Policy(LanguageModel):
         with checkpointing(layers):
             return self._score(batch.to(self.device), sampling, entropy, values, dropout_seed)
 
-    def exact_logprobs(self, batch: Batch, sampling: SamplingConfig) -> Tensor:
+    def exact_logprobs(self, batch: Batch, sampling: SamplingConfig) -> Tensor | None:
         """(B, T) log-probabilities in nats as ``forward`` gives them, computed in fp32 from the same weights.
         The difference is rounding to 16 bits. Each trajectory is read alone, without the trie. No gradient.
+
+        None where the model refuses fp32.
         """
-        batch = batch.to(self.device)
+        scores = attempt(lambda: self._in_float32(batch.to(self.device), sampling))
+        return None if isinstance(scores, Exception) else scores
+
+    def _in_float32(self, batch: Batch, sampling: SamplingConfig) -> Tensor:
         scores = torch.zeros_like(batch.logprobs)
         with in_float32(self.model):
             for row, length in enumerate(batch.lengths.tolist()):
                 hidden = self.padded_states(
                     batch.tokens[row : row + 1, :length], batch.lengths[row : row + 1]
                 )
-                for places in batch.action_mask[row].nonzero()[:, 0].split(EXACT_CHUNK):
+                for places in torch.split(batch.action_mask[row].nonzero()[:, 0], EXACT_CHUNK):
                     targets = batch.tokens[row, places]
                     logp = log_distribution(self.logits(hidden[0, places - 1]), sampling, keep=targets)
                     scores[row, places] = logp.gather(-1, targets[:, None])[:, 0]

@@ -21,7 +21,6 @@ from torch import Tensor
 from agent_peft.batch import Batch, collate
 from agent_peft.policies import adapters
 from agent_peft.policies.engine.base import Sampler
-from agent_peft.policies.forward.attention_override import attempt
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.proofs import ALLOWED
 from agent_peft.policies.sampling import SamplingConfig
@@ -137,8 +136,8 @@ def measure_rounding(policy: Policy, minibatch: Batch, sampling: SamplingConfig)
     for row in learned.nonzero()[:, 0].tolist():
         alone = minibatch.select([row])
         room -= int(alone.lengths[0])
-        exact = attempt(lambda alone=alone: policy.exact_logprobs(alone, sampling))
-        if isinstance(exact, Exception):
+        exact = policy.exact_logprobs(alone, sampling)
+        if exact is None:
             return Mismatch()
         with torch.no_grad():
             rounded = policy.forward(alone, sampling).logprobs
@@ -243,9 +242,9 @@ class Canary:
         slopes = {}
         if self.first is not None and self.last is not None:
             for since, then in (("the last update", self.last), ("the adapter was zero", self.first)):
-                change = sampler - then[0], trainer - then[1]
-                if (slope := changed_apart(*change)) is not None:
-                    slopes[since] = slope, sum(change) / 2
+                change, own = sampler - then[0], trainer - then[1]
+                if (slope := changed_apart(change, own)) is not None:
+                    slopes[since] = slope, (change + own) / 2
         if narrow and (slopes or not drift <= bound) and (rounding := self._rounding(tokens)) is not None:
             bound = max(bound, ALLOWED * float(rounding.abs().mean()))
             slopes = {
@@ -289,8 +288,7 @@ class Canary:
         in fp32.
         """
         whole, plain = _whole(tokens), SamplingConfig()
-        exact = attempt(lambda: self.policy.exact_logprobs(whole, plain))
-        if isinstance(exact, Exception):
+        if (exact := self.policy.exact_logprobs(whole, plain)) is None:
             return None
         with torch.no_grad():
             rounded = self.policy.forward(whole, plain).logprobs
