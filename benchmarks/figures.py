@@ -39,10 +39,8 @@ def read(name: str) -> dict[str, Any]:
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     columns = list(columns)
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(line)} |".replace("| --- |", "|---|") for line in lines).replace(
-        "|--- |", "|---|"
-    )
+    lines = [f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in (columns, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(columns), *lines[1:]])
 
 
 # -- seeds.py ------------------------------------------------------------------------------------------------
