@@ -159,7 +159,12 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs/algorithms"))
     parser.add_argument("overrides", nargs="*")
     small = [f"{part}generate.num_tasks=4" for part in ("environment.", "evaluation.environment.")]
-    small += ["sampling.max_new_tokens=4", "sampling.max_tokens=8192", "threads=1", "stages.0.tasks_per_step=4"]
+    small += [
+        "sampling.max_new_tokens=4",
+        "sampling.max_tokens=8192",
+        "threads=1",
+        "stages.0.tasks_per_step=4",
+    ]
     given = smoke.parse(parser, seeds=[0], kinds=["rloo", "kto"], overrides=small)
     demonstrations, _ = stages_of_the_file()
     start: dict[str, Any] = {}
@@ -173,7 +178,9 @@ def main() -> None:
         for kind in given.kinds:
             run = given.runs / f"{kind}-{seed}"
             policy = {"model": str(taught)}
-            after = train(run, seed, stages_of(kind, run, 1 if given.quick else STEPS), given.overrides, policy=policy)
+            after = train(
+                run, seed, stages_of(kind, run, 1 if given.quick else STEPS), given.overrides, policy=policy
+            )
             row = to_json(kind, seed, before, after)
             known = json.loads(file.read_text())["rows"] if file.is_file() else []
             rows = [r for r in known if (r["kind"], r["seed"]) != (kind, seed)] + [row]

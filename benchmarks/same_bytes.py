@@ -22,8 +22,8 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
-from smoke import parse
 from safetensors.numpy import load_file
+from smoke import parse
 
 HERE = Path(__file__).parent.parent
 COMMON = ["evaluation=null", "policy.dtype=float32", "threads=1"]

@@ -297,9 +297,7 @@ def main() -> None:
                 table.add_row(name, *cells, f"{100 * least['seconds'] / median:.0f}")
             console.print(table)
     if arguments.profile:
-        content["profile"] = profile(
-            engine, replace(job, number=99, prompt=arguments.prompts[0]), console
-        )
+        content["profile"] = profile(engine, replace(job, number=99, prompt=arguments.prompts[0]), console)
     console.print(limits.text)
     write(arguments.results, "sampling", content)
 

@@ -116,7 +116,9 @@ def tiny_run(folder: Path) -> Path:
 def scripts() -> list[str]:
     """Names of the benchmarks that have a main and are not run by another one."""
     names = {
-        path.stem for path in HERE.glob("*.py") if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
+        path.stem
+        for path in HERE.glob("*.py")
+        if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
     }
     return sorted(names - {Path(__file__).stem} - DRIVEN.keys())
 
@@ -169,14 +171,18 @@ def main() -> None:
         worked, missing = run(name)
         seconds, used = time.perf_counter() - begun, cpu_seconds() - used
         slow = f", over {LIMIT} s" if seconds > LIMIT else ""
-        print(f"{name:22}{'ok' if worked else 'FAILED':8}{seconds:5.1f} s {used:5.1f} CPU s{slow}", flush=True)
+        print(
+            f"{name:22}{'ok' if worked else 'FAILED':8}{seconds:5.1f} s {used:5.1f} CPU s{slow}", flush=True
+        )
         for line in missing:
             print(f"    {line}")
         failed += [] if worked else [name]
         if files() != before:
             print(f"{name} --quick has changed benchmarks/results or docs/pictures")
             failed, before = [*failed, name], files()
-    print(f"{len(names)} scripts in {time.perf_counter() - clock:.0f} s; failed: {', '.join(failed) or 'none'}")
+    print(
+        f"{len(names)} scripts in {time.perf_counter() - clock:.0f} s; failed: {', '.join(failed) or 'none'}"
+    )
     sys.exit(bool(failed))
 
 

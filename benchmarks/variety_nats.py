@@ -34,7 +34,10 @@ def measure(run: Path, scored: int, real: Path, longest: int) -> dict[int, dict[
     policy = load_policy(config.policy, config.seed)
     sets = {"fresh": _demonstrations(policy, generate(scored, 1_000_001), longest)}
     held_out = [split for split in generator.SPLITS if split != "train"]
-    sets |= {split: _demonstrations(policy, generate(scored, 1_000_001, split=split), longest) for split in held_out}
+    sets |= {
+        split: _demonstrations(policy, generate(scored, 1_000_001, split=split), longest)
+        for split in held_out
+    }
     if real.exists():
         entries = json.loads(real.read_text())
         order = sorted(entries, key=lambda name: derive(0, "variety", name))
