@@ -20,8 +20,7 @@ engine and microbatches. Prompts, numbers of tokens and tasks, temperature, LoRA
 number of threads stay equal, because they define the work. The floor is of fp32, so it is left out there.
 
 Equal settings (the default): the weights and the tokenizer's folder; the prompts, token for token (this is
-checked); the number of sampled tokens (counted and printed); temperature 1 without top-p or top-k; GRPO
-without KL, one
+checked); the number of sampled tokens (counted and printed); temperature 1 without top-p or top-k; GRPO without KL, one
 AdamW update over all episodes of a step, gradients clipped at 1, constant learning rate; LoRA of rank 16 and
 alpha 32 on all linear layers; fp32 (TRL's default is bf16, here `bf16=False`); no gradient checkpointing
 (TRL's default is on); no dropout; the number of threads. Every second episode is worth 1 and the others 0,
@@ -520,7 +519,7 @@ def check_equal(number: int, pair: list[dict[str, Any]]) -> None:
 QUICK = (("step", "equal"), ("episodes", "defaults"), ("arithmetic", "equal"))
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -541,13 +540,17 @@ def main() -> None:
     )
     parser.add_argument("--peer-microbatch", type=int, help="rows of TRL's microbatch")
     parser.add_argument("--output", type=Path, default=RESULTS / "against_trl.json")
+    return parser
+
+
+def main() -> None:
     arguments = parse(
-        parser, pairs=1, prompt=64, tasks=1, group=4, new_tokens=4, threads=1, peer_microbatch=4
+        parser(), pairs=1, prompt=64, tasks=1, group=4, new_tokens=4, threads=1, peer_microbatch=4
     )
     set_verbosity_error()
     if not arguments.quick:
         if arguments.part is None:
-            parser.error(f"name a part: {', '.join(SHAPES)}")
+            parser().error(f"name a part: {', '.join(SHAPES)}")
         measure(arguments, arguments.peer_python or make_peer())
         return
     peer_python = arguments.peer_python or (make_peer() if peer_is_made() else None)

@@ -28,7 +28,6 @@ AGENTS = {
 ON_CLOCK = {"quickstart"}  # their time is that of the clock
 # of one seed's run, but not of what it learns
 FREE = ("threads=", "evaluation.at=")
-WORDS = ["no", "one", "two", "three", "four", "five"]
 
 
 def read(name: str) -> dict[str, Any]:
@@ -38,10 +37,10 @@ def read(name: str) -> dict[str, Any]:
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     columns = list(columns)
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(line)} |".replace("| --- |", "|---|") for line in lines).replace(
-        "|--- |", "|---|"
-    )
+    lines = [
+        f"| {' | '.join(line)} |".replace("|  |", "| |").replace("|  |", "| |") for line in (columns, *rows)
+    ]
+    return "\n".join([lines[0], "|" + "---|" * len(columns), *lines[1:]])
 
 
 # -- seeds.py ------------------------------------------------------------------------------------------------
@@ -222,10 +221,9 @@ def real_sentence() -> str:
         for step in ("step 110", "step 118")
     )
     return (
-        f"On the {tasks} usable real tasks of LifelongAgentBench, of which it was trained on none, "
-        f"SmolLM2-135M has {taught} % after {110 * 16:,} generated demonstrations ({WORDS[len(runs)]} seeds), "
-        f"and {trained} % after RL."
-    )
+        f"On the {tasks} usable real tasks of LifelongAgentBench, of which it was trained on none, SmolLM2-135M "
+        f"has {taught} % after {110 * 16:,} generated demonstrations (two seeds), and {trained} % after RL."
+    )  # 110 steps of 16 demonstrations
 
 
 # -- the pages -----------------------------------------------------------------------------------------------

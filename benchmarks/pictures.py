@@ -102,13 +102,13 @@ def speed(content: dict[str, dict[str, Any]]) -> str:
         y = 32 + number * (bar + gap)
         name = PARTS[row["part"]] + (f", prompt {row['prompt_tokens']}" if row["part"] == "step" else "")
         name += ", defaults" if row["settings"] == "defaults" else ""
+        width = scale * row["median_of_pairs"]
         low, high = (left + scale * limit for limit in (min(row["ratios"]), max(row["ratios"])))
         parts += [
             f'<text x="{left - 8}" y="{y + 12}" text-anchor="end">{name}</text>',
-            f'<rect class="bar" x="{left}" y="{y}" width="{scale * row["median_of_pairs"]:.1f}" '
-            f'height="{bar}"/>',
+            f'<rect class="bar" x="{left}" y="{y}" width="{width:.1f}" height="{bar}"/>',
             f'<path class="range" d="M{low:.1f},{y + bar / 2} H{high:.1f}" stroke-width="2"/>',
-            f'<text x="{max(high, left + scale * row["median_of_pairs"]) + 8:.1f}" y="{y + 12}">'
+            f'<text x="{max(high, left + width) + 8:.1f}" y="{y + 12}">'
             f"{row['median_of_pairs']:.1f} times; memory {row['memory_ratio']:.1f} times</text>",
         ]
     bottom = 32 + len(content) * (bar + gap)

@@ -4,9 +4,8 @@
 
 A model of one layer on one thread first sees eight steps of demonstrations. Then GRPO trains it on 12 groups
 of 4 answers a step (temperature 1), without a refill, and with one and three rounds. Prints a table: the
-groups of a step that have a signal, the tokens that are sampled, and the share of correct answers in the
-last five steps, over all
-answers that were sampled.
+groups of a step that have a signal, the tokens that are sampled, and the share of correct answers in the last
+five steps, over all answers that were sampled.
 """
 
 from __future__ import annotations

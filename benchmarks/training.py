@@ -255,6 +255,8 @@ def main() -> None:
     )
     sweeps: dict[str, list[dict[str, object]]] = {}
     for point in points(arguments.short):
+        if arguments.quick and point.padded > 1600:
+            continue
         rounds = max(1, arguments.rounds - (point.padded > 8000))
         sweeps.setdefault(point.sweep, []).append(
             measure(policy, point, rounds, arguments.microbatch_tokens, limits)

@@ -20,6 +20,7 @@ from agent_peft.configuration.explain import effective_values
 from agent_peft.configuration.loading import load_config, read_config
 from agent_peft.environments import load_environment
 from agent_peft.environments.arithmetic import ALPHABET
+from agent_peft.environments.db_bench.generator import GENERATED_SKILLS
 from agent_peft.rollout import pairs, refill, successes
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.training.step_metrics import metrics_of
@@ -244,20 +245,151 @@ def test_the_page_of_metrics_has_each_metric():
     assert set(names) == steps | report
 
 
-def test_the_figures_of_the_readme_are_those_of_the_benchmarks():
+# numbers of README that no benchmark gives
+NOT_MEASURED = [
+    f"of {len(GENERATED_SKILLS)} skills",
+    "Stable-Baselines3](docs/stable_baselines3.md)",
+    "means of three seeds (the base model of the quickstart: one seed)",
+    "on two CPU cores",
+    "two small classes, and a third one for keys",
+    "a row of three functions",
+    "at most 30 lines of code",
+    "`agent-peft train mine.yaml seed=1`",
+    "`agent-peft train other.yaml --from runs/mine:12`",
+    "`agent-peft show runs/mine --step 9`",
+    "`--task ID --attempt 0`",
+    "`torchrun --nproc_per_node=2 -m agent_peft train mine.yaml`",
+    "Exit codes are 0 (worked), 1 (failed) and 2 (bad input)",
+    "GSM8K",
+    "Sampling that never reads twice",
+    "needs Python 3.11 or newer",
+    "pip install torch==2.13.0",
+    "Apache-2.0",
+]
+_NUMBER = re.compile(
+    r"[\d½¼¾]|\b(?:two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|thirty|forty|fifty|sixty|"
+    r"ninety|hundred|thousand|million|half|quarter|twice|thrice|double|dozen)\b",
+    re.IGNORECASE,
+)
+
+
+def readme() -> str:
+    """In one line. Of a block of code, its comments are left: the rest is run, or loaded, by other tests."""
     text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
-    for name in ("quickstart", "os_grpo", "os_ppo", "adder_fast", "multiplier_fast"):
-        result = json.loads((DOCS.parent / f"benchmarks/results/{name}.json").read_text(encoding="utf-8"))
-        columns = dict[str, list[float]]()  # not every seed has measured the base model
-        for row in result["rows"]:
-            for when, rate in row["success"].items():
-                columns.setdefault(when, []).append(rate[0])
-        at_first, after_sft, after_rl = (
-            f"{100 * sum(column) / len(column):.1f}" for column in columns.values()
-        )
-        assert re.search(
-            rf"^\| `{name}` \| .* \| {at_first} \| {after_sft} \| \*\*{after_rl}\*\* \|", text, re.MULTILINE
-        )
+    return " ".join(_BLOCK.sub(lambda block: "\n".join(re.findall("#.*", block[2])), text).split())
+
+
+def unknown_numbers(text: str, known: list[str]) -> list[str]:
+    """The numbers of ``text`` that stand in none of the passages ``known``, with what is around them."""
+    for passage in known:
+        text = text.replace(" ".join(passage.split()), " … ")
+    return [text[max(0, at.start() - 30) : at.end() + 30] for at in _NUMBER.finditer(text)]
+
+
+@pytest.fixture(scope="module")
+def figures():
+    """benchmarks/figures.py, which computes them from results/*.json."""
+    return benchmark("figures")
+
+
+def benchmark(name: str):
+    folder = str(DOCS.parent / "benchmarks")
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(folder)
+
+
+def test_the_figures_of_the_pages_are_those_of_the_benchmarks(figures):
+    lacking = figures.missing()
+    assert not lacking, "\n\n".join(["python benchmarks/figures.py prints:", *lacking])
+    for name in figures.AGENTS:
+        figures.overrides_of(name)  # three seeds, one setting
+
+
+def test_the_readme_has_no_figure_that_no_benchmark_gives(figures):
+    text, known = readme(), [*figures.readme(), *NOT_MEASURED]
+    assert unknown_numbers(text, known) == []
+    assert not [passage for passage in NOT_MEASURED if passage not in text], (
+        "the list has what README has not"
+    )
+
+
+def test_any_other_last_digit_of_a_figure_is_found(figures):
+    text, known = readme(), [*figures.readme(), *NOT_MEASURED]
+    for passage in figures.readme():
+        passage = " ".join(passage.split())
+        for number in re.finditer(r"\d+(?=\D|$)", passage):
+            last = number.end() - 1
+            wrong = passage[:last] + str((int(passage[last]) + 1) % 10) + passage[last + 1 :]
+            assert unknown_numbers(text.replace(passage, wrong), known), wrong
+    assert unknown_numbers(text + " It is 3 times faster.", known)
+    assert unknown_numbers(text + " It is twice as fast.", known)
+
+
+def test_the_command_of_each_row_of_the_readme_is_valid_and_that_of_the_measurement(figures):
+    table = re.findall(
+        r"^\| `([^`]+)` \|.*\*\*", (DOCS.parent / "README.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert [command.split()[0] for command in table] == list(figures.AGENTS)
+    for command in table:
+        name, *overrides = shlex.split(command)
+        config, _ = read_config(DOCS.parent / "configs" / f"{name}.yaml", overrides)
+        assert overrides == figures.overrides_of(name) and len(config.stages) == 2
+
+
+def benchmark_commands() -> list[str]:
+    """Those of the pages; the log has those of older commits."""
+    pages = [DOCS.parent / "README.md", DOCS.parent / "benchmarks/RESULTS.md", *sorted(DOCS.glob("*.md"))]
+    text = "\n".join(page.read_text(encoding="utf-8") for page in pages if page.name != "log.md")
+    inline = re.findall(r"`python\s+(benchmarks/[^`]+)`", text)
+    return [*inline, *re.findall(r"^ +python (benchmarks/[^#\n]+)", text, re.MULTILINE)]
+
+
+def test_every_command_of_a_benchmark_names_a_script_that_takes_these_arguments():
+    commands = benchmark_commands()
+    assert len(commands) > 30
+    for command in commands:
+        path, *arguments = shlex.split(command)
+        assert (DOCS.parent / path).is_file(), command
+        source = (DOCS.parent / path).read_text(encoding="utf-8")
+        for argument in arguments:
+            if argument.startswith("--"):
+                assert argument == "--quick" or f'"{argument}"' in source, f"{command}: {argument}"
+        if path == "benchmarks/seeds.py" and "NAME" not in command:
+            flag = next(
+                (at for at, argument in enumerate(arguments) if argument == "--seeds"), len(arguments)
+            )
+            assert read_config(DOCS.parent / arguments[0], arguments[1:flag])
+        if path == "benchmarks/against_trl.py":
+            assert set(arguments[:1]) <= set(benchmark("against_trl").SHAPES)
+
+
+def test_the_commands_of_the_comparison_with_trl_are_those_that_the_results_record(figures):
+    for name, found in figures.read("against_trl").items():
+        path, *arguments = shlex.split(found["command"].removeprefix("python "))
+        given = benchmark("against_trl").parser().parse_args(arguments)
+        parts = [given.part, *([str(given.prompt)] if given.part == "step" else []), given.peer]
+        assert path == "benchmarks/against_trl.py"
+        assert name == " ".join([*parts, *(["defaults"] if given.settings == "defaults" else [])])
+        assert given.pairs == len(found["ratios"])
+
+
+def test_every_benchmark_is_in_the_smoke_run():
+    """One that has a main is found there, or is run by another one. So none of them is forgotten."""
+    smoke = benchmark("smoke")
+    files = {
+        path.stem: path.read_text(encoding="utf-8") for path in (DOCS.parent / "benchmarks").glob("*.py")
+    }
+    mains = {
+        name for name, text in files.items() if re.search(r"^(def main\(|if __name__ ==)", text, re.MULTILINE)
+    }
+    assert set(smoke.scripts()) == mains - {"smoke"} - smoke.DRIVEN.keys()
+    for name in smoke.scripts():
+        assert re.search(r"\bparse\(parser\b|\"--quick\"", files[name]), f"{name}.py has no --quick"
+    for name, driver in smoke.DRIVEN.items():
+        assert driver in smoke.scripts() and f'"{name}.py"' in files[driver]
 
 
 def test_every_message_of_the_page_on_debugging_is_one_of_ours():
