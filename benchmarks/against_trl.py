@@ -20,7 +20,8 @@ engine and microbatches. Prompts, numbers of tokens and tasks, temperature, LoRA
 number of threads stay equal, because they define the work. The floor is of fp32, so it is left out there.
 
 Equal settings (the default): the weights and the tokenizer's folder; the prompts, token for token (this is
-checked); the number of sampled tokens (counted and printed); temperature 1 without top-p or top-k; GRPO without KL, one
+checked); the number of sampled tokens (counted and printed); temperature 1 without top-p or top-k; GRPO
+without KL, one
 AdamW update over all episodes of a step, gradients clipped at 1, constant learning rate; LoRA of rank 16 and
 alpha 32 on all linear layers; fp32 (TRL's default is bf16, here `bf16=False`); no gradient checkpointing
 (TRL's default is on); no dropout; the number of threads. Every second episode is worth 1 and the others 0,

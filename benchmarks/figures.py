@@ -221,8 +221,9 @@ def real_sentence() -> str:
         for step in ("step 110", "step 118")
     )
     return (
-        f"On the {tasks} usable real tasks of LifelongAgentBench, of which it was trained on none, SmolLM2-135M "
-        f"has {taught} % after {110 * 16:,} generated demonstrations (two seeds), and {trained} % after RL."
+        f"On the {tasks} usable real tasks of LifelongAgentBench, of which it was trained on none, "
+        f"SmolLM2-135M has {taught} % after {110 * 16:,} generated demonstrations (two seeds), "
+        f"and {trained} % after RL."
     )  # 110 steps of 16 demonstrations
 
 
