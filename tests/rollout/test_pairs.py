@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from dataclasses import replace
 from pathlib import Path
 
 import numpy
 import pytest
+from tokenizers import normalizers
 
+from agent_peft.algorithms.preference import Kto, KtoConfig
+from agent_peft.batch import collate_groups
 from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticConfig
 from agent_peft.environments.chat import Chat, ChatConfig
 from agent_peft.environments.preferences import Preferences, PreferencesConfig
@@ -72,6 +76,30 @@ def test_labels_are_single_replies_with_others_to_measure(tmp_path):
         assert mismatched.turns[0].action == following.turns[0].action
     with pytest.raises(AgentPeftError, match=r"has no rejection|has no demonstration"):
         pairs(environment, 6).collect(0)
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_a_label_is_that_of_the_table_whatever_a_tokenizer_makes_of_the_text(form, tmp_path):
+    tokenizer = character_tokenizer("caf\u00e9no")
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()  # as Qwen's
+    good, bad = unicodedata.normalize(form, "caf\u00e9"), "no"
+    rows = [
+        {"prompt": "a", "completion": good, "label": True},
+        {"prompt": "a", "completion": bad, "label": False},
+    ]
+    environment = Preferences(PreferencesConfig(tasks=table(tmp_path, *rows), label="label"))
+    source = replace(pairs(environment, 2, "labels"), chat=ChatTokenizer(tokenizer))
+    groups = source.collect(0).groups
+    collated = collate_groups(dict(enumerate(groups)))
+    batch = Kto(KtoConfig(kind="kto")).prepare(replace(collated, reference_logprobs=collated.logprobs))
+    labels = {t.task.id: t.desirable for group in groups for t in group.trajectories}
+    assert labels == {"rows:1": True, "rows:2": False}
+    assert [t.outcome for t in groups[[g.task.id for g in groups].index("rows:1")].trajectories] == [
+        Outcome.CORRECT
+    ]
+    signs = [1.0 if labels[group.task.id] else -1.0 for group in groups]
+    own = batch.groups >= 0
+    assert [float(row.max() if row.max() > 0 else row.min()) for row in batch.advantages[own]] == signs
 
 
 def test_a_mismatched_trajectory_is_as_long_as_the_longest_at_most():

@@ -50,7 +50,10 @@ def resume(tmp_path, policy_config, monkeypatch) -> Callable[..., None]:
             "run_dir": "run",
             "policy": policy_config.model_dump(mode="json"),
             "environment": {**keys, "tasks": "tasks.csv"},
-            "evaluation": {"environment": {**keys, "tasks": "heldout.csv"}, "sampling": {"max_new_tokens": 2}},
+            "evaluation": {
+                "environment": {**keys, "tasks": "heldout.csv"},
+                "sampling": {"max_new_tokens": 2},
+            },
             "stages": [
                 {"algorithm": "rloo", **stage, **sampled},
                 {"algorithm": "sft", **stage, "steps": 2},

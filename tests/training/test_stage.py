@@ -93,3 +93,9 @@ def test_a_learning_rate_of_zero_acts_and_changes_no_weight(make_trainer, algori
     assert [step.metrics["updates_skipped"] for step in steps] == [1.0, 1.0]
     assert next(iter(learning)).collection.groups == steps[0].collection.groups
     assert next(iter(learning)).collection.groups != steps[1].collection.groups, "it has learnt"
+
+
+@pytest.mark.parametrize("key", ["incorrect", "invalid_action", "turn_limit", "timeout", "cut_action"])
+def test_prices_below_0_are_refused_where_a_mean_return_divides(key):
+    with pytest.raises(AgentPeftError, match=rf"maxrl divides .* and rewards\.{key} is below 0; set it to 0"):
+        Stage(algorithm="maxrl", steps=1, rewards={"incorrect": 0.0, key: -0.05})

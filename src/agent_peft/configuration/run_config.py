@@ -125,9 +125,18 @@ class TrainConfig(Config):
             )
         self._check_graded()
         self._check_best()
-        for stage in self.stages:
-            own = stage.episodes_of is not None and stage.episodes_of.run.resolve() == self.run_dir.resolve()
-            if own and self.trajectories.last is not None:
+        for number, stage in enumerate(self.stages):
+            if stage.episodes_of is None or stage.episodes_of.run.resolve() != self.run_dir.resolve():
+                continue
+            earlier = [one.name for one in self.stages[:number] if one.samples]
+            if not earlier or stage.episodes_of.stage not in (None, *earlier):
+                asked = "" if stage.episodes_of.stage is None else f" as {stage.episodes_of.stage!r}"
+                there = f"they are {', '.join(earlier)}" if earlier else "put one before it"
+                raise ValueError(
+                    f"episodes_of of stage {stage.name!r} takes the episodes of this run, and no "
+                    f"earlier stage samples any{asked}; {there}"
+                )
+            if self.trajectories.last is not None:
                 raise ValueError(
                     f"trajectories.last removes the episodes that stage {stage.name!r} learns from "
                     "(episodes_of); set trajectories.last: null"

@@ -195,6 +195,13 @@ AnyTerm = Annotated[
 ]
 
 
+# the keys of ``RewardConfig`` that are added to a return as they are
+PRICES = (
+    *("correct", "incorrect", "unknown", "timeout", "turn_limit", "token_limit"),
+    *("invalid_action", "cut_action", "score"),
+)
+
+
 class RewardConfig(Config):
     """Prices of facts. The price of a stop reason, where one is set, replaces that of the outcome unless the
     outcome is correct. An episode that crashed or met a defect has the lowest of all prices, so that an agent
