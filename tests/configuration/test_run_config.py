@@ -791,3 +791,19 @@ def test_a_wrong_task_file_is_told(load, tmp_path):
         AgentPeftError, match=r"evaluation\.environment\.tasks: there is no file or folder 'no\.json'"
     ):
         load_for_evaluation(tmp_path / "x.yaml", [], "no.json", None)
+
+
+@pytest.mark.parametrize(
+    ("stage", "told"),
+    [("", ""), (", stage: lr", "samples any as 'lr'; they are rl"), (", stage: rl", "")],
+)
+def test_episodes_of_this_run_need_an_earlier_stage_that_samples_them(stage, told, load, tmp_path):
+    text = f"{TOP}steps: 3\nstages:\n  - {{name: rl, algorithm: grpo}}\n"
+    text += f"  - {{algorithm: dpo, episodes_of: {{run: runs/a{stage}}}}}\n"
+    if not told:
+        load(text)  # there is one
+    else:
+        with pytest.raises(AgentPeftError, match=told):
+            load(text)
+    with pytest.raises(AgentPeftError, match=r"no earlier stage samples any.*; put one before it"):
+        load(text.replace("algorithm: grpo", "algorithm: sft"))
