@@ -199,7 +199,7 @@ def test_the_metrics_are_those_of_one_rank(one, two):
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.keys() == theirs.keys()
         numbers = {name: value for name, value in theirs.items() if isinstance(value, float)}
-        assert {name: ours[name] for name in numbers} == pytest.approx(numbers, rel=1e-6, abs=1e-6)
+        assert {name: ours[name] for name in numbers} == pytest.approx(numbers, rel=1e-5, abs=1e-6)
     assert sum(line.get("gradient_norm", 0.0) > 0.01 for line in expected) > len(expected) / 2
 
 

@@ -184,12 +184,12 @@ def test_a_start_that_is_killed_at_any_moment_is_no_folder_of_others(config, tmp
             for name in ("mkdir", "replace", "unlink", "rename", "rmdir"):
                 patch.setattr(os, name, at(getattr(os, name)))
             try:
-                claim(config, Lock(config.run_dir, stack), fresh=start != "new")
+                claim(config, Lock(config.run_dir, stack), {}, fresh=start != "new")
                 done = True
             except Killed:
                 pass
         with ExitStack() as stack:
-            claim(config, Lock(config.run_dir, stack))
+            claim(config, Lock(config.run_dir, stack), {})
         moments += 1
     assert moments > (20 if start != "new" else 3)
 

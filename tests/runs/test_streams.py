@@ -198,14 +198,18 @@ def shown(record: dict) -> list[str]:
 def test_the_prompt_shows_the_latest_successes_of_the_steps_before(replaying, tmp_path):
     train(load_config(replaying))
     run = tmp_path / "run"
-    kept: list[tuple[str, str]] = []  # task, reply
+    kept: list[tuple[str, str]] = []  # what a task asks, reply
+
+    def asked(record):
+        return record["messages"][-2]["content"]
+
     for step in range(6):
         records = episodes(run / "trajectories" / f"step_{step:06d}.jsonl")
         for record in records:
-            others = [reply for task, reply in kept if task != record["task"]]
-            assert shown(record) == others[-2:], (step, record["task"])
-        for task in dict.fromkeys(record["task"] for record in records):
-            correct = (r for r in records if r["task"] == task and r["outcome"] == "correct")
+            others = [reply for task, reply in kept if task != asked(record)]
+            assert shown(record) == others[-2:], (step, asked(record))
+        for task in dict.fromkeys(asked(record) for record in records):
+            correct = (r for r in records if asked(r) == task and r["outcome"] == "correct")
             # a special token is not in the model's alphabet
             of_task = (r for r in correct if "<" not in r["messages"][-1]["content"])
             if (first := next(of_task, None)) is not None:
@@ -213,7 +217,7 @@ def test_the_prompt_shows_the_latest_successes_of_the_steps_before(replaying, tm
                 kept.append((task, first["messages"][-1]["content"]))
         if step % 2:  # the evaluation after a segment
             for record in episodes(run / "evaluations" / f"step_{step + 1}.jsonl"):
-                assert shown(record) == [reply for task, reply in kept if task != record["task"]][-2:]
+                assert shown(record) == [reply for task, reply in kept if task != asked(record)][-2:]
     assert len(kept) > 3
     assert all(shown(record) == [] for record in episodes(run / "evaluations" / "base.jsonl"))
 
@@ -234,6 +238,7 @@ def test_replays_are_resumed_to_the_same_bytes_also_for_an_evaluation_that_was_n
 
 def test_a_checkpoint_is_measured_with_its_replays(replaying, tmp_path, caplog):
     reports = train(load_config(replaying))
+    caplog.clear()
     run = tmp_path / "run"
     for name in ("step 2", "step 6"):
         step = reports[name].step

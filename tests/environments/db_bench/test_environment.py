@@ -354,7 +354,7 @@ def test_a_wrong_entry_is_named_with_its_key(tmp_path, wrong, key):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\xff\xfe", "not UTF-8"),
+        (b"\xff", "not UTF-8"),
         (b"{", "not JSON"),
         (b"{}", "no entry"),
         (b"3", "object or list"),

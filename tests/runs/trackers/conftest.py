@@ -19,7 +19,7 @@ def configure(tmp_path, policy_config):
                 "threads": 1,
                 "policy": policy_config.model_dump(mode="json"),
                 "environment": tasks,
-                "evaluation": {"environment": tasks},
+                "evaluation": {"environment": {**tasks, "split": "heldout"}},
                 "algorithm": "rloo",
                 "steps": 4,
                 "tasks_per_step": 2,

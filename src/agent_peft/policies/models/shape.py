@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from agent_peft.files import check_regular
 from agent_peft.lookup import may_import
 from agent_peft.policies.config import LoraSettings, PretrainedConfig, ScratchConfig
-from agent_peft.policies.models.bundled import BUNDLED, cached
+from agent_peft.policies.models import bundled
 from agent_peft.policies.models.character_tokenizer import character_tokenizer
 from agent_peft.policies.models.layers import layers_of
 from agent_peft.policies.models.pretrained import build, cause, read_config
@@ -220,7 +220,7 @@ def config_here(name: str) -> PreTrainedConfig | None:
     Raises:
         AgentPeftError: the configuration is refused (``check_config``).
     """
-    folder = cached(name) if name in BUNDLED else Path(name)
+    folder = bundled.cached(name) if name in bundled.BUNDLED else Path(name)
     if folder is None or folder.suffix == ".gguf":
         return None
     check_regular(folder)
