@@ -14,6 +14,7 @@ import pytest
 from agent_peft.configuration.loading import load_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments import load_environment
+from agent_peft.environments.digests import task_digest
 from agent_peft.rollout.skill_matrix import MEASURES
 from agent_peft.runs.evaluations import due_evaluations
 from agent_peft.runs.run import train
@@ -196,20 +197,22 @@ def shown(record: dict) -> list[str]:
 
 
 def test_the_prompt_shows_the_latest_successes_of_the_steps_before(replaying, tmp_path):
-    train(load_config(replaying))
+    config = load_config(replaying)
+    train(config)
     run = tmp_path / "run"
     kept: list[tuple[str, str]] = []  # what a task asks, reply
-
-    def asked(record):
-        return record["messages"][-2]["content"]
-
+    assert config.evaluation and config.evaluation.environment
+    training, heldout = (
+        {task.id: task_digest(task) for task in load_environment(part).tasks}
+        for part in (config.environment, config.evaluation.environment)
+    )  # with equal ids, and other contents
     for step in range(6):
         records = episodes(run / "trajectories" / f"step_{step:06d}.jsonl")
         for record in records:
-            others = [reply for task, reply in kept if task != asked(record)]
-            assert shown(record) == others[-2:], (step, asked(record))
-        for task in dict.fromkeys(asked(record) for record in records):
-            correct = (r for r in records if asked(r) == task and r["outcome"] == "correct")
+            others = [reply for task, reply in kept if task != training[record["task"]]]
+            assert shown(record) == others[-2:], (step, training[record["task"]])
+        for task in dict.fromkeys(training[record["task"]] for record in records):
+            correct = (r for r in records if training[r["task"]] == task and r["outcome"] == "correct")
             # a special token is not in the model's alphabet
             of_task = (r for r in correct if "<" not in r["messages"][-1]["content"])
             if (first := next(of_task, None)) is not None:
@@ -217,7 +220,9 @@ def test_the_prompt_shows_the_latest_successes_of_the_steps_before(replaying, tm
                 kept.append((task, first["messages"][-1]["content"]))
         if step % 2:  # the evaluation after a segment
             for record in episodes(run / "evaluations" / f"step_{step + 1}.jsonl"):
-                assert shown(record) == [reply for task, reply in kept if task != asked(record)][-2:]
+                assert (
+                    shown(record) == [reply for task, reply in kept if task != heldout[record["task"]]][-2:]
+                )
     assert len(kept) > 3
     assert all(shown(record) == [] for record in episodes(run / "evaluations" / "base.jsonl"))
 
