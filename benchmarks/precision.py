@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from smoke import parse
 
 from agent_peft.configuration.loading import read_config
 from agent_peft.environments import load_environment
@@ -33,6 +34,10 @@ from agent_peft.training.trainer import Step, Trainer
 HERE = Path(__file__).resolve().parent
 CONFIG = HERE.parent / "configs" / "quickstart.yaml"
 DTYPES = ("float32", "bfloat16")
+QUICK = (
+    *("environment.generate.num_tasks=8", "stages.0.tasks_per_step=2"),
+    *("stages.1.tasks_per_step=2", "stages.1.sampling.max_new_tokens=4"),
+)
 ALL_PARAMETERS = (
     "policy.lora=null",
     "stages.0.optimizer.learning_rate=1e-5",
@@ -91,7 +96,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("overrides", nargs="*", help="overrides of the configuration, such as threads=2")
-    arguments = parser.parse_args()
+    arguments = parse(parser, steps=1, rounds=1, overrides=QUICK)
     found = {
         "all parameters": learning(arguments.steps, arguments.overrides),
         "steps": stepping(arguments.rounds, arguments.overrides),
@@ -145,7 +150,7 @@ def main() -> None:
         f"bfloat16 takes a token in 1/{median(ratios):.2f} of float32's time (median of {len(ratios)} pairs)",
     )
     content = {**found, "threads": torch.get_num_threads(), "torch": torch.__version__}
-    (HERE / "results" / "precision.json").write_text(json.dumps(content, indent=1) + "\n")
+    (arguments.results / "precision.json").write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import agent_peft
 from agent_peft.cli import run
 from agent_peft.configuration.yaml12 import dump
+from agent_peft.printable import printable
 
 SRC = str(Path(agent_peft.__file__).parents[1])
 SETTINGS = {
@@ -53,7 +54,7 @@ def said(capsys, tmp_path, monkeypatch):
         assert "Traceback" not in told.err and "unforeseen" not in told.err
         for line in (told.out + told.err).split("\n"):
             columns = line.split("\t") if arguments[0] == "explain" else [line]  # tabs of our own
-            assert all(column.isprintable() for column in columns), line
+            assert all(printable(column) == column for column in columns), line
             assert len(columns) in (1, 2, 4), line
         return code, told.out, errors[0].removeprefix("agent-peft: ") if errors else ""
 

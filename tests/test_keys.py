@@ -278,6 +278,7 @@ NAMED: dict[str, str] = {
     "stages.until": "{path}={{metric: reward, above: 0.5}}",
     "stages.until.above": "{path}=0.25",
     "stages.episodes_of": "{path}={{run: adapter}}",
+    "stages.episodes_of.run": "{path}=adapter",
     "environment:preferences.completion": "{path}=reply {parent}.label=good",
     "stages.until.below": "{parent}.above=null {path}=0.5",
     "stages.until.metric": "{path}=success",
@@ -309,7 +310,7 @@ def settings_for(key: str) -> dict[str, Any]:
     if key.startswith("stages.episodes_of"):
         stage["algorithm"] = {"kind": "dpo"}
     if key.startswith("stages.episodes_of."):
-        stage["episodes_of"] = {"run": "run"}
+        stage["episodes_of"] = {"run": "earlier"}
     if algorithm["kind"] == "maxrl":
         stage["rewards"] = {"incorrect": 0.0}
     if key == "stages.learn_from":

@@ -93,10 +93,11 @@ def test_the_extremes_of_a_step_are_those_of_all_its_updates():
 
 
 def test_a_reward_below_zero_is_told_to_maxrl_in_one_line(make_trainer):
-    with pytest.raises(ValueError, match=r"rewards.incorrect is below 0; set it to 0"):
+    with pytest.raises(ValueError, match=r"rewards.\w+ is below 0; set it to 0"):
         make_trainer("maxrl", steps=1)
-    with pytest.raises(AgentPeftError, match=r"a return is -0.5.*no price below 0") as told:
-        list(make_trainer("maxrl", steps=1, rewards={"incorrect": 0.0, "invalid_action": -0.5}))
+    penalty = {"kind": "length_penalty", "target_tokens": 1, "buffer_tokens": 1, "when": "always"}
+    with pytest.raises(AgentPeftError, match=r"a return is -.*no price below 0") as told:
+        list(make_trainer("maxrl", steps=1, rewards={"incorrect": 0.0, "terms": [penalty]}))
     assert "\n" not in str(told.value)
 
 

@@ -195,13 +195,6 @@ AnyTerm = Annotated[
 ]
 
 
-# the keys of ``RewardConfig`` that are added to a return as they are
-PRICES = (
-    *("correct", "incorrect", "unknown", "timeout", "turn_limit", "token_limit"),
-    *("invalid_action", "cut_action", "score"),
-)
-
-
 class RewardConfig(Config):
     """Prices of facts. The price of a stop reason, where one is set, replaces that of the outcome unless the
     outcome is correct. An episode that crashed or met a defect has the lowest of all prices, so that an agent
@@ -241,6 +234,17 @@ class RewardConfig(Config):
         "that ends without a score gets nothing for it",
     )
     terms: tuple[AnyTerm, ...] = Field(default=(), description="further rewards, added at the last turn")
+
+    @property
+    def price_below_0(self) -> str | None:
+        """The lowest price, where an episode of one turn could have a return below 0 without ``terms``."""
+        ends = ("correct", "unknown", "incorrect", "timeout", "turn_limit", "token_limit")
+        prices = {key: getattr(self, key) for key in (*ends, "invalid_action", "cut_action", "score")}
+        prices = {key: price for key, price in prices.items() if price is not None}
+        failed = min(price for key, price in prices.items() if key in ends[2:])
+        failed += sum(min(price, 0.0) for key, price in prices.items() if key not in ends)
+        below = min(failed, self.correct, self.unknown) < 0
+        return min(prices, key=lambda key: prices[key]) if below else None
 
     @model_validator(mode="after")
     def _not_too_large(self) -> RewardConfig:

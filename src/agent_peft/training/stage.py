@@ -23,7 +23,7 @@ from agent_peft.rollout.pairs import METRICS as PAIR_METRICS
 from agent_peft.rollout.pairs import EpisodePairs, EpisodesOfConfig, Pairs, read_groups
 from agent_peft.rollout.refill import METRICS as REFILL_METRICS
 from agent_peft.rollout.replays import Replays
-from agent_peft.rollout.rewards import PRICES, RewardConfig
+from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.rollout.sources import Demonstrations, Rollouts, Source, Successes
 from agent_peft.rollout.statistics import METRICS
 from agent_peft.rollout.successes import METRICS as SUCCESS_METRICS
@@ -253,10 +253,10 @@ class StageConfig(Config):
                 "other; leave it out"
             )
         # terms may lift a return, and they are known only when episodes are there
-        below = [key for key in PRICES if (getattr(self.rewards, key) or 0) < 0 and not self.rewards.terms]
-        if getattr(algorithm, "advantage", None) is mean_normalized and below:
+        low = None if self.rewards.terms else self.rewards.price_below_0
+        if getattr(algorithm, "advantage", None) is mean_normalized and low:
             raise ValueError(
-                f"{kind} divides by a group's mean return, as a rate of success, and rewards.{below[0]} is "
+                f"{kind} divides by a group's mean return, as a rate of success, and rewards.{low} is "
                 "below 0; set it to 0"
             )
         if algorithm.on_policy and self.learn_from != "demonstrations":
