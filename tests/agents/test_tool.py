@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from agent_peft import RLTrainingTool
 from agent_peft.agents.parameters import ACTIONS, TAKES, Parameters
+from agent_peft.agents.tool import _measured
 
 MODEL = "Qwen/Qwen3-0.6B"
 
@@ -361,3 +363,14 @@ def test_a_client_that_sends_every_default_is_understood(place):
     defaults = {name: field.default for name, field in Parameters.model_fields.items()}
     told = ask(**defaults | {"action": "create_reward", "reward": "step", "step_bonus": 0.5})
     assert told["rewards"]["terms"] == [{"kind": "reasoning_steps", "weight": 0.5, "max_steps": 5}]
+
+
+def test_tasks_are_held_out_by_what_they_ask():
+    sums = {"kind": "arithmetic", "digits": 1, "num_tasks": 8}
+    for heldout, expected in (
+        ({**sums, "split": "heldout"}, "held-out tasks"),
+        (sums, "the tasks of training"),
+        ({**sums, "num_tasks": 12}, "8 of 12 are tasks of training"),
+        (None, "the tasks of training"),
+    ):
+        assert _measured(SimpleNamespace(environment=sums, heldout=heldout), None) == expected
