@@ -243,18 +243,19 @@ class Torn:
         os.kill(os.getpid(), signal.SIGKILL)
 
 def killed(path, name, moment):
-    opened, synced = open, files.sync
+    opened, replaced = open, os.replace
 
-    def tearing(path, *arguments, **named):
-        file = opened(path, *arguments, **named)
-        return Torn(file) if moment == "torn" and Path(path).name == f".{name}.aside" else file
+    def tearing(descriptor, *arguments, **named):
+        file = opened(descriptor, *arguments, **named)
+        place = Path(os.readlink(f"/dev/fd/{descriptor}"))
+        return Torn(file) if moment == "torn" and place.name == f".{name}.aside" else file
 
-    def kill_after(path):
-        synced(path)
-        if moment == "renamed" and (path / name).exists():
+    def kill_after(aside, path, **folders):
+        replaced(aside, path, **folders)
+        if moment == "renamed" and path == name:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    files.open, files.sync = tearing, kill_after
+    files.open, os.replace = tearing, kill_after
     train(read_config(Path(path))[0])
 
 for case in sys.argv[1:]:
