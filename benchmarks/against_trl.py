@@ -21,12 +21,11 @@ number of threads stay equal, because they define the work. The floor is of fp32
 
 Equal settings (the default): the weights and the tokenizer's folder; the prompts, token for token (this is
 checked); the number of sampled tokens (counted and printed); temperature 1 without top-p or top-k; GRPO
-without KL, one
-AdamW update over all episodes of a step, gradients clipped at 1, constant learning rate; LoRA of rank 16 and
-alpha 32 on all linear layers; fp32 (TRL's default is bf16, here `bf16=False`); no gradient checkpointing
-(TRL's default is on); no dropout; the number of threads. Every second episode is worth 1 and the others 0,
-so that all of them have a gradient. The end token is one that SmolLM2 does not generate (`<issue_closed>`),
-so that every reply has the maximum length.
+without KL, one AdamW update over all episodes of a step, gradients clipped at 1, constant learning rate;
+LoRA of rank 16 and alpha 32 on all linear layers; fp32 (TRL's default is bf16, here `bf16=False`); no
+gradient checkpointing (TRL's default is on); no dropout; the number of threads. Every second episode is
+worth 1 and the others 0, so that all of them have a gradient. The end token is one that SmolLM2 does not
+generate (`<issue_closed>`), so that every reply has the maximum length.
 
 Microbatches differ. Ours holds a group in `step` (prompt + 8 × 64 positions), 1,792 positions in `episodes`
 and 8,192 in `arithmetic`. TRL's holds --peer-microbatch rows: 8 (also a group) in `step` up to a prompt of

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from smoke import parse
+from smoke import parse, tiny_model
 
 from agent_peft.configuration.loading import read_config
 from agent_peft.environments import load_environment
@@ -35,7 +35,7 @@ HERE = Path(__file__).resolve().parent
 CONFIG = HERE.parent / "configs" / "quickstart.yaml"
 DTYPES = ("float32", "bfloat16")
 QUICK = (
-    *("environment.generate.num_tasks=8", "stages.0.tasks_per_step=2"),
+    *("environment.generate.num_tasks=8", "stages.0.tasks_per_step=2", "sampling.max_tokens=4096"),
     *("stages.1.tasks_per_step=2", "stages.1.sampling.max_new_tokens=4"),
 )
 ALL_PARAMETERS = (
@@ -96,7 +96,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("overrides", nargs="*", help="overrides of the configuration, such as threads=2")
-    arguments = parse(parser, steps=1, rounds=1, overrides=QUICK)
+    arguments = parse(parser, steps=2, rounds=1)
+    if arguments.quick:
+        arguments.overrides = [*QUICK, f"policy.model={tiny_model(arguments.results)}", *arguments.overrides]
     found = {
         "all parameters": learning(arguments.steps, arguments.overrides),
         "steps": stepping(arguments.rounds, arguments.overrides),
