@@ -185,7 +185,8 @@ def named(sampling: dict[str, Any]) -> str:
 
 def tiny(given: argparse.Namespace) -> Iterator[Run]:
     tasks = ap.load_environment("arithmetic", digits=1, num_tasks=64)
-    runs = product(given.families, SAMPLINGS, (2, 32), given.rates)
+    samplings = SAMPLINGS[2:3] if given.quick else SAMPLINGS
+    runs = product(given.families, samplings, (2, 32), given.rates)
     for seed, (family, sampling, ratio, rate) in enumerate(runs):
 
         def made(dtype: str, family: str = family, ratio: int = ratio, seed: int = seed) -> Any:
