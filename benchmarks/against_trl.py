@@ -371,6 +371,12 @@ def median(steps: list[dict[str, Any]], key: str) -> float:
     return statistics.median(float(step[key]) for step in steps)
 
 
+def without_paths(words: list[str]) -> list[str]:
+    """The command's words without the path of TRL's Python, which belongs to one machine."""
+    places = {words.index(name) for name in ("--peer-python",) if name in words}
+    return [word for i, word in enumerate(words) if not places & {i, i - 1}]
+
+
 def summarize(
     settings: dict[str, Any], sides: list[Side], speed: tuple[float, float], arguments: argparse.Namespace
 ) -> dict[str, Any]:
@@ -397,7 +403,7 @@ def summarize(
     return {
         "part": settings["part"],
         "settings": arguments.settings,
-        "command": " ".join(["python", "benchmarks/against_trl.py", *sys.argv[1:]]),
+        "command": " ".join(["python", "benchmarks/against_trl.py", *without_paths(sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
         "precision": {side.name: side.precision for side in sides},
         "prompt_tokens": len(ours[0]["prompts"][0]),
