@@ -17,7 +17,9 @@ class SandboxLimits(Config):
     """
 
     memory_mb: int = Field(
-        default=512, ge=16, description="memory of all processes in MiB; files may take as much again"
+        default=512,
+        ge=16,
+        description="memory of a machine in MiB: of its processes and of its files, which may take half of it",
     )
     processes: int = Field(default=128, ge=4, description="maximum number of processes")
     file_size_mb: int = Field(default=64, ge=1, description="maximum size of one file in MiB")
@@ -80,40 +82,18 @@ class Sandbox(ABC):
         """
 
     @abstractmethod
-    def run_fresh(self, script: str, timeout: float, kill_others: bool = False) -> CommandResult:
-        """Run a bash script in a new process that no earlier command can have prepared. It has a clean
-        environment and PATH, and its programs come from the original system. It sees the machine's files
-        and users, and its own changes stay. Once ``run`` was called, the script cannot write to /usr.
-
-        Args:
-            kill_others: inspect the machine: first kill every process in it, the shell included. The script
-                then sees the machine's files as data: programs, libraries and settings are those of the
-                original system. Only further scripts, ``read_file``, ``restore`` and ``close`` may follow;
-                ``run`` raises RuntimeError until ``restore``.
+    def run_fresh(self, script: str, timeout: float) -> CommandResult:
+        """Run a trusted bash script in a new process, with a clean environment and PATH, on the machine as it
+        is. Its programs are the machine's: after the agent acted, only ``inspect`` gives a verdict.
         """
 
     @abstractmethod
-    def read_file(self, path: str, limit: int = 1 << 20) -> bytes:
-        """Read the first ``limit`` bytes of a regular file.
+    def inspect(self, script: str, timeout: float) -> CommandResult:
+        """Run a trusted bash script over the files that the agent left, on a new machine.
 
-        Raises:
-            FileNotFoundError: there is no such regular file.
-        """
-
-    @abstractmethod
-    def write_file(self, path: str, content: bytes, mode: int = 0o644) -> None:
-        """Write a file as root. Missing parent folders are created."""
-
-    @abstractmethod
-    def snapshot(self) -> bytes:
-        """Return all files that were changed so far, as opaque bytes. Processes and the shell's variables
-        are not included.
-        """
-
-    @abstractmethod
-    def restore(self, snapshot: bytes) -> None:
-        """Go back to a snapshot of this sandbox or of another one of the same kind. Afterwards the files are
-        as they were, no process runs, and the next command gets a new shell.
+        The first call ends the machine, with all its processes, and copies its files to the new one. There
+        they are data: programs, libraries and settings are those of the original system. The exit code comes
+        from the container runtime. Only further calls and ``close`` may follow.
         """
 
     @abstractmethod
