@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 
-from agent_peft.sandbox import docker_api
 from agent_peft.sandbox.base import Sandbox, SandboxLimits
-from agent_peft.sandbox.docker import DockerSandbox
-from agent_peft.sandbox.fork_server import fork_server
-from agent_peft.sandbox.namespaces import NamespaceSandbox
+from agent_peft.sandbox.oci import OciSandbox
+from agent_peft.sandbox.runtime import find_runtime
 from agent_peft.sandbox.unsandboxed import NoSandbox
 from agent_peft.types import AgentPeftError
 
 SANDBOXES: Mapping[str, Callable[[SandboxLimits], Sandbox]] = {
-    "namespaces": NamespaceSandbox,
-    "bubblewrap": NamespaceSandbox,  # its name in older configurations
-    "docker": partial(DockerSandbox, engine="docker"),
-    "podman": partial(DockerSandbox, engine="podman"),
+    "oci": OciSandbox,
     "none": NoSandbox,
 }
 
@@ -34,15 +28,9 @@ def build_sandbox(kind: str, limits: SandboxLimits) -> Sandbox:
 
 
 def state_of(kind: str) -> str:
-    """Say in words whether this computer can have sandboxes of this kind. An engine is only asked whether it
-    listens.
-    """
+    """Say in words whether this computer can have sandboxes of this kind."""
     try:
-        if kind in docker_api.ENGINES:
-            return docker_api.listening_at(kind)
         lacks = missing(kind)
-    except OSError:
-        return f"not here: no engine listens at {docker_api.address(kind)}"
     except AgentPeftError as error:
         return f"not here: {error}"
     return f"here, without {'; '.join(lacks)}" if lacks else "here"
@@ -57,7 +45,7 @@ def missing(kind: str) -> tuple[str, ...]:
     """
     if kind == "none":
         return ("isolation of any kind: the commands run on this computer, as this user",)
-    if SANDBOXES.get(kind) is NamespaceSandbox and fork_server().single_id:
+    if kind == "oci" and find_runtime().case.single_id:
         return (
             "users other than root (useradd works; chown to others, chgrp and su do not): "
             "apt-get install uidmap, then "

@@ -254,6 +254,7 @@ def run_alone(
 
     code = _wait(streams, processes, limits, time.monotonic() + timeout, output, take)
     if code is None:
+        processes.signal_shell(signal.SIGKILL)
         processes.signal(signal.SIGKILL, began)
     text, cut = output.text()
     return CommandResult(text, code if code is None or code >= 0 else 128 - code, code is None, cut)

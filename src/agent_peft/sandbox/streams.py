@@ -7,10 +7,12 @@ import fcntl
 import os
 import select
 import struct
+import subprocess
 import termios
+import threading
 from collections.abc import Sequence
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class StreamKind(Enum):
@@ -48,6 +50,27 @@ class PipeStreams:
             self._poll.register(descriptor, select.POLLIN)
         for descriptor in (self._stdin, *self._kinds):
             os.set_blocking(descriptor, False)
+
+    def spawn(
+        self, argv: Sequence[str], with_input: bool = True, **options: Any
+    ) -> subprocess.Popen[bytes]:
+        """Start a program with ``child`` as its streams. Its exit code becomes the ``END``.
+
+        Args:
+            with_input: False for a script: it reads nothing, and its errors are output.
+            options: further ones of ``Popen``.
+        """
+        stdin, output, control, end = self.child
+        process = subprocess.Popen(
+            argv,
+            stdin=stdin if with_input else subprocess.DEVNULL,
+            stdout=output,
+            stderr=control if with_input else output,
+            **options,
+        )
+        threading.Thread(target=_report_exit, args=(process, os.dup(end)), daemon=True).start()
+        self.release()
+        return process
 
     def release(self) -> None:
         """Close our copies of the process's ends, once the process has them."""
@@ -98,3 +121,10 @@ class PipeStreams:
             self._pending = b""  # the process ended; the other streams report that
         with contextlib.suppress(KeyError):
             self._poll.unregister(self._stdin)
+
+
+def _report_exit(process: subprocess.Popen[bytes], end: int) -> None:
+    code = process.wait()
+    with contextlib.suppress(BrokenPipeError):
+        os.write(end, str(code).encode())
+    os.close(end)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import resource
@@ -11,9 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +25,7 @@ class NoSandbox(Sandbox):
     """Commands run as the current user in a temporary folder. Only the file size and the processor time of
     each process are limited.
 
-    A snapshot holds that folder only. ``run_fresh`` uses the same programs as every other process.
+    ``inspect`` uses the same programs, in the same folder, as every other command.
     """
 
     def __init__(self, limits: SandboxLimits) -> None:
@@ -49,9 +46,7 @@ class NoSandbox(Sandbox):
     def run(self, command: str, timeout: float) -> CommandResult:
         return self._shell.run(command, timeout)
 
-    def run_fresh(self, script: str, timeout: float, kill_others: bool = False) -> CommandResult:
-        if kill_others:
-            self._drop_shell()
+    def run_fresh(self, script: str, timeout: float) -> CommandResult:
         streams = PipeStreams()
         alone = _Session()
         try:
@@ -62,38 +57,13 @@ class NoSandbox(Sandbox):
                 self._limits,
                 alone=True,
             )
-            result = run_alone(streams, alone, self._limits, 0, timeout)
-            if result.timed_out:
-                alone.signal_shell(signal.SIGKILL)
-            return result
+            return run_alone(streams, alone, self._limits, 0, timeout)
         finally:
             streams.close()
 
-    def read_file(self, path: str, limit: int = 1 << 20) -> bytes:
-        if not (self._working_folder / path).is_file():
-            raise FileNotFoundError(2, f"{path} is not a regular file")
-        with open(self._working_folder / path, "rb") as file:
-            return file.read(limit)
-
-    def write_file(self, path: str, content: bytes, mode: int = 0o644) -> None:
-        target = self._working_folder / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(content)
-        target.chmod(mode)
-
-    def snapshot(self) -> bytes:
-        content = io.BytesIO()
-        with tarfile.open(fileobj=content, mode="w") as archive:
-            archive.add(self._working_folder, arcname=".")
-        return content.getvalue()
-
-    def restore(self, snapshot: bytes) -> None:
+    def inspect(self, script: str, timeout: float) -> CommandResult:
         self._drop_shell()
-        shutil.rmtree(self._working_folder)
-        with tarfile.open(fileobj=io.BytesIO(snapshot)) as archive:
-            # Python before 3.11.4 has no filters; the archive is our own
-            archive.extraction_filter = getattr(tarfile, "tar_filter", None)
-            archive.extractall(self._working_folder)
+        return self.run_fresh(script, timeout)
 
     def close(self) -> None:
         self._drop_shell()
@@ -140,19 +110,12 @@ class _Session:
         limits: SandboxLimits,
         alone: bool = False,
     ) -> None:
-        stdin, output, control, end = streams.child
-        self._leader = subprocess.Popen(
+        environment = {"HOME": str(folder), "LANG": "C.UTF-8", "TERM": "dumb"}
+        self._leader = streams.spawn(
             [*_DEFAULT_SIGNALS, *argv],
-            stdin=subprocess.DEVNULL if alone else stdin,
-            stdout=output,
-            stderr=output if alone else control,
+            with_input=not alone,
             cwd=folder,
-            env={
-                "HOME": str(folder),
-                "PATH": os.environ.get("PATH", "/usr/bin:/bin"),
-                "LANG": "C.UTF-8",
-                "TERM": "dumb",
-            },
+            env={**environment, "PATH": os.environ.get("PATH", "/usr/bin:/bin")},
             start_new_session=True,
         )
         if sys.platform == "linux":
@@ -161,8 +124,6 @@ class _Session:
                 (resource.RLIMIT_CPU, int(limits.cpu_seconds) + 1),
             ):
                 resource.prlimit(self._leader.pid, kind, (bound, bound))
-        threading.Thread(target=_report_exit, args=(self._leader, os.dup(end)), daemon=True).start()
-        streams.release()
 
     def signal(self, number: int, since: float) -> int:
         members = self._members()
@@ -194,9 +155,3 @@ class _Session:
                     members.append(int(name))
         return members
 
-
-def _report_exit(process: subprocess.Popen[bytes], end: int) -> None:
-    code = process.wait()
-    with contextlib.suppress(BrokenPipeError):
-        os.write(end, str(code).encode())
-    os.close(end)

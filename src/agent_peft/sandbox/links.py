@@ -6,10 +6,9 @@ compared with. Hence they are removed.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 
 _MAX_LINKS = 40  # links that the kernel follows in one path
 # The same for every process
@@ -30,43 +29,20 @@ def escapes(path: str, target: str) -> bool:
     return re.match(r"/+(proc|dev)(/|$)", full) is not None and _HARMLESS.fullmatch(full) is None
 
 
-def links_in(*trees: tuple[str, str]) -> list[bytes]:
-    """List the symbolic links below some folders. Folders that are too deep to be opened are left out.
+def escaping(links: Mapping[bytes, bytes]) -> set[bytes]:
+    """List those of a machine's links that lead into /proc or /dev, wherever they end. They are followed as in
+    the kernel, but also beyond a part that does not exist yet.
 
     Args:
-        trees: pairs of a folder and the path by which the machine knows it.
+        links: all symbolic links of the machine: absolute paths and targets.
+
+    >>> sorted(escaping({b"/srv/a": b"/here/self/cmdline", b"/here": b"proc", b"/srv/b": b"a.txt"}))
+    [b'/here', b'/srv/a']
     """
-    return [os.fsencode(name) + path for folder, name in trees for path in _links(os.fsencode(folder))]
+    return {path for path in links if _follows_out(path, links)}
 
 
-def remove_escaping(paths: Iterable[bytes]) -> None:
-    """Remove those links that lead into /proc or /dev. The root must be that of the inspection."""
-    for path in [path for path in paths if _follows_out(path)]:
-        # Another link on the way may be removed already
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            os.unlink(path)
-
-
-def _links(folder: bytes) -> Iterator[bytes]:
-    waiting = [b""]
-    while waiting:
-        parent = waiting.pop()
-        try:
-            entries = list(os.scandir(folder + parent))
-        except OSError:  # too deep: no path leads there
-            continue
-        for entry in entries:
-            path = parent + b"/" + entry.name
-            if entry.is_symlink():
-                yield path
-            elif entry.is_dir(follow_symlinks=False):
-                waiting.append(path)
-
-
-def _follows_out(path: bytes) -> bool:
-    """Whether following a link passes through /proc or /dev, wherever it ends. Links are followed as in the
-    kernel, but also beyond a part that does not exist yet.
-    """
+def _follows_out(path: bytes, links: Mapping[bytes, bytes]) -> bool:
     done, waiting, followed = b"", path.split(b"/")[::-1], 0
     while waiting:
         part = waiting.pop()
@@ -82,9 +58,8 @@ def _follows_out(path: bytes) -> bool:
         if here in (b"/proc", b"/dev"):
             rest = b"/".join([here, *(each for each in reversed(waiting) if each not in (b"", b"."))])
             return _HARMLESS.fullmatch(os.fsdecode(rest)) is None
-        try:
-            target = os.readlink(here)
-        except OSError:
+        target = links.get(here)
+        if target is None:
             done = here
             continue
         followed += 1

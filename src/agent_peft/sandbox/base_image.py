@@ -5,11 +5,11 @@ It holds only files that are named here, and never a file that is not readable b
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # links of the root folder into /usr
 _FOLDERS = {
@@ -37,67 +37,90 @@ _OF_ETC = (
     "protocols", "python3", "python3.11", "redhat-release", "rmt", "rpc", "security", "services", "shells",
     "skel", "sysctl.conf", "sysctl.d", "terminfo", "timezone", "vim", "xattr.conf",
 )  # fmt: skip
-# Folders of /usr
-PROGRAMS, LIBRARIES = ("bin", "sbin", "games"), ("lib", "lib32", "lib64", "libx32", "libexec", "share")
-# These decide which program a name means, or which code is loaded into it. An inspection sees the originals.
+# These decide which program a name means, or which code is loaded into it. In an inspection they
+# are the originals, and nothing that runs there can write to them.
 _PROTECTED = (
-    "alternatives",
-    "ld.so.cache",
-    "ld.so.conf",
-    "ld.so.conf.d",
-    "nsswitch.conf",
-    "pam.conf",
-    "pam.d",
-    "perl",
-    "python3",
-    "python3.11",
-    "security",
-)
+    "alternatives", "bash.bashrc", "gai.conf", "host.conf", "inputrc", "ld.so.cache", "ld.so.conf",
+    "ld.so.conf.d", "login.defs", "nsswitch.conf", "pam.conf", "pam.d", "perl", "profile", "profile.d",
+    "python3", "python3.11", "security", "ssl", "terminfo", "vim",
+)  # fmt: skip
 _LOCAL = ("bin", "etc", "games", "include", "lib", "sbin", "share", "share/man", "src")
-OPAQUE = "user.overlay.opaque"
 
 
-def build(folder: str) -> None:
-    """Make the layers of the base image in ``folder``.
+class BaseImage:
+    """The lower layers of all machines of this process, and the folder on which a machine's root is mounted."""
 
-    root is the lowest layer of ``/``. usr lies over the host's ``/usr``. guard and guard_local are the
-    topmost layers of an inspection: guard holds the folders on which other file systems are mounted, so that
-    they are folders even if the agent replaced them.
-    """
-    os.umask(0o022)
-    for name in ("root", "usr", "guard", "guard_local"):
-        os.mkdir(f"{folder}/{name}")
-    _root(f"{folder}/root")
-    _usr(f"{folder}/usr")
-    guard = f"{folder}/guard"
-    _links(guard)
-    for name in ("dev", "proc", "sys", "usr", "etc"):
-        os.mkdir(f"{guard}/{name}")
-    _copy(_PROTECTED, f"{guard}/etc")
-    for name in _PROTECTED:
-        if os.path.isdir(f"{guard}/etc/{name}"):
-            make_opaque(f"{guard}/etc/{name}")
-    os.mknod(f"{guard}/etc/ld.so.preload", stat.S_IFCHR, 0)  # a whiteout hides the agent's file
-    for name in ("lib", "share/perl"):  # Python and Perl look for modules here before /usr
-        os.makedirs(f"{folder}/guard_local/{name}")
-        make_opaque(f"{folder}/guard_local/{name}")
+    def __init__(self, folder: Path, first_ids: Mapping[str, int] | None) -> None:
+        """Make the layers.
+
+        Args:
+            folder: where; it must not exist.
+            first_ids: by "uid" and "gid", the ids outside of a machine's root, None where it is ours.
+        """
+        self._first_ids = first_ids
+        self.root, self.usr, self.mount = folder / "root", folder / "usr", folder / "mount"
+        self._empty = folder / "empty"
+        for path in (folder, self.root, self.usr, self.mount):
+            _folder(path)
+        _write(str(self._empty), "")
+        _usr(self.usr)
+        groups = _root(str(self.root))
+        for name in ("up", "work"):  # for the changes of / and of /usr, which are mounted over them
+            _folder(self.mount / name)
+            _folder(self.root / "usr" / name)
+        if first_ids is not None:
+            self._give_away(folder, groups)
+        # By path in a machine: the time of change, which nobody can set, and whether it is a folder
+        self.known = {
+            b"/" + os.fsencode(os.path.relpath(path, self.root)): (status.st_ctime_ns, stat.S_ISDIR(status.st_mode))
+            for path in _paths(self.root)
+            if (status := os.lstat(path))
+        }
+
+    def protected(self) -> list[tuple[str, str]]:
+        """List what an inspection mounts read-only: sources and targets."""
+        etc = [
+            (str(self.root / "etc" / name), f"/etc/{name}")
+            for name in _PROTECTED
+            if (self.root / "etc" / name).exists() and not (self.root / "etc" / name).is_symlink()
+        ]
+        local = [(str(self.usr / "local/lib"), "/usr/local/lib")]
+        return [*etc, (str(self._empty), "/etc/ld.so.preload"), *local]
+
+    def give(self, path: Path) -> None:
+        """Make a machine's root the owner of a file."""
+        if self._first_ids is not None:
+            os.chown(path, self._first_ids["uid"], self._first_ids["gid"])
+
+    def _give_away(self, folder: Path, groups: Mapping[str, int]) -> None:
+        """Make a machine's root, and the groups that some files need, the owners of all files."""
+        assert self._first_ids is not None
+        user, group = self._first_ids["uid"], self._first_ids["gid"]
+        for path in [folder, *_paths(folder)]:
+            inside = groups.get(os.path.relpath(path, self.root), 0)
+            mode = os.lstat(path).st_mode
+            os.chown(path, user, group + inside, follow_symlinks=False)
+            if inside:  # chown removes the bit that sets the group
+                os.chmod(path, stat.S_IMODE(mode))
 
 
-def make_opaque(folder: str) -> None:
-    """Hide the content of the lower layers in this folder."""
-    os.setxattr(folder, OPAQUE, b"y")
+def _paths(folder: Path) -> Iterator[str]:
+    for parent, folders, names in os.walk(folder):
+        yield from (os.path.join(parent, name) for name in (*folders, *names))
 
 
-def _root(root: str) -> None:
+def _root(root: str) -> dict[str, int]:
+    """Make the lowest layer of ``/``. Return the groups of the files that are not of root's."""
+    owners: dict[str, int] = {}
     for name, mode in _FOLDERS.items():
-        os.mkdir(f"{root}/{name}")
-        os.chmod(f"{root}/{name}", mode)
+        _folder(Path(root) / name, mode)
     _links(root)
     for name, target in _LINKS.items():
         os.symlink(target, f"{root}/{name}")
     _copy(_OF_ETC, f"{root}/etc")
     for source in _readable("/etc/skel"):
         shutil.copyfile(f"/etc/skel/{source}", f"{root}/root/{source}")
+        os.chmod(f"{root}/root/{source}", 0o644)
     groups = _copy_accounts(f"{root}/etc")
     _write(f"{root}/etc/hostname", "sandbox\n")
     _write(f"{root}/etc/hosts", "127.0.0.1 localhost sandbox\n::1 localhost\n")
@@ -109,24 +132,36 @@ def _root(root: str) -> None:
         ("lastlog", "utmp", 0o664),
         ("faillog", "root", 0o644),
     ):
-        _write(f"{root}/var/log/{name}", "", mode, groups.get(group, 0))
+        _write(f"{root}/var/log/{name}", "", mode)
+        owners[f"var/log/{name}"] = groups.get(group, 0)
     for name, group in (("var/mail", "mail"), ("var/local", "staff"), ("var/spool/cron/crontabs", "crontab")):
-        _set_group(f"{root}/{name}", groups.get(group, 0))
-        os.chmod(f"{root}/{name}", _FOLDERS[name])
+        owners[name] = groups.get(group, 0)
+    return owners | dict.fromkeys(("etc/shadow", "etc/gshadow"), groups.get("shadow", 0))
 
 
-def _usr(usr: str) -> None:
+def _usr(usr: Path) -> None:
     """Make our own folders over the host's, so that a machine's root can write there. ``/usr/local`` is
     empty.
     """
     for entry in os.scandir("/usr"):
         if entry.is_dir(follow_symlinks=False):
-            os.mkdir(f"{usr}/{entry.name}")
-    os.makedirs(f"{usr}/local", exist_ok=True)
-    make_opaque(f"{usr}/local")
-    for name in _LOCAL:
-        os.mkdir(f"{usr}/local/{name}")
-    os.symlink("share/man", f"{usr}/local/man")
+            _folder(usr / entry.name)
+    for name in ("local", *(f"local/{each}" for each in _LOCAL)):
+        _folder(usr / name)
+    (usr / "local/man").symlink_to("share/man")
+    for folder in (usr / "local", *(usr / "local" / each for each in _LOCAL)):
+        _hide_others(folder, Path("/") / folder.relative_to(usr.parent))
+
+
+def _hide_others(folder: Path, of_host: Path) -> None:
+    """Hide the host's files in a folder by whiteouts."""
+    try:
+        names = os.listdir(of_host)
+    except OSError:
+        return
+    for name in names:
+        if not os.path.lexists(folder / name):
+            os.mknod(folder / name, stat.S_IFCHR, 0)
 
 
 def _links(root: str) -> None:
@@ -150,7 +185,7 @@ def _copy(names: Iterable[str], target: str) -> None:
                 children = os.listdir(source)
             except PermissionError:
                 children = []
-            os.makedirs(f"{target}/{name}", 0o755, exist_ok=True)
+            _folder(Path(target) / name)
             _copy((f"{name}/{child}" for child in children), target)
         elif stat.S_ISREG(status.st_mode) and status.st_mode & stat.S_IROTH and status.st_size <= 1 << 20:
             shutil.copyfile(source, f"{target}/{name}")
@@ -165,9 +200,8 @@ def _copy_accounts(etc: str) -> dict[str, int]:
     ids = {fields[0]: int(fields[2]) for fields in groups}
     _write(f"{etc}/passwd", "".join(":".join([fields[0], "x", *fields[2:]]) + "\n" for fields in users))
     _write(f"{etc}/group", "".join(":".join([fields[0], "x", *fields[2:]]) + "\n" for fields in groups))
-    shadow, group = "".join(f"{fields[0]}:*:19000:0:99999:7:::\n" for fields in users), ids.get("shadow", 0)
-    _write(f"{etc}/shadow", shadow, 0o640, group)
-    _write(f"{etc}/gshadow", "".join(f"{fields[0]}:*::\n" for fields in groups), 0o640, group)
+    _write(f"{etc}/shadow", "".join(f"{fields[0]}:*:19000:0:99999:7:::\n" for fields in users), 0o640)
+    _write(f"{etc}/gshadow", "".join(f"{fields[0]}:*::\n" for fields in groups), 0o640)
     return ids
 
 
@@ -192,14 +226,12 @@ def _readable(folder: str) -> Sequence[str]:
         return []
 
 
-def _write(path: str, text: str, mode: int = 0o644, group: int = 0) -> None:
+def _write(path: str, text: str, mode: int = 0o644) -> None:
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
-    _set_group(path, group)
     os.chmod(path, mode)
 
 
-def _set_group(path: str, group: int) -> None:
-    if group:
-        with contextlib.suppress(OSError):  # with a single id the group stays root's
-            os.chown(path, 0, group)
+def _folder(path: Path, mode: int = 0o755) -> None:
+    path.mkdir(exist_ok=True)
+    path.chmod(mode)

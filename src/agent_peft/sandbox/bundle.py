@@ -1,0 +1,192 @@
+"""A machine as an OCI bundle: the content of its config.json.
+
+``/`` and ``/usr`` are overlays, over our own copies and over the host's ``/usr``. Their changes lie in two
+file systems in memory. Each overlay is mounted over the folder that holds its own upper layer: no path of the
+machine leads there. Paths below are the host's; the runtime resolves them before it changes the root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from agent_peft.sandbox.base import SandboxLimits
+from agent_peft.sandbox.inspection import SETTINGS
+
+CAPABILITIES = tuple(
+    f"CAP_{name}"
+    for name in "CHOWN DAC_OVERRIDE FOWNER FSETID KILL SETGID SETUID SETPCAP NET_BIND_SERVICE SYS_CHROOT "
+    "AUDIT_WRITE SETFCAP".split()
+)
+# Process 1 may not do more by it. The kernel lets nobody trace a process, or open its descriptors, who lacks
+# one of its capabilities: so no process of the agent can hold its input open.
+CAPABILITY_OF_PROCESS_1 = "CAP_WAKE_ALARM"
+# It reads until our end of the pipe is closed, and waits for orphans. Nothing inside can end it: it ignores
+# all signals that have an effect on a process 1.
+PROCESS_1 = (
+    "/bin/bash",
+    "--noprofile",
+    "--norc",
+    "-c",
+    "trap '' HUP INT QUIT TERM USR1 USR2 ALRM PIPE; exec >/dev/null 2>&1; while read -r; do :; done",
+)
+_FLAGS = ("nosuid", "nodev")
+_ENVIRONMENT = {
+    "HOME": "/root",
+    "USER": "root",
+    "LOGNAME": "root",
+    "SHELL": "/bin/bash",
+    "LANG": "C.UTF-8",
+    "TERM": "dumb",
+    "PAGER": "cat",
+}
+_CLEAN = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONNOUSERSITE": "1"}  # /usr/local is the agent's
+ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
+    "agent": {
+        **_ENVIRONMENT,
+        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    },
+    "clean": _ENVIRONMENT | _CLEAN,
+    "inspection": _ENVIRONMENT | _CLEAN | SETTINGS,
+}
+_READ_ONLY = ("sys", "sysrq-trigger", "irq", "bus", "fs")  # of /proc
+_MASKED = (
+    "kcore keys kmsg timer_list kallsyms config.gz interrupts diskstats sched_debug slabinfo "
+    "pagetypeinfo sys/kernel/random/boot_id"
+).split()
+
+
+def config(
+    folder: Path,
+    layers: Sequence[str],
+    usr_layers: Sequence[str],
+    limits: SandboxLimits,
+    ids: Mapping[str, Sequence[tuple[int, int, int]]],
+    seccomp: Mapping[str, Any],
+    descriptors: int,
+    cgroup: str | None,
+    inspection: Sequence[tuple[str, str]] | None = None,
+) -> dict[str, Any]:
+    """Return the content of a bundle's config.json.
+
+    Args:
+        folder: the folder on which the root is mounted: it holds ``up`` and ``work``, and the lowest layer ``usr/up`` and ``usr/work``.
+        layers: the lower layers of ``/``, the uppermost first.
+        usr_layers: those of ``/usr``.
+        ids: by "uid" and "gid", the ranges of ids: inside, outside, count.
+        descriptors: the maximum number of descriptors of a process.
+        cgroup: path of the machine's control group; None for no limits by the kernel.
+        inspection: None, or the machine is one for inspection: its /usr is read-only, and so are these
+            sources, mounted at these targets.
+    """
+    megabytes = limits.memory_mb * (1 if inspection is None else 2)  # the agent may have filled its own
+    seen = "" if inspection is None else ",hidepid=2"
+    mounts = [
+        *_overlay("/", folder, "", layers, megabytes * 3 // 8),
+        *_overlay("/usr", folder, "usr/", usr_layers, megabytes // 16, read_only=inspection is not None),
+        _mount("/proc", "proc", "nosuid", "nodev", "noexec", *([seen.strip(",")] if seen else [])),
+        _mount("/dev", "tmpfs", "nosuid", "mode=755", "size=64k", "ro"),
+        _mount(
+            "/dev/pts", "devpts", "nosuid", "noexec", "newinstance", "ptmxmode=0666", "mode=0620", "max=64"
+        ),
+        _memory("/dev/shm", max(megabytes // 16, 1), "mode=1777"),
+        *(
+            {"destination": target, "type": "bind", "source": source, "options": ["bind", "ro", *_FLAGS]}
+            for source, target in inspection or ()
+        ),
+    ]
+    if inspection is not None:
+        mounts.insert(3, _memory("/usr/local", max(megabytes // 8, 1), "mode=755", "tmpcopyup"))
+    maps = {
+        f"{kind}Mappings": [
+            {"containerID": inside, "hostID": outside, "size": count} for inside, outside, count in ranges
+        ]
+        for kind, ranges in ids.items()
+    }
+    linux: dict[str, Any] = {
+        "namespaces": [
+            {"type": kind} for kind in ("pid", "mount", "ipc", "uts", "network", "cgroup", "user")
+        ],
+        **maps,
+        "maskedPaths": [f"/proc/{name}" for name in _MASKED],
+        "readonlyPaths": [f"/proc/{name}" for name in _READ_ONLY],
+        "seccomp": seccomp,
+    }
+    if cgroup is not None:
+        memory = megabytes << 20
+        linux["cgroupsPath"] = cgroup
+        linux["resources"] = {
+            "memory": {"limit": memory, "swap": memory},
+            "pids": {"limit": limits.processes},
+        }
+    return {
+        "ociVersion": "1.0.2",
+        "root": {"path": str(folder)},
+        "hostname": "sandbox",
+        "mounts": mounts,
+        "process": process(
+            PROCESS_1, "clean", limits, descriptors, (*CAPABILITIES, CAPABILITY_OF_PROCESS_1)
+        ),
+        "linux": linux,
+    }
+
+
+def process(
+    argv: Sequence[str],
+    environment: str,
+    limits: SandboxLimits,
+    descriptors: int,
+    capabilities: Sequence[str] = CAPABILITIES,
+) -> dict[str, Any]:
+    """Return a process as OCI describes it, for config.json and for ``exec --process``.
+
+    Args:
+        environment: a key of ``ENVIRONMENTS``.
+    """
+    file_size, seconds = limits.file_size_mb << 20, int(limits.cpu_seconds) + 1
+    rlimits = {
+        "CORE": 1,  # with 0, the kernel still starts the host's handler if that is a program
+        "FSIZE": file_size,
+        "NOFILE": descriptors,
+        "MSGQUEUE": 0,
+        "SIGPENDING": 1024,
+        "MEMLOCK": 64 << 10,
+        **({} if argv is PROCESS_1 else {"CPU": max(seconds * 4, 60)}),
+    }
+    return {
+        "terminal": False,
+        "user": {"uid": 0, "gid": 0},
+        "args": list(argv),
+        "env": [f"{name}={value}" for name, value in ENVIRONMENTS[environment].items()],
+        "cwd": "/",  # the agent may have removed its home
+        "capabilities": {name: list(capabilities) for name in ("bounding", "effective", "permitted")},
+        "noNewPrivileges": True,
+        "oomScoreAdj": 800,
+        "rlimits": [
+            {"type": f"RLIMIT_{name}", "soft": value, "hard": value} for name, value in rlimits.items()
+        ],
+    }
+
+
+def _overlay(
+    target: str, folder: Path, name: str, layers: Sequence[str], megabytes: int, read_only: bool = False
+) -> list[dict[str, Any]]:
+    """An overlay over a file system in memory that holds its upper layer."""
+    lower = f"lowerdir={':'.join(layers)}"
+    if read_only:
+        return [_mount(target, "overlay", *_FLAGS, "ro", "userxattr", lower)]
+    upper = [f"upperdir={folder}/{name}up", f"workdir={folder}/{name}work"]
+    return [
+        _memory(target, max(megabytes, 1), "mode=755", "tmpcopyup"),
+        _mount(target, "overlay", *_FLAGS, "userxattr", lower, *upper),
+    ]
+
+
+def _memory(target: str, megabytes: int, *options: str) -> dict[str, Any]:
+    bound = (f"size={megabytes}m", f"nr_inodes={max(megabytes * 64, 2048)}")
+    return _mount(target, "tmpfs", *_FLAGS, *bound, *options)
+
+
+def _mount(target: str, kind: str, *options: str) -> dict[str, Any]:
+    return {"destination": target, "type": kind, "source": kind, "options": list(options)}
