@@ -29,7 +29,7 @@ PACKAGE = "agent-peft"
 LIBRARIES = ("torch", "transformers", "peft")
 OTHERS = ("vllm", "wandb", "tensorboard", "mlflow")  # packages that are no extra of ours
 DATABASES = ("mariadbd", "mysqld")
-SANDBOXES = ("namespaces", "docker", "podman")
+SANDBOXES = ("oci", "docker", "podman")
 NOT_HERE, UNKNOWN = "not here", "unknown"
 MAX_MODELS = 20  # names of models from the hub
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from agent_peft.environments.os_interaction.config import REPLACED
 from agent_peft.configuration import yaml12
 from agent_peft.configuration.changes import Change, compare, with_defaults
 from agent_peft.configuration.relocation import CONFIG, settle_paths
@@ -58,9 +59,24 @@ def read_earlier(folder: Path) -> Earlier | None:
         settle_paths(file, tree, stages if isinstance(stages, list) else ())
         with without_imports():
             values = yaml12.plain(tree)
-            return Earlier(values, TrainConfig.model_validate_json(json.dumps(values), strict=True))
+            content = json.dumps(_with_new_names(values))
+            return Earlier(values, TrainConfig.model_validate_json(content, strict=True))
     except (AgentPeftError, ValidationError, ValueError, RecursionError):
         return None
+
+
+def _with_new_names(tree: Any) -> Any:
+    """Replace the values that have other names today."""
+    if isinstance(tree, list):
+        return [_with_new_names(each) for each in tree]
+    if not isinstance(tree, dict):
+        return tree
+    return {
+        key: REPLACED.get(value, value)
+        if key == "sandbox" and isinstance(value, str)
+        else _with_new_names(value)
+        for key, value in tree.items()
+    }
 
 
 def accept(

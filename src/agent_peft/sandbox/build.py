@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 from agent_peft.sandbox.base import Sandbox, SandboxLimits
 from agent_peft.sandbox.oci import OciSandbox
 from agent_peft.sandbox.runtime import find_runtime
 from agent_peft.sandbox.unsandboxed import NoSandbox
 from agent_peft.types import AgentPeftError
 
-SANDBOXES: Mapping[str, Callable[[SandboxLimits], Sandbox]] = {
-    "oci": OciSandbox,
-    "none": NoSandbox,
-}
+SANDBOXES = ("oci", "docker", "podman", "none")
 
 
-def build_sandbox(kind: str, limits: SandboxLimits) -> Sandbox:
+def build_sandbox(kind: str, limits: SandboxLimits, runtime: str = "auto") -> Sandbox:
     """Make a sandbox that is not yet started.
+
+    Args:
+        runtime: the path of the program for the kind oci, or "auto".
 
     Raises:
         AgentPeftError: there is no such kind, or this computer cannot have it; one line says what to install.
     """
-    if kind not in SANDBOXES:
-        raise AgentPeftError(f"sandbox: there is no kind {kind!r}; use one of {', '.join(SANDBOXES)}")
-    return SANDBOXES[kind](limits)
+    match kind:
+        case "oci":
+            return OciSandbox(limits, runtime)
+        case "none":
+            return NoSandbox(limits)
+    raise AgentPeftError(f"sandbox: there is no kind {kind!r}; use one of {', '.join(SANDBOXES)}")
 
 
 def state_of(kind: str) -> str:

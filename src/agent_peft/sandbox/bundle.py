@@ -67,6 +67,7 @@ def config(
     descriptors: int,
     cgroup: str | None,
     inspection: Sequence[tuple[str, str]] | None = None,
+    script: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the content of a bundle's config.json.
 
@@ -79,6 +80,7 @@ def config(
         cgroup: path of the machine's control group; None for no limits by the kernel.
         inspection: None, or the machine is one for inspection: its /usr is read-only, and so are these
             sources, mounted at these targets.
+        script: the arguments of its process 1.
     """
     megabytes = limits.memory_mb * (1 if inspection is None else 2)  # the agent may have filled its own
     seen = "" if inspection is None else ",hidepid=2"
@@ -125,9 +127,9 @@ def config(
         "root": {"path": str(folder)},
         "hostname": "sandbox",
         "mounts": mounts,
-        "process": process(
-            PROCESS_1, "clean", limits, descriptors, (*CAPABILITIES, CAPABILITY_OF_PROCESS_1)
-        ),
+        "process": process(PROCESS_1, "clean", limits, descriptors, (*CAPABILITIES, CAPABILITY_OF_PROCESS_1))
+        if inspection is None
+        else process(script, "inspection", limits, descriptors),
         "linux": linux,
     }
 

@@ -23,6 +23,7 @@ import stat
 import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from itertools import pairwise
 from pathlib import Path
 
@@ -38,6 +39,7 @@ _GIVE_UP = "--inh-caps=-all,+dac_override --ambient-caps=-all,+dac_override --bo
 _NOTIF, _RESPONSE = struct.Struct("=QIIiIQ6Q"), struct.Struct("=QqiI")
 _RECV, _SEND = 0xC0502100, 0xC0182101
 _CONTINUE = 1
+_SECONDS = 60.0
 _EACCES = 13
 _EXECVEAT = {"x86_64": 322, "aarch64": 281}.get(platform.machine())
 _OPENAT2, _RESOLVE_IN_ROOT = 437, 0x10
@@ -83,8 +85,7 @@ class ExecGuard:
         self._root, self._other = (outer_id(ids["uid"], user) for user in (0, _USER))
         self._launching: set[int] = set()
         self._launched: set[int] = set()
-        self._processes: Processes | None = None
-        self._files: Frozen | None = None
+        self._known: Future[tuple[Processes, Frozen]] = Future()
         self._server = socket.socket(socket.AF_UNIX)
         self._server.bind(str(self.socket))
         self._server.listen()
@@ -93,16 +94,16 @@ class ExecGuard:
         self._thread.start()
 
     def watch(self, processes: Processes, files: Frozen) -> None:
-        """Name the inspection's processes and files, before any program of the agent runs."""
-        self._processes, self._files = processes, files
+        """Name the inspection's processes and files. Until then, no program of the agent runs."""
+        self._known.set_result((processes, files))
 
     def close(self) -> None:
         os.close(self._stopped)
         self._thread.join()
         self._server.close()
         os.close(self._stop)
-        if self._files is not None:
-            self._files.close()
+        if self._known.done():
+            self._known.result()[1].close()
 
     def _run(self) -> None:
         listeners: set[int] = set()
@@ -145,7 +146,7 @@ class ExecGuard:
         try:
             if not is_ours and not self._allow(pid, arguments, buffer):
                 error, flags = -_EACCES, 0
-        except (OSError, struct.error, ValueError):  # it has ended, or its arguments are unreadable: refuse
+        except (OSError, TimeoutError, struct.error, ValueError):  # it has ended, or its arguments are unreadable: refuse
             error, flags = -_EACCES, 0
         with contextlib.suppress(OSError):  # the asking process has ended
             fcntl.ioctl(listener, _SEND, _RESPONSE.pack(identifier, 0, error, flags))
@@ -169,6 +170,7 @@ class ExecGuard:
                 return True
             if len(path) < len(LAUNCHER) or self._other == self._root:  # no other user: refused
                 return False
+            self._known.result(_SECONDS)
             with open(self._folder / str(_inside(pid)), "wb") as file:
                 file.write(path + b"\0")
             os.pwrite(memory.fileno(), LAUNCHER.encode() + b"\0", arguments[0])
@@ -178,15 +180,15 @@ class ExecGuard:
 
     def _clean_up(self) -> None:
         """Before root's next program: kill the processes that the other user left, and remove its links."""
-        assert self._processes is not None and self._files is not None
+        processes, files = self._known.result()
         for _ in range(_MAX_KILL_ROUNDS):
-            others = {each.pid for each in self._processes.live() if _user(each.pid) == self._other}
+            others = {each.pid for each in processes.live() if _user(each.pid) == self._other}
             if not others or others & self._launched:  # root waits for them, or reads their output
                 break
             for pid in others:
-                self._processes.signal_one(pid, signal.SIGKILL)
-        for path in escaping(self._files.links()):
-            self._files.unlink(path)
+                processes.signal_one(pid, signal.SIGKILL)
+        for path in escaping(files.links()):
+            files.unlink(path)
         if not others:
             self._launched.clear()
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from agent_peft.sandbox.machine import Machine
 _SECONDS = 60.0
 _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"}
 # The file systems of a machine that hold changes
-_TREES = {"": b"/", "usr": b"/usr/", "dev/shm": b"/dev/shm/"}
+TREES = {"": b"/", "usr": b"/usr/", "dev/shm": b"/dev/shm/"}
 _MOUNTED = (b"/usr", b"/proc", b"/dev", b"/sys")  # folders that are never copied themselves
 # Type, path, target of a link, time of the last change: each ended by a null character
 _LIST = 'cd "$1" && shift && find "$@" -xdev -printf "%y\\0%p\\0%l\\0%C@\\0"'
@@ -57,7 +57,7 @@ class Frozen:
         try:
             self._user = self._open(f"/proc/{first}/ns/user", os.O_RDONLY)
             flags = os.O_PATH | os.O_DIRECTORY
-            self._trees = {name: self._open(f"/proc/{first}/root/{name}", flags) for name in _TREES}
+            self._trees = {name: self._open(f"/proc/{first}/root/{name}", flags) for name in TREES}
         except OSError as error:
             self.close()
             raise MachineLost(f"the machine has ended: {error}") from error
@@ -122,27 +122,26 @@ class Frozen:
             os.close(here)
 
     def pack(self, tree: str, paths: Iterable[bytes], output: int) -> bool:
-        """Write a tar of those paths that lie in a tree to a descriptor. Return whether there are any."""
+        """Write a tar of those paths that lie in a tree to a file. Return whether there are any."""
         below = [place[1] for place in map(_place, paths) if place[0] == tree]
         if below:
             self._run(_PACK, self._trees[tree], b"\0".join(below), output)
+            os.lseek(output, 0, os.SEEK_SET)
         return bool(below)
 
     def unpack(self, tree: str, paths: Iterable[bytes], folder: Path) -> None:
         """Copy those paths that lie in a tree to a folder of the host that belongs to the machine's root."""
-        target = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            with in_memory() as content:
-                self.pack(tree, paths, content)
-                os.lseek(content, 0, os.SEEK_SET)
-                self._run(_UNPACK, target, content, subprocess.DEVNULL)
-        finally:
-            os.close(target)
+        with ExitStack() as stack:
+            target = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, target)
+            content = in_memory(b"", stack)
+            self.pack(tree, paths, content)
+            self._run(_UNPACK, target, content, subprocess.DEVNULL)
 
     def _list(self, tree: str, *starts: str) -> list[_Entry]:
         fields = self._run(_LIST, self._trees[tree], b"", subprocess.PIPE, *starts).split(b"\0")[:-1]
         return [
-            _Entry(kind, _TREES[tree] + path.removeprefix(b"./"), target, changed)
+            _Entry(kind, TREES[tree] + path.removeprefix(b"./"), target, changed)
             for kind, path, target, changed in zip(*(iter(fields),) * 4, strict=True)
             if path != b"."
         ]
@@ -190,21 +189,18 @@ def _of_usr(script: str) -> list[str]:
 
 def _place(path: bytes) -> tuple[str, bytes]:
     """Return the tree of an absolute path, and the path relative to the tree."""
-    tree = next(name for name in ("usr", "dev/shm", "") if path.startswith(_TREES[name]))
-    return tree, path.removeprefix(_TREES[tree])
+    tree = next(name for name in ("usr", "dev/shm", "") if path.startswith(TREES[name]))
+    return tree, path.removeprefix(TREES[tree])
 
 
-@contextmanager
-def in_memory(content: bytes = b"") -> Iterator[int]:
-    """Open a file in memory with this content, positioned at its beginning. Yields its descriptor."""
+def in_memory(content: bytes, stack: ExitStack) -> int:
+    """Open a file in memory with this content, positioned at its beginning, until ``stack`` closes it."""
     descriptor = os.memfd_create("content", os.MFD_CLOEXEC)
-    try:
-        with os.fdopen(os.dup(descriptor), "wb") as file:
-            file.write(content)
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    stack.callback(os.close, descriptor)
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        file.write(content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
 
 
 def _nanoseconds(seconds: bytes) -> int:

@@ -28,9 +28,18 @@ _TICK = os.sysconf("SC_CLK_TCK")
 _CGROUPS = Path("/sys/fs/cgroup")
 # The runtime copies what goes through its own three streams. Those of the program are therefore 3, 4 and 5 on
 # the way, so that the program has the pipes themselves.
-_OUTSIDE = 'exec "$@" 3<&0 4>&1 5>&2 </dev/null >/dev/null 2>&1'
+_OUTSIDE = 'exec "$@" 3<&0 4>&1 5>&2 </dev/null >/dev/null 2>"$0"'
 _INSIDE = 'cd 2>/dev/null; exec "$@" <&3 >&4 2>&5 3<&- 4>&- 5>&-'
-_WITHOUT_FILES = ("/bin/bash", "--noprofile", "--norc", "-c")
+WITHOUT_FILES = ("/bin/bash", "--noprofile", "--norc", "-c")
+
+
+def inside(argv: Sequence[str], before: str = "") -> list[str]:
+    """Return the arguments of a program that the runtime starts with streams of ours.
+
+    Args:
+        before: lines of bash to run first.
+    """
+    return [*WITHOUT_FILES, before + _INSIDE, "bash", *argv]
 
 
 class Machine:
@@ -43,13 +52,19 @@ class Machine:
         config: Mapping[str, Any],
         limits: SandboxLimits,
         later: Callable[[Callable[[], None]], None],
+        streams: PipeStreams | None = None,
+        descriptors: Sequence[int] = (),
     ) -> None:
-        """
+        """Start the container.
+
         Args:
             command: the runtime and its options.
-            bundle_folder: an empty folder, which the machine removes when it is closed.
+            bundle_folder: a folder, which the machine removes when it is closed.
             config: the content of config.json.
             later: does something in another thread.
+            streams: of process 1, whose exit code is the runtime's. None if it only waits for the end of its
+                input, which is the end of our process at the latest.
+            descriptors: further ones for process 1, which become 6 and so on.
 
         Raises:
             InfrastructureError: the runtime did not start it.
@@ -62,15 +77,19 @@ class Machine:
         )
         self._count = 0
         self._cgroup: Mapping[str, Path] | None = None
-        (self._bundle / "config.json").write_text(json.dumps(config), "utf-8")
-        theirs, self._lifeline = os.pipe2(os.O_CLOEXEC)
+        self._lifeline: int | None = None
         self._processes: Processes | None = None
+        (self._bundle / "config.json").write_text(json.dumps(config), "utf-8")
+        run = ["run", "--bundle", str(self._bundle)]
         try:
-            with open(theirs, "rb"):
-                self._start(theirs)
-            self._cgroup = _cgroup_of(self.processes.first) if "resources" in config["linux"] else None
+            if streams is None:
+                self._start(run)
+            else:
+                self._spawn(run, self._bundle / "first", streams, descriptors, with_input=False)
+            self._processes = self._wait(self._bundle / "first")
+            self._cgroup = _cgroup_of(self._processes.first) if "resources" in config["linux"] else None
             if self._cgroup is None:
-                WATCH.add(self.processes, limits)
+                WATCH.add(self._processes, limits)
         except BaseException:
             self.close()
             raise
@@ -78,13 +97,18 @@ class Machine:
     @property
     def processes(self) -> Processes:
         if self._processes is None:
-            raise MachineLost("the machine was not started")
+            raise MachineLost("the machine was closed")
         return self._processes
 
     @property
     def cgroup(self) -> Mapping[str, Path] | None:
         """The folders of its control group by controller, "" for version 2. None where it has none."""
         return self._cgroup
+
+    @property
+    def first(self) -> Program:
+        """Process 1."""
+        return Program(self, self._bundle / "first")
 
     def spawn(
         self,
@@ -94,7 +118,7 @@ class Machine:
         descriptors: Sequence[int] = (),
         with_input: bool = True,
     ) -> Program:
-        """Start a program of the host's /usr in the machine, with pipes for its streams.
+        """Start a program in the machine, with pipes for its streams.
 
         Args:
             environment: a key of ``bundle.ENVIRONMENTS``.
@@ -108,31 +132,10 @@ class Machine:
             raise MachineLost("the machine has ended")
         self._count += 1
         path = self._bundle / f"process{self._count}"
-        inside = (*_WITHOUT_FILES, _INSIDE, "bash", *argv)
-        described = bundle.process(inside, environment, self._limits, self._descriptors)
+        described = bundle.process(inside(argv), environment, self._limits, self._descriptors)
         path.write_text(json.dumps(described), "utf-8")
-        high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 64) for each in descriptors]  # 6 is none of them
-        more = "".join(f"exec {6 + i}<&{each}; " for i, each in enumerate(high))
-        pid_file = path.with_suffix(".pid")
-        options = [
-            "--preserve-fds",
-            str(3 + len(descriptors)),
-            "--pid-file",
-            str(pid_file),
-            "--process",
-            str(path),
-        ]
-        try:
-            streams.spawn(
-            [*_WITHOUT_FILES, f"{more}{_OUTSIDE}", "bash", *self._command, "exec", *options, self.name],
-            with_input=with_input,
-            pass_fds=high,
-            cwd="/",
-        )
-        finally:
-            for each in high:
-                os.close(each)
-        return Program(self, pid_file)
+        self._spawn(["exec", "--process", str(path)], path, streams, descriptors, with_input)
+        return Program(self, path)
 
     def run(
         self, argv: Sequence[str], environment: str, seconds: float, descriptors: Sequence[int] = ()
@@ -148,7 +151,7 @@ class Machine:
             program = self.spawn(argv, environment, streams, descriptors, with_input=False)
             result = run_alone(streams, program, self._limits, began, seconds)
             if not result.timed_out and program.pid is None:
-                raise MachineLost(f"the runtime started no program in the machine: {result.output[-200:]}")
+                raise MachineLost(f"the runtime started no program in the machine: {program.error}")
             return result
         finally:
             streams.close()
@@ -178,9 +181,9 @@ class Machine:
 
     def close(self) -> None:
         """End the machine. What the runtime keeps of it is removed later."""
-        if self._lifeline >= 0:
+        if self._lifeline is not None:
             os.close(self._lifeline)
-            self._lifeline = -1
+            self._lifeline = None
         if self._processes is not None:
             WATCH.remove(self._processes)
             if not self._processes.end(_SECONDS):
@@ -190,35 +193,70 @@ class Machine:
             command, folder = [*self._command, "delete", "--force", self.name], self._bundle
             self._later(lambda: _remove(command, folder))  # it takes the runtime a tenth of a second
 
-    def _start(self, stdin: int) -> None:
-        pid_file = self._bundle / "pid"
-        command = [*self._command, "run", "--detach", "--bundle", str(self._bundle)]
-        with open(self._bundle / "errors", "w+b") as errors:
+    def _start(self, run: Sequence[str]) -> None:
+        """Start process 1 with a pipe as its input, which only we hold open."""
+        theirs, self._lifeline = os.pipe2(os.O_CLOEXEC)
+        pid_file, errors = self._bundle / "first.pid", self._bundle / "first.errors"
+        with open(theirs, "rb") as stdin, open(errors, "wb") as file:
             try:
-                ended = subprocess.run(
-                    [*command, "--pid-file", str(pid_file), self.name],
+                subprocess.run(
+                    [*self._command, *run, "--detach", "--pid-file", str(pid_file), self.name],
                     stdin=stdin,
                     stdout=subprocess.DEVNULL,
-                    stderr=errors,
+                    stderr=file,
                     cwd="/",
                     timeout=_SECONDS,
                 )
-                pid = int(pid_file.read_text()) if ended.returncode == 0 else 0
-                if pid:
-                    self._processes = Processes(pid)
-                    return
-            except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+            except (OSError, subprocess.TimeoutExpired) as error:
                 raise InfrastructureError(f"a machine did not start: {error}") from error
-            errors.seek(0)
-            lines = errors.read().decode("utf-8", "replace").strip().splitlines() or ["no reason was given"]
-            raise InfrastructureError(f"a machine did not start: {lines[-1]}")
+
+    def _spawn(
+        self,
+        action: Sequence[str],
+        path: Path,
+        streams: PipeStreams,
+        descriptors: Sequence[int],
+        with_input: bool,
+    ) -> None:
+        """Let the runtime start a program and wait for it.
+
+        Args:
+            path: without its suffix, that of the files for its id and for the runtime's errors.
+        """
+        high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 64) for each in descriptors]  # 6 is none of them
+        more = "".join(f"exec {6 + i}<&{each}; " for i, each in enumerate(high))
+        options = ["--preserve-fds", str(3 + len(high)), "--pid-file", str(path.with_suffix(".pid"))]
+        shell = [*WITHOUT_FILES, f"{more}{_OUTSIDE}", str(path.with_suffix(".errors"))]
+        try:
+            streams.spawn(
+                [*shell, *self._command, *action, *options, self.name],
+                with_input=with_input,
+                pass_fds=high,
+                cwd="/",
+            )
+        finally:
+            for each in high:
+                os.close(each)
+
+    def _wait(self, path: Path) -> Processes:
+        """Wait until the runtime has started process 1."""
+        deadline, program = time.monotonic() + _SECONDS, Program(self, path)
+        while program.pid is None:
+            if program.error or time.monotonic() > deadline:
+                raise InfrastructureError(f"a machine did not start: {program.error or 'no answer'}")
+            time.sleep(0.002)
+        try:
+            return Processes(program.pid)
+        except OSError as error:
+            raise InfrastructureError(f"a machine has ended at its start: {error}") from error
 
 
 class Program:
     """A program that was started in a machine, and the processes that it started there."""
 
-    def __init__(self, machine: Machine, pid_file: Path) -> None:
-        self._machine, self._pid_file = machine, pid_file
+    def __init__(self, machine: Machine, described: Path) -> None:
+        self._machine = machine
+        self._pid_file, self._errors = described.with_suffix(".pid"), described.with_suffix(".errors")
 
     @property
     def pid(self) -> int | None:
@@ -227,6 +265,11 @@ class Program:
             return int(self._pid_file.read_text())
         except (OSError, ValueError):
             return None
+
+    @property
+    def error(self) -> str:
+        """The last line that the runtime printed."""
+        return _last_line(self._errors)
 
     def signal(self, number: int, since: float) -> int:
         pid = self.pid
@@ -240,6 +283,13 @@ class Program:
 
     def cpu_seconds(self) -> float:
         return self._machine.cpu_seconds()
+
+
+def _last_line(path: Path) -> str:
+    try:
+        return (path.read_text("utf-8", "replace").strip().splitlines() or [""])[-1]
+    except OSError:
+        return ""
 
 
 def _remove(command: Sequence[str], folder: Path) -> None:

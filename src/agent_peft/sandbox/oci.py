@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import time
 from contextlib import ExitStack
 
 from agent_peft.sandbox.base import CommandResult, MachineLost, Sandbox, SandboxLimits
 from agent_peft.sandbox.exec_guard import ExecGuard
-from agent_peft.sandbox.frozen import Frozen, in_memory
-from agent_peft.sandbox.machine import Machine
+from agent_peft.sandbox.frozen import TREES, Frozen, in_memory
+from agent_peft.sandbox.machine import Machine, inside
 from agent_peft.sandbox.runtime import find_runtime
 from agent_peft.sandbox.shell import SHELL, PersistentShell, Shell, run_alone
 from agent_peft.sandbox.streams import PipeStreams
@@ -23,8 +23,6 @@ _SCRIPT = (
     'mapfile -d "" -t -u 6; exec 6<&-; eval "unset MAPFILE; ${MAPFILE[0]}"',
     "bash",
 )
-# Descriptors: paths that the agent deleted, and a tar for each of these folders
-_TREES = {"": "/", "usr": "/usr", "dev/shm": "/dev/shm"}
 _UNPACK = "tar --extract --numeric-owner --preserve-permissions --same-owner --acls --xattrs"
 
 
@@ -43,10 +41,8 @@ class OciSandbox(Sandbox):
         self._limits = limits
         self._machine: Machine | None = None
         self._frozen: Frozen | None = None
-        self._guard: ExecGuard | None = None
-        self._inspection: Machine | None = None
         self._shell = PersistentShell(self._start_shell)
-        self._closed = False
+        self._closed = self._inspecting = False
 
     def start(self) -> None:
         if self._closed or self._machine is not None:
@@ -55,29 +51,36 @@ class OciSandbox(Sandbox):
         self._frozen = Frozen(self._machine, self._runtime.image)
 
     def run(self, command: str, timeout: float) -> CommandResult:
-        if self._inspection is not None:
+        if self._inspecting:
             raise RuntimeError("the sandbox was inspected: its machine has ended")
         if not self._running.processes.alive():
             raise MachineLost("the machine has ended")
         return self._shell.run(command, timeout)
 
     def run_fresh(self, script: str, timeout: float) -> CommandResult:
-        return self._run_script(self._running, "clean", script, timeout)
+        with ExitStack() as stack:
+            text = in_memory(script.encode("utf-8", "surrogateescape"), stack)
+            return self._running.run(_SCRIPT, "clean", timeout, [text])
 
     def inspect(self, script: str, timeout: float) -> CommandResult:
-        if self._inspection is None:
+        if not self._inspecting:
             self._shell.close()
             self._running.end()
-            self._inspection = self._open_inspection(script)
-        return self._run_script(self._inspection, "inspection", script, timeout)
+            self._inspecting = True
+        began = time.clock_gettime(time.CLOCK_BOOTTIME)
+        streams = PipeStreams()
+        with ExitStack() as stack:
+            stack.callback(streams.close)
+            machine = self._open_inspection(script, streams, stack)
+            return run_alone(streams, machine.first, self._limits, began, timeout)
 
     def close(self) -> None:
         self._closed = True
         self._shell.close()
-        for each in (self._inspection, self._guard, self._frozen, self._machine):
+        for each in (self._frozen, self._machine):
             if each is not None:
                 each.close()
-        self._inspection = self._guard = self._frozen = self._machine = None
+        self._frozen = self._machine = None
 
     @property
     def _running(self) -> Machine:
@@ -90,44 +93,34 @@ class OciSandbox(Sandbox):
         program = self._running.spawn(SHELL, "agent", streams)
         return Shell(streams, program, self._limits, state)
 
-    def _run_script(
-        self, machine: Machine, environment: str, script: str, timeout: float
-    ) -> CommandResult:
-        with in_memory(script.encode("utf-8", "surrogateescape")) as text:
-            return machine.run(_SCRIPT, environment, timeout, [text])
-
-    def _open_inspection(self, script: str) -> Machine:
-        """Start a machine with the files that the agent left, as ``script`` sees them."""
+    def _open_inspection(self, script: str, streams: PipeStreams, stack: ExitStack) -> Machine:
+        """Start a machine with the files that the agent left, as ``script`` sees them, and the script as its
+        process 1.
+        """
         assert self._frozen is not None
         changed, gone = self._frozen.choose(script)
         folder = self._runtime.new_bundle()
-        added = folder / "usr"
-        added.mkdir()
-        self._runtime.image.give(added)
+        usr = folder / "usr"
+        usr.mkdir()
+        self._runtime.image.give(usr)
         in_usr = [path for path in changed if path.startswith(b"/usr/") and not path.startswith(b"/usr/local")]
         if in_usr:
-            self._frozen.unpack("usr", in_usr, added)
-        self._guard = ExecGuard(folder, self._runtime.case.ids)
-        machine = self._runtime.inspection(
-            self._limits, folder, added, self._guard.socket, self._guard.mounts
-        )
-        self._guard.watch(machine.processes, Frozen(machine, self._runtime.image))
-        self._fill(machine, [path for path in changed if path not in in_usr], gone)
+            self._frozen.unpack("usr", in_usr, usr)
+        lines, contents = [], [in_memory(script.encode("utf-8", "surrogateescape"), stack)]
+        if gone:
+            contents.append(in_memory(b"\0".join(gone), stack))
+            lines.append("xargs -0 rm -rf --")
+        others = [path for path in changed if path not in set(in_usr)]
+        for tree in TREES:
+            content = in_memory(b"", stack)
+            if self._frozen.pack(tree, others, content):
+                contents.append(content)
+                lines.append(f"{_UNPACK} --directory /{tree}")
+        fill = "".join(f"{line} <&{7 + i} 2>/dev/null; exec {7 + i}<&-\n" for i, line in enumerate(lines))
+        guard = ExecGuard(folder, self._runtime.case.ids)
+        stack.callback(guard.close)
+        first = inside(_SCRIPT, fill)
+        machine = self._runtime.inspection(self._limits, folder, usr, guard, first, streams, contents)
+        stack.callback(machine.close)
+        guard.watch(machine.processes, Frozen(machine, self._runtime.image))
         return machine
-
-    def _fill(self, machine: Machine, changed: list[bytes], gone: list[bytes]) -> None:
-        assert self._frozen is not None
-        lines, contents = [], []
-        with ExitStack() as stack:
-            if gone:
-                contents.append(stack.enter_context(in_memory(b"\0".join(gone))))
-                lines.append(f"xargs -0 rm -rf -- <&{5 + len(contents)}")
-            for tree, target in _TREES.items():
-                content = stack.enter_context(in_memory())
-                if self._frozen.pack(tree, changed, content):
-                    os.lseek(content, 0, os.SEEK_SET)
-                    contents.append(content)
-                    lines.append(f"{_UNPACK} --directory {target} <&{5 + len(contents)}")
-            if lines:
-                bash = ("/bin/bash", "--noprofile", "--norc", "-c", "\n".join([*lines, "true"]))
-                machine.run(bash, "clean", 60.0, contents)

@@ -21,9 +21,11 @@ from typing import Any
 from agent_peft.sandbox import bundle
 from agent_peft.sandbox.base import MachineLost, SandboxLimits
 from agent_peft.sandbox.base_image import BaseImage
-from agent_peft.sandbox.machine import Machine
+from agent_peft.sandbox.exec_guard import ExecGuard
+from agent_peft.sandbox.machine import WITHOUT_FILES, Machine
 from agent_peft.sandbox.owners import STATE, OwnerFolder
 from agent_peft.sandbox.profile import processor_is_known, seccomp
+from agent_peft.sandbox.streams import PipeStreams
 from agent_peft.types import AgentPeftError, InfrastructureError
 
 ADVICE = "or set sandbox: docker (or podman)"
@@ -81,21 +83,35 @@ class Runtime:
             InfrastructureError: it did not start.
         """
         layers = [str(self.image.root)], [str(self.image.usr), "/usr"]
-        return self._machine(self.new_bundle(), limits, layers, seccomp(), None)
+        folder = self.new_bundle()
+        return Machine(self.command, folder, self._config(folder, limits, layers, seccomp()), limits, self._later)
 
     def inspection(
-        self, limits: SandboxLimits, folder: Path, usr: Path, listener: Path, mounts: Sequence[tuple[str, str]]
+        self,
+        limits: SandboxLimits,
+        folder: Path,
+        usr: Path,
+        guard: ExecGuard,
+        script: Sequence[str],
+        streams: PipeStreams,
+        descriptors: Sequence[int],
     ) -> Machine:
-        """Start a machine in which the files of an agent are inspected.
+        """Start a machine whose process 1 inspects the files of an agent.
 
         Args:
             folder: its bundle, made by ``new_bundle``.
             usr: the agent's additions to /usr.
-            listener: the socket whose reader the kernel asks before each execve.
-            mounts: sources and targets of what else is mounted read-only.
+            guard: answers before each execve.
+            script: the arguments of process 1.
+            descriptors: what process 1 gets as 6 and so on.
+
+        Raises:
+            InfrastructureError: it did not start.
         """
         layers = [str(self.image.root)], [str(self.image.usr), "/usr", str(usr)]
-        return self._machine(folder, limits, layers, seccomp(str(listener)), [*self.image.protected(), *mounts])
+        protected = [*self.image.protected(), *guard.mounts]
+        config = self._config(folder, limits, layers, seccomp(str(guard.socket)), protected, script)
+        return Machine(self.command, folder, config, limits, self._later, streams, descriptors)
 
     def new_bundle(self) -> Path:
         """Make a folder for a machine's bundle."""
@@ -104,23 +120,22 @@ class Runtime:
         folder.chmod(0o711)
         return folder
 
-    def _machine(
+    def _config(
         self,
         folder: Path,
         limits: SandboxLimits,
         layers: tuple[Sequence[str], Sequence[str]],
         filter: Mapping[str, Any],
-        protected: Sequence[tuple[str, str]] | None,
-    ) -> Machine:
+        protected: Sequence[tuple[str, str]] | None = None,
+        script: Sequence[str] = (),
+    ) -> dict[str, Any]:
         cgroup = {
             "cgroupfs": f"/agent-peft-{folder.name}",
             "systemd": f"user.slice:agent-peft:{folder.name}",
             "": None,
         }[self.case.cgroups]
-        config = bundle.config(
-            self.image.mount, *layers, limits, self.case.ids, filter, self._descriptors, cgroup, protected
-        )
-        return Machine(self.command, folder, config, limits, self._later)
+        common = limits, self.case.ids, filter, self._descriptors, cgroup
+        return bundle.config(self.image.mount, *layers, *common, protected, script)
 
     def _later(self, what: Callable[[], None]) -> None:
         try:
@@ -309,7 +324,7 @@ def _prove(runtime: Runtime) -> None:
     """
     machine = runtime.agents_machine(_PROOF_LIMITS)
     try:
-        shown = machine.run(("/bin/bash", "--noprofile", "--norc", "-c", _SHOW), "clean", _SECONDS)
+        shown = machine.run((*WITHOUT_FILES, _SHOW), "clean", _SECONDS)
         if not shown.ok:
             raise InfrastructureError(f"no program runs in a machine: {shown.output.strip()[-200:]}")
         first = Path(f"/proc/{machine.processes.first}/status").read_text()

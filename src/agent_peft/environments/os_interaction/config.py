@@ -16,7 +16,8 @@ from agent_peft.environments.task_files.split import Limit, Split, check_split_o
 from agent_peft.environments.templates import with_placeholders
 from agent_peft.sandbox.base import SandboxLimits
 
-SandboxKind = Literal["namespaces", "bubblewrap", "docker", "podman", "none"]
+SandboxKind = Literal["oci", "docker", "podman", "none"]
+REPLACED = {"namespaces": "oci", "bubblewrap": "oci"}  # names of before
 
 
 class OSGenerateConfig(Config):
@@ -60,8 +61,11 @@ class OSInteractionConfig(EnvironmentConfig):
     split: Split = None
     limit: Limit = None
     sandbox: SandboxKind = Field(
-        "namespaces", description="machine of each episode; none runs the commands on this machine itself"
+        "oci",
+        description="machine of each episode: oci is runc or crun on this computer; none runs the commands on "
+        "this computer itself",
     )
+    runtime: str = Field("auto", description="path of the program for sandbox: oci; auto looks for runc, then crun")
     limits: SandboxLimits = Field(
         default_factory=SandboxLimits, description="limits of one machine: memory, processes, files, output"
     )
@@ -99,6 +103,13 @@ class OSInteractionConfig(EnvironmentConfig):
         None, description="whether each task is tried when it is loaded; null tries those of a file"
     )
     replay_threads: int = Field(4, ge=1, le=64, description="number of tasks that are tried at a time")
+
+    @field_validator("sandbox", mode="before")
+    @classmethod
+    def _name_is_new(cls, sandbox: object) -> object:
+        if isinstance(sandbox, str) and sandbox in REPLACED:
+            raise ValueError(f"{sandbox} was replaced by {REPLACED[sandbox]}; set sandbox: {REPLACED[sandbox]}")
+        return sandbox
 
     @field_validator("skills")
     @classmethod

@@ -36,7 +36,6 @@ class OSEpisode(Episode):
         self._problem, self._config, self._seed = problem, config, seed
         self._protocol = PROTOCOLS[config.protocol]
         self._sandbox: Sandbox | None = None
-        self._before: bytes | None = None  # the machine before the agent acted, for examples to run on
         self._turns = 0
         self._done = False
         self._clock = Clock(config.episode_seconds)
@@ -51,8 +50,6 @@ class OSEpisode(Episode):
                 raise RuntimeError("the episode was started before")
             self._sandbox = prepare(problem, config)
             try:
-                if problem.needs_answer and not isinstance(problem.evaluation, Matches):
-                    self._before = self._sandbox.snapshot()
                 begin(problem, config, self._sandbox, self._seed)
             except BaseException:
                 self.close()
@@ -109,7 +106,7 @@ class OSEpisode(Episode):
         """
         self.close()
         try:
-            with build_sandbox(self._config.sandbox, self._config.limits) as other:
+            with build_sandbox(self._config.sandbox, self._config.limits, self._config.runtime) as other:
                 well = other.run_fresh("true", self._config.script_timeout).ok
         except (InfrastructureError, OSError) as failure:
             raise InfrastructureError(
@@ -125,17 +122,13 @@ class OSEpisode(Episode):
         return StepResult("", done=True, outcome=outcome, stop_reason=reason, valid=valid)
 
     def _run_example(self, example: Script) -> CommandResult:
-        sandbox = build_sandbox(self._config.sandbox, self._config.limits)
+        """Run an example on a machine as the agent found it."""
         try:
-            sandbox.start()
-            if self._before is not None:
-                sandbox.restore(self._before)
-            begin(self._problem, self._config, sandbox, self._seed)
-            return sandbox.run_fresh(example.bash, self._config.script_timeout)
+            with prepare(self._problem, self._config) as sandbox:
+                begin(self._problem, self._config, sandbox, self._seed)
+                return sandbox.run_fresh(example.bash, self._config.script_timeout)
         except MachineLost as error:
             raise InfrastructureError(str(error)) from error  # the agent was never there
-        finally:
-            sandbox.close()
 
 
 def prepare(problem: ShellProblem, config: OSInteractionConfig) -> Sandbox:
@@ -145,7 +138,7 @@ def prepare(problem: ShellProblem, config: OSInteractionConfig) -> Sandbox:
     Raises:
         InfrastructureError: the machine did not start, or the initialization did not end.
     """
-    sandbox = build_sandbox(config.sandbox, config.limits)
+    sandbox = build_sandbox(config.sandbox, config.limits, config.runtime)
     try:
         sandbox.start()
         for i, script in enumerate(problem.initialization):

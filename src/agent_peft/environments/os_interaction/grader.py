@@ -1,5 +1,5 @@
-"""Is the task done? Asked of the machine as the agent left it, with programs that the agent cannot have
-touched.
+"""Is the task done? Asked of the files that the agent left, on a new machine, with programs that the agent
+cannot have touched.
 
 What an AgentBench example finds is the truth: it runs on a machine of its own, as it was before the agent
 acted, so that an agent which deletes what it should count is wrong.
@@ -35,7 +35,7 @@ def grade(
 
     Args:
         answer: what the agent said, None where it only finished.
-        sandbox: the agent's machine; its processes are killed first.
+        sandbox: the agent's machine; it ends first.
         run_example: what an example does where the agent has not been; called only if the evaluation asks for
             it.
         seconds: the time limit of each script.
@@ -47,7 +47,7 @@ def grade(
     if answer is not None and len(answer) > MAX_ANSWER:
         return False
     if isinstance(evaluation, Exits):
-        return sandbox.run_fresh(evaluation.script.code, seconds, kill_others=True).ok
+        return sandbox.inspect(evaluation.script.code, seconds).ok
     if answer is None and problem.needs_answer:
         return False
     if isinstance(evaluation, Matches):
@@ -73,7 +73,7 @@ def _checks(
             assert checks.example is not None  # the entry was checked
             result = run_example(checks.example)
         else:
-            result = sandbox.run_fresh(step.command(*outputs), seconds, kill_others=True)
+            result = sandbox.inspect(step.command(*outputs), seconds)
         if not result.ok:
             return False
         outputs.append(result.output)
