@@ -38,21 +38,21 @@ def main() -> None:
     starts, closes = [], []
     for i in range(arguments.machines):
         began = time.perf_counter()
-        with build_sandbox("namespaces", LIMITS) as sandbox:
+        with build_sandbox("oci", LIMITS) as sandbox:
             assert sandbox.run(f"sleep 600 & echo {i} >/srv/i; cat /srv/i", 60).output.endswith(f"{i}\n")
             starts.append(time.perf_counter() - began)
             leaving = time.perf_counter()
         closes.append(time.perf_counter() - leaving)
-    with build_sandbox("namespaces", LIMITS) as sandbox:
+    with build_sandbox("oci", LIMITS) as sandbox:
         trips = [timed(lambda: sandbox.run("cd /tmp", 60)) for _ in range(10 * arguments.repeats)]
         programs = [timed(lambda: sandbox.run("ls /", 60)) for _ in range(4 * arguments.repeats)]
         scripts = [timed(lambda: sandbox.run_fresh("true", 60)) for _ in range(arguments.repeats)]
         snapshots = [timed(sandbox.snapshot) for _ in range(arguments.repeats)]
     gradings = []
     for _ in range(arguments.repeats):
-        with build_sandbox("namespaces", LIMITS) as sandbox:
+        with build_sandbox("oci", LIMITS) as sandbox:
             sandbox.run("touch /srv/x", 60)
-            gradings.append(timed(lambda: sandbox.run_fresh("test -e /srv/x", 60, kill_others=True)))
+            gradings.append(timed(lambda: sandbox.inspect("test -e /srv/x", 60)))
     began = time.perf_counter()
     with ThreadPoolExecutor(arguments.at_once) as pool:
         list(pool.map(lambda _: episode(), range(arguments.at_once * 8)))
@@ -61,7 +61,7 @@ def main() -> None:
     while left_behind() != before and time.monotonic() < deadline:
         time.sleep(0.05)
     report = {
-        "missing": missing("namespaces"),
+        "missing": missing("oci"),
         "first_of_the_process_ms": round(1000 * first, 1),
         "start_and_first_command": summary(starts),
         "close": summary(closes),
@@ -82,10 +82,10 @@ def main() -> None:
 
 def episode() -> None:
     """Play one episode: start, five commands, an inspection, close."""
-    with build_sandbox("namespaces", LIMITS) as sandbox:
+    with build_sandbox("oci", LIMITS) as sandbox:
         for i in range(5):
             assert sandbox.run(f"echo {i} >>/srv/log; ls /srv", 120).ok
-        assert sandbox.run_fresh("test $(wc -l </srv/log) = 5", 120, kill_others=True).ok
+        assert sandbox.inspect("test $(wc -l </srv/log) = 5", 120).ok
 
 
 def timed(work) -> float:

@@ -77,7 +77,7 @@ def no_sandbox() -> str:
     from agent_peft.types import AgentPeftError
 
     try:
-        missing("namespaces")
+        missing("oci")
     except AgentPeftError as error:
         return str(error)
     return ""

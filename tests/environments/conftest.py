@@ -70,7 +70,7 @@ def serving_all_along() -> Iterator[Callable[..., Host]]:
 def _why_no_sandbox() -> str | None:
     """In one line; None where this machine can sandbox."""
     try:
-        with build_sandbox("namespaces", SandboxLimits()):
+        with build_sandbox("oci", SandboxLimits()):
             return None
     except AgentPeftError as error:
         return str(error)

@@ -23,7 +23,7 @@ LIMITS = SandboxLimits(memory_mb=64, processes=40, file_size_mb=16, cpu_seconds=
 @pytest.fixture(scope="module", autouse=True)
 def _namespaces():
     try:
-        with build_sandbox("namespaces", LIMITS) as sandbox:
+        with build_sandbox("oci", LIMITS) as sandbox:
             if not sandbox.run("command -v python3", 20).ok:
                 pytest.skip("the attacks are written in Python, and /usr/bin has no python3")
     except AgentPeftError as error:
@@ -32,7 +32,7 @@ def _namespaces():
 
 @pytest.fixture
 def machine():
-    with build_sandbox("namespaces", LIMITS) as sandbox:
+    with build_sandbox("oci", LIMITS) as sandbox:
         yield sandbox
 
 
@@ -132,7 +132,7 @@ def test_descriptors_in_flight_do_not_take_ours():
         assert descriptor_limit() == 1024 or hard < 4096
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    with build_sandbox("namespaces", LIMITS) as machine:
+    with build_sandbox("oci", LIMITS) as machine:
         assert int(machine.run("ulimit -n; ulimit -Hn", 10).output.split()[1]) <= 1024
 
 
@@ -154,10 +154,9 @@ def test_who_cannot_be_seen_is_seen():
 
 def test_process_1_is_idle_after_an_inspection(machine):
     """The processes that asked before each execve have ended, and process 1 no longer waits for questions."""
-    machine.run_fresh("true; ls / >/dev/null", 10, kill_others=True)
+    machine.inspect("true; ls / >/dev/null", 10)
     time.sleep(0.5)
-    used = machine.run_fresh(
-        "cat /proc/1/stat; sleep 2; cat /proc/1/stat", 10, kill_others=True
-    ).output.splitlines()
+    used = machine.inspect(
+        "cat /proc/1/stat; sleep 2; cat /proc/1/stat", 10).output.splitlines()
     before, after = (sum(map(int, line.rpartition(") ")[2].split()[11:13])) for line in used)
     assert after - before < os.sysconf("SC_CLK_TCK")  # of two seconds

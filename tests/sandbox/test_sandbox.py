@@ -39,14 +39,14 @@ namespaces = pytest.mark.usefixtures("_namespaces")
 
 @pytest.fixture
 def _namespaces():
-    mark = available("namespaces")
+    mark = available("oci")
     if mark:
         pytest.skip(mark.kwargs["reason"])
 
 
 @pytest.fixture
 def machine(_namespaces):
-    with build_sandbox("namespaces", LIMITS) as sandbox:
+    with build_sandbox("oci", LIMITS) as sandbox:
         yield sandbox
 
 
@@ -146,7 +146,7 @@ def test_scripts_run_beside_the_shell(any_machine):
     stopped = any_machine.run_fresh("sleep 600", 0.3)
     assert stopped.timed_out and stopped.exit_code is None
     assert said(any_machine.run("echo $x", 10)) == "5\n"
-    assert said(any_machine.run_fresh("echo inspected", 10, kill_others=True)) == "inspected\n"
+    assert said(any_machine.inspect("echo inspected", 10)) == "inspected\n"
 
 
 def test_files(any_machine):
@@ -184,8 +184,8 @@ def test_closing_twice_or_before_the_start_is_fine(any_machine):
 
 
 def test_users_and_owners(machine):
-    if missing("namespaces"):
-        pytest.skip(missing("namespaces")[0])
+    if missing("oci"):
+        pytest.skip(missing("oci")[0])
     said(
         machine.run(
             "groupadd staff2 && useradd -m -G staff2 ann && chage -M 30 ann && touch f && chown ann:staff2 f",
@@ -196,9 +196,8 @@ def test_users_and_owners(machine):
         said(machine.run("stat -c %U:%G f; id -nG ann; su ann -c 'id -un; cd; pwd'", 10))
         == "ann:staff2\nann staff2\nann\n/home/ann\n"
     )
-    assert machine.run_fresh(
-        "grep -q ann /etc/shadow && [ $(stat -c %U /root/f) = ann ]", 10, kill_others=True
-    ).ok
+    assert machine.inspect(
+        "grep -q ann /etc/shadow && [ $(stat -c %U /root/f) = ann ]", 10).ok
 
 
 def test_a_snapshot_holds_deletions_owners_links_and_goes_to_another_machine(machine):
@@ -208,7 +207,7 @@ def test_a_snapshot_holds_deletions_owners_links_and_goes_to_another_machine(mac
         10,
     )
     machine.run("touch -d 2001-02-03 /srv/old; echo x >>/usr/share/new", 10)
-    with build_sandbox("namespaces", LIMITS) as other:
+    with build_sandbox("oci", LIMITS) as other:
         other.run("touch /srv/other", 10)
         other.restore(machine.snapshot())
         output = said(
@@ -240,10 +239,10 @@ def test_an_inspection_sees_files_but_no_processes_and_runs_clean_programs(machi
         "/usr/local/bin/tool; newtool; ls -d /; echo $PATH; "
         "ps -eo args | grep -c '[s]leep 600'; echo 1 >/srv/note"
     )
-    inspection = machine.run_fresh(script, 10, kill_others=True)
+    inspection = machine.inspect(script, 10)
     assert inspection.output == "mine\nmine\n/\n/usr/sbin:/usr/bin:/sbin:/bin\n0\n"
     assert (
-        machine.run_fresh("cat /srv/note", 10, kill_others=True).output == "1\n"
+        machine.inspect("cat /srv/note", 10).output == "1\n"
     )  # an inspection sees the changes of the one before
     with pytest.raises(RuntimeError, match="call restore before run"):
         machine.run("true", 1)
@@ -264,7 +263,7 @@ def test_what_is_run_before_the_agent_may_write_everywhere(machine):
 
 def test_sixteen_at_once(_namespaces):
     def work(i):
-        with build_sandbox("namespaces", LIMITS) as sandbox:
+        with build_sandbox("oci", LIMITS) as sandbox:
             return [said(sandbox.run(f"echo {i} >>/srv/n; cat /srv/n; hostname", 30)) for _ in range(3)][-1]
 
     with ThreadPoolExecutor(16) as pool:
@@ -280,7 +279,7 @@ def left_behind():
 
 
 def test_many_in_a_row_leave_nothing(_namespaces):
-    build_sandbox("namespaces", LIMITS).close()
+    build_sandbox("oci", LIMITS).close()
     fork_server.fork_server()
     deadline = time.monotonic() + 20
     while (
@@ -289,7 +288,7 @@ def test_many_in_a_row_leave_nothing(_namespaces):
         time.sleep(0.05)
     before = left_behind()[:3]
     for i in range(40):
-        with build_sandbox("namespaces", LIMITS) as sandbox:
+        with build_sandbox("oci", LIMITS) as sandbox:
             assert said(sandbox.run(f"sleep 600 & echo {i} >/srv/x; echo ok", 30)).endswith("ok\n")
     deadline = time.monotonic() + 20
     while left_behind()[:3] != before and time.monotonic() < deadline:
@@ -302,7 +301,7 @@ def test_all_dies_with_us(_namespaces):
 import time
 from agent_peft.sandbox.base import SandboxLimits
 from agent_peft.sandbox.build import build_sandbox
-machines = [build_sandbox("namespaces", SandboxLimits()) for _ in range(3)]
+machines = [build_sandbox("oci", SandboxLimits()) for _ in range(3)]
 for machine in machines:
     machine.start()
     machine.run("setsid sleep 600 & disown", 30)
@@ -341,7 +340,7 @@ time.sleep(600)
 
 
 def test_a_machine_outlives_the_thread_that_started_it(_namespaces):
-    sandbox = build_sandbox("namespaces", LIMITS)
+    sandbox = build_sandbox("oci", LIMITS)
     thread = threading.Thread(target=sandbox.start)
     thread.start()
     thread.join()
@@ -353,7 +352,7 @@ def test_a_fork_server_that_died_is_replaced(_namespaces):
     server = fork_server.fork_server()
     server._process.kill()
     server._process.wait()  # of this server: to ask for it once more may start the next one
-    with build_sandbox("namespaces", LIMITS) as sandbox:
+    with build_sandbox("oci", LIMITS) as sandbox:
         assert said(sandbox.run("echo alive", 10)) == "alive\n"
 
 
@@ -388,11 +387,11 @@ def test_a_missing_requirement_is_one_line(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(platform, "machine", lambda: "riscv64")
         with pytest.raises(AgentPeftError, match="no filter of system calls for riscv64"):
-            build_sandbox("namespaces", LIMITS)
+            build_sandbox("oci", LIMITS)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "platform", "darwin")
         with pytest.raises(AgentPeftError, match="needs Linux"):
-            build_sandbox("namespaces", LIMITS)
+            build_sandbox("oci", LIMITS)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "docker", None)
         with pytest.raises(AgentPeftError, match=r"pip install 'agent-peft\[docker\]'"):

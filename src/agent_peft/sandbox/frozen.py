@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_peft.sandbox.base import MachineLost
-from agent_peft.sandbox.base_image import BaseImage
+from agent_peft.sandbox.base_image import SYSTEM, BaseImage
 from agent_peft.sandbox.inspection import LIBRARIES, PROGRAMS, is_hidden, words_of
 from agent_peft.sandbox.links import escaping
 from agent_peft.sandbox.machine import Machine
@@ -24,7 +24,7 @@ _SECONDS = 60.0
 _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"}
 # The file systems of a machine that hold changes
 TREES = {"": b"/", "usr": b"/usr/", "dev/shm": b"/dev/shm/"}
-_MOUNTED = (b"/usr", b"/proc", b"/dev", b"/sys")  # folders that are never copied themselves
+_OURS = {b"/usr", b"/proc", b"/dev", b"/sys", *(f"/{name}".encode() for name in SYSTEM)}  # never copied
 # Type, path, target of a link, time of the last change: each ended by a null character
 _LIST = 'cd "$1" && shift && find "$@" -xdev -printf "%y\\0%p\\0%l\\0%C@\\0"'
 _PACK = (
@@ -85,7 +85,7 @@ class Frozen:
             for each in entries
             if each.kind != b"s"  # its listener has ended
             and each.path not in refused
-            and each.path not in _MOUNTED
+            and each.path not in _OURS
             and known.get(each.path) != (_nanoseconds(each.changed), each.kind == b"d")
             and not is_hidden(os.fsdecode(each.path), script)
         ]
@@ -93,7 +93,7 @@ class Frozen:
         gone = [
             path
             for path, (_, is_folder) in known.items()
-            if kinds.get(path) != is_folder and not is_hidden(os.fsdecode(path), script)
+            if kinds.get(path) != is_folder and path not in _OURS and not is_hidden(os.fsdecode(path), script)
         ]
         return changed, gone
 

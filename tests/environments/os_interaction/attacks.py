@@ -247,7 +247,7 @@ def outcome(trick: Trick) -> Outcome:
 
 def reached(reach: Reach) -> str | None:
     """Return the output if the command was successful."""
-    with build_sandbox("namespaces", LIMITS) as sandbox:
+    with build_sandbox("oci", LIMITS) as sandbox:
         output = sandbox.run(reach.command, reach.seconds).output
         alive = sandbox.run("rm -rf /srv/* 2>/dev/null; echo alive", 20).output.endswith("alive\n")
     return output if "REACHED" in output or not alive else None

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture(scope="module", autouse=True)
 def _namespaces():
     try:
-        with build_sandbox("namespaces", attacks.LIMITS) as sandbox:
+        with build_sandbox("oci", attacks.LIMITS) as sandbox:
             if not sandbox.run("command -v python3 && command -v gcc", 20).ok:
                 pytest.skip("the attacks are written in Python and C, and /usr/bin has no python3 or no gcc")
     except AgentPeftError as error:

@@ -23,7 +23,7 @@ LIMITS = SandboxLimits(memory_mb=64, processes=40, file_size_mb=16, cpu_seconds=
 @pytest.fixture(scope="module", autouse=True)
 def _namespaces():
     try:
-        build_sandbox("namespaces", LIMITS)
+        build_sandbox("oci", LIMITS)
         fork_server.fork_server()
     except AgentPeftError as error:
         pytest.skip(str(error))

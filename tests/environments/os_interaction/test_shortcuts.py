@@ -457,7 +457,7 @@ done
 def machine(_why_no_sandbox):
     if _why_no_sandbox is not None:
         pytest.skip(_why_no_sandbox)
-    with build_sandbox("namespaces", SandboxLimits(cpu_seconds=300)) as sandbox:
+    with build_sandbox("oci", SandboxLimits(cpu_seconds=300)) as sandbox:
         sandbox.run_fresh(
             "mkdir /var/people && cp -a /etc/passwd /etc/group /etc/shadow /etc/gshadow /etc/subuid /etc/subgid /var/people",
             20,
