@@ -112,7 +112,7 @@ def config(
         ],
         **maps,
         "maskedPaths": [f"/proc/{name}" for name in _MASKED],
-        "readonlyPaths": [f"/proc/{name}" for name in _READ_ONLY],
+        "readonlyPaths": [f"/proc/{name}" for name in (*_READ_ONLY, *(("1",) if inspection is None else ()))],
         "seccomp": seccomp,
     }
     if cgroup is not None:

@@ -99,7 +99,7 @@ class Frozen:
 
     def links(self) -> dict[bytes, bytes]:
         """Return all symbolic links: their absolute paths and targets."""
-        entries = [*self._list("", "."), *self._list("usr", "local"), *self._list("dev/shm", ".")]
+        entries = [*self._list("", "."), *self._list("usr", "./local"), *self._list("dev/shm", ".")]
         return {each.path: each.target for each in entries if each.kind == b"l"}
 
     def unlink(self, path: bytes) -> None:
@@ -184,7 +184,7 @@ def _of_usr(script: str) -> list[str]:
     named = sorted(words_of(script) - of_host)
     programs = [f"{folder}/{name}" for folder in PROGRAMS for name in named]
     folders = [name for name in named if not os.path.lexists(f"/usr/{name}") and name not in LIBRARIES]
-    return ["local", "src", *programs, *folders]
+    return [f"./{path}" for path in ("local", "src", *programs, *folders)]
 
 
 def _place(path: bytes) -> tuple[str, bytes]:

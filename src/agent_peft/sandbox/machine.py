@@ -75,7 +75,7 @@ class Machine:
         self._descriptors = next(
             each["hard"] for each in config["process"]["rlimits"] if each["type"] == "RLIMIT_NOFILE"
         )
-        self._count = 0
+        self._count, self._closed = 0, False
         self._cgroup: Mapping[str, Path] | None = None
         self._lifeline: int | None = None
         self._processes: Processes | None = None
@@ -86,9 +86,10 @@ class Machine:
                 self._start(run)
             else:
                 self._spawn(run, self._bundle / "first", streams, descriptors, with_input=False)
-            self._processes = self._wait(self._bundle / "first")
-            self._cgroup = _cgroup_of(self._processes.first) if "resources" in config["linux"] else None
-            if self._cgroup is None:
+            self._processes = self._wait(may_have_ended=streams is not None)
+            if self._processes is not None and "resources" in config["linux"]:
+                self._cgroup = _cgroup_of(self._processes.first)
+            elif self._processes is not None:
                 WATCH.add(self._processes, limits)
         except BaseException:
             self.close()
@@ -96,8 +97,12 @@ class Machine:
 
     @property
     def processes(self) -> Processes:
+        """
+        Raises:
+            MachineLost: the machine has ended.
+        """
         if self._processes is None:
-            raise MachineLost("the machine was closed")
+            raise MachineLost("the machine has ended")
         return self._processes
 
     @property
@@ -157,7 +162,11 @@ class Machine:
             streams.close()
 
     def cpu_seconds(self) -> float:
-        """Return the processor time of all processes so far."""
+        """Return the processor time of all processes so far.
+
+        Raises:
+            MachineLost: the machine has ended.
+        """
         if self._cgroup is None:
             return WATCH.ticks(self.processes) / _TICK
         try:
@@ -181,17 +190,19 @@ class Machine:
 
     def close(self) -> None:
         """End the machine. What the runtime keeps of it is removed later."""
+        if self._closed:
+            return
+        self._closed = True
         if self._lifeline is not None:
             os.close(self._lifeline)
-            self._lifeline = None
         if self._processes is not None:
             WATCH.remove(self._processes)
             if not self._processes.end(_SECONDS):
                 logger.warning("a machine was closed and did not end within %g seconds", _SECONDS)
             self._processes.close()
             self._processes = None
-            command, folder = [*self._command, "delete", "--force", self.name], self._bundle
-            self._later(lambda: _remove(command, folder))  # it takes the runtime a tenth of a second
+        command, folder = [*self._command, "delete", "--force", self.name], self._bundle
+        self._later(lambda: _remove(command, folder))  # it takes the runtime a tenth of a second
 
     def _start(self, run: Sequence[str]) -> None:
         """Start process 1 with a pipe as its input, which only we hold open."""
@@ -238,16 +249,18 @@ class Machine:
             for each in high:
                 os.close(each)
 
-    def _wait(self, path: Path) -> Processes:
-        """Wait until the runtime has started process 1."""
-        deadline, program = time.monotonic() + _SECONDS, Program(self, path)
-        while program.pid is None:
-            if program.error or time.monotonic() > deadline:
-                raise InfrastructureError(f"a machine did not start: {program.error or 'no answer'}")
+    def _wait(self, may_have_ended: bool) -> Processes | None:
+        """Wait until the runtime has started process 1. Return None if that has already ended."""
+        deadline, first = time.monotonic() + _SECONDS, self.first
+        while (pid := first.pid) is None:
+            if first.error or time.monotonic() > deadline:
+                raise InfrastructureError(f"a machine did not start: {first.error or 'no answer'}")
             time.sleep(0.002)
         try:
-            return Processes(program.pid)
+            return Processes(pid)
         except OSError as error:
+            if may_have_ended:
+                return None
             raise InfrastructureError(f"a machine has ended at its start: {error}") from error
 
 
@@ -277,9 +290,9 @@ class Program:
         return self._machine.processes.signal(number, int(since * _TICK), spared)
 
     def signal_shell(self, number: int) -> None:
-        pid = self.pid
+        processes, pid = self._machine.processes, self.pid
         if pid is not None:
-            self._machine.processes.signal_one(pid, number)
+            processes.signal_one(pid, number)
 
     def cpu_seconds(self) -> float:
         return self._machine.cpu_seconds()

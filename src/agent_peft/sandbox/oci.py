@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from agent_peft.sandbox.base import CommandResult, MachineLost, Sandbox, SandboxLimits
 from agent_peft.sandbox.exec_guard import ExecGuard
@@ -122,5 +122,6 @@ class OciSandbox(Sandbox):
         first = inside(_SCRIPT, fill)
         machine = self._runtime.inspection(self._limits, folder, usr, guard, first, streams, contents)
         stack.callback(machine.close)
-        guard.watch(machine.processes, Frozen(machine, self._runtime.image))
+        with suppress(MachineLost):  # it has ended already, and asks no more
+            guard.watch(machine.processes, Frozen(machine, self._runtime.image))
         return machine

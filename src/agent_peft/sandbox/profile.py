@@ -23,7 +23,8 @@ _REFUSED = frozenset(
     mq_open mq_unlink mq_timedsend mq_timedreceive mq_timedsend_time64 mq_timedreceive_time64 mq_notify
     mq_getsetattr io_setup io_destroy io_submit io_cancel io_getevents
     mbind set_mempolicy get_mempolicy landlock_create_ruleset landlock_add_rule landlock_restrict_self
-    name_to_handle_at fanotify_mark reboot syslog adjtimex clock_adjtime clock_adjtime64 socketcall modify_ldt
+    name_to_handle_at fanotify_mark inotify_init inotify_init1 inotify_add_watch inotify_rm_watch
+    reboot syslog adjtimex clock_adjtime clock_adjtime64 socketcall modify_ldt
     clone socket socketpair prlimit64
     """.split()  # the last line: allowed below with certain arguments
 )

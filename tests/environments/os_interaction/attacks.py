@@ -48,7 +48,7 @@ REACHES = (
         "another process's root, of any but our own",
         'for p in /proc/[0-9]*; do [ -e "$p/root/base" ] && echo REACHED; [ -e "$p/root/work" ] && echo REACHED; done',
     ),
-    Reach("process 1's root", "ls /proc/1/root/ && echo REACHED; cat /proc/1/environ && echo REACHED; ls /proc/1/fd/ && echo REACHED"),
+    Reach("process 1's root", "ls /proc/1/root/ && echo REACHED; cat /proc/1/environ && echo REACHED; for f in 0 1 2; do (exec 9<>/proc/1/fd/$f || exec 9</proc/1/fd/$f || exec 9>/proc/1/fd/$f) && echo REACHED; done"),
     Reach("process 1's folder and program", "cd /proc/1/cwd && echo REACHED; head -c 4 /proc/1/exe && echo REACHED"),
     Reach("process 1's memory", "head -c 1 /proc/1/mem && echo REACHED; cat /proc/1/auxv && echo REACHED"),
     Reach("process 1's settings", "echo 1000 >/proc/1/oom_score_adj && echo REACHED; echo 19 >/proc/1/autogroup && echo REACHED"),
