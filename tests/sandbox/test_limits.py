@@ -13,8 +13,8 @@ import pytest
 
 from agent_peft.sandbox.base import SandboxLimits
 from agent_peft.sandbox.build import build_sandbox
-from agent_peft.sandbox.host import descriptor_limit
-from agent_peft.sandbox.jail import processes
+from agent_peft.sandbox import processes
+from agent_peft.sandbox.runtime import descriptor_limit, find_runtime
 from agent_peft.types import AgentPeftError
 
 LIMITS = SandboxLimits(memory_mb=64, processes=40, file_size_mb=16, cpu_seconds=1)
@@ -28,6 +28,11 @@ def _namespaces():
                 pytest.skip("the attacks are written in Python, and /usr/bin has no python3")
     except AgentPeftError as error:
         pytest.skip(str(error))
+
+
+def watched() -> bool:
+    """Whether the trainer bounds machines: then the whole machine ends above a limit."""
+    return find_runtime().case.cgroups == ""
 
 
 @pytest.fixture
@@ -127,9 +132,9 @@ def test_descriptors_in_flight_do_not_take_ours():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     try:
-        assert descriptor_limit() == 256
+        assert descriptor_limit(shared=True) == 256 and descriptor_limit(shared=False) == 1024
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 20_000) if hard > 0 else 20_000, hard))
-        assert descriptor_limit() == 1024 or hard < 4096
+        assert descriptor_limit(shared=True) == 1024 or hard < 4096
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     with build_sandbox("oci", LIMITS) as machine:
@@ -147,16 +152,6 @@ def test_who_cannot_be_seen_is_seen():
         pytest.skip("the number of exit is x86-64's")
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None and child.stdout.readline() == "up\n"
-        (process,) = (each for each in processes.live_processes() if each.pid == child.pid)
-        assert process.thread != process.pid and process.resident > 30 << 20
+        process = processes._process(str(child.pid))
+        assert process is not None and process.thread != process.pid and process.resident > 30 << 20
         child.kill()
-
-
-def test_process_1_is_idle_after_an_inspection(machine):
-    """The processes that asked before each execve have ended, and process 1 no longer waits for questions."""
-    machine.inspect("true; ls / >/dev/null", 10)
-    time.sleep(0.5)
-    used = machine.inspect(
-        "cat /proc/1/stat; sleep 2; cat /proc/1/stat", 10).output.splitlines()
-    before, after = (sum(map(int, line.rpartition(") ")[2].split()[11:13])) for line in used)
-    assert after - before < os.sysconf("SC_CLK_TCK")  # of two seconds

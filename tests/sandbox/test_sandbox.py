@@ -1,11 +1,12 @@
-"""Every kind of sandbox behaves alike; machines of namespaces in detail."""
+"""Every kind of sandbox behaves alike; machines of an OCI runtime in detail."""
 
 import os
 import platform
+import re
 import signal
-import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from agent_peft.sandbox import fork_server, host
-from agent_peft.sandbox.base import CommandResult, SandboxLimits
+from agent_peft.sandbox import bundle, runtime
+from agent_peft.sandbox.base import CommandResult, MachineLost, SandboxLimits
 from agent_peft.sandbox.build import SANDBOXES, build_sandbox, missing
-from agent_peft.sandbox.jail import seccomp
+from agent_peft.sandbox.profile import seccomp
+from agent_peft.sandbox.runtime import find_runtime
 from agent_peft.types import AgentPeftError
 
 LIMITS = SandboxLimits(memory_mb=128, processes=32, file_size_mb=16, cpu_seconds=5, output_chars=1000)
@@ -31,21 +33,18 @@ def available(kind):
     return ()
 
 
-KINDS = [
-    pytest.param(kind, marks=available(kind)) for kind in SANDBOXES if kind != "bubblewrap"
-]  # which is another name of the first
-namespaces = pytest.mark.usefixtures("_namespaces")
+KINDS = [pytest.param(kind, marks=available(kind)) for kind in SANDBOXES]
 
 
 @pytest.fixture
-def _namespaces():
+def _oci():
     mark = available("oci")
     if mark:
         pytest.skip(mark.kwargs["reason"])
 
 
 @pytest.fixture
-def machine(_namespaces):
+def machine(_oci):
     with build_sandbox("oci", LIMITS) as sandbox:
         yield sandbox
 
@@ -149,30 +148,6 @@ def test_scripts_run_beside_the_shell(any_machine):
     assert said(any_machine.inspect("echo inspected", 10)) == "inspected\n"
 
 
-def test_files(any_machine):
-    folder = said(any_machine.run("pwd", 10)).strip()
-    any_machine.write_file(f"{folder}/new/deep/file", b"\x00\xff", 0o640)
-    assert any_machine.read_file(f"{folder}/new/deep/file") == b"\x00\xff"
-    assert any_machine.read_file(f"{folder}/new/deep/file", 1) == b"\x00"
-    assert said(any_machine.run("stat -c %a new/deep/file", 10)) == "640\n"
-    for path in ("nothing", "new"):
-        with pytest.raises(FileNotFoundError):
-            any_machine.read_file(f"{folder}/{path}")
-
-
-def test_a_snapshot_brings_files_back(any_machine):
-    any_machine.run(
-        "echo 1 >kept; echo 2 >changed; chmod 751 kept; ln -s kept link; mkdir d; echo 3 >d/e", 10
-    )
-    snapshot = any_machine.snapshot()
-    any_machine.run("rm -rf kept d; echo 9 >changed; echo 9 >new; x=1", 10)
-    any_machine.restore(snapshot)
-    assert (
-        said(any_machine.run("cat link changed d/e; stat -c %a kept; ls new 2>/dev/null; echo x=$x", 10))
-        == "1\n2\n3\n751\nx=\n"
-    )
-
-
 def test_closing_twice_or_before_the_start_is_fine(any_machine):
     any_machine.close()
     any_machine.close()
@@ -180,7 +155,7 @@ def test_closing_twice_or_before_the_start_is_fine(any_machine):
         any_machine.run("true", 1)
 
 
-# namespaces
+# machines of an OCI runtime
 
 
 def test_users_and_owners(machine):
@@ -200,31 +175,21 @@ def test_users_and_owners(machine):
         "grep -q ann /etc/shadow && [ $(stat -c %U /root/f) = ann ]", 10).ok
 
 
-def test_a_snapshot_holds_deletions_owners_links_and_goes_to_another_machine(machine):
+def test_an_inspection_sees_deletions_owners_links_and_times(machine):
     machine.run(
-        "rm /etc/issue /usr/bin/stat; rm -rf /var/log; mkdir /var/log; "
-        "ln /etc/passwd /srv/hard; mkfifo /srv/pipe; chmod 1700 /opt",
+        "rm /etc/issue; rm -rf /var/log; mkdir /var/log; mkdir /usr/src/new; echo x >/usr/src/new/a; "
+        "mkfifo /srv/pipe; chmod 1700 /opt; rm /etc/skel/.bashrc; rmdir /etc/opt; echo file >/etc/opt; "
+        "mkdir /srv/deep; ln /etc/hosts /srv/deep/hard; setfattr -n user.note -v 1 /srv/deep 2>/dev/null; "
+        "truncate -s 1G /srv/sparse 2>/dev/null; truncate -s 8M /srv/sparse; touch -d 2001-02-03 /srv/old",
         10,
     )
-    machine.run("touch -d 2001-02-03 /srv/old; echo x >>/usr/share/new", 10)
-    with build_sandbox("oci", LIMITS) as other:
-        other.run("touch /srv/other", 10)
-        other.restore(machine.snapshot())
-        output = said(
-            other.run(
-                "ls /etc/issue /usr/bin/stat 2>&1 | wc -l; ls -A /var/log /srv; "
-                "date -r /srv/old +%F; cat /usr/share/new",
-                10,
-            )
-        )
-        assert output == "2\n/srv:\nhard\nold\npipe\n\n/var/log:\n2001-02-03\nx\n"
-        assert said(
-            other.run(
-                "find /opt -maxdepth 0 -perm 1700; [ /srv/hard -ef /etc/passwd ] && echo same; "
-                "[ -p /srv/pipe ] && echo fifo",
-                10,
-            )
-        ) == ("/opt\nsame\nfifo\n")
+    script = (
+        "ls /etc/issue 2>&1 | grep -c cannot; ls -A /var/log; cat /usr/src/new/a; date -r /srv/old +%F; "
+        "find /opt -maxdepth 0 -perm 1700; [ -p /srv/pipe ] && echo fifo; ls -A /etc/skel | grep -c bashrc; "
+        "cat /etc/opt; stat -c %s /srv/sparse; [ $(stat -c %b /srv/sparse) -lt 100 ] && echo sparse"
+    )
+    expected = "1\nx\n2001-02-03\n/opt\nfifo\n0\nfile\n8388608\nsparse\n"
+    assert machine.inspect(script, 10).output == expected
 
 
 def test_an_inspection_sees_files_but_no_processes_and_runs_clean_programs(machine):
@@ -234,17 +199,17 @@ def test_an_inspection_sees_files_but_no_processes_and_runs_clean_programs(machi
         10,
     )
     machine.run("cp /usr/local/bin/tool /usr/bin/ls; x=1; export PATH=/nowhere LD_PRELOAD=/x", 10)
-    assert machine.run_fresh("ls /", 10).output.startswith("bin\n")
     script = (
         "/usr/local/bin/tool; newtool; ls -d /; echo $PATH; "
         "ps -eo args | grep -c '[s]leep 600'; echo 1 >/srv/note"
     )
     inspection = machine.inspect(script, 10)
-    assert inspection.output == "mine\nmine\n/\n/usr/sbin:/usr/bin:/sbin:/bin\n0\n"
-    assert (
-        machine.inspect("cat /srv/note", 10).output == "1\n"
-    )  # an inspection sees the changes of the one before
-    with pytest.raises(RuntimeError, match="call restore before run"):
+    programs = "" if missing("oci") else "mine\nmine\n"
+    assert inspection.output.endswith(f"{programs}/\n/usr/sbin:/usr/bin:/sbin:/bin\n0\n")
+    # each inspection sees what the agent left
+    assert not machine.inspect("cat /srv/note", 10).ok
+    assert machine.inspect("exit 17", 10).exit_code == 17
+    with pytest.raises(RuntimeError, match="its machine has ended"):
         machine.run("true", 1)
 
 
@@ -258,10 +223,9 @@ def test_what_is_run_before_the_agent_may_write_everywhere(machine):
     )
     assert said(machine.run("tool; tool2", 10)) == "set up\nset up\n"
     assert said(machine.run_fresh("/usr/local/bin/tool; touch /etc/still", 10)) == "set up\n"
-    assert machine.run_fresh("touch /usr/bin/x", 10).exit_code == 1  # not in place of the clean ones
 
 
-def test_sixteen_at_once(_namespaces):
+def test_sixteen_at_once(_oci):
     def work(i):
         with build_sandbox("oci", LIMITS) as sandbox:
             return [said(sandbox.run(f"echo {i} >>/srv/n; cat /srv/n; hostname", 30)) for _ in range(3)][-1]
@@ -270,76 +234,116 @@ def test_sixteen_at_once(_namespaces):
         assert list(pool.map(work, range(16))) == [f"{i}\n{i}\n{i}\nsandbox\n" for i in range(16)]
 
 
-def left_behind():
-    """Processes below our fork server, mounts, descriptors and temporary files."""
-    server = fork_server.fork_server()._process.pid
-    below = [len(Path(f"/proc/{server}/task/{server}/children").read_text().split())]
-    mounts = len(Path("/proc/self/mountinfo").read_text().splitlines())
-    return below, mounts, len(os.listdir("/proc/self/fd")), sorted(os.listdir("/tmp"))
+def machines_of(process: int) -> list[str]:
+    """Processes, bundles, control groups and mounts of the machines of a process."""
+    ours = [path.parent for path in _private().glob("*/runtime") if _holder(path.parent / "lock") == process]
+    names = [path.name for folder in ours for path in (folder / "state").iterdir()]
+    bundles = [path.name for folder in ours for path in folder.iterdir() if (path / "config.json").exists()]
+    groups = [path.name for path in Path("/sys/fs/cgroup").glob("*/agent-peft-*") if path.name[11:] in bundles]
+    below = [pid for pid in filter(str.isdigit, os.listdir("/proc")) if _parent(pid) in ours]
+    return [*names, *bundles, *groups, *below]
 
 
-def test_many_in_a_row_leave_nothing(_namespaces):
+def _private() -> Path:
+    return Path(tempfile.gettempdir()) / f"agent-peft-machines-{os.getuid()}"
+
+
+def _holder(lock: Path) -> int | None:
+    """The process that holds a lock."""
+    node = str(lock.stat().st_ino)
+    for line in Path("/proc/locks").read_text().splitlines():
+        columns = line.split()
+        if columns[5].rpartition(":")[2] == node:
+            return int(columns[4])
+    return None
+
+
+def _parent(pid: str) -> Path | None:
+    """The folder of whom a process's root was mounted for."""
+    try:
+        line = Path(f"/proc/{pid}/mountinfo").read_text()
+    except OSError:
+        return None
+    found = re.search(r"upperdir=(\S+?)/[0-9a-f]{8}/mount/up", line)
+    return Path(found[1]) if found else None
+
+
+def test_many_in_a_row_leave_nothing(_oci):
     build_sandbox("oci", LIMITS).close()
-    fork_server.fork_server()
-    deadline = time.monotonic() + 20
-    while (
-        any(left_behind()[0]) and time.monotonic() < deadline
-    ):  # the machine of the test before may still be ending
-        time.sleep(0.05)
-    before = left_behind()[:3]
-    for i in range(40):
+    find_runtime().finish()
+    before = len(os.listdir("/proc/self/fd")), machines_of(os.getpid())
+    mounts = len(Path("/proc/self/mountinfo").read_text().splitlines())
+    for i in range(12):
         with build_sandbox("oci", LIMITS) as sandbox:
             assert said(sandbox.run(f"sleep 600 & echo {i} >/srv/x; echo ok", 30)).endswith("ok\n")
-    deadline = time.monotonic() + 20
-    while left_behind()[:3] != before and time.monotonic() < deadline:
+            if i % 3 == 0:
+                assert sandbox.inspect("cat /srv/x", 10).output == f"{i}\n"
+    find_runtime().finish()
+    deadline = time.monotonic() + 20  # the runtime's own processes end a moment later
+    while len(os.listdir("/proc/self/fd")) > before[0] and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert left_behind()[:3] == before
+    assert (len(os.listdir("/proc/self/fd")), machines_of(os.getpid())) == before
+    assert len(Path("/proc/self/mountinfo").read_text().splitlines()) == mounts
 
 
-def test_all_dies_with_us(_namespaces):
-    program = """
-import time
+ABANDON = """
+import os, sys, time
 from agent_peft.sandbox.base import SandboxLimits
 from agent_peft.sandbox.build import build_sandbox
 machines = [build_sandbox("oci", SandboxLimits()) for _ in range(3)]
 for machine in machines:
     machine.start()
-    machine.run("setsid sleep 600 & disown", 30)
-print("up", flush=True)
+    machine.run("setsid sleep 600 & disown; for f in 0 1 2; do (exec 9<>/proc/1/fd/$f; sleep 600) & done", 30)
+held = [os.dup(machine._machine._lifeline) for machine in machines]
+for each in held if sys.argv[1] == "held" else ():
+    os.set_inheritable(each, True)
+if sys.argv[1] == "held" and os.fork() == 0:  # as if the agent had got hold of them
+    print("up", flush=True)
+    time.sleep(30)
+    os._exit(0)
+if sys.argv[1] != "held":
+    print("up", flush=True)
 time.sleep(600)
 """
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("descriptors", ["closed", "held"])
+def test_all_dies_with_us(_oci, descriptors):
+    """After kill -9, process 1 ends since nobody holds its input. If somebody does, the next process of this
+    user ends the machines.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", ABANDON, descriptors], stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None and process.stdout.readline() == "up\n"
-
-    def lives(pid, began):
-        try:
-            columns = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-        except OSError:
-            return False
-        return columns[19] == began and columns[0] != "Z"
-
-    todo, below = [process.pid], []
-    while todo:
-        pid = todo.pop()
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        todo += children
-        below += [
-            (child, Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2].split()[19])
-            for child in children
-        ]
-    assert (
-        len(below) >= 1 + 3 * 4
-    )  # the fork server; of each machine init and its parent, the shell, what it started
+    folder = next(path for path in _private().iterdir() if _holder_or_none(path) == process.pid)
+    inside = [pid for pid in filter(str.isdigit, os.listdir("/proc")) if _parent(pid) == folder]
+    assert len(inside) >= 3 * 3
     process.send_signal(signal.SIGKILL)
     process.wait()
+    if descriptors == "held":
+        assert _alive(inside)
+        code = "from agent_peft.sandbox.runtime import find_runtime; find_runtime()"
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     process.stdout.close()
     deadline = time.monotonic() + 20
-    while any(lives(*each) for each in below) and time.monotonic() < deadline:
+    while _alive(inside) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not [each for each in below if lives(*each)]
+    assert not _alive(inside)
+    code = "from agent_peft.sandbox.runtime import find_runtime; find_runtime()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert not folder.exists()
 
 
-def test_a_machine_outlives_the_thread_that_started_it(_namespaces):
+def _holder_or_none(folder: Path) -> int | None:
+    return _holder(folder / "lock") if (folder / "lock").exists() else None
+
+
+def _alive(pids: list[str]) -> list[str]:
+    return [pid for pid in pids if _parent(pid) is not None]
+
+
+def test_a_machine_outlives_the_thread_that_started_it(_oci):
     sandbox = build_sandbox("oci", LIMITS)
     thread = threading.Thread(target=sandbox.start)
     thread.start()
@@ -348,17 +352,10 @@ def test_a_machine_outlives_the_thread_that_started_it(_namespaces):
     sandbox.close()
 
 
-def test_a_fork_server_that_died_is_replaced(_namespaces):
-    server = fork_server.fork_server()
-    server._process.kill()
-    server._process.wait()  # of this server: to ask for it once more may start the next one
-    with build_sandbox("oci", LIMITS) as sandbox:
-        assert said(sandbox.run("echo alive", 10)) == "alive\n"
-
-
 def test_a_command_inherits_only_its_three_streams(machine):
     assert said(machine.run("ls /proc/self/fd", 10)) == "0\n1\n2\n3\n"  # 3: the folder that ls reads
-    assert said(machine.run_fresh("ls /proc/self/fd | sort -n | head -3", 10)) == "0\n1\n2\n"
+    for run in (machine.run_fresh, machine.inspect):
+        assert said(run("ls /proc/self/fd | sort -n | head -4", 10)) == "0\n1\n2\n3\n"
 
 
 def test_nothing_of_ours_is_inside(machine):
@@ -382,46 +379,96 @@ def test_nothing_of_ours_is_inside(machine):
 
 
 def test_a_missing_requirement_is_one_line(monkeypatch):
-    with pytest.raises(AgentPeftError, match="use one of namespaces, bubblewrap, docker, podman, none"):
+    with pytest.raises(AgentPeftError, match="use one of oci, docker, podman, none"):
         build_sandbox("chroot", LIMITS)
-    with monkeypatch.context() as patch:
-        patch.setattr(platform, "machine", lambda: "riscv64")
-        with pytest.raises(AgentPeftError, match="no filter of system calls for riscv64"):
-            build_sandbox("oci", LIMITS)
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "platform", "darwin")
-        with pytest.raises(AgentPeftError, match="needs Linux"):
-            build_sandbox("oci", LIMITS)
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "docker", None)
-        with pytest.raises(AgentPeftError, match=r"pip install 'agent-peft\[docker\]'"):
-            build_sandbox("docker", LIMITS)
-    pytest.importorskip("docker")
-    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
-    with pytest.raises(AgentPeftError, match="no engine answers"):
-        build_sandbox("podman", LIMITS)
+    cases = {
+        "no filter of system calls for riscv64": (platform, "machine", lambda: "riscv64"),
+        "needs Linux": (sys, "platform", "darwin"),
+        "this is WSL1": (platform, "release", lambda: "4.4.0-19041-Microsoft"),
+        "link to usr/bin": (os.path, "islink", lambda path: False),
+    }
+    for told, change in cases.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(*change)
+            with pytest.raises(AgentPeftError, match=told):
+                runtime.check_host()
+    with pytest.raises(AgentPeftError, match="/nowhere/runc is not a program"):
+        build_sandbox("oci", LIMITS, "/nowhere/runc")
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(runtime, "_FOLDERS", ())
+    with pytest.raises(AgentPeftError, match="needs a container runtime: install runc"):
+        runtime.find_programs("auto")
 
 
-def test_the_fork_server_starts_or_says_why():
-    """A fork server that dies at once, as by a wrong import, is an error of ours: other tests would skip."""
-    try:
-        fork_server.fork_server()
-    except AgentPeftError as error:
-        assert "the fork server died" not in str(error)
+def test_the_runtime_is_called_as_the_case_needs(monkeypatch, tmp_path):
+    ids = {"uid": [(0, 1000, 1)], "gid": [(0, 1000, 1)]}
+
+    def command(program, cgroups):
+        return runtime.command_of(runtime.Case(program, ids, cgroups), Path("/s"))[1:]
+
+    assert command("/usr/sbin/runc", "cgroupfs") == ["--root", "/s"]
+    assert command("/usr/sbin/runc", "systemd") == ["--root", "/s", "--systemd-cgroup"]
+    assert command("/usr/bin/crun", "cgroupfs") == ["--root", "/s", "--cgroup-manager=cgroupfs"]
+    assert command("/usr/bin/crun", "systemd") == ["--root", "/s", "--cgroup-manager=systemd"]
+    assert command("/usr/bin/crun", "") == ["--root", "/s", "--cgroup-manager=disabled"]
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert command("/usr/sbin/runc", "") == ["--root", "/s", "--rootless=true"]
+    assert runtime.possible_cgroups() == ["cgroupfs", ""]
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert command("/usr/sbin/runc", "") == ["--root", "/s"]
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert runtime.possible_cgroups() == [""]
+    (tmp_path / "systemd").mkdir()
+    (tmp_path / "systemd/private").touch()
+    monkeypatch.setattr(Path, "exists", lambda self: True)  # cgroup v2
+    assert runtime.possible_cgroups() == ["systemd", ""]
 
 
-def test_a_machine_without_a_fork_server_fails_at_once(monkeypatch):
-    """Process 1 was never made, so that nothing waits for its end."""
+def test_a_bundle_holds_what_was_asked_for():
+    ids = {"uid": [(0, 1000, 1), (1, 100000, 65535)], "gid": [(0, 1000, 1)]}
+    limits = SandboxLimits(memory_mb=128, processes=32, file_size_mb=16)
 
-    def fail():
-        raise AgentPeftError("no user namespaces")
+    def config(cgroup):
+        return bundle.config(Path("/m"), ["/r"], ["/u", "/usr"], limits, ids, {"filter": 1}, 256, cgroup)
 
-    monkeypatch.setattr(fork_server, "fork_server", fail)
-    monkeypatch.setattr(fork_server, "_SECONDS", 2.0)
-    before, began = len(os.listdir("/proc/self/fd")), time.monotonic()
-    with pytest.raises(AgentPeftError, match="no user namespaces"):
-        fork_server.Machine({})
-    assert time.monotonic() - began < 1 and len(os.listdir("/proc/self/fd")) == before
+    content = config("user.slice:agent-peft:x")
+    assert content["linux"]["cgroupsPath"] == "user.slice:agent-peft:x"
+    assert content["linux"]["resources"] == {
+        "memory": {"limit": 128 << 20, "swap": 128 << 20},
+        "pids": {"limit": 32},
+        "cpu": {"shares": 256},
+    }
+    assert "resources" not in config(None)["linux"] and "cgroupsPath" not in config(None)["linux"]
+    assert content["linux"]["uidMappings"][1] == {"containerID": 1, "hostID": 100000, "size": 65535}
+    assert {each["type"] for each in content["linux"]["namespaces"]} == {
+        "pid", "mount", "ipc", "uts", "network", "cgroup", "user",
+    }  # fmt: skip
+    assert content["process"]["noNewPrivileges"] and content["linux"]["seccomp"] == {"filter": 1}
+    limited = {each["type"]: each["hard"] for each in content["process"]["rlimits"]}
+    assert limited["RLIMIT_CORE"] == 1 and limited["RLIMIT_FSIZE"] == 16 << 20
+    of_agent = bundle.process(["x"], "agent", limits, 256)["capabilities"]["permitted"]
+    assert set(content["process"]["capabilities"]["permitted"]) - set(of_agent) == {"CAP_WAKE_ALARM"}
+
+
+def test_a_machine_that_is_not_as_it_should_be_is_found():
+    good = (
+        "CapInh:\t0000000000000000\nCapPrm:\t00000000a00405fb\nCapEff:\t00000000a00405fb\n"
+        "CapBnd:\t00000000a00405fb\nCapAmb:\t0000000000000000\nNoNewPrivs:\t1\nSeccomp:\t2\n"
+    )
+    first = good.replace("00000000a00405fb", "00000008a00405fb")
+    shown = f"{good}Network: lo\nDescriptor: 0\nDescriptor: 3\n"
+    assert runtime.differences(shown, first) == []
+    for before, after, fault in (
+        ("Seccomp:\t2", "Seccomp:\t0", "Seccomp is 0 instead of 2"),
+        ("NoNewPrivs:\t1", "NoNewPrivs:\t0", "NoNewPrivs is 0 instead of 1"),
+        ("CapEff:\t00000000a00405fb", "CapEff:\t000001ffffffffff", "CapEff is 000001ffffffffff instead"),
+        ("Network: lo", "Network: lo\nNetwork: eth0", "network eth0 is there"),
+        ("Descriptor: 3", "Descriptor: 3\nDescriptor: 7", "descriptor 7 is there"),
+        ("Network: lo", "Network: lo\nShown: /proc/kcore", "Shown: /proc/kcore"),
+    ):
+        (found,) = runtime.differences(shown.replace(before, after), first)
+        assert fault in found
+    assert "process 1: CapPrm" in runtime.differences(shown, good)[0]
 
 
 @pytest.mark.parametrize(
@@ -436,7 +483,7 @@ def test_the_setting_that_forbids_user_namespaces_is_named(monkeypatch, setting,
     forbidding = f"/proc/sys/{setting.replace('.', '/')}"
     monkeypatch.setattr(Path, "read_text", lambda self: value if str(self) == forbidding else "")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert f"sysctl {setting}=" in host.explain_refusal()
+    assert f"sysctl {setting}=" in runtime.explain_refusal([])
 
 
 def test_no_sandbox_warns(caplog):
@@ -445,35 +492,56 @@ def test_no_sandbox_warns(caplog):
 
 
 def test_the_filter_refuses_and_allows():
-    def verdict(number, argument=0, architecture=0xC000003E):
-        """Run the program as the kernel would: little-endian seccomp_data of nr, arch, instruction
-        pointer, args.
-        """
-        packed = struct.pack("<iIQQ", number, architecture, 0, argument)
-        program = list(struct.iter_unpack("=HBBI", seccomp.seccomp_filter("x86_64")))
-        at, accumulator = 0, 0
-        while True:
-            code, then, otherwise, value = program[at]
-            at += 1
-            if code == 0x20:
-                accumulator = struct.unpack_from("<I", packed, value)[0]
-            elif code in (0x15, 0x35):
-                at += then if (accumulator == value if code == 0x15 else accumulator >= value) else otherwise
-            else:
-                return value
-
-    allow, refuse = 0x7FFF0000, 0x00050001
-    assert verdict(0) == verdict(59) == allow
-    assert (
-        verdict(321) == verdict(319) == verdict(250) == verdict(425) == refuse
-    )  # bpf, memfd_create, keyctl, io_uring_setup
-    assert [verdict(41, family) for family in (1, 2, 10, 16)] == [allow] * 4
-    assert [verdict(41, family) for family in (17, 38, 40)] == [refuse] * 3  # packet, alg, vsock
-    assert verdict(0, architecture=0x40000003) == verdict(0x40000000) == refuse  # 32 bit, x32
-    assert seccomp.seccomp_filter("aarch64") is not None and seccomp.seccomp_filter("riscv64") is None
+    for machine, architecture in (("x86_64", "SCMP_ARCH_X32"), ("aarch64", "SCMP_ARCH_AARCH64")):
+        content = seccomp(machine=machine)
+        assert content["defaultAction"] == "SCMP_ACT_ERRNO" and architecture in content["architectures"]
+        always = {
+            name
+            for rule in content["syscalls"]
+            if rule["action"] == "SCMP_ACT_ALLOW" and "args" not in rule
+            for name in rule["names"]
+        }
+        assert {"read", "execve", "openat", "wait4", "chroot"} <= always
+        assert not always & {
+            "mount", "unshare", "setns", "ptrace", "bpf", "keyctl", "memfd_create", "io_uring_setup", "vmsplice",
+            "io_setup", "shmget", "socket", "clone", "clone3", "prlimit64", "userfaultfd", "inotify_init1",
+        }  # fmt: skip
+    asked = seccomp("/somewhere")
+    assert asked["listenerPath"] == "/somewhere" and asked["syscalls"][-1]["action"] == "SCMP_ACT_NOTIFY"
+    assert not [r for r in asked["syscalls"][:-1] if "execve" in r["names"] or "execveat" in r["names"]]
 
 
-@pytest.mark.parametrize("kind", [p for p in KINDS if p.values[0] in ("namespaces", "none")])
+def test_the_filter_in_the_kernel(machine):
+    """Families and protocols of sockets, flags of clone, and limits of other processes."""
+    if not machine.run("command -v python3", 10).ok:
+        pytest.skip("/usr/bin has no python3")
+    code = """
+import ctypes, resource, socket
+libc = ctypes.CDLL(None, use_errno=True)
+for family, kind, protocol in ((1, 1, 0), (2, 1, 0), (2, 1, 6), (10, 2, 17), (16, 3, 0),
+                               (2, 1, 262), (2, 1, 132), (17, 3, 0), (38, 5, 0), (40, 1, 0), (16, 3, 9)):
+    descriptor = libc.socket(family, kind, protocol)
+    print(family, protocol, descriptor >= 0)
+print('pair', libc.socketpair(40, 1, 0, (ctypes.c_int * 2)()) >= 0)
+print('namespace', libc.syscall(56, 0x10000000 | 17, 0, 0, 0, 0) >= 0)
+print('own', resource.prlimit(0, resource.RLIMIT_NOFILE) is not None)
+try: print('first', resource.prlimit(1, resource.RLIMIT_NOFILE, (8, 8)))
+except OSError as error: print('first', False)
+"""
+    lines = said(machine.run(f"python3 - <<'END'\n{code}\nEND", 10)).splitlines()
+    assert [line.split()[-1] for line in lines[:5]] == ["True"] * 5, lines
+    assert [line.split()[-1] for line in lines[5:13]] == ["False"] * 8, lines
+    assert lines[13:] == ["own True", "first False"]
+
+
+def test_a_machine_that_ended_is_lost(machine):
+    machine._machine.processes.end(10)
+    for call in (machine.run, machine.run_fresh):
+        with pytest.raises(MachineLost):
+            call("true", 5)
+
+
+@pytest.mark.parametrize("kind", [p for p in KINDS if p.values[0] in ("oci", "none")])
 def test_commands_can_be_stopped_where_interrupts_are_ignored(kind, tmp_path):
     """As in a job that a shell has put in the background: what ignores SIGINT passes that on."""
     script = tmp_path / "job.py"

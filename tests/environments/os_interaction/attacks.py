@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from agent_peft.environments.os_interaction.config import OSGenerateConfig, OSInteractionConfig
 from agent_peft.environments.os_interaction.episode import OSEpisode
 from agent_peft.environments.os_interaction.problems import Exits, Script, ShellProblem
-from agent_peft.sandbox.base import SandboxLimits
+from agent_peft.sandbox.base import MachineLost, SandboxLimits
 from agent_peft.sandbox.build import build_sandbox
+from agent_peft.sandbox.runtime import find_runtime
 from agent_peft.types import Outcome
 
 LIMITS = SandboxLimits(memory_mb=128, processes=40, file_size_mb=16, cpu_seconds=10)
@@ -248,8 +249,11 @@ def outcome(trick: Trick) -> Outcome:
 def reached(reach: Reach) -> str | None:
     """Return the output if the command was successful."""
     with build_sandbox("oci", LIMITS) as sandbox:
-        output = sandbox.run(reach.command, reach.seconds).output
-        alive = sandbox.run("rm -rf /srv/* 2>/dev/null; echo alive", 20).output.endswith("alive\n")
+        try:
+            output = sandbox.run(reach.command, reach.seconds).output
+            alive = sandbox.run("rm -rf /srv/* 2>/dev/null; echo alive", 20).output.endswith("alive\n")
+        except MachineLost:  # how the trainer bounds a machine that has no control group
+            return None if find_runtime().case.cgroups == "" else "the machine was lost"
     return output if "REACHED" in output or not alive else None
 
 
