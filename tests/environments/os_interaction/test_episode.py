@@ -277,7 +277,7 @@ def test_a_cut_says_how_much_is_missing():
 
 
 def test_loading_replays_a_file_and_lists_what_cannot_be_used(sandboxed, task_file, caplog):
-    config = OSInteractionConfig(tasks=task_file, command_timeout=1, sandbox="namespaces")
+    config = OSInteractionConfig(tasks=task_file, command_timeout=1, sandbox="oci")
     with caplog.at_level(logging.WARNING):
         environment = OSInteraction(config)
     assert [task.id for task in environment.tasks] == ["good", "count"]
@@ -333,7 +333,8 @@ def test_no_usable_task_is_an_error(tmp_path):
         ({"tasks": "x", "generate": {"num_tasks": 1}}, "set exactly one of tasks"),
         ({"generate": {"num_tasks": 0}}, "greater than 0"),
         ({"generate": {"num_tasks": 1, "skills": ["mkdri"]}}, "did you mean 'mkdir'"),
-        ({"generate": {"num_tasks": 1}, "sandbox": "jail"}, "namespaces"),
+        ({"generate": {"num_tasks": 1}, "sandbox": "jail"}, "oci"),
+        ({"generate": {"num_tasks": 1}, "sandbox": "namespaces"}, "namespaces was replaced by oci; set sandbox: oci"),
         ({"generate": {"num_tasks": 1}, "protocol": "xml"}, "json_tool_calls"),
         ({"generate": {"num_tasks": 1}, "limits": {"memory": 3}}, "limits.memory"),
         ({"generate": {"num_tasks": 1}, "max_turns": 1}, "greater than or equal to 2"),

@@ -201,7 +201,7 @@ def test_a_key_of_another_environment_is_told(tmp_path):
         (lambda: generate_tasks("os_interaction"), "generate.num_tasks: "),
         (lambda: generate_tasks("chess"), "there is no kind 'chess'; give one of arithmetic, db_bench"),
         (lambda: generate_tasks("gsm8k"), "gsm8k has no tasks to generate; choose db_bench or os_interac"),
-        (lambda: validate_tasks("os_interaction", tasks=tmp_path / "x.json", sandbox="jail"), "namespaces"),
+        (lambda: validate_tasks("os_interaction", tasks=tmp_path / "x.json", sandbox="jail"), "oci"),
         (lambda: validate_tasks("os_interaction", tasks="x.json", replay_threads=0), "replay_threads: "),
     ):
         with pytest.raises(AgentPeftError, match=fault):

@@ -450,6 +450,7 @@ for way in "${{ways[@]}}"; do
     bash -c {evaluation} </dev/null >/dev/null 2>&1
     echo "way ended with $?"
 done
+cp -a --remove-destination /var/people/. /etc  # no program starts where /etc/passwd is a pipe
 """
 
 

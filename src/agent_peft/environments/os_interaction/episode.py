@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 
 from agent_peft.environments.base import Episode
 from agent_peft.environments.clock import Clock
@@ -124,7 +125,7 @@ class OSEpisode(Episode):
     def _run_example(self, example: Script) -> CommandResult:
         """Run an example on a machine as the agent found it."""
         try:
-            with prepare(self._problem, self._config) as sandbox:
+            with closing(prepare(self._problem, self._config)) as sandbox:
                 begin(self._problem, self._config, sandbox, self._seed)
                 return sandbox.run_fresh(example.bash, self._config.script_timeout)
         except MachineLost as error:
