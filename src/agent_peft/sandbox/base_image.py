@@ -77,6 +77,18 @@ class BaseImage:
             if (status := os.lstat(path))
         }
 
+    def known_of(self, path: bytes) -> tuple[int, bool] | None:
+        """What ``known`` holds, also for a path in /usr."""
+        if not path.startswith(b"/usr/"):
+            return self.known.get(path)
+        for layer in (os.fsencode(self.usr), b"/usr"):
+            try:
+                status = os.lstat(layer + path.removeprefix(b"/usr"))
+            except OSError:
+                continue
+            return None if stat.S_ISCHR(status.st_mode) else (status.st_ctime_ns, stat.S_ISDIR(status.st_mode))
+        return None
+
     def protected(self) -> list[tuple[str, str]]:
         """List what an inspection mounts read-only: sources and targets."""
         etc = [

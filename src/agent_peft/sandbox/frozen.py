@@ -28,8 +28,8 @@ _OURS = {b"/usr", b"/proc", b"/dev", b"/sys", *(f"/{name}".encode() for name in 
 # Type, path, target of a link, time of the last change: each ended by a null character
 _LIST = 'cd "$1" && shift && find "$@" -xdev -printf "%y\\0%p\\0%l\\0%C@\\0"'
 _PACK = (
-    'cd "$1" && tar --create --format=posix --numeric-owner --sparse --acls --xattrs --no-recursion '
-    "--null --verbatim-files-from --files-from=-"
+    'cd "$1" && ulimit -f "$2" && tar --create --format=posix --numeric-owner --sparse --acls --xattrs '
+    "--no-recursion --null --verbatim-files-from --files-from=-"
 )
 _UNPACK = 'cd "$1" && tar --extract --no-same-owner'
 
@@ -52,6 +52,7 @@ class Frozen:
             MachineLost: the machine has ended.
         """
         self._image = image
+        self._kilobytes = machine.limits.memory_mb << 10  # twice as much as the files of a machine
         self._opened: list[int] = []
         first = machine.processes.first
         try:
@@ -86,7 +87,7 @@ class Frozen:
             if each.kind != b"s"  # its listener has ended
             and each.path not in refused
             and each.path not in _OURS
-            and known.get(each.path) != (_nanoseconds(each.changed), each.kind == b"d")
+            and self._image.known_of(each.path) != (_nanoseconds(each.changed), each.kind == b"d")
             and not is_hidden(os.fsdecode(each.path), script)
         ]
         kinds = {each.path: each.kind == b"d" for each in root}
@@ -125,7 +126,7 @@ class Frozen:
         """Write a tar of those paths that lie in a tree to a file. Return whether there are any."""
         below = [place[1] for place in map(_place, paths) if place[0] == tree]
         if below:
-            self._run(_PACK, self._trees[tree], b"\0".join(below), output)
+            self._run(_PACK, self._trees[tree], b"\0".join(below), output, str(self._kilobytes))
             os.lseek(output, 0, os.SEEK_SET)
         return bool(below)
 
@@ -181,7 +182,7 @@ class Frozen:
 def _of_usr(script: str) -> list[str]:
     """List the paths of /usr where an inspection may see files of the agent, relative to /usr."""
     of_host = {name for folder in PROGRAMS for name in os.listdir(f"/usr/{folder}")}
-    named = sorted(words_of(script) - of_host)
+    named = sorted(words_of(script) - of_host - {".", ".."})
     programs = [f"{folder}/{name}" for folder in PROGRAMS for name in named]
     folders = [name for name in named if not os.path.lexists(f"/usr/{name}") and name not in LIBRARIES]
     return [f"./{path}" for path in ("local", "src", *programs, *folders)]

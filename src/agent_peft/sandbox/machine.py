@@ -70,7 +70,7 @@ class Machine:
             InfrastructureError: the runtime did not start it.
         """
         self.name = f"agent-peft-{secrets.token_hex(8)}"
-        self._command, self._limits, self._later = command, limits, later
+        self._command, self.limits, self._later = command, limits, later
         self._bundle = bundle_folder
         self._descriptors = next(
             each["hard"] for each in config["process"]["rlimits"] if each["type"] == "RLIMIT_NOFILE"
@@ -137,7 +137,7 @@ class Machine:
             raise MachineLost("the machine has ended")
         self._count += 1
         path = self._bundle / f"process{self._count}"
-        described = bundle.process(inside(argv), environment, self._limits, self._descriptors)
+        described = bundle.process(inside(argv), environment, self.limits, self._descriptors)
         path.write_text(json.dumps(described), "utf-8")
         self._spawn(["exec", "--process", str(path)], path, streams, descriptors, with_input)
         return Program(self, path)
@@ -154,7 +154,7 @@ class Machine:
         streams = PipeStreams()
         try:
             program = self.spawn(argv, environment, streams, descriptors, with_input=False)
-            result = run_alone(streams, program, self._limits, began, seconds)
+            result = run_alone(streams, program, self.limits, began, seconds)
             if not result.timed_out and program.pid is None:
                 raise MachineLost(f"the runtime started no program in the machine: {program.error}")
             return result
