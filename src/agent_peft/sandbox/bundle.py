@@ -183,7 +183,7 @@ def _overlay(
     upper = [f"upperdir={folder}/{name}up", f"workdir={folder}/{name}work"]
     return [
         _memory(target, max(megabytes, 1), "mode=755", "tmpcopyup"),
-        _mount(target, "overlay", *_FLAGS, "userxattr", lower, *upper),
+        _mount(target, "overlay", *_FLAGS, "userxattr", "xino=on", lower, *upper),
     ]
 
 

@@ -121,9 +121,11 @@ class ExecGuard:
                             listeners.add(each)
                             new.add(each)
                             poll.register(each, select.POLLIN)
-                    elif self._answer(descriptor, descriptor in new):
-                        new.discard(descriptor)
-                    else:
+                        continue
+                    try:
+                        if self._answer(descriptor, descriptor in new):
+                            new.discard(descriptor)
+                    except OSError:  # no further question can come
                         poll.unregister(descriptor)
                         listeners.discard(descriptor)
                         new.discard(descriptor)
@@ -133,23 +135,28 @@ class ExecGuard:
                 os.close(descriptor)
 
     def _answer(self, listener: int, is_ours: bool) -> bool:
-        """Answer one question. Return False when no further one can come."""
+        """Answer one question. Return False if it was withdrawn: a signal that interrupts execve does that,
+        and the same question comes again.
+
+        Raises:
+            OSError: no further question can come.
+        """
         buffer = bytearray(_NOTIF.size)
         try:
             fcntl.ioctl(listener, _RECV, buffer)
-        except FileNotFoundError:  # the asking process has ended
-            return True
-        except OSError:
+        except FileNotFoundError:
             return False
         identifier, pid, _, _, _, _, *arguments = _NOTIF.unpack(buffer)
         error, flags = 0, _CONTINUE
         try:
             if not is_ours and not self._allow(pid, arguments, buffer):
                 error, flags = -_EACCES, 0
-        except (OSError, TimeoutError, struct.error, ValueError):  # it has ended, or its arguments are unreadable: refuse
-            error, flags = -_EACCES, 0
-        with contextlib.suppress(OSError):  # the asking process has ended
+        except (OSError, TimeoutError, struct.error, ValueError):
+            error, flags = -_EACCES, 0  # it has ended, or its arguments are unreadable
+        try:
             fcntl.ioctl(listener, _SEND, _RESPONSE.pack(identifier, 0, error, flags))
+        except FileNotFoundError:
+            return False
         return True
 
     def _allow(self, pid: int, arguments: Sequence[int], question: bytearray) -> bool:
@@ -166,7 +173,7 @@ class ExecGuard:
                 return False
             path = _text(memory.fileno(), arguments[0])
             words = _words(memory.fileno(), arguments[1])
-            if not self._is_agents(pid, path, words):
+            if path == LAUNCHER.encode() or not self._is_agents(pid, path, words):
                 return True
             if len(path) < len(LAUNCHER) or self._other == self._root:  # no other user: refused
                 return False

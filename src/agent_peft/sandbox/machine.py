@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -75,7 +76,7 @@ class Machine:
         self._descriptors = next(
             each["hard"] for each in config["process"]["rlimits"] if each["type"] == "RLIMIT_NOFILE"
         )
-        self._count, self._closed = 0, False
+        self._count, self._closed, self._seconds = 0, False, 0.0
         self._cgroup: Mapping[str, Path] | None = None
         self._lifeline: int | None = None
         self._processes: Processes | None = None
@@ -162,22 +163,18 @@ class Machine:
             streams.close()
 
     def cpu_seconds(self) -> float:
-        """Return the processor time of all processes so far.
-
-        Raises:
-            MachineLost: the machine has ended.
+        """Return the processor time of all processes so far, or of those of an earlier call if the machine has
+        ended.
         """
-        if self._cgroup is None:
-            return WATCH.ticks(self.processes) / _TICK
-        try:
-            if "cpuacct" in self._cgroup:
-                return int((self._cgroup["cpuacct"] / "cpuacct.usage").read_text()) / 1e9
-            text = (self._cgroup[""] / "cpu.stat").read_text()
-        except OSError as error:
-            raise MachineLost(f"the machine has ended: {error}") from error
-        return next(
-            (int(line.split()[1]) / 1e6 for line in text.splitlines() if line.startswith("usage_usec")), 0.0
-        )
+        with contextlib.suppress(OSError, MachineLost):
+            if self._cgroup is None:
+                self._seconds = WATCH.ticks(self.processes) / _TICK
+            elif "cpuacct" in self._cgroup:
+                self._seconds = int((self._cgroup["cpuacct"] / "cpuacct.usage").read_text()) / 1e9
+            else:
+                text = (self._cgroup[""] / "cpu.stat").read_text()
+                self._seconds = int(text.partition("usage_usec ")[2].split()[0]) / 1e6
+        return self._seconds
 
     def end(self) -> None:
         """Kill all processes.
