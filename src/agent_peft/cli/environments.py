@@ -111,6 +111,8 @@ def _validate(environment: str, keys: Mapping[str, Any], as_json: bool) -> None:
         )
         for rejection in report["rejected"]:
             print(f"cannot be used: {printable(rejection['id'], 200)}: {printable(rejection['cause'], LINE)}")
+        for warning in report["warnings"]:
+            print(f"warning: {printable(warning['id'], 200)}: {printable(warning['cause'], LINE)}")
         for violation in report["violations"]:
             print(f"breaks the contract: {printable(violation, LINE)}")
     if report["rejected"] or report["violations"]:

@@ -73,7 +73,8 @@ class Mistake(str):
 
 @dataclass(frozen=True)
 class Inspection:
-    """The result of replaying one task; ``cause`` is None where the task can be used.
+    """The result of replaying one task; ``cause`` is None where the task can be used. ``warning`` is a line
+    about a weakness of its evaluation.
 
     >>> Inspection(gold_is_correct=True, nothing_is_correct=False, cause=None).cause is None
     True
@@ -82,6 +83,7 @@ class Inspection:
     gold_is_correct: bool
     nothing_is_correct: bool
     cause: str | None
+    warning: str | None = None
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,9 @@ def validate_tasks(kind: str, /, **keys: Any) -> dict[str, Any]:
         keys: those of its configuration, such as ``tasks="tasks.json"``.
 
     Returns:
-        ``{"tasks", "gold_correct", "nothing_correct", "rejected": [{"id", "cause"}], "violations": [line]}``:
-        three counts, the tasks that cannot be used, and the breaches of the contract.
+        ``{"tasks", "gold_correct", "nothing_correct", "rejected": [{"id", "cause"}], "warnings": [{"id",
+        "cause"}], "violations": [line]}``: three counts, the tasks that cannot be used, those whose evaluation
+        has a weakness, and the breaches of the contract.
 
     Raises:
         AgentPeftError: the environment cannot be loaded, or a key or a value is wrong.
@@ -62,11 +63,14 @@ def validate_tasks(kind: str, /, **keys: Any) -> dict[str, Any]:
         "tasks": len(inspected),
         "gold_correct": sum(inspection.gold_is_correct for _, inspection in inspected),
         "nothing_correct": sum(inspection.nothing_is_correct for _, inspection in inspected),
-        "rejected": [
-            {"id": name, "cause": inspection.cause}
-            for name, inspection in inspected
-            if inspection.cause is not None
-        ],
+        **{
+            key: [
+                {"id": name, "cause": cause}
+                for name, inspection in inspected
+                if (cause := getattr(inspection, attribute)) is not None
+            ]
+            for key, attribute in (("rejected", "cause"), ("warnings", "warning"))
+        },
         "violations": violations,
     }
 

@@ -1,4 +1,6 @@
-"""Inspection of tasks: the gold must pass, and doing nothing must not, each in a new episode."""
+"""Inspection of tasks, each time in a new episode: the gold must pass; nothing, and programs that do nothing,
+must not.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from agent_peft.environments.os_interaction.config import OSInteractionConfig
 from agent_peft.environments.os_interaction.episode import OSEpisode, demonstrate
 from agent_peft.environments.os_interaction.problems import ShellProblem
 from agent_peft.environments.os_interaction.protocol import PROTOCOLS, Finish
+from agent_peft.environments.os_interaction.shortcuts import executed_paths, warning, write_everywhere
 from agent_peft.environments.os_interaction.tasks import read_problem
 from agent_peft.environments.task_files.replay import replay
 from agent_peft.types import AgentPeftError, InfrastructureError, Outcome, StepResult, StopReason, Task
@@ -37,9 +40,10 @@ def inspect(task: Task, config: OSInteractionConfig) -> Inspection:
         return Inspection(False, False, str(error))
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            cause = _fault_of_gold(problem, config)
+            gold = cause = _fault_of_gold(problem, config)
             nothing = _nothing_passes(problem, config)
-            return Inspection(cause is None, nothing, cause or ("doing nothing passes" if nothing else None))
+            cause = cause or ("doing nothing passes" if nothing else None) or _own_verdict(problem, config)
+            return Inspection(gold is None, nothing, cause, warning(problem))
         except InfrastructureError as error:
             if attempt == ATTEMPTS:
                 return Inspection(False, False, f"{ATTEMPTS} attempts failed: {error}")
@@ -69,6 +73,19 @@ def _nothing_passes(problem: ShellProblem, config: OSInteractionConfig) -> bool:
     replies = [write(Finish())] if not problem.needs_answer else []
     replies += [write(Finish(""))] if problem.answers else []
     return any(_replay(problem, config, [reply])[-1].outcome is Outcome.CORRECT for reply in replies)
+
+
+def _own_verdict(problem: ShellProblem, config: OSInteractionConfig) -> str | None:
+    """Say which programs of the agent are the verdict: it passes if they do nothing."""
+    paths = executed_paths(problem)
+    if not paths or problem.needs_answer:
+        return None
+    write = PROTOCOLS[config.protocol].write
+    for content, what in (("", "an empty program"), ("#!/bin/sh\nexit 0\n", "a program that only exits 0")):
+        replies = [write(Command(write_everywhere(paths, content))), write(Finish())]
+        if _replay(problem, config, replies)[-1].outcome is Outcome.CORRECT:
+            return f"it judges itself: {what} at {', '.join(paths)} passes"
+    return None
 
 
 def _replay(
