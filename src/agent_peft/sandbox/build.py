@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from agent_peft.sandbox.base import Sandbox, SandboxLimits
+from agent_peft.sandbox.engines import ENGINES, EngineSandbox, where
 from agent_peft.sandbox.oci import OciSandbox
 from agent_peft.sandbox.runtime import find_runtime
 from agent_peft.sandbox.unsandboxed import NoSandbox
@@ -23,6 +24,8 @@ def build_sandbox(kind: str, limits: SandboxLimits, runtime: str = "auto") -> Sa
     match kind:
         case "oci":
             return OciSandbox(limits, runtime)
+        case "docker" | "podman":
+            return EngineSandbox(limits, kind)
         case "none":
             return NoSandbox(limits)
     raise AgentPeftError(f"sandbox: there is no kind {kind!r}; use one of {', '.join(SANDBOXES)}")
@@ -31,6 +34,8 @@ def build_sandbox(kind: str, limits: SandboxLimits, runtime: str = "auto") -> Sa
 def state_of(kind: str) -> str:
     """Say in words whether this computer can have sandboxes of this kind."""
     try:
+        if kind in ENGINES:
+            return where(kind)
         lacks = missing(kind)
     except AgentPeftError as error:
         return f"not here: {error}"
@@ -46,9 +51,12 @@ def missing(kind: str) -> tuple[str, ...]:
     """
     if kind == "none":
         return ("isolation of any kind: the commands run on this computer, as this user",)
+    if kind in ENGINES:
+        where(kind)
     if kind == "oci" and find_runtime().case.single_id:
         return (
-            "users other than root (useradd works; chown to others, chgrp and su do not): "
+            "users other than root (useradd works; chown to others, chgrp and su do not, and an evaluation executes "
+            "no program of the agent): "
             "apt-get install uidmap, then "
             "usermod --add-subuids 100000-165535 --add-subgids 100000-165535 $USER",
         )

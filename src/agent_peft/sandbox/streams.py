@@ -10,6 +10,7 @@ import struct
 import subprocess
 import termios
 import threading
+import time
 from collections.abc import Sequence
 from enum import Enum
 from typing import Any, Protocol
@@ -39,7 +40,12 @@ class Streams(Protocol):
 class PipeStreams:
     """Streams over pipes. ``child`` holds the process's ends: input, output, control, end."""
 
-    def __init__(self) -> None:
+    def __init__(self, arrival: float = 0.0) -> None:
+        """
+        Args:
+            arrival: seconds until what was printed has arrived, where another program is between.
+        """
+        self._arrival = arrival
         stdin, output, control, end = (os.pipe2(os.O_CLOEXEC) for _ in range(4))
         self.child: tuple[int, ...] = (stdin[0], output[1], control[1], end[1])
         self._stdin = stdin[1]
@@ -97,6 +103,7 @@ class PipeStreams:
 
     def rest(self) -> Sequence[tuple[StreamKind, bytes]]:
         chunks: list[tuple[StreamKind, bytes]] = []
+        time.sleep(self._arrival)
         for descriptor, kind in self._kinds.items():
             count = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, b"\0" * 4))[0]
             if count:

@@ -12,7 +12,7 @@ from agent_peft.environments.base import Inspection
 from agent_peft.environments.os_interaction.config import OSInteractionConfig
 from agent_peft.environments.os_interaction.episode import OSEpisode, demonstrate
 from agent_peft.environments.os_interaction.problems import ShellProblem
-from agent_peft.environments.os_interaction.protocol import PROTOCOLS, Finish
+from agent_peft.environments.os_interaction.protocol import PROTOCOLS, Command, Finish
 from agent_peft.environments.os_interaction.shortcuts import executed_paths, warning, write_everywhere
 from agent_peft.environments.os_interaction.tasks import read_problem
 from agent_peft.environments.task_files.replay import replay
