@@ -221,7 +221,7 @@ def real(given: argparse.Namespace) -> Iterator[Run]:
         for fault in FAULTS:
             for name, value in adapter_of(policy).items():
                 value.copy_(learned[name])
-            few = episodes(5, 8, 4, {"max_new_tokens": 24, **sampling}, 3e-4)
+            few = episodes(4, 8, 2, {"max_new_tokens": 24, **sampling}, 3e-4)
             yield run("smollm2", setting, policy, tasks, few, 2, fault)
 
 

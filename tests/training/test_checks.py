@@ -308,6 +308,16 @@ def test_a_loss_mask_off_by_one(make_trainer, monkeypatch, shift, truncating):
     assert trainer.updates == 0
 
 
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_a_mask_off_by_one_beside_a_certain_token(shift):
+    """In 16 bits, the mean of the log-probabilities does not show it."""
+    mask = torch.tensor([[False, False, True, True, True, False]])
+    sampled = torch.tensor([[0.0, 0.0, -0.5, -1.0, -0.5, 0.0]])
+    checks.assert_mask(mask, sampled)
+    with pytest.raises(TrustError, match="the loss mask leaves out tokens"):
+        checks.assert_mask(mask.roll(shift, dims=1), sampled)
+
+
 @pytest.mark.parametrize(
     ("drawn", "scored"),
     [

@@ -147,6 +147,23 @@ def measure_rounding(policy: Policy, minibatch: Batch, sampling: SamplingConfig)
     return measured
 
 
+def assert_mask(mask: Tensor, sampled: Tensor) -> None:
+    """No token that was sampled lies outside of the action mask. In 16 bits a mask that is shifted by one
+    changes the mean of the log-probabilities by less than rounding, if a template's token is predicted well.
+
+    Args:
+        mask: (B, T) the action mask.
+        sampled: (B, T) the sampler's log-probabilities, 0 where nothing was sampled.
+
+    Raises:
+        TrustError: some do.
+    """
+    if (sampled[~mask] != 0).any():
+        raise TrustError(
+            "the loss mask leaves out tokens that the sampler drew: it is not that of the trajectories"
+        )
+
+
 def assert_on_policy(
     policy: Policy, mismatch: Mismatch, sampling: SamplingConfig, rounding: Callable[[], Mismatch]
 ) -> None:

@@ -15,7 +15,7 @@ from agent_peft.batch import Batch
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.reference import Reference, reference_of
 from agent_peft.ranks import merged
-from agent_peft.training.checks import Mismatch
+from agent_peft.training.checks import Mismatch, assert_mask
 from agent_peft.training.microbatching import Microbatching
 from agent_peft.training.optimizer import MasterWeights
 from agent_peft.training.stage import StageConfig
@@ -129,6 +129,7 @@ class Gradients:
             if on_policy:  # the sampler drops nothing, so with dropout the check scores once more
                 scored = output.logprobs if masks is None else self._logprobs(microbatch)
                 mask = microbatch.action_mask
+                assert_mask(mask, microbatch.logprobs)
                 mismatch.add(scored[mask], microbatch.logprobs[mask])
                 self.first_logprobs[places[rows], : scored.shape[1]] = scored.detach().float().cpu()
             if masks is not None and algorithm.on_policy:
