@@ -1,5 +1,5 @@
-"""Containers of Docker and Podman. What needs an engine skips where none answers; the image is made of programs of
-this computer.
+"""Containers of Docker and Podman. What needs an engine skips where none answers; the image is made of
+programs of this computer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from agent_peft.types import AgentPeftError, InfrastructureError
 
 LIMITS = SandboxLimits(memory_mb=128, processes=32, file_size_mb=16)
 IMAGE = "localhost/agent-peft-test:latest"
-PROGRAMS = "bash cat ls rm sleep seq grep tr xargs mkdir stat ln chmod cp env id touch test true kill find".split()
+PROGRAMS = (
+    "bash", "cat", "ls", "rm", "sleep", "seq", "grep", "tr", "xargs", "mkdir", "stat", "ln", "chmod",
+    "cp", "env", "id", "touch", "test", "true", "kill", "find",
+)  # fmt: skip
 
 
 def test_containers_have_the_same_limits():
@@ -54,8 +57,12 @@ def test_the_visible_changes_of_a_container_are_packed():
     assert visible == {"/srv": "C", "/srv/a": "A", "/srv/link": "A", "/etc/issue": "D"}
     export = io.BytesIO()
     with tarfile.open(fileobj=export, mode="w") as archive:
-        for name, kind, link in (("srv", tarfile.DIRTYPE, ""), ("srv/a", tarfile.REGTYPE, ""),
-                                 ("srv/link", tarfile.SYMTYPE, "../proc/self/cmdline"), ("tmp/b", tarfile.REGTYPE, "")):  # fmt: skip
+        for name, kind, link in (
+            ("srv", tarfile.DIRTYPE, ""),
+            ("srv/a", tarfile.REGTYPE, ""),
+            ("srv/link", tarfile.SYMTYPE, "../proc/self/cmdline"),
+            ("tmp/b", tarfile.REGTYPE, ""),
+        ):
             member = tarfile.TarInfo(name)
             member.type, member.linkname, member.size = kind, link, 3 if kind == tarfile.REGTYPE else 0
             member.uid = 7

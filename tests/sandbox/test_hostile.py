@@ -264,7 +264,9 @@ def test_it_is_contained(hostile, host):
             answers(sandbox, fresh=hostile.fresh)
     assert host.secret.read_text() == "host-secret"
     deadline = time.monotonic() + 10
-    while threading.active_count() > threads and time.monotonic() < deadline:  # each waits for a program's end
+    while (
+        threading.active_count() > threads and time.monotonic() < deadline
+    ):  # each waits for a program's end
         time.sleep(0.01)
     assert threading.active_count() <= threads
     os.kill(os.getpid(), 0)

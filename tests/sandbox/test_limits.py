@@ -11,9 +11,9 @@ import time
 
 import pytest
 
+from agent_peft.sandbox import processes
 from agent_peft.sandbox.base import SandboxLimits
 from agent_peft.sandbox.build import build_sandbox
-from agent_peft.sandbox import processes
 from agent_peft.sandbox.runtime import descriptor_limit, find_runtime
 from agent_peft.types import AgentPeftError
 

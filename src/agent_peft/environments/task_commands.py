@@ -40,8 +40,8 @@ def validate_tasks(kind: str, /, **keys: Any) -> dict[str, Any]:
 
     Returns:
         ``{"tasks", "gold_correct", "nothing_correct", "rejected": [{"id", "cause"}], "warnings": [{"id",
-        "cause"}], "violations": [line]}``: three counts, the tasks that cannot be used, those whose evaluation
-        has a weakness, and the breaches of the contract.
+        "cause"}], "violations": [line]}``: three counts, the tasks that cannot be used, those whose
+        evaluation has a weakness, and the breaches of the contract.
 
     Raises:
         AgentPeftError: the environment cannot be loaded, or a key or a value is wrong.

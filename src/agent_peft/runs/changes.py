@@ -12,11 +12,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from agent_peft.environments.os_interaction.config import REPLACED
 from agent_peft.configuration import yaml12
 from agent_peft.configuration.changes import Change, compare, with_defaults
 from agent_peft.configuration.relocation import CONFIG, settle_paths
 from agent_peft.configuration.run_config import TrainConfig, resolved
+from agent_peft.environments.os_interaction.config import REPLACED
 from agent_peft.files import MAX_JSONL_BYTES, MEGABYTE, parse_json, read_bytes, read_text
 from agent_peft.lookup import without_imports
 from agent_peft.policies.models.start import START

@@ -19,7 +19,7 @@ class SandboxLimits(Config):
     memory_mb: int = Field(
         default=512,
         ge=16,
-        description="memory of a machine in MiB: of its processes and of its files, which may take half of it",
+        description="memory of a machine in MiB, of its processes and its files, which may take half of it",
     )
     processes: int = Field(default=128, ge=4, description="maximum number of processes")
     file_size_mb: int = Field(default=64, ge=1, description="maximum size of one file in MiB")

@@ -48,7 +48,7 @@ _LOCAL = ("bin", "etc", "games", "include", "lib", "sbin", "share", "share/man",
 
 
 class BaseImage:
-    """The lower layers of all machines of this process, and the folder on which a machine's root is mounted."""
+    """The lower layers of all machines of this process, and the folder on which a root is mounted."""
 
     def __init__(self, folder: Path, first_ids: Mapping[str, int] | None) -> None:
         """Make the layers.
@@ -72,9 +72,8 @@ class BaseImage:
             self._give_away(folder, groups)
         # By path in a machine: the time of change, which nobody can set, and whether it is a folder
         self.known = {
-            b"/" + os.fsencode(os.path.relpath(path, self.root)): (status.st_ctime_ns, stat.S_ISDIR(status.st_mode))
+            b"/" + os.fsencode(os.path.relpath(path, self.root)): _state(os.lstat(path))
             for path in _paths(self.root)
-            if (status := os.lstat(path))
         }
 
     def known_of(self, path: bytes) -> tuple[int, bool] | None:
@@ -86,7 +85,9 @@ class BaseImage:
                 status = os.lstat(layer + path.removeprefix(b"/usr"))
             except OSError:
                 continue
-            return None if stat.S_ISCHR(status.st_mode) else (status.st_ctime_ns, stat.S_ISDIR(status.st_mode))
+            return (
+                None if stat.S_ISCHR(status.st_mode) else (status.st_ctime_ns, stat.S_ISDIR(status.st_mode))
+            )
         return None
 
     def protected(self) -> list[tuple[str, str]]:
@@ -108,12 +109,16 @@ class BaseImage:
         """Make a machine's root, and the groups that some files need, the owners of all files."""
         assert self._first_ids is not None
         user, group = self._first_ids["uid"], self._first_ids["gid"]
-        for path in [folder, *_paths(folder)]:
+        for path in (str(folder), *_paths(folder)):
             inside = groups.get(os.path.relpath(path, self.root), 0)
             mode = os.lstat(path).st_mode
             os.chown(path, user, group + inside, follow_symlinks=False)
             if inside:  # chown removes the bit that sets the group
                 os.chmod(path, stat.S_IMODE(mode))
+
+
+def _state(status: os.stat_result) -> tuple[int, bool]:
+    return status.st_ctime_ns, stat.S_ISDIR(status.st_mode)
 
 
 def _paths(folder: Path) -> Iterator[str]:

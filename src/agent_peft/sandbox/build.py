@@ -55,8 +55,8 @@ def missing(kind: str) -> tuple[str, ...]:
         where(kind)
     if kind == "oci" and find_runtime().case.single_id:
         return (
-            "users other than root (useradd works; chown to others, chgrp and su do not, and an evaluation executes "
-            "no program of the agent): "
+            "users other than root (useradd works; chown to others, chgrp and su do not, and no evaluation "
+            "executes a program of the agent): "
             "apt-get install uidmap, then "
             "usermod --add-subuids 100000-165535 --add-subgids 100000-165535 $USER",
         )

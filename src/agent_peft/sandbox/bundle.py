@@ -14,11 +14,10 @@ from typing import Any
 from agent_peft.sandbox.base import SandboxLimits
 from agent_peft.sandbox.inspection import SETTINGS
 
-CAPABILITIES = tuple(
-    f"CAP_{name}"
-    for name in "CHOWN DAC_OVERRIDE FOWNER FSETID KILL SETGID SETUID SETPCAP NET_BIND_SERVICE SYS_CHROOT "
-    "AUDIT_WRITE SETFCAP".split()
-)
+CAPABILITIES = (
+    "CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_KILL", "CAP_SETGID", "CAP_SETUID",
+    "CAP_SETPCAP", "CAP_NET_BIND_SERVICE", "CAP_SYS_CHROOT", "CAP_AUDIT_WRITE", "CAP_SETFCAP",
+)  # fmt: skip
 # Process 1 may not do more by it. The kernel lets nobody trace a process, or open its descriptors, who lacks
 # one of its capabilities: so no process of the agent can hold its input open.
 CAPABILITY_OF_PROCESS_1 = "CAP_WAKE_ALARM"
@@ -53,9 +52,9 @@ ENVIRONMENTS: Mapping[str, Mapping[str, str]] = {
 }
 _READ_ONLY = ("sys", "sysrq-trigger", "irq", "bus", "fs")  # of /proc
 _MASKED = (
-    "kcore keys kmsg timer_list kallsyms config.gz interrupts diskstats sched_debug slabinfo "
-    "pagetypeinfo sys/kernel/random/boot_id"
-).split()
+    "kcore", "keys", "kmsg", "timer_list", "kallsyms", "config.gz", "interrupts", "diskstats",
+    "sched_debug", "slabinfo", "pagetypeinfo", "sys/kernel/random/boot_id",
+)  # fmt: skip
 
 
 def config(
@@ -73,7 +72,8 @@ def config(
     """Return the content of a bundle's config.json.
 
     Args:
-        folder: the folder on which the root is mounted: it holds ``up`` and ``work``, and the lowest layer ``usr/up`` and ``usr/work``.
+        folder: the folder on which the root is mounted. It holds ``up`` and ``work``, and the lowest layer
+            of ``/`` holds ``usr/up`` and ``usr/work``.
         layers: the lower layers of ``/``, the uppermost first.
         usr_layers: those of ``/usr``.
         ids: by "uid" and "gid", the ranges of ids: inside, outside, count.

@@ -31,8 +31,8 @@ _ARRIVAL = 0.03  # seconds: a client may deliver the two streams in another orde
 _BASH = ("/bin/bash", "--noprofile", "--norc", "-c")
 # The script comes through the input, up to a null character, so that no program it starts can read it.
 _SCRIPT = (*_BASH, 'IFS= read -r -d ""; exec </dev/null 2>&1; eval "unset REPLY; $REPLY"', "bash")
-# Process 1 cannot be killed from inside and waits for orphans. It ends when our end of its input closes, which
-# also happens when our process dies.
+# Process 1 cannot be killed from inside and waits for orphans. It ends when our end of its input closes,
+# which also happens when our process dies.
 _PROCESS_1 = (*_BASH, "echo up; while read -r; do :; done")
 # Signals the processes that started at or after a tick, except process 1, itself and the shell, which has a
 # mark in its arguments. Prints their number.
@@ -175,9 +175,7 @@ class EngineSandbox(Sandbox):
         return int(words[-1]) if words and words[-1].isdigit() else 0
 
     def _changes(self, script: str) -> tuple[bytes, list[bytes]]:
-        """Return a tar of the files that ``script`` sees of those that were changed, and the paths of those that
-        were deleted.
-        """
+        """Return a tar of the changed files that ``script`` sees, and the paths of the deleted ones."""
         lines = self._call("diff", self._name).decode("utf-8", "surrogateescape").splitlines()
         visible = trusted_changes({line[2:]: line[0] for line in lines if line[1:2] == " "}, script)
         with subprocess.Popen(
@@ -206,7 +204,12 @@ def where(engine: str) -> str:
     program = shutil.which(engine)
     if program is None:
         raise AgentPeftError(f"sandbox: {engine} is not installed, or not on PATH")
-    command = [program, "version", "--format", "{{.Server.Version}}" if engine == "docker" else "{{.Client.Version}}"]
+    command = [
+        program,
+        "version",
+        "--format",
+        "{{.Server.Version}}" if engine == "docker" else "{{.Client.Version}}",
+    ]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -221,8 +224,9 @@ def run_options(limits: SandboxLimits) -> list[str]:
     """Return the options of ``run`` that enforce a container's limits."""
     memory, file_size = f"{limits.memory_mb}m", limits.file_size_mb << 20
     capabilities = (
-        "AUDIT_WRITE CHOWN DAC_OVERRIDE FOWNER FSETID KILL SETGID SETPCAP SETUID SYS_CHROOT".split()
-    )
+        "AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "SETGID", "SETPCAP", "SETUID",
+        "SYS_CHROOT",
+    )  # fmt: skip
     ulimits = {"fsize": file_size, "core": 1, "nofile": 1024, "cpu": int(limits.cpu_seconds) + 1}
     ulimits["nproc"] = 4096  # of the user; by default Podman asks for more than it may
     return [
@@ -251,7 +255,8 @@ def trusted_changes(changes: Mapping[str, str], script: str) -> dict[str, str]:
     Args:
         changes: by path, A (added), C (changed) or D (deleted).
 
-    >>> trusted_changes({"/usr/bin/stat": "C", "/usr/bin/new": "A", "/etc/passwd": "C"}, "stat /etc/passwd && new")
+    >>> changes = {"/usr/bin/stat": "C", "/usr/bin/new": "A", "/etc/passwd": "C"}
+    >>> trusted_changes(changes, "stat /etc/passwd && new")
     {'/usr/bin/new': 'A', '/etc/passwd': 'C'}
     """
     folders = ("proc", "sys", "dev", "bin", "sbin", "lib", "lib64")
@@ -283,4 +288,3 @@ def pack(export: IO[bytes], wanted: Iterable[str]) -> bytes:
             if b"/" + os.fsencode(member.name.removeprefix("./").strip("/")) not in refused:
                 target.addfile(member, io.BytesIO(text))
     return content.getvalue()
-

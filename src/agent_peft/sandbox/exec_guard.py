@@ -2,14 +2,13 @@
 
 The kernel asks us before each ``execve`` of the inspection (a filter that notifies: seccomp_unotify(2); the
 runtime sends us its descriptor). If the program is not the host's, or if a shell or interpreter is given a
-script that is not the host's, we replace the path by that of a launcher. The launcher gives up root's user and
-continues with the original path. No code of the agent has run in that process before, so that it cannot
+script that is not the host's, we replace the path by that of a launcher. The launcher gives up root's user
+and continues with the original path. No code of the agent has run in that process before, so that it cannot
 change the path meanwhile. Where a machine has one user only, such programs are refused.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import fcntl
 import os

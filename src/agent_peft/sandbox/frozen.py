@@ -114,8 +114,9 @@ class Frozen:
         here = os.dup(self._trees[tree])
         try:
             for folder in folders:
-                above, here = here, os.open(
-                    folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here
+                above, here = (
+                    here,
+                    os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here),
                 )
                 os.close(above)
             os.unlink(name, dir_fd=here)

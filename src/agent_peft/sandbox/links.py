@@ -30,8 +30,8 @@ def escapes(path: str, target: str) -> bool:
 
 
 def escaping(links: Mapping[bytes, bytes]) -> set[bytes]:
-    """List those of a machine's links that lead into /proc or /dev, wherever they end. They are followed as in
-    the kernel, but also beyond a part that does not exist yet.
+    """List those of a machine's links that lead into /proc or /dev, wherever they end. They are followed as
+    in the kernel, but also beyond a part that does not exist yet.
 
     Args:
         links: all symbolic links of the machine: absolute paths and targets.

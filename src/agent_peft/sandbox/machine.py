@@ -163,9 +163,7 @@ class Machine:
             streams.close()
 
     def cpu_seconds(self) -> float:
-        """Return the processor time of all processes so far, or of those of an earlier call if the machine has
-        ended.
-        """
+        """Return the processor time of all processes so far; of the last call if the machine has ended."""
         with contextlib.suppress(OSError, MachineLost):
             if self._cgroup is None:
                 self._seconds = WATCH.ticks(self.processes) / _TICK

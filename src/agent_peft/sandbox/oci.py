@@ -103,7 +103,9 @@ class OciSandbox(Sandbox):
         usr = folder / "usr"
         usr.mkdir()
         self._runtime.image.give(usr)
-        in_usr = [path for path in changed if path.startswith(b"/usr/") and not path.startswith(b"/usr/local")]
+        in_usr = [
+            path for path in changed if path.startswith(b"/usr/") and not path.startswith(b"/usr/local")
+        ]
         if in_usr:
             self._frozen.unpack("usr", in_usr, usr)
         lines, contents = [], [in_memory(script.encode("utf-8", "surrogateescape"), stack)]

@@ -166,7 +166,7 @@ def _live_thread(pid: str) -> tuple[str, list[bytes]] | None:
     return None
 
 
-# -- limits without a control group -----------------------------------------------------------------------------
+# -- limits without a control group --------------------------------------------------------------------------
 
 
 @dataclass

@@ -13,21 +13,21 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-_REFUSED = frozenset(
-    """
-    add_key request_key keyctl
-    mount umount umount2 mount_setattr move_mount open_tree fsopen fsconfig fsmount fspick pivot_root
-    unshare setns clone3 ptrace process_vm_readv process_vm_writev pidfd_getfd process_mrelease kcmp
-    memfd_create memfd_secret remap_file_pages vmsplice userfaultfd
-    shmget shmat shmctl shmdt semget semop semctl semtimedop semtimedop_time64 msgget msgsnd msgrcv msgctl ipc
-    mq_open mq_unlink mq_timedsend mq_timedreceive mq_timedsend_time64 mq_timedreceive_time64 mq_notify
-    mq_getsetattr io_setup io_destroy io_submit io_cancel io_getevents
-    mbind set_mempolicy get_mempolicy landlock_create_ruleset landlock_add_rule landlock_restrict_self
-    name_to_handle_at fanotify_mark inotify_init inotify_init1 inotify_add_watch inotify_rm_watch
-    reboot syslog adjtimex clock_adjtime clock_adjtime64 socketcall modify_ldt
-    clone socket socketpair prlimit64
-    """.split()  # the last line: allowed below with certain arguments
-)
+_REFUSED = frozenset((
+    "add_key", "request_key", "keyctl", "mount", "umount", "umount2", "mount_setattr", "move_mount",
+    "open_tree", "fsopen", "fsconfig", "fsmount", "fspick", "pivot_root", "unshare", "setns", "clone3",
+    "ptrace", "process_vm_readv", "process_vm_writev", "pidfd_getfd", "process_mrelease", "kcmp",
+    "memfd_create", "memfd_secret", "remap_file_pages", "vmsplice", "userfaultfd", "shmget", "shmat",
+    "shmctl", "shmdt", "semget", "semop", "semctl", "semtimedop", "semtimedop_time64", "msgget", "msgsnd",
+    "msgrcv", "msgctl", "ipc", "mq_open", "mq_unlink", "mq_timedsend", "mq_timedreceive",
+    "mq_timedsend_time64", "mq_timedreceive_time64", "mq_notify", "mq_getsetattr", "io_setup",
+    "io_destroy", "io_submit", "io_cancel", "io_getevents", "mbind", "set_mempolicy", "get_mempolicy",
+    "landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self", "name_to_handle_at",
+    "fanotify_mark", "inotify_init", "inotify_init1", "inotify_add_watch", "inotify_rm_watch", "reboot",
+    "syslog", "adjtimex", "clock_adjtime", "clock_adjtime64", "socketcall", "modify_ldt",
+    # Allowed below with certain arguments
+    "clone", "socket", "socketpair", "prlimit64",
+))  # fmt: skip
 _CAPABILITIES = ("CAP_SYS_CHROOT", "CAP_AUDIT_WRITE")  # those of a machine that the profile asks for
 _NEW_NAMESPACES = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
 _UNIX, _INET, _INET6, _NETLINK = 1, 2, 10, 16
@@ -68,7 +68,10 @@ def seccomp(listener: str | None = None, machine: str | None = None) -> dict[str
         for protocol in protocols
     ]
     # What programs that write to the audit log expect where there is none
-    audit = [{"index": 0, "op": "SCMP_CMP_EQ", "value": _NETLINK}, {"index": 2, "op": "SCMP_CMP_EQ", "value": 9}]
+    audit = [
+        {"index": 0, "op": "SCMP_CMP_EQ", "value": _NETLINK},
+        {"index": 2, "op": "SCMP_CMP_EQ", "value": 9},
+    ]
     rules.append({"names": ["socket"], "action": "SCMP_ACT_ERRNO", "errnoRet": errno.EINVAL, "args": audit})
     told = {}
     if listener is not None:

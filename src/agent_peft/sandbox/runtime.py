@@ -84,7 +84,9 @@ class Runtime:
         """
         layers = [str(self.image.root)], [str(self.image.usr), "/usr"]
         folder = self.new_bundle()
-        return Machine(self.command, folder, self._config(folder, limits, layers, seccomp()), limits, self._later)
+        return Machine(
+            self.command, folder, self._config(folder, limits, layers, seccomp()), limits, self._later
+        )
 
     def inspection(
         self,
@@ -134,8 +136,17 @@ class Runtime:
             "systemd": f"user.slice:agent-peft:{folder.name}",
             "": None,
         }[self.case.cgroups]
-        common = limits, self.case.ids, filter, self._descriptors, cgroup
-        return bundle.config(self.image.mount, *layers, *common, protected, script)
+        return bundle.config(
+            self.image.mount,
+            *layers,
+            limits,
+            self.case.ids,
+            filter,
+            self._descriptors,
+            cgroup,
+            protected,
+            script,
+        )
 
     def _later(self, what: Callable[[], None]) -> None:
         try:
@@ -195,7 +206,8 @@ def check_host() -> None:
     """
     if not sys.platform.startswith("linux"):
         raise AgentPeftError(
-            f"sandbox: oci needs Linux, and this is {platform.system()}: install Docker and set sandbox: docker"
+            f"sandbox: oci needs Linux, and this is {platform.system()}: "
+            "install Docker and set sandbox: docker"
         )
     if "Microsoft" in platform.release():  # WSL2 says microsoft
         raise AgentPeftError(
@@ -303,7 +315,7 @@ def _sub_ids(path: str, user: int) -> tuple[int, int] | None:
     return None
 
 
-# -- the proof ------------------------------------------------------------------------------------------------
+# -- the proof -----------------------------------------------------------------------------------------------
 
 _SHOW = (
     'grep -E "^(Seccomp|NoNewPrivs|Cap...):" /proc/self/status; '
@@ -358,7 +370,10 @@ def differences(shown: str, first: str) -> list[str]:
     }
     of_first = _hexadecimal(agents | _mask([bundle.CAPABILITY_OF_PROCESS_1]))
     faults = []
-    for text, who, changed in ((shown, "", {}), (first, "process 1: ", {"CapPrm": of_first, "CapEff": of_first})):
+    for text, who, changed in (
+        (shown, "", {}),
+        (first, "process 1: ", {"CapPrm": of_first, "CapEff": of_first}),
+    ):
         for name, value in {**wanted, **changed, **({"CapBnd": of_first} if who else {})}.items():
             found = re.search(rf"^{name}:\s*(\S+)", text, re.MULTILINE)
             if found is None or found[1] != value:
@@ -422,7 +437,7 @@ def explain_refusal(refusals: Sequence[str]) -> str:
         return "allow user namespaces with sysctl kernel.unprivileged_userns_clone=1"
     if read("/proc/sys/kernel/apparmor_restrict_unprivileged_userns") == "1" and os.geteuid() != 0:
         return (
-            "AppArmor restricts user namespaces to the paths of its profiles: install runc from the distribution "
+            "AppArmor restricts user namespaces to paths of its profiles: install the distribution's runc "
             "(its profile: /etc/apparmor.d/runc), or sysctl kernel.apparmor_restrict_unprivileged_userns=0"
         )
     if read("/proc/sys/user/max_user_namespaces") == "0":
@@ -433,5 +448,3 @@ def explain_refusal(refusals: Sequence[str]) -> str:
             "--security-opt seccomp=unconfined --security-opt systempaths=unconfined"
         )
     return "no machine starts: it needs user namespaces and overlays (Linux 5.14 or newer)"
-
-

@@ -57,9 +57,7 @@ class PipeStreams:
         for descriptor in (self._stdin, *self._kinds):
             os.set_blocking(descriptor, False)
 
-    def spawn(
-        self, argv: Sequence[str], with_input: bool = True, **options: Any
-    ) -> subprocess.Popen[bytes]:
+    def spawn(self, argv: Sequence[str], with_input: bool = True, **options: Any) -> subprocess.Popen[bytes]:
         """Start a program with ``child`` as its streams. Its exit code becomes the ``END``.
 
         Args:

@@ -154,4 +154,3 @@ class _Session:
                 ):
                     members.append(int(name))
         return members
-

@@ -52,7 +52,9 @@ def test_an_agent_whose_machine_dies_is_incorrect():
     playing.close()
 
 
-@pytest.mark.parametrize(("before", "outcome"), [("true", Outcome.INCORRECT), ("touch /srv/done", Outcome.CORRECT)])
+@pytest.mark.parametrize(
+    ("before", "outcome"), [("true", Outcome.INCORRECT), ("touch /srv/done", Outcome.CORRECT)]
+)
 def test_the_files_of_a_machine_that_died_are_graded(before, outcome):
     """They outlive its processes, so that crashing the machine gains and loses nothing."""
     playing = episode()

@@ -62,10 +62,12 @@ class OSInteractionConfig(EnvironmentConfig):
     limit: Limit = None
     sandbox: SandboxKind = Field(
         "oci",
-        description="machine of each episode: oci is runc or crun on this computer; none runs the commands on "
-        "this computer itself",
+        description="machine of each episode: oci is runc or crun on this computer; none runs the commands "
+        "on this computer itself",
     )
-    runtime: str = Field("auto", description="path of the program for sandbox: oci; auto looks for runc, then crun")
+    runtime: str = Field(
+        "auto", description="path of the program for sandbox: oci; auto looks for runc, then crun"
+    )
     limits: SandboxLimits = Field(
         default_factory=SandboxLimits, description="limits of one machine: memory, processes, files, output"
     )
@@ -108,7 +110,9 @@ class OSInteractionConfig(EnvironmentConfig):
     @classmethod
     def _name_is_new(cls, sandbox: object) -> object:
         if isinstance(sandbox, str) and sandbox in REPLACED:
-            raise ValueError(f"{sandbox} was replaced by {REPLACED[sandbox]}; set sandbox: {REPLACED[sandbox]}")
+            raise ValueError(
+                f"{sandbox} was replaced by {REPLACED[sandbox]}; set sandbox: {REPLACED[sandbox]}"
+            )
         return sandbox
 
     @field_validator("skills")

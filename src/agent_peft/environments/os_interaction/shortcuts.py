@@ -1,5 +1,5 @@
-"""What an evaluation's text shows of its weaknesses: programs of the agent that decide the verdict, and data of
-the agent that bash takes for code.
+"""What an evaluation's text shows of its weaknesses: programs of the agent that decide the verdict, and data
+of the agent that bash takes for code.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ _COMPARED = r"-(?:eq|ne|lt|le|gt|ge)\s"
 _EVALUATED = re.compile(
     rf"\[\[[^]]*?{_CONTENT}[^]]*?\s{_COMPARED}|\[\[[^]]*?\s{_COMPARED}[\"' ]*{_CONTENT}|\(\([^;]*?{_CONTENT}"
 )
-_UNQUOTED = re.compile(rf"(?<!\[)\[ (?:[^]\"']*? )?{_CONTENT}[)`] {_COMPARED}|(?<!\[)\[ [^]]*? {_COMPARED}{_CONTENT}")
+_UNQUOTED = re.compile(
+    rf"(?<!\[)\[ (?:[^]\"']*? )?{_CONTENT}[)`] {_COMPARED}"
+    rf"|(?<!\[)\[ [^]]*? {_COMPARED}{_CONTENT}"
+)
 
 
 def executed_paths(problem: ShellProblem) -> tuple[str, ...]:
     """The paths of programs that the evaluation executes, and that are not the host's.
 
     >>> from agent_peft.environments.os_interaction.problems import Script
-    >>> executed_paths(ShellProblem("", Exits(Script("[ -x /a.sh ] && /a.sh; bash ~/b; cd /srv; ./c; cat /d"))))
+    >>> script = Script("[ -x /a.sh ] && /a.sh; bash ~/b; cd /srv; ./c; cat /d")
+    >>> executed_paths(ShellProblem("", Exits(script)))
     ('/a.sh', '/root/b', '/srv/c')
     """
     found: dict[str, None] = {}
