@@ -104,14 +104,14 @@ def test_without_a_configuration_it_says_what_is_here(explained):
     assert rows["machine torch"] == [torch.__version__]
     assert rows["machine peft"] == [metadata.version("peft")]
     assert rows["machine devices"][0].partition(" ")[0] in ("cpu", "cuda:0")
-    assert rows["machine sandbox: namespaces"][0].startswith(("here", "not here: "))
+    assert rows["machine sandbox: oci"][0].startswith(("here", "not here: "))
     assert {"machine mariadbd", "machine extra: server", "machine bundled models", "machine vllm"} <= set(
         rows
     )
 
 
 def test_no_optional_package_is_imported():
-    optional = {"vllm", "pandas", "wandb", "tensorboard", "mlflow", "docker", "fastapi", "pyarrow"}
+    optional = {"vllm", "pandas", "wandb", "tensorboard", "mlflow", "fastapi", "pyarrow"}
     before = optional & sys.modules.keys()
     machine()
     assert optional & sys.modules.keys() == before
@@ -125,17 +125,15 @@ def test_an_extra_that_is_absent_tells_how_to_install_it(monkeypatch):
 
 def test_a_sandbox_that_cannot_be_is_a_line_and_no_error(monkeypatch):
     def refuse() -> None:
-        raise AgentPeftError("this machine does not let us make a sandbox")
+        raise AgentPeftError("no machine starts")
 
-    monkeypatch.setattr(build, "fork_server", refuse)
-    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
+    monkeypatch.setattr(build, "find_runtime", refuse)
+    monkeypatch.setenv("PATH", "/nowhere")
     found = machine()
-    assert found["sandbox: namespaces"] == "not here: this machine does not let us make a sandbox"
-    assert found["sandbox: docker"] == "not here: no engine listens at unix:///nowhere/docker.sock"
+    assert found["sandbox: oci"] == "not here: no machine starts"
+    assert found["sandbox: docker"] == "not here: sandbox: docker is not installed, or not on PATH"
     config = read_config({"extends": "os_grpo"})[0]
-    assert needs(config, None)["environment.sandbox"] == (
-        "namespaces: not here: this machine does not let us make a sandbox"
-    )
+    assert needs(config, None)["environment.sandbox"] == "oci: not here: no machine starts"
 
 
 @pytest.mark.parametrize(

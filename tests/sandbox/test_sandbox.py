@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from agent_peft.sandbox import bundle, runtime
+from agent_peft.sandbox import bundle, proof, runtime
 from agent_peft.sandbox.base import CommandResult, MachineLost, SandboxLimits
 from agent_peft.sandbox.build import SANDBOXES, build_sandbox, missing
 from agent_peft.sandbox.profile import seccomp
 from agent_peft.sandbox.runtime import find_runtime
-from agent_peft.types import AgentPeftError
+from agent_peft.types import AgentPeftError, InfrastructureError
 
 LIMITS = SandboxLimits(memory_mb=128, processes=32, file_size_mb=16, cpu_seconds=5, output_chars=1000)
 
@@ -28,7 +28,7 @@ def available(kind):
     try:
         with build_sandbox(kind, LIMITS):  # an engine may lack the image
             missing(kind)
-    except AgentPeftError as error:
+    except (AgentPeftError, InfrastructureError) as error:
         return pytest.mark.skip(reason=str(error))
     return ()
 
@@ -458,7 +458,7 @@ def test_a_machine_that_is_not_as_it_should_be_is_found():
     )
     first = good.replace("00000000a00405fb", "00000008a00405fb")
     shown = f"{good}Network: lo\nDescriptor: 0\nDescriptor: 3\n"
-    assert runtime.differences(shown, first) == []
+    assert proof.differences(shown, first) == []
     for before, after, fault in (
         ("Seccomp:\t2", "Seccomp:\t0", "Seccomp is 0 instead of 2"),
         ("NoNewPrivs:\t1", "NoNewPrivs:\t0", "NoNewPrivs is 0 instead of 1"),
@@ -467,9 +467,9 @@ def test_a_machine_that_is_not_as_it_should_be_is_found():
         ("Descriptor: 3", "Descriptor: 3\nDescriptor: 7", "descriptor 7 is there"),
         ("Network: lo", "Network: lo\nShown: /proc/kcore", "Shown: /proc/kcore"),
     ):
-        (found,) = runtime.differences(shown.replace(before, after), first)
+        (found,) = proof.differences(shown.replace(before, after), first)
         assert fault in found
-    assert "process 1: CapPrm" in runtime.differences(shown, good)[0]
+    assert "process 1: CapPrm" in proof.differences(shown, good)[0]
 
 
 @pytest.mark.parametrize(

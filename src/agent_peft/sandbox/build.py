@@ -39,7 +39,8 @@ def state_of(kind: str) -> str:
         lacks = missing(kind)
     except AgentPeftError as error:
         return f"not here: {error}"
-    return f"here, without {'; '.join(lacks)}" if lacks else "here"
+    how = f"here, {find_runtime().case}" if kind == "oci" else "here"
+    return f"{how}, without {'; '.join(lacks)}" if lacks else how
 
 
 def missing(kind: str) -> tuple[str, ...]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack, suppress
+from functools import partial
 
 from agent_peft.sandbox.base import CommandResult, MachineLost, Sandbox, SandboxLimits
 from agent_peft.sandbox.exec_guard import ExecGuard
 from agent_peft.sandbox.frozen import TREES, Frozen, in_memory
+from agent_peft.sandbox.inspection import is_hidden
 from agent_peft.sandbox.machine import Machine, inside
 from agent_peft.sandbox.runtime import find_runtime
 from agent_peft.sandbox.shell import SHELL, PersistentShell, Shell, run_alone
@@ -122,7 +124,9 @@ class OciSandbox(Sandbox):
         guard = ExecGuard(folder, self._runtime.case.ids)
         stack.callback(guard.close)
         first = inside(_SCRIPT, fill)
-        machine = self._runtime.inspection(self._limits, folder, usr, guard, first, streams, contents)
+        machine = self._runtime.inspection(
+            self._limits, folder, usr, guard, partial(is_hidden, script=script), first, streams, contents
+        )
         stack.callback(machine.close)
         with suppress(MachineLost):  # it has ended already, and asks no more
             guard.watch(machine.processes, Frozen(machine, self._runtime.image))

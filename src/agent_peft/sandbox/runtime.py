@@ -6,7 +6,6 @@ import contextlib
 import os
 import platform
 import pwd
-import re
 import resource
 import secrets
 import shutil
@@ -18,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent_peft.sandbox import bundle
+from agent_peft.sandbox import bundle, proof
 from agent_peft.sandbox.base import MachineLost, SandboxLimits
 from agent_peft.sandbox.base_image import BaseImage
 from agent_peft.sandbox.exec_guard import ExecGuard
-from agent_peft.sandbox.machine import WITHOUT_FILES, Machine
+from agent_peft.sandbox.machine import Machine
 from agent_peft.sandbox.owners import STATE, OwnerFolder
 from agent_peft.sandbox.profile import processor_is_known, seccomp
 from agent_peft.sandbox.streams import PipeStreams
@@ -34,8 +33,6 @@ _FOLDERS = ("/usr/sbin", "/usr/local/sbin", "/sbin")
 _PACKAGE = "install runc (Debian, Ubuntu, Fedora, Arch: the package runc)"
 _IDS = 65536
 _FIRST_OUTER_ID = 0x70000000  # of root's machines on the host: no account has them (systemd-nspawn: 0x80000)
-_PROOF_LIMITS = SandboxLimits(memory_mb=64, processes=16)
-_SECONDS = 60.0
 
 Ids = Mapping[str, Sequence[tuple[int, int, int]]]  # by "uid" and "gid": inside, outside, count
 
@@ -74,7 +71,17 @@ class Runtime:
         own = {"uid": os.getuid(), "gid": os.getgid()}
         self.image = BaseImage(owner.path / secrets.token_hex(4), None if first == own else first)
         self._descriptors = descriptor_limit(shared=case.single_id or first == own)
-        _prove(self)
+        machine = self.agents_machine(proof.LIMITS)
+        try:
+            faults = proof.faults_of(machine)
+        except MachineLost as error:
+            raise InfrastructureError(str(error)) from error
+        finally:
+            machine.close()
+        if faults:
+            raise AgentPeftError(
+                f"sandbox: oci: a machine of {case.program} is not as it should be: {'; '.join(faults)}"
+            )
 
     def agents_machine(self, limits: SandboxLimits) -> Machine:
         """Start a machine for an agent.
@@ -94,6 +101,7 @@ class Runtime:
         folder: Path,
         usr: Path,
         guard: ExecGuard,
+        hidden: Callable[[str], bool],
         script: Sequence[str],
         streams: PipeStreams,
         descriptors: Sequence[int],
@@ -104,6 +112,8 @@ class Runtime:
             folder: its bundle, made by ``new_bundle``.
             usr: the agent's additions to /usr.
             guard: answers before each execve.
+            hidden: whether a path of /etc holds no file of the agent: what decides how programs work is
+                read-only there.
             script: the arguments of process 1.
             descriptors: what process 1 gets as 6 and so on.
 
@@ -111,7 +121,7 @@ class Runtime:
             InfrastructureError: it did not start.
         """
         layers = [str(self.image.root)], [str(self.image.usr), "/usr", str(usr)]
-        protected = [*self.image.protected(), *guard.mounts]
+        protected = [each for each in self.image.protected() if hidden(each[1])] + guard.mounts
         config = self._config(folder, limits, layers, seccomp(str(guard.socket)), protected, script)
         return Machine(self.command, folder, config, limits, self._later, streams, descriptors)
 
@@ -313,115 +323,6 @@ def _sub_ids(path: str, user: int) -> tuple[int, int] | None:
         if len(fields) == 3 and fields[0] in names and fields[1].isdigit() and fields[2].isdigit():
             return int(fields[1]), int(fields[2])
     return None
-
-
-# -- the proof -----------------------------------------------------------------------------------------------
-
-_SHOW = (
-    'grep -E "^(Seccomp|NoNewPrivs|Cap...):" /proc/self/status; '
-    'sed -n "3,$ s/^ *\\([^:]*\\):.*/Network: \\1/p" /proc/net/dev; '
-    'for f in /proc/self/fd/*; do echo "Descriptor: ${f##*/}"; done; '
-    "for f in /proc/kcore /proc/keys /proc/timer_list; do [ -e $f ] && [ -s $f ] && echo Shown: $f; "
-    "head -c 1 $f 2>/dev/null | grep -q . && echo Shown: $f; done; "
-    "echo x 2>/dev/null >/proc/sys/kernel/hostname && echo Written: /proc/sys; true"
-)
-
-
-def _prove(runtime: Runtime) -> None:
-    """Start a machine and compare it with what was asked for.
-
-    Raises:
-        AgentPeftError: it differs.
-        InfrastructureError: it did not start.
-    """
-    machine = runtime.agents_machine(_PROOF_LIMITS)
-    try:
-        shown = machine.run((*WITHOUT_FILES, _SHOW), "clean", _SECONDS)
-        if not shown.ok:
-            raise InfrastructureError(f"no program runs in a machine: {shown.output.strip()[-200:]}")
-        first = Path(f"/proc/{machine.processes.first}/status").read_text()
-        faults = differences(shown.output, first) + _limits_that_differ(machine)
-    except MachineLost as error:
-        raise InfrastructureError(str(error)) from error
-    finally:
-        machine.close()
-    if faults:
-        raise AgentPeftError(
-            f"sandbox: oci: a machine of {runtime.case.program} is not as it should be: {'; '.join(faults)}"
-        )
-
-
-def differences(shown: str, first: str) -> list[str]:
-    """List how a machine differs from what was asked for.
-
-    Args:
-        shown: what ``_SHOW`` printed in it.
-        first: /proc/PID/status of its process 1.
-    """
-    agents = _mask(bundle.CAPABILITIES)
-    wanted = {
-        "Seccomp": "2",
-        "NoNewPrivs": "1",
-        "CapInh": _hexadecimal(0),
-        "CapPrm": _hexadecimal(agents),
-        "CapEff": _hexadecimal(agents),
-        "CapBnd": _hexadecimal(agents),
-        "CapAmb": _hexadecimal(0),
-    }
-    of_first = _hexadecimal(agents | _mask([bundle.CAPABILITY_OF_PROCESS_1]))
-    faults = []
-    for text, who, changed in (
-        (shown, "", {}),
-        (first, "process 1: ", {"CapPrm": of_first, "CapEff": of_first}),
-    ):
-        for name, value in {**wanted, **changed, **({"CapBnd": of_first} if who else {})}.items():
-            found = re.search(rf"^{name}:\s*(\S+)", text, re.MULTILINE)
-            if found is None or found[1] != value:
-                faults.append(f"{who}{name} is {found[1] if found else 'not shown'} instead of {value}")
-    for name, allowed in (("Network", {"lo"}), ("Descriptor", {"0", "1", "2", "3", "255"})):
-        seen = set(re.findall(rf"^{name}: (.*)$", shown, re.MULTILINE))
-        faults += [f"{name.lower()} {each} is there" for each in sorted(seen - allowed)]
-    return faults + re.findall(r"^(?:Shown|Written): .*$", shown, re.MULTILINE)
-
-
-def _limits_that_differ(machine: Machine) -> list[str]:
-    """Compare the limits that the kernel has with those that were asked for."""
-    if machine.cgroup is None:
-        return []
-    groups, memory = machine.cgroup, _PROOF_LIMITS.memory_mb << 20
-    files = {
-        "memory": groups["memory"] / "memory.limit_in_bytes" if "memory" in groups else None,
-        "pids": groups["pids"] / "pids.max" if "pids" in groups else None,
-    }
-    if "" in groups and files["memory"] is None:
-        files = {"memory": groups[""] / "memory.max", "pids": groups[""] / "pids.max"}
-    faults = []
-    for name, wanted in (("memory", memory), ("pids", _PROOF_LIMITS.processes)):
-        path = files[name]
-        try:
-            found = path.read_text().strip() if path is not None else "no control group"
-        except OSError as error:
-            found = str(error)
-        if found != str(wanted):
-            faults.append(f"the limit of {name} is {found} instead of {wanted}")
-    if faults:
-        raise InfrastructureError("; ".join(faults))
-    return []
-
-
-def _mask(names: Sequence[str]) -> int:
-    return sum(1 << _NUMBERS[name.removeprefix("CAP_")] for name in names)
-
-
-def _hexadecimal(mask: int) -> str:
-    return f"{mask:016x}"
-
-
-_NUMBERS = {
-    "CHOWN": 0, "DAC_OVERRIDE": 1, "FOWNER": 3, "FSETID": 4, "KILL": 5, "SETGID": 6, "SETUID": 7,
-    "SETPCAP": 8, "NET_BIND_SERVICE": 10, "SYS_CHROOT": 18, "AUDIT_WRITE": 29, "SETFCAP": 31,
-    "WAKE_ALARM": 35,
-}  # fmt: skip
 
 
 def explain_refusal(refusals: Sequence[str]) -> str:
