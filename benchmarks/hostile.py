@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 from agent_peft.environments import load_environment  # noqa: E402
 from agent_peft.environments.base import Environment  # noqa: E402
 from agent_peft.environments.db_bench import fork_server as databases  # noqa: E402
-from agent_peft.sandbox import fork_server as machines  # noqa: E402
+from agent_peft.sandbox.runtime import _FOUND  # noqa: E402
 from agent_peft.seeding import derive  # noqa: E402
 from agent_peft.types import Outcome  # noqa: E402
 from tests.environments.db_bench.hostile_replies import COLUMNS, HOSTILE_REPLIES, ROWS, TABLE  # noqa: E402
@@ -121,9 +121,10 @@ def environments(folder: Path) -> dict[str, tuple[Environment, Sequence[str]]]:
 
 
 def left() -> dict[str, int]:
-    """Count what could stay behind, except the two fork servers, which are stopped first."""
-    for server in (machines, databases):
-        server.stop()
+    """Count what could stay behind, except the databases' fork server, which is stopped first."""
+    databases.stop()
+    for runtime in _FOUND.values():
+        runtime.result().finish()
     waiting, processes = [os.getpid()], 0
     while waiting:
         pid = waiting.pop()
@@ -139,6 +140,8 @@ def left() -> dict[str, int]:
         "mounts": len(Path("/proc/self/mountinfo").read_text().splitlines()),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "files": len(os.listdir(tempfile.gettempdir())) + len(os.listdir("/dev/shm")),
+        "bundles": len(list(Path(tempfile.gettempdir()).glob("agent-peft-machines-*/*/*/config.json"))),
+        "control_groups": len(list(Path("/sys/fs/cgroup").glob("*/agent-peft-*"))),
         "ipc": sum(
             len(Path(f"/proc/sysvipc/{name}").read_text().splitlines()) - 1 for name in ("shm", "sem", "msg")
         ),

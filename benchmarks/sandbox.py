@@ -9,15 +9,16 @@ import argparse
 import json
 import os
 import statistics
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from smoke import no_sandbox, parse, skipped
 
-from agent_peft.sandbox import fork_server
 from agent_peft.sandbox.base import SandboxLimits
 from agent_peft.sandbox.build import build_sandbox, missing
+from agent_peft.sandbox.runtime import find_runtime
 
 LIMITS = SandboxLimits()
 
@@ -32,7 +33,7 @@ def main() -> None:
         skipped(f"all of it: {lacks}")
         return
     before_all = time.perf_counter()
-    fork_server.fork_server()
+    runtime = find_runtime()
     first = time.perf_counter() - before_all
     before = left_behind()
     starts, closes = [], []
@@ -47,7 +48,6 @@ def main() -> None:
         trips = [timed(lambda: sandbox.run("cd /tmp", 60)) for _ in range(10 * arguments.repeats)]
         programs = [timed(lambda: sandbox.run("ls /", 60)) for _ in range(4 * arguments.repeats)]
         scripts = [timed(lambda: sandbox.run_fresh("true", 60)) for _ in range(arguments.repeats)]
-        snapshots = [timed(sandbox.snapshot) for _ in range(arguments.repeats)]
     gradings = []
     for _ in range(arguments.repeats):
         with build_sandbox("oci", LIMITS) as sandbox:
@@ -57,10 +57,12 @@ def main() -> None:
     with ThreadPoolExecutor(arguments.at_once) as pool:
         list(pool.map(lambda _: episode(), range(arguments.at_once * 8)))
     at_once = time.perf_counter() - began
+    runtime.finish()
     deadline = time.monotonic() + 20
     while left_behind() != before and time.monotonic() < deadline:
         time.sleep(0.05)
     report = {
+        "case": str(runtime.case),
         "missing": missing("oci"),
         "first_of_the_process_ms": round(1000 * first, 1),
         "start_and_first_command": summary(starts),
@@ -69,7 +71,6 @@ def main() -> None:
         "program": summary(programs),
         "script_beside_the_shell": summary(scripts),
         "grading_script": summary(gradings),
-        "snapshot_of_little": summary(snapshots),
         f"episodes_per_second_{arguments.at_once}_at_once": round(arguments.at_once * 8 / at_once, 1),
         "machines_in_a_row": arguments.machines,
         "left_behind": {
@@ -118,13 +119,13 @@ def left_behind() -> dict[str, int]:
             continue
         below += len(found)
         todo += [int(child) for child in found]
-    groups = Path("/proc/self/cgroup").read_text().splitlines()
+    mine = Path(tempfile.gettempdir()) / f"agent-peft-machines-{os.getuid()}"
     return {
         "processes": below,
         "mounts": len(Path("/proc/self/mountinfo").read_text().splitlines()),
         "descriptors": len(os.listdir("/proc/self/fd")),
-        "temporary_files": sum("agent-peft" in name for name in os.listdir("/tmp")),
-        "control_groups": sum(row.partition("agent-peft")[1] != "" for row in groups),
+        "bundles": len(list(mine.glob("*/*/config.json"))),
+        "control_groups": len(list(Path("/sys/fs/cgroup").glob("*/agent-peft-*"))),
     }
 
 

@@ -437,7 +437,6 @@ def test_a_bundle_holds_what_was_asked_for():
     assert content["linux"]["resources"] == {
         "memory": {"limit": 128 << 20, "swap": 128 << 20},
         "pids": {"limit": 32},
-        "cpu": {"shares": 256},
     }
     assert "resources" not in config(None)["linux"] and "cgroupsPath" not in config(None)["linux"]
     assert content["linux"]["uidMappings"][1] == {"containerID": 1, "hostID": 100000, "size": 65535}

@@ -31,7 +31,6 @@ PROCESS_1 = (
     "trap '' HUP INT QUIT TERM USR1 USR2 ALRM PIPE; exec >/dev/null 2>&1; while read -r; do :; done",
 )
 _FLAGS = ("nosuid", "nodev")
-_CPU_SHARES = 256  # a fourth of what other programs of the computer get when all want to run
 _ENVIRONMENT = {
     "HOME": "/root",
     "USER": "root",
@@ -122,7 +121,6 @@ def config(
         linux["resources"] = {
             "memory": {"limit": memory, "swap": memory},
             "pids": {"limit": limits.processes},
-            "cpu": {"shares": _CPU_SHARES},
         }
     return {
         "ociVersion": "1.0.2",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +25,8 @@ _ENVIRONMENT = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8"}
 # The file systems of a machine that hold changes
 TREES = {"": b"/", "usr": b"/usr/", "dev/shm": b"/dev/shm/"}
 _OURS = {b"/usr", b"/proc", b"/dev", b"/sys", *(f"/{name}".encode() for name in SYSTEM)}  # never copied
-# Type, path, target of a link, time of the last change: each ended by a null character
-_LIST = 'cd "$1" && shift && find "$@" -xdev -printf "%y\\0%p\\0%l\\0%C@\\0"'
+# Type, starting point, path below it, target of a link, time of the last change, each ended by "\0"
+_LIST = 'find "$@" -xdev -printf "%y\\0%H\\0%P\\0%l\\0%C@\\0"'
 _PACK = (
     'cd "$1" && ulimit -f "$2" && tar --create --format=posix --numeric-owner --sparse --acls --xattrs '
     "--no-recursion --null --verbatim-files-from --files-from=-"
@@ -77,8 +77,7 @@ class Frozen:
         Raises:
             MachineLost: the files cannot be read.
         """
-        root = self._list("", ".")
-        entries = [*root, *self._list("usr", *_of_usr(script)), *self._list("dev/shm", ".")]
+        entries = self._list(_of_usr(script))
         refused = escaping({each.path: each.target for each in entries if each.kind == b"l"})
         known = self._image.known
         changed = [
@@ -90,7 +89,7 @@ class Frozen:
             and self._image.known_of(each.path) != (_nanoseconds(each.changed), each.kind == b"d")
             and not is_hidden(os.fsdecode(each.path), script)
         ]
-        kinds = {each.path: each.kind == b"d" for each in root}
+        kinds = {each.path: each.kind == b"d" for each in entries}
         gone = [
             path
             for path, (_, is_folder) in known.items()
@@ -100,8 +99,7 @@ class Frozen:
 
     def links(self) -> dict[bytes, bytes]:
         """Return all symbolic links: their absolute paths and targets."""
-        entries = [*self._list("", "."), *self._list("usr", "./local"), *self._list("dev/shm", ".")]
-        return {each.path: each.target for each in entries if each.kind == b"l"}
+        return {each.path: each.target for each in self._list(["local"]) if each.kind == b"l"}
 
     def unlink(self, path: bytes) -> None:
         """Remove a file. No folder on the way may be a link.
@@ -127,7 +125,7 @@ class Frozen:
         """Write a tar of those paths that lie in a tree to a file. Return whether there are any."""
         below = [place[1] for place in map(_place, paths) if place[0] == tree]
         if below:
-            self._run(_PACK, self._trees[tree], b"\0".join(below), output, str(self._kilobytes))
+            self._run(_PACK, [self._trees[tree]], b"\0".join(below), output, str(self._kilobytes))
             os.lseek(output, 0, os.SEEK_SET)
         return bool(below)
 
@@ -138,26 +136,34 @@ class Frozen:
             stack.callback(os.close, target)
             content = in_memory(b"", stack)
             self.pack(tree, paths, content)
-            self._run(_UNPACK, target, content, subprocess.DEVNULL)
+            self._run(_UNPACK, [target], content, subprocess.DEVNULL)
 
-    def _list(self, tree: str, *starts: str) -> list[_Entry]:
-        fields = self._run(_LIST, self._trees[tree], b"", subprocess.PIPE, *starts).split(b"\0")[:-1]
+    def _list(self, of_usr: Sequence[str]) -> list[_Entry]:
+        """List the files of the machine, of /usr only what is below ``of_usr``."""
+        starts = {f"/proc/self/fd/{self._trees[name]}/.": TREES[name] for name in ("", "dev/shm")}
+        usr = f"/proc/self/fd/{self._trees['usr']}"
+        starts |= {f"{usr}/{name}": b"/usr/" + os.fsencode(name) for name in of_usr}
+        above = {os.fsencode(start): path.rstrip(b"/") for start, path in starts.items()}
+        fields = self._run(_LIST, (), b"", subprocess.PIPE, *starts).split(b"\0")[:-1]
         return [
-            _Entry(kind, TREES[tree] + path.removeprefix(b"./"), target, changed)
-            for kind, path, target, changed in zip(*(iter(fields),) * 4, strict=True)
-            if path != b"."
+            _Entry(kind, above[start] + (b"/" + path if path else b""), target, changed)
+            for kind, start, path, target, changed in zip(*(iter(fields),) * 5, strict=True)
+            if path or start.startswith(os.fsencode(usr))
         ]
 
-    def _run(self, script: str, folder: int, given: bytes | int, output: int, *arguments: str) -> bytes:
+    def _run(
+        self, script: str, folder: Sequence[int], given: bytes | int, output: int, *arguments: str
+    ) -> bytes:
         """Run a bash script of the host in the machine's user namespace.
 
         Args:
-            folder: descriptor of the folder that is its first argument.
+            folder: descriptor of the folder that is its first argument, if there is one.
             given: its input, or the descriptor of it.
         """
         enter = ["nsenter", f"--user=/proc/self/fd/{self._user}"]
         keep = ["--preserve-credentials"] if os.geteuid() != 0 else []
-        bash = ["/bin/bash", "--noprofile", "--norc", "-c", script, "bash", f"/proc/self/fd/{folder}"]
+        bash = ["/bin/bash", "--noprofile", "--norc", "-c", script, "bash"]
+        arguments = (*(f"/proc/self/fd/{each}" for each in folder), *arguments)
         source: Any = {"input": given} if isinstance(given, bytes) else {"stdin": given}
         try:
             done = subprocess.run(
@@ -166,7 +172,7 @@ class Frozen:
                 stdout=output,
                 stderr=subprocess.DEVNULL,  # a file that cannot be read is left out
                 timeout=_SECONDS,
-                pass_fds=(self._user, folder),
+                pass_fds=(self._user, *self._trees.values(), *folder),
                 env=_ENVIRONMENT,
                 cwd="/",
             )
@@ -186,7 +192,7 @@ def _of_usr(script: str) -> list[str]:
     named = sorted(words_of(script) - of_host - {".", ".."})
     programs = [f"{folder}/{name}" for folder in PROGRAMS for name in named]
     folders = [name for name in named if not os.path.lexists(f"/usr/{name}") and name not in LIBRARIES]
-    return [f"./{path}" for path in ("local", "src", *programs, *folders)]
+    return ["local", "src", *programs, *folders]
 
 
 def _place(path: bytes) -> tuple[str, bytes]:

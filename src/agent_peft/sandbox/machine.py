@@ -196,8 +196,9 @@ class Machine:
                 logger.warning("a machine was closed and did not end within %g seconds", _SECONDS)
             self._processes.close()
             self._processes = None
-        command, folder = [*self._command, "delete", "--force", self.name], self._bundle
-        self._later(lambda: _remove(command, folder))  # it takes the runtime a tenth of a second
+        kept = [Path(self._command[self._command.index("--root") + 1]) / self.name, self._bundle]
+        command, groups = [*self._command, "delete", "--force", self.name], self._cgroup or {}
+        self._later(lambda: _remove(command, kept, list(groups.values())))
 
     def _start(self, run: Sequence[str]) -> None:
         """Start process 1 with a pipe as its input, which only we hold open."""
@@ -300,14 +301,22 @@ def _last_line(path: Path) -> str:
         return ""
 
 
-def _remove(command: Sequence[str], folder: Path) -> None:
+def _remove(command: Sequence[str], kept: Sequence[Path], groups: Sequence[Path]) -> None:
+    """Remove what the runtime keeps of a machine that has ended. The runtime itself needs a tenth of a second
+    for that, so it is only called where something resists.
+    """
     try:
-        subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, cwd="/", timeout=_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        logger.warning("what the runtime keeps of a machine was not removed: %s", error)
-    shutil.rmtree(folder, ignore_errors=True)
+        for group in groups:
+            group.rmdir()
+    except OSError:
+        try:
+            subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, cwd="/", timeout=_SECONDS, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            logger.warning("what the runtime keeps of a machine was not removed: %s", error)
+    for folder in kept:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _cgroup_of(pid: int) -> Mapping[str, Path]:
@@ -317,7 +326,8 @@ def _cgroup_of(pid: int) -> Mapping[str, Path]:
         for line in file:
             _, controllers, path = line.rstrip("\n").split(":", 2)
             for name in controllers.split(","):
-                folder = _CGROUPS / name / path.lstrip("/")
-                if folder.is_dir():
-                    folders[name] = folder
+                for mounted in (name.removeprefix("name="), *(("unified",) if name == "" else ())):
+                    folder = _CGROUPS / mounted / path.lstrip("/")
+                    if folder.is_dir() and "agent-peft" in folder.name:
+                        folders[name] = folder
     return folders
