@@ -6,10 +6,13 @@ It holds only files that are named here, and never a file that is not readable b
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+from agent_peft.sandbox.inspection import is_hidden
 
 SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # links of the root folder into /usr
 _FOLDERS = {
@@ -44,6 +47,7 @@ _PROTECTED = (
     "ld.so.conf.d", "login.defs", "nsswitch.conf", "pam.conf", "pam.d", "perl", "profile", "profile.d",
     "python3", "python3.11", "security", "ssl", "terminfo", "vim",
 )  # fmt: skip
+_LOGIN = re.compile(r"sh\s+-\w*l|--login|\bsu\b|\blogin\b|\brunuser\b")  # a shell that reads more files
 _LOCAL = ("bin", "etc", "games", "include", "lib", "sbin", "share", "share/man", "src")
 
 
@@ -90,15 +94,16 @@ class BaseImage:
             )
         return None
 
-    def protected(self) -> list[tuple[str, str]]:
-        """List what an inspection mounts read-only: sources and targets."""
-        etc = [
-            (str(self.root / "etc" / name), f"/etc/{name}")
-            for name in _PROTECTED
-            if (self.root / "etc" / name).exists() and not (self.root / "etc" / name).is_symlink()
-        ]
-        local = [(str(self.usr / "local/lib"), "/usr/local/lib")]
-        return [*etc, (str(self._empty), "/etc/ld.so.preload"), *local]
+    def protected(self, script: str) -> list[tuple[str, str]]:
+        """List what an inspection by ``script`` mounts read-only: sources and targets."""
+        homes = [f"root/{name}" for name in (".bashrc", ".profile")]
+        files = [self.root / name for name in (*(f"etc/{name}" for name in _PROTECTED), *homes)]
+        found = {str(path): "/" + str(path.relative_to(self.root)) for path in files}
+        mounts = [(path, target) for path, target in found.items() if _is_real(path)]
+        login = ("/root/.bash_profile", "/root/.bash_login") if _LOGIN.search(script) else ()
+        mounts += [(str(self._empty), target) for target in ("/etc/ld.so.preload", *login)]
+        shown = [each for each in mounts if is_hidden(each[1], script)]
+        return [*shown, (str(self.usr / "local/lib"), "/usr/local/lib")]
 
     def give(self, path: Path) -> None:
         """Make a machine's root the owner of a file."""
@@ -115,6 +120,10 @@ class BaseImage:
             os.chown(path, user, group + inside, follow_symlinks=False)
             if inside:  # chown removes the bit that sets the group
                 os.chmod(path, stat.S_IMODE(mode))
+
+
+def _is_real(path: str) -> bool:
+    return os.path.exists(path) and not os.path.islink(path)
 
 
 def _state(status: os.stat_result) -> tuple[int, bool]:

@@ -45,7 +45,7 @@ _OPENAT2, _RESOLVE_IN_ROOT = 437, 0x10
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _SHELLS = re.compile(r"(ba|da|z|k|mk|a|c|tc|fi)?sh")
 _INTERPRETERS = re.compile(
-    r"(python|perl|ruby|node|nodejs|php|lua|tclsh|expect|make|gmake|java|gdb|bc|dc)[0-9.]*"
+    r"(python|perl|ruby|node|nodejs|php|lua|tclsh|expect|make|gmake|java|gdb|bc|dc)[0-9.]*|ld[-.].*"
 )
 _WITH_FILE = re.compile(r"[gm]?awk|sed|ed|ex|vi|vim.*")  # these take a program from a file only by an option
 _CODE = re.compile(rb"-[a-zA-Z]*[ce]|-E")  # the next argument is a program, and later ones are data
@@ -216,7 +216,7 @@ class ExecGuard:
                 script = _resolve(root, posixpath.join(folder, word))
                 if script is not None and not _is_hosts(script) and _is_file(root, script):
                     return True
-            return False
+            return _reads_input(name, words[1:]) and _may_hold_program(f"/proc/{pid}/fd/0")
         finally:
             os.close(root)
 
@@ -234,6 +234,18 @@ def _programs(name: str, words: Sequence[bytes]) -> Iterator[bytes]:
                 return
             if word and not word.startswith(b"-"):
                 yield word
+
+
+def _reads_input(name: str, words: Sequence[bytes]) -> bool:
+    """Whether a program takes commands from its input."""
+    reads = _SHELLS.fullmatch(name) or _INTERPRETERS.fullmatch(name)
+    return reads is not None and all(word.startswith(b"-") and not _CODE.fullmatch(word) for word in words)
+
+
+def _may_hold_program(path: str) -> bool:
+    """Whether the input of a process may be the agent's: a file or a pipe."""
+    mode = os.stat(path).st_mode
+    return stat.S_ISREG(mode) or stat.S_ISFIFO(mode)
 
 
 def _is_hosts(path: str) -> bool:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack, suppress
-from functools import partial
 
 from agent_peft.sandbox.base import CommandResult, MachineLost, Sandbox, SandboxLimits
 from agent_peft.sandbox.exec_guard import ExecGuard
 from agent_peft.sandbox.frozen import TREES, Frozen, in_memory
-from agent_peft.sandbox.inspection import is_hidden
 from agent_peft.sandbox.machine import Machine, inside
 from agent_peft.sandbox.runtime import find_runtime
 from agent_peft.sandbox.shell import SHELL, PersistentShell, Shell, run_alone
@@ -125,7 +123,7 @@ class OciSandbox(Sandbox):
         stack.callback(guard.close)
         first = inside(_SCRIPT, fill)
         machine = self._runtime.inspection(
-            self._limits, folder, usr, guard, partial(is_hidden, script=script), first, streams, contents
+            self._limits, folder, usr, guard, self._runtime.image.protected(script), first, streams, contents
         )
         stack.callback(machine.close)
         with suppress(MachineLost):  # it has ended already, and asks no more

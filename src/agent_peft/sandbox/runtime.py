@@ -101,7 +101,7 @@ class Runtime:
         folder: Path,
         usr: Path,
         guard: ExecGuard,
-        hidden: Callable[[str], bool],
+        protected: Sequence[tuple[str, str]],
         script: Sequence[str],
         streams: PipeStreams,
         descriptors: Sequence[int],
@@ -112,8 +112,7 @@ class Runtime:
             folder: its bundle, made by ``new_bundle``.
             usr: the agent's additions to /usr.
             guard: answers before each execve.
-            hidden: whether a path of /etc holds no file of the agent: what decides how programs work is
-                read-only there.
+            protected: sources and targets of what is mounted read-only.
             script: the arguments of process 1.
             descriptors: what process 1 gets as 6 and so on.
 
@@ -121,8 +120,8 @@ class Runtime:
             InfrastructureError: it did not start.
         """
         layers = [str(self.image.root)], [str(self.image.usr), "/usr", str(usr)]
-        protected = [each for each in self.image.protected() if hidden(each[1])] + guard.mounts
-        config = self._config(folder, limits, layers, seccomp(str(guard.socket)), protected, script)
+        mounts = [*protected, *guard.mounts]
+        config = self._config(folder, limits, layers, seccomp(str(guard.socket)), mounts, script)
         return Machine(self.command, folder, config, limits, self._later, streams, descriptors)
 
     def new_bundle(self) -> Path:
