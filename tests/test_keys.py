@@ -46,7 +46,7 @@ ENVIRONMENT_KEYS = {
     "answer_format annotations strict",
     "gymnasium": "kind id make actions score split num_tasks seed max_turns prompt",
     "reasoning_gym": "kind dataset split num_tasks seed system_prompt accept_faults",
-    "os_interaction": "kind tasks generate skills split limit sandbox protocol system_prompt prompt "
+    "os_interaction": "kind tasks generate skills split limit sandbox runtime protocol system_prompt prompt "
     "max_turns max_observation_chars "
     "command_timeout script_timeout episode_seconds replay replay_threads",
     "os_interaction.generate": "num_tasks seed skills split combined",

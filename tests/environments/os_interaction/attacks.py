@@ -313,14 +313,18 @@ def outcome(trick: Trick) -> Outcome:
 
 
 def reached(reach: Reach) -> str | None:
-    """Return the output if the command was successful."""
+    """Return the output if the command was successful. Where no control group bounds a machine, the trainer ends
+    it above its limits.
+    """
+    watched = find_runtime().case.cgroups == ""
     with build_sandbox("oci", LIMITS) as sandbox:
+        output, alive = "the machine was lost", False
         try:
             output = sandbox.run(reach.command, reach.seconds).output
             alive = sandbox.run("rm -rf /srv/* 2>/dev/null; echo alive", 20).output.endswith("alive\n")
-        except MachineLost:  # how the trainer bounds a machine that has no control group
-            return None if find_runtime().case.cgroups == "" else "the machine was lost"
-    return output if "REACHED" in output or not alive else None
+        except MachineLost:
+            pass
+    return output if "REACHED" in output or not (alive or watched) else None
 
 
 def main() -> None:

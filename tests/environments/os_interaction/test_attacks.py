@@ -74,23 +74,42 @@ def _python_for_everybody() -> list[str]:
 _AS_USER = ("setpriv", "--reuid=54321", "--regid=54321", "--clear-groups", "--no-new-privs")
 
 
+NEEDS_USERS = {  # useradd and groupadd chown, and no program of the agent is executed where there is one id
+    "honest: a new program",
+    "honest: a script that looks things up",
+    "honest: a script that makes a link of its own",
+    "honest: a script that root alone may read",
+    "honest: a script with an exit code",
+    "honest: settings in /etc",
+    "honest: two programs in a row",
+}
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("setpriv") is None, reason="only root can become another user"
 )
 def test_all_of_it_as_an_ordinary_user_with_one_id():
+    assert set(_successful([*_AS_USER, *_python_for_everybody()])) <= NEEDS_USERS
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("unshare") is None, reason="only root can hide the control groups"
+)
+def test_all_of_it_without_control_groups():
+    hide = ["unshare", "-m", "bash", "-c", 'mount -t tmpfs -o ro none /sys/fs/cgroup && exec "$@"', "bash"]
+    path = f"PYTHONPATH={ROOT / 'src'}"
+    assert _successful([*hide, "env", path, sys.executable, "-B"]) == []
+
+
+def _successful(python: list[str]) -> list[str]:
+    """The attacks that were successful, and the honest work that was not seen."""
     done = subprocess.run(
-        [*_AS_USER, *_python_for_everybody(), str(Path(attacks.__file__))],
-        capture_output=True,
-        text=True,
-        cwd="/",
-        timeout=400,
+        [*python, str(Path(attacks.__file__))], capture_output=True, text=True, cwd="/", timeout=550
     )
-    if "this machine does not let us make a sandbox" in done.stderr:
+    if "sandbox: oci: " in done.stderr:
         pytest.skip(done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stderr
-    needs_users = {
-        "honest: settings in /etc",
-        "honest: a script that looks things up",
-    }  # groupadd and useradd chown, and there is one id
-    assert set(json.loads(done.stdout)) <= needs_users
+    successful: list[str] = json.loads(done.stdout)
+    return successful

@@ -9,6 +9,7 @@ from agent_peft.environments import load_environment
 from agent_peft.environments.os_interaction.config import OSGenerateConfig, OSInteractionConfig
 from agent_peft.environments.os_interaction.environment import OSInteraction
 from agent_peft.environments.os_interaction.episode import OSEpisode, cut, demonstrate, observation
+from agent_peft.environments.os_interaction.inspection import inspect
 from agent_peft.environments.os_interaction.problems import (
     Checks,
     Comparison,
@@ -26,7 +27,8 @@ from agent_peft.environments.os_interaction.protocol import (
 from agent_peft.environments.task_commands import validate_tasks
 from agent_peft.environments.tool_calls import write_tool_call
 from agent_peft.sandbox.base import CommandResult
-from agent_peft.types import AgentPeftError, InfrastructureError, Outcome, StopReason
+from agent_peft.sandbox.build import missing
+from agent_peft.types import AgentPeftError, InfrastructureError, Outcome, StopReason, Task
 
 CONFIG = OSInteractionConfig(generate=OSGenerateConfig(num_tasks=1))
 PROBLEM = ShellProblem(
@@ -347,6 +349,39 @@ def test_a_wrong_configuration_is_one_line(settings, told):
     with pytest.raises(AgentPeftError, match=told) as error:
         load_environment({"kind": "os_interaction", **settings})
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "judged"),
+    [
+        ("/srv/check.sh; exit $?", True),
+        ("cd /srv && ./check.sh && [ -e /srv/check.sh ]", True),
+        ("/srv/check.sh && grep -q joe /etc/passwd", False),
+        ('[ "$(/srv/check.sh)" = yes ]', False),
+        ("[ -x /srv/check.sh ]", False),  # an empty program is what was asked for
+    ],
+)
+def test_a_task_that_judges_itself_is_rejected(sandboxed, evaluation, judged):
+    if missing("oci"):
+        pytest.skip(missing("oci")[0])
+    gold = (
+        "useradd joe; printf '#!/bin/bash\\ngrep -q joe /etc/passwd && echo yes\\n' > /srv/check.sh; "
+        "chmod 755 /srv/check.sh"
+    )
+    content = {
+        "initialization_command_item": {"command_name": "bash", "script": ""},
+        "skill_list": ["useradd"],
+        "instruction": "Make a user joe, and write /srv/check.sh, which checks that.",
+        "evaluation_info": {
+            "evaluation_command_item": {"command_name": "bash", "script": evaluation},
+            "ground_truth_command_item": {"command_name": "bash", "script": gold},
+        },
+    }
+    config = OSInteractionConfig(generate=OSGenerateConfig(num_tasks=1), max_turns=3)
+    found = inspect(Task("it", content=content), config)
+    assert found.gold_is_correct and not found.nothing_is_correct
+    told = "it judges itself: an empty program at /srv/check.sh passes"
+    assert found.cause == (told if judged else None)
 
 
 @pytest.mark.slow
