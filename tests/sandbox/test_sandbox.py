@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from agent_peft.sandbox import bundle, proof, runtime
 from agent_peft.sandbox.base import CommandResult, MachineLost, SandboxLimits
 from agent_peft.sandbox.build import SANDBOXES, build_sandbox, missing
+from agent_peft.sandbox.owners import OwnerFolder
 from agent_peft.sandbox.profile import seccomp
 from agent_peft.sandbox.runtime import find_runtime
 from agent_peft.types import AgentPeftError, InfrastructureError
@@ -399,6 +401,27 @@ def test_a_missing_requirement_is_one_line(monkeypatch):
     monkeypatch.setattr(runtime, "_FOLDERS", ())
     with pytest.raises(AgentPeftError, match="needs a container runtime: install runc"):
         runtime.find_programs("auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [("x" * 80, "too long"), ("a:b", "colon or comma"), ("a,b", "colon or comma")],
+    ids=["long", "colon", "comma"],
+)
+def test_a_folder_that_machines_cannot_lie_in(monkeypatch, tmp_path, name, told):
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / name))
+    with pytest.raises(AgentPeftError, match=rf"{told}.*set TMPDIR"):
+        OwnerFolder()
+
+
+def test_a_folder_of_another_user_is_refused(monkeypatch, tmp_path):
+    place = Path(tempfile.mkdtemp(dir="/tmp"))
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    (place / f"agent-peft-machines-{os.getuid()}").symlink_to(tmp_path)
+    with pytest.raises(AgentPeftError, match="belongs to another user"):
+        OwnerFolder()
+    shutil.rmtree(place)
 
 
 def test_the_runtime_is_called_as_the_case_needs(monkeypatch, tmp_path):

@@ -21,6 +21,7 @@ from pathlib import Path
 from agent_peft.types import AgentPeftError
 
 _LOCK, RUNTIME = "lock", "runtime"
+_MAX_PATH = 60
 STATE = "state"  # the runtime's own folder, in which each container is a folder
 
 
@@ -84,7 +85,11 @@ def _private_folder() -> Path:
     """Return the folder that holds those of all processes of this user: neither readable by others, nor made
     by them.
     """
-    path = Path(tempfile.gettempdir()) / f"agent-peft-machines-{os.getuid()}"
+    path = Path(tempfile.gettempdir()).resolve() / f"agent-peft-machines-{os.getuid()}"
+    if len(str(path)) > _MAX_PATH or set(str(path)) & set(":,\\"):  # of sockets, and of an overlay's layers
+        raise AgentPeftError(
+            f"sandbox: {path} is too long, or has a colon or comma; set TMPDIR to another folder"
+        )
     path.mkdir(mode=0o711, exist_ok=True)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
