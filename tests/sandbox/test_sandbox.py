@@ -361,6 +361,41 @@ def test_a_command_inherits_only_its_three_streams(machine):
         assert said(run("ls /proc/self/fd | sort -n | head -4", 10)) == "0\n1\n2\n3\n"
 
 
+RACE = """
+import os, sys, time
+end, won, seen = time.monotonic() + 5, set(), 0
+while time.monotonic() < end:
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            os.readlink(f"/proc/{pid}/exe")
+            continue
+        except OSError:
+            seen += pid != "1"
+        try:
+            os.close(os.open(f"/proc/{pid}/mem", os.O_RDWR))
+            if not os.readlink(f"/proc/{pid}/exe").startswith("/usr/"):
+                won.add("the runtime")
+        except OSError as error:
+            won |= {"the runtime"} if error.filename == f"/proc/{pid}/exe" and error.errno == 13 else set()
+print(seen, won or "nothing")
+"""
+
+
+@pytest.mark.slow
+def test_the_runtime_cannot_be_opened_while_it_starts_a_program(machine):
+    """It is in the machine before it becomes the program, and holds pipes of ours."""
+    if not machine.run("command -v python3", 10).ok:
+        pytest.skip("/usr/bin has no python3")
+    machine.run(f"cat >/tmp/race.py <<'END'\n{RACE}\nEND\nsetsid python3 /tmp/race.py >/tmp/won & disown", 10)
+    for _ in range(30):
+        machine.run_fresh("true", 10)
+    deadline = time.monotonic() + 20
+    while not (said_by_race := machine.run("cat /tmp/won", 10).output) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    seen, won = said_by_race.split()
+    assert int(seen) > 0 and won == "nothing", said_by_race
+
+
 def test_nothing_of_ours_is_inside(machine):
     output = said(
         machine.run(
