@@ -100,7 +100,8 @@ def test_the_example_of_the_page_is_valid(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(str(tmp_path))
     exec(test.replace("guessing:", "guessing_of_the_page:"), {})
     found = validate_tasks("guessing_of_the_page:Higher")
-    assert found == {"tasks": 50, "gold_correct": 50, "nothing_correct": 0, "rejected": [], "violations": []}
+    counts = {"tasks": 50, "gold_correct": 50, "nothing_correct": 0}
+    assert found == {**counts, "rejected": [], "warnings": [], "violations": []}
     with pytest.raises(AgentPeftError, match="did you mean 'num_tasks'"):
         load_environment({"kind": "guessing_of_the_page:Higher", "num_task": 20})
     (configuration,) = re.findall(r"^```yaml\n(# guessing\.yaml\n.*?)^```$", page, re.DOTALL | re.MULTILINE)
@@ -423,6 +424,7 @@ def test_the_demonstrations_of_a_users_class_are_validated(case: str, world: Any
             "gold_correct": 3,
             "nothing_correct": 0,
             "rejected": [],
+            "warnings": [],
             "violations": [],
         }
     else:

@@ -87,7 +87,14 @@ def test_a_start_that_hangs_is_left_out(caplog):
 def test_a_wait_for_an_environment_is_a_line(monkeypatch, caplog):
     world = Hanging("step")
     monkeypatch.setattr(schedule, "NOTES", (0.1, 30.0))
-    threading.Timer(0.5, world.gate.set).start()
+
+    def open_when_said():
+        deadline = time.monotonic() + 60
+        while not any(text.startswith("waiting") for text in caplog.messages) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        world.gate.set()
+
+    threading.Thread(target=open_when_said, daemon=True).start()
     collect(world)
     (line,) = [text for text in caplog.messages if text.startswith("waiting")]
     assert "waiting for the environment for 0 s: task 'b', seed" in line
