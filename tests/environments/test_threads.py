@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

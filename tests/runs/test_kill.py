@@ -159,6 +159,7 @@ def lines_of(content: object) -> list[bytes]:
     return content.splitlines()
 
 
+@pytest.mark.slow
 def test_two_kills_change_nothing(tmp_path, policy_config, run_contents, warm_process):
     policy = policy_config.model_dump(mode="json")
     killed_run_equals_whole(tmp_path, policy, run_contents, warm_process, (3, 3, 2, 4), kills=2)

@@ -169,6 +169,7 @@ def test_a_strangers_run_neither_stops_a_command_nor_leads_it_outside(
                 assert code == 2 and "other names" in err, case
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "hard link"])
 def test_what_is_put_there_after_the_check_is_not_opened_either(whole, tmp_path, monkeypatch, capsys, kind):
     """The first check finds nothing, as if the stranger had been faster: the opened file counts."""

@@ -129,6 +129,7 @@ def test_other_phrases_are_held_out():
     assert len([words for words in often if words not in train]) > 20
 
 
+@pytest.mark.slow
 def test_the_alias_of_a_table_qualifies_its_columns_and_is_seldom_said():
     """As in the tasks of LifelongAgentBench. A query inside has no alias, so its columns have none."""
     found = generate(300, 4, skills=["table_alias"])
@@ -152,6 +153,7 @@ def test_the_alias_of_a_table_qualifies_its_columns_and_is_seldom_said():
     assert 40 < said < 140
 
 
+@pytest.mark.slow
 def test_computed_columns_are_also_called_by_a_part_of_their_name():
     """As in the tasks of LifelongAgentBench, where ``avg_price`` may be the mean of ``unit_price``."""
     forms = Counter()

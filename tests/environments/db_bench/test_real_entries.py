@@ -63,6 +63,7 @@ def test_all_entries_load_and_the_rejected_are_explained(path):
         )
 
 
+@pytest.mark.slow
 def test_validation_agrees_with_loading(path):
     found, environment = validate_tasks("db_bench", tasks=path), environment_of(path)
     assert found["tasks"] == found["gold_correct"] + len(found["rejected"])
@@ -72,6 +73,7 @@ def test_validation_agrees_with_loading(path):
     ]
 
 
+@pytest.mark.slow
 def test_empty_and_wrong_answers_never_score(path):
     for task in load_tasks(path):
         problem = read_entry(task.id, task.content)
