@@ -288,6 +288,14 @@ def test_an_adapter_folded_at_half_its_strength(make_trainer, monkeypatch):
     stops(make_trainer(), "the sampler does not act with the weights that were just updated")
 
 
+def test_tokens_without_an_alternative_teach_nothing_and_that_is_no_fault(make_trainer):
+    """Under top-k 1 each log-probability is 0, whatever the weights are."""
+    algorithm = {"kind": "reinforce", "baseline_momentum": 1}
+    trainer = make_trainer(algorithm, steps=2, sampling={"max_new_tokens": 3, "top_k": 1})
+    steps = list(trainer)
+    assert len(steps) == 2 and not trainer.learning
+
+
 # -- the trainer takes the tokens for something else ---------------------------------------------------------
 
 

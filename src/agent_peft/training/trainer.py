@@ -273,8 +273,9 @@ class Trainer:
 
     def check_update(self, minibatch: Batch, unlearnt: int) -> None:
         # a first step of groups without variance has no gradient but a penalty's, which is zero where the
-        # policy is its reference
-        if not self.learning and bool(minibatch.advantages.any() or not self.algorithm.on_policy):
+        # policy is its reference; neither has one whose tokens were the only ones that top-p or top-k left
+        learnable = (minibatch.advantages * minibatch.logprobs).any()
+        if not self.learning and bool(learnable or not self.algorithm.on_policy):
             checks.assert_learning(self.policy, checksum(self.parameters) != unlearnt)
             self.learning = True
         self.ranks.assert_equal(self.parameters, "the weights after an update")
