@@ -88,8 +88,8 @@ class Machine:
             else:
                 self._spawn(run, self._bundle / "first", streams, descriptors, with_input=False)
             self._processes = self._wait(may_have_ended=streams is not None)
-            if self._processes is not None and "resources" in config["linux"]:
-                self._cgroup = _cgroup_of(self._processes.first)
+            if "resources" in config["linux"]:
+                self._cgroup = _cgroup_of(config["linux"]["cgroupsPath"], self._processes)
             elif self._processes is not None:
                 WATCH.add(self._processes, limits)
         except BaseException:
@@ -164,7 +164,7 @@ class Machine:
 
     def cpu_seconds(self) -> float:
         """Return the processor time of all processes so far; of the last call if the machine has ended."""
-        with contextlib.suppress(OSError, MachineLost):
+        with contextlib.suppress(OSError, MachineLost, KeyError):
             if self._cgroup is None:
                 self._seconds = WATCH.ticks(self.processes) / _TICK
             elif "cpuacct" in self._cgroup:
@@ -319,15 +319,21 @@ def _remove(command: Sequence[str], kept: Sequence[Path], groups: Sequence[Path]
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _cgroup_of(pid: int) -> Mapping[str, Path]:
-    """Return the folders of a process's control groups by controller."""
-    folders = {}
-    with open(f"/proc/{pid}/cgroup", encoding="utf-8") as file:
-        for line in file:
-            _, controllers, path = line.rstrip("\n").split(":", 2)
-            for name in controllers.split(","):
-                for mounted in (name.removeprefix("name="), *(("unified",) if name == "" else ())):
-                    folder = _CGROUPS / mounted / path.lstrip("/")
-                    if folder.is_dir() and "agent-peft" in folder.name:
-                        folders[name] = folder
+def _cgroup_of(path: str, processes: Processes | None) -> Mapping[str, Path]:
+    """Return the folders of a control group that the runtime made, by controller.
+
+    Args:
+        path: the bundle's ``cgroupsPath``.
+    """
+    if ":" in path:  # systemd chose the place of its scope
+        if processes is None:
+            return {}
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/{processes.first}/cgroup").read_text()
+            return {"": _CGROUPS / text.rpartition("0::/")[2].strip()}
+        return {}
+    name = Path(path).name
+    folders = {each.parent.name: each for each in _CGROUPS.glob(f"*/{name}")}
+    if (_CGROUPS / name).is_dir():
+        folders[""] = _CGROUPS / name
     return folders
