@@ -155,3 +155,14 @@ def test_who_cannot_be_seen_is_seen():
         process = processes._process(str(child.pid))
         assert process is not None and process.thread != process.pid and process.resident > 30 << 20
         child.kill()
+
+
+def test_a_process_that_has_ended_costs_no_descriptor():
+    """An inspection may end before we look at it."""
+    before = len(os.listdir("/proc/self/fd"))
+    with subprocess.Popen(["true"]) as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has waited for it
+        for _ in range(3):
+            with pytest.raises(OSError):
+                processes.Processes(child.pid)
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -52,9 +52,13 @@ class Processes:
         """
         self.first = first
         self._handle = os.pidfd_open(first)
-        self._namespace = os.stat(f"/proc/{first}/ns/pid").st_ino
-        if not self.alive() or self._namespace == os.stat("/proc/self/ns/pid").st_ino:
-            raise ProcessLookupError(3, "process 1 of the machine has ended")
+        try:
+            self._namespace = os.stat(f"/proc/{first}/ns/pid").st_ino
+            if not self.alive() or self._namespace == os.stat("/proc/self/ns/pid").st_ino:
+                raise ProcessLookupError(3, "process 1 of the machine has ended")
+        except OSError:
+            self.close()
+            raise
 
     def alive(self) -> bool:
         return not self._ended(0)
