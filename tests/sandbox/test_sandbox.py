@@ -146,6 +146,7 @@ def test_scripts_run_beside_the_shell(any_machine):
     assert any_machine.run_fresh('echo "$x"; echo e >&2; exit 6', 10) == CommandResult("\ne\n", 6)
     stopped = any_machine.run_fresh("sleep 600", 0.3)
     assert stopped.timed_out and stopped.exit_code is None
+    assert all(any_machine.run_fresh("true", 10).ok for _ in range(20))  # may end before we look at it
     assert said(any_machine.run("echo $x", 10)) == "5\n"
     assert said(any_machine.inspect("echo inspected", 10)) == "inspected\n"
 
@@ -158,6 +159,29 @@ def test_closing_twice_or_before_the_start_is_fine(any_machine):
 
 
 # machines of an OCI runtime
+
+
+def test_the_first_shell_ends_with_its_exit_code_or_without_one(machine):
+    assert machine.run("exit 7", 10) == CommandResult("", 7)
+    with build_sandbox("oci", SandboxLimits()) as another:  # the process that would report the code
+        assert another.run("kill -9 $PPID; sleep 5", 10).exit_code is None
+        assert another.run("echo $SHLVL; trap", 10) == CommandResult("1\n", 0)
+
+
+def test_machines_and_programs_take_no_keyrings():
+    """A user may have 200 of them, and the kernel keeps them for minutes."""
+    case = find_runtime().case
+    before = Path("/proc/key-users").read_text()
+    for _ in range(2):
+        with build_sandbox("oci", SandboxLimits()) as machine:
+            assert machine.run_fresh("true", 10).ok and machine.inspect("true", 10).ok
+
+    def keys(text):
+        first = case.ids["uid"][0][1]
+        found = re.search(rf"^ *{first}: +\d+ (\d+)/", text, re.MULTILINE)
+        return int(found[1]) if found else 0
+
+    assert keys(Path("/proc/key-users").read_text()) <= keys(before)
 
 
 def test_users_and_owners(machine):
@@ -515,7 +539,7 @@ def test_a_machine_that_is_not_as_it_should_be_is_found():
     )
     first = good.replace("00000000a00405fb", "00000008a00405fb")
     shown = f"{good}Network: lo\nDescriptor: 0\nDescriptor: 3\n"
-    assert proof.differences(shown, first) == []
+    assert proof.differences(shown, first, good) == []
     for before, after, fault in (
         ("Seccomp:\t2", "Seccomp:\t0", "Seccomp is 0 instead of 2"),
         ("NoNewPrivs:\t1", "NoNewPrivs:\t0", "NoNewPrivs is 0 instead of 1"),
@@ -524,9 +548,10 @@ def test_a_machine_that_is_not_as_it_should_be_is_found():
         ("Descriptor: 3", "Descriptor: 3\nDescriptor: 7", "descriptor 7 is there"),
         ("Network: lo", "Network: lo\nShown: /proc/kcore", "Shown: /proc/kcore"),
     ):
-        (found,) = proof.differences(shown.replace(before, after), first)
+        (found,) = proof.differences(shown.replace(before, after), first, good)
         assert fault in found
-    assert "process 1: CapPrm" in proof.differences(shown, good)[0]
+    assert "process 1: CapPrm" in proof.differences(shown, good, good)[0]
+    assert "the shell: CapPrm" in proof.differences(shown, first, first)[0]
 
 
 @pytest.mark.parametrize(

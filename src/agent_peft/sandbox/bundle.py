@@ -13,6 +13,7 @@ from typing import Any
 
 from agent_peft.sandbox.base import SandboxLimits
 from agent_peft.sandbox.inspection import SETTINGS
+from agent_peft.sandbox.shell import SHELL
 
 CAPABILITIES = (
     "CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_KILL", "CAP_SETGID", "CAP_SETUID",
@@ -21,15 +22,18 @@ CAPABILITIES = (
 # Process 1 may not do more by it. The kernel lets nobody trace a process, or open its descriptors, who lacks
 # one of its capabilities: so no process of the agent can hold its input open.
 CAPABILITY_OF_PROCESS_1 = "CAP_WAKE_ALARM"
-# It reads until our end of the pipe is closed, and waits for orphans. Nothing inside can end it: it ignores
-# all signals that have an effect on a process 1.
-PROCESS_1 = (
-    "/bin/bash",
-    "--noprofile",
-    "--norc",
-    "-c",
-    "trap '' HUP INT QUIT TERM USR1 USR2 ALRM PIPE; exec >/dev/null 2>&1; while read -r; do :; done",
-)
+# It starts the first shell, whose streams are 3 to 5, and writes its exit code to 6. Then it reads until our
+# end of the pipe is closed, and waits for orphans. Nothing inside can end it: it ignores all signals that have
+# an effect on a process 1. $0 is the shell's processor time in seconds.
+_PROCESS_1 = f"""
+exec >/dev/null 2>&1; unset SHLVL; set -m
+( ulimit -t "$0"; cd
+  /usr/bin/setsid /usr/bin/setpriv --bounding-set -wake_alarm {" ".join(SHELL)} <&3 >&4 2>&5 3<&- 4>&- 5>&- 6>&-
+  printf %s "$?" >&6 ) </dev/null &
+set +m; exec 3<&- 4>&- 5>&- 6>&-
+trap '' HUP INT QUIT TERM USR1 USR2 ALRM PIPE
+while read -r; do :; done
+"""
 _FLAGS = ("nosuid", "nodev")
 _ENVIRONMENT = {
     "HOME": "/root",
@@ -127,11 +131,22 @@ def config(
         "root": {"path": str(folder)},
         "hostname": "sandbox",
         "mounts": mounts,
-        "process": process(PROCESS_1, "clean", limits, descriptors, (*CAPABILITIES, CAPABILITY_OF_PROCESS_1))
+        "process": _process_1(limits, descriptors)
         if inspection is None
         else process(script, "inspection", limits, descriptors),
         "linux": linux,
     }
+
+
+def _process_1(limits: SandboxLimits, descriptors: int) -> dict[str, Any]:
+    argv = ("/bin/bash", "--noprofile", "--norc", "-c", _PROCESS_1, str(_cpu_seconds(limits)))
+    described = process(argv, "agent", limits, descriptors, (*CAPABILITIES, CAPABILITY_OF_PROCESS_1))
+    described["rlimits"] = [each for each in described["rlimits"] if each["type"] != "RLIMIT_CPU"]
+    return described
+
+
+def _cpu_seconds(limits: SandboxLimits) -> int:
+    return int(limits.cpu_seconds) + 1
 
 
 def process(
@@ -146,7 +161,7 @@ def process(
     Args:
         environment: a key of ``ENVIRONMENTS``.
     """
-    file_size, seconds = limits.file_size_mb << 20, int(limits.cpu_seconds) + 1
+    file_size = limits.file_size_mb << 20
     rlimits = {
         "CORE": 1,  # with 0, the kernel still starts the host's handler if that is a program
         "FSIZE": file_size,
@@ -154,7 +169,7 @@ def process(
         "MSGQUEUE": 0,
         "SIGPENDING": 1024,
         "MEMLOCK": 64 << 10,
-        **({} if argv is PROCESS_1 else {"CPU": seconds}),
+        "CPU": _cpu_seconds(limits),
     }
     return {
         "terminal": False,

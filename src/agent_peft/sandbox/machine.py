@@ -11,7 +11,7 @@ import secrets
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,8 @@ class Machine:
         config: Mapping[str, Any],
         limits: SandboxLimits,
         later: Callable[[Callable[[], None]], None],
-        streams: PipeStreams | None = None,
-        descriptors: Sequence[int] = (),
+        streams: PipeStreams,
+        descriptors: Sequence[int] | None = None,
     ) -> None:
         """Start the container.
 
@@ -63,9 +63,9 @@ class Machine:
             bundle_folder: a folder, which the machine removes when it is closed.
             config: the content of config.json.
             later: does something in another thread.
-            streams: of process 1, whose exit code is the runtime's. None if it only waits for the end of its
-                input, which is the end of our process at the latest.
-            descriptors: further ones for process 1, which become 6 and so on.
+            streams: of the first shell, or of process 1, whose exit code is the runtime's.
+            descriptors: further ones for process 1, which become 6 and so on. None for a machine whose process
+                1 starts a shell and then waits for the end of its input: of our process, at the latest.
 
         Raises:
             InfrastructureError: the runtime did not start it.
@@ -81,13 +81,16 @@ class Machine:
         self._lifeline: int | None = None
         self._processes: Processes | None = None
         (self._bundle / "config.json").write_text(json.dumps(config), "utf-8")
-        run = ["run", "--bundle", str(self._bundle)]
+        # A user may have 200 keyrings, and the kernel keeps one for minutes after its container has ended
+        run = ["run", "--no-new-keyring", "--bundle", str(self._bundle)]
         try:
-            if streams is None:
-                self._start(run)
+            if descriptors is None:
+                self._start(run, streams)
             else:
                 self._spawn(run, self._bundle / "first", streams, descriptors, with_input=False)
-            self._processes = self._wait(may_have_ended=streams is not None)
+            self._processes = self._wait(may_have_ended=descriptors is not None)
+            if descriptors is None:
+                self._find_shell(self.processes.first)
             if "resources" in config["linux"]:
                 self._cgroup = _cgroup_of(config["linux"]["cgroupsPath"], self._processes)
             elif self._processes is not None:
@@ -115,6 +118,11 @@ class Machine:
     def first(self) -> Program:
         """Process 1."""
         return Program(self, self._bundle / "first")
+
+    @property
+    def shell(self) -> Program:
+        """The shell that process 1 started."""
+        return Program(self, self._bundle / "shell")
 
     def spawn(
         self,
@@ -200,22 +208,41 @@ class Machine:
         command, groups = [*self._command, "delete", "--force", self.name], self._cgroup or {}
         self._later(lambda: _remove(command, kept, list(groups.values())))
 
-    def _start(self, run: Sequence[str]) -> None:
-        """Start process 1 with a pipe as its input, which only we hold open."""
+    def _start(self, run: Sequence[str], streams: PipeStreams) -> None:
+        """Start process 1 with a pipe as its input, which only we hold open. The shell's streams are 3 to 6."""
         theirs, self._lifeline = os.pipe2(os.O_CLOEXEC)
-        pid_file, errors = self._bundle / "first.pid", self._bundle / "first.errors"
-        with open(theirs, "rb") as stdin, open(errors, "wb") as file:
+        path = self._bundle / "first"
+        options = ["--detach", "--preserve-fds", "4", "--pid-file", str(path.with_suffix(".pid")), self.name]
+        with (
+            open(theirs, "rb") as stdin,
+            open(path.with_suffix(".errors"), "wb") as errors,
+            _moved(streams.child, 3) as (move, high),
+        ):
             try:
                 subprocess.run(
-                    [*self._command, *run, "--detach", "--pid-file", str(pid_file), self.name],
+                    [*WITHOUT_FILES, f'{move}exec "$@"', "bash", *self._command, *run, *options],
                     stdin=stdin,
                     stdout=subprocess.DEVNULL,
-                    stderr=file,
+                    stderr=errors,
+                    pass_fds=high,
                     cwd="/",
                     timeout=_SECONDS,
                 )
             except (OSError, subprocess.TimeoutExpired) as error:
                 raise InfrastructureError(f"a machine did not start: {error}") from error
+        streams.release()
+
+    def _find_shell(self, first: int) -> None:
+        """Record the id of the shell, a child of the only child of process 1. No program of the agent runs
+        yet. Without an id, the shell's streams end at once or at the first time limit.
+        """
+        deadline, pid = time.monotonic() + 1, None
+        while pid is None and time.monotonic() < deadline and self.processes.alive():
+            pid = _only_child(_only_child(first))
+            if pid is None:
+                time.sleep(0.001)
+        if pid is not None:
+            (self._bundle / "shell.pid").write_text(str(pid))
 
     def _spawn(
         self,
@@ -230,20 +257,15 @@ class Machine:
         Args:
             path: without its suffix, that of the files for its id and for the runtime's errors.
         """
-        high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 64) for each in descriptors]  # 6 is none of them
-        more = "".join(f"exec {6 + i}<&{each}; " for i, each in enumerate(high))
-        options = ["--preserve-fds", str(3 + len(high)), "--pid-file", str(path.with_suffix(".pid"))]
-        shell = [*WITHOUT_FILES, f"{more}{_OUTSIDE}", str(path.with_suffix(".errors"))]
-        try:
+        options = ["--preserve-fds", str(3 + len(descriptors)), "--pid-file", str(path.with_suffix(".pid"))]
+        with _moved(descriptors, 6) as (move, high):
+            shell = [*WITHOUT_FILES, f"{move}{_OUTSIDE}", str(path.with_suffix(".errors"))]
             streams.spawn(
                 [*shell, *self._command, *action, *options, self.name],
                 with_input=with_input,
                 pass_fds=high,
                 cwd="/",
             )
-        finally:
-            for each in high:
-                os.close(each)
 
     def _wait(self, may_have_ended: bool) -> Processes | None:
         """Wait until the runtime has started process 1. Return None if that has already ended."""
@@ -292,6 +314,26 @@ class Program:
 
     def cpu_seconds(self) -> float:
         return self._machine.cpu_seconds()
+
+
+@contextlib.contextmanager
+def _moved(descriptors: Sequence[int], first: int) -> Iterator[tuple[str, Sequence[int]]]:
+    """Yield lines of bash that make descriptors ``first`` and the following ones of what it inherits, and
+    what it has to inherit.
+    """
+    high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, 64) for each in descriptors]  # none is also a target
+    try:
+        yield "".join(f"exec {first + i}<&{each} {each}<&-; " for i, each in enumerate(high)), high
+    finally:
+        for each in high:
+            os.close(each)
+
+
+def _only_child(pid: int | None) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _last_line(path: Path) -> str:

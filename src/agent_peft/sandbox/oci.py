@@ -41,13 +41,15 @@ class OciSandbox(Sandbox):
         self._limits = limits
         self._machine: Machine | None = None
         self._frozen: Frozen | None = None
+        self._first_shell: PipeStreams | None = None  # started with the machine, not used yet
         self._shell = PersistentShell(self._start_shell)
         self._closed = self._inspecting = False
 
     def start(self) -> None:
         if self._closed or self._machine is not None:
             raise RuntimeError("a sandbox starts once")
-        self._machine = self._runtime.agents_machine(self._limits)
+        self._first_shell = PipeStreams()
+        self._machine = self._runtime.agents_machine(self._limits, self._first_shell)
         self._frozen = Frozen(self._machine, self._runtime.image)
 
     def run(self, command: str, timeout: float) -> CommandResult:
@@ -76,11 +78,10 @@ class OciSandbox(Sandbox):
 
     def close(self) -> None:
         self._closed = True
-        self._shell.close()
-        for each in (self._frozen, self._machine):
+        for each in (self._shell, self._first_shell, self._frozen, self._machine):
             if each is not None:
                 each.close()
-        self._frozen = self._machine = None
+        self._first_shell = self._frozen = self._machine = None
 
     @property
     def _running(self) -> Machine:
@@ -89,6 +90,9 @@ class OciSandbox(Sandbox):
         return self._machine
 
     def _start_shell(self, state: bytes) -> Shell:
+        if self._first_shell is not None:
+            streams, self._first_shell = self._first_shell, None
+            return Shell(streams, self._running.shell, self._limits, state)
         streams = PipeStreams()
         program = self._running.spawn(SHELL, "agent", streams)
         return Shell(streams, program, self._limits, state)

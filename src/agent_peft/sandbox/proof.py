@@ -34,17 +34,21 @@ def faults_of(machine: Machine) -> list[str]:
     shown = machine.run((*WITHOUT_FILES, _SHOW), "clean", _SECONDS)
     if not shown.ok:
         raise InfrastructureError(f"no program runs in a machine: {shown.output.strip()[-200:]}")
-    first = Path(f"/proc/{machine.processes.first}/status").read_text()
+    first, shell = (
+        Path(f"/proc/{program.pid}/status").read_text() if program.pid else ""
+        for program in (machine.first, machine.shell)
+    )
     _check_limits(machine)
-    return differences(shown.output, first)
+    return differences(shown.output, first, shell)
 
 
-def differences(shown: str, first: str) -> list[str]:
+def differences(shown: str, first: str, shell: str) -> list[str]:
     """List how a machine differs from what was asked for.
 
     Args:
         shown: what ``_SHOW`` printed in it.
         first: /proc/PID/status of its process 1.
+        shell: that of its first shell.
     """
     agents = _mask(bundle.CAPABILITIES)
     wanted = {
@@ -60,9 +64,10 @@ def differences(shown: str, first: str) -> list[str]:
     faults = []
     for text, who, changed in (
         (shown, "", {}),
-        (first, "process 1: ", {"CapPrm": of_first, "CapEff": of_first}),
+        (shell, "the shell: ", {}),
+        (first, "process 1: ", dict.fromkeys(("CapPrm", "CapEff", "CapBnd"), of_first)),
     ):
-        for name, value in {**wanted, **changed, **({"CapBnd": of_first} if who else {})}.items():
+        for name, value in {**wanted, **changed}.items():
             found = re.search(rf"^{name}:\s*(\S+)", text, re.MULTILINE)
             if found is None or found[1] != value:
                 faults.append(f"{who}{name} is {found[1] if found else 'not shown'} instead of {value}")

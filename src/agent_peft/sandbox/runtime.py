@@ -71,29 +71,35 @@ class Runtime:
         own = {"uid": os.getuid(), "gid": os.getgid()}
         self.image = BaseImage(owner.path / secrets.token_hex(4), None if first == own else first)
         self._descriptors = descriptor_limit(shared=case.single_id or first == own)
-        machine = self.agents_machine(proof.LIMITS)
+        streams = PipeStreams()
         try:
-            faults = proof.faults_of(machine)
+            machine = self.agents_machine(proof.LIMITS, streams)
+            try:
+                faults = proof.faults_of(machine)
+            finally:
+                machine.close()
         except MachineLost as error:
             raise InfrastructureError(str(error)) from error
         finally:
-            machine.close()
+            streams.close()
         if faults:
             raise AgentPeftError(
                 f"sandbox: oci: a machine of {case.program} is not as it should be: {'; '.join(faults)}"
             )
 
-    def agents_machine(self, limits: SandboxLimits) -> Machine:
+    def agents_machine(self, limits: SandboxLimits, shell: PipeStreams) -> Machine:
         """Start a machine for an agent.
+
+        Args:
+            shell: the streams of its first shell.
 
         Raises:
             InfrastructureError: it did not start.
         """
         layers = [str(self.image.root)], [str(self.image.usr), "/usr"]
         folder = self.new_bundle()
-        return Machine(
-            self.command, folder, self._config(folder, limits, layers, seccomp()), limits, self._later
-        )
+        config = self._config(folder, limits, layers, seccomp())
+        return Machine(self.command, folder, config, limits, self._later, shell)
 
     def inspection(
         self,

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 class StreamKind(Enum):
     OUTPUT = "output"  # printed by commands
     CONTROL = "control"  # printed by our own lines in the shell's input
-    END = "end"  # the exit code of the process as digits, negative for a signal
+    END = "end"  # the exit code of the process as digits, negative for a signal; empty if it is unknown
 
 
 class Streams(Protocol):
@@ -92,10 +92,10 @@ class PipeStreams:
             if descriptor == self._stdin:
                 self._send()
                 continue
-            chunk = os.read(descriptor, 1 << 16)
-            if chunk:
-                chunks.append((self._kinds[descriptor], chunk))
-            else:
+            chunk, kind = os.read(descriptor, 1 << 16), self._kinds[descriptor]
+            if chunk or kind is StreamKind.END:  # an END without a code: nobody is left who could report it
+                chunks.append((kind, chunk))
+            if not chunk:
                 self._poll.unregister(descriptor)
         return chunks
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -111,19 +110,15 @@ class _Session:
         alone: bool = False,
     ) -> None:
         environment = {"HOME": str(folder), "LANG": "C.UTF-8", "TERM": "dumb"}
+        bounds = {"fsize": limits.file_size_mb << 20, "cpu": int(limits.cpu_seconds) + 1}
+        before = ["prlimit", *(f"--{name}={value}:{value}" for name, value in bounds.items())]
         self._leader = streams.spawn(
-            [*_DEFAULT_SIGNALS, *argv],
+            [*(before if sys.platform == "linux" else ()), *_DEFAULT_SIGNALS, *argv],
             with_input=not alone,
             cwd=folder,
             env={**environment, "PATH": os.environ.get("PATH", "/usr/bin:/bin")},
             start_new_session=True,
         )
-        if sys.platform == "linux":
-            for kind, bound in (
-                (resource.RLIMIT_FSIZE, limits.file_size_mb << 20),
-                (resource.RLIMIT_CPU, int(limits.cpu_seconds) + 1),
-            ):
-                resource.prlimit(self._leader.pid, kind, (bound, bound))
 
     def signal(self, number: int, since: float) -> int:
         members = self._members()
