@@ -23,12 +23,13 @@ CAPABILITIES = (
 # one of its capabilities: so no process of the agent can hold its input open.
 CAPABILITY_OF_PROCESS_1 = "CAP_WAKE_ALARM"
 # It starts the first shell, whose streams are 3 to 5, and writes its exit code to 6. Then it reads until our
-# end of the pipe is closed, and waits for orphans. Nothing inside can end it: it ignores all signals that have
-# an effect on a process 1. $0 is the shell's processor time in seconds.
+# end of the pipe is closed, and waits for orphans. Nothing inside can end it: it ignores all signals that
+# have an effect on a process 1. $0 is the shell's processor time in seconds.
 _PROCESS_1 = f"""
 exec >/dev/null 2>&1; unset SHLVL; set -m
 ( ulimit -t "$0"; cd
-  /usr/bin/setsid /usr/bin/setpriv --bounding-set -wake_alarm {" ".join(SHELL)} <&3 >&4 2>&5 3<&- 4>&- 5>&- 6>&-
+  /usr/bin/setsid /usr/bin/setpriv --bounding-set -wake_alarm \\
+    {" ".join(SHELL)} <&3 >&4 2>&5 3<&- 4>&- 5>&- 6>&-
   printf %s "$?" >&6 ) </dev/null &
 set +m; exec 3<&- 4>&- 5>&- 6>&-
 trap '' HUP INT QUIT TERM USR1 USR2 ALRM PIPE

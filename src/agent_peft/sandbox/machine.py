@@ -64,8 +64,8 @@ class Machine:
             config: the content of config.json.
             later: does something in another thread.
             streams: of the first shell, or of process 1, whose exit code is the runtime's.
-            descriptors: further ones for process 1, which become 6 and so on. None for a machine whose process
-                1 starts a shell and then waits for the end of its input: of our process, at the latest.
+            descriptors: further ones for process 1, which become 6 and so on. None: process 1 starts a shell,
+                and then waits for the end of its input, which is the end of our process at the latest.
 
         Raises:
             InfrastructureError: the runtime did not start it.
@@ -209,7 +209,7 @@ class Machine:
         self._later(lambda: _remove(command, kept, list(groups.values())))
 
     def _start(self, run: Sequence[str], streams: PipeStreams) -> None:
-        """Start process 1 with a pipe as its input, which only we hold open. The shell's streams are 3 to 6."""
+        """Start process 1 with the shell's streams as 3 to 6. Only we hold the other end of its input."""
         theirs, self._lifeline = os.pipe2(os.O_CLOEXEC)
         path = self._bundle / "first"
         options = ["--detach", "--preserve-fds", "4", "--pid-file", str(path.with_suffix(".pid")), self.name]
