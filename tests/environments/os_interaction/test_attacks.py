@@ -8,9 +8,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
-import sysconfig
-from pathlib import Path
 
 import pytest
 
@@ -18,8 +15,6 @@ from agent_peft.sandbox.build import build_sandbox
 from agent_peft.types import AgentPeftError, Outcome
 
 from . import attacks
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,28 +47,6 @@ def test_names_are_used_once():
         assert len({row.what for row in rows}) == len(rows)
 
 
-def _python_for_everybody() -> list[str]:
-    """Return an interpreter that an ordinary user may run, and that can import our packages."""
-    for path in (sys.executable, "/usr/bin/python3"):
-        places = [
-            str(ROOT / "src"),
-            str(ROOT / "tests" / "environments" / "os_interaction"),
-            sysconfig.get_path("purelib"),
-        ]
-        command = ["env", f"PYTHONPATH={os.pathsep.join(places)}", "HOME=/", path, "-B"]
-        if (
-            subprocess.run(
-                [*_AS_USER, *command, "-c", "import attacks"], capture_output=True, cwd="/"
-            ).returncode
-            == 0
-        ):
-            return command
-    pytest.skip("no Python here can be run by an ordinary user")
-
-
-_AS_USER = ("setpriv", "--reuid=54321", "--regid=54321", "--clear-groups", "--no-new-privs")
-
-
 NEEDS_USERS = {  # useradd and groupadd chown, and no program of the agent is executed where there is one id
     "honest: a new program",
     "honest: a script that looks things up",
@@ -87,30 +60,21 @@ NEEDS_USERS = {  # useradd and groupadd chown, and no program of the agent is ex
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("setpriv") is None, reason="only root can become another user"
+    os.geteuid() != 0 or not (shutil.which("setpriv") and shutil.which("unshare")),
+    reason="only root can become another user and hide the control groups",
 )
-def test_all_of_it_as_an_ordinary_user_with_one_id():
-    assert set(_successful([*_AS_USER, *_python_for_everybody()])) <= NEEDS_USERS
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("unshare") is None, reason="only root can hide the control groups"
-)
-def test_all_of_it_without_control_groups():
-    each = "for m in /sys/fs/cgroup /sys/fs/cgroup/*/; do mount -o remount,bind,ro $m; done 2>/dev/null"
-    hide = ["unshare", "-m", "bash", "-c", f'{each}; exec "$@"', "bash"]
-    path = f"PYTHONPATH={ROOT / 'src'}"
-    assert _successful([*hide, "env", path, sys.executable, "-B"]) == []
-
-
-def _successful(python: list[str]) -> list[str]:
-    """The attacks that were successful, and the honest work that was not seen."""
-    done = subprocess.run(
-        [*python, str(Path(attacks.__file__))], capture_output=True, text=True, cwd="/", timeout=550
-    )
+@pytest.mark.parametrize("case", [case for case, before in attacks.CASES.items() if before])
+def test_all_of_it_where_there_is_less(case):
+    command = attacks.command_of(case)
+    if command is None:
+        pytest.skip("no Python here can be run by an ordinary user")
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=550)
     if "sandbox: oci: " in done.stderr:
         pytest.skip(done.stderr.strip().splitlines()[-1])
     assert done.returncode == 0, done.stderr
-    successful: list[str] = json.loads(done.stdout)
-    return successful
+    found = json.loads(done.stdout)
+    assert ("one user" in found["case"]) == (case == "a user with one id"), found["case"]
+    assert "the trainer" in found["case"]
+    assert [what for what, result in found["results"].items() if result == "open"] == []
+    refused = {what for what, result in found["results"].items() if result == "refused"}
+    assert refused <= (NEEDS_USERS if case == "a user with one id" else set())
