@@ -2,8 +2,8 @@
 
 python benchmarks/attacks.py        # as root, 20 minutes
 
-Prints a table, and writes results/attacks.json with the result of each attack in each case: held, bounded (the
-trainer ended the machine above its limits) or open; for honest work seen or refused.
+Prints counts, and writes results/attacks.json with the result of each attack in each case: held, bounded
+(the trainer ended the machine above its limits) or open; for honest work seen or refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from smoke import no_sandbox, parse, skipped
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.environments.os_interaction.attacks import CASES, command_of  # noqa: E402
+from tests.environments.os_interaction.attacks import CASES, command_of
 
 
 def main() -> None:

@@ -19,7 +19,9 @@ from agent_peft.types import AgentPeftError, Task
 
 logger = logging.getLogger(__name__)
 
-NEED_IDS = frozenset({"chown", "chgrp"})  # skills that need more users and groups than root's in the sandbox
+# Skills that need more users and groups than root's in the sandbox: the inspection of an `exit` executes the
+# agent's script as another user
+NEED_IDS = frozenset({"chown", "chgrp", "exit"})
 STRUCTURED = ("initialization_command_item", "evaluation_info", "evaluation_command_item")
 HUB_SET = HubSet(
     "csyq/LifelongAgentBench",
