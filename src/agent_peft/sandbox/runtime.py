@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import platform
 import pwd
@@ -27,11 +28,14 @@ from agent_peft.sandbox.profile import processor_is_known, seccomp
 from agent_peft.sandbox.streams import PipeStreams
 from agent_peft.types import AgentPeftError, InfrastructureError
 
+logger = logging.getLogger(__name__)
+
 ADVICE = "or set sandbox: docker (or podman)"
 _PROGRAMS = ("runc", "crun")
 _FOLDERS = ("/usr/sbin", "/usr/local/sbin", "/sbin")
 _PACKAGE = "install runc (Debian, Ubuntu, Fedora, Arch: the package runc)"
 _IDS = 65536
+_TRIALS = 2  # of each case: a computer under load may fail once, and no run should be weaker for that
 _FIRST_OUTER_ID = 0x70000000  # of root's machines on the host: no account has them (systemd-nspawn: 0x80000)
 
 Ids = Mapping[str, Sequence[tuple[int, int, int]]]  # by "uid" and "gid": inside, outside, count
@@ -207,10 +211,15 @@ def _try_all(named: str) -> Runtime:
         for ids in possible_ids():
             for cgroups in possible_cgroups():
                 case = Case(program, ids, cgroups)
-                try:
-                    return Runtime(case, owner)
-                except (InfrastructureError, OSError) as error:
-                    refusals.append(str(error))
+                for _ in range(_TRIALS):
+                    try:
+                        runtime = Runtime(case, owner)
+                    except (InfrastructureError, OSError) as error:
+                        refusals.append(str(error))
+                        continue
+                    if refusals:
+                        logger.warning("sandbox: oci: %s; more was refused: %s", case, refusals[-1])
+                    return runtime
     raise AgentPeftError(f"sandbox: oci: {explain_refusal(refusals)} ({refusals[0]}), {ADVICE}")
 
 
