@@ -41,7 +41,8 @@ from agent_peft.policies.policy import Policy
 from agent_peft.ranks import ALONE
 from agent_peft.rollout.pairs import EpisodePairs
 from agent_peft.seeding import derive
-from agent_peft.training.stage import StageConfig, source_of
+from agent_peft.training.source import build_source
+from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Step, Trainer
 
 TASKS = Arithmetic(ArithmeticConfig(digits=1, num_tasks=24))
@@ -88,7 +89,7 @@ def steps_of(kind: str, policy: Policy, sampler: Sampler, steps: int, seed: int)
         return
     for number in range(ROUNDS):
         part, round_seed = steps // ROUNDS, derive(seed, "round", number)
-        answers = source_of(acting("rloo", part), TASKS, sampler, round_seed, ALONE)
+        answers = build_source(acting("rloo", part), TASKS, sampler, round_seed, ALONE)
         groups = (group for step in range(part) for group in answers.collect(step).groups)
         pairs = EpisodePairs(groups, 24, round_seed, "pairs", "the answers of a round")
         settings = stage(kind, part, tasks_per_step=24)
@@ -104,7 +105,7 @@ def curve(kind: str, folder: Path, steps: int, seed: int) -> list[tuple[int, flo
         trainer = Trainer(policy, TASKS, acting(kind, steps), seed=seed)
         return [(step.number, step.metrics["success"]) for step in trainer]
     sampler = load_sampler(policy)
-    episodes = source_of(acting("rloo", steps), TASKS, sampler, seed, ALONE)
+    episodes = build_source(acting("rloo", steps), TASKS, sampler, seed, ALONE)
     trained, points = steps_of(kind, policy, sampler, steps, seed), []
     for done in range(steps + 1):
         if done % EVERY == 0:

@@ -25,7 +25,7 @@ from agent_peft.policies.policy import Policy
 from agent_peft.ranks import ALONE
 from agent_peft.rollout.collector import Collection
 from agent_peft.rollout.sources import Source
-from agent_peft.training.stage import source_of
+from agent_peft.training.source import build_source
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import Trajectory
 
@@ -66,7 +66,7 @@ def main() -> None:
     policy = load_policy(config.policy, config.seed)
     stage, environment = config.stages[0], load_environment(config.environment)
     engine = load_sampler(policy, config.engine)
-    source = Timed(source_of(stage, environment, engine, config.seed, ALONE), turnstile)
+    source = Timed(build_source(stage, environment, engine, config.seed, ALONE), turnstile)
     trainer = Trainer(
         policy=policy, environment=environment, stage=stage, engine=engine, seed=config.seed, source=source
     )

@@ -95,8 +95,7 @@ KEYS: dict[str, dict[str, str]] = {
         "": "name steps epochs until tasks_per_step group_size microbatch_tokens reference mask_cut_actions "
         "task_order refill replay_in_prompt learn_from episodes_of nonfinite"
     },
-    "stages.task_order:by_skill": {"": "kind steps skills"},
-    "stages.task_order:by_success": {"": "kind low high trips"},
+    "stages.task_order": {"": "kind steps skills"},
     "stages.episodes_of": {"": "run stage"},
     "stages.until": {"": "metric above below over patience"},
     "stages.rewards": {
@@ -201,7 +200,6 @@ TERM_OF = {
     "custom": {"kind": "own:term", "weight": 2.0},
     "length_penalty": {"kind": "length_penalty", "target_tokens": 5},
 }
-ORDER_OF = {"by_skill": {"kind": "by_skill", "steps": 2}, "by_success": {"kind": "by_success"}}
 OTHER_KIND = {
     "policy:scratch": POLICY_OF["pretrained"],
     "policy:pretrained": POLICY_OF["scratch"],
@@ -209,8 +207,7 @@ OTHER_KIND = {
     "environment:openenv": ENVIRONMENT_OF["arithmetic"],
     "stages.algorithm": {"kind": "reinforce"},
     "stages.algorithm:reinforce": {"kind": "rloo"},
-    "stages.task_order:by_skill": ORDER_OF["by_success"],
-    "stages.task_order:by_success": ORDER_OF["by_skill"],
+    "stages.task_order": "sequential",
     "trackers": {"kind": "mlflow"},
     "trackers:mlflow": {"kind": "tensorboard"},
     "stages.rewards.terms": {"kind": "format", "weight": 0.5},
@@ -320,8 +317,8 @@ def settings_for(key: str) -> dict[str, Any]:
     checkpoint = {"keep_best": {"metric": "loss"}} if key.startswith("checkpoint.keep_best.") else {}
     if key.startswith("stages.until."):
         stage["until"] = {"metric": "reward", "above": 0.5}
-    if "task_order" in kinds:
-        stage["task_order"] = ORDER_OF[kinds["task_order"]]
+    if key.startswith("stages.task_order."):
+        stage["task_order"] = {"kind": "by_skill", "steps": 2}
     tracker = kinds.get("trackers", "tensorboard")
     if "terms" in kinds:
         stage["rewards"] = {"terms": [TERM_OF.get(kinds["terms"], {"kind": kinds["terms"]})]}
@@ -357,13 +354,10 @@ def another(value: Any, annotation: Any, name: str) -> Any:
 
 def at(content: Any, path: str) -> Any:
     for part in path.split("."):
-        content = (
-            None
-            if content is None
-            else content[int(part)]
-            if isinstance(content, list)
-            else content.get(part)
-        )
+        if isinstance(content, list):
+            content = content[int(part)]
+        else:
+            content = content.get(part) if isinstance(content, dict) else None
     return content
 
 

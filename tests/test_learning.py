@@ -20,7 +20,8 @@ from agent_peft.policies.loading import load_policy
 from agent_peft.policies.policy import Policy
 from agent_peft.ranks import ALONE
 from agent_peft.rollout.pairs import EpisodePairs
-from agent_peft.training.stage import StageConfig, source_of
+from agent_peft.training.source import build_source
+from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import Group
 
@@ -120,7 +121,7 @@ def answers(policy: Policy, steps: int, seed: int) -> list[Group]:
     """96 answers of the policy for each step, in groups of 8."""
     sampling = {"sampling": {"max_new_tokens": 3}, "rewards": {"incorrect": 0.0}, "tasks_per_step": 12}
     stage = StageConfig.model_validate({"algorithm": "rloo", "steps": steps, **sampling})
-    source = source_of(stage, TASKS, load_sampler(policy, EngineConfig()), seed, ALONE)
+    source = build_source(stage, TASKS, load_sampler(policy, EngineConfig()), seed, ALONE)
     return [group for step in range(steps) for group in source.collect(step).groups]
 
 

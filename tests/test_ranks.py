@@ -390,8 +390,8 @@ GRADER = "def grade(response, answer, task): return sum(map(ord, response)) % 2 
 
 
 @pytest.mark.slow
-def test_an_order_by_success_and_replays_are_those_of_one_rank(tmp_path, policy, monkeypatch):
-    """Both depend on the results of all ranks."""
+def test_replays_are_those_of_one_rank(tmp_path, policy, monkeypatch):
+    """They depend on the results of all ranks."""
     rows = [{"id": f"t{number}", "question": f"{number}=", "answer": "1"} for number in range(9)]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tasks = {"kind": "questions", "tasks": str(tmp_path / "tasks.jsonl"), "id": "id"}
@@ -399,7 +399,6 @@ def test_an_order_by_success_and_replays_are_those_of_one_rank(tmp_path, policy,
         "algorithm": {"kind": "reinforce"},
         "steps": 8,
         "tasks_per_step": 3,
-        "task_order": {"kind": "by_success", "low": 0.3, "high": 0.7, "trips": 1},
         "replay_in_prompt": 2,
         "group_size": 4,
         "sampling": {"max_new_tokens": 2},
@@ -415,8 +414,6 @@ def test_an_order_by_success_and_replays_are_those_of_one_rank(tmp_path, policy,
     one, two = (list(load_run(launch.run_dir).trajectories) for launch in launches)
     for ours, theirs in zip(two, one, strict=True):
         assert (ours.task, ours.messages, ours.outcome) == (theirs.task, theirs.messages, theirs.outcome)
-    drawn = {f"t{number}": sum(episode.task == f"t{number}" for episode in one) for number in range(9)}
-    assert len(set(drawn.values())) > 1, "some were left out"
     replays = [folder / "step_000008" / "replays.json" for folder in folders(*launches)]
     assert len(json.loads(replays[0].read_text())) == 3
     assert replays[0].read_bytes() == replays[1].read_bytes()

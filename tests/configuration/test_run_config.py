@@ -385,7 +385,7 @@ MISTAKES = [
     (
         ONE,
         ("task_order=shufle",),
-        "command line: task_order: 'shufle' is no order; give shuffle, sequential, by_difficulty, a ",
+        "command line: task_order: 'shufle' is not an order; give shuffle, sequential, a ",
     ),
     # kinds
     (ONE, ("algorithm=GRPO",), "command line: algorithm: there is no kind 'GRPO'; did you mean 'grpo'?"),

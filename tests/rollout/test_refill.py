@@ -21,7 +21,7 @@ from agent_peft.policies.policy import Policy
 from agent_peft.rollout.collector import Collection, CollectionSchedule
 from agent_peft.rollout.refill import is_constant, other_tasks
 from agent_peft.rollout.sources import Rollouts
-from agent_peft.rollout.task_order import BySkillConfig, BySuccessConfig, SkillOrder, SuccessOrder
+from agent_peft.rollout.task_order import BySkillConfig, SkillOrder
 from agent_peft.training.stage import StageConfig
 from agent_peft.training.step_metrics import metrics_of
 from agent_peft.training.trainer import Trainer
@@ -249,15 +249,6 @@ def test_a_segment_of_one_skill_gives_tasks_of_that_skill():
     assert {task.skills for step in (0, 2) for task in order.pool(step)} == {("mixed",)}
     assert {task.skills for task in order.pool(3)} == {("hard",)} and len(order.pool(3)) == 8
     assert BySkillConfig(steps=3).settled(Sorts().tasks).skills == ("easy", "hard", "mixed")
-
-
-def test_by_success_learns_from_refilled_groups_and_never_gives_a_task_that_is_left_out(acting):
-    order, tasks = SuccessOrder(Sorts().tasks, 6, 0, BySuccessConfig(trips=9)), Sorts().tasks
-    assert order.pool(0) == tasks
-    keys = {"refill": 4, "task_order": {"kind": "by_success", "low": 0.01, "high": 0.99, "trips": 9}}
-    trainer = Trainer(acting, Sorts(), stage(**keys, steps=3))
-    tried = [task for step in trainer for task in ids(step.collection.groups) if not task.startswith("mixed")]
-    assert len(tried) == len(set(tried)) > 12
 
 
 def test_where_all_tasks_are_tried_they_are_tried_again(acting):

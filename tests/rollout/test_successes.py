@@ -169,7 +169,6 @@ def test_its_keys_are_those_of_a_stage_that_samples():
     "keys",
     [
         {"algorithm": "grpo", "refill": 1},
-        {"algorithm": "grpo", "task_order": {"kind": "by_success", "low": 0.5}},
         {"algorithm": "sft", "learn_from": "successes"},
     ],
 )

@@ -5,21 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from agent_peft.rollout.task_order import (
     BySkillConfig,
-    BySuccessConfig,
     SkillOrder,
-    SuccessOrder,
     TaskOrder,
-    from_easy_to_difficult,
     length_of_trip,
-    order_of,
     tasks_in_order,
 )
-from agent_peft.types import AgentPeftError, Group, Outcome, Task, Trajectory
+from agent_peft.types import AgentPeftError, Task
 
 TASKS = [Task(name) for name in ("a", "b", "c 1", "d")]
 
@@ -112,68 +106,3 @@ def test_a_skill_without_tasks_is_one_line(skills, tasks, message):
     with pytest.raises(AgentPeftError) as raised:
         length_of_trip(BySkillConfig(steps=1, skills=skills), tasks, 1)
     assert message in str(raised.value) and "\n" not in str(raised.value)
-
-
-# -- by difficulty -------------------------------------------------------------------------------------------
-
-
-def test_by_difficulty_is_fewest_skills_then_shortest_demonstration_then_the_tasks_own_order():
-    tasks = [Task("a", ("x", "y")), Task("b", ("x",)), Task("c", ("y",)), Task("d", ("z",)), Task("e")]
-    actions = {"a": ("1",), "b": ("12", "34"), "c": ("123",), "d": ("1234",), "e": None}
-    order = order_of("by_difficulty", tasks, 5, 0, lambda task: actions[task.id])
-    assert [task.id for task in order.at(0)] == [task.id for task in order.at(1)] == ["e", "c", "b", "d", "a"]
-
-
-def test_tasks_of_one_difficulty_are_one_line():
-    with pytest.raises(AgentPeftError, match="these tasks have neither; give a file with your own order"):
-        from_easy_to_difficult(TASKS, lambda task: None)
-
-
-# -- by success ----------------------------------------------------------------------------------------------
-
-
-def group(task: Task, correct: int, of: int = 4) -> Group:
-    outcomes = correct * [Outcome.CORRECT] + (of - correct) * [Outcome.INCORRECT]
-    return Group(task, [Trajectory(task, (), outcome=outcome) for outcome in outcomes])
-
-
-def drawn(order: SuccessOrder, correct: dict[str, int], steps: int) -> list[str]:
-    """The tasks of some steps, each of whose groups of four has so many successes."""
-    ids = []
-    for step in range(steps):
-        tasks = order.at(step)
-        assert tasks == order.at(step), "asked twice, it gives the same"
-        ids += [task.id for task in tasks]
-        order.learn([group(task, correct[task.id]) for task in tasks])
-    return ids
-
-
-def test_by_success_leaves_out_the_too_easy_and_the_too_hard_for_some_trips():
-    order = SuccessOrder(TASKS, 1, 0, BySuccessConfig(low=0.25, high=0.75, trips=2))
-    plain = TaskOrder(TASKS, 4, 0)
-    trips = [[task.id for task in plain.at(number)] for number in range(4)]
-    ids = drawn(order, {"a": 0, "b": 1, "c 1": 3, "d": 4}, 12)
-    kept = [[name for name in trip if name in ("b", "c 1")] for trip in trips]
-    assert ids == [*trips[0], *kept[1], *kept[2], *trips[3]], "untried tasks come as with shuffle"
-
-
-def test_by_success_tries_on_where_no_task_is_left():
-    order = SuccessOrder(TASKS, 2, 0, BySuccessConfig(trips=3))
-    ids = drawn(order, dict.fromkeys(("a", "b", "c 1", "d"), 0), 4)
-    assert sorted(ids[:4]) == sorted(ids[4:]) == ["a", "b", "c 1", "d"]
-
-
-def test_a_group_that_its_environment_lost_says_nothing():
-    order, other = (SuccessOrder(TASKS, 4, 0, BySuccessConfig()) for _ in range(2))
-    order.learn([Group(task, []) for task in TASKS])
-    other.learn([group(task, 2) for task in TASKS])
-    assert order.at(1) == other.at(1) == TaskOrder(TASKS, 4, 0).at(1)
-
-
-@given(st.lists(st.integers(0, 4), min_size=4, max_size=4), st.integers(1, 3), st.integers(0, 5))
-def test_by_success_goes_on_from_its_state(successes, per_step, steps):
-    correct = dict(zip(("a", "b", "c 1", "d"), successes, strict=True))
-    order, other = (SuccessOrder(TASKS, per_step, 3, BySuccessConfig()) for _ in range(2))
-    drawn(order, correct, steps)
-    other.load_state_dict(json.loads(json.dumps(order.state_dict())))
-    assert drawn(other, correct, 5) == drawn(order, correct, 5)

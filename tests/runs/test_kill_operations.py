@@ -45,7 +45,6 @@ RUNS: dict[str, dict[str, Any]] = {
                 **SAMPLED,
                 "algorithm": {"kind": "grpo", "minibatches": 2, "update_epochs": 2},
                 "steps": 6,
-                "task_order": {"kind": "by_success"},
                 "refill": 1,
                 "replay_in_prompt": 2,
                 "until": {"metric": "evaluation.success", "patience": 9},

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -145,34 +144,6 @@ def test_an_unknown_skill_ends_the_run_before_it_takes_its_directory(settings, t
     assert not (tmp_path / "run").exists()
 
 
-def test_by_success_leaves_out_what_its_results_say_and_resumes_to_the_same_bytes(
-    settings, run_contents, tmp_path
-):
-    settings |= {"task_order": {"kind": "by_success", "low": 0.2, "high": 0.8, "trips": 2}, "epochs": 2}
-    settings |= {"evaluation": None, "checkpoint": {"every": 2}, "optimizer": {"learning_rate": 0.002}}
-    train(load_config(settings))
-    expected, tasks = run_contents(tmp_path / "run"), trained(tmp_path / "run")
-    assert sorted(chain(*tasks[:6])) == sorted(f"{s}-{n}" for s in SKILLS for n in range(SIZE))
-    rates = rates_of_first_trip(tmp_path / "run")
-    kept = {name for name, rate in rates.items() if 0.2 <= rate <= 0.8}
-    assert 2 <= len(kept) < 12
-    assert {name for step in tasks[6 : 6 + len(kept) // 2] for name in step} <= kept, "the second trip"
-    shutil.rmtree(tmp_path / "run")
-    with pytest.raises(KeyboardInterrupt):
-        train(load_config(settings), observers=[StopAfter(9)])  # after a checkpoint at 8
-    train(load_config(settings))
-    assert run_contents(tmp_path / "run") == expected
-
-
-def rates_of_first_trip(run_dir) -> dict[str, float]:
-    """The success rate of each task in the first six steps."""
-    outcomes: dict[str, list[bool]] = {}
-    for path in sorted((run_dir / "trajectories").glob("step_*.jsonl"))[:6]:
-        for line in map(json.loads, path.read_text().splitlines()):
-            outcomes.setdefault(line["task"], []).append(line["outcome"] == "correct")
-    return {name: sum(of) / len(of) for name, of in outcomes.items()}
-
-
 # -- replay in the prompt ------------------------------------------------------------------------------------
 
 
@@ -282,7 +253,6 @@ def test_replay_without_training_leaves_the_policy_as_it_is(replaying, tmp_path)
             "replay_in_prompt has no effect, because stages.0 learns from demonstratio",
         ),
         ({"optimizer": {"learning_rate": 0.0}}, "optimizer.learning_rate: 0 leaves sft nothing to do; raise"),
-        ({"task_order": {"kind": "by_success"}}, "by_success has no effect on sft, whose demonstrations all"),
     ],
 )
 def test_keys_without_an_effect_on_demonstrations_are_one_line(settings, keys, message):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol
 
 from agent_peft.environments.base import Environment
 from agent_peft.policies.engine.schedule import Schedule
@@ -19,7 +19,7 @@ from agent_peft.rollout.refill import drop_constant, is_constant, other_tasks
 from agent_peft.rollout.replays import Replays, ReplayWindow
 from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.rollout.successes import only_successes
-from agent_peft.rollout.task_order import Order, SuccessOrder
+from agent_peft.rollout.task_order import Order
 from agent_peft.seeding import derive
 from agent_peft.types import Group, Task
 
@@ -28,25 +28,11 @@ class Source(Protocol):
     """Gives each step its trajectories."""
 
     def collect(self, step: int) -> Collection:
-        """The rewarded groups of a step: a pure function of the source's seed, the step, the policy and, if
-        it is a ``StatefulSource``, its state.
+        """The rewarded groups of a step: a pure function of the source's seed, the step and the policy.
 
         With several ranks it is a collective: every rank calls it, and every rank gets all groups.
         """
         ...
-
-
-@runtime_checkable
-class StatefulSource(Source, Protocol):
-    """A source whose steps depend on the steps before. Its state is in every checkpoint."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Numbers and texts in dicts and lists; the same on all ranks. Empty where there is nothing to save,
-        which is then not loaded either.
-        """
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -96,8 +82,6 @@ class Rollouts:
             groups += part.groups
         if schedule is not None:
             schedule.write(calls if any(calls) else ())
-        if isinstance(self.order, SuccessOrder):
-            self.order.learn(collection.groups)
         if self.replays is not None:
             self.replays.add(collection.groups, self.collector.engine.chat)
         return drop_constant(collection, first, self.fewest) if self.refill else collection
@@ -116,13 +100,6 @@ class Rollouts:
             ReplayWindow(replays.latest(), number) if replays is not None and number else None,
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.order.state_dict() if isinstance(self.order, SuccessOrder) else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if isinstance(self.order, SuccessOrder) and "position" in state:
-            self.order.load_state_dict(state)
-
 
 @dataclass(frozen=True)
 class Successes:
@@ -132,12 +109,6 @@ class Successes:
 
     def collect(self, step: int) -> Collection:
         return only_successes(self.rollouts.collect(step))
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.rollouts.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.rollouts.load_state_dict(state)
 
 
 @dataclass(frozen=True)

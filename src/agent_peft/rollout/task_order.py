@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol, get_args
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
 from agent_peft.config import Config
-from agent_peft.environments.digests import task_digest
 from agent_peft.files import MEGABYTE, parse_json, read_text
 from agent_peft.lookup import alike, nearest
 from agent_peft.seeding import derive, generator
-from agent_peft.types import AgentPeftError, Group, Outcome, Task
+from agent_peft.types import AgentPeftError, Task
 
 MAX_BYTES = 64 * MEGABYTE  # of a file of ids
 MAX_ADVISED = 10_000  # ids among which a misspelled one is looked for
-OrderName = Literal["shuffle", "sequential", "by_difficulty"]
+OrderName = Literal["shuffle", "sequential"]
 ORDER_NAMES = get_args(OrderName)  # any other text is a file
 
 
@@ -52,36 +51,15 @@ class BySkillConfig(Config):
         return self.model_copy(update={"skills": self.skills or tuple(known)})
 
 
-class BySuccessConfig(Config):
-    """Shuffled, but a task whose latest group succeeded too rarely or too often to teach much is left out of
-    the next trips. Tasks that were not tried yet are drawn as with shuffle.
-    """
-
-    kind: Literal["by_success"] = "by_success"
-    low: float = Field(default=0.2, ge=0, le=1, description="a task below this success rate is left out")
-    high: float = Field(default=0.8, ge=0, le=1, description="a task above this success rate is left out")
-    trips: int = Field(default=3, ge=1, description="for so many trips; then it is tried again")
-
-    @model_validator(mode="after")
-    def _ordered(self) -> BySuccessConfig:
-        if self.low > self.high:
-            raise ValueError(f"low: {self.low:g} is more than high: {self.high:g}; exchange them")
-        return self
-
-
 def _tag(value: Any) -> str:
     if isinstance(value, str | Path):
         return "name" if value in ORDER_NAMES else "file"
-    if isinstance(value, Config | Mapping):
-        kind = value.get("kind") if isinstance(value, Mapping) else getattr(value, "kind", None)
-        return "by_success" if kind == "by_success" else "by_skill"
-    return "file"
+    return "by_skill" if isinstance(value, Config | Mapping) else "file"
 
 
 AnyOrder = Annotated[
     Annotated[OrderName, Tag("name")]
     | Annotated[BySkillConfig, Tag("by_skill")]
-    | Annotated[BySuccessConfig, Tag("by_success")]
     | Annotated[Path, Tag("file")],
     Discriminator(_tag),
 ]
@@ -180,82 +158,6 @@ class SkillOrder:
         return self._orders[skill], earlier * self.steps + inside
 
 
-class SuccessOrder:
-    """Shuffled passes, without the tasks that are left out for their success rate.
-
-    Its state is the results so far, so its steps are taken one after another: ``at`` does not look at the
-    number of the step, and ``learn`` takes the results of the tasks that it gave.
-    """
-
-    def __init__(self, tasks: Sequence[Task], per_step: int, seed: int, config: BySuccessConfig) -> None:
-        self.config = config
-        self._order, self._per_step = TaskOrder(tasks, per_step, seed), per_step
-        self._digests: dict[str, str] = {}  # by a task's id
-        self._position, self._left_out = 0, dict[str, int]()  # a task's digest -> trips it is left out of
-
-    def at(self, step: int) -> list[Task]:
-        """The tasks of the next step, a pure function of seed and results."""
-        return self._next()[0]
-
-    def pool(self, step: int) -> Sequence[Task]:
-        """All tasks that are not left out."""
-        tasks = self._order.tasks
-        return (
-            [task for task in tasks if self._asked(task) not in self._left_out] if self._left_out else tasks
-        )
-
-    def learn(self, groups: Sequence[Group]) -> None:
-        """Go on behind the tasks that ``at`` gave, with their results. A group without an episode, because
-        its environment failed, says nothing.
-        """
-        _, self._position, self._left_out = self._next()
-        for group in groups:
-            if group.trajectories:
-                correct = sum(t.outcome is Outcome.CORRECT for t in group.trajectories)
-                rate = correct / len(group.trajectories)
-                if not self.config.low <= rate <= self.config.high:
-                    self._left_out[self._asked(group.task)] = self.config.trips
-
-    def _asked(self, task: Task) -> str:
-        return self._digests.get(task.id) or self._digests.setdefault(task.id, task_digest(task))
-
-    def _next(self) -> tuple[list[Task], int, dict[str, int]]:
-        tasks, position, left_out = list[Task](), self._position, dict(self._left_out)
-        while len(tasks) < self._per_step:
-            task = self._order.task(position)
-            position += 1
-            asked = self._asked(task)
-            if trips := left_out.pop(asked, 0):
-                left_out |= {asked: trips - 1} if trips > 1 else {}
-            else:
-                tasks.append(task)
-        return tasks, position, left_out
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self._position, "left_out": dict(self._left_out)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._position, self._left_out = state["position"], dict(state["left_out"])
-
-
-def from_easy_to_difficult(
-    tasks: Sequence[Task], demonstration: Callable[[Task], Sequence[str] | None]
-) -> list[Task]:
-    """The tasks with the fewest skills first; of these, those with the shortest demonstration in characters
-    (0 where there is none); of these, the first ones.
-
-    Raises:
-        AgentPeftError: all tasks have the same number of skills, and no demonstration.
-    """
-    measures = [(len(task.skills), sum(map(len, demonstration(task) or ()))) for task in tasks]
-    if len({skills for skills, _ in measures}) == 1 and not any(length for _, length in measures):
-        raise AgentPeftError(
-            "task_order: by_difficulty compares the skills of tasks and their demonstrations, and these "
-            "tasks have neither; give a file with your own order"
-        )
-    return [tasks[place] for place in sorted(range(len(tasks)), key=measures.__getitem__)]
-
-
 def length_of_trip(order: AnyOrder, tasks: Sequence[Task], per_step: int) -> int:
     """How many tasks one trip takes.
 
@@ -267,13 +169,7 @@ def length_of_trip(order: AnyOrder, tasks: Sequence[Task], per_step: int) -> int
     return len(tasks_in_order(tasks, order)) if isinstance(order, Path) else len(tasks)
 
 
-def order_of(
-    order: AnyOrder,
-    tasks: Sequence[Task],
-    per_step: int,
-    seed: int,
-    demonstration: Callable[[Task], Sequence[str] | None],
-) -> Order:
+def order_of(order: AnyOrder, tasks: Sequence[Task], per_step: int, seed: int) -> Order:
     """The order that a stage's ``task_order`` describes.
 
     Raises:
@@ -281,12 +177,8 @@ def order_of(
     """
     if isinstance(order, BySkillConfig):
         return SkillOrder(tasks, per_step, seed, order.settled(tasks).skills or (), order.steps)
-    if isinstance(order, BySuccessConfig):
-        return SuccessOrder(tasks, per_step, seed, order)
     if isinstance(order, Path):
         tasks = tasks_in_order(tasks, order)
-    elif order == "by_difficulty":
-        tasks = from_easy_to_difficult(tasks, demonstration)
     return TaskOrder(tasks, per_step, seed, shuffled=order == "shuffle")
 
 

@@ -21,7 +21,6 @@ from agent_peft.files import MAX_JSONL_BYTES, MEGABYTE, parse_json, read_bytes, 
 from agent_peft.lookup import without_imports
 from agent_peft.policies.models.start import START
 from agent_peft.rollout.replays import FILE as REPLAYS
-from agent_peft.rollout.task_order import BySuccessConfig
 from agent_peft.runs.digests import DIGESTS, Contents, changed_contents, read_contents
 from agent_peft.runs.resume import STATE, Position, look_up_position
 from agent_peft.training.optimizer import learning_rate_factor
@@ -149,8 +148,6 @@ def _started_anew(folder: Path, position: Position, config: TrainConfig) -> list
             f"{folder}: stage {stage.name!r} cannot resume with these keys of its algorithm ({error}); leave "
             "them as they were, or start over with --fresh"
         ) from error
-    if isinstance(stage.task_order, BySuccessConfig) and "position" not in state.get("source", {}):
-        lines.append("task_order by_success starts anew: the checkpoint has no results of tasks")
     if stage.replay_in_prompt and not (checkpoint / REPLAYS).is_file():
         lines.append("replay_in_prompt starts anew: the checkpoint has no episodes")
     return lines

@@ -12,29 +12,15 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from agent_peft.algorithms import AnyAlgorithm, UncheckedAlgorithmConfig, mean_normalized
 from agent_peft.config import Config, first_error
-from agent_peft.environments.base import Environment
-from agent_peft.policies.engine.base import Sampler
 from agent_peft.policies.reference import ReferenceKind
 from agent_peft.policies.sampling import DISTRIBUTION, SamplingConfig
-from agent_peft.ranks import Ranks
-from agent_peft.rollout.collector import Collector, ScheduleOf
-from agent_peft.rollout.demonstrations import DemonstrationCheck
 from agent_peft.rollout.pairs import METRICS as PAIR_METRICS
-from agent_peft.rollout.pairs import EpisodePairs, EpisodesOfConfig, Pairs, read_groups
+from agent_peft.rollout.pairs import EpisodesOfConfig
 from agent_peft.rollout.refill import METRICS as REFILL_METRICS
-from agent_peft.rollout.replays import Replays
 from agent_peft.rollout.rewards import RewardConfig
-from agent_peft.rollout.sources import Demonstrations, Rollouts, Source, Successes
 from agent_peft.rollout.statistics import METRICS
 from agent_peft.rollout.successes import METRICS as SUCCESS_METRICS
-from agent_peft.rollout.task_order import (
-    ORDER_NAMES,
-    AnyOrder,
-    BySkillConfig,
-    BySuccessConfig,
-    length_of_trip,
-    order_of,
-)
+from agent_peft.rollout.task_order import ORDER_NAMES, AnyOrder, BySkillConfig, length_of_trip
 from agent_peft.training.optimizer import OptimizerConfig
 from agent_peft.training.step_metrics import metrics_of
 from agent_peft.training.until import UntilConfig, unknown_metric
@@ -108,9 +94,8 @@ class StageConfig(Config):
     )
     task_order: AnyOrder = Field(
         default="shuffle",
-        description="order of the tasks in each trip through them: shuffle, sequential, by_difficulty (the "
-        "fewest skills first, then the shortest demonstration), a mapping of kind by_skill or by_success, or "
-        "a file that lists the ids of tasks, one in a line (or a JSON list in a .json file)",
+        description="order of the tasks in each trip through them: shuffle, sequential, a mapping of kind "
+        "by_skill, or a file that lists the ids of tasks, one in a line (or a JSON list in a .json file)",
     )
     refill: int = Field(
         default=0,
@@ -146,8 +131,8 @@ class StageConfig(Config):
     def _names_an_order(cls, order: AnyOrder) -> AnyOrder:
         if isinstance(order, Path) and not order.suffix and len(order.parts) == 1:
             raise ValueError(
-                f"{str(order)!r} is no order; give {', '.join(ORDER_NAMES)}, a file such as order.txt, "
-                "{kind: by_skill, steps: 20} or {kind: by_success}"
+                f"{str(order)!r} is not an order; give {', '.join(ORDER_NAMES)}, a file such as order.txt, "
+                "or {kind: by_skill, steps: 20}"
             )
         return order
 
@@ -283,11 +268,6 @@ class StageConfig(Config):
             )
         if not algorithm.on_policy and not self.optimizer.learning_rate:
             raise ValueError(f"optimizer.learning_rate: 0 leaves {kind} nothing to do; raise it")
-        if not self.samples and isinstance(self.task_order, BySuccessConfig):
-            raise ValueError(
-                f"task_order: by_success has no effect on {kind}, whose demonstrations all succeed; take "
-                "another order"
-            )
         if algorithm.on_policy and sampling.temperature == 0:
             raise ValueError(
                 "sampling.temperature: 0 has no density to train on; set it above 0 (evaluation may use 0)"
@@ -342,35 +322,3 @@ class Stage(StageConfig):
                 f"stage.until.metric: {self.until.metric} is measured by the evaluations of a run, and a "
                 "Trainer makes none; give a metric of its steps, or start a run with train"
             )
-
-
-def source_of(
-    stage: StageConfig,
-    environment: Environment,
-    sampler: Sampler,
-    seed: int,
-    ranks: Ranks,
-    schedule_of: ScheduleOf | None = None,
-    replays: Replays | None = None,
-) -> Source:
-    """The source that a stage learns from: episodes of the policy, its successes, preferences, or
-    demonstrations.
-    """
-    form = stage.algorithm.facts.preferences
-    if form is not None and stage.episodes_of is not None:
-        groups = read_groups(stage.episodes_of, sampler.chat, stage.rewards)
-        place = f"episodes_of.run: {stage.episodes_of.run}"
-        return EpisodePairs(groups, stage.tasks_per_step, seed, form, place)
-    demonstration = environment.demonstration
-    order = order_of(stage.task_order, environment.tasks, stage.tasks_per_step, seed, demonstration)
-    if stage.samples:
-        collector = Collector(environment, sampler)
-        settings = (stage.group_size, stage.sampling, stage.rewards)
-        refill = (stage.refill, stage.algorithm.facts.minibatches)
-        shown = (replays, stage.replay_in_prompt)
-        rollouts = Rollouts(collector, order, *settings, seed, ranks, schedule_of, *shown, *refill)
-        return rollouts if stage.algorithm.facts.on_policy else Successes(rollouts)
-    if form is not None:
-        return Pairs(environment, order, sampler.chat, stage.rewards, seed, ranks, form)
-    check = DemonstrationCheck(sampler.chat, stage.sampling, warns=ranks.is_main)
-    return Demonstrations(environment, order, sampler.chat, stage.rewards, seed, ranks, check)

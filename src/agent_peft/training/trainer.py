@@ -22,7 +22,7 @@ from agent_peft.policies.policy import Policy
 from agent_peft.ranks import ALONE, Ranks, checksum
 from agent_peft.rollout.collector import Collection, ScheduleOf
 from agent_peft.rollout.replays import Replays
-from agent_peft.rollout.sources import Source, StatefulSource
+from agent_peft.rollout.sources import Source
 from agent_peft.seeding import derive, generator
 from agent_peft.training import checks
 from agent_peft.training.gradients import Gradients
@@ -33,7 +33,8 @@ from agent_peft.training.optimizer import (
     restore_optimizer,
     set_rate,
 )
-from agent_peft.training.stage import Stage, StageConfig, source_of
+from agent_peft.training.source import build_source
+from agent_peft.training.stage import Stage, StageConfig
 from agent_peft.training.state_file import load_state, save_state
 from agent_peft.training.step_metrics import SignalCounter, describe, headline, mean_of, surprisal
 from agent_peft.training.token_values import TokenValues, gather_values
@@ -118,7 +119,7 @@ class Trainer:
         self.parameters += [parameter for parameters, _ in rates for parameter in parameters]
         ranks.assert_equal(self.parameters, "the weights at the start of a stage")
         self.replays = Replays(stage.replay_in_prompt) if replays is None else replays
-        self.source = source or source_of(
+        self.source = source or build_source(
             stage, environment, self.engine, seed, ranks, schedule_of, self.replays
         )
         self.gradients = Gradients(policy, self.algorithm, stage, self.masters, self.optimizer)
@@ -323,7 +324,6 @@ class Trainer:
             self.replays.read(folder)
 
     def state_dict(self) -> dict[str, Any]:
-        source = self.source.state_dict() if isinstance(self.source, StatefulSource) else {}
         return {
             "step": self.step,
             "updates": self.updates,
@@ -331,7 +331,6 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "masters": self.masters.state_dict(),
             "algorithm": self.algorithm.state_dict(),
-            **({"source": source} if source else {}),
             **({"canary": canary} if (canary := self.canary.state_dict()) else {}),
         }
 
@@ -340,8 +339,6 @@ class Trainer:
         restore_optimizer(self.optimizer, state["optimizer"])
         self.masters.load_state_dict(state["masters"])
         restore_algorithm(self.algorithm, state["algorithm"])
-        if isinstance(self.source, StatefulSource) and "source" in state:
-            self.source.load_state_dict(state["source"])
         self.canary.load_state_dict(state.get("canary", {}))
 
 
