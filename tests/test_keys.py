@@ -41,7 +41,7 @@ ENVIRONMENT_KEYS = {
     "preferences": "kind tasks split limit prompt chosen rejected label completion",
     "db_bench": "kind tasks generate database skills split limit protocol system_prompt prompt max_turns "
     "max_observation_chars repairs statement_seconds statement_steps episode_seconds",
-    "db_bench.generate": "num_tasks seed skills split combined max_answer_chars look_first plain",
+    "db_bench.generate": "num_tasks seed skills split combined max_answer_chars plain",
     "gsm8k": "kind tasks split limit offset num_tasks examples examples_from examples_seed instruction "
     "answer_format annotations strict",
     "gymnasium": "kind id make actions score split num_tasks seed max_turns prompt",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import random
 
 import pytest
@@ -12,7 +11,7 @@ from agent_peft.environments.db_bench import generate
 from agent_peft.environments.db_bench.demonstrations import wrong_statements
 from agent_peft.environments.db_bench.tasks import read_entry, task_of
 from agent_peft.environments.task_files.replay import replay
-from agent_peft.types import AgentPeftError, Outcome, Task
+from agent_peft.types import AgentPeftError, Outcome
 
 HEADERS = ("order_id", "unit_price", "status")
 
@@ -109,7 +108,7 @@ def test_a_mistake_is_refused_and_repaired(load):
 
 
 def test_a_share_of_the_demonstrations_repairs_and_the_others_are_as_before(load):
-    tasks = {"num_tasks": 40, "seed": 6, "look_first": 0}
+    tasks = {"num_tasks": 40, "seed": 6}
     plain, some, again = (load(generate=tasks, repairs=share) for share in (0, 0.3, 0.3))
     mistakes = 0
     for task in plain.tasks:
@@ -139,51 +138,3 @@ def test_a_statement_that_no_mistake_makes_wrong_is_shown_alone(load, tmp_path):
 def test_repairs_need_three_turns(load):
     with pytest.raises(AgentPeftError, match="repairs has no effect with max_turns: 2"):
         load(generate={"num_tasks": 1}, repairs=0.1, max_turns=2)
-
-
-def test_a_value_in_another_form_is_looked_up_first(load):
-    environment = load(generate={"num_tasks": 120, "seed": 8, "look_first": 0.1}, repairs=1)
-    looking = [task for task in environment.tasks if "look_at" in task.content]
-    assert 6 <= len(looking) <= 14
-    for task in looking:
-        column = task.content["look_at"]
-        look, statement, answer = environment.demonstration(task)
-        assert f"SELECT DISTINCT {column} FROM" in look.replace("`", "") and not isinstance(look, Mistake)
-        seen, _, last = played(environment, task, (look, statement, answer))
-        values = [value for (value,) in ast.literal_eval(seen.observation)]
-        assert any(f"'{value}'" in statement or f"= {value}" in statement for value in values)
-        assert last.outcome is Outcome.CORRECT
-    two = load(generate={"num_tasks": 60, "seed": 8, "look_first": 0.1}, max_turns=2)
-    assert {len(two.demonstration(task)) for task in looking} == {2}, "there is no room for a look"
-
-
-def test_looks_change_the_words_of_few_tasks_and_nothing_else():
-    looking, plain = generate(80, 9, look_first=0.1), generate(80, 9, look_first=0)
-    assert list(looking) == list(plain)
-    with_a_look = [name for name in plain if looking[name] != plain[name]]
-    assert [name for name in looking if "look_at" in looking[name]] == with_a_look
-    assert 4 <= len(with_a_look) <= 8
-    for name in with_a_look:
-        one, other = looking[name], plain[name]
-        assert one["answer_info"] == other["answer_info"] and one["table_info"] == other["table_info"]
-        assert len(one["instruction"].split()) - len(other["instruction"].split()) in (-2, -1, 0, 1)
-    assert dict(list(looking.items())[:40]) == generate(40, 9, look_first=0.1)
-
-
-def test_tasks_of_one_skill_alone_need_no_look():
-    skills = ["where_multiple_conditions", "delete", "update"]
-    for combined in (0, 1):
-        entries = generate(30, 1, skills, combined=combined, look_first=1).values()
-        assert any("look_at" in entry for entry in entries) == (combined == 1)
-    with pytest.raises(AgentPeftError, match="look_first has no effect with combined: 0"):
-        load_environment(
-            "db_bench", generate={"num_tasks": 1, "skills": skills, "combined": 0, "look_first": 0.1}
-        )
-
-
-@pytest.mark.parametrize("column", ["no_such", 5, ["status"]])
-def test_a_column_to_look_at_has_to_be_there(column):
-    entry = next(iter(generate(1, 0).values()))
-    with pytest.raises(AgentPeftError, match="entry 'own': look_at must be null or the name of a column"):
-        read_entry("own", {**entry, "look_at": column})
-    assert isinstance(task_of("own", {**entry, "look_at": None}), Task)

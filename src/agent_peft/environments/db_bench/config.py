@@ -12,7 +12,6 @@ from agent_peft.environments.base import EnvironmentConfig
 from agent_peft.environments.db_bench.generator import (
     COMBINED,
     GENERATED_SKILLS,
-    LOOKS,
     MAX_ANSWER_CHARS,
     MIN_ANSWER_CHARS,
 )
@@ -23,7 +22,7 @@ from agent_peft.environments.task_files.reading import check_one_source, check_s
 from agent_peft.environments.task_files.split import Limit, Split, check_split_of_file
 from agent_peft.environments.templates import with_placeholders
 
-REPAIR_TURNS = 3  # a mistake or a look at the table, the statement, and the answer
+REPAIR_TURNS = 3  # a mistake, the statement, and the answer
 
 STATEMENT_STEPS = 20_000_000
 USER_PROMPT = "{instruction}\nThe name of this table is {table}, and the headers of this table are {headers}."
@@ -55,13 +54,6 @@ class GenerateConfig(Config):
         ge=MIN_ANSWER_CHARS,
         description="maximum characters of the rows that answer a question",
     )
-    look_first: float = Field(
-        LOOKS,
-        ge=0,
-        le=1,
-        description="share of tasks that write a value otherwise than the table does (active for Active), so "
-        "that a demonstration looks at the column's values first",
-    )
     plain: bool = Field(
         False,
         description="whether tasks are short and alike: tables of at most four columns, columns called by "
@@ -80,12 +72,6 @@ class GenerateConfig(Config):
         if self.combined != COMBINED and (self.skills is None or self.split == "composition"):
             condition = "without skills" if self.skills is None else "with split: composition"
             raise ValueError(f"combined has no effect {condition}; leave it out")
-        return self
-
-    @model_validator(mode="after")
-    def _look_first_has_an_effect(self) -> GenerateConfig:
-        if self.look_first != LOOKS and self.combined == 0:
-            raise ValueError("look_first has no effect with combined: 0; leave it out")
         return self
 
 

@@ -1,4 +1,4 @@
-"""Demonstrations: the gold SQL and its answer; now and then a mistake comes first, or a look at the table."""
+"""Demonstrations: the gold SQL and its answer; now and then a mistake comes first."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def demonstrate(problem: SQLProblem, config: DBBenchConfig, rng: random.Random) 
     Args:
         rng: draws whether a mistake comes first (``config.repairs``), and which one.
     """
-    repairs = rng.random() < config.repairs and problem.look_at is None
+    repairs = rng.random() < config.repairs
     protocol = PROTOCOLS[config.protocol]
     database = open_database(config, problem.table, seed=0)
     try:
@@ -46,9 +46,6 @@ def demonstrate(problem: SQLProblem, config: DBBenchConfig, rng: random.Random) 
         database.close()
     if replies is None or config.max_turns < REPAIR_TURNS:
         return replies
-    if problem.look_at is not None:
-        column, table = name_sql(problem.look_at), name_sql(problem.table.name)
-        return protocol.operation(f"SELECT DISTINCT {column} FROM {table};"), *replies
     return replies if wrong is None else (Mistake(protocol.operation(wrong)), *replies)
 
 

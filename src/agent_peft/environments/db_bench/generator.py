@@ -20,7 +20,6 @@ from typing import Any
 from agent_peft.environments.db_bench.database import Row, other_orders, rounded
 from agent_peft.environments.db_bench.generation.conditions import Unfit
 from agent_peft.environments.db_bench.generation.grammar import Derivation, Side
-from agent_peft.environments.db_bench.generation.looks import Look, looks
 from agent_peft.environments.db_bench.generation.mutation import every_part_matters, is_determined
 from agent_peft.environments.db_bench.generation.phrasing import Phrasing
 from agent_peft.environments.db_bench.generation.plan import (
@@ -44,7 +43,6 @@ from agent_peft.types import AgentPeftError
 
 GENERATED_SKILLS = tuple(ALONE)
 COMBINED = 0.75  # the share of tasks that show more than their skill needs
-LOOKS = 0.05
 MAX_ANSWER_CHARS = 400
 MIN_ANSWER_CHARS = 40
 
@@ -80,7 +78,6 @@ def generate(
     split: str = "train",
     combined: float = COMBINED,
     max_answer_chars: int = MAX_ANSWER_CHARS,
-    look_first: float = LOOKS,
     plain: bool = False,
 ) -> dict[str, dict[str, Any]]:
     """Entries by id. The same arguments give the same entries, and fewer are the first of more.
@@ -94,8 +91,6 @@ def generate(
         combined: the share of tasks that may show other skills besides. 0: the clauses that the skill needs,
             and no other. It has no effect without ``skills`` and on a held-out composition.
         max_answer_chars: of the rows that answer a question, written as a list of tuples.
-        look_first: the share of tasks that write a value in another form than the table. Tasks that show no
-            more than their skill needs are never of them.
         plain: small tables, columns called by their names, conditions that compare with a value, changes of
             one value or one row, and each part said in its commonest way.
 
@@ -116,9 +111,7 @@ def generate(
         raise AgentPeftError(f"max_answer_chars must be at least {MIN_ANSWER_CHARS}, not {max_answer_chars}")
     if not 0 <= combined <= 1:
         raise AgentPeftError(f"combined must be from 0 to 1, not {combined:g}")
-    if not 0 <= look_first <= 1:
-        raise AgentPeftError(f"look_first must be from 0 to 1, not {look_first:g}")
-    maker = TaskMaker(split, combined, max_answer_chars, look_first, plain)
+    maker = TaskMaker(split, combined, max_answer_chars, plain)
     entries = {}
     for i in range(num_tasks):
         focus = skills[i % len(skills)] if skills else None
@@ -142,7 +135,6 @@ class Draft:
     answer: list[Row]
     instruction: str
     bits: float
-    look_at: str | None = None
 
 
 class TaskMaker:
@@ -153,12 +145,10 @@ class TaskMaker:
         split: str,
         combined: float = COMBINED,
         max_answer_chars: int = MAX_ANSWER_CHARS,
-        look_first: float = LOOKS,
         plain: bool = False,
     ) -> None:
         self.split, self.combined, self.max_answer_chars = SPLITS[split], combined, max_answer_chars
-        self.look_first, self.plain = look_first, plain
-        self._looks = 0
+        self.plain = plain
         self._skeletons: Counter[str] = Counter()
         self._instructions: set[str] = set()
 
@@ -191,7 +181,6 @@ class TaskMaker:
             "sql_instruction_row_list_entry_hash": derive(
                 0, gold, json.dumps([draft.instruction, draft.rows])
             ),
-            **({} if draft.look_at is None else {"look_at": draft.look_at}),
         }
 
     def draft(self, index: int, skill: str | None, rng: random.Random) -> Draft:
@@ -220,12 +209,9 @@ class TaskMaker:
                     if found is not None:
                         plan, answer = found
                         derivation = Derivation(rng, side=self.split.phrases, plain=self.plain)
-                        alone = shape is ALONE.get(skill or "")
-                        look = None if alone else self._look(index, plan, sampler)
-                        instruction = Phrasing(schema, derivation, look).say(plan)
+                        instruction = Phrasing(schema, derivation).say(plan)
                         if instruction not in self._instructions:
                             self._instructions.add(instruction)
-                            self._looks += look is not None
                             statement = wrapped(plan)
                             self._skeletons[skeleton(statement)] += 1
                             return Draft(
@@ -236,7 +222,6 @@ class TaskMaker:
                                 list(answer),
                                 instruction,
                                 derivation.bits,
-                                None if look is None else look.column.name,
                             )
             except _Repeated:
                 tries = 0
@@ -246,15 +231,6 @@ class TaskMaker:
             f"no further task for skill {skill} was found in {_ATTEMPTS} draws; ask for fewer tasks, or for "
             "a larger max_answer_chars"
         )
-
-    def _look(self, index: int, plan: Statement, sampler: Sampler) -> Look | None:
-        """A value to write in another form, where it is the turn of a task that needs a look and its
-        statement has one. It takes no random number, so all other tasks are as they are without looks.
-        """
-        if self._looks >= int(self.look_first * (index + 1)):
-            return None
-        options = looks(plan, sampler.schema, sampler.rows)
-        return options[index % len(options)] if options else None
 
     def _try(
         self, sampler: Sampler, shape: Shape, table: Scratch, most: int, index: int | None

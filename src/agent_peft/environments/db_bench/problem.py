@@ -10,9 +10,8 @@ from agent_peft.environments.db_bench.database import Row, Table
 @dataclass(frozen=True)
 class SQLProblem:
     """The checked content of an entry. ``direct`` is the answer of a SELECT, None for a modification;
-    ``order`` is `order_keys` of its SQL. ``look_at`` is the column whose values the instruction writes in
-    another form than the table, where there is one. ``labels`` is the answer of a question of AgentBench,
-    which has no ``direct``, and whose SQL may be empty or give another answer.
+    ``order`` is `order_keys` of its SQL. ``labels`` is the answer of a question of AgentBench, which has no
+    ``direct``, and whose SQL may be empty or give another answer.
 
     >>> from agent_peft.environments.db_bench.database import Column
     >>> table = Table("t", (Column("a", "INT"),), ((1,),))
@@ -26,7 +25,6 @@ class SQLProblem:
     direct: tuple[Row, ...] | None
     md5: str | None
     order: tuple[int, ...] | None
-    look_at: str | None = None
     labels: tuple[str, ...] | None = None
 
     @property

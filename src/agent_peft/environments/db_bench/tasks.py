@@ -1,9 +1,8 @@
 """LifelongAgentBench's entry format: reading files and entries.
 
 An entry is ``{"instruction", "skill_list"?, "table_info": {"name", "column_info_list": [{"name", "type"}],
-"row_list"}, "answer_info": {"sql", "direct", "md5"}, "look_at"?}``; ``direct`` holds the rows of a SELECT,
-and is null for a modification, whose final table ``md5`` tells. ``look_at`` is ours: a column whose values
-the instruction writes in another form, so that a person would look at them first.
+"row_list"}, "answer_info": {"sql", "direct", "md5"}}``. ``direct`` holds the rows of a SELECT. It is null for a
+modification, whose final table ``md5`` identifies.
 """
 
 from __future__ import annotations
@@ -91,10 +90,7 @@ def read_entry(name: str, entry: Any) -> SQLProblem:
     if md5 is not None and not (isinstance(md5, str) and re.fullmatch("[0-9a-f]{32}", md5)):
         raise wrong(name, "answer_info.md5", "null or 32 hexadecimal digits")
     order = order_keys(sql, table.headers, len(direct[0])) if direct else None
-    look_at = entry.get("look_at")
-    if look_at is not None and look_at not in table.headers:
-        raise wrong(name, "look_at", "null or the name of a column")
-    return SQLProblem(instruction, table, sql, direct, md5, order, look_at)
+    return SQLProblem(instruction, table, sql, direct, md5, order)
 
 
 def table_md5(rows: Iterable[Row]) -> str:

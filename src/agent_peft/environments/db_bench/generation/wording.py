@@ -9,7 +9,6 @@ from typing import Any
 from agent_peft.environments.db_bench.generation.english import agreeing, is_plural, plural
 from agent_peft.environments.db_bench.generation.grammar import Derivation
 from agent_peft.environments.db_bench.generation.joining import joined, listed
-from agent_peft.environments.db_bench.generation.looks import Look
 from agent_peft.environments.db_bench.generation.plan import (
     Aggregate,
     Among,
@@ -35,11 +34,10 @@ class Wording:
     """The words for the parts of one statement. The style of values, dates and counts is drawn once.
 
     Args:
-        look: a value that is written in another form.
     """
 
-    def __init__(self, schema: Schema, derivation: Derivation, look: Look | None = None) -> None:
-        self.schema, self.draw, self.look = schema, derivation, look
+    def __init__(self, schema: Schema, derivation: Derivation) -> None:
+        self.schema, self.draw = schema, derivation
         rng = derivation.rng
         self.quote = rng.choices(("'", '"', ""), (72, 16, 12))[0]
         self.date = rng.choices(("iso", "words", "british"), (62, 30, 8))[0]
@@ -124,8 +122,6 @@ class Wording:
     def _value(self, value: Any, column: Expression | None = None, bare: bool = False) -> str:
         if isinstance(value, Column | Aggregate | Arithmetic | Scalar):
             return self._expression(value)
-        if self.look is not None and (column, value) == (self.look.column, self.look.value):
-            value = self.look.said
         if isinstance(value, str) and isinstance(column, Column | Aggregate) and _is_date(value):
             day = datetime.date.fromisoformat(value)
             month = day.strftime("%B")
