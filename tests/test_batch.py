@@ -75,9 +75,16 @@ def test_to_leaves_an_absent_reference_absent():
 def test_a_batch_of_nothing_is_what_a_rank_without_groups_has():
     nothing, none = collate([], []), collate([SHORT], [3]).select([])
     assert len(nothing) == 0 and nothing.rows_by_group() == {}
-    for name, tensor in vars(none).items():
-        ours = getattr(nothing, name)
+    assert none.sequences == nothing.sequences == []
+    for name in (field.name for field in fields(none)):
+        ours, tensor = getattr(nothing, name), getattr(none, name)
         assert (ours is None and tensor is None) or (ours.shape, ours.dtype) == (tensor.shape, tensor.dtype)
+
+
+def test_parts_of_a_batch_share_the_lists_of_its_tokens():
+    batch = collate([SHORT, LONG], [0, 1])
+    part = batch.select([1]).to("cpu")
+    assert part.sequences[0] is batch.sequences[1] and part.sequences == [list(LONG.tokens)]
 
 
 def test_rows_by_group():

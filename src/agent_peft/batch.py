@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -52,6 +53,12 @@ class Batch:
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
+    @cached_property
+    def sequences(self) -> list[list[int]]:
+        """The real tokens of each row. Parts of a batch share these lists."""
+        rows = zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)
+        return [tokens[:length] for tokens, length in rows]
+
     def rows_by_group(self) -> dict[int, list[int]]:
         """The rows of each group's trajectories, by the group's number."""
         rows: dict[int, list[int]] = {}
@@ -69,11 +76,15 @@ class Batch:
             if value is not None:
                 value = value[index]
                 selected[f.name] = value[:, :longest] if value.ndim == 2 else value
-        return replace(self, **selected)
+        part = replace(self, **selected)
+        part.__dict__["sequences"] = [self.sequences[row] for row in rows]
+        return part
 
     def to(self, device: torch.device | str) -> Batch:
         present = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) is not None}
-        return replace(self, **{name: value.to(device) for name, value in present.items()})
+        moved = replace(self, **{name: value.to(device) for name, value in present.items()})
+        moved.__dict__["sequences"] = self.sequences
+        return moved
 
 
 @dataclass(frozen=True)

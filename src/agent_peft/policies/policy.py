@@ -244,8 +244,7 @@ class Policy(LanguageModel):
         return hidden.flatten(0, 1), predictors.clamp_(min=0), dropout
 
     def _lay_out(self, batch: Batch) -> Layout:
-        tokens = batch.tokens.tolist()
-        sequences = [tokens[b][:length] for b, length in enumerate(batch.lengths.tolist())]
+        sequences = batch.sequences
         if self.tiled:  # a node of a longer row costs no more
             return fill_rows([build_trie(sequences)], [range(len(sequences))])
         return lay_out(sequences, batch.groups.tolist(), self._attention_cost)

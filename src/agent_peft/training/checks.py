@@ -320,7 +320,7 @@ def _whole(tokens: list[int]) -> Batch:
 
 def canary_tokens(minibatch: Batch) -> list[int]:
     """The minibatch's first trajectory; none on a rank that has no part of it."""
-    return minibatch.tokens[0, : int(minibatch.lengths[0])].tolist() if len(minibatch) else []
+    return minibatch.sequences[0] if len(minibatch) else []
 
 
 def changed_apart(sampler: Tensor, trainer: Tensor) -> float | None:

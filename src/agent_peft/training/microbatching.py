@@ -73,7 +73,7 @@ class Microbatching:
             yield rows, cost
 
     def _cost(self, batch: Batch, rows: list[int]) -> int:
-        return self.count([batch.tokens[row, : int(batch.lengths[row])].tolist() for row in rows])
+        return self.count([batch.sequences[row] for row in rows])
 
     def within_memory(self, work: Callable[[], T]) -> T:
         """The result of ``work``, which cuts its batch with ``cut``. If it runs out of memory, it runs again

@@ -1,8 +1,8 @@
 """LifelongAgentBench's entry format: reading files and entries.
 
 An entry is ``{"instruction", "skill_list"?, "table_info": {"name", "column_info_list": [{"name", "type"}],
-"row_list"}, "answer_info": {"sql", "direct", "md5"}}``. ``direct`` holds the rows of a SELECT. It is null for a
-modification, whose final table ``md5`` identifies.
+"row_list"}, "answer_info": {"sql", "direct", "md5"}}``. ``direct`` holds the rows of a SELECT. It is null for
+a modification, whose final table ``md5`` identifies.
 """
 
 from __future__ import annotations
