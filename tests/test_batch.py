@@ -76,7 +76,7 @@ def test_a_batch_of_nothing_is_what_a_rank_without_groups_has():
     nothing, none = collate([], []), collate([SHORT], [3]).select([])
     assert len(nothing) == 0 and nothing.rows_by_group() == {}
     assert none.sequences == nothing.sequences == []
-    for name in (field.name for field in fields(none)):
+    for name in (field.name for field in dataclasses.fields(none)):
         ours, tensor = getattr(nothing, name), getattr(none, name)
         assert (ours is None and tensor is None) or (ours.shape, ours.dtype) == (tensor.shape, tensor.dtype)
 

@@ -18,7 +18,7 @@ from agent_peft.algorithms import (
     DrGrpoConfig,
     GrpoConfig,
     GspoConfig,
-    MaxRlConfig,
+    MaxrlConfig,
     PolicyGradient,
     PolicyGradientConfig,
     ReinforceConfig,
@@ -46,7 +46,7 @@ CONFIGS = [
     DapoConfig(dual_clip=3.0, reward_kl_coef=0.1),
     GspoConfig(clip_low=0.1, clip_high=0.1),
     CispoConfig(),
-    MaxRlConfig(),
+    MaxrlConfig(),
     PolicyGradientConfig(surrogate="band", advantage="leave_one_out", weighting="turn_mean"),
     SftConfig(),
 ]
@@ -357,7 +357,7 @@ PRESETS = [
     (DrGrpoConfig(constant_length=9), {"advantage": "group_centered", "weighting": "constant_length"}),
     (GspoConfig(), {"surrogate": "sequence_clipped"}),
     (CispoConfig(), {"surrogate": "truncated", "clip_high": 4.0, "weighting": "token_mean"}),
-    (MaxRlConfig(), {"advantage": "mean_normalized", "surrogate": "ratio", "weighting": "sequence_sum"}),
+    (MaxrlConfig(), {"advantage": "mean_normalized", "surrogate": "ratio", "weighting": "sequence_sum"}),
     (
         ReinforcePlusPlusConfig(reward_kl_coef=0.1),
         {"advantage": "plain_return", "baseline": "batch_normalized", "reward_kl_coef": 0.1},

@@ -1,13 +1,11 @@
-"""The rows of policy gradients. Each is a configuration whose ``build`` names its parts, and
-``PolicyGradientConfig`` has the parts as keys, for any combination of them.
-"""
+"""The rows of policy gradients: ``PolicyGradientConfig`` has the parts as keys, and a preset fixes them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
 from agent_peft.algorithms.advantages import AdvantageName
 from agent_peft.algorithms.base import AlgorithmConfig
@@ -51,7 +49,7 @@ class ReinforceConfig(AlgorithmConfig):
 
     def build(self) -> PolicyGradient:
         baseline: BaselineName = "none" if self.baseline_momentum is None else "moving_average"
-        return _preset(
+        return _algorithm(
             self, "Williams, 1992", advantage="plain_return", baseline=baseline, surrogate="score_function"
         )
 
@@ -81,7 +79,7 @@ class ReinforcePlusPlusConfig(AlgorithmConfig):
     weighting: WeightingKey = "sequence_mean"
 
     def build(self) -> PolicyGradient:
-        return _preset(
+        return _algorithm(
             self,
             "Hu et al., 2025, https://arxiv.org/abs/2501.03262",
             advantage="group_centered" if self.group_baseline else "plain_return",
@@ -90,141 +88,126 @@ class ReinforcePlusPlusConfig(AlgorithmConfig):
         )
 
 
-class RlooConfig(AlgorithmConfig):
-    """REINFORCE leave-one-out. The surrogate is the ratio: equal to REINFORCE's on policy, and corrected in
-    later updates of a step.
+_PENALTIES = {"kl_coef": 0.0, "reward_kl_coef": 0.0, "entropy_coef": 0.0}
+_UPDATES = {"update_epochs": 1, "minibatches": 1}
+_CLIP = {"clip_low": 0.2, "clip_high": 0.2}
+_ANNOTATIONS = {  # of the keys that presets share
+    "kl_coef": KlCoef,
+    "reward_kl_coef": RewardKlCoef,
+    "entropy_coef": EntropyCoef,
+    "update_epochs": UpdateEpochs,
+    "minibatches": Minibatches,
+    "clip_low": ClipLow,
+    "clip_high": ClipHigh,
+    "dual_clip": DualClip,
+    "turn_discount": TurnDiscount,
+    "weighting": WeightingKey,
+    "constant_length": Annotated[
+        int,
+        Field(
+            ge=1,
+            description="tokens that each trajectory's sum is divided by, such as the most it may sample",
+        ),
+    ],
+}
+
+
+class _Preset(AlgorithmConfig):
+    """A policy gradient of fixed parts, with some of its keys."""
+
+    paper: ClassVar[str]
+    parts: ClassVar[Mapping[str, Any]]
+
+    def build(self) -> PolicyGradient:
+        return _algorithm(self, self.paper, **self.parts)
+
+
+def _preset(kind: str, doc: str, paper: str, keys: Mapping[str, Any], **parts: Any) -> type[AlgorithmConfig]:
+    """Make the class of a preset.
+
+    Args:
+        keys: the defaults of its keys.
+        parts: keys of ``PolicyGradientConfig`` that it fixes.
     """
-
-    kind: Literal["rloo"] = "rloo"
-    kl_coef: KlCoef = 0.0
-    reward_kl_coef: RewardKlCoef = 0.0
-    entropy_coef: EntropyCoef = 0.0
-    update_epochs: UpdateEpochs = 1
-    minibatches: Minibatches = 1
-    turn_discount: TurnDiscount = None
-    weighting: WeightingKey = "sequence_sum"
-
-    def build(self) -> PolicyGradient:
-        paper = "Ahmadian et al., 2024, https://arxiv.org/abs/2402.14740"
-        return _preset(self, paper, advantage="leave_one_out", surrogate="ratio")
+    name = "".join(word.capitalize() for word in kind.split("_")) + "Config"
+    fields: dict[str, Any] = {"kind": (Literal[kind], kind)}
+    fields |= {key: (_ANNOTATIONS[key], default) for key, default in keys.items()}
+    preset: type[_Preset] = create_model(name, __base__=_Preset, __module__=__name__, __doc__=doc, **fields)
+    preset.paper, preset.parts = paper, parts
+    return preset
 
 
-class GrpoConfig(AlgorithmConfig):
-    """Group relative policy optimization."""
-
-    kind: Literal["grpo"] = "grpo"
-    kl_coef: KlCoef = 0.0
-    reward_kl_coef: RewardKlCoef = 0.0
-    entropy_coef: EntropyCoef = 0.0
-    update_epochs: UpdateEpochs = 1
-    minibatches: Minibatches = 1
-    clip_low: ClipLow = 0.2
-    clip_high: ClipHigh = 0.2
-    dual_clip: DualClip = None
-    turn_discount: TurnDiscount = None
-    weighting: WeightingKey = "sequence_mean"
-
-    def build(self) -> PolicyGradient:
-        paper = "Shao et al., 2024, https://arxiv.org/abs/2402.03300"
-        return _preset(self, paper, advantage="group_normalized", surrogate="clipped")
-
-
-class DapoConfig(AlgorithmConfig):
-    """Decoupled clip and dynamic sampling policy optimization: GRPO with a wider clip above, and one mean
-    over all tokens.
-    """
-
-    kind: Literal["dapo"] = "dapo"
-    kl_coef: KlCoef = 0.0
-    reward_kl_coef: RewardKlCoef = 0.0
-    entropy_coef: EntropyCoef = 0.0
-    update_epochs: UpdateEpochs = 1
-    minibatches: Minibatches = 1
-    clip_low: ClipLow = 0.2
-    clip_high: ClipHigh = 0.28
-    dual_clip: DualClip = None
-
-    def build(self) -> PolicyGradient:
-        paper = "Yu et al., 2025, https://arxiv.org/abs/2503.14476"
-        return _preset(self, paper, advantage="group_normalized", surrogate="clipped", weighting="token_mean")
-
-
-class DrGrpoConfig(AlgorithmConfig):
-    """GRPO done right: no division by the group's standard deviation, and none by a trajectory's length."""
-
-    kind: Literal["dr_grpo"] = "dr_grpo"
-    kl_coef: KlCoef = 0.0
-    reward_kl_coef: RewardKlCoef = 0.0
-    entropy_coef: EntropyCoef = 0.0
-    update_epochs: UpdateEpochs = 1
-    minibatches: Minibatches = 1
-    clip_low: ClipLow = 0.2
-    clip_high: ClipHigh = 0.2
-    dual_clip: DualClip = None
-    constant_length: int = Field(
-        ge=1, description="tokens that each trajectory's sum is divided by, such as the most it may sample"
-    )
-
-    def build(self) -> PolicyGradient:
-        paper = "Liu et al., 2025, https://arxiv.org/abs/2503.20783"
-        return _preset(
-            self, paper, advantage="group_centered", surrogate="clipped", weighting="constant_length"
-        )
-
-
-class GspoConfig(AlgorithmConfig):
-    """Group sequence policy optimization: GRPO with one ratio per trajectory, so its ε are far smaller."""
-
-    kind: Literal["gspo"] = "gspo"
-    kl_coef: KlCoef = 0.0
-    reward_kl_coef: RewardKlCoef = 0.0
-    entropy_coef: EntropyCoef = 0.0
-    update_epochs: UpdateEpochs = 1
-    minibatches: Minibatches = 1
-    clip_low: ClipLow = 3e-4
-    clip_high: ClipHigh = 4e-4
-
-    def build(self) -> PolicyGradient:
-        paper = "Zheng et al., 2025, https://arxiv.org/abs/2507.18071"
-        parts = {"surrogate": "sequence_clipped", "weighting": "sequence_mean"}
-        return _preset(self, paper, advantage="group_normalized", **parts)
-
-
-class CispoConfig(AlgorithmConfig):
-    """Clipped importance sampling policy optimization: the ratio is clipped as a weight, so that no token
-    loses its gradient.
-    """
-
-    kind: Literal["cispo"] = "cispo"
-    kl_coef: KlCoef = 0.0
-    reward_kl_coef: RewardKlCoef = 0.0
-    entropy_coef: EntropyCoef = 0.0
-    update_epochs: UpdateEpochs = 1
-    minibatches: Minibatches = 1
-    clip_high: ClipHigh = 4.0
-
-    def build(self) -> PolicyGradient:
-        paper = "MiniMax, 2025, https://arxiv.org/abs/2506.13585"
-        parts = {"surrogate": "truncated", "weighting": "token_mean"}
-        return _preset(self, paper, advantage="group_normalized", **parts)
-
-
-class MaxRlConfig(AlgorithmConfig):
-    """Maximum likelihood reinforcement learning: advantages are relative to the group's rate of success, so
-    that hard tasks count for more.
-    """
-
-    kind: Literal["maxrl"] = "maxrl"
-    kl_coef: KlCoef = 0.0
-    reward_kl_coef: RewardKlCoef = 0.0
-    entropy_coef: EntropyCoef = 0.0
-    update_epochs: UpdateEpochs = 1
-    minibatches: Minibatches = 1
-    weighting: WeightingKey = "sequence_sum"
-
-    def build(self) -> PolicyGradient:
-        paper = "Tajwar et al., 2026, https://arxiv.org/abs/2602.02710"
-        return _preset(self, paper, advantage="mean_normalized", surrogate="ratio")
+RlooConfig = _preset(
+    "rloo",
+    "REINFORCE leave-one-out. The surrogate is the ratio: equal to REINFORCE's on policy, and corrected in "
+    "later updates of a step.",
+    "Ahmadian et al., 2024, https://arxiv.org/abs/2402.14740",
+    {**_PENALTIES, **_UPDATES, "turn_discount": None, "weighting": "sequence_sum"},
+    advantage="leave_one_out",
+    surrogate="ratio",
+)
+GrpoConfig = _preset(
+    "grpo",
+    "Group relative policy optimization.",
+    "Shao et al., 2024, https://arxiv.org/abs/2402.03300",
+    {
+        **_PENALTIES,
+        **_UPDATES,
+        **_CLIP,
+        "dual_clip": None,
+        "turn_discount": None,
+        "weighting": "sequence_mean",
+    },
+    advantage="group_normalized",
+    surrogate="clipped",
+)
+DapoConfig = _preset(
+    "dapo",
+    "Decoupled clip and dynamic sampling policy optimization: GRPO with a wider clip above, and one mean "
+    "over all tokens.",
+    "Yu et al., 2025, https://arxiv.org/abs/2503.14476",
+    {**_PENALTIES, **_UPDATES, **_CLIP, "clip_high": 0.28, "dual_clip": None},
+    advantage="group_normalized",
+    surrogate="clipped",
+    weighting="token_mean",
+)
+DrGrpoConfig = _preset(
+    "dr_grpo",
+    "GRPO done right: no division by the group's standard deviation, and none by a trajectory's length.",
+    "Liu et al., 2025, https://arxiv.org/abs/2503.20783",
+    {**_PENALTIES, **_UPDATES, **_CLIP, "dual_clip": None, "constant_length": ...},
+    advantage="group_centered",
+    surrogate="clipped",
+    weighting="constant_length",
+)
+GspoConfig = _preset(
+    "gspo",
+    "Group sequence policy optimization: GRPO with one ratio per trajectory, so its ε are far smaller.",
+    "Zheng et al., 2025, https://arxiv.org/abs/2507.18071",
+    {**_PENALTIES, **_UPDATES, "clip_low": 3e-4, "clip_high": 4e-4},
+    advantage="group_normalized",
+    surrogate="sequence_clipped",
+    weighting="sequence_mean",
+)
+CispoConfig = _preset(
+    "cispo",
+    "Clipped importance sampling policy optimization: the ratio is clipped as a weight, so that no token "
+    "loses its gradient.",
+    "MiniMax, 2025, https://arxiv.org/abs/2506.13585",
+    {**_PENALTIES, **_UPDATES, "clip_high": 4.0},
+    advantage="group_normalized",
+    surrogate="truncated",
+    weighting="token_mean",
+)
+MaxrlConfig = _preset(
+    "maxrl",
+    "Maximum likelihood reinforcement learning: advantages are relative to the group's rate of success, so "
+    "that hard tasks count for more.",
+    "Tajwar et al., 2026, https://arxiv.org/abs/2602.02710",
+    {**_PENALTIES, **_UPDATES, "weighting": "sequence_sum"},
+    advantage="mean_normalized",
+    surrogate="ratio",
+)
 
 
 CLIPS: dict[SurrogateName, dict[str, float | None]] = {
@@ -287,7 +270,7 @@ class PolicyGradientConfig(AlgorithmConfig):
     minibatches: Minibatches = 1
 
     def build(self) -> PolicyGradient:
-        return _preset(self, "")
+        return _algorithm(self, "")
 
     @model_validator(mode="before")
     @classmethod
@@ -335,6 +318,6 @@ class PolicyGradientConfig(AlgorithmConfig):
         return self
 
 
-def _preset(config: AlgorithmConfig, paper: str, **parts: Any) -> PolicyGradient:
+def _algorithm(config: AlgorithmConfig, paper: str, **parts: Any) -> PolicyGradient:
     """The algorithm of a row: the fixed parts that are given, and the row's own keys."""
     return Parts(**parts, **config.model_dump(exclude={"kind", "group_baseline"})).build(config.kind, paper)
