@@ -60,7 +60,7 @@ ARCHITECTURE = {
 REQUIRED = {"dr_grpo": {"constant_length": 3}}  # keys without a default
 EVERY = 4  # steps, between two looks at a policy that samples nothing
 OWN_PAIRS = ("dpo", "simpo")  # a single wrong answer for each task says nothing of the other wrong ones
-ROUNDS = 4  # in which they sample anew
+ROUNDS = 4  # in which they sample again
 
 
 def stage(kind: str, steps: int, **keys: Any) -> StageConfig:

@@ -4,14 +4,14 @@
     [key=value ...]
 
 db_bench_algorithms.yaml has tasks, demonstrations and keys. For each seed, one run learns from the
-demonstrations. Each algorithm then goes on from its adapter with as many episodes as the others: six steps
+demonstrations. Each algorithm then continues from its adapter with as many episodes as the others: six steps
 of twelve tasks with eight attempts. reinforce does not compare attempts, so it has 96 tasks with one each.
 ppo updates four times a step, so it has a quarter of the learning rate. dpo and kto take six rounds: a step
 that only acts, and an update from its episodes. Each of these updates begins a new Adam, whose first step is
 its largest, so they have half the rate. dpo has 48 tasks with two attempts in a round. kto has 96 tasks with
 one; about one reply in four succeeds, so a success weighs four times as much as a failure.
 
-Held-out success is of 200 tasks, greedy. Finished runs are read, not repeated; one that was stopped goes on.
+Held-out success is of 200 tasks, greedy. Finished runs are read, not repeated; a stopped one continues.
 Prints a table, and writes benchmarks/results/db_bench_algorithms.json, where the rows of other seeds and
 kinds stay. CPU seconds are those of the whole process, with one evaluation.
 """

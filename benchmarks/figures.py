@@ -18,7 +18,7 @@ from typing import Any
 from smoke import HERE, RESULTS, parse
 
 ROOT = HERE.parent
-# what README says of a configuration, beside its figures
+# what README says of a configuration, next to its figures
 AGENTS = {
     "quickstart": "SmolLM2-135M changes a database with SQL",
     "os_grpo": "SmolLM2-135M works in a shell",

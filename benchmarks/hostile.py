@@ -171,7 +171,7 @@ def play(environment: Environment, replies: Sequence[str], seed: int) -> str:
                 result = episode.step(reply)
                 if result.done:
                     return f"{result.stop_reason}, {result.outcome}"
-            return "goes on"
+            return "continues"
         finally:
             episode.close()
     except Exception as error:

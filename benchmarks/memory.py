@@ -90,7 +90,7 @@ def sample(policy: Policy, sampling: SamplingConfig, engine: EngineConfig, tasks
 
 
 def learn(policy: Policy, stage: StageConfig) -> int:
-    """Return the peak bytes of two updates of one microbatch each. The second one runs beside gradients and
+    """Return the peak bytes of two updates of one microbatch each. The second one runs next to gradients and
     AdamW's moments.
     """
     optimizer = build_optimizer(policy.trainable_parameters(), stage.optimizer)
@@ -138,7 +138,7 @@ def measure(name: str, phase: str, settings: argparse.Namespace) -> dict[str, in
     )
     expected = stage_memory(model, stage, engine)
     tasks, siblings = stage.tasks_per_step, stage.group_size
-    if phase == "evaluation":  # every row has a prompt of its own, and half of the episodes come later
+    if phase == "evaluation":  # every row has its own prompt, and half of the episodes come later
         tasks, siblings = 2 * settings.rows, 1
         evaluation = EvaluationConfig(
             environment={"kind": "arithmetic"}, num_tasks=tasks, sampling=stage.sampling.model_dump()

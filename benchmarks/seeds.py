@@ -5,8 +5,8 @@ intervals, curves and paired tests.
 
 Finished runs are read, not repeated. The program prints a table and writes benchmarks/results/NAME.json with
 the curves and, for each step, the metrics of `TRAINING`. CPU seconds are those of the whole process (start,
-training and evaluations), and are not known of a run that was stopped and went on. They are stored beside the
-run, so that a later call can read them.
+training and evaluations), and are not known of a run that was stopped and continued. They are stored next to
+the run, so that a later call can read them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TRAINING = (
 
 @dataclass(frozen=True)
 class Cost:
-    cpu_seconds: float | None  # None: the run was stopped and went on
+    cpu_seconds: float | None  # None: the run was stopped and continued
     seconds: float
     training_seconds: float
 

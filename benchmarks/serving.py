@@ -1,9 +1,9 @@
-"""32 clients at once at ``agent-peft serve-policy``, beside the engine's own call on the same prompts.
+"""32 clients at once at ``agent-peft serve-policy``, next to the engine's own call on the same prompts.
 
     python benchmarks/serving.py [--model smollm2-135m] [--clients 32] [--tokens 64] [--rounds 3]
     [--threads 2] [--other URL --other-model NAME --other-group PGID]
 
-Each client sends one request of the round: a short question, temperature 1, a seed of its own. The engine's
+Each client sends one request of the round: a short question, temperature 1, its own seed. The engine's
 own call gets the same tokens, seeds and limits, so both draw the same tokens, which is counted. Ways
 alternate: the engine's own in this process, whole answers of the server, and streamed ones. The server is a
 process of its own; the clients are threads of this one. ``--other`` names a further OpenAI-compatible server,
@@ -121,7 +121,7 @@ def served(url: str, model: str, texts: Sequence[str], tokens: int, stream: bool
 
 @contextmanager
 def server(model: str, clients: int, threads: int) -> Iterator[str]:
-    """The address of a server in a process of its own."""
+    """The address of a server in its own process."""
     command = [sys.executable, "-m", "agent_peft", "serve-policy", f"model={model}", "--port", "0"]
     command += ["--rows", str(clients), "--max-tokens", str(MAX_TOKENS), "--dtype", "float32"]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}

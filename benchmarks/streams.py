@@ -11,7 +11,7 @@ trains the adapter; ``replay`` has a learning rate of 0 and shows the run's late
 entities and columns. The tasks are plain (``generate.plain``), so that a small model solves some of each
 skill.
 
-Finished runs are read, not repeated; one that was stopped goes on. The program prints the matrix of each run
+Finished runs are read, not repeated; a stopped one continues. The program prints the matrix of each run
 and a table of the conditions, and writes benchmarks/results/streams.json. CPU seconds are those of the whole
 process (start, training and evaluations). ``--quick`` takes a random model of nothing and one step of each
 segment, to show that all of it runs.
@@ -140,7 +140,7 @@ def configuration(condition: str, seed: int, sizes: Sizes, run: Path) -> dict[st
 
 
 def measure(condition: str, seed: int, sizes: Sizes, run: Path, overrides: Sequence[str]) -> Measured:
-    """Train one run in a process of its own, or read it."""
+    """Train one run in its own process, or read it."""
     run.parent.mkdir(parents=True, exist_ok=True)
     file = run.with_suffix(".yaml")
     file.write_text(dump(configuration(condition, seed, sizes, run)))

@@ -1,4 +1,4 @@
-"""How narrow is DB Bench's generator? Its tasks beside LifelongAgentBench's real ones.
+"""How narrow is DB Bench's generator? Its tasks next to LifelongAgentBench's real ones.
 
     python benchmarks/variety.py [--num-tasks 5000]
     [--tasks data/lifelong_agent_bench/db_bench/entry_dict.json]

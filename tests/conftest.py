@@ -113,10 +113,10 @@ def peak_bytes() -> Callable[[Callable[[], object]], int]:
 
 @pytest.fixture
 def shared() -> Path:
-    """The folder of real sets beside the repository. Never committed, so it may be absent."""
+    """The folder of real sets next to the repository. Never committed, so it may be absent."""
     folder = Path(__file__).resolve().parents[2] / "shared"
     if not folder.is_dir():
-        pytest.skip(f"no folder {folder.name}/ beside the repository: the real sets are not here")
+        pytest.skip(f"no folder {folder.name}/ next to the repository: the real sets are not here")
     return folder
 
 
@@ -262,7 +262,7 @@ class WarmProcess:
         """
         Args:
             errors: where stderr goes; None takes ``output``.
-            variables: of its environment, beside ours.
+            variables: of its environment, next to ours.
         """
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
         return ForkedProgram(self._place, [*command], folder, environment, output, errors or output)

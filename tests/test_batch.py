@@ -32,11 +32,11 @@ def test_the_first_token_is_never_learnt_since_nothing_predicts_it():
 
 
 @pytest.mark.parametrize(
-    ("mistake", "repair", "learnt"),
+    ("mistake", "repair", "learned"),
     [
         ((7, 1, 2, 8, 9), (7, 3, 8, 9), "0110"),  # other tokens, and the one after them
         ((7, 8, 9), (7, 3, 4, 8, 9), "01110"),  # more tokens
-        ((7, 1, 8, 9), (7, 8, 9), "010"),  # fewer: it has to go on with the 8
+        ((7, 1, 8, 9), (7, 8, 9), "010"),  # fewer: it has to continue with the 8
         ((7, 1, 8, 1, 9), (7, 2, 8, 2, 9), "01111"),  # two changes, and what is between them
         ((7, 1, 1, 1, 9), (7, 1, 1, 9), "0001"),  # tokens that fit the start and the end count once
         ((1, 2), (1, 2, 3), "001"),
@@ -129,7 +129,7 @@ CUT = Trajectory(
 
 
 def test_cut_actions_are_left_out_where_that_is_asked_for():
-    """Their tokens are read, and not learnt from; their rewards go to the last token that is."""
+    """Their tokens are read, and not learned from; their rewards go to the last token that is."""
     whole, masked = collate([CUT], [0]), collate([CUT], [0], mask_cut=True)
     assert masked.action_mask.int().tolist() == [[0, 1, 1, 0, 0, 0, 0, 1]]
     assert whole.action_mask.int().tolist() == [[0, 1, 1, 0, 1, 1, 0, 1]]
@@ -142,7 +142,7 @@ def test_cut_actions_are_left_out_where_that_is_asked_for():
 
 
 def test_mistakes_of_a_demonstration_are_always_left_out():
-    """They are read, and their rewards go to the first token that is learnt."""
+    """They are read, and their rewards go to the first token that is learned."""
     wrong = Turn((1,), (2, 3), (0.0, 0.0), valid=False, mistake=True)
     shown = Trajectory(Task("m"), (wrong, Turn((4,), (5, 6), (0.0, 0.0))), rewards=(-0.5, 1.0))
     for mask_cut in (False, True):

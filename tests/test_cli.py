@@ -333,5 +333,5 @@ def test_interrupted(config, tmp_path, warm_process):
         process.kill()
     said = told.read_text()
     assert process.returncode == 130, said
-    assert "agent-peft: interrupted; run the same command (without --fresh) to go on\n" in said
+    assert "agent-peft: interrupted; run the same command (without --fresh) to continue\n" in said
     assert "Traceback" not in said

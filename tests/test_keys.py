@@ -31,7 +31,7 @@ from agent_peft.types import AgentPeftError
 
 # -- the keys of a configuration -----------------------------------------------------------------------------
 
-# What a section's keys have an effect on, beside train and explain, on which all have one. merge --evaluate
+# What a section's keys have an effect on, next to train and explain, on which all have one. merge --evaluate
 # is as evaluate.
 ENVIRONMENT_KEYS = {
     "arithmetic": "kind operation digits answer symbols system_prompt prompt split num_tasks seed",
@@ -470,7 +470,7 @@ def reached(monkeypatch) -> dict[str, Any]:
     return found
 
 
-# For each command: what must be given, and for each of its options an argument beside it. ``kept`` are what
+# For each command: what must be given, and for each of its options an argument next to it. ``kept`` are what
 # changes nothing that a worker is called with; the test of each is named.
 COMMANDS: dict[str, tuple[list[str], dict[str, list[str]]]] = {
     "train": (
@@ -518,7 +518,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, list[str]]]] = {
     "validate": (["os_interaction"], {"keys": ["tasks=others.jsonl", "sandbox=docker"]}),
     "download": (["gsm8k"], {"output": ["--output", "there"]}),
 }
-# These change what is shown or done after the worker; each is looked at by a test of its own, here or in the
+# These change what is shown or done after the worker; each is looked at by its own test, here or in the
 # file named.
 SHOWN = {
     "evaluate": {"as_json", "target", "config", "output"},  # test_cli, below

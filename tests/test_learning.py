@@ -136,7 +136,7 @@ def answers(policy: Policy, steps: int, seed: int) -> list[Group]:
 )
 def test_preferences_raise_the_share_of_correct_answers(warm, kind, rounds):
     """And not only the share of pairs that are ranked rightly. With ``rounds`` the pairs are the policy's own
-    answers, sampled anew in each round; else they are the environment's, the right answer and a wrong one.
+    answers, sampled again in each round; else they are the environment's, the right answer and a wrong one.
     """
     policy = load_policy(PretrainedConfig(model=str(warm), lora=LoraSettings(rank=16), device="cpu"), seed=0)
 

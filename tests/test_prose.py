@@ -32,8 +32,9 @@ EXEMPT = (
     "environments/games",
     "docs/data",
 )
+QUOTED = re.compile(r"```.*?```|`[^`\n]*`|\"[^\"\n]*\"", re.DOTALL)  # code, and values of keys
 # Lower a number when you remove words; never raise one.
-AT_MOST = {"docs": 10_000, "src": 10_000}
+AT_MOST = {"docs": 0, "src": 521}
 
 
 def texts(folder: str) -> dict[str, str]:
@@ -51,6 +52,7 @@ def texts(folder: str) -> dict[str, str]:
 def counts(folder: str) -> Counter[str]:
     found: Counter[str] = Counter()
     for text in texts(folder).values():
+        text = QUOTED.sub("", text) if folder == "docs" else text
         for word in BETTER:
             found[word] += len(re.findall(rf"(?<![\w`])(?:{word})(?![\w`])", text, re.IGNORECASE))
     return found

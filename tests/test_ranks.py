@@ -74,7 +74,7 @@ STEPS = 2
 
 
 class Launch:
-    """A configuration in a folder of its own, and torchrun on it."""
+    """A configuration in its own folder, and torchrun on it."""
 
     def __init__(
         self, folder: Path, policy: ScratchConfig, stages: list[dict[str, Any]], **more: Any

@@ -33,7 +33,7 @@ class Batch:
     logprobs: Tensor  # (B, T) fp32: the sampler's, zero off the mask
     rewards: Tensor  # (B, T) fp64: each turn's on its last sampled token
     returns: Tensor  # (B,) fp32: sum of the rewards
-    groups: Tensor  # (B,) int64: trajectories of one task share a number; -1 are measured, and not learnt
+    groups: Tensor  # (B,) int64: trajectories of one task share a number; -1 are measured, and not learned
     advantages: Tensor  # (B, T) fp32, zero until an algorithm sets them
     weights: Tensor  # (B, T) fp32, zero until an algorithm sets them
     reference_logprobs: Tensor | None = None  # (B, T) fp32, only where a penalty needs them
@@ -169,7 +169,7 @@ def trained_mask(trajectory: Trajectory, mask_cut: bool) -> tuple[bool, ...]:
 
 def _changed(mistake: Sequence[int], repair: Sequence[int]) -> range:
     """The positions of a repair from its first change to the token after its last one. If the repair only
-    leaves tokens out, the token after them is all that can be learnt. It is one range, so that `turn_starts`
+    leaves tokens out, the token after them is all that can be learned. It is one range, so that `turn_starts`
     counts one turn.
 
     >>> _changed((7, 1, 2, 8, 9), (7, 3, 8, 9)), _changed((7, 1, 8, 9), (7, 8, 9))

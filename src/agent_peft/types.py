@@ -197,7 +197,7 @@ class Group:
     """The trajectories of one task that are compared with each other.
 
     ``mismatched`` have this task's opening and the actions of another one's. A loss may measure them, and
-    nothing is learnt from them.
+    nothing is learned from them.
 
     >>> Group(Task("t"), ()).task.id
     't'

@@ -20,7 +20,7 @@ NAMES["TRL_AVAILABLE"] = TRAINING_AVAILABLE  # the only one that has another nam
 def blocks_of(guide: Path) -> list[str]:
     """The Python blocks, without their imports, which name another package."""
     if not guide.is_file():
-        pytest.skip(f"no {guide.name} in the folder beside the repository")
+        pytest.skip(f"no {guide.name} in the folder next to the repository")
     blocks = []
     for block in re.findall(r"^```python\n(.*?)^```$", guide.read_text(encoding="utf-8"), re.M | re.S):
         tree = ast.parse(block)

@@ -72,7 +72,7 @@ def test_what_the_tool_refuses_the_agent_reads(place, endpoint, calling):
     ]
     requests = endpoint(script)
     agent = SimpleAgent(llm_config=LLMConfig(model="m", temperature=0), tools=[RLTrainingTool()])
-    assert agent.run("Delete the run in output, and everything beside it") == "I cannot."
+    assert agent.run("Delete the run in output, and everything next to it") == "I cannot."
     results = [json.loads(one["content"])["message"] for one in agent.messages if one["role"] == "tool"]
     assert "this tool removes nothing" in results[0] and "there is no tool 'bash'" in results[1]
     assert "are no JSON" in results[2] and "is no run directory" in results[3]
@@ -154,21 +154,21 @@ def test_a_policy_of_ours_calls_the_tool_that_it_learnt_to_call(tiny, tmp_path):
     for step in ap.Trainer(policy, Conversations(), stage):
         if step.metrics["loss"] < 0.01:
             break
-    policy.save(str(tmp_path / "learnt"))
+    policy.save(str(tmp_path / "learned"))
     adder = Adder()
-    llm = LLMConfig(model=str(tmp_path / "learnt"), local=True, max_tokens=120)
+    llm = LLMConfig(model=str(tmp_path / "learned"), local=True, max_tokens=120)
     agent = SimpleAgent(llm_config=llm, tools=[adder], system_prompt="Add.", max_steps=3)
     assert agent.run("2 + 2?") == "It is 4."
     assert adder.calls == ['{"a": 2}']
 
-    command = [sys.executable, "-m", "agent_peft", "serve-policy", "learnt", "--port", "0"]
+    command = [sys.executable, "-m", "agent_peft", "serve-policy", "learned", "--port", "0"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             url = process.stdout.readline().split(" on ")[1].split()[0]
-            llm = LLMConfig(model="learnt", base_url=url, api_key="none", temperature=0, max_tokens=120)
+            llm = LLMConfig(model="learned", base_url=url, api_key="none", temperature=0, max_tokens=120)
             agent = SimpleAgent(llm_config=llm, tools=[adder], system_prompt="Add.", max_steps=3)
             assert agent.run("2 + 2?") == "It is 4."
         finally:

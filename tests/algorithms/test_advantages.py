@@ -45,7 +45,7 @@ def test_mean_normalized_by_hand():
 
 
 def test_the_advantage_of_a_success_is_the_odds_against_it():
-    """With one success among four its weight is 1 / p - 1 = 3, and without one nothing is learnt."""
+    """With one success among four its weight is 1 / p - 1 = 3, and without one nothing is learned."""
     returns, groups = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0]), torch.tensor([0, 0, 0, 0, 1, 1])
     expected = torch.tensor([3.0, -1.0, -1.0, -1.0, 0.0, 0.0])
     torch.testing.assert_close(mean_normalized(returns, groups), expected, atol=1e-4, rtol=0)

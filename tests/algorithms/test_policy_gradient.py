@@ -577,7 +577,7 @@ def test_a_reward_that_is_no_number_reaches_the_loss(config):
 @pytest.mark.parametrize("config", RL, ids=lambda c: c.kind)
 def test_a_token_that_has_become_impossible_is_no_silent_step(config):
     """Its probability is 0, so its log is -inf: what divides or multiplies by that is not finite, and the
-    trainer refuses the step; what reads the ratio, 0, goes on.
+    trainer refuses the step; what reads the ratio, 0, continues.
     """
     algorithm, batch = config.build(), rollout(policy(0))
     batch = normalized(algorithm, batch)

@@ -39,7 +39,7 @@ def name(config) -> str:
 
 
 def trajectory(opening: int, *actions: tuple[int, ...], reward: float = 0.0, mistake: int = -1) -> Trajectory:
-    """Actions with an answer of the environment between them; that with number ``mistake`` is not learnt."""
+    """Actions with an answer of the environment between them; that with number ``mistake`` is not learned."""
     turns = tuple(
         Turn(
             (1,) * opening if not number else (5, 6), action, (0.0,) * len(action), mistake=number == mistake
@@ -49,7 +49,7 @@ def trajectory(opening: int, *actions: tuple[int, ...], reward: float = 0.0, mis
     return Trajectory(Task("t"), turns, rewards=(reward,) + (0.0,) * (len(turns) - 1))
 
 
-# ragged: one token, two turns, an action that is not learnt
+# ragged: one token, two turns, an action that is not learned
 REPLIES = [
     (trajectory(2, (2, 3, 4), reward=1.0), trajectory(2, (4,))),
     (trajectory(4, (1, 2), (3, 3, 0), reward=1.0), trajectory(4, (2, 2), (1,), mistake=0)),
@@ -108,7 +108,7 @@ def summed(algorithm, batches: list[Batch], rows: list[list[int]], weights: Tens
 
 
 def replies(leaf: Tensor, batch: Batch, rows: range) -> list[Tensor]:
-    """log π(token) of the learnt tokens of each row."""
+    """log π(token) of the learned tokens of each row."""
     found = []
     for row in rows:
         mask = batch.action_mask[row]
@@ -181,12 +181,12 @@ def test_values_and_gradients_are_the_papers(config, wider):
     assert loss == pytest.approx(float(value.detach()), rel=1e-6, abs=1e-6)
     torch.testing.assert_close(gradient.double(), leaf.grad, atol=1e-6, rtol=1e-6)
     masked = ~own(batch).action_mask[:, : prepared.tokens.shape[1]]
-    assert not gradient[:6, : prepared.tokens.shape[1]][masked].any(), "the environment's tokens are learnt"
+    assert not gradient[:6, : prepared.tokens.shape[1]][masked].any(), "the environment's tokens are learned"
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=name)
 def test_microbatches_and_ranks_sum_to_the_minibatch(config):
-    """Two ranks, of which one has one pair, and each pair a microbatch of its own."""
+    """Two ranks, of which one has one pair, and each pair its own microbatch."""
     batch = make_batch(mismatched=config.kind == "kto")
     whole = config.build()
     value = summed(whole, [normalized(whole, whole.prepare(batch))], [list(range(6))])
@@ -371,7 +371,7 @@ def test_the_odds_of_a_certain_reply_are_finite():
 
 @pytest.mark.parametrize("config", CONFIGS, ids=name)
 def test_a_probability_of_zero_shows_in_the_loss(config):
-    """The trainer refuses an update whose loss is not finite; a loss that hides it would go on with it."""
+    """The trainer refuses an update whose loss is not finite; a loss that hides it would continue with it."""
     batch = own(make_batch())
     algorithm = config.build()
     prepared = normalized(algorithm, algorithm.prepare(batch))

@@ -361,7 +361,7 @@ def test_simpo_is_trls():
 
 def test_every_row_that_trl_has_is_in_the_table():
     page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
-    section = page.split("\n## Beside TRL\n")[1].split("\n## ")[0]
+    section = page.split("\n## Comparison with TRL\n")[1].split("\n## ")[0]
     assert RECORD["command"] in section
     for kind in ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "sft", "dpo", "kto", "orpo", "simpo"):
         assert f"\n| `{kind}`" in section, kind

@@ -96,7 +96,7 @@ def test_a_mistake_of_a_demonstration_is_named(tmp_path, capsys):
     write_trajectories(tmp_path / "trajectories", 0, "sft", [Group(Task("t"), [shown_to_learn])])
     (tmp_path / "config.yaml").write_text("{}\n")
     _, out, _ = shown(capsys, tmp_path, "--task", "t")
-    assert "── assistant, turn 1, reward 0, a mistake, not learnt ──\n" in out
+    assert "── assistant, turn 1, reward 0, a mistake, not learned ──\n" in out
     assert "── assistant, turn 2, reward 1 ──\n" in out
 
 

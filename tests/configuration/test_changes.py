@@ -1,4 +1,4 @@
-"""What may change when a run goes on: every key has an answer, which depends on how far the run is."""
+"""What may change when a run continues: every key has an answer, which depends on how far the run is."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_keys_of_a_stage_depend_on_how_far_the_run_is():
     new["stages"][1]["algorithm"] = {"kind": "ppo"}
     assert rules(old, new, 5) == {"stages.1.algorithm.kind": "asked"}
     assert rules(old, new, 6) == {"stages.1.algorithm.kind": "fixed"}
-    new = run(5, 20)  # the last stage goes on, so its other keys have an effect again
+    new = run(5, 20)  # the last stage continues, so its other keys have an effect again
     new["stages"][1]["group_size"] = 4
     assert rules(old, new, 15) == {"stages.1.steps": "free", "stages.1.group_size": "asked"}
 

@@ -219,7 +219,7 @@ def test_the_parts_of_a_stage() -> None:
 
 
 def test_the_parts_in_16_bits() -> None:
-    """The adapter is computed beside the weights, so nothing is folded; what is trained has copies in
+    """The adapter is computed next to the weights, so nothing is folded; what is trained has copies in
     fp32.
     """
     adapted, whole = (

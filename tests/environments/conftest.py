@@ -24,7 +24,7 @@ from agent_peft.types import AgentPeftError
 
 @pytest.fixture(scope="module", autouse=True)
 def one_list_of_certificates() -> Iterator[None]:
-    """Each HTTP client reads it anew otherwise, which takes longer than most of what is tested here."""
+    """Each HTTP client reads it again otherwise, which takes longer than most of what is tested here."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
         yield

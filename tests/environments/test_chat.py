@@ -1,4 +1,4 @@
-"""Conversations and preferences of one's own: what is read, what is refused, and what is learnt."""
+"""Conversations and preferences of one's own: what is read, what is refused, and what is learned."""
 
 import csv
 import json

@@ -154,7 +154,7 @@ LOADING = {
     "one id": (
         INIT,
         "self._tasks = [Task('first'), *[Task('x') for _ in range(36)]]",
-        NO_TASKS + r"has 36 tasks whose id is 'x', which would count as one; give each task an id of its own",
+        NO_TASKS + r"has 36 tasks whose id is 'x', which would count as one; give each task its own id",
     ),
     "tasks raise": (
         TASKS,

@@ -38,7 +38,7 @@ ENDLESS = ("^(a+)+$", "a" * 50 + "!")
 )
 def test_searching(expression, text, same):
     assert found(expression, text) is same
-    assert found("^a", "ab")  # and goes on
+    assert found("^a", "ab")  # and continues
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def logits(model: nn.Module) -> Tensor:
 
 
 def trained(model: LlamaForCausalLM, scale: float = 0.05, **settings: object) -> PeftModel:
-    """An adapter as if it had learnt something: B is random."""
+    """An adapter as if it had learned something: B is random."""
     adapted = adapters.attach(model, LoraSettings(rank=4, alpha=8, **settings), seed=1)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():

@@ -134,7 +134,7 @@ CORPUS = [
 
 @functools.cache
 def byte_level(template: str | None) -> PreTrainedTokenizerFast:
-    """A small byte-level BPE as SmolLM2's and Qwen's are: merges learnt from a few words, every byte a
+    """A small byte-level BPE as SmolLM2's and Qwen's are: merges learned from a few words, every byte a
     token of last resort.
     """
     backend = Tokenizer(models.BPE())
@@ -498,7 +498,7 @@ def test_no_template_means_the_plain_one() -> None:
     assert opening == "System:\nBe brief.\n\nUser:\nhi\n\nAssistant:\n"
     action = c.action_tokens("yes")
     assert (
-        c.tokenizer.decode(action + c.following("go on", action))
+        c.tokenizer.decode(action + c.following("continue", action))
         == "yes<|im_end|>\n\nUser:\ngo on\n\nAssistant:\n"
     )
     assert c.append_only

@@ -42,7 +42,7 @@ def make_batch() -> Batch:
 
 
 def with_critic(policy: Policy, detach: bool = False) -> Policy:
-    """Its weights are random, as if it had learnt."""
+    """Its weights are random, as if it had learned."""
     head = policy.attach_value_head(detach=detach)
     torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(0))
     return policy
@@ -99,7 +99,7 @@ def test_a_fresh_critic_says_nothing_and_disturbs_nothing(make_policy: MakePolic
     after = policy.forward(batch, PLAIN, entropy=True, values=True)
     assert after.values is not None and not after.values.any()
     assert torch.equal(after.logprobs, before.logprobs)
-    assert policy.attach_value_head(detach=True) is head, "a critic goes on from stage to stage"
+    assert policy.attach_value_head(detach=True) is head, "a critic continues from stage to stage"
     assert head.detach_states
     assert all(p is not head.weight for p in policy.trainable_parameters()), (
         "it is not the policy's: an update of that alone leaves it"
@@ -133,7 +133,7 @@ def test_the_value_loss_reaches_the_adapter(make_policy: MakePolicy) -> None:
 
 
 def test_the_first_gradient_is_the_heads_alone(make_policy: MakePolicy) -> None:
-    """w = 0: the model under it is asked for nothing until the critic has learnt something."""
+    """w = 0: the model under it is asked for nothing until the critic has learned something."""
     policy = make_policy()
     policy.attach_value_head(detach=False)
     trunk, head = value_gradient(policy, make_batch())

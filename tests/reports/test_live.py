@@ -1,4 +1,4 @@
-"""The report that a browser reads while a run goes on."""
+"""The report that a browser reads while a run continues."""
 
 from __future__ import annotations
 

@@ -189,7 +189,7 @@ def test_the_seed_decides_and_what_is_around_does_not(engine: Sampler) -> None:
         found[:2] for found in tokens[:2]
     ]
     assert len(set(environment.seeds)) == 12 + 12, (
-        "an episode has a seed of its own, the same whenever its run is repeated"
+        "an episode has its own seed, the same whenever its run is repeated"
     )
 
 
@@ -370,7 +370,7 @@ def test_what_fails_again_and_again_before_the_agent_acts_is_dropped_and_counted
         t.stop_reason is StopReason.FINISHED for group in collection.groups for t in group.trajectories
     )
     assert len(set(environment.seeds)) == len(environment.seeds), (
-        "an episode that nobody has acted in is begun anew with another seed"
+        "an episode that nobody has acted in is begun again with another seed"
     )
     assert (
         "task t1: the environment failed before the agent had acted; the episode is left out "
@@ -388,7 +388,7 @@ def test_what_fails_again_and_again_after_an_action_is_incorrect_and_told(
         check(trajectory, engine)
         assert (trajectory.outcome, trajectory.stop_reason) == (Outcome.INCORRECT, StopReason.CRASHED)
         assert len(trajectory.turns) == 1 and trajectory.rewards == (-0.1,), (
-            "the action that the world did not survive is learnt from"
+            "the action that the world did not survive is learned from"
         )
     assert (collection.failures, collection.crashed, collection.defects) == (3 * ATTEMPTS, 3, 0)
     assert environment.opened == environment.closed == Counter(t0=3, t1=3 * ATTEMPTS)
@@ -412,7 +412,7 @@ def test_a_fault_of_another_kind_is_told_and_counted_and_ends_nothing(
     defects = [
         t for group in collection.groups for t in group.trajectories if t.stop_reason is StopReason.DEFECT
     ]
-    assert len(defects) == (2 if where == "step" else 0), "an episode that nobody has acted in is begun anew"
+    assert len(defects) == (2 if where == "step" else 0), "an episode that nobody has acted in is begun again"
     for trajectory in defects:
         check(trajectory, engine)
         assert (trajectory.outcome, trajectory.rewards) == (Outcome.INCORRECT, (-0.1,))

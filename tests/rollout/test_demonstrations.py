@@ -66,8 +66,12 @@ def replayed(environment: Environment, chat: ChatTokenizer) -> list[Trajectory]:
         (["12"], {"max_new_tokens": 1}, "turn 1 has 2 tokens, more than sampling.max_new_tokens: 1"),
         (["1", "23"], {"max_new_tokens": 1}, "turn 2 has 2 tokens, more than sampling.max_new_tokens: 1"),
         (["12"], {"stop": ("2",)}, None),  # it ends there anyway
-        (["12"], {"stop": ("+", "1")}, "turn 1 goes on after '1', which sampling.stop ends an action at"),
-        (["1-2", "1"], {"stop": ("1-",)}, "turn 1 goes on after '1-', which sampling.stop ends an action at"),
+        (["12"], {"stop": ("+", "1")}, "turn 1 continues after '1', which sampling.stop ends an action at"),
+        (
+            ["1-2", "1"],
+            {"stop": ("1-",)},
+            "turn 1 continues after '1-', which sampling.stop ends an action at",
+        ),
     ],
 )
 def test_what_the_sampler_could_not_say(

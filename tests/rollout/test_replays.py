@@ -191,7 +191,7 @@ def test_the_oldest_go_where_the_opening_would_take_more_than_half_of_max_tokens
 
 
 class Failing(Environment):
-    """Its first world fails at the second action; the next one goes on."""
+    """Its first world fails at the second action; the next one continues."""
 
     def __init__(self) -> None:
         self.worlds = 0

@@ -90,7 +90,7 @@ def test_invalid_actions_are_priced_at_their_turn_and_add_to_the_end():
 
 
 def test_cut_actions_are_priced_at_their_turn():
-    """Beside what else the turn costs."""
+    """Next to what else the turn costs."""
     cut = replace(
         trajectory(True, False, True),
         turns=tuple(replace(t, cut=True) for t in trajectory(True, False, True).turns),
@@ -263,7 +263,7 @@ def test_a_function_of_the_users_own_reads_the_priced_trajectory(own):
         ("return float('nan')", "returned nan, which is no finite number; return a float"),
         ("return float('inf')", "returned inf, which is no finite number"),
         ("return None", "returned None, which is no finite number"),
-        ("return -1e30", "returned -1e+30; beyond 1,000,000 small rewards are lost beside it in float32"),
+        ("return -1e30", "returned -1e+30; beyond 1,000,000 small rewards are lost next to it in float32"),
         ("return '1.0'", "returned '1.0', which is no finite number"),
         ("return [1.0]", "returned [1.0], which is no finite number"),
         ("return 1j", "returned 1j, which is no finite number"),

@@ -71,7 +71,7 @@ def test_by_skill_goes_through_segments_of_one_skill_and_shuffles_each_pass():
     order = SkillOrder(SKILLED, 2, seed=0, skills=("update", "insert"), steps=3)
     ids = [[task.id for task in order.at(step)] for step in range(12)]
     assert [{name[0] for name in of_step} for of_step in ids] == 2 * (3 * [{"u"}] + 3 * [{"i"}])
-    # in a new trip a skill goes on
+    # in a new trip a skill continues
     passes = [name for of_step in (*ids[:3], *ids[6:9]) for name in of_step]
     assert sorted(passes[:5]) == sorted(passes[5:10]) == [f"u{number}" for number in range(5)]
     assert passes[:5] != passes[5:10]

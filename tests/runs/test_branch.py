@@ -30,7 +30,7 @@ RL = {
     "optimizer": {"learning_rate": 0.02, "schedule": "linear"},
 }
 SFT = {"algorithm": {"kind": "sft"}, "steps": 2, "tasks_per_step": 2, "optimizer": {"learning_rate": 0.02}}
-ALGORITHMS = {  # each has a state of its own: a baseline, a critic, a reference
+ALGORITHMS = {  # each has its own state: a baseline, a critic, a reference
     "reinforce": {"kind": "reinforce"},
     "ppo": {"kind": "ppo"},
     "kl": {"kind": "grpo", "kl_coef": 0.1},

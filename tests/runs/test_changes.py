@@ -1,5 +1,5 @@
-"""A run that goes on with another configuration: what decides nothing changes freely, what decides what is
-learnt only where the user says so, and a prolonged run is the run that was long from the start.
+"""A run that continues with another configuration: what decides nothing changes freely, what decides what is
+learned only where the user says so, and a prolonged run is the run that was long from the start.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def lasting(contents: Mapping[str, bytes], *also: str) -> dict[str, bytes]:
     return {name: content for name, content in contents.items() if name not in ("config.yaml", *also)}
 
 
-# -- what decides nothing ------------------------------------------------------------------------------------
+# -- what decides nothing ----------------------------------------------------------------------------------
 
 FREE = [
     "engine.rows=3",
@@ -126,7 +126,7 @@ def test_without_a_change_the_bytes_are_the_same(configure, monkeypatch, run_con
     assert [event["event"] for event in events(killed)] == ["started", "resumed"]
 
 
-# -- what decides what is learnt -----------------------------------------------------------------------------
+# -- what decides what is learned --------------------------------------------------------------------------
 
 
 def test_what_decides_is_refused_in_one_line_that_names_the_way(configure, run_contents, monkeypatch):
@@ -136,7 +136,7 @@ def test_what_decides_is_refused_in_one_line_that_names_the_way(configure, run_c
         train(configure("stages.1.optimizer.learning_rate=0.5", "engine.rows=3"))
     assert str(told.value) == (
         "run: holds a run of another configuration (stages.1.optimizer.learning_rate differs); set another "
-        "run_dir, start over with --fresh, or add --change to go on with the new values"
+        "run_dir, start over with --fresh, or add --change to continue with the new values"
     )
     for change, cause in (
         ("stages.0.optimizer.learning_rate=0.5", "belongs to a stage that is done, where it has no effect"),
@@ -178,7 +178,7 @@ def test_a_key_of_all_stages_changes_in_those_that_are_not_done(configure, monke
     assert [event["key"] for event in events(configure())[2:]] == ["stages.1.optimizer.learning_rate"]
 
 
-# -- a run that gets longer ----------------------------------------------------------------------------------
+# -- a run that gets longer --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("optimizer", [{}, {"schedule": "linear", "warmup_steps": 4}])
@@ -213,7 +213,7 @@ def test_a_schedule_that_depends_on_the_length_is_told(configure, caplog):
     assert len(told) == 1
     assert "had the rates of 4 steps, and the others get those of 8" in told[0]
     assert told[0] in (prolonged.run_dir / "log.txt").read_text()
-    # the first new step goes on where a schedule of 8 steps is half done, and not at the old end's rate of 0
+    # the first new step continues where a schedule of 8 steps is half done, not at the old end's rate of 0
     rates = [line["learning_rate"] for line in metrics(prolonged)]
     assert rates == pytest.approx([0.02, 0.015, 0.01, 0.005, 0.01, 0.0075, 0.005, 0.0025])
 
@@ -242,7 +242,7 @@ def test_a_stage_that_until_has_ended_is_not_started_again_in_silence(configure,
         train(longer)
     capsys.readouterr()
     train(configure("stages.0.steps=7", "stages.0.until=null", stages=stages), change=True)
-    assert "was ended by until, and goes on with its step 5" in " ".join(capsys.readouterr().out.split())
+    assert "was ended by until, and continues with its step 5" in " ".join(capsys.readouterr().out.split())
     assert [line["step"] for line in metrics(config)] == [0, 5, 6]
 
 
@@ -259,7 +259,7 @@ def test_the_steps_that_are_made_cannot_be_taken_back(configure, monkeypatch):
     assert len(metrics(shorter)) == 4
 
 
-# -- old runs ------------------------------------------------------------------------------------------------
+# -- old runs ----------------------------------------------------------------------------------------------
 
 
 def test_a_run_of_an_earlier_version_goes_on(configure, monkeypatch, run_contents):

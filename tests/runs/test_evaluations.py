@@ -1,4 +1,4 @@
-"""The evaluations of a run: when they are due, what their files say, and what is shown beside what."""
+"""The evaluations of a run: when they are due, what their files say, and what is shown next to what."""
 
 from __future__ import annotations
 

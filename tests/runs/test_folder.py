@@ -51,7 +51,7 @@ def config(path) -> TrainConfig:
 
 
 def test_a_run_keeps_the_dtype_that_it_began_in(config, monkeypatch):
-    """``auto`` is measured, and a measurement may come out otherwise when the run goes on."""
+    """``auto`` is measured, and a measurement may come out otherwise when the run continues."""
 
     def measured(dtype):
         monkeypatch.setattr(

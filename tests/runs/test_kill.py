@@ -51,7 +51,7 @@ STAGES = [
 
 
 class Killed:
-    """A run in processes of its own."""
+    """its own run in processes."""
 
     def __init__(
         self, folder: Path, policy: dict[str, object], steps: tuple[int, ...], warm_process: Any

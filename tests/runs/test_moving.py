@@ -39,7 +39,7 @@ def settings(policy: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture
 def home(tmp_path, policy_config, monkeypatch) -> Path:
-    """Where a run on ``model``, a folder beside it, has ended."""
+    """Where a run on ``model``, a folder next to it, has ended."""
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.chdir(home)

@@ -1,4 +1,4 @@
-"""Runs with stages that learn from preferences: of a table, of an environment and of their own episodes. One
+"""Runs with stages that learn from preferences: of a table, of their own environment and episodes. One
 that was interrupted ends in the same bytes.
 """
 

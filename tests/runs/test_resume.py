@@ -1,4 +1,4 @@
-"""Where a run goes on whose newest checkpoint is damaged or gone, or whose disk was full: what is whole is
+"""Where a run continues whose newest checkpoint is damaged or gone, or whose disk was full: what is whole is
 kept, what happened is told.
 """
 
@@ -97,7 +97,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(configure, run_c
         told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
         assert len(told) == 1, name
         assert "step_000005: is damaged (" in told[0], name
-        assert told[0].endswith("it is now damaged_step_000005, and the run goes on from step_000004"), name
+        assert told[0].endswith("it is now damaged_step_000005, and the run continues from step_000004"), name
         assert {path.name for path in (root / "damaged_step_000005").iterdir()} == left, name
         shutil.rmtree(root / "damaged_step_000005")
         assert run_contents(config.run_dir) == before, name
@@ -219,7 +219,7 @@ def test_a_full_disk_ends_in_one_line_and_loses_nothing(configure, run_contents,
     monkeypatch.setattr(runs.Trainer, "save", full)
     with pytest.raises(
         InfrastructureError,
-        match=r"no checkpoint can be written \(.*MB are free there\).*run the same command to go on",
+        match=r"no checkpoint can be written \(.*MB are free there\).*run the same command to continue",
     ):
         train(config)
     assert [path.name for path in sorted((config.run_dir / "checkpoints").iterdir())] == [

@@ -109,7 +109,7 @@ def folder(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("merges", [False, True], ids=["goes on", "merges"])
+@pytest.mark.parametrize("merges", [False, True], ids=["continues", "merges"])
 def test_sft_then_grpo_then_merge_then_without_us(folder, trained, merges):
     """The policy, the merged model and PEFT's own are the same, also once the first run is gone and the
     second lies elsewhere.
@@ -143,7 +143,7 @@ def test_sft_then_grpo_then_merge_then_without_us(folder, trained, merges):
     )
 
 
-@pytest.mark.parametrize("merges", [False, True], ids=["goes on", "merges"])
+@pytest.mark.parametrize("merges", [False, True], ids=["continues", "merges"])
 def test_a_copy_resumes_to_the_same_bytes_without_the_first_run(folder, run_contents, merges, monkeypatch):
     """Also the KL, which is measured to the start."""
     stage = {**GRPO, "algorithm": {"kind": "grpo", "kl_coef": 0.1}}
@@ -186,7 +186,7 @@ def test_all_parameters_then_a_new_adapter(folder):
 
 
 def test_a_chain_of_three_runs(folder):
-    """The third goes on with an adapter whose model is the second's own."""
+    """The third continues with an adapter whose model is the second's own."""
     make("second", {"model": "sft", "merge_adapter": True})
     make("third", {"model": "second"})
     shutil.rmtree("sft")
@@ -258,7 +258,7 @@ def test_explain_says_where_the_rank_comes_from(folder, capsys):
     values = json.loads(capsys.readouterr().out)["values"]
     assert (values["policy.lora.rank"]["value"], values["policy.lora.rank"]["from"]) == (
         4,
-        "the adapter that it goes on with",
+        "the adapter that it continues with",
     )
 
 
@@ -306,7 +306,7 @@ def test_a_start_that_was_killed_is_made_again(folder, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("merges", [False, True], ids=["goes on", "merges"])
+@pytest.mark.parametrize("merges", [False, True], ids=["continues", "merges"])
 def test_the_same_with_smollm2(smollm2, tmp_path, monkeypatch, merges):
     monkeypatch.chdir(tmp_path)
     small = {"tasks_per_step": 1, "steps": 1, "evaluation": None, "optimizer": {"learning_rate": 1e-3}}

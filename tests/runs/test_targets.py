@@ -241,7 +241,7 @@ def test_a_moved_run_goes_on_where_it_is_and_never_elsewhere(trained, run_conten
     shutil.copytree("moved", "copied")
     assert run(["train", "copied/config.yaml", "stages.0.steps=2"]) == 0
     assert len(Path("copied/metrics.jsonl").read_text().splitlines()) == 2
-    assert run_contents(Path("moved")).keys() == {*before, "config.yaml"}, "the copy goes on alone"
+    assert run_contents(Path("moved")).keys() == {*before, "config.yaml"}, "the copy continues alone"
 
 
 # -- starts that failed --------------------------------------------------------------------------------------

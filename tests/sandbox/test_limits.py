@@ -104,7 +104,7 @@ def test_a_loop_between_commands_ends(machine):
         time.sleep(seconds)
         if machine.run("kill -0 $(cat /srv/pid)", 10).exit_code != 0:
             return
-    raise AssertionError("a loop in the background went on and on")
+    raise AssertionError("a loop in the background continued and on")
 
 
 def test_a_flood_of_the_control_stream_is_read_slowly(machine):

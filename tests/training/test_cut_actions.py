@@ -1,4 +1,4 @@
-"""Actions that a limit on tokens ended: counted in each step, told on disk, and not learnt from where that
+"""Actions that a limit on tokens ended: counted in each step, told on disk, and not learned from where that
 is asked for.
 """
 

@@ -149,7 +149,7 @@ def test_a_killed_run_is_measured_to_the_same_reference(config, tmp_path, monkey
     for steps in (2, 7):  # in the middle of the first stage, and of the last
         killed = config.model_copy(update={"run_dir": tmp_path / f"killed_{steps}"})
         kill_after(killed, steps, monkeypatch)
-        # also where an evaluation is made again, with the weights of its own moment, before the stage goes on
+        # also where an evaluation is made again, with the weights of its moment, before the stage continues
         (killed.run_dir / "evaluations" / "step_1.json").unlink()
         train(killed)
         again = run_contents(killed.run_dir)

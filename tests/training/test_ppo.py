@@ -82,7 +82,7 @@ def test_old_values_are_those_before_the_update(make_trainer):
     assert second[0]["value_clip_fraction"] > 0.1
     assert torch.equal(first[1], second[1])
     assert not second[2].allclose(second[1], atol=1e-3)
-    assert third[1].any(), "the next step starts from what the critic has learnt"
+    assert third[1].any(), "the next step starts from what the critic has learned"
     torch.testing.assert_close(third[1], third[2], atol=1e-5, rtol=0)
 
 

@@ -45,7 +45,7 @@ def test_before_the_first_update_the_policy_is_its_reference(make_trainer, kind,
 
 @pytest.mark.parametrize("kind", REFERENCES, ids=str)
 def test_the_reference_is_the_policy_at_the_stage_s_start(make_trainer, kind):
-    """Of an adapter that has learnt before, and not the base model."""
+    """Of an adapter that has learned before, and not the base model."""
     trained = make_trainer("sft", steps=3)
     list(trained)
     trainer = make_trainer(**keys(kind))

@@ -92,7 +92,7 @@ def test_a_learning_rate_of_zero_acts_and_changes_no_weight(make_trainer, algori
     assert checksum(trainer.policy.model.parameters()) == before
     assert [step.metrics["updates_skipped"] for step in steps] == [1.0, 1.0]
     assert next(iter(learning)).collection.groups == steps[0].collection.groups
-    assert next(iter(learning)).collection.groups != steps[1].collection.groups, "it has learnt"
+    assert next(iter(learning)).collection.groups != steps[1].collection.groups, "it has learned"
 
 
 @pytest.mark.parametrize("key", ["incorrect", "invalid_action", "turn_limit", "timeout", "cut_action"])

@@ -1,5 +1,5 @@
 """What the loop promises: the same update however it is cut, nothing computed in vain, and one line where
-it cannot go on.
+it cannot continue.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def count_forwards(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> list[in
     return rows
 
 
-# -- the same update however it is cut -----------------------------------------------------------------------
+# -- the same update however it is cut ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda a: f"{a['kind']}{len(a)}")
@@ -129,7 +129,7 @@ def test_the_gradient_is_that_of_a_loss_written_out(make_trainer):
     assert step.metrics["loss"] == pytest.approx(float(total.detach()), abs=1e-5)
 
 
-# -- groups without variance ---------------------------------------------------------------------------------
+# -- groups without variance -------------------------------------------------------------------------------
 
 
 def test_groups_without_variance_get_no_forward_and_change_nothing(make_trainer, monkeypatch):
@@ -172,7 +172,7 @@ def test_a_step_without_variance_updates_nothing(make_trainer, algorithm):
     assert all(torch.equal(p, q) for p, q in zip(trainer.parameters, before, strict=True))
 
 
-# -- the order of things -------------------------------------------------------------------------------------
+# -- the order of things -----------------------------------------------------------------------------------
 
 
 def test_updates_are_epochs_times_minibatches(make_trainer):
@@ -200,7 +200,7 @@ def test_minibatches_are_whole_groups_and_every_group_once(make_trainer):
         assert sorted(len(groups) for groups, _ in epoch) == [8, 8, 12]
     assert [sorted(set(groups)) for groups, _ in seen[:3]] != [
         sorted(set(groups)) for groups, _ in seen[3:]
-    ], "shuffled anew"
+    ], "shuffled again"
 
 
 @pytest.mark.parametrize("order", ["shuffle", "sequential"])
@@ -230,7 +230,7 @@ def test_the_seed_alone_decides(make_trainer):
     assert first != other
 
 
-# -- stages, references, checkpoints -------------------------------------------------------------------------
+# -- stages, references, checkpoints -----------------------------------------------------------------------
 
 
 def test_a_stage_goes_on_with_the_policy_of_the_one_before(make_trainer):
@@ -292,7 +292,7 @@ def test_a_loaded_trainer_goes_on_as_if_it_had_never_stopped(make_trainer, tmp_p
     assert all(torch.equal(p, q) for p, q in zip(resumed.parameters, straight.parameters, strict=True))
 
 
-# -- a run that does not learn -------------------------------------------------------------------------------
+# -- a run that does not learn -----------------------------------------------------------------------------
 
 
 def test_every_record_has_a_learning_rate_and_says_where_the_signal_was(make_trainer):
@@ -366,7 +366,7 @@ def test_a_prompt_without_room_for_an_action_is_one_line(make_trainer):
         run(trainer)
 
 
-# -- where it cannot go on -----------------------------------------------------------------------------------
+# -- where it cannot continue ------------------------------------------------------------------------------
 
 
 def test_a_loss_that_is_not_finite_stops_in_one_line(make_trainer):
@@ -429,7 +429,7 @@ def test_under_dropout_neither_microbatches_nor_packing_change_the_result(make_t
     assert losses(packing=False, microbatch_tokens=40) == pytest.approx(whole, rel=1e-5, abs=1e-7)
 
 
-# -- a world that fails --------------------------------------------------------------------------------------
+# -- a world that fails ------------------------------------------------------------------------------------
 
 
 class Fragile(Environment):

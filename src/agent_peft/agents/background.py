@@ -34,7 +34,7 @@ _children: list[subprocess.Popen[bytes]] = []
 
 
 def begin(config: TrainConfig) -> dict[str, Any]:
-    """Train in a process of its own, which outlives this one. Return as soon as it has its run directory.
+    """Train in its own process, which outlives this one. Return as soon as it has its run directory.
 
     Raises:
         AgentPeftError: it ended before that; with its message.
@@ -72,7 +72,7 @@ def state(folder: Path) -> str:
 
 def stop(folder: Path) -> str:
     """Ask the process that trains in a run directory to end, and wait for it. Return the run's state. The
-    same training goes on later from its newest checkpoint.
+    same training continues later from its newest checkpoint.
 
     Raises:
         AgentPeftError: no process trains there, or not on this machine, or it does not end.

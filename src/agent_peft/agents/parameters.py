@@ -106,7 +106,7 @@ class Parameters(Config):
     )
     background: bool = Field(
         default=False,
-        description="true trains in a process of its own and returns at once; ask status for it then",
+        description="true trains in its own process and returns at once; ask status for it then",
     )
 
 

@@ -50,7 +50,7 @@ class RLTrainingTool:
     description = (
         "Trains language models with supervised learning (sft) or from their own graded attempts (grpo, ppo, "
         "...), and measures them. train waits for the end unless background is true; then ask status with "
-        "the same output_dir. To go on from an earlier training, give its output_dir as model_name."
+        "the same output_dir. To continue from an earlier training, give its output_dir as model_name."
     )
 
     def __init__(self, root: str | os.PathLike[str] = ".") -> None:

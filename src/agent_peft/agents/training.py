@@ -36,7 +36,7 @@ from agent_peft.runs.reading import load_run
 from agent_peft.types import AgentPeftError
 
 MAX_EVALUATED = 100  # tasks of an evaluation that nobody has sized
-PROMPT_ROOM = 1024  # tokens of an episode beside one reply
+PROMPT_ROOM = 1024  # tokens of an episode next to one reply
 _SHORT = {"num_epochs": "num_train_epochs", "batch_size": "per_device_train_batch_size"}
 
 
@@ -65,10 +65,10 @@ class TrainingConfig(Config):
     )
     use_lora: bool = Field(default=True, description="whether an adapter is trained, or every parameter")
     lora_r: int | None = Field(
-        default=None, ge=1, le=4096, description="rank; null: that of the adapter it goes on with, or 16"
+        default=None, ge=1, le=4096, description="rank; null: that of the adapter it continues with, or 16"
     )
     lora_alpha: float | None = Field(
-        default=None, gt=0, description="null: that of the adapter it goes on with, or 32"
+        default=None, gt=0, description="null: that of the adapter it continues with, or 32"
     )
     gradient_checkpointing: bool = Field(default=False, description="less memory, and more time")
     num_generations: int = Field(
@@ -78,7 +78,7 @@ class TrainingConfig(Config):
         description="replies to each task (not with sft, which learns from solutions)",
     )
     max_new_tokens: int = Field(default=256, ge=1, le=32_768, description="maximum tokens of a reply")
-    temperature: float = Field(default=1.0, gt=0, le=10, description="of the replies that are learnt from")
+    temperature: float = Field(default=1.0, gt=0, le=10, description="of the replies that are learned from")
     eval_samples: int | None = Field(
         default=None,
         ge=0,
@@ -203,7 +203,7 @@ def _count(environment: Mapping[str, Any]) -> int:
 
 def make_room(config: TrainConfig) -> str | None:
     """Move a run with other settings out of ``run_dir``, to the first free name ``run_dir-1``, ``-2``, …
-    Return its new place. A run with the same settings stays, and goes on.
+    Return its new place. A run with the same settings stays, and continues.
 
     Raises:
         AgentPeftError: it is running, or it is the model of the new run.

@@ -43,7 +43,7 @@ class SFTTrainerWrapper:
 
     def train(self) -> dict[str, Any]:
         """Train to the end, and return what the run directory says of it: ``accuracy``, ``metrics``,
-        ``checkpoint`` and more. An earlier training of another kind in ``output_dir`` is kept beside it.
+        ``checkpoint`` and more. An earlier training of another kind in ``output_dir`` is kept next to it.
 
         Raises:
             AgentPeftError: the model cannot be loaded, or the configuration does not fit it.

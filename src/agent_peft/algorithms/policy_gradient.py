@@ -226,8 +226,8 @@ TurnDiscount = Annotated[
     Field(
         ge=0,
         le=1,
-        description="γ per turn: a turn learns from its own reward and the later ones, beside the siblings "
-        "whose episodes were the same until then; null: all turns learn from the episode's reward",
+        description="γ per turn: a turn learns from its own reward and the later ones, compared with the "
+        "siblings whose episodes were the same until then; null: all turns learn from the episode's reward",
     ),
 ]
 ClipLow = Annotated[float, Field(gt=0, lt=1, description="ε: the ratio is clipped below 1 - ε")]

@@ -67,7 +67,7 @@ def run(arguments: Sequence[str]) -> int:
         if os.environ.get(TRACEBACK):
             raise
         return _fail(_unforeseen(error), 1)
-    advice = "; run the same command (without --fresh) to go on" if arguments[:1] == ["train"] else ""
+    advice = "; run the same command (without --fresh) to continue" if arguments[:1] == ["train"] else ""
     return _fail(f"interrupted{advice}", INTERRUPTED)
 
 

@@ -82,8 +82,8 @@ def chat(
     device: Device = None,
     dtype: Dtype = None,
 ) -> None:
-    """Talk to a policy, or play its part with --play. Each line is a message; a backslash at its end goes on
-    in the next line. /clear begins another conversation, /exit or the end of the input ends it.
+    """Talk to a policy, or play its part with --play. Each line is a message; a backslash at its end
+    continues it in the next line. /clear begins another conversation, /exit or the end of the input ends it.
     """
     spoken = {
         "--system": system,

@@ -149,7 +149,7 @@ def _of_turn(episode: EpisodeRecord, turn: int) -> str:
     if turn in episode.cut_turns:
         parts.append("cut by a limit on tokens")
     if turn in episode.mistake_turns:
-        parts.append("a mistake, not learnt")
+        parts.append("a mistake, not learned")
     return ", ".join(parts)
 
 

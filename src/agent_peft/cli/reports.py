@@ -18,7 +18,8 @@ def report(
         typer.Option(help="the file to write; by default RUN/report.html, for several runs ./report.html"),
     ] = None,
     live: Annotated[
-        bool, typer.Option("--live", help="serve the page on this machine, and refresh it while runs go on")
+        bool,
+        typer.Option("--live", help="serve the page on this machine, and refresh it while runs continue"),
     ] = False,
     port: Annotated[
         int | None, typer.Option(help="port of --live; by default any free one", min=0, max=65535)
@@ -42,7 +43,7 @@ def _write(runs: list[Path], output: Path | None) -> None:
 
     place = output or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     written = write_report(runs, place)
-    beside = "" if written.beside is None else f" (keep the folder {written.beside.name} beside it)"
+    beside = "" if written.beside is None else f" (keep the folder {written.beside.name} next to it)"
     print(printable(f"wrote {written.page}: {written.episodes} episodes{beside}; open it in a browser"))
 
 

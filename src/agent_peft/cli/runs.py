@@ -25,7 +25,7 @@ def train(
         bool, typer.Option("--fresh", help="remove the run directory's earlier run and start over")
     ] = False,
     change: Annotated[
-        bool, typer.Option("--change", help="go on with other values of keys that decide what is learnt")
+        bool, typer.Option("--change", help="continue with other values of keys that decide what is learned")
     ] = False,
     begin: Annotated[
         str | None,

@@ -1,7 +1,7 @@
-"""Which keys of a run may change when it goes on.
+"""Which keys of a run may change when it continues.
 
 A ``free`` key decides how the run computes, what it keeps and what it measures, but never what it learns. An
-``asked`` key decides what is learnt, and changes only where the user asks for it. A ``fixed`` key belongs to
+``asked`` key decides what is learned, and changes only where the user asks for it. A ``fixed`` key belongs to
 what has been made already; another value of it is another run. A ``late`` key is one of a stage that is done,
 where another value has no effect.
 """
@@ -138,7 +138,7 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], done: int) -> list[C
 
 
 def _ends_a_stage(content: Mapping[str, Any]) -> bool:
-    """Whether evaluations decide when a stage ends, and so what is learnt."""
+    """Whether evaluations decide when a stage ends, and so what is learned."""
     untils = (stage.get("until") or {} for stage in content["stages"])
     return any(until.get("metric", "").startswith("evaluation.") for until in untils)
 

@@ -1,4 +1,4 @@
-"""The LoRA settings of a run that goes on with an adapter: those of the adapter."""
+"""The LoRA settings of a run that continues with an adapter: those of the adapter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.policies.config import PretrainedConfig
 from agent_peft.policies.models.start import from_start, split_run, with_adapter
 
-ORIGIN = "the adapter that it goes on with"
+ORIGIN = "the adapter that it continues with"
 
 
 def fit_adapter(config: TrainConfig) -> tuple[TrainConfig, dict[str, str]]:

@@ -35,7 +35,7 @@ def check_run_files(folder: Path) -> None:
     """
     for name in (*FOLDERS, *FILES, RECORD):
         path = folder / name
-        check_tree(path, depth=1 if name == TRACKERS else 8)  # W&B makes links in a folder of its own
+        check_tree(path, depth=1 if name == TRACKERS else 8)  # W&B makes links in its own folder
         if os.path.lexists(path) and path.is_dir() != (name in FOLDERS):
             raise AgentPeftError(f"{path}: is {'a' if path.is_dir() else 'no'} folder; remove it")
 

@@ -141,7 +141,7 @@ class Environment(ABC):
 
     def demonstration(self, task: Task) -> Sequence[str] | None:
         """Return actions that solve ``task``, one text per turn, or None where none are known. Supervised
-        stages and validation use them. A text that is a `Mistake` is read, but not learnt.
+        stages and validation use them. A text that is a `Mistake` is read, but not learned.
         """
         return None
 

@@ -1,4 +1,4 @@
-"""Conversations of a table of one's own, for supervised stages: each assistant message is an action to learn.
+"""Conversations of one's own table, for supervised stages: each assistant message is an action to learn.
 
 There is no outcome to grade, because a reply may be good in other words. An episode is correct if its replies
 are the recorded ones, and unknown otherwise.
@@ -181,7 +181,7 @@ def read_prompt(place: str, value: Any, column: str) -> list[Message]:
     if messages[-1].role != "user":
         raise AgentPeftError(
             f"{place}: {column}: the last message is the {messages[-1].role}'s; end with the user's, and put "
-            "a reply into a column of its own"
+            "a reply into its own column"
         )
     return check_turns(place, [*messages, Message("assistant", "")], column)[:-1]
 

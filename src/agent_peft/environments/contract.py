@@ -126,7 +126,7 @@ def check_tasks(environment: Environment, kind: str) -> None:
     name, times = ids.most_common(1)[0] if ids else ("", 1)
     if times > 1:
         fault = f"has {times} tasks whose id is {quote(name)}, which would count as one"
-        raise ContractError(place, f"{fault}; give each task an id of its own")
+        raise ContractError(place, f"{fault}; give each task its own id")
 
 
 def open_episode(environment: Environment, task: Task, seed: int) -> Episode:

@@ -1,4 +1,4 @@
-"""Questions of a table of one's own: one turn each, graded exactly, as a number, by a pattern, or by a
+"""Questions of one's own table: one turn each, graded exactly, as a number, by a pattern, or by a
 function.
 """
 

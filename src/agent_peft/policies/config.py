@@ -57,7 +57,7 @@ class PretrainedConfig(Config):
     merge_adapter: bool = Field(
         default=False,
         description="true adds the adapter that the policy starts from to the weights and trains a new one "
-        "(or every parameter); false goes on with that adapter",
+        "(or every parameter); false continues with that adapter",
     )
     packing: bool = Field(default=True, description="train on the token trie; false pads")
     activation_checkpointing: bool = Field(

@@ -43,7 +43,7 @@ def load_policy(
     model: str | Path | Mapping[str, Any] | PretrainedConfig | ScratchConfig, seed: int = 0, **keys: Any
 ) -> Policy:
     """The policy of a model. A new LoRA adapter starts at zero, which is proven: the first output equals the
-    base model's. If ``model`` is an adapter, the policy goes on with it; a critic beside it comes along.
+    base model's. If ``model`` is an adapter, the policy continues with it; a critic next to it comes along.
 
     >>> alphabet, architecture = "01+=", {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 1}
     >>> scratch = {"kind": "scratch", "alphabet": alphabet, "architecture": architecture}
@@ -89,8 +89,8 @@ def load_policy(
 
 
 def save_start(config: PretrainedConfig, folder: Path) -> None:
-    """Write what a policy starts from, for ``policy.model`` of another day: the adapter that it goes on with,
-    or the whole model with its tokenizer, in the dtype that the policy computes in.
+    """Write what a policy starts from, for ``policy.model`` of another day: the adapter that it continues
+    with, or the whole model with its tokenizer, in the dtype that the policy computes in.
 
     Raises:
         AgentPeftError: as ``load_policy``.

@@ -77,7 +77,7 @@ class ChatTokenizer:
         self._marks = {str(token): token_id for token_id, token in added.items()}  # <|im_end|>, <think>, …
         alternatives = "|".join(re.escape(text) for text in sorted(self._marks, key=len, reverse=True))
         self._mark = re.compile(f"({alternatives})" if alternatives else "((?!))")
-        # tokens that swallow the blanks beside them (Phi-3 has some)
+        # tokens that swallow the blanks next to them (Phi-3 has some)
         self._swallow_left = frozenset(str(token) for token in added.values() if token.lstrip)
         self._swallow_right = frozenset(str(token) for token in added.values() if token.rstrip)
         self._bytes: dict[int, bytes] = {}

@@ -188,7 +188,7 @@ def _lengths(values: Iterable[float | None]) -> list[list[Any]]:
 
 
 def _arrays(lines: Path) -> tuple[dict[str, NDArray[Any]], str | None]:
-    """The arrays beside the lines, or why there are none."""
+    """The arrays next to the lines, or why there are none."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 

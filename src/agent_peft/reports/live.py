@@ -1,4 +1,4 @@
-"""A report that a browser on this machine reads while the runs go on."""
+"""A report that a browser on this machine reads while the runs continue."""
 
 from __future__ import annotations
 

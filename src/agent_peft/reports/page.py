@@ -2,7 +2,7 @@
 
 Everything that a model, an environment or a configuration said is JSON data inside the page. Its script puts
 it there as text, never as HTML. A Content-Security-Policy allows only the page's own scripts and styles, by
-their digests. ``strict-dynamic`` lets the script load the files beside the page.
+their digests. ``strict-dynamic`` lets the script load the files next to the page.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from agent_peft.reports.episodes import chunk
 from agent_peft.reports.words import Words, words_of
 from agent_peft.types import AgentPeftError
 
-MAX_INSIDE = 12 << 20  # bytes of episodes in the page; where there are more, all are in files beside it
+MAX_INSIDE = 12 << 20  # bytes of episodes in the page; where there are more, all are in files next to it
 SCRIPTS = (  # in their order: the last one starts the page
     *("uPlot.iife.min.js", "elements.js", "curves.js", "tables.js", "tokens.js", "episodes.js"),
     "page.js",
@@ -48,7 +48,7 @@ def write_report(folders: Sequence[Path], out: Path, max_inside: int = MAX_INSID
 
     Args:
         max_inside: bytes of episodes that the page itself may hold. Where there are more, they go to the
-            folder ``NAME_episodes`` beside the page, one file for each step, and the page loads what is
+            folder ``NAME_episodes`` next to the page, one file for each step, and the page loads what is
             looked at. Nothing that is there already is shown, since a run may come from a stranger.
 
     Raises:
@@ -162,7 +162,7 @@ def _finite(value: Any) -> Any:
 
 
 def script_of(key: str, text: str) -> str:
-    """A file beside the page: a page opened from a disk may load scripts, and may not fetch."""
+    """A file next to the page: a page opened from a disk may load scripts, and may not fetch."""
     return f"agentPeft.take({encode(key)},{text});\n"
 
 
@@ -219,7 +219,7 @@ def _digest(text: str) -> str:
 
 
 def _write_beside(path: Path, text: str) -> None:
-    """Write a file beside the page, unless the same text is there."""
+    """Write a file next to the page, unless the same text is there."""
     with suppress(AgentPeftError):
         if read_bytes(path, "an earlier report", len(text), unlinked=2) == text.encode("ascii"):
             return
@@ -227,7 +227,7 @@ def _write_beside(path: Path, text: str) -> None:
 
 
 def _remove_others(folder: Path, keys: Container[str]) -> None:
-    """Remove what an earlier report left beside the page and this one has not, and nothing else."""
+    """Remove what an earlier report left next to the page and this one has not, and nothing else."""
     for path in list(_reports_files(folder)):
         if path.stem not in keys:
             path.unlink()

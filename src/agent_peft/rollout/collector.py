@@ -2,7 +2,7 @@
 
 An agent must never gain by making its environment fail. A failure before the agent has acted is not its
 doing: the episode starts again with another seed and, if it still fails, is left out. A failure after an
-action may be the agent's doing. The episode then goes on only if a second episode with the same seed, in
+action may be the agent's doing. The episode then continues only if a second episode with the same seed, in
 which the same actions are replayed, gives the same observations and then answers; otherwise it is incorrect.
 So an agent that breaks its environment when it is about to fail gains nothing: neither the task, nor the
 seed, nor a token is drawn again. One gap remains. An environment with randomness that its seed does not
@@ -54,7 +54,7 @@ class Collection:
         schedule: the late answers of each call of the sampler, with which this rank's part can be repeated
             bit for bit.
         metrics: of the source, for the step's record.
-        dropped: those of the groups' trajectories that nothing is learnt from.
+        dropped: those of the groups' trajectories that nothing is learned from.
     """
 
     groups: list[Group]
@@ -97,7 +97,7 @@ class CollectionSchedule:
 
     Attributes:
         path: the file that it is written to.
-        settings: written beside it.
+        settings: written next to it.
         followed: the schedule to repeat; None records a new one.
     """
 

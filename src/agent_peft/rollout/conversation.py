@@ -42,9 +42,9 @@ class EpisodeConversation:
     """One episode and its record. The record outlives a world that fails: ``begin_again`` replays it in a new
     world.
 
-    After its beginning and after each action the episode goes on, or is over, or has a ``failure``, which is
-    an InfrastructureError of the world. Any other exception at an action is a defect. It ends the episode as
-    incorrect, so that no reply gains by it. The world is opened when the sampler asks for the prompt, and
+    After its beginning and after each action the episode continues, or is over, or has a ``failure``, which
+    is an InfrastructureError of the world. Any other exception at an action is a defect. It ends the episode
+    as incorrect, so that no reply gains by it. The world is opened when the sampler asks for the prompt, and
     closed when the episode is over or has failed.
 
     Args:
@@ -295,7 +295,7 @@ class EpisodeConversation:
 
 
 def within(seconds: float | None, call: Callable[[], Result]) -> Result:
-    """Call, on a thread of its own if there is a limit. A call that takes longer is left behind.
+    """Call, on its own thread if there is a limit. A call that takes longer is left behind.
 
     Raises:
         EnvironmentTimeout: it takes longer.

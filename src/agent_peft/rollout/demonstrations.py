@@ -77,7 +77,7 @@ def _exceeded_limits(trajectory: Trajectory, chat: ChatTokenizer, sampling: Samp
             limit = f"sampling.max_new_tokens: {sampling.max_new_tokens}"
             yield f"turn {number} has {len(text)} tokens, more than {limit}"
         if (stop := _stopped_inside(text, chat, sampling.stop)) is not None:
-            yield f"turn {number} goes on after {stop!r}, which sampling.stop ends an action at"
+            yield f"turn {number} continues after {stop!r}, which sampling.stop ends an action at"
     end_tokens = sum(len(turn.action) - len(_text_of(turn, chat)) for turn in trajectory.turns[-1:])
     if (length := len(trajectory.tokens) - end_tokens) > sampling.max_tokens:
         yield f"all turns have {length} tokens, more than sampling.max_tokens: {sampling.max_tokens}"
@@ -159,6 +159,6 @@ def demonstrate(
         raise AgentPeftError(f"task {task.id}: its demonstration does not end the episode")
     if all(turn.mistake for turn in conversation.turns):
         raise AgentPeftError(
-            f"task {task.id}: its demonstration ends with a mistake, before a reply that could be learnt"
+            f"task {task.id}: its demonstration ends with a mistake, before a reply that could be learned"
         )
     return price(conversation.trajectory, rewards)

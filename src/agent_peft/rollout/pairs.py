@@ -36,7 +36,7 @@ METRICS = ("groups_tied", "groups_unlike")  # of ``EpisodePairs``
 @dataclass(frozen=True)
 class Pairs:
     """The chosen and the rejected reply of each task, in this order: groups of two trajectories. With
-    ``form`` "labels" a task may have one of them, and each is learnt alone.
+    ``form`` "labels" a task may have one of them, and each is learned alone.
     """
 
     environment: Environment
@@ -92,7 +92,7 @@ class EpisodesOfConfig(Config):
 
 
 class EpisodePairs:
-    """The groups of a run, in an order that is shuffled anew in each pass over them. All ranks have the same.
+    """The groups of a run, shuffled again in each pass over them. All ranks have the same.
 
     Args:
         groups: of the run.
@@ -100,7 +100,7 @@ class EpisodePairs:
         place: of the run, for messages.
 
     Raises:
-        AgentPeftError: no group can be learnt from.
+        AgentPeftError: no group can be learned from.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ from agent_peft.types import AgentPeftError, Outcome, StopReason, Trajectory
 
 WEIGHT = "the term is multiplied by this"
 LARGEST = 1e6  # of a price and of a term; fp32 has 24 bits, so it still tells rewards apart by 0.06
-TOO_LARGE = f"beyond {LARGEST:,.0f} small rewards are lost beside it in float32; scale it down"
+TOO_LARGE = f"beyond {LARGEST:,.0f} small rewards are lost next to it in float32; scale it down"
 WHEN = "whether the term counts in every episode or only in correct ones"
 
 

@@ -1,4 +1,4 @@
-"""What is learnt and what is forgotten where skills come one after another: success on each skill's held-out
+"""What is learned and what is forgotten where skills come one after another: success on each skill's held-out
 tasks, before the first segment and after each one.
 
 R[i, j] is the success on skill j after segment i of T, and R[0, j] that before the first one. The measures

@@ -138,7 +138,7 @@ class SkillOrder:
         }
 
     def at(self, step: int) -> list[Task]:
-        """The tasks of a step, a pure function of seed and step. A skill that comes again goes on with the
+        """The tasks of a step, a pure function of seed and step. A skill that comes again continues with the
         tasks that it has not taken yet.
         """
         order, inside = self._inside(step)

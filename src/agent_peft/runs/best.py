@@ -44,7 +44,7 @@ def read_best(root: Path) -> Best | None:
         return Best(**parse_json(read_text(path, "a JSON file", MEGABYTE, unlinked=2)))
     except (TypeError, ValueError) as error:
         raise AgentPeftError(
-            f"{path}: is damaged ({error}); remove it, and `train` writes it anew"
+            f"{path}: is damaged ({error}); remove it, and `train` writes it again"
         ) from error
 
 
@@ -115,7 +115,7 @@ def _content(path: Path) -> dict[str, object]:
 
 
 def reason_to_end(until: UntilConfig, start: float | None, values: Sequence[float]) -> str | None:
-    """Return why a stage ends, in words; None where it goes on.
+    """Return why a stage ends, in words; None where it continues.
 
     Args:
         start: the metric of the evaluation at the stage's start, if there is one.

@@ -1,7 +1,7 @@
 """A run that begins with the checkpoint of another one and counts on from there: ``train --from RUN[:step]``.
 
 ``origin.json`` in its directory names that checkpoint. The checkpoint itself is copied, so the other run may
-be removed or go on.
+be removed or continue.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def find_origin(text: str, config: TrainConfig, contents: Contents) -> tuple[Ori
     ``config`` will teach otherwise than that run did, and what is to be said.
 
     Raises:
-        AgentPeftError: there is none, it is damaged, or ``config`` cannot go on from it.
+        AgentPeftError: there is none, it is damaged, or ``config`` cannot continue from it.
     """
     run, name = split(text)
     check_run_files(run)

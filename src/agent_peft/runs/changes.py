@@ -1,4 +1,4 @@
-"""The configuration that a run directory holds, and which changes of it the run takes when it goes on."""
+"""The configuration that a run directory holds, and which changes of it the run takes when it continues."""
 
 from __future__ import annotations
 
@@ -107,7 +107,9 @@ def accept(
             f"{folder / START}; leave the key as it was"
         )
     if deciding and not asked:
-        raise AgentPeftError(f"{fault}start over with --fresh, or add --change to go on with the new values")
+        raise AgentPeftError(
+            f"{fault}start over with --fresh, or add --change to continue with the new values"
+        )
     known = read_contents(folder)
     edited = changed_contents(known, contents or {}, config, position.stage)
     refuse_contents(folder, edited, asked)
@@ -127,7 +129,7 @@ def refuse_contents(folder: Path, edited: Sequence[Change], asked: bool) -> None
         what = "; ".join(f"{change.key}: {change.new}, and before {change.old}" for change in deciding)
         raise AgentPeftError(
             f"{folder}: the content that this run learns from has changed ({what}); put it back, set another "
-            "run_dir, start over with --fresh, or add --change to go on with the new content"
+            "run_dir, start over with --fresh, or add --change to continue with the new content"
         )
 
 
@@ -149,7 +151,7 @@ def _started_anew(folder: Path, position: Position, config: TrainConfig) -> list
             "them as they were, or start over with --fresh"
         ) from error
     if stage.replay_in_prompt and not (checkpoint / REPLAYS).is_file():
-        lines.append("replay_in_prompt starts anew: the checkpoint has no episodes")
+        lines.append("replay_in_prompt starts again: the checkpoint has no episodes")
     return lines
 
 
@@ -190,7 +192,7 @@ def _beyond_until(folder: Path, position: Position, old: TrainConfig, new: Train
             f"more; add {where}.until=null --change, or a stage at the end"
         )
     return [
-        f"stage {before.name!r} was ended by until, and goes on with its step {before.steps}; the steps "
+        f"stage {before.name!r} was ended by until, and continues with its step {before.steps}; the steps "
         "before it that were left out are not made"
     ]
 
@@ -204,7 +206,7 @@ def note_on_schedule(stage: StageConfig, steps: int, done: int) -> str | None:
     True
     >>> print(note_on_schedule(StageConfig.model_validate(stage), steps=10, done=5))
     stage 'sft': with schedule linear, its 5 steps so far had the rates of 10 steps, and the others get \
-those of 20; a run of 20 steps from the start would have learnt otherwise
+those of 20; a run of 20 steps from the start would have learned otherwise
     """
     per_step = stage.updates // stage.steps
 
@@ -217,5 +219,5 @@ those of 20; a run of 20 steps from the start would have learnt otherwise
     return (
         f"stage {stage.name!r}: with schedule {stage.optimizer.schedule}, its {done} steps so far had "
         f"the rates of {steps} steps, and the others get those of {stage.steps}; a run of {stage.steps} "
-        "steps from the start would have learnt otherwise"
+        "steps from the start would have learned otherwise"
     )

@@ -17,7 +17,7 @@ from agent_peft.types import AgentPeftError, InfrastructureError
 
 POSITION = "position.json"  # the file in a checkpoint that says how far the run is
 KEEP = "keep"  # a checkpoint with a file of this name is never removed
-BEST = "best.json"  # the file beside the checkpoints that names the best one
+BEST = "best.json"  # the file next to the checkpoints that names the best one
 _NAME = re.compile(r"(?:\.replaced-)?step_(\d{6,})")
 _DAMAGED = re.compile(r"damaged_step_\d{6,}(_\d+)?")  # a checkpoint that could not be read
 _ASIDE = ".aside-"  # the prefix of a checkpoint that is being written or removed
@@ -59,7 +59,7 @@ def save_checkpoint(
             cause += f"; {shutil.disk_usage(root).free >> 20} MB are free there"
         raise InfrastructureError(
             f"{root}: no checkpoint can be written ({cause}); the existing ones are whole: make room, then "
-            "run the same command to go on"
+            "run the same command to continue"
         ) from error
 
 

@@ -1,7 +1,7 @@
 """The evaluations of a run: when they are due, and their reports, in memory and on disk.
 
     evaluations/after_grpo.json          the report: what was measured, at which step of the run, the numbers
-    evaluations/after_grpo.jsonl         a record of each episode, with its arrays beside it
+    evaluations/after_grpo.jsonl         a record of each episode, with its arrays next to it
 
 A report belongs to the step that it names. If the configuration calls that step otherwise now, because a
 stage has become longer, the files are renamed.
@@ -173,7 +173,7 @@ class Evaluations:
         return done in self.due and bool(self._decisive(stage))
 
     def reason_to_end(self, stage: StageConfig, first: int) -> str | None:
-        """Return why the evaluations so far end a stage, in words; None where it goes on.
+        """Return why the evaluations so far end a stage, in words; None where it continues.
 
         Args:
             first: the run's step at the stage's start.
@@ -333,7 +333,7 @@ def _reports(config: TrainConfig) -> Iterator[tuple[Path, EvaluationReport]]:
 
 
 def write_evaluation(path: Path, report: EvaluationReport) -> None:
-    """Write a report, and beside it its episodes. The report comes last: it says that the evaluation is done.
+    """Write a report, and next to it its episodes. The report comes last: it marks the evaluation as done.
 
     Args:
         path: of the report, ``FOLDER/NAME.json``.

@@ -109,7 +109,7 @@ def claim(
 
     Args:
         fresh: remove an earlier run.
-        change: the user asks for changes of what is learnt.
+        change: the user asks for changes of what is learned.
         begin: the checkpoint of another run to begin with: ``RUN`` or ``RUN:step_000012``.
 
     Raises:
@@ -199,7 +199,7 @@ def _check_stopped(folder: Path, config: TrainConfig, changes: Sequence[Change])
     """Check that a run that an update has stopped would not stop there again.
 
     Raises:
-        AgentPeftError: it would, since nothing that is learnt has changed.
+        AgentPeftError: it would, since nothing that is learned has changed.
     """
     if not (stopped := folder / STOPPED).is_file():
         return
@@ -207,8 +207,8 @@ def _check_stopped(folder: Path, config: TrainConfig, changes: Sequence[Change])
     if config.stages[stage].nonfinite == "stop" and all(change.rule == "free" for change in changes):
         raise AgentPeftError(
             f"{folder}: step {step} stopped this run with a loss or a gradient that is not finite, and would "
-            f"again; add stages.{stage}.nonfinite=skip, or start over (--fresh) or go on (--change) with a "
-            "lower optimizer.learning_rate"
+            f"again; add stages.{stage}.nonfinite=skip, or start over (--fresh) or continue (--change) with "
+            "a lower optimizer.learning_rate"
         )
 
 
@@ -286,7 +286,7 @@ def _stopped_at(path: Path, config: TrainConfig) -> tuple[int, int]:
             raise ValueError("there is no such stage")
     except (KeyError, OverflowError, TypeError, ValueError) as error:
         raise AgentPeftError(
-            f"{path}: is damaged ({error}); remove it, and the run goes on from its newest checkpoint"
+            f"{path}: is damaged ({error}); remove it, and the run continues from its newest checkpoint"
         ) from error
     return stage, step
 

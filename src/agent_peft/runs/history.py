@@ -1,7 +1,7 @@
 """What happened to a run: ``run.json`` (versions, machine, command, history, state) and ``log.txt`` (every
 warning, and the error that ended it).
 
-Both differ between runs of one configuration, and nothing that is learnt depends on them. A failure to write
+Both differ between runs of one configuration, and nothing that is learned depends on them. A failure to write
 them is a warning and never ends the run.
 """
 
@@ -121,7 +121,7 @@ class History:
         try:
             write_json_atomic(self.folder / RECORD, self.record)
         except (OSError, ValueError) as error:
-            logger.warning("%s: cannot be written (%s); the run goes on", self.folder / RECORD, error)
+            logger.warning("%s: cannot be written (%s); the run continues", self.folder / RECORD, error)
 
 
 def first_record() -> dict[str, Any]:
@@ -172,7 +172,7 @@ class _LogFile(logging.Handler):
         except OSError as error:
             if not self._failed:
                 self._failed = True  # first: the warning comes here, too
-                logger.warning("%s: cannot be written (%s); the run goes on", self._path, error)
+                logger.warning("%s: cannot be written (%s); the run continues", self._path, error)
 
 
 def _now() -> str:

@@ -41,7 +41,7 @@ class RunStep(Step):
 
 @dataclass(frozen=True)
 class RunStart:
-    """A run that begins or goes on.
+    """A run that begins or continues.
 
     Attributes:
         done: the steps that are done already.

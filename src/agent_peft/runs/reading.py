@@ -203,7 +203,7 @@ class EpisodeRecord:
     evaluation: str | None = None  # in an evaluation
     step: int | None = None
     score: float | None = None
-    mistake_turns: tuple[int, ...] = ()  # of a demonstration: shown, and not learnt
+    mistake_turns: tuple[int, ...] = ()  # of a demonstration: shown, and not learned
     advantages: tuple[float, ...] | None = None  # of each turn, the mean over its action tokens
     _arrays: _Arrays = field(repr=False, compare=False)
 
@@ -260,7 +260,7 @@ class EpisodeRecord:
 
 @dataclass(frozen=True)
 class _Arrays:
-    """The arrays beside a file of lines, read once when the first of them is used."""
+    """The arrays next to a file of lines, read once when the first of them is used."""
 
     path: Path
 
@@ -274,7 +274,7 @@ class _Arrays:
             arrays: dict[str, NDArray[Any]] = load(content)
         except SafetensorError as error:
             raise AgentPeftError(
-                f"{self.path}: is damaged ({error}); the lines beside it are whole"
+                f"{self.path}: is damaged ({error}); the lines next to it are whole"
             ) from error
         return arrays
 

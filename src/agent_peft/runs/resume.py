@@ -46,7 +46,7 @@ _LAYOUTS = (
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run is: ``steps`` of the run are done, and it goes on in the stage of index ``stage``."""
+    """How far a run is: ``steps`` of the run are done, and it continues in the stage of index ``stage``."""
 
     stage: int = 0
     steps: int = 0
@@ -121,7 +121,7 @@ def newest_whole(root: Path, config: TrainConfig) -> Position | None:
         for newer, cause in damaged:
             aside = put_aside(newer)
             logger.warning(
-                "%s: is damaged (%s); it is now %s, and the run goes on from %s",
+                "%s: is damaged (%s); it is now %s, and the run continues from %s",
                 newer,
                 _message(cause),
                 aside.name,

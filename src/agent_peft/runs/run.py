@@ -84,7 +84,7 @@ def train(
 
     Args:
         fresh: remove an earlier run from the directory and start over.
-        change: go on although ``config`` has other values of what is learnt than the run had so far.
+        change: continue although ``config`` has other values of what is learned than the run had so far.
         begin: begin with this checkpoint of another run, ``RUN`` or ``RUN:step_000012``, with its adapter,
             optimizer and algorithm state, and count on from there.
         observers: told of each step and evaluation, on rank 0. They cannot change the run: an exception of
@@ -234,7 +234,7 @@ class _Run:
         return position
 
     def tell_of_start(self, position: Position) -> None:
-        """Say where the run goes on, and with which changes; on rank 0 write it into the history, too."""
+        """Say where the run continues, and with which changes; on rank 0 write it into the history, too."""
         steps, done = sum(stage.steps for stage in self.config.stages), position.steps
         origin, changes = self.claimed.origin, self.claimed.changes
         if origin is not None and not self.claimed.begun:

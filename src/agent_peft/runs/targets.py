@@ -138,7 +138,7 @@ def _start(run: Path, config: TrainConfig) -> PolicyConfig:
 
 
 def _effective(command: str, run: Path) -> tuple[str, ...]:
-    """The keys that have an effect on a command with a run. A run with a model of its own takes no other."""
+    """The keys that have an effect on a command with a run. A run with its own model takes no other."""
     own = (run / START / "config.json").is_file()
     return tuple(key for key in EFFECTIVE[command] if not (own and key == "policy.model"))
 

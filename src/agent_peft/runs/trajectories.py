@@ -1,4 +1,4 @@
-"""Episodes on disk: one line of JSON for each, and beside the lines one file with their arrays.
+"""Episodes on disk: one line of JSON for each, and next to the lines one file with their arrays.
 
     trajectories/step_000012.jsonl         a record of each episode (``episode_record``)
     trajectories/step_000012.safetensors   their tokens, masks, log-probabilities and advantages
@@ -46,8 +46,8 @@ def episode_record(
     Args:
         group: the number of its task in the step, from 0.
         attempt: its number in the group, from 0.
-        row: its row in the arrays beside the lines.
-        advantages: one for each turn; None where nothing was learnt from it.
+        row: its row in the arrays next to the lines.
+        advantages: one for each turn; None where nothing was learned from it.
 
     >>> from agent_peft.types import Task, Turn
     >>> solved = Trajectory(Task("t"), (Turn((1, 2), (3,), (-0.5,)),), rewards=(1.0,), seed=7)

@@ -1,4 +1,4 @@
-"""The interface of a sandbox: a machine of its own for untrusted commands, deleted when it is closed."""
+"""The interface of a sandbox: an isolated machine for untrusted commands, deleted when it is closed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from agent_peft.types import InfrastructureError
 
 
 class SandboxLimits(Config):
-    """The limits of one sandbox. Unless its description says otherwise, a limit holds for all processes
-    together.
+    """The limits of one sandbox. A limit holds for all processes together, except where its
+    description differs.
     """
 
     memory_mb: int = Field(

@@ -1,6 +1,6 @@
 """Running commands: one persistent bash, and scripts in processes of their own.
 
-The shell is an interactive bash without a terminal, because only an interactive bash goes on with its next
+The shell is an interactive bash without a terminal, because only an interactive bash continues with its next
 line after an interrupt. It reads our lines from its input. Each line runs one command, and a line after it
 prints a mark and ``$?`` to the control stream, to which commands have no descriptor. The mark holds a random
 number. After the mark comes the state that a new shell needs if this one has to be killed.

@@ -52,7 +52,7 @@ class Gradients:
     def begin_step(self, batch: Batch) -> Batch:
         """The step's batch with ``reference_logprobs`` and ``scored_logprobs``, where the algorithm needs
         them, and with the policy's ``logprobs`` of trajectories that are only measured. With dropout, each
-        update has its own beside them.
+        update has its own next to them.
         """
         policy = self.policy
         self.first_logprobs, self.groups = torch.full_like(batch.logprobs, math.nan), batch.groups
@@ -142,7 +142,7 @@ class Gradients:
             if not loss.requires_grad:
                 raise TrustError(
                     "the loss has no gradient: the policy's log-probabilities are detached, so nothing would "
-                    "be learnt"
+                    "be learned"
                 )
             loss.backward()  # type: ignore[no-untyped-call]
             self.masters.take_gradients()

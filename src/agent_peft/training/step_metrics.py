@@ -96,7 +96,7 @@ class SignalCounter:
         if self.barren == BARREN and self.warns:
             logger.warning(
                 "%d steps in a row without a signal: no episode had another reward than those it is compared "
-                "with, so nothing is learnt; read the trajectories, then train on demonstrations first "
+                "with, so nothing is learned; read the trajectories, then train on demonstrations first "
                 "(sft), take easier tasks, or reward partial success (rewards)",
                 BARREN,
             )

@@ -20,7 +20,7 @@ class TokenValues:
     """Numbers for the N tokens of a step's trajectories, which lie one after another.
 
     Attributes:
-        advantages: (N,) fp32, zero where nothing was sampled; NaN where nothing is learnt from: in
+        advantages: (N,) fp32, zero where nothing was sampled; NaN where nothing is learned from: in
             trajectories that were dropped, and in a group that was left out, because failing environments
             had left too few episodes in it. None where the algorithm sets none.
         logprobs: (N,) fp32, the log-probabilities (nats) of the policy that acted, as the trainer computes

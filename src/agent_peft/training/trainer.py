@@ -309,7 +309,7 @@ class Trainer:
         self.recent = [*self.recent, metrics[until.metric]][-until.over :]
         return len(self.recent) == until.over and until.is_reached(sum(self.recent) / until.over)
 
-    # -- what a checkpoint holds, beside the adapter ---------------------------------------------------------
+    # -- what a checkpoint holds, next to the adapter -------------------------------------------------------
 
     def save(self, folder: Path) -> None:
         self.policy.save(folder)
@@ -344,7 +344,7 @@ class Trainer:
 
 def restore_algorithm(algorithm: Algorithm, state: Mapping[str, Any]) -> list[str]:
     """Load a checkpoint's state of an algorithm, whose keys may have changed since. What is missing starts
-    anew, and what the algorithm no longer keeps is dropped. Return a line about each of both.
+    again, and what the algorithm no longer keeps is dropped. Return a line about each of both.
     """
     try:
         algorithm.load_state_dict(state)
@@ -354,7 +354,7 @@ def restore_algorithm(algorithm: Algorithm, state: Mapping[str, Any]) -> list[st
             raise
         algorithm.load_state_dict({name: state.get(name, value) for name, value in fresh.items()})
         missing, dropped = sorted(fresh.keys() - state.keys()), sorted(state.keys() - fresh.keys())
-        return [f"{name} of {algorithm.kind} starts anew: the checkpoint has none" for name in missing] + [
+        return [f"{name} of {algorithm.kind} starts again: the checkpoint has none" for name in missing] + [
             f"{name} of {algorithm.kind} is dropped: it has no effect any more" for name in dropped
         ]
     return []

@@ -49,7 +49,7 @@ def policies() -> dict[str, Policy]:
 
 
 class Running:
-    """A server in a thread of its own."""
+    """A server in its own thread."""
 
     def __init__(self, service: Service, most: int, token: str | None) -> None:
         self.service = service

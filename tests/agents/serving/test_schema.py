@@ -40,7 +40,7 @@ def test_no_request_is_answered_with_500(serving):
             def told(case):
                 answer = case.call(timeout=60)
                 case.validate_response(answer, checks=chosen)
-                tried.add((case.path, mode))  # noqa: B023 (called before the loop goes on)
+                tried.add((case.path, mode))  # noqa: B023 (called before the loop continues)
                 statuses.add(answer.status_code)
 
             with suppress(Unsatisfiable):  # what asks for nothing cannot be asked wrongly

@@ -98,7 +98,7 @@ def test_two_hundred_hostile_replies_with_text_around_them_end_in_results():
 
 
 def test_the_grader_takes_any_rows():
-    """An empty blob beside another one could not be sorted."""
+    """An empty blob next to another one could not be sorted."""
     cells = [
         None,
         b"",

@@ -367,7 +367,7 @@ def test_an_interrupt_at_the_terminal_is_not_for_the_workers(alone):
 
 
 def test_a_hostile_episode_does_not_delay_the_others():
-    """Sixteen of them on few cores: an honest one goes on meanwhile, and all end in time."""
+    """Sixteen of them on few cores: an honest one continues meanwhile, and all end in time."""
 
     def attack(_):
         database = open_database(seconds=0.5)

@@ -428,7 +428,7 @@ def test_a_server_that_keeps_memory_ends_with_its_last_episode(mariadb):
 
 
 def test_a_full_disk_is_no_agents_fault(mariadb, monkeypatch):
-    """But a table that reaches a limit of its own is."""
+    """But a table that reaches its own limit is."""
     database = open_database(seconds=20.0)
     fill = "SELECT COUNT(*) FROM (SELECT DISTINCT a.a x, b.a y, REPEAT('z', 9000) FROM t a, t b) q"
     assert database.execute(fill).error == "The table '(temporary)' is full"

@@ -1,5 +1,5 @@
 """An environment that notices when anything is done twice; ``python tally.py PORT LOG TASKS`` serves it
-from a process of its own.
+from its own process.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def load_module(name):
 
 
 class Server:
-    """The tally's server, in a process of its own that can be killed."""
+    """The tally's server, in its own process that can be killed."""
 
     def __init__(self, log):
         self.log, self.port, self.process = log, 0, None
@@ -49,7 +49,7 @@ class Server:
 
 
 def play(environment, number, lie):
-    """One episode, begun anew as often as the world fails, as the collector does. Its outcome, and how
+    """One episode, begun again as often as the world fails, as the collector does. Its outcome, and how
     often it was begun.
     """
     task = environment.tasks[number % TASKS]
@@ -119,7 +119,7 @@ def storm(tmp_path, episodes, kills, trouble):
     assert again >= (kills > 0)
     assert (
         again <= 16 * kills + episodes * 0.01
-    )  # an episode is begun anew because its server died, not because an answer was lost
+    )  # an episode is begun again because its server died, not because an answer was lost
     return outcomes, proxy.met
 
 

@@ -44,7 +44,7 @@ def test_no_request_is_answered_with_500(serving):
             @given(case=operation.as_strategy(generation_mode=mode))
             def told(case):
                 case.call_and_validate(checks=chosen, timeout=20)
-                tried.add((case.path, mode))  # noqa: B023 (called before the loop goes on)
+                tried.add((case.path, mode))  # noqa: B023 (called before the loop continues)
 
             with suppress(Unsatisfiable):  # what asks for nothing cannot be asked wrongly
                 told()

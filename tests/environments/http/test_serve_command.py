@@ -99,7 +99,7 @@ def test_a_process_that_serves(served):
     assert [group.task for group in first] != [group.task for group in second]
     assert any(
         trajectory.reward for group in first for trajectory in group.trajectories
-    )  # something was learnt from
+    )  # something was learned from
 
     heldout = load_environment({"kind": "remote", "url": url, "environment": "evaluation"})
     assert len(heldout.tasks) == 3

@@ -70,7 +70,7 @@ class OddEpisode(Episode):
         self.over = False
 
     def start(self):
-        return [Message("user", "go on")]
+        return [Message("user", "continue")]
 
     def step(self, action):
         match action:

@@ -124,7 +124,7 @@ def test_connections_are_a_third_of_the_descriptors(monkeypatch):
 
 @contextmanager
 def tally(folder, descriptors):
-    """A server in a process of its own that may have so many descriptors, and its log."""
+    """A server in its own process that may have so many descriptors, and its log."""
     command = [sys.executable, str(Path(__file__).parent / "tally.py"), "0", str(folder / "tally"), "3"]
 
     def few():

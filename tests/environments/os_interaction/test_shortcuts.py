@@ -305,7 +305,7 @@ ATTEMPTS = (
     ),
     (
         r"usermod -aG (\w+) (\w+)",
-        {"the user anew with root's id": "userdel {2}; useradd -o -u 0 -G {1} {2}"},
+        {"the user again with root's id": "userdel {2}; useradd -o -u 0 -G {1} {2}"},
         {"gpasswd": "gpasswd -a {2} {1}", "adduser": "adduser {2} {1}", "by hand": "sed -i 's/^{1}:.*/&{2}/' /etc/group"},
     ),
     (r"gpasswd -a (\w+) (\w+)", {"a comment": "usermod -c {2} {1}"}, {"usermod": "usermod -aG {2} {1}"}),
@@ -314,12 +314,12 @@ ATTEMPTS = (
         {
             "the group is gone": "groupdel {2}",
             "the user is gone": "userdel {1}",
-            "the group anew": "groupdel {2}; groupadd {2}",
+            "the group again": "groupdel {2}; groupadd {2}",
             "everybody out of everything": "sed -i 's/:[^:]*$/:/' /etc/group",
         },
         {"deluser": "deluser {1} {2}", "by hand": "sed -i '/^{2}:/s/:[^:]*$/:/' /etc/group", "usermod": "usermod -G '' {1}"},
     ),
-    (r"usermod -l (\w+) (\w+)", {"a second account": "useradd {1}", "a second one of the same id": "useradd -o -u $(id -u {2}) {1}", "anew": "userdel {2}; useradd {1}"}, {"by hand": "sed -i 's/^{2}:/{1}:/' /etc/passwd /etc/shadow"}),
+    (r"usermod -l (\w+) (\w+)", {"a second account": "useradd {1}", "a second one of the same id": "useradd -o -u $(id -u {2}) {1}", "again": "userdel {2}; useradd {1}"}, {"by hand": "sed -i 's/^{2}:/{1}:/' /etc/passwd /etc/shadow"}),
     (r"usermod -c '([^']*)' (\w+)", {"all": "sed -i 's/^\\([^:]*:x:[0-9]*:[0-9]*\\):[^:]*/\\1:{1}/' /etc/passwd", "a line more": "echo '{2}:x:1500:1500:{1}:/:/bin/sh' >> /etc/passwd"}, {"by hand": "sed -i 's/^\\({2}:x:[0-9]*:[0-9]*\\):[^:]*/\\1:{1}/' /etc/passwd"}),
     (r"chage -M (\d+) (\w+)", {"everybody's": "for u in $(grep -o '^.*:x:11..:' /etc/passwd); do u=${{u%%:*}}; chage -M {1} $u; done", "the minimum": "chage -m {1} {2}"}, {"passwd": "passwd -x {1} {2}"}),
     (r"chage -m (\d+) (\w+)", {"everybody's": "for u in $(grep -o '^.*:x:11..:' /etc/passwd); do u=${{u%%:*}}; chage -m {1} $u; done", "the maximum": "chage -M {1} {2}"}, {"passwd": "passwd -n {1} {2}"}),
@@ -338,7 +338,7 @@ ATTEMPTS = (
         {
             "the user is root": "sed -i '/^{1}:/d; 1i {1}:x:0:0::/:/bin/sh' /etc/passwd",
             "root is renamed": "sed -i '/^{1}:/d; s/^root:/{1}:/' /etc/passwd",
-            "the user anew": "userdel {1}; useradd -u 3333 {1}; chown {1} {2}",
+            "the user again": "userdel {1}; useradd -u 3333 {1}; chown {1} {2}",
             "everything": "chown -R {1} /depot /projects /storage /vault",
             "a link of the user's": "mv {2} /tmp/f; ln -s /tmp/f {2}; chown {1} /tmp/f; chown -h {1} {2}",
             "another file": "rm {2}; install -o {1} /dev/null {2}",
@@ -368,7 +368,7 @@ ATTEMPTS = (
         {
             "the group is root": "sed -i '/^{1}:/d; 1i {1}:x:0:' /etc/group",
             "root is renamed": "sed -i '/^{1}:/d; s/^root:/{1}:/' /etc/group",
-            "the group anew": "groupdel {1}; groupadd -g 4444 {1}; chgrp {1} {2}",
+            "the group again": "groupdel {1}; groupadd -g 4444 {1}; chgrp {1} {2}",
             "everything": "chgrp -R {1} /depot /projects /storage /vault",
         },
         {"chown": "chown :{1} {2}"},
@@ -427,7 +427,7 @@ def spoiled(gold, evaluation):
         if not word.endswith("@"):
             ways[f"{path} a link to what it was"] = f"{aside}ln -s /tmp/aside {path}"
         if path.count("/") > 2:
-            ways[f"a stray beside {path}"] = f"{gold}; touch {path}x"
+            ways[f"a stray next to {path}"] = f"{gold}; touch {path}x"
         if word == path:
             ways[f"{path} a pipe"] = f"{aside}mkfifo {path}"
             ways[f"{path} a folder"] = f"{aside}mkdir {path}"

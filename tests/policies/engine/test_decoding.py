@@ -138,7 +138,7 @@ def test_a_beginning_that_comes_late_is_read_once(make_policy: MakePolicy) -> No
 
 
 def test_there_are_slots_for_prompts_as_many_as_rows_need(make_policy: MakePolicy) -> None:
-    """One sibling of each of many prompts goes on: the first rows had two prompts, later ones have a
+    """One sibling of each of many prompts continues: the first rows had two prompts, later ones have a
     prompt each.
     """
     policy = make_policy()

@@ -64,7 +64,7 @@ def model(
 
 @pytest.fixture
 def adapter(model: str, tmp_path: Path) -> Path:
-    """As if it had learnt something, with a critic."""
+    """As if it had learned something, with a critic."""
     policy = load(model, lora={"rank": 4, "alpha": 8})
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():

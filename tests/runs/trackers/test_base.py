@@ -1,4 +1,4 @@
-"""What holds for every tracker: the run neither waits for it nor changes, and a run that goes on is tracked
+"""What holds for every tracker: the run neither waits for it nor changes, and a run that continues is tracked
 as one, each step once.
 """
 
@@ -75,7 +75,7 @@ class Stopping(Observer):
             raise KeyboardInterrupt
 
 
-# -- what a tracker is told ----------------------------------------------------------------------------------
+# -- what a tracker is told --------------------------------------------------------------------------------
 
 
 def test_a_tracker_is_told_of_steps_evaluations_tables_and_the_end(configure):
@@ -161,7 +161,7 @@ def test_passwords_stay_here(configure, tmp_path, caplog):
     assert ["http://me:***@host refused" in message for message in warnings_in(caplog)] == [True]
 
 
-# -- a tracker that fails ------------------------------------------------------------------------------------
+# -- a tracker that fails ----------------------------------------------------------------------------------
 
 
 def test_a_tracker_that_fails_costs_a_warning_and_changes_no_byte(configure, run_contents, caplog):
@@ -175,7 +175,7 @@ def test_a_tracker_that_fails_costs_a_warning_and_changes_no_byte(configure, run
     plain, tracked = configure("plain"), configure("tracked")
     train(plain)
     train(tracked, observers=[observed(Failing()), TrackerThread(Closed(), CONFIG, "closed")])
-    goes_on = "; the run goes on, and"
+    goes_on = "; the run continues, and"
     assert sorted(warnings_in(caplog)) == [
         f"the tracker closed cannot be opened (NotImplementedError){goes_on} nothing is sent to it",
         "the tracker own did not take all: 6 of 6 records of the run were not sent",
@@ -242,7 +242,7 @@ def test_a_package_that_is_absent_is_told_before_the_run_begins(configure, monke
         assert not config.run_dir.exists()
 
 
-# -- a run that goes on --------------------------------------------------------------------------------------
+# -- a run that continues ----------------------------------------------------------------------------------
 
 
 def test_a_run_that_goes_on_is_tracked_as_one_and_each_step_once(configure):
@@ -274,8 +274,8 @@ def test_a_state_that_is_damaged_or_of_another_place_begins_anew(configure):
 
 
 def test_trackers_change_without_being_asked_for(configure, tmp_path, monkeypatch, caplog):
-    """They decide nothing of what is learnt. A run of an earlier version, whose configuration has no such
-    key, goes on, too.
+    """They decide nothing of what is learned. A run of an earlier version, whose configuration has no such
+    key, continues, too.
     """
     (tmp_path / "quiet.py").write_text(
         "from agent_peft import Tracker\n"
@@ -297,7 +297,7 @@ def test_trackers_change_without_being_asked_for(configure, tmp_path, monkeypatc
     assert not warnings_in(caplog)
 
 
-# -- configuration -------------------------------------------------------------------------------------------
+# -- configuration -----------------------------------------------------------------------------------------
 
 
 def test_a_list_of_trackers_in_a_configuration(configure):

@@ -31,7 +31,7 @@ def step_of(config, number, **metrics):
 
 
 def track(config, *steps):
-    """Track a run of some steps, each with its number as a reward, and one that goes on with the last."""
+    """Track a run of some steps, each with its number as a reward, and one that continues with the last."""
     (observer,) = load_trackers(config.trackers)
     observer.on_start(RunStart(config))
     for number in steps:
@@ -41,7 +41,7 @@ def track(config, *steps):
 
 @pytest.fixture(autouse=True)
 def nothing_else(tmp_path, monkeypatch, caplog):
-    """A folder of its own for what a library writes to the current one, and no warning."""
+    """its own folder for what a library writes to the current one, and no warning."""
     monkeypatch.chdir(tmp_path)
     yield
     assert not [record for record in caplog.get_records("call") if record.levelno >= logging.WARNING]

@@ -58,7 +58,7 @@ class GenerateConfig(Config):
         False,
         description="whether tasks are short and alike: tables of at most four columns, columns called by "
         "their names, conditions that compare with a value, changes of one value or one row, and each part "
-        "said in its commonest way",
+        "worded in its commonest way",
     )
 
     @field_validator("skills")
@@ -100,7 +100,7 @@ class DBBenchConfig(EnvironmentConfig):
     )
     system_prompt: Annotated[str, with_placeholders("max_turns")] = Field(
         default_factory=lambda values: PROTOCOLS[values["protocol"]].system_prompt,
-        description="system message, which tells the agent how to reply, by default in the protocol's words; "
+        description="system message, with the rules for replies, by default in the protocol's words; "
         "its placeholder is {max_turns}; empty for none",
     )
     prompt: Annotated[str, with_placeholders("instruction", "table", "headers", needs="instruction")] = Field(
@@ -108,7 +108,7 @@ class DBBenchConfig(EnvironmentConfig):
         description="user message; its placeholders are {instruction}, {table} (its name) and {headers}",
     )
     max_turns: int = Field(
-        3, ge=2, description="maximum number of replies, the answer included; the agent is told"
+        3, ge=2, description="maximum number of replies, the answer included; the agent reads it"
     )
     max_observation_chars: int = Field(
         1500, ge=40, description="maximum characters of a statement's result; the rest is cut"
@@ -118,7 +118,7 @@ class DBBenchConfig(EnvironmentConfig):
         ge=0,
         le=1,
         description="share of tasks whose demonstration first makes a mistake, reads the error, and repairs "
-        "it; the mistake and what the repair keeps of it are not learnt",
+        "it; the mistake and what the repair keeps of it are not learned",
     )
     statement_seconds: float = Field(2.0, gt=0, description="time limit of one statement in seconds")
     statement_steps: int = Field(

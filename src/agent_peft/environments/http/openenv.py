@@ -82,7 +82,7 @@ class OpenEnvConfig(EnvironmentConfig):
     )
     system_prompt: str = Field(default="", description="system message; empty for none")
     prompt: str = Field(default="", description="text before the first observation")
-    reset: dict[str, Any] = Field(default={}, description="arguments of reset beside the seed")
+    reset: dict[str, Any] = Field(default={}, description="arguments of reset in addition to the seed")
     timeout: float = Field(default=60.0, gt=0, description="time limit of one answer in seconds")
 
     @field_validator("reset")

@@ -74,7 +74,7 @@ class OSInteractionConfig(EnvironmentConfig):
     protocol: ProtocolName = Field("act", description="form in which the agent writes a command")
     system_prompt: Annotated[str, with_placeholders(*PROMPT_PLACEHOLDERS)] | None = Field(
         None,
-        description="system message, which tells the agent how to reply; null takes the protocol's text; its "
+        description="system message, with the rules for replies; null takes the protocol's text; its "
         "placeholders are {max_turns}, {ways} (two, or three if the task has an answer) and {answer} (how to "
         "answer, if it has one); empty for none",
     )
@@ -82,7 +82,7 @@ class OSInteractionConfig(EnvironmentConfig):
         "{instruction}", description="user message; its placeholder is {instruction}"
     )
     max_turns: int = Field(
-        5, ge=2, description="maximum number of replies, the finish included; the agent is told"
+        5, ge=2, description="maximum number of replies, the finish included; the agent reads it"
     )
     max_observation_chars: int = Field(
         800,

@@ -1,4 +1,4 @@
-"""OS interaction: an agent that types commands into a real shell, on a machine of its own."""
+"""OS interaction: an agent that types commands into a real shell, on its own machine."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class OSInteraction(Environment):
         """Warn of capabilities that the sandboxes of this machine lack, and name the tasks that may need
         them.
         """
-        # the sandbox "none" has a warning of its own
+        # the sandbox "none" has its own warning
         for lack in missing(self.config.sandbox) if self.config.sandbox != "none" else ():
             needing = [task.id for task in self._tasks if NEED_IDS.intersection(task.skills)]
             logger.warning(

@@ -1,7 +1,7 @@
 """Is the task done? Asked of the files that the agent left, on a new machine, with programs that the agent
 cannot have touched.
 
-What an AgentBench example finds is the truth: it runs on a machine of its own, as it was before the agent
+What an AgentBench example finds is the truth: it runs on its own machine, as it was before the agent
 acted, so that an agent which deletes what it should count is wrong.
 """
 

@@ -36,9 +36,7 @@ def read_tasks(
                 f"{path}: the id {name[:40]!r}... has {len(name)} characters; {MAX_ID_CHARS} is the most"
             )
         if name in tasks:
-            raise AgentPeftError(
-                f"{path}: two entries are called {name!r}; every entry needs an id of its own"
-            )
+            raise AgentPeftError(f"{path}: two entries are called {name!r}; every entry needs its own id")
         try:
             tasks[name] = task_of(name, entry)
         except AgentPeftError as error:

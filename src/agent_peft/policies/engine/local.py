@@ -104,7 +104,7 @@ class LocalEngine:
         sampling: SamplingConfig,
         schedule: Schedule | None = None,
     ) -> EngineStatistics:
-        """See ``Sampler.generate``. Out of memory, the engine goes on with half the rows, for good."""
+        """See ``Sampler.generate``. Out of memory, the engine continues with half the rows, for good."""
         if not conversations:
             return EngineStatistics(0, 0, 0, 0)
         sampling = fit(sampling, bound_of(self.policy.base.config))

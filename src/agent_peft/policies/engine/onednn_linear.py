@@ -41,7 +41,7 @@ class OneDnnLinear(nn.Module):
 
 
 class OneDnnLoraLinear(nn.Module):
-    """A linear layer with its LoRA adapter beside it: W keeps its bits, and W x + s B A x is rounded once.
+    """A linear layer with its LoRA adapter next to it: W keeps its bits, and W x + s B A x is rounded once.
 
     Args:
         weight: W (out, in), in 16 bits, like ``a``: A (rank, in) and ``b``: B (out, rank).

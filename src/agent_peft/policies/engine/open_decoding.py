@@ -23,7 +23,7 @@ class Request(Conversation, Protocol):
     """A conversation of one action that brings its own sampling, and hears each token as it is drawn."""
 
     sampling: SamplingConfig
-    alternatives: int  # likeliest tokens to hear of beside each drawn one
+    alternatives: int  # likeliest tokens to hear of next to each drawn one
     cancelled: bool  # nobody waits for it any more, so its row becomes free after the next token
 
     def take(self, place: int, token: int, logprob: float, alternatives: Sequence[tuple[int, float]]) -> None:
@@ -105,7 +105,7 @@ class OpenDecoding(Decoding):
             self._cache.widen(ROWS, min(self.capacity, max(rows, 2 * have)))
 
     def _halve(self, error: Exception) -> None:
-        """Where one row alone does not fit, its request fails, and the others go on with as many rows as
+        """Where one row alone does not fit, its request fails, and the others continue with as many rows as
         there were at first: it was not their number.
         """
         try:

@@ -3,8 +3,9 @@ repeats it.
 
 Sums are rounded according to which rows decode together, so a run repeats bit for bit only if answers join at
 the same steps. An answer is due ``overlap`` steps after it was asked for. If it has arrived by then, it joins
-at that step, in every run. If it is late, the other rows go on; it joins at the first step after it arrived,
-and the schedule records that. A run that follows a schedule waits for each answer at its recorded step.
+at that step, in every run. If it is late, the other rows continue; it joins at the first step after it
+arrived, and the schedule records that. A run that follows a schedule waits for each answer at its recorded
+step.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class Service:
         decoding = self._decodings[name]
         try:
             decoding.advance()
-        except BaseException as error:  # the thread must go on for the others
+        except BaseException as error:  # the thread must continue for the others
             del self._decodings[name]
             self._fail(decoding.requests, error)
         else:

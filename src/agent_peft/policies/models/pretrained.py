@@ -56,7 +56,7 @@ def load_pretrained(folder: str, dtype: torch.dtype) -> tuple[PreTrainedTokenize
     if is_custom_module(Path(folder)):
         raise AgentPeftError(
             f"policy.model: {folder!r} holds a module of your own, which only policy.architecture can name; "
-            "go on with its run (train --from RUN), or measure it with a configuration (evaluate --config)"
+            "continue with its run (train --from RUN), or measure it with a configuration (evaluate --config)"
         )
     if here and not (Path(folder) / "config.json").is_file():
         raise AgentPeftError(

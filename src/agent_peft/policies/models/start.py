@@ -2,7 +2,7 @@
 
 ``policy.model`` names a model, a run directory (its newest checkpoint), ``RUN:step_000012``, a checkpoint, or
 the folder of an adapter. A run that starts from another run, or from an adapter, keeps its own copy in
-``RUN/start``, so that it depends on no other run: the adapter that it goes on with, or the whole model.
+``RUN/start``, so that it depends on no other run: the adapter that it continues with, or the whole model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def start_of(config: PretrainedConfig) -> Start:
     if (folder / "config.json").is_file():
         raise AgentPeftError(
             f"policy.model: {config.model!r} holds a model (config.json) and an adapter ({CONFIG}); move one "
-            "of them to a folder of its own"
+            "of them to its own folder"
         )
     if config.adapter is not None:
         raise AgentPeftError(
@@ -160,7 +160,7 @@ def portable(model: str) -> str:
 
 
 def with_adapter(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration with the LoRA settings of the adapter that it goes on with, if there is one.
+    """Return the configuration with the LoRA settings of the adapter that it continues with, if there is one.
 
     Raises:
         AgentPeftError: as ``start_of``; or ``lora`` or ``merge_adapter`` contradicts the adapter.
@@ -173,7 +173,7 @@ def with_adapter(config: PretrainedConfig) -> PretrainedConfig:
                 "out"
             )
         return config
-    advice = "to go on with it, or set policy.merge_adapter=true to merge it into its model first"
+    advice = "to continue with it, or set policy.merge_adapter=true to merge it into its model first"
     if config.lora is None:
         raise AgentPeftError(
             f"policy.lora: null trains every parameter, and {adapter} is an adapter; leave the key out "

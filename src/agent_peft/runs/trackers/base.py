@@ -1,7 +1,7 @@
 """A tracker shows the numbers of a run elsewhere: on a server, in a database, in files of its own.
 
 A run never waits for its trackers. Each has a thread and a bounded queue: the loop puts its numbers there,
-and leaves them out where the queue is full. A tracker that fails costs a warning, and nothing that is learnt
+and leaves them out where the queue is full. A tracker that fails costs a warning, and nothing that is learned
 depends on it.
 """
 
@@ -124,7 +124,7 @@ class _State:
 
 
 class TrackerThread(Observer):
-    """Passes what an observer is told to a tracker, on a thread of its own.
+    """Passes what an observer is told to a tracker, on its own thread.
 
     Args:
         name: of the tracker in messages, and of its files in ``RUN/trackers``.
@@ -231,7 +231,9 @@ class TrackerThread(Observer):
             self._failure = self._failure or f"{type(error).__name__}: {error}".rstrip(": ")
         if first:
             cause = printable(without_passwords(" ".join(self._failure.split())), 300)
-            logger.warning("the tracker %s %s (%s); the run goes on, and %s", self.name, fault, cause, result)
+            logger.warning(
+                "the tracker %s %s (%s); the run continues, and %s", self.name, fault, cause, result
+            )
 
 
 def mute(logger: str) -> None:

@@ -1,4 +1,4 @@
-"""`Database` on a server: a schema and a user of its own, on one connection."""
+"""`Database` on a server: a schema and its own user, on one connection."""
 
 from __future__ import annotations
 
