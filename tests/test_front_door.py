@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import subprocess
 import sys
@@ -50,17 +51,14 @@ def test_all_is_sorted_and_every_name_has_a_docstring():
 
 
 def test_what_type_checkers_see_is_what_is_imported():
-    tree = ast.parse((SRC / "__init__.py").read_text(encoding="utf-8"))
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
-    seen = {
-        alias.asname or alias.name: f"{node.module}.{alias.name}"
-        for node in block.body
-        for alias in node.names
-        if node.module != "typing"
-    }
-    homes = {name: f"agent_peft.{home}".replace(":", ".").rstrip(".") for name, home in ap._HOMES.items()}
-    assert seen == homes
-    assert sorted([*seen, "__version__"]) == ap.__all__
+    tree = ast.parse((SRC / "__init__.pyi").read_text(encoding="utf-8"))
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.asname: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    assert sorted(seen) == ap.__all__ and len(imports) == len(ap.__all__), "one name in each line"
+    for name, home in seen.items():
+        module, _, attribute = home.rpartition(".")
+        there = importlib.import_module(home if module == "agent_peft" else module)
+        assert getattr(ap, name) is (there if module == "agent_peft" else getattr(there, attribute))
 
 
 def test_the_import_loads_nothing_else():
