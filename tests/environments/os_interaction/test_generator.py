@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from agent_peft.environments.os_interaction import kinds as package
 from agent_peft.environments.os_interaction.generator import SPLITS, generate
-from agent_peft.environments.os_interaction.kinds import ALL, CHAINS, KINDS
+from agent_peft.environments.os_interaction.kinds import chains, kinds
 from agent_peft.environments.os_interaction.problems import SKILLS
 from agent_peft.environments.os_interaction.tasks import by_rarity, read_problem
 from agent_peft.environments.task_commands import generate_tasks, validate_tasks
@@ -25,6 +26,8 @@ NAMES = {
     for split in SPLITS
 }
 
+EVERY_KIND = [*(kind for of_skill in kinds().values() for kind in of_skill), *chains()]
+
 
 def gold(entry):
     return entry["evaluation_info"]["ground_truth_command_item"]["script"]
@@ -39,8 +42,22 @@ def scripts(entry):
     ]
 
 
+@pytest.mark.parametrize(
+    ("row", "fault"),
+    [
+        ("gold: ls\n  skill: [ls]", "ls: KeyError"),
+        ("gold: ls\n  skills: [ls]\n  train: []\n  heldout: []\n  drow: x", "ls: .*drow"),
+    ],
+)
+def test_a_wrong_row_of_a_data_file_is_named(row, fault, tmp_path, monkeypatch):
+    (tmp_path / "lines.yaml").write_text(f"- {row}\n")
+    monkeypatch.setattr(package, "_FOLDER", tmp_path)
+    with pytest.raises(ValueError, match=f"lines.yaml: .*{fault}"):
+        list(package._read("lines"))
+
+
 def test_every_skill_is_made_and_taken_in_turn():
-    assert set(KINDS) == set(SKILLS) and len(SKILLS) == 29
+    assert set(kinds()) == set(SKILLS) and len(SKILLS) == 29
     for i, (name, entry) in enumerate(SEVERAL["train"].items()):
         assert SKILLS[i % 29] in entry["skill_list"], name
 
@@ -95,8 +112,8 @@ def test_only_the_wanted_skills_are_used():
 
 def test_the_splits_share_no_phrasing():
     skeleton = re.compile(r"\{[^}]*\}")
-    train = {skeleton.sub("_", template) for kind in (*ALL, *CHAINS) for template in kind.train}
-    heldout = {skeleton.sub("_", template) for kind in (*ALL, *CHAINS) for template in kind.heldout}
+    train = {skeleton.sub("_", template) for kind in EVERY_KIND for template in kind.train}
+    heldout = {skeleton.sub("_", template) for kind in EVERY_KIND for template in kind.heldout}
     assert not train & heldout
     assert not set(SPLITS["train"].joints) & set(SPLITS["heldout"].joints)
 
@@ -111,7 +128,7 @@ def test_the_splits_share_no_name():
             assert not NAMES[other] & set(re.findall(r"[a-z]+", placed)), name
 
 
-@pytest.mark.parametrize("kind", [*ALL, *CHAINS], ids=lambda kind: kind.gold[:30])
+@pytest.mark.parametrize("kind", EVERY_KIND, ids=lambda kind: kind.gold[:30])
 def test_the_request_says_all_that_the_solution_needs(kind):
     fields = {field.split(".")[0] for _, field, _, _ in string.Formatter().parse(kind.gold) if field}
     for template in (*kind.train, *kind.heldout):

@@ -11,11 +11,11 @@ import shlex
 import pytest
 
 from agent_peft.environments.os_interaction.generator import make_entry
-from agent_peft.environments.os_interaction.kinds import CHAINS, KINDS
+from agent_peft.environments.os_interaction.kinds import chains, kinds
 from agent_peft.sandbox.base import SandboxLimits
 from agent_peft.sandbox.build import build_sandbox
 
-ALL = [*(kind for kinds in KINDS.values() for kind in kinds), *CHAINS]
+ALL = [*(kind for of_skill in kinds().values() for kind in of_skill), *chains()]
 PATH = r"(/[\w./]+)"
 
 # By the solution: what is not it (wrong), and what is as good (right); {1} is the first group of the pattern. No wrong way reads more
@@ -487,7 +487,7 @@ def test_shortcuts_are_wrong_and_other_ways_are_right(kind, machine):
     entry = entry_of(kind)
     gold = scripts(entry)[1]
     wrong, right = attempts(gold)
-    assert right or kind in CHAINS or len(kind.skills) > 1 or " >> " in gold, (
+    assert right or kind in chains() or len(kind.skills) > 1 or " >> " in gold, (
         f"no other way is known to: {gold}"
     )
     right["the solution"] = gold

@@ -1,6 +1,6 @@
 """Tasks with one focus skill each, or with several, made up in LifelongAgentBench's format.
 
-Each is one of `kinds`, its slots filled from the names of its split. The evaluation looks at what is there
+Each is one of `kinds()`, its slots filled from the names of its split. The evaluation looks at what is there
 afterwards, not at how it came about, so another right way passes too.
 """
 
@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from agent_peft.environments.os_interaction.kinds import CHAINS, CHECKS, KINDS, Kind, names
+from agent_peft.environments.os_interaction.kinds import CHECKS, Kind, chains, kinds, names
 from agent_peft.environments.os_interaction.kinds.names import Names
 from agent_peft.environments.os_interaction.problems import SKILLS
 from agent_peft.environments.os_interaction.tasks import by_rarity
@@ -44,7 +44,7 @@ def generate(
     """
     skills = tuple(skills or SKILLS)
     for skill in skills:
-        if skill not in KINDS:
+        if skill not in kinds():
             advice = nearest(skill, sorted(SKILLS))
             raise AgentPeftError(f"no tasks can be generated for skill {skill!r}; {advice}")
     if split not in SPLITS:
@@ -59,10 +59,10 @@ def generate(
         skill = skills[i % len(skills)]
         rng = generator(seed, "os_interaction", split, skill, i)
         for _ in range(_ATTEMPTS):
-            kinds = (
-                _combination(skill, skills, rng) if rng.random() < combined else [rng.choice(KINDS[skill])]
+            drawn = (
+                _combination(skill, skills, rng) if rng.random() < combined else [rng.choice(kinds()[skill])]
             )
-            entry = make_entry(i, kinds, split, rng)
+            entry = make_entry(i, drawn, split, rng)
             if (
                 whole := f"{entry['instruction']}\n{entry['initialization_command_item']['script']}"
             ) not in seen:
@@ -72,21 +72,21 @@ def generate(
                 f"no further distinct {skill} task was found in {_ATTEMPTS} draws; ask for fewer tasks"
             )
         seen.add(whole)
-        entries[f"{split}-{i:04d}-{'+'.join(kind.skills[0] for kind in kinds)}"] = entry
+        entries[f"{split}-{i:04d}-{'+'.join(kind.skills[0] for kind in drawn)}"] = entry
     return entries
 
 
 def _combination(skill: str, skills: Sequence[str], rng: random.Random) -> list[Kind]:
     """A chain that uses the skill, or two or three kinds one after another; of the wanted skills only."""
-    chains = [chain for chain in CHAINS if skill in chain.skills and set(chain.skills) <= set(skills)]
-    if chains and rng.random() < 0.5:
-        return [rng.choice(chains)]
+    fitting = [chain for chain in chains() if skill in chain.skills and set(chain.skills) <= set(skills)]
+    if fitting and rng.random() < 0.5:
+        return [rng.choice(fitting)]
     others = rng.sample([other for other in skills if other != skill] or [skill], 1)
     if len(set(skills)) > 2 and rng.random() < 0.3:
         others.append(rng.choice([other for other in skills if other not in (skill, others[0])]))
-    kinds = [rng.choice(KINDS[each]) for each in (skill, *others)]
-    rng.shuffle(kinds)
-    return kinds
+    combination = [rng.choice(kinds()[each]) for each in (skill, *others)]
+    rng.shuffle(combination)
+    return combination
 
 
 def make_entry(index: int, kinds: Sequence[Kind], split: str, rng: random.Random) -> dict[str, Any]:

@@ -4,6 +4,7 @@ the result.
 
 from __future__ import annotations
 
+import datetime
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -234,3 +235,27 @@ def a_folder_of_files(slots: Slots) -> None:
         entry_count=str(len(top) + 1),
         found_count=str(len(found)),
     )
+
+
+def a_date(slots: Slots) -> None:
+    """``date``, and ``epoch_days``, which is how /etc/shadow writes it."""
+    days = slots.rng.randint(21_200, 23_000)
+    slots.update(
+        date=(datetime.date(1970, 1, 1) + datetime.timedelta(days)).isoformat(), epoch_days=str(days)
+    )
+
+
+def another_shell(slots: Slots) -> None:
+    """``shell``, and ``old_shell``, which is another."""
+    slots["old_shell"] = "/bin/sh" if slots["shell"] == "/bin/bash" else "/bin/bash"
+
+
+def paths_of_hits(slots: Slots) -> None:
+    """``hit_paths``: the files of ``dir`` that hold ``word`` where ``name`` and ``name3`` do."""
+    slots.update(hit_paths=f"{slots['dir']}/{slots['name']} {slots['dir']}/{slots['name3']}")
+
+
+DRAWS: dict[str, Callable[[Slots], None]] = {
+    draw.__name__: draw
+    for draw in (some_lines, some_columns, a_folder_of_files, a_date, another_shell, paths_of_hits)
+}
