@@ -1,1 +1,1 @@
-"""Policies on the wire: a server that any OpenAI-compatible client can talk to."""
+"""Serving: a server that any OpenAI-compatible client can talk to."""
