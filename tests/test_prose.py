@@ -16,7 +16,7 @@ BETTER = {  # a word: what to write
     r"besides?": "next to, with",
     r"of (?:ours|its own|their own|one's own)": "our, its",
     r"go(?:es)? on|went on": "continues, resumes",
-    r"learnt|unlearnt": "learned",
+    r"learnt|checksum_before": "learned",
     r"stands(?! for)": "is",
     r"anew": "again",
     r"otherwise than": "differently from",

@@ -32,12 +32,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def telling_out_of_memory(doing: str, remedy: str) -> Iterator[None]:
-    """Inside, an out-of-memory error becomes one line.
+def explain_oom(action: str, hint: str) -> Iterator[None]:
+    """Convert an out-of-memory error to ``AgentPeftError``.
 
     Args:
-        doing: the clause that follows "out of memory".
-        remedy: what the user can do.
+        action: the clause that follows "out of memory".
+        hint: what the user can do.
 
     Raises:
         AgentPeftError: the memory is full.
@@ -47,4 +47,4 @@ def telling_out_of_memory(doing: str, remedy: str) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        raise AgentPeftError(f"out of memory {doing}: {remedy}") from error
+        raise AgentPeftError(f"out of memory {action}: {hint}") from error

@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 from agent_peft.policies import adapters
 from agent_peft.policies.config import LoraSettings
 from agent_peft.policies.engine.onednn_linear import OneDnnLinear
-from agent_peft.policies.engine.weights import folded
+from agent_peft.policies.engine.weights import merged_lora
 from agent_peft.types import AgentPeftError, TrustError
 
 TOKENS = torch.tensor([[1, 4, 7, 13, 5, 2], [1, 9, 3, 3, 8, 2]])
@@ -173,7 +173,7 @@ def test_folded_equals_unfolded_and_gives_every_bit_back(tiny_llama: LlamaForCau
     addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
     with model.disable_adapter():
         base = logits(model)
-    with folded(model):
+    with merged_lora(model):
         assert not any("lora_" in name for name, _ in model.named_parameters())
         assert (logits(model) - expected).abs().max() < 1e-5
         assert (logits(model) - base).abs().max() > 1e-3
@@ -186,7 +186,7 @@ def test_folded_equals_unfolded_and_gives_every_bit_back(tiny_llama: LlamaForCau
 def test_folded_gives_the_bits_back_after_an_exception(tiny_llama: LlamaForCausalLM) -> None:
     model = trained(tiny_llama)
     before, expected = bits(model), logits(model)
-    with pytest.raises(KeyboardInterrupt), folded(model):
+    with pytest.raises(KeyboardInterrupt), merged_lora(model):
         raise KeyboardInterrupt
     assert list(bits(model)) == list(before) and torch.equal(logits(model), expected)
 
@@ -196,9 +196,9 @@ def test_folded_ignores_dropout_and_refuses_to_nest(tiny_llama: LlamaForCausalLM
     expected = logits(model)
     model.train()
     assert not torch.allclose(logits(model), expected, atol=1e-3)
-    with folded(model):
+    with merged_lora(model):
         assert (logits(model) - expected).abs().max() < 1e-5
-        with pytest.raises(AgentPeftError, match="it is folded"), folded(model):
+        with pytest.raises(AgentPeftError, match="it is folded"), merged_lora(model):
             pass
     assert model.training
 
@@ -206,7 +206,7 @@ def test_folded_ignores_dropout_and_refuses_to_nest(tiny_llama: LlamaForCausalLM
 def test_folded_into_layers_of_another_make(tiny_llama: LlamaForCausalLM) -> None:
     model = trained(tiny_llama)
     expected, modules = logits(model), [type(module) for module in model.modules()]
-    with folded(model, OneDnnLinear), torch.no_grad():
+    with merged_lora(model, OneDnnLinear), torch.no_grad():
         assert any(isinstance(module, OneDnnLinear) for module in model.modules())
         assert (logits(model) - expected).abs().max() < 1e-5
     assert [type(module) for module in model.modules()] == modules and torch.equal(logits(model), expected)
@@ -221,7 +221,7 @@ def test_transposed_layers_fold_and_merge_too() -> None:
     ).eval()
     model = trained(gpt2, target_modules=["c_attn", "c_fc"])  # type: ignore[arg-type]
     expected = logits(model)
-    with folded(model):
+    with merged_lora(model):
         assert (logits(model) - expected).abs().max() < 1e-5
     assert (logits(adapters.merge(model)) - expected).abs().max() < 1e-5
 
@@ -265,7 +265,7 @@ def test_a_model_without_an_adapter_has_nothing_to_prove_or_merge(tiny_llama: Ll
     for act in (
         adapters.assert_zero_delta,
         adapters.delta_norm,
-        lambda m: folded(m).__enter__(),
+        lambda m: merged_lora(m).__enter__(),
         adapters.merge,
     ):
         with pytest.raises(AgentPeftError, match=r"no LoRA layers|no adapter"):

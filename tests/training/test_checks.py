@@ -216,7 +216,7 @@ def test_changes_that_are_only_rounding_are_no_fault_and_a_tenth_is_one(make_tra
         before = canary.last
         canary.after_update([])
         (sampler, own), (sampler_then, own_then) = canary.last, before
-        apart.append(checks.changed_apart(sampler - sampler_then, own - own_then))
+        apart.append(checks.slope_if_significant(sampler - sampler_then, own - own_then))
     assert any(slope is not None for slope in apart), "so without the measurement a run stops"
     grow(policy, 0.1)
     if strength == 1.0:
@@ -262,7 +262,7 @@ def test_without_the_canary_the_next_rollout_tells(make_trainer, monkeypatch):
 
 def test_a_stale_adapter_in_the_sampler(make_trainer, monkeypatch):
     """As if the folded weights of the first rollout were kept: the sampler is one adapter behind."""
-    folded, kept = weights.folded, {}
+    original, kept = weights.merged_lora, {}
 
     @contextmanager
     def stale(model, linear=None):
@@ -272,13 +272,13 @@ def test_a_stale_adapter_in_the_sampler(make_trainer, monkeypatch):
         for name, layer in modules.items():
             layer.weight.data.copy_(kept[name])
         try:
-            with folded(model, linear):
+            with original(model, linear):
                 yield
         finally:
             for name, layer in modules.items():
                 layer.weight.data.copy_(current[name])
 
-    monkeypatch.setattr(weights, "folded", stale)
+    monkeypatch.setattr(weights, "merged_lora", stale)
     stops(make_trainer(), "the sampler does not act with the weights that were just updated")
 
 
@@ -478,5 +478,5 @@ def test_a_few_unlikely_tokens_of_a_certain_policy_are_no_temperature(
         mismatch = checks.Mismatch()
         mismatch.add(trainer[order], sampler[order])
         slope, error = mismatch.slope
-        seen += abs(slope) > checks.MIN_TILT + checks.CERTAIN * error
+        seen += abs(slope) > checks.MIN_TEMPERATURE_SLOPE + checks.SIGMAS * error
     assert seen == alarms

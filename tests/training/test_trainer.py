@@ -14,7 +14,7 @@ import torch
 
 from agent_peft.environments.base import Environment, Episode
 from agent_peft.policies.config import LoraSettings
-from agent_peft.training.step_metrics import BARREN
+from agent_peft.training.step_metrics import NO_SIGNAL_STEPS
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import (
     AgentPeftError,
@@ -306,7 +306,7 @@ def test_every_record_has_a_learning_rate_and_says_where_the_signal_was(make_tra
         assert "learning_rate" in step
 
 
-@pytest.mark.parametrize(("steps", "warnings"), [(BARREN - 1, 0), (2 * BARREN, 1)])
+@pytest.mark.parametrize(("steps", "warnings"), [(NO_SIGNAL_STEPS - 1, 0), (2 * NO_SIGNAL_STEPS, 1)])
 def test_steps_without_a_signal_are_warned_of_once(make_trainer, caplog, steps, warnings):
     run(
         make_trainer("rloo", steps=steps, tasks_per_step=1, rewards={"incorrect": 0.0, "invalid_action": 0.0})
@@ -315,8 +315,8 @@ def test_steps_without_a_signal_are_warned_of_once(make_trainer, caplog, steps, 
 
 
 def test_a_step_with_a_signal_counts_anew(make_trainer, caplog):
-    trainer = make_trainer("rloo", steps=BARREN + 1, tasks_per_step=8)
-    trainer.signal.barren = BARREN - 1
+    trainer = make_trainer("rloo", steps=NO_SIGNAL_STEPS + 1, tasks_per_step=8)
+    trainer.signal.barren = NO_SIGNAL_STEPS - 1
     steps = iter(trainer)
     assert next(steps).metrics["groups_with_signal"] > 0
     assert trainer.signal.barren == 0 and not caplog.messages

@@ -17,7 +17,7 @@ from agent_peft.config import first_error
 from agent_peft.hardware import choose_device
 from agent_peft.hub import why_not_given
 from agent_peft.lookup import nearest, nearest_path
-from agent_peft.out_of_memory import telling_out_of_memory
+from agent_peft.out_of_memory import explain_oom
 from agent_peft.policies import adapters, value_head
 from agent_peft.policies.config import PretrainedConfig, ScratchConfig
 from agent_peft.policies.models.adapter_files import read_adapter_config
@@ -70,7 +70,7 @@ def load_policy(
     device, dtype = choose_device(config.device), choose_precision(config, fetch=True).dtype
     disable_progress_bar()  # type: ignore[no-untyped-call]  # Transformers shows one for each file
     tokenizer, base = _load_scratch(config, seed, dtype) if config.kind == "scratch" else _load(config, dtype)
-    with telling_out_of_memory(
+    with explain_oom(
         "as the model was put on its device",
         "set policy.dtype=auto, a smaller policy.model or another device",
     ):

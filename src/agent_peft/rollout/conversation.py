@@ -39,8 +39,8 @@ class EnvironmentTimeout(Exception):
 
 
 class EpisodeConversation:
-    """One episode and its record. The record outlives a world that fails: ``begin_again`` replays it in a new
-    world.
+    """One episode and its record. The record survives a failure of the environment: ``replay_episode`` opens
+    another episode and repeats the recorded actions.
 
     After its beginning and after each action the episode continues, or is over, or has a ``failure``, which
     is an InfrastructureError of the world. Any other exception at an action is a defect. It ends the episode
@@ -94,7 +94,7 @@ class EpisodeConversation:
             AgentPeftError: the world cannot be opened because of a user's mistake.
         """
         if self.turns:
-            self.begin_again()
+            self.replay_episode()
         else:
             self.begin(self.seed)
         if self.over or self.failure is not None:
@@ -126,7 +126,7 @@ class EpisodeConversation:
         except BaseException as error:  # also what a library in Rust raises when it panics
             self._fail(error)
 
-    def begin_again(self) -> None:
+    def replay_episode(self) -> None:
         """Open an episode of the same seed, and replay the recorded actions in it. The last action had no
         answer yet.
 

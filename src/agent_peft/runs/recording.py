@@ -8,7 +8,7 @@ from pathlib import Path
 
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.files import MEGABYTE, read_text, write_atomic
-from agent_peft.out_of_memory import telling_out_of_memory
+from agent_peft.out_of_memory import explain_oom
 from agent_peft.runs.best import STATISTICS
 from agent_peft.runs.checkpoint import POSITION, remove_old, save_checkpoint
 from agent_peft.runs.evaluations import Evaluations
@@ -85,9 +85,7 @@ class Recording:
             (folder / STATISTICS).write_text(statistics)
 
         keep_last, last = self.config.checkpoint.keep_last, trainer.step == trainer.stage.steps
-        with telling_out_of_memory(
-            "as a checkpoint was written", "lower policy.lora.rank, or close other programs"
-        ):
+        with explain_oom("as a checkpoint was written", "lower policy.lora.rank, or close other programs"):
             save_checkpoint(self.checkpoints, done, write, keep_last, keep=last, best=self._best)
 
     def _best(self) -> str | None:

@@ -18,7 +18,7 @@ from agent_peft.configuration.relocation import CONFIG, check_run_files
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments import load_environment
 from agent_peft.hardware import set_threads
-from agent_peft.out_of_memory import telling_out_of_memory
+from agent_peft.out_of_memory import explain_oom
 from agent_peft.policies.config import LoraSettings, PolicyConfig, PretrainedConfig
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.loading import load_policy
@@ -342,7 +342,7 @@ def merge_run(
     config = config or load_run(run)
     config = settle_dtype(config, recorded_dtype(run) or config.policy.dtype)
     _, policy = open_run(run, checkpoint, config=config)
-    with telling_out_of_memory(
+    with explain_oom(
         "as the adapter was merged, in float32",
         "close other programs, or merge on a machine with more memory",
     ):

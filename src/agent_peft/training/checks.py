@@ -32,8 +32,8 @@ CHANGE_TOKENS = 192  # whose changes are compared
 SCORED_TOKENS = 512  # up to the last of them
 # slope of the difference on the mean of two changes: the sampler's change is 5 % too small or too large
 MIN_SLOPE = 0.05
-MIN_TILT = 0.02  # slope of the difference on the log-probabilities: a temperature of 1.02 or more
-CERTAIN = 6.0  # standard errors
+MIN_TEMPERATURE_SLOPE = 0.02  # of the difference on the log-probabilities: a temperature of 1.02 or more
+SIGMAS = 6.0  # standard errors
 PARTS = 8  # parts of the tokens, most of which must agree
 MEASURED_POSITIONS = 2048  # on which rounding is measured before an alarm
 # of the rounding's norm: a missing change that is not larger is no fault, and a tilt over many tokens
@@ -186,7 +186,7 @@ def assert_on_policy(
     strict = policy.dtype == torch.float32 and not sampling.truncates
     worst, bound = mismatch.metrics["mismatch_max" if strict else "mismatch"], policy.rounding
     slope, error = mismatch.slope
-    tilted = not strict and not sampling.truncates and abs(slope) > MIN_TILT + CERTAIN * error
+    tilted = not strict and not sampling.truncates and abs(slope) > MIN_TEMPERATURE_SLOPE + SIGMAS * error
     if worst <= bound and not tilted:
         return
     if policy.dtype != torch.float32 and (measured := rounding()).metrics:
@@ -260,7 +260,7 @@ class Canary:
         if self.first is not None and self.last is not None:
             for since, then in (("the last update", self.last), ("the adapter was zero", self.first)):
                 change, own = sampler - then[0], trainer - then[1]
-                if (slope := changed_apart(change, own)) is not None:
+                if (slope := slope_if_significant(change, own)) is not None:
                     slopes[since] = slope, (change + own) / 2
         if narrow and (slopes or not drift <= bound) and (rounding := self._rounding(tokens)) is not None:
             bound = max(bound, ALLOWED * float(rounding.abs().mean()))
@@ -323,7 +323,7 @@ def canary_tokens(minibatch: Batch) -> list[int]:
     return minibatch.sequences[0] if len(minibatch) else []
 
 
-def changed_apart(sampler: Tensor, trainer: Tensor) -> float | None:
+def slope_if_significant(sampler: Tensor, trainer: Tensor) -> float | None:
     """The slope of (sampler - trainer) on the mean of both changes (n,) if it is certainly not 0, else None.
 
     It is 0 where both change equally, -2 where the sampler's values do not change, and -0.1 where their
@@ -332,12 +332,12 @@ def changed_apart(sampler: Tensor, trainer: Tensor) -> float | None:
     agree.
 
     >>> change = torch.linspace(-1, 1, 64)
-    >>> changed_apart(change, change) is None, changed_apart(0.9 * change, change) is None
+    >>> slope_if_significant(change, change) is None, slope_if_significant(0.9 * change, change) is None
     (True, False)
     """
     d, m = sampler.double() - trainer.double(), (sampler.double() + trainer.double()) / 2
     slope, error = _slope(d, m)
-    if not abs(slope) > MIN_SLOPE + CERTAIN * error:
+    if not abs(slope) > MIN_SLOPE + SIGMAS * error:
         return None
     parts = [_slope(d[part::PARTS], m[part::PARTS])[0] for part in range(PARTS)]
     agree = sum(one * slope > 0 and abs(one) > MIN_SLOPE / 2 for one in parts)

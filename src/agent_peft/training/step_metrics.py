@@ -16,13 +16,13 @@ from agent_peft.types import Group, Trajectory
 
 logger = logging.getLogger(__name__)
 
-BARREN = 10  # steps in a row without a signal, after which there is a warning
+NO_SIGNAL_STEPS = 10  # steps in a row without a signal, after which there is a warning
 COUNTS = ("nonfinite_updates",)  # summed over the updates of a step; all others are averaged
 
 # -- names: by the code that gives them. A test compares them with the metrics of real steps
 
 SAMPLED = ("score", "reward", "success", "zero_variance_groups")  # of the policy's own episodes
-DESCRIBED = (
+EPISODE_METRICS = (
     "episodes",
     "turns",
     "action_tokens",
@@ -35,16 +35,17 @@ DESCRIBED = (
     "defects",
     "row_halvings",
 )
-UPDATED = ("loss", "gradient_norm", "learning_rate", "updates_skipped", "nonfinite_updates")  # Trainer.update
-LOOPED = ("epochs_done", "microbatch_halvings")  # Trainer.__iter__
-ROLLED_OUT = (
+# of Trainer.update
+UPDATE_METRICS = ("loss", "gradient_norm", "learning_rate", "updates_skipped", "nonfinite_updates")
+LOOP_METRICS = ("epochs_done", "microbatch_halvings")  # Trainer.__iter__
+SAMPLER_METRICS = (
     "groups_with_signal",
     "mismatch",
     "mismatch_max",
     "mismatch_k3",
     "surprisal",
 )  # Trainer.observe, checks.Mismatch
-DEMONSTRATED = ("demonstrations_incorrect", "demonstrations_unsayable")  # DemonstrationCheck.count
+SFT_METRICS = ("demonstrations_incorrect", "demonstrations_unsayable")  # DemonstrationCheck.count
 
 # metric -> format of the one line about a step, in their order
 OF_DEMONSTRATIONS = {"loss": ".4f", "accuracy": ".0%", "margin": ".3g", "gradient_norm": ".3g"}
@@ -69,10 +70,10 @@ def metrics_of(
     """
     return (
         *(SAMPLED if samples or (samples is None and algorithm.on_policy) else ()),
-        *DESCRIBED,
-        *UPDATED,
-        *LOOPED,
-        *(ROLLED_OUT if algorithm.on_policy else DEMONSTRATED if source is None else ()),
+        *EPISODE_METRICS,
+        *UPDATE_METRICS,
+        *LOOP_METRICS,
+        *(SAMPLER_METRICS if algorithm.on_policy else SFT_METRICS if source is None else ()),
         *(source or ()),
         *algorithm.metrics,
     )
@@ -80,7 +81,7 @@ def metrics_of(
 
 class SignalCounter:
     """Counts the steps in a row without a signal, that is, without any advantage that is not zero, and warns
-    of ``BARREN`` of them.
+    of ``NO_SIGNAL_STEPS`` of them.
     """
 
     def __init__(self, warns: bool = True) -> None:
@@ -93,12 +94,12 @@ class SignalCounter:
             share: of its groups, those with a signal.
         """
         self.barren = 0 if share else self.barren + 1
-        if self.barren == BARREN and self.warns:
+        if self.barren == NO_SIGNAL_STEPS and self.warns:
             logger.warning(
                 "%d steps in a row without a signal: no episode had another reward than those it is compared "
                 "with, so nothing is learned; read the trajectories, then train on demonstrations first "
                 "(sft), take easier tasks, or reward partial success (rewards)",
-                BARREN,
+                NO_SIGNAL_STEPS,
             )
         return {"groups_with_signal": share}
 

@@ -15,7 +15,7 @@ from agent_peft.algorithms import Algorithm, averages
 from agent_peft.batch import Batch, collate_groups
 from agent_peft.environments.base import Environment
 from agent_peft.environments.contract import refuse_class
-from agent_peft.out_of_memory import telling_out_of_memory
+from agent_peft.out_of_memory import explain_oom
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import Sampler
 from agent_peft.policies.policy import Policy
@@ -42,7 +42,7 @@ from agent_peft.types import AgentPeftError, Group, Trajectory, TrustError
 
 logger = logging.getLogger(__name__)
 
-UPDATED = {"updates_skipped": 0.0, "nonfinite_updates": 0.0}
+UPDATE_COUNTS = {"updates_skipped": 0.0, "nonfinite_updates": 0.0}
 SMALLER = "set policy.dtype=auto, lower policy.lora.rank, or train an adapter where policy.lora is null"
 
 
@@ -137,7 +137,7 @@ class Trainer:
             collection = self.source.collect(self.step)
             collected = self.comparable(collection.groups)
             groups = self.comparable(collection.kept) if collection.dropped else collected
-            remembered = self.algorithm.state_dict()
+            snapshot = self.algorithm.state_dict()
             batch = self.prepare(groups)
             updates: list[Mapping[str, float]] = []
             for epoch in range(self.algorithm.update_epochs):
@@ -147,7 +147,7 @@ class Trainer:
                     try:
                         updates.append(self.update(minibatch, on_policy))
                     except FloatingPointError as fault:
-                        updates.append(self.refuse(str(fault), remembered, collection))
+                        updates.append(self.handle_nonfinite(str(fault), snapshot, collection))
                 if self.algorithm.is_done(mean_of(updates[-self.algorithm.minibatches :])):
                     break
             metrics = {
@@ -219,7 +219,7 @@ class Trainer:
             FloatingPointError: the loss or the gradient is not finite; nothing has changed.
         """
         if not self.stage.optimizer.learning_rate:
-            return {**UPDATED, "updates_skipped": 1.0, "learning_rate": 0.0}
+            return {**UPDATE_COUNTS, "updates_skipped": 1.0, "learning_rate": 0.0}
         weighed, denominator = self.algorithm.weigh(minibatch)
         weighed = replace(weighed, weights=weighed.weights / self.ranks.sum(denominator))
         sums, mismatch = self.gradients.compute(weighed, on_policy, self.dropout_seed)
@@ -231,23 +231,23 @@ class Trainer:
             lambda: checks.measure_rounding(self.policy, weighed, sampling).over(self.ranks),
         )
         if not sums:  # every group had one outcome only: there is nothing to learn from
-            return {**UPDATED, "updates_skipped": 1.0, "learning_rate": self.learning_rate}
+            return {**UPDATE_COUNTS, "updates_skipped": 1.0, "learning_rate": self.learning_rate}
         self.ranks.sum_gradients(self.parameters)
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.stage.optimizer.max_grad_norm))
         loss = float(sums.pop("loss"))
         for name, value in {"loss": loss, "gradient's norm": norm}.items():
             if not math.isfinite(value):
                 raise FloatingPointError(f"the {name} is {value} at step {self.step}")
-        with telling_out_of_memory("in the optimizer's step", SMALLER):
+        with explain_oom("in the optimizer's step", SMALLER):
             self.canary.before_update(checks.canary_tokens(minibatch))
-            unlearnt = 0 if self.learning else checksum(self.parameters)
+            checksum_before = 0 if self.learning else checksum(self.parameters)
             self.optimizer.step()
             self.masters.publish()
         self.updates += 1
-        with telling_out_of_memory("as an update was checked", SMALLER):
-            self.check_update(minibatch, unlearnt)
+        with explain_oom("as an update was checked", SMALLER):
+            self.check_update(minibatch, checksum_before)
         measured = {"loss": loss, "gradient_norm": norm, "learning_rate": self.learning_rate}
-        return {**averages(sums), **mismatch.metrics, **measured, **UPDATED}
+        return {**averages(sums), **mismatch.metrics, **measured, **UPDATE_COUNTS}
 
     @property
     def dropout_seed(self) -> int:
@@ -259,25 +259,27 @@ class Trainer:
         """Of the present update, or of the latest one."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def refuse(self, fault: str, remembered: Mapping[str, Any], collection: Collection) -> dict[str, float]:
-        """End the run, or leave the update out, as ``nonfinite`` says. The weights, the optimizer and the
-        algorithm's state are as they were before the step.
+    def handle_nonfinite(
+        self, fault: str, snapshot: Mapping[str, Any], collection: Collection
+    ) -> dict[str, float]:
+        """End the run, or leave the update out, as ``nonfinite`` decides. The weights, the optimizer and
+        the algorithm's state are those before the step.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        self.algorithm.load_state_dict(remembered)
+        self.algorithm.load_state_dict(snapshot)
         if self.stage.nonfinite == "stop":
             advice = "lower optimizer.learning_rate, or look at the step's trajectories"
             raise NonFiniteError(f"{fault}: {advice}", collection) from None
         if self.ranks.is_main:
             logger.warning("%s: the update is skipped", fault)
-        return {**UPDATED, "nonfinite_updates": 1.0, "learning_rate": self.learning_rate}
+        return {**UPDATE_COUNTS, "nonfinite_updates": 1.0, "learning_rate": self.learning_rate}
 
-    def check_update(self, minibatch: Batch, unlearnt: int) -> None:
+    def check_update(self, minibatch: Batch, checksum_before: int) -> None:
         # a first step of groups without variance has no gradient but a penalty's, which is zero where the
         # policy is its reference; neither has one whose tokens were the only ones that top-p or top-k left
         learnable = (minibatch.advantages * minibatch.logprobs).any()
         if not self.learning and bool(learnable or not self.algorithm.on_policy):
-            checks.assert_learning(self.policy, checksum(self.parameters) != unlearnt)
+            checks.assert_learning(self.policy, checksum(self.parameters) != checksum_before)
             self.learning = True
         self.ranks.assert_equal(self.parameters, "the weights after an update")
         self.canary.after_update(checks.canary_tokens(minibatch))

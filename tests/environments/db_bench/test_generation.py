@@ -213,7 +213,7 @@ def test_the_skills_of_a_shape_are_those_of_its_sql():
         scratch = Scratch(schema, cells)
         try:
             statement = plan.wrapped(sampler.Sampler(schema, cells, scratch.query, rng).statement(shape))
-        except sampler.Unfit:
+        except sampler.Unsatisfiable:
             continue
         finally:
             scratch.close()

@@ -310,7 +310,7 @@ def test_an_episode_that_takes_no_step_for_a_day_is_closed_though_its_client_spe
         await table.reset(messages.ResetRequest(episode_id="used"), "greedy")
         for hour in range(1, 26):
             now[0] = hour * 3600.0
-            table.hear("greedy")
+            table.touch("greedy")
             await table.step(act("x", hour - 1, "used"), "greedy")
             await table.reap()
         assert set(table.open) == {"used"}

@@ -182,7 +182,7 @@ _server: ForkServer | None = None
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
-def employ(opening: bytes) -> tuple[Worker, Any]:
+def acquire(opening: bytes) -> tuple[Worker, Any]:
     """A worker, and its answer to its first request.
 
     Raises:
@@ -208,7 +208,7 @@ def employ(opening: bytes) -> tuple[Worker, Any]:
     raise InfrastructureError(f"no process that runs SQL can be started: {cause}")
 
 
-def dismiss(worker: Worker) -> None:
+def release(worker: Worker) -> None:
     """Give a worker back: its database is dropped."""
     server = _server
     if server is None:

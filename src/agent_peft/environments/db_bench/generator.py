@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agent_peft.environments.db_bench.database import Row, other_orders, rounded
-from agent_peft.environments.db_bench.generation.conditions import Unfit
+from agent_peft.environments.db_bench.generation.conditions import Unsatisfiable
 from agent_peft.environments.db_bench.generation.grammar import Derivation, Side
 from agent_peft.environments.db_bench.generation.mutation import every_part_matters, is_determined
 from agent_peft.environments.db_bench.generation.phrasing import Phrasing
@@ -240,7 +240,7 @@ class TaskMaker:
         """
         try:
             plan = sampler.statement(shape)
-        except Unfit:
+        except Unsatisfiable:
             return None
         statement = wrapped(plan)
         listed = isinstance(statement, Insert) and not isinstance(

@@ -52,7 +52,7 @@ class IsolatedDatabase:
                 "can be used"
             )
         self._closed = False
-        self._worker, refusal = fork_server.employ(opening)
+        self._worker, refusal = fork_server.acquire(opening)
         if refusal is not None:
             self.close()
             raise AgentPeftError(refusal)
@@ -79,7 +79,7 @@ class IsolatedDatabase:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            fork_server.dismiss(self._worker)
+            fork_server.release(self._worker)
 
     def _ask(self, request: bytes, seconds: float) -> Any:
         begun = time.monotonic()

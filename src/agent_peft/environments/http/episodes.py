@@ -23,7 +23,13 @@ from agent_peft.environments.contract import open_episode, opening_of, result_of
 from agent_peft.environments.http import messages
 from agent_peft.environments.http.limits import Limits
 from agent_peft.environments.http.messages import Refusal
-from agent_peft.environments.http.records import EpisodeRecord, WholeTask, check_owner, is_same_task, weigh
+from agent_peft.environments.http.records import (
+    EpisodeRecord,
+    WholeTask,
+    check_owner,
+    fingerprint,
+    is_same_task,
+)
 from agent_peft.environments.http.refusals import refusal_of
 from agent_peft.seeding import derive
 from agent_peft.types import Message, StepResult, Task
@@ -78,7 +84,7 @@ class Episodes:
         self, request: messages.ResetRequest, client: str | None = None
     ) -> messages.ResetResponse:
         """Start an episode, or repeat the answer to the same request."""
-        self.hear(client)
+        self.touch(client)
         name = request.episode_id or uuid.uuid4().hex
         if name in self.ended and self.ended[name] is None:
             raise Refusal(410, messages.ENDED, f"episode {name!r} is closed")
@@ -106,7 +112,7 @@ class Episodes:
 
     async def step(self, request: messages.StepRequest, client: str | None = None) -> messages.StepResponse:
         """Act, or repeat the answer to the same action under the same index."""
-        self.hear(client)
+        self.touch(client)
         name, index, text = request.episode_id, request.index, request.action.text
         if request.server_id not in (None, self.server_id):
             raise Refusal(404, messages.UNKNOWN, f"episode {name!r} was lost: the server has been restarted")
@@ -139,7 +145,7 @@ class Episodes:
         """Free an episode when its current step is done. An unknown episode is marked as closed, so that a
         late reset does not start it.
         """
-        self.hear(client)
+        self.touch(client)
         record = self.open.get(name)
         if record is not None:
             check_owner(record, client)
@@ -159,7 +165,7 @@ class Episodes:
             raise refusal_of(error, task.id, mistaken=whole is not None) from error
 
     def state(self, name: str, client: str | None = None) -> messages.State:
-        self.hear(client)
+        self.touch(client)
         return self._find(name, client).state
 
     async def reap(self) -> int:
@@ -287,7 +293,7 @@ class Episodes:
 
     # -- lookup and limits -----------------------------------------------------------------------------------
 
-    def hear(self, client: str | None) -> None:
+    def touch(self, client: str | None) -> None:
         if client is not None:
             self._seen[client] = self.clock()
 
@@ -347,7 +353,7 @@ class Episodes:
     def _task(self, environment: str, named: str | messages.TaskMessage) -> tuple[Task, WholeTask | None]:
         """The task of an id, or the whole task that came with the request."""
         if isinstance(named, messages.TaskMessage):
-            whole = weigh(named)
+            whole = fingerprint(named)
             if whole.size > self.limits.task_bytes:
                 raise Refusal(
                     413,

@@ -116,7 +116,7 @@ class OpenEnv(Environment):
         self._tasks = tuple(
             Task(id=f"seed-{number}", content={"seed": seed}) for number, seed in enumerate(seeds)
         )
-        self._see_whether_seeds_count()
+        self._check_seeding()
 
     @property
     def tasks(self) -> Sequence[Task]:
@@ -155,7 +155,7 @@ class OpenEnv(Environment):
                 f"{config.url}: no OpenEnv server answers: {messages.one_line(error)}"
             ) from error
 
-    def _see_whether_seeds_count(self) -> None:
+    def _check_seeding(self) -> None:
         openings = []
         for _ in range(2):
             episode = self.episode(self._tasks[0], 0)

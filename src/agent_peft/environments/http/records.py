@@ -68,10 +68,12 @@ def check_owner(record: EpisodeRecord, client: str | None) -> None:
 
 
 def is_same_task(task: str | messages.TaskMessage | None, record: EpisodeRecord) -> bool:
-    return task is None or (task == record.task_id if isinstance(task, str) else weigh(task) == record.whole)
+    return task is None or (
+        task == record.task_id if isinstance(task, str) else fingerprint(task) == record.whole
+    )
 
 
-def weigh(task: messages.TaskMessage) -> WholeTask:
+def fingerprint(task: messages.TaskMessage) -> WholeTask:
     """Return the digest and the size of a task.
 
     Raises:

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 import torch
 
 from agent_peft.hardware import give_back_memory
-from agent_peft.out_of_memory import telling_out_of_memory
+from agent_peft.out_of_memory import explain_oom
 from agent_peft.policies.engine.base import Conversation, EngineConfig, EngineStatistics
 from agent_peft.policies.engine.daemon_threads import DaemonThreads
 from agent_peft.policies.engine.decoding import AHEAD, Decoding
@@ -60,7 +60,7 @@ class LocalEngine:
         self.policy, self.config = policy, config
         self.rows = config.rows
         self.onednn, self.shares = suits(policy.base), True
-        with telling_out_of_memory(
+        with explain_oom(
             "as the sampler read its first tokens", "set policy.dtype=auto or a smaller policy.model"
         ):
             self._prove()

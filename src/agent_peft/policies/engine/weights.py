@@ -33,7 +33,7 @@ def sampling_weights(policy: Policy, onednn: bool, adapter: bool = True) -> Iter
         if isinstance(policy.model, PeftModel) and not adapter:
             stack.enter_context(policy.model.disable_adapter())
         elif isinstance(policy.model, PeftModel) and policy.dtype == torch.float32:
-            stack.enter_context(folded(policy.model, OneDnnLinear if onednn else None))
+            stack.enter_context(merged_lora(policy.model, OneDnnLinear if onednn else None))
         elif isinstance(policy.model, PeftModel) and onednn:
             stack.enter_context(beside(policy.model))
         if onednn:
@@ -42,10 +42,10 @@ def sampling_weights(policy: Policy, onednn: bool, adapter: bool = True) -> Iter
 
 
 @contextmanager
-def folded(
+def merged_lora(
     model: nn.Module, linear: Callable[[Tensor, Tensor | None], nn.Module] | None = None
 ) -> Iterator[None]:
-    """Inside, each LoRA layer is a plain linear layer with weight ``W + s B A``. LoRA dropout does not act.
+    """Context manager: each LoRA layer becomes a plain linear layer with weight ``W + s B A``. No dropout.
 
     The original modules and parameters come back afterwards, also after an exception, so no bit of W can
     drift. Do not train, save, nest, or ask for the reference inside.
@@ -81,8 +81,8 @@ def folded(
 def beside(model: nn.Module) -> Iterator[None]:
     """Inside, each LoRA layer multiplies by W in oneDNN's layout, and adds ``s B A x`` to that product.
 
-    An adapter that was not trained yet, whose B is 0, costs nothing. As with ``folded``, the original modules
-    come back afterwards. A and B are read once: do not train inside.
+    An adapter that was not trained yet, whose B is 0, costs nothing. As with ``merged_lora``, the original
+    modules come back afterwards. A and B are read once: do not train inside.
     """
     replaced: list[tuple[nn.Module, str, LoraLayer]] = []
     try:

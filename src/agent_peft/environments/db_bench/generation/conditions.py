@@ -34,7 +34,7 @@ GROUPING: tuple[Role, ...] = ("category", "ref", "flag", "name")
 Query = Callable[[Select], Sequence[Row]]  # runs a query on the table
 
 
-class Unfit(Exception):
+class Unsatisfiable(Exception):
     """The table has not what the shape needs; draw again."""
 
 
@@ -246,7 +246,7 @@ class ConditionSampler:
             row[0] for row in self.query(Select((Output(term),), self.schema.table, where, groups))
         )
         if len(values) < 2 or values[0] == values[-1]:
-            raise Unfit
+            raise Unsatisfiable
         value = self._at(values, quantile)
         if isinstance(value, str) or (isinstance(value, int) and self.rng.random() < 0.5):
             return value
@@ -271,14 +271,14 @@ class ConditionSampler:
         weights = {role: roles.count(role) for role in roles}
         options = [column for column in self.schema.of(*weights) if column not in self._used]
         if not options:
-            raise Unfit
+            raise Unsatisfiable
         column = self.rng.choices(options, [weights[option.role] for option in options])[0]
         self._used.add(column)
         return column
 
     def _pick(self, columns: Sequence[Column]) -> Column:
         if not columns:
-            raise Unfit
+            raise Unsatisfiable
         return self.rng.choice(columns)
 
     def _aggregate(self, functions: Sequence[Function] = ("AVG", "SUM", "COUNT", "MAX", "MIN")) -> Aggregate:
@@ -290,7 +290,7 @@ class ConditionSampler:
         if function in ("MAX", "MIN") and self.rng.random() < 0.25:
             numbers = self.schema.of("date", "year") or numbers
         if not numbers:
-            raise Unfit
+            raise Unsatisfiable
         return Aggregate(function, self.rng.choice(numbers))
 
     def _calculation(self) -> Arithmetic:

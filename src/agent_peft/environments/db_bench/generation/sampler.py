@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from agent_peft.environments.db_bench.generation.aliases import alias_of, other_name, table_alias
-from agent_peft.environments.db_bench.generation.conditions import GROUPING, ConditionSampler, Unfit
+from agent_peft.environments.db_bench.generation.conditions import GROUPING, ConditionSampler, Unsatisfiable
 from agent_peft.environments.db_bench.generation.plan import (
     Aggregate,
     Arithmetic,
@@ -37,7 +37,7 @@ class Sampler(ConditionSampler):
         """A statement of the shape, its subqueries not yet wrapped (`wrapped`).
 
         Raises:
-            Unfit: not with this table, or not with these draws.
+            Unsatisfiable: not with this table, or not with these draws.
         """
         self._used = set()
         match shape.statement:
@@ -65,7 +65,7 @@ class Sampler(ConditionSampler):
             outputs = self._aliased(outputs)
         order = self._order(shape, outputs, groups)
         if shape.limit and not order and self.schema.columns[0].role != "id":
-            raise Unfit  # rows have an order of their own where they have ascending ids
+            raise Unsatisfiable  # rows have an order of their own where they have ascending ids
         alias = table_alias(self.schema.table, self.rng) if shape.table_alias else None
         query = Select(outputs, self.schema.table, where, groups, having, order, alias=alias)
         return self._limited(query, shape) if shape.limit else query
@@ -75,11 +75,11 @@ class Sampler(ConditionSampler):
         count = len(self.query(query))
         offsets = [offset for offset in _OFFSETS if offset < count - 1] if shape.limit == "offset" else [0]
         if not offsets:
-            raise Unfit
+            raise Unsatisfiable
         offset = self.rng.choice(offsets)
         limits = [limit for limit in _LIMITS if limit < count - offset]
         if not limits:
-            raise Unfit
+            raise Unsatisfiable
         return replace(query, limit=self.rng.choice(limits), offset=offset or None)
 
     def _derived(self, shape: Shape) -> Select:
@@ -104,7 +104,7 @@ class Sampler(ConditionSampler):
         while len(groups) < count:
             options = [column for column in options if column not in groups]
             if not options:
-                raise Unfit
+                raise Unsatisfiable
             groups.append(self.rng.choices(options, [weights[column.role] for column in options])[0])
         return tuple(groups)
 
@@ -188,7 +188,7 @@ class Sampler(ConditionSampler):
         for _ in range(count):
             options = [(key, weight) for key, weight in zip(keys, weights, strict=True) if key not in chosen]
             if not options:
-                raise Unfit
+                raise Unsatisfiable
             chosen.append(self.rng.choices([key for key, _ in options], [weight for _, weight in options])[0])
         if count > 1 and not groups:  # the key with the most ties first: only then the others matter
             chosen.sort(key=lambda key: self._distinct(key) if isinstance(key, Column) else 99)

@@ -46,12 +46,12 @@ class Server:
             InfrastructureError: our own does not answer.
         """
         self.address, self.private = address, private
-        self.in_doubt = False  # a connection was lost: does the server still answer?
+        self.needs_ping = False  # a connection was lost: does the server still answer?
         self.is_retired = False  # it keeps memory: it takes no new schemas, and ends with its last one
         self.out_of_memory: set[int] = set()  # connections whose statement was stopped for it
         self._names: set[str] = set()  # of its schemas
         self._idle: list[Client] = []
-        self._owed: deque[str] = deque()  # names that could not be dropped yet
+        self._pending_drops: deque[str] = deque()  # names that could not be dropped yet
         self._prefix = owned_name(PREFIX)
         self._ended = threading.Event()
         try:
@@ -75,12 +75,12 @@ class Server:
         """Whether our own server has not ended, as far as we know, and answers where that is in doubt."""
         if self.private is None:
             return True
-        if self.in_doubt and self.private.running:
+        if self.needs_ping and self.private.running:
             try:
                 Client(self.address, seconds=_DOUBT_SECONDS).close()
             except ServerError:
                 return False
-            self.in_doubt = False
+            self.needs_ping = False
         return self.private.running
 
     @property
@@ -121,7 +121,7 @@ class Server:
         name = f"{self._prefix}_{next(_numbers):x}"
         password = secrets.token_hex(16)
         self._names.add(name)
-        self._drop_owed()
+        self._flush_drops()
         try:
             with self.administrator() as connection:
                 connection.run(f"CREATE DATABASE {quoted(name)} CHARACTER SET utf8mb4")
@@ -144,7 +144,7 @@ class Server:
                 self._drop(connection, name)
         except (ServerError, AgentPeftError):
             if self.is_running:
-                self._owed.append(name)
+                self._pending_drops.append(name)
         self._names.discard(name)
         if self.is_retired and self.is_idle:
             self.stop()
@@ -181,7 +181,7 @@ class Server:
 
     def close_idle(self) -> None:
         """Close the connections that nobody uses, after a last try to drop what is owed."""
-        self._drop_owed()
+        self._flush_drops()
         with contextlib.suppress(IndexError):
             while True:
                 self._idle.pop().close()
@@ -257,11 +257,11 @@ class Server:
                 connection.close()
         return None
 
-    def _drop_owed(self) -> None:
+    def _flush_drops(self) -> None:
         """Try once more to drop what could not be dropped."""
         with contextlib.suppress(IndexError):
-            for _ in range(len(self._owed)):
-                self.drop(self._owed.popleft())
+            for _ in range(len(self._pending_drops)):
+                self.drop(self._pending_drops.popleft())
 
     def _user(self, name: str) -> str:
         return f"'{name}'@'{self._host}'"

@@ -160,7 +160,7 @@ class ServerDatabase:
         return self._public(error.message)
 
     def _lost(self, error: ServerError) -> InfrastructureError:
-        self._stopped = self._server.in_doubt = True
+        self._stopped = self._server.needs_ping = True
         return InfrastructureError(f"the database server failed: {error}")
 
     def _again(self) -> None:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from agent_peft.environments.os_interaction.kinds.names import Names
 
 
-class Place(str):
+class PathSlot(str):
     """A path, whose ``parent`` and ``name`` a template may ask for.
 
-    >>> "{0.parent} {0.name}".format(Place("/srv/atlas/notes.txt"))
+    >>> "{0.parent} {0.name}".format(PathSlot("/srv/atlas/notes.txt"))
     '/srv/atlas notes.txt'
     """
 
@@ -102,11 +102,11 @@ def _claims(value: str) -> set[str]:
     """The values that no other slot may have. A file claims its folder, too, so that no other request lists,
     makes or deletes it.
     """
-    return {value, value.parent} if isinstance(value, Place) and value.count("/") == 3 else {value}
+    return {value, value.parent} if isinstance(value, PathSlot) and value.count("/") == 3 else {value}
 
 
 def _dir(slots: Slots) -> str:
-    return Place(f"{slots.rng.choice(slots.names.tops)}/{slots.rng.choice(slots.names.folders)}")
+    return PathSlot(f"{slots.rng.choice(slots.names.tops)}/{slots.rng.choice(slots.names.folders)}")
 
 
 def _name(slots: Slots) -> str:
@@ -114,11 +114,11 @@ def _name(slots: Slots) -> str:
 
 
 def _file(slots: Slots) -> str:
-    return Place(f"{_dir(slots)}/{_name(slots)}")
+    return PathSlot(f"{_dir(slots)}/{_name(slots)}")
 
 
 def _script(slots: Slots) -> str:
-    return Place(f"{_dir(slots)}/{slots.rng.choice(slots.names.stems)}.sh")
+    return PathSlot(f"{_dir(slots)}/{slots.rng.choice(slots.names.stems)}.sh")
 
 
 def _text(slots: Slots) -> str:
