@@ -70,7 +70,7 @@ def test_a_write_that_fails_leaves_the_one_before(tmp_path):
 
     with pytest.raises(
         InfrastructureError,
-        match=r"no space left on device; \d+ MB are free there\); the existing ones are whole",
+        match=r"no space left on device; \d+ MB are free there\); the existing ones are complete",
     ):
         save_checkpoint(tmp_path, 2, fail, keep_last=1)
     assert latest_checkpoint(tmp_path) == before

@@ -1,12 +1,9 @@
-"""Where a run continues whose newest checkpoint is damaged or gone, or whose disk was full: what is whole is
-kept, what happened is told.
-"""
+"""Resuming a run whose newest checkpoint is damaged or gone, or whose disk was full."""
 
 from __future__ import annotations
 
 import io
 import json
-import logging
 import resource
 import shutil
 from contextlib import contextmanager
@@ -65,68 +62,46 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
-DAMAGES = {
-    "trainer.pt cut": lambda folder: cut(folder / "trainer.pt"),
-    "trainer.pt gone": lambda folder: (folder / "trainer.pt").unlink(),
-    "position empty": lambda folder: (folder / "position.json").write_text(""),
-    "position of another run": lambda folder: (folder / "position.json").write_text(
-        '{"stage": 7, "steps": 5}'
+DAMAGES = {  # the file that the error names, and the damage
+    "trainer.pt cut": ("trainer.pt", lambda folder: cut(folder / "trainer.pt")),
+    "trainer.pt gone": ("trainer.pt", lambda folder: (folder / "trainer.pt").unlink()),
+    "position empty": ("position.json", lambda folder: (folder / "position.json").write_text("")),
+    "position of another run": (
+        "position.json",
+        lambda folder: (folder / "position.json").write_text('{"stage": 7, "steps": 5, "ranks": 1}'),
     ),
-    "adapter cut": lambda folder: cut(folder / "adapter_model.safetensors"),
-    "adapter gone": lambda folder: (folder / "adapter_model.safetensors").unlink(),
-    "adapter's settings cut": lambda folder: cut(folder / "adapter_config.json"),
-    "adapter's settings gone": lambda folder: (folder / "adapter_config.json").unlink(),
+    "adapter cut": ("adapter_model.safetensors", lambda folder: cut(folder / "adapter_model.safetensors")),
+    "adapter gone": ("", lambda folder: (folder / "adapter_model.safetensors").unlink()),
+    "adapter's settings cut": ("adapter_config.json", lambda folder: cut(folder / "adapter_config.json")),
+    "adapter's settings gone": ("", lambda folder: (folder / "adapter_config.json").unlink()),
 }
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_one(configure, run_contents, caplog, tmp_path):
-    """To the same bytes as a run whose disk was sound; the damaged one stays, under another name, and one
-    line tells of it.
-    """
+def test_a_damaged_checkpoint_is_an_error_that_names_its_file(configure, run_contents, tmp_path):
+    """Nothing is changed. Without that checkpoint, the run resumes from the one before, to the same bytes."""
     config = configure(evaluation=None)
     train(config)
     before, root = run_contents(config.run_dir), config.run_dir / "checkpoints"
     shutil.copytree(config.run_dir, tmp_path / "sound")
-    for name, damage in DAMAGES.items():
+    for name, (file, damage) in DAMAGES.items():
         shutil.rmtree(config.run_dir)
         shutil.copytree(tmp_path / "sound", config.run_dir)
         damage(root / "step_000005")
-        left = {path.name for path in (root / "step_000005").iterdir()}
-        caplog.clear()
-        train(config)
-        told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-        assert len(told) == 1, name
-        assert "step_000005: is damaged (" in told[0], name
-        assert told[0].endswith("it is now damaged_step_000005, and the run continues from step_000004"), name
-        assert {path.name for path in (root / "damaged_step_000005").iterdir()} == left, name
-        shutil.rmtree(root / "damaged_step_000005")
-        assert run_contents(config.run_dir) == before, name
-
-
-def test_damaged_twice_and_several_at_once(configure, run_contents):
-    config = configure(checkpoint={"keep_last": 4})
+        damaged = run_contents(config.run_dir)
+        with pytest.raises(AgentPeftError) as raised:
+            train(config)
+        assert str(raised.value).startswith(f"{root / 'step_000005' / file}: is damaged ("), name
+        assert "put it back from a backup, or move step_000005 elsewhere" in str(raised.value), name
+        assert run_contents(config.run_dir) == damaged, name
+    shutil.rmtree(root / "step_000005")
     train(config)
-    before, root = run_contents(config.run_dir), config.run_dir / "checkpoints"
-    for _ in range(2):
-        for name in ("step_000004", "step_000005"):
-            cut(root / name / "trainer.pt")
-        train(config)
-    aside = sorted(path.name for path in root.glob("damaged_*"))
-    assert aside == [
-        "damaged_step_000004",
-        "damaged_step_000004_1",
-        "damaged_step_000005",
-        "damaged_step_000005_1",
-    ]
-    for name in aside:
-        shutil.rmtree(root / name)
     assert run_contents(config.run_dir) == before
 
 
-def test_what_was_written_after_the_whole_checkpoint_is_forgotten(configure, monkeypatch):
+def test_what_was_written_after_the_newest_checkpoint_is_removed(configure, monkeypatch):
     config = configure()
     train(config)
-    cut(config.run_dir / "checkpoints" / "step_000005" / "trainer.pt")
+    shutil.rmtree(config.run_dir / "checkpoints" / "step_000005")
 
     def stop(*_, **__):
         raise KeyboardInterrupt
@@ -135,31 +110,13 @@ def test_what_was_written_after_the_whole_checkpoint_is_forgotten(configure, mon
     with pytest.raises(KeyboardInterrupt):
         train(config)
     for name in ("metrics.jsonl", "timing.jsonl"):
-        assert [json.loads(line)["step"] for line in (config.run_dir / name).read_text().splitlines()] == [
-            0,
-            1,
-            2,
-            3,
-        ]
+        lines = (config.run_dir / name).read_text().splitlines()
+        assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]
     assert sorted(path.name for path in (config.run_dir / "trajectories").iterdir()) == [
         f"step_{step:06d}.{kind}" for step in range(4) for kind in ("jsonl", "safetensors")
     ]
     kept = {path.stem for path in (config.run_dir / "evaluations").iterdir()}
     assert kept == {"base", "step_1", "after_sft", "step_3", "step_4"}  # and not after_reinforce
-
-
-def test_where_no_checkpoint_is_whole_nothing_is_touched(configure, run_contents):
-    config = configure()
-    train(config)
-    for checkpoint in (config.run_dir / "checkpoints").iterdir():
-        cut(checkpoint / "trainer.pt")
-    before = run_contents(config.run_dir)
-    with pytest.raises(
-        AgentPeftError, match=r"step_000005: is damaged \(.*none of the 2 before it is whole; .*--fresh"
-    ):
-        train(config)
-    assert run_contents(config.run_dir) == before
-    train(config, fresh=True)
 
 
 def test_deleted_checkpoints_are_told(configure, run_contents, caplog):
@@ -219,7 +176,7 @@ def test_a_full_disk_ends_in_one_line_and_loses_nothing(configure, run_contents,
     monkeypatch.setattr(runs.Trainer, "save", full)
     with pytest.raises(
         InfrastructureError,
-        match=r"no checkpoint can be written \(.*MB are free there\).*run the same command to continue",
+        match=r"no checkpoint can be written \(.*MB are free there\).*run the same command again",
     ):
         train(config)
     assert [path.name for path in sorted((config.run_dir / "checkpoints").iterdir())] == [

@@ -26,9 +26,16 @@ from agent_peft.files import (
 )
 from agent_peft.policies.models.start import START
 from agent_peft.runs.changes import names, read_earlier
-from agent_peft.runs.checkpoint import checkpoint_step, checkpoints, remove, save_checkpoint, sync_tree
+from agent_peft.runs.checkpoint import (
+    checkpoint_step,
+    checkpoints,
+    read_position,
+    remove,
+    save_checkpoint,
+    sync_tree,
+)
 from agent_peft.runs.digests import Contents, changed_contents, read_contents
-from agent_peft.runs.resume import measures_kl_to_its_start, read_whole
+from agent_peft.runs.resume import measures_kl_to_its_start
 from agent_peft.types import AgentPeftError
 
 ORIGIN = "origin.json"
@@ -66,11 +73,7 @@ def find_origin(text: str, config: TrainConfig, contents: Contents) -> tuple[Ori
     if not have:
         raise AgentPeftError(f"--from: {run} has no checkpoint yet; train it first")
     name = name or list(have)[-1]
-    try:
-        position = read_whole(have[name], earlier.config)
-    except Exception as error:  # torch and safetensors raise many kinds
-        cause = " ".join(str(error).split())[:200]
-        raise AgentPeftError(f"--from: {have[name]} is damaged ({cause}); name another checkpoint") from error
+    position = read_position(have[name], len(earlier.config.stages))
     changes = earlier.changes(config, position.steps)
     if unfit := [c for c in changes if c.rule == "fixed" and not c.key.endswith(".name")]:
         raise AgentPeftError(

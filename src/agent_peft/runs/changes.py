@@ -21,8 +21,9 @@ from agent_peft.files import MAX_JSONL_BYTES, MEGABYTE, parse_json, read_bytes, 
 from agent_peft.lookup import without_imports
 from agent_peft.policies.models.start import START
 from agent_peft.rollout.replays import FILE as REPLAYS
+from agent_peft.runs.checkpoint import STATE, Position
 from agent_peft.runs.digests import DIGESTS, Contents, changed_contents, read_contents
-from agent_peft.runs.resume import STATE, Position, look_up_position
+from agent_peft.runs.resume import newest_position
 from agent_peft.training.optimizer import learning_rate_factor
 from agent_peft.training.stage import StageConfig
 from agent_peft.training.state_file import load_state
@@ -90,7 +91,7 @@ def accept(
     Raises:
         AgentPeftError: one of them is refused.
     """
-    position = look_up_position(folder / "checkpoints", earlier.config)
+    position = newest_position(folder, earlier.config)
     changes = earlier.changes(config, position.steps)
     asked_keys = {_in_stage(change) for change in changes if change.rule == "asked"}
     # a key that was set for all stages also differs in those that are done

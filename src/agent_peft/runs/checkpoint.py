@@ -1,27 +1,99 @@
-"""Checkpoints that are whole or absent, whenever the process is killed: written aside, synced, renamed."""
+"""One checkpoint of a run: written, read and removed.
+
+A checkpoint is complete or absent, whenever the process is killed: it is written aside, synced and renamed.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
-from collections.abc import Callable, Container
-from contextlib import suppress
-from itertools import count
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
-from agent_peft.files import check_tree, sync
+from agent_peft.files import MEGABYTE, check_tree, opened, parse_json, read_text, sync
+from agent_peft.training.state_file import load_state
 from agent_peft.types import AgentPeftError, InfrastructureError
 
-POSITION = "position.json"  # the file in a checkpoint that says how far the run is
+POSITION = "position.json"  # the file in a checkpoint that holds the run's position
+STATE = "trainer.pt"
 KEEP = "keep"  # a checkpoint with a file of this name is never removed
 BEST = "best.json"  # the file next to the checkpoints that names the best one
+_INDEX = "model.safetensors.index.json"
+_LAYOUTS = (
+    ("adapter_config.json", "adapter_model.safetensors"),
+    ("config.json", "model.safetensors"),
+    ("config.json", _INDEX),
+)
 _NAME = re.compile(r"(?:\.replaced-)?step_(\d{6,})")
-_DAMAGED = re.compile(r"damaged_step_\d{6,}(_\d+)?")  # a checkpoint that could not be read
 _ASIDE = ".aside-"  # the prefix of a checkpoint that is being written or removed
-_REPLACED = ".replaced-"  # the prefix of one that is whole, and valid until another of its step is
+_REPLACED = ".replaced-"  # the prefix of one that is complete, and valid until another of its step is
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a run is: ``steps`` of the run are done, and it resumes in the stage of index ``stage``."""
+
+    stage: int = 0
+    steps: int = 0
+    ranks: int = 1  # that trained it
+    checkpoint: str | None = None  # its name; None at the start
+
+
+def read_position(checkpoint: Path, stages: int) -> Position:
+    """Return the position that a checkpoint of a run with so many ``stages`` holds.
+
+    Each of its files must exist and have its beginning and its end. Faults inside the weights appear when
+    they are loaded. An error names the damaged file.
+    """
+    check_tree(checkpoint)
+    with _damage_of(checkpoint / POSITION):
+        content = _read_json(checkpoint / POSITION)
+        numbers = content["stage"], content["steps"], content["ranks"]
+        if not all(type(number) is int and number >= 0 for number in numbers) or numbers[0] >= stages:
+            raise ValueError("it is not the position of this run")
+    with _damage_of(checkpoint / STATE):
+        load_state(checkpoint / STATE, mapped=True)
+    for path in checkpoint.glob("*.json"):
+        with _damage_of(path):
+            content = _read_json(path)
+            if path.name == _INDEX:
+                parts = set(content["weight_map"].values())
+                if absent := {part for part in parts if not (checkpoint / part).is_file()}:
+                    raise ValueError(f"{min(absent)} is gone")
+    for path in checkpoint.glob("*.safetensors"):
+        with _damage_of(path), opened(path, unlinked=3) as place, safe_open(place, "pt") as file:
+            file.keys()
+    with _damage_of(checkpoint):
+        if not any(all((checkpoint / name).is_file() for name in layout) for layout in _LAYOUTS):
+            raise ValueError("its weights or their configuration are gone")
+    return Position(*numbers, checkpoint=checkpoint.name)
+
+
+def _read_json(path: Path) -> Any:
+    return parse_json(read_text(path, "a JSON file", 64 * MEGABYTE, unlinked=3))
+
+
+@contextmanager
+def _damage_of(path: Path) -> Iterator[None]:
+    """Convert an error to one that names a file of a checkpoint, or the checkpoint."""
+    try:
+        yield
+    except Exception as error:  # torch and safetensors raise many kinds
+        checkpoint = path if _NAME.fullmatch(path.name) else path.parent
+        raise AgentPeftError(
+            f"{path}: is damaged ({one_line(error)}); put it back from a backup, or move {checkpoint.name} "
+            "elsewhere: the checkpoint before it is then the newest"
+        ) from error
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def save_checkpoint(
@@ -34,18 +106,14 @@ def save_checkpoint(
 ) -> Path:
     """Write ``root/step_000012`` and remove older checkpoints.
 
-    If the process is killed at any moment, ``latest_checkpoint`` is whole and on the disk. A checkpoint of
+    If the process is killed at any moment, ``latest_checkpoint`` is complete and on the disk. A checkpoint of
     the same step is replaced.
 
     Args:
-        write: is called with an empty folder and fills it.
-        keep_last: how many of the newest checkpoints stay.
+        write: fills the empty folder that it is called with.
+        keep_last: how many of the newest checkpoints stay, at least 1.
         keep: never remove this checkpoint. A replacement inherits this.
         best: called when the checkpoint is written; returns the name of one that stays.
-
-    Raises:
-        ValueError: ``keep_last`` is below 1.
-        InfrastructureError: the disk is full, or the checkpoint cannot be written for another reason.
     """
     if keep_last < 1:
         raise ValueError("at least the newest checkpoint is kept")
@@ -54,12 +122,12 @@ def save_checkpoint(
     except (OSError, SafetensorError) as error:
         with suppress(OSError):
             clean(root)  # the space may be needed
-        cause = " ".join(str(error).split())[:200]
+        cause = one_line(error)
         with suppress(OSError):
             cause += f"; {shutil.disk_usage(root).free >> 20} MB are free there"
         raise InfrastructureError(
-            f"{root}: no checkpoint can be written ({cause}); the existing ones are whole: make room, then "
-            "run the same command to continue"
+            f"{root}: no checkpoint can be written ({cause}); the existing ones are complete: make "
+            "room, then run the same command again"
         ) from error
 
 
@@ -130,13 +198,11 @@ def is_ours(path: Path) -> bool:
         return False
     if path.name.startswith((_ASIDE, _REPLACED)):
         return _NAME.fullmatch(path.name.removeprefix(_ASIDE).removeprefix(_REPLACED)) is not None
-    if _DAMAGED.fullmatch(path.name):
-        return True
     return _NAME.fullmatch(path.name) is not None and (path / POSITION).is_file()
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """Return the whole checkpoints in ``root``, oldest first."""
+    """Return the complete checkpoints in ``root``, oldest first."""
     if not root.is_dir():
         return []
     folders = [path for path in root.iterdir() if path.is_dir() and not path.is_symlink()]
@@ -146,17 +212,8 @@ def checkpoints(root: Path) -> list[Path]:
 
 
 def latest_checkpoint(root: Path) -> Path | None:
-    """Return the newest whole checkpoint, if there is one."""
+    """Return the newest complete checkpoint, if there is one."""
     return next(reversed(checkpoints(root)), None)
-
-
-def put_aside(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint to ``damaged_step_000012``, so that it is ignored. Returns its new path."""
-    names = (f"damaged_{checkpoint.name}" + (f"_{number}" if number else "") for number in count())
-    aside = next(path for name in names if not os.path.lexists(path := checkpoint.with_name(name)))
-    checkpoint.rename(aside)
-    sync(checkpoint.parent)
-    return aside
 
 
 def checkpoint_step(path: Path) -> int:

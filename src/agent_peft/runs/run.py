@@ -39,7 +39,7 @@ from agent_peft.rollout.replays import Replays
 from agent_peft.rollout.report_tables import skill_table, table
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.runs.changes import note_on_schedule, refuse_contents
-from agent_peft.runs.checkpoint import latest_checkpoint
+from agent_peft.runs.checkpoint import Position, latest_checkpoint
 from agent_peft.runs.digests import Contents, changed_contents, contents_of, read_contents, template_of
 from agent_peft.runs.evaluations import Evaluations, settle_names
 from agent_peft.runs.folder import Claim, claim, dtype_of_run, settle, settle_dtype
@@ -55,7 +55,6 @@ from agent_peft.runs.observers import (
 from agent_peft.runs.progress import Progress
 from agent_peft.runs.recording import Recording
 from agent_peft.runs.resume import (
-    Position,
     find_position,
     forget_after,
     load_start,
