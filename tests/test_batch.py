@@ -45,7 +45,7 @@ def test_the_first_token_is_never_learnt_since_nothing_predicts_it():
         ((1, 2), (1, 2), "01"),  # no repair; a turn has something to learn
     ],
 )
-def test_of_a_repair_what_it_changes_is_learnt(mistake, repair, learnt):
+def test_of_a_repair_what_it_changes_is_learned(mistake, repair, learned):
     """Everything before and after is as in the mistake, and to learn it would teach to copy the mistake."""
     logprobs = tuple(0.0 for _ in mistake), tuple(0.0 for _ in repair)
     turns = (
@@ -53,8 +53,8 @@ def test_of_a_repair_what_it_changes_is_learnt(mistake, repair, learnt):
         Turn((6,), repair, logprobs[1]),
         Turn((5,), repair, logprobs[1]),
     )
-    mask = "".join(str(int(is_learnt)) for is_learnt in trained_mask(Trajectory(Task("t"), turns), False))
-    assert mask == "0" + "0" * len(mistake) + "0" + learnt + "0" + "1" * len(repair), "only after a mistake"
+    mask = "".join(str(int(is_learned)) for is_learned in trained_mask(Trajectory(Task("t"), turns), False))
+    assert mask == "0" + "0" * len(mistake) + "0" + learned + "0" + "1" * len(repair), "only after a mistake"
 
 
 def test_select_cuts_to_the_longest_row_chosen():

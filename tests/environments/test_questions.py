@@ -184,7 +184,7 @@ def test_parts_and_limits(table):
         (
             [*ROWS[:2], ROWS[0]],
             {"id": "question"},
-            "line 3: its id '0+1=' is that of line 1, too; give each row its own id",
+            "line 3: its id '0+1=' is that of line 1, too; give each row an id of its own",
         ),
         (
             [{"question": "q", "answer": 1, "n": None}],

@@ -499,7 +499,7 @@ def test_no_template_means_the_plain_one() -> None:
     action = c.action_tokens("yes")
     assert (
         c.tokenizer.decode(action + c.following("continue", action))
-        == "yes<|im_end|>\n\nUser:\ngo on\n\nAssistant:\n"
+        == "yes<|im_end|>\n\nUser:\ncontinue\n\nAssistant:\n"
     )
     assert c.append_only
 
