@@ -21,7 +21,8 @@ ROOT = HERE.parent
 # what README says of a configuration, next to its figures
 AGENTS = {
     "quickstart": "SmolLM2-135M changes a database with SQL",
-    "os_grpo": "SmolLM2-135M works in a shell",
+    "os_ppo": "SmolLM2-135M works in a shell; PPO with a critic",
+    "os_grpo": "SmolLM2-135M works in a shell; GRPO",
     "adder_fast": "a small model adds three digits",
     "multiplier_fast": "a small model multiplies two digits",
 }
@@ -73,12 +74,13 @@ def mean_success(name: str, moment: str) -> float:
 
 def minutes(name: str) -> float:
     """On the clock: the median run that measured the base model too, as the command does. Otherwise the mean
-    CPU time.
+    CPU time of the runs that were not stopped.
     """
     rows = read(name)["rows"]
     if name in ON_CLOCK:
         return statistics.median(r["cost"]["seconds"] for r in rows if "base" in r["success"]) / 60
-    return statistics.mean(r["cost"]["cpu_seconds"] for r in rows) / 60
+    known = [r["cost"]["cpu_seconds"] for r in rows if r["cost"]["cpu_seconds"] is not None]
+    return statistics.mean(known) / 60
 
 
 def readme_row(name: str) -> str:
