@@ -226,6 +226,7 @@ def main() -> None:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = os.environ["TMPDIR"] = folder  # so that only our files are counted
+        os.chmod(folder, 0o711)  # machines have users of their own, who must reach their files
         for name, (environment, replies) in environments(Path(folder)).items():
             if options.environments and name not in options.environments:
                 continue

@@ -474,6 +474,30 @@ def test_a_folder_that_machines_cannot_lie_in(monkeypatch, tmp_path, name, told)
         OwnerFolder()
 
 
+def test_a_private_temporary_folder_is_named_as_the_cause():
+    """Users of a machine cannot reach their files there, so that machines have one user."""
+    if find_runtime().case.single_id:
+        pytest.skip("machines have one user here in any folder")
+    place = Path(tempfile.mkdtemp(dir="/tmp"))  # pytest's folders may be too long for sockets
+    code = "from agent_peft.sandbox.runtime import find_runtime; find_runtime()"
+    environment = {**os.environ, "TMPDIR": str(place)}
+    messages = []
+    for mode in (0o700, 0o711):
+        place.chmod(mode)
+        run = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        messages.append(run.stderr)
+    shutil.rmtree(place)
+    assert "machines with one user" in messages[0] and f"may not search {place}" in messages[0]
+    assert messages[1] == ""
+
+
 def test_a_folder_of_another_user_is_refused(monkeypatch, tmp_path):
     place = Path(tempfile.mkdtemp(dir="/tmp"))
     monkeypatch.setattr(tempfile, "tempdir", str(place))

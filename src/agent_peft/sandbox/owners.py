@@ -98,6 +98,13 @@ def _private_folder() -> Path:
     return path
 
 
+def closed_folder(path: Path) -> Path | None:
+    """Return the topmost folder above path that other users may not search, such as a private TMPDIR. The users
+    of a machine cannot reach its files there.
+    """
+    return next((p for p in reversed(path.parents) if not p.stat().st_mode & stat.S_IXOTH), None)
+
+
 def _remove(path: Path) -> None:
     try:
         runtime = (path / RUNTIME).read_text("utf-8", "surrogateescape").split("\0")

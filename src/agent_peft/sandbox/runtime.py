@@ -23,7 +23,7 @@ from agent_peft.sandbox.base import MachineLost, SandboxLimits
 from agent_peft.sandbox.base_image import BaseImage
 from agent_peft.sandbox.exec_guard import ExecGuard
 from agent_peft.sandbox.machine import Machine
-from agent_peft.sandbox.owners import STATE, OwnerFolder
+from agent_peft.sandbox.owners import STATE, OwnerFolder, closed_folder
 from agent_peft.sandbox.profile import processor_is_known, seccomp
 from agent_peft.sandbox.streams import PipeStreams
 from agent_peft.types import AgentPeftError, InfrastructureError
@@ -218,7 +218,10 @@ def _try_all(named: str) -> Runtime:
                         refusals.append(str(error))
                         continue
                     if refusals:
-                        logger.warning("sandbox: oci: %s; more was refused: %s", case, refusals[-1])
+                        why, closed = refusals[-1], closed_folder(owner.path)
+                        if closed:
+                            why = f"other users may not search {closed}; chmod o+x it, or set another TMPDIR"
+                        logger.warning("sandbox: oci: %s; more was refused: %s", case, why)
                     return runtime
     raise AgentPeftError(f"sandbox: oci: {explain_refusal(refusals)} ({refusals[0]}), {ADVICE}")
 
