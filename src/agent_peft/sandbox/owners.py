@@ -99,8 +99,9 @@ def _private_folder() -> Path:
 
 
 def closed_folder(path: Path) -> Path | None:
-    """Return the topmost folder above path that other users may not search, such as a private TMPDIR. The users
-    of a machine cannot reach its files there.
+    """Return the topmost folder above path that other users may not search, such as a private TMPDIR.
+
+    The users of a machine cannot reach its files there.
     """
     return next((p for p in reversed(path.parents) if not p.stat().st_mode & stat.S_IXOTH), None)
 
