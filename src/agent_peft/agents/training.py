@@ -36,7 +36,7 @@ from agent_peft.runs.reading import load_run
 from agent_peft.types import AgentPeftError
 
 MAX_EVALUATED = 100  # tasks of an evaluation that nobody has sized
-PROMPT_ROOM = 1024  # tokens of an episode next to one reply
+PROMPT_ROOM = 1024  # tokens of an episode in addition to one reply
 _SHORT = {"num_epochs": "num_train_epochs", "batch_size": "per_device_train_batch_size"}
 
 

@@ -39,7 +39,7 @@ class MemoryModel:
 
     @property
     def narrow(self) -> bool:
-        """Whether the model has 16 bits. Then the adapter is computed next to the weights, and trained
+        """Whether the model has 16 bits. Then the adapter is computed apart from the weights, and trained
         parameters have a copy in fp32.
         """
         return self.width < FP32

@@ -1,4 +1,4 @@
-"""Conversations of one's own table, for supervised stages: each assistant message is an action to learn.
+"""Conversations in a table of the user, for supervised stages: each assistant message is an action to learn.
 
 There is no outcome to grade, because a reply may be good in other words. An episode is correct if its replies
 are the recorded ones, and unknown otherwise.

@@ -1,4 +1,4 @@
-"""Preferences of one's own table: pairs of replies to one prompt, of which one is chosen and the other
+"""Preferences in a table of the user: pairs of replies to one prompt, of which one is chosen and the other
 rejected, or single replies with a label.
 """
 

@@ -1,4 +1,4 @@
-"""Questions of one's own table: one turn each, graded exactly, as a number, by a pattern, or by a
+"""Questions in a table of the user: one turn each, graded exactly, as a number, by a pattern, or by a
 function.
 """
 

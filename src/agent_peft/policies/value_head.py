@@ -46,7 +46,7 @@ class ValueHead(nn.Module):
 
 
 def save(head: ValueHead, folder: Path) -> None:
-    """Write ``value_head.safetensors`` next to the adapter, in its own file that PEFT ignores."""
+    """Write ``value_head.safetensors`` next to the adapter, in a file that PEFT ignores."""
     save_file({"weight": head.weight.detach().cpu().contiguous()}, folder / WEIGHTS)
 
 

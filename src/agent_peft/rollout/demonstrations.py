@@ -159,6 +159,6 @@ def demonstrate(
         raise AgentPeftError(f"task {task.id}: its demonstration does not end the episode")
     if all(turn.mistake for turn in conversation.turns):
         raise AgentPeftError(
-            f"task {task.id}: its demonstration ends with a mistake, before a reply that could be learned"
+            f"task {task.id}: its demonstration ends with a mistake, before a reply to learn"
         )
     return price(conversation.trajectory, rewards)

@@ -180,7 +180,7 @@ def settings_of(
     rewards: RewardConfig,
     replay_in_prompt: int = 0,
 ) -> dict[str, Any]:
-    """Return what decides the result of an evaluation, next to the policy and the episodes that the prompt
+    """Return what decides the result of an evaluation, except the policy and the episodes that the prompt
     shows, as JSON values.
     """
     tasks = environment.tasks[: evaluation.num_tasks]
@@ -217,7 +217,7 @@ def _settings(evaluation: EvaluationConfig | Mapping[str, Any] | None) -> Evalua
     given = dict(evaluation or {})
     if others := sorted(given.keys() - set(MEASURES)):
         raise AgentPeftError(f"evaluation.{others[0]} has no effect here; {nearest(others[0], MEASURES)}")
-    try:  # the environment is its own argument, and not looked at here
+    try:  # the environment is another argument, and is not validated here
         return EvaluationConfig.model_validate({**given, "environment": EnvironmentConfig()})
     except ValidationError as error:
         raise AgentPeftError(first_error(error, "evaluation", EvaluationConfig)) from error

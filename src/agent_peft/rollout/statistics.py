@@ -243,7 +243,7 @@ def reward_of(trajectories: Sequence[Trajectory]) -> Mean | None:
 
 def _follows_success(trajectories: Sequence[Trajectory]) -> bool:
     """Whether all correct episodes have one reward, and all others one, so that the mean reward says nothing
-    next to the success rate.
+    in addition to the success rate.
     """
     pairs = {(t.outcome is Outcome.CORRECT, t.reward) for t in trajectories}
     return len(pairs) == len({correct for correct, _ in pairs})

@@ -207,7 +207,7 @@ def note_on_schedule(stage: StageConfig, steps: int, done: int) -> str | None:
     True
     >>> print(note_on_schedule(StageConfig.model_validate(stage), steps=10, done=5))
     stage 'sft': with schedule linear, its 5 steps so far had the rates of 10 steps, and the others get \
-those of 20; a run of 20 steps from the start would have learned otherwise
+those of 20; a run of 20 steps from the start would have learned something else
     """
     per_step = stage.updates // stage.steps
 
@@ -220,5 +220,5 @@ those of 20; a run of 20 steps from the start would have learned otherwise
     return (
         f"stage {stage.name!r}: with schedule {stage.optimizer.schedule}, its {done} steps so far had "
         f"the rates of {steps} steps, and the others get those of {stage.steps}; a run of {stage.steps} "
-        "steps from the start would have learned otherwise"
+        "steps from the start would have learned something else"
     )

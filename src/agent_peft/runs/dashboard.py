@@ -120,7 +120,7 @@ class Dashboard:
         used += len(warnings)
         if self.trajectory is not None:
             first, *messages = episode_lines(self.trajectory)
-            room = self.console.height - used - 3  # next to the rule, its first line, and that of the prompt
+            room = self.console.height - used - 3  # without the rule, its first line, and that of the prompt
             if room > 0:
                 parts += [Rule(style="dim"), self._line(first)]
                 # the end of an episode says more than its beginning

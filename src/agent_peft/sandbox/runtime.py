@@ -219,8 +219,8 @@ def _try_all(named: str) -> Runtime:
                         continue
                     if refusals:
                         why, closed = refusals[-1], closed_folder(owner.path)
-                        if closed:
-                            why = f"other users may not search {closed}; chmod o+x it, or set another TMPDIR"
+                        if closed and case.single_id:
+                            why += f"; others may not search {closed}: chmod o+x it, or set another TMPDIR"
                         logger.warning("sandbox: oci: %s; more was refused: %s", case, why)
                     return runtime
     raise AgentPeftError(f"sandbox: oci: {explain_refusal(refusals)} ({refusals[0]}), {ADVICE}")

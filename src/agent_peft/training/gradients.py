@@ -52,7 +52,7 @@ class Gradients:
     def begin_step(self, batch: Batch) -> Batch:
         """The step's batch with ``reference_logprobs`` and ``scored_logprobs``, where the algorithm needs
         them, and with the policy's ``logprobs`` of trajectories that are only measured. With dropout, each
-        update has its own next to them.
+        update has its own in addition.
         """
         policy = self.policy
         self.first_logprobs, self.groups = torch.full_like(batch.logprobs, math.nan), batch.groups

@@ -311,7 +311,7 @@ class Trainer:
         self.recent = [*self.recent, metrics[until.metric]][-until.over :]
         return len(self.recent) == until.over and until.is_reached(sum(self.recent) / until.over)
 
-    # -- what a checkpoint holds, next to the adapter -------------------------------------------------------
+    # -- what a checkpoint holds in addition to the adapter -------------------------------------------------
 
     def save(self, folder: Path) -> None:
         self.policy.save(folder)

@@ -23,7 +23,7 @@ class Draw:
     """One reply to one prompt: a ``Request`` of the engine.
 
     Args:
-        alternatives: how many likeliest tokens to record next to each drawn one.
+        alternatives: how many likeliest tokens to record with each drawn one.
         streamed: call ``on_change`` at each token, and not only at the end.
         on_change: called on the engine's thread.
     """

@@ -1,4 +1,4 @@
-"""A database in a worker, its own process: whatever a statement does there, it ends in time, and
+"""A database in a worker process: whatever a statement does there, it ends in time, and
 takes nothing else with it.
 """
 

@@ -160,7 +160,7 @@ def _script(name: str, key: str, script: Any) -> Script:
     if not isinstance(code, str):
         if isinstance(script.get("file"), str):
             raise Unusable(
-                f"{key} names the file {_short(script['file'])}, which is not next to the task file"
+                f"{key} names the file {_short(script['file'])}, which is not in the task file's folder"
             )
         raise wrong(name, key, "a bash script, or an object with code or file")
     if language not in ("bash", "python"):

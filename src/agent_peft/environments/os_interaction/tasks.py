@@ -21,7 +21,7 @@ from agent_peft.types import AgentPeftError, Task
 def load_tasks(path: Path) -> tuple[Task, ...]:
     """The tasks of a file: a JSON object of entries (its keys become the ids), a JSON list, or JSON lines.
 
-    Scripts that an AgentBench entry names as files are read from next to the task file, so that a task holds
+    Scripts that an AgentBench entry names as files are read from the task file's folder, so that a task holds
     all it needs.
 
     Raises:

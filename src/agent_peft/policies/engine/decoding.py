@@ -135,7 +135,7 @@ class Decoding:
         if self.capacity == 1:
             raise AgentPeftError(
                 f"out of memory while sampling: one row of up to {self.sampling.max_tokens} tokens does not "
-                "fit next to the model; lower sampling.max_tokens or engine.prefill_tokens, or set "
+                "fit with the model; lower sampling.max_tokens or engine.prefill_tokens, or set "
                 "policy.dtype=auto"
             ) from error
         self.capacity //= 2

@@ -23,7 +23,7 @@ class Request(Conversation, Protocol):
     """A conversation of one action that brings its own sampling, and hears each token as it is drawn."""
 
     sampling: SamplingConfig
-    alternatives: int  # likeliest tokens to hear of next to each drawn one
+    alternatives: int  # likeliest tokens to report with each drawn one
     cancelled: bool  # nobody waits for it any more, so its row becomes free after the next token
 
     def take(self, place: int, token: int, logprob: float, alternatives: Sequence[tuple[int, float]]) -> None:

@@ -19,7 +19,7 @@ from transformers import AttentionInterface
 from agent_peft.policies.forward.attention_override import override_context
 
 NAME = "agent_peft_shared"
-NEGLIGIBLE = -1e4  # a score whose exponential is zero next to any other
+NEGLIGIBLE = -1e4  # a score whose exponential is zero compared with any other
 
 
 @dataclass(frozen=True)

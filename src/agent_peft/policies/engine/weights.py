@@ -2,7 +2,7 @@
 
 In fp32 the adapter is folded into the weights, so that sampling pays nothing for it. In 16 bits a weight
 ``W + s B A`` would be rounded to W wherever ``s B A`` is less than half a unit in its last place, so there
-the adapter is computed next to the weights.
+the adapter is computed separately from the weights.
 """
 
 from __future__ import annotations

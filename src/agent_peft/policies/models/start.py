@@ -49,7 +49,7 @@ def start_of(config: PretrainedConfig) -> Start:
     if (folder / "config.json").is_file():
         raise AgentPeftError(
             f"policy.model: {config.model!r} holds a model (config.json) and an adapter ({CONFIG}); move one "
-            "of them to its own folder"
+            "of them to another folder"
         )
     if config.adapter is not None:
         raise AgentPeftError(

@@ -124,7 +124,7 @@ class _State:
 
 
 class TrackerThread(Observer):
-    """Passes what an observer is told to a tracker, on its own thread.
+    """Passes an observer's events to a tracker, on its own thread.
 
     Args:
         name: of the tracker in messages, and of its files in ``RUN/trackers``.

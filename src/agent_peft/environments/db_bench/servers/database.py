@@ -1,4 +1,4 @@
-"""`Database` on a server: a schema and its own user, on one connection."""
+"""`Database` on a server: its own schema and user, on one connection."""
 
 from __future__ import annotations
 
