@@ -45,7 +45,7 @@ TRAINING = (
 @dataclass(frozen=True)
 class Cost:
     cpu_seconds: float | None  # None: the run was stopped and continued
-    seconds: float
+    seconds: float | None  # likewise
     training_seconds: float
 
 
@@ -69,7 +69,7 @@ def measure(config: Path, seed: int, run: Path, overrides: list[str]) -> Measure
         steps = [json.loads(line) for line in (run / "timing.jsonl").read_text().splitlines()]
         cost = {
             "cpu_seconds": None if begun else cpu,
-            "seconds": time.perf_counter() - clock,
+            "seconds": None if begun else time.perf_counter() - clock,
             "training_seconds": sum(s["seconds"] for s in steps),
         }
         (run / "cost.json").write_text(json.dumps(cost) + "\n")
