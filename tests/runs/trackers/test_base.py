@@ -342,6 +342,17 @@ def test_a_tracker_that_is_dead_is_not_waited_for_and_keeps_nothing(configure, c
     assert len(warnings_in(caplog)) == 1
 
 
+def test_an_interrupt_before_the_thread_starts_stays_one(configure, monkeypatch):
+    def interrupted(thread):
+        raise KeyboardInterrupt
+
+    tracker = observed(Recorder())
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        tracker.on_start(RunStart(configure("run")))
+    tracker.on_end()
+
+
 @pytest.mark.parametrize(
     "address",
     [

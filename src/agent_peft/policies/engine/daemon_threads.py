@@ -44,7 +44,8 @@ class DaemonThreads:
             self._calls.put(None)
         end = time.monotonic() + seconds
         for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
+            if thread.is_alive():  # an interrupt may have come before its start
+                thread.join(max(0.0, end - time.monotonic()))
 
     def _work(self) -> None:
         while (item := self._calls.get()) is not None:

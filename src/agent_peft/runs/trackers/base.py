@@ -143,10 +143,9 @@ class TrackerThread(Observer):
     def on_start(self, run: RunStart) -> None:
         folder = run.config.run_dir.absolute() / TRACKERS
         work = (run.config.run_dir.absolute().name, folder, without_passwords(resolved(run.config)))
-        self._thread = threading.Thread(
-            target=self._work, args=work, name=f"{THREAD} {self.name}", daemon=True
-        )
-        self._thread.start()
+        thread = threading.Thread(target=self._work, args=work, name=f"{THREAD} {self.name}", daemon=True)
+        thread.start()
+        self._thread = thread  # only now: at an interrupt before the start, on_end has nothing to wait for
 
     def on_step(self, step: RunStep) -> None:
         tables = self.config.trajectories and step.number % self.config.trajectories_every == 0
