@@ -1,4 +1,4 @@
-"""What the documentation's site has beside docs/: pages of the repository's other folders, and linked files.
+"""What the documentation's site has besides docs/: pages of the repository's other folders, and linked files.
 
 The pages link to each other by their places in the repository, so that they can also be read there.
 A link out of docs/ leads to one of PAGES, or to a copy of the file under ``source/``. A link to a folder
@@ -29,24 +29,29 @@ _EXAMPLE = re.compile(r"^(>>> .*(?:\n(?!\n).+)*)", re.MULTILINE)  # up to the ne
 
 
 def linked(text: str, folder: str) -> tuple[str, list[str]]:
-    """The Markdown of a page that stands in ``folder``, with links for the site; and the files to copy."""
+    """The Markdown of a page in ``folder``, with links for the site, and the files to copy."""
     files: list[str] = []
+    place = os.path.relpath(folder, "docs") if folder.startswith("docs") else "."  # of the page on the site
 
     def link(match: re.Match[str]) -> str:
         label, target, anchor = match[1], match[2], match[3] or ""
         path = os.path.normpath(os.path.join(folder, target))
         if path in PAGES:
-            return f"[{label}]({PAGES[path]}{anchor})"
+            return f"[{label}]({os.path.relpath(PAGES[path], place)}{anchor})"
         if path.startswith("docs/"):
-            return f"[{label}]({path.removeprefix('docs/')}{anchor})"
+            return f"[{label}]({os.path.relpath(path.removeprefix('docs/'), place)}{anchor})"
         if (ROOT / path).is_dir():
             return label
         if path.startswith("..") or not (ROOT / path).is_file():
             raise PluginError(f"a page of {folder or 'the repository'} links to {target}, which is not there")
         files.append(path)
-        return f"[{label}](source/{path})"
+        return f"[{label}]({os.path.relpath(f'source/{path}', place)})"
 
     return _LINK.sub(link, text), files
+
+
+def folder_of(page: File) -> str:
+    return os.path.join("docs", os.path.dirname(page.src_uri)).rstrip("/")
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -57,14 +62,14 @@ def on_files(files: Files, config: Any) -> Files:
         copies.update(more)
     for file in files.documentation_pages():
         if file.src_uri not in PAGES.values():
-            copies.update(linked(file.content_string, "docs")[1])
+            copies.update(linked(file.content_string, folder_of(file))[1])
     for path in sorted(copies):
         files.append(File.generated(config, f"source/{path}", abs_src_path=str(ROOT / path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    return markdown if page.file.src_uri in PAGES.values() else linked(markdown, "docs")[0]
+    return markdown if page.file.src_uri in PAGES.values() else linked(markdown, folder_of(page.file))[0]
 
 
 class Doctests(griffe.Extension):

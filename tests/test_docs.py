@@ -207,7 +207,7 @@ def test_the_programs_of_a_page_run(page, tiny, tmp_path, warm_process):
 
 def test_every_program_of_every_page_imports_names_that_exist():
     missing = []
-    for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))):
+    for page in (DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))):
         for language, block in _BLOCK.findall(page.read_text(encoding="utf-8")):
             for node in ast.walk(ast.parse(block)) if language == "python" else ():
                 if isinstance(node, ast.ImportFrom) and str(node.module).startswith("agent_peft"):
@@ -341,7 +341,7 @@ def test_the_command_of_each_row_of_the_readme_is_valid_and_that_of_the_measurem
 
 def benchmark_commands() -> list[str]:
     """Those of the pages; the log has those of older commits."""
-    pages = [DOCS.parent / "README.md", DOCS.parent / "benchmarks/RESULTS.md", *sorted(DOCS.glob("*.md"))]
+    pages = [DOCS.parent / "README.md", DOCS.parent / "benchmarks/RESULTS.md", *sorted(DOCS.rglob("*.md"))]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages if page.name != "log.md")
     inline = re.findall(r"`python\s+(benchmarks/[^`]+)`", text)
     return [*inline, *re.findall(r"^ +python (benchmarks/[^#\n]+)", text, re.MULTILINE)]
@@ -417,11 +417,11 @@ def test_every_message_of_the_page_on_debugging_is_one_of_ours():
 def test_every_link_of_the_index_leads_somewhere_and_every_page_is_in_it():
     links = re.findall(r"\]\(([^)#]+)", (DOCS / "README.md").read_text(encoding="utf-8"))
     assert not [link for link in links if not (DOCS / link).exists()]
-    assert not {file.name for file in DOCS.glob("*.md")} - {"README.md", *links}
+    assert not {str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md")} - {"README.md", *links}
 
 
 def test_every_attack_of_the_table_names_a_test_that_is_there():
-    text = (DOCS / "attacks.md").read_text(encoding="utf-8")
+    text = (DOCS / "internals/attacks.md").read_text(encoding="utf-8")
     rows = [line for line in text.splitlines() if re.match(r"\| \d+ \|", line)]
     families = int(re.search(r"^## (\d+) families$", text, re.MULTILINE)[1])
     numbers = [*range(1, families + 1), *range(1, len(rows) - families + 1)]

@@ -1,4 +1,4 @@
-"""docs/algorithms.md against the code."""
+"""The pages on algorithms against the code."""
 
 from __future__ import annotations
 
@@ -14,15 +14,20 @@ import pytest
 from agent_peft.algorithms import ALGORITHMS
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+PAGE, POLICY_GRADIENTS, PREFERENCE_LOSSES = (
+    (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    for name in ("algorithms", "policy_gradients", "preference_losses")
+)
 
 
 @pytest.mark.parametrize("kind", ALGORITHMS)
 def test_every_kind_has_its_section_with_its_row_and_keys(kind):
-    section = PAGE.split(f"\n## {kind}\n")[1].split("\n## ")[0]
+    page = "policy_gradients" if f"\n## {kind}\n" in POLICY_GRADIENTS else "preference_losses"
+    text = POLICY_GRADIENTS if page == "policy_gradients" else PREFERENCE_LOSSES
+    section = text.split(f"\n## {kind}\n")[1].split("\n## ")[0]
     config = ALGORITHMS[kind]
     assert f"`{config.__name__}`" in section
-    assert f"[`{kind}`](#{kind})" in PAGE
+    assert f"[`{kind}`]({page}.md#{kind})" in PAGE
     assert all(f"`{key}`" in section for key in config.model_fields if key != "kind")
 
 

@@ -1,5 +1,5 @@
 """Our losses against the numbers of TRL 1.16's trainers, which ``benchmarks/trl_losses.py`` records: on the
-same log-probabilities and rewards, loss and gradient of each token are equal, or differ as docs/algorithms.md
+same log-probabilities and rewards, loss and gradient of each token are equal, or differ as docs/trl.md
 says.
 """
 
@@ -360,7 +360,7 @@ def test_simpo_is_trls():
 
 
 def test_every_row_that_trl_has_is_in_the_table():
-    page = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "trl.md").read_text(encoding="utf-8")
     section = page.split("\n## Comparison with TRL\n")[1].split("\n## ")[0]
     assert RECORD["command"] in section
     for kind in ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "sft", "dpo", "kto", "orpo", "simpo"):

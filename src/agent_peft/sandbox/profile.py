@@ -1,4 +1,5 @@
-"""The filter of system calls: the container world's profile, less what the attacks of docs/attacks.md used.
+"""The filter of system calls: the container world's profile, less what attacks have used
+(docs/internals/attacks.md).
 
 seccomp.json is the profile of Podman, Buildah and CRI-O (containers/common, Apache-2.0), unchanged.
 """
