@@ -140,10 +140,6 @@ def _resolve_algorithm(value: Any) -> Any:
 
 
 def _check_custom(config: AlgorithmConfig) -> None:
-    """
-    Raises:
-        ValueError: a user's algorithm cannot be built, or lacks its loss.
-    """
     try:
         facts = config.facts
     except Exception as error:  # the user's code may fail in any way

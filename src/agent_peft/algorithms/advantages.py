@@ -28,9 +28,6 @@ def plain_return(returns: Tensor, groups: Tensor) -> Tensor:
 def leave_one_out(returns: Tensor, groups: Tensor) -> Tensor:
     """Â_i = R_i - mean of the others' R in its group (RLOO: Ahmadian et al., 2024, section 3.3).
 
-    Raises:
-        AgentPeftError: a group of one.
-
     >>> leave_one_out(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([0, 0, 0])).tolist()
     [0.75, -0.75, 0.0]
     """
@@ -39,11 +36,7 @@ def leave_one_out(returns: Tensor, groups: Tensor) -> Tensor:
 
 
 def group_centered(returns: Tensor, groups: Tensor) -> Tensor:
-    """Â_i = R_i - mean of its group (Dr. GRPO: Liu et al., 2025, section 3.2).
-
-    Raises:
-        AgentPeftError: a group of one.
-    """
+    """Â_i = R_i - mean of its group (Dr. GRPO: Liu et al., 2025, section 3.2)."""
     return _within_groups(returns, groups)[0].to(returns.dtype)
 
 
@@ -53,9 +46,6 @@ def group_normalized(returns: Tensor, groups: Tensor, epsilon: float = 1e-6) -> 
 
     The standard deviation is the unbiased one (G - 1), as in ``torch.std`` and other implementations. A group
     without variance gets 0.
-
-    Raises:
-        AgentPeftError: a group of one.
     """
     deviation, variance, _ = _within_groups(returns, groups)
     return (deviation / (variance.sqrt() + epsilon)).to(returns.dtype)
@@ -66,9 +56,6 @@ def mean_normalized(returns: Tensor, groups: Tensor, epsilon: float = 1e-6) -> T
     With rewards of 0 and 1, a task that succeeds one time in ten counts ten times as much as with
     ``group_centered``, as in the gradient of the logarithm of its success rate. A group without a success
     gets 0.
-
-    Raises:
-        AgentPeftError: a group of one, or a return below 0, whose mean would not be a rate of success.
     """
     if (returns < 0).any():
         raise AgentPeftError(

@@ -118,11 +118,7 @@ class Algorithm:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what ``state_dict`` gave.
-
-        Raises:
-            AgentPeftError: the checkpoint is of another algorithm.
-        """
+        """Take back what ``state_dict`` gave."""
         if set(state) != set(self.state_dict()):
             raise AgentPeftError(
                 f"the checkpoint's algorithm state holds {sorted(state)} but {self.kind} needs "

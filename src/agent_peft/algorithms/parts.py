@@ -106,12 +106,7 @@ class Parts:
         return "; ".join(dict.fromkeys([ADVANTAGE[self.advantage][1], SURROGATE[self.surrogate][1]]))
 
     def build(self, kind: str, paper: str = "") -> PolicyGradient:
-        """The algorithm.
-
-        Args:
-            kind: its name in messages.
-            paper: the source of the whole; those of the parts by default.
-        """
+        """The algorithm."""
         momentum = self.baseline_momentum
         return PolicyGradient(
             kind,

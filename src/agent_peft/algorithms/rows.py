@@ -123,12 +123,7 @@ class _Preset(AlgorithmConfig):
 
 
 def _preset(kind: str, doc: str, paper: str, keys: Mapping[str, Any], **parts: Any) -> type[AlgorithmConfig]:
-    """Make the class of a preset.
-
-    Args:
-        keys: the defaults of its keys.
-        parts: keys of ``PolicyGradientConfig`` that it fixes.
-    """
+    """Make the class of a preset with these ``keys`` and their defaults. It fixes the other ``parts``."""
     name = "".join(word.capitalize() for word in kind.split("_")) + "Config"
     fields: dict[str, Any] = {"kind": (Literal[kind], kind)}
     fields |= {key: (_ANNOTATIONS[key], default) for key, default in keys.items()}

@@ -47,10 +47,6 @@ def attach(model: PreTrainedModel, settings: LoraSettings, seed: int) -> PeftMod
 
     A ~ uniform(-1/√fan_in, 1/√fan_in), drawn per layer, in fp32, on the CPU: independent of device, dtype and
     the order of layers.
-
-    Raises:
-        AgentPeftError: the target modules are not in the model, are no linear layers, or are tied to the
-            embeddings.
     """
     config = LoraConfig(
         r=settings.rank,
@@ -89,11 +85,7 @@ def attach(model: PreTrainedModel, settings: LoraSettings, seed: int) -> PeftMod
 
 
 def assert_zero_delta(model: nn.Module) -> None:
-    """Prove that the adapter does nothing yet: every element of every B is exactly zero.
-
-    Raises:
-        TrustError: one is not.
-    """
+    """Prove that the adapter does nothing yet: every element of every B is exactly zero."""
     for name, layer in lora_layers(model):
         if wrong := int(torch.count_nonzero(factors(layer)[1])):
             raise TrustError(
@@ -132,11 +124,7 @@ def save(model: PreTrainedModel | PeftModel, folder: Path) -> None:
 
 
 def load(model: PreTrainedModel | PeftModel, folder: Path) -> None:
-    """Read into ``model`` (in place) what ``save`` wrote, bit for bit.
-
-    Raises:
-        AgentPeftError: the folder holds nothing, other tensors, or adapter settings with another meaning.
-    """
+    """Read into ``model`` (in place) what ``save`` wrote, bit for bit."""
     if isinstance(model, PeftModel):
         _load_adapter(model, folder)
     else:
@@ -209,11 +197,7 @@ def _load_whole(model: PreTrainedModel, folder: Path) -> None:
 
 
 def copy_adapter(source: Path, folder: Path, base: str) -> None:
-    """Write the adapter in ``source`` once more, with ``base`` as the name of its model.
-
-    Raises:
-        AgentPeftError: the adapter cannot be read.
-    """
+    """Write the adapter in ``source`` once more, with ``base`` as the name of its model."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(read_tensors(source), folder / WEIGHTS, metadata={"format": "pt"})
     content = {**read_adapter_config(source), "base_model_name_or_path": base}
@@ -223,9 +207,6 @@ def copy_adapter(source: Path, folder: Path, base: str) -> None:
 def fold_in(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Add the adapter in a folder to the weights of ``model`` (in place), in fp32 and rounded once. All
     parameters can be trained afterwards.
-
-    Raises:
-        AgentPeftError: the adapter cannot be read, or does not fit.
     """
     adapted = attach(model, settings_of(folder, dropout=0.0), seed=0)
     load(adapted, folder)
@@ -248,11 +229,7 @@ def merge(model: PeftModel) -> PreTrainedModel:
 
 
 def lora_layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
-    """The LoRA layers of a model, by name.
-
-    Raises:
-        AgentPeftError: there are none.
-    """
+    """The LoRA layers of a model, by name."""
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
     if not layers:
         raise AgentPeftError("the model has no LoRA layers (none attached, or it is folded)")

@@ -42,10 +42,6 @@ def generate(
             ``{"role": …, "content": …}``; or a list of such prompts.
         sampling: the keys of ``sampling`` in a configuration, such as ``{"max_new_tokens": 32}``.
         seed: decides all that is drawn; a prompt's reply depends on its position and not on its neighbours.
-
-    Raises:
-        AgentPeftError: a prompt or a key of ``sampling`` is not as said above, or a prompt leaves no room for
-            a reply within ``max_tokens``.
     """
     if not isinstance(sampling, SamplingConfig):
         try:

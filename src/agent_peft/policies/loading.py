@@ -57,9 +57,6 @@ def load_policy(
             configuration.
         seed: decides the adapter's random matrix A, and all weights of a model from scratch.
         keys: more keys of ``policy``, such as ``dtype="float32"``, ``lora=None`` or ``adapter="folder"``.
-
-    Raises:
-        AgentPeftError: a key is wrong, or the model cannot be loaded or is not supported.
     """
     config = policy_config(model, **keys)
     beside = adapter = None
@@ -91,9 +88,6 @@ def load_policy(
 def save_start(config: PretrainedConfig, folder: Path) -> None:
     """Write what a policy starts from, for ``policy.model`` of another day: the adapter that it continues
     with, or the whole model with its tokenizer, in the dtype that the policy computes in.
-
-    Raises:
-        AgentPeftError: as ``load_policy``.
     """
     config, start = with_adapter(config), start_of(config)
     if start.adapter is not None and not config.merge_adapter:
@@ -115,9 +109,6 @@ def policy_config(
 
     >>> policy_config("smollm2-135m", dtype="float32").dtype
     'float32'
-
-    Raises:
-        AgentPeftError: a key or its value is wrong; in one line.
     """
     if isinstance(model, PretrainedConfig | ScratchConfig):
         content = model.model_dump(exclude_unset=True) | {"kind": model.kind}

@@ -57,7 +57,6 @@ def log_distribution(logits: Tensor, sampling: SamplingConfig, keep: Tensor | No
     Tokens outside the support get -inf. The most likely token is always inside.
 
     Args:
-        logits: (..., V), any float type.
         keep: (...) int64 tokens that stay in the support whatever the filter says. The trainer passes the
             sampled tokens: an update may have moved one of them out of the support, and its gradient must
             stay finite.
@@ -120,9 +119,7 @@ def invert(p: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _passed(ends: Tensor, target: Tensor) -> Tensor:
-    """(B, 1) index of the first of the running sums (B, N) above ``target`` (B, 1). Where rounding leaves
-    none, the index of the last one that still grew.
-    """
+    """(B, 1) index of the first running sum (B, N) above ``target`` (B, 1), or of the last that grew."""
     last = (ends < ends[:, -1:]).sum(-1, keepdim=True)
     return torch.minimum(torch.searchsorted(ends, target, right=True), last)
 

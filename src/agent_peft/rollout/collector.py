@@ -96,8 +96,6 @@ class CollectionSchedule:
     """The sampling schedule of one collection on this rank.
 
     Attributes:
-        path: the file that it is written to.
-        settings: written next to it.
         followed: the schedule to repeat; None records a new one.
     """
 
@@ -120,9 +118,6 @@ class Collector:
 
     Args:
         on_episode: called at the end of each episode, from any thread.
-
-    Raises:
-        AgentPeftError: the environment grades no outcome.
     """
 
     def __init__(
@@ -157,11 +152,6 @@ class Collector:
             positions: of the tasks to collect here, while other processes collect the rest; None takes all.
             schedule: that of an earlier collection with the same arguments, to repeat.
             replays: earlier episodes to show before each task.
-
-        Raises:
-            AgentPeftError: an episode cannot start for a reason that the user must correct; or every episode
-                of the first collection ended by a defect. Otherwise nothing that an environment raises when
-                the agent acts ends a collection.
         """
         positions = range(len(tasks)) if positions is None else positions
         defects: list[BaseException] = []
@@ -270,9 +260,7 @@ class Collector:
 
 
 def _priced(conversation: EpisodeConversation, rewards: RewardConfig) -> Trajectory:
-    """The trajectory with its rewards. An agent must not gain by making a reward term fail, so that is a
-    defect of the episode.
-    """
+    """The trajectory with its rewards. A reward term that fails is a defect, by which no agent gains."""
     try:
         return price(conversation.trajectory, rewards)
     except AgentPeftError as error:

@@ -121,9 +121,6 @@ def evaluate(
         rewards: what an episode is worth, as in a stage; None takes the defaults.
         on_episode: called at the end of each episode of this rank, from any thread.
         replays: earlier episodes to show before each task.
-
-    Raises:
-        AgentPeftError: a key is wrong, or no episode came to an end.
     """
     refuse_class(environment)
     sampler = load_sampler(policy) if isinstance(policy, Policy) else policy

@@ -14,9 +14,6 @@ from agent_peft.types import Group, Message, Outcome, StopReason, Task, Trajecto
 def gather_collection(ranks: Ranks, mine: Collection, tasks: Sequence[Task]) -> Collection:
     """One collection from those of all ranks, in the order of ``tasks``. It is a collective, and its result
     is the same on every rank.
-
-    Args:
-        mine: this rank's collection, of its share of ``tasks``.
     """
     if ranks.world_size == 1:
         return mine

@@ -57,11 +57,7 @@ class Pairs:
         return with_mismatched(collection) if self.form == "labels" else collection
 
     def _sides(self, task: Task) -> list[tuple[bool, Sequence[str]]]:
-        """Whether each reply is the desirable one, and its actions.
-
-        Raises:
-            AgentPeftError: a reply that is needed is missing.
-        """
+        """Whether each reply is the desirable one, and its actions."""
         sides = {
             "demonstration": self.environment.demonstration(task),
             "rejection": self.environment.rejection(task),
@@ -92,16 +88,7 @@ class EpisodesOfConfig(Config):
 
 
 class EpisodePairs:
-    """The groups of a run, shuffled again in each pass over them. All ranks have the same.
-
-    Args:
-        groups: of the run.
-        per_step: groups in a step.
-        place: of the run, for messages.
-
-    Raises:
-        AgentPeftError: no group can be learned from.
-    """
+    """The groups of a run, shuffled again in each pass over them. All ranks have the same."""
 
     def __init__(
         self, groups: Iterable[Group], per_step: int, seed: int, form: PreferenceForm, place: str
@@ -194,9 +181,6 @@ def _mismatched(group: Group, others: Sequence[Trajectory], longest: int) -> Ite
 def read_groups(config: EpisodesOfConfig, chat: ChatTokenizer, rewards: RewardConfig) -> Iterator[Group]:
     """The groups that a run's policy sampled, in the order of its steps, with the rewards that ``rewards``
     gives them. ``runs/trajectories.py`` wrote them.
-
-    Raises:
-        AgentPeftError: there are none, a file is damaged, or the tokens are not those of ``chat``.
     """
     paths = sorted((config.run.expanduser() / "trajectories").glob("step_*.jsonl"))
     others, found = set[str](), False
@@ -265,10 +249,6 @@ def _episode(line: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Tra
 
 
 def _check_tokens(line: Mapping[str, Any], trajectory: Trajectory, chat: ChatTokenizer, path: Path) -> None:
-    """
-    Raises:
-        AgentPeftError: the tokens of the last action are not its text.
-    """
     texts = [message.content for message in trajectory.messages if message.role == "assistant"]
     if texts and chat.decode_action(trajectory.turns[-1].action) != texts[-1]:
         raise AgentPeftError(

@@ -163,9 +163,6 @@ def summarize(groups: Sequence[Group], left_out: int = 0) -> EvaluationReport:
 
     Args:
         left_out: the number of attempts that are in no group.
-
-    Raises:
-        AgentPeftError: no attempt remains.
     """
     trajectories: list[Trajectory] = [t for group in groups for t in group.trajectories]
     counted = [t for t in trajectories if t.stop_reason is not StopReason.INFRASTRUCTURE]
@@ -242,9 +239,7 @@ def reward_of(trajectories: Sequence[Trajectory]) -> Mean | None:
 
 
 def _follows_success(trajectories: Sequence[Trajectory]) -> bool:
-    """Whether all correct episodes have one reward, and all others one, so that the mean reward says nothing
-    in addition to the success rate.
-    """
+    """Whether the outcome alone decides the reward, so that its mean adds nothing to the success rate."""
     pairs = {(t.outcome is Outcome.CORRECT, t.reward) for t in trajectories}
     return len(pairs) == len({correct for correct, _ in pairs})
 
@@ -349,9 +344,6 @@ def paired_test(before: EvaluationReport, after: EvaluationReport) -> Comparison
     changed, before and after are exchangeable within each task. With one attempt per task this is McNemar's
     exact test (1947). The interval is that of Bonett and Price (2012, eq. 3): the Wald interval with one task
     added as gained and one as lost. It may disagree with p where p is close to 0.05.
-
-    Raises:
-        AgentPeftError: the evaluations were made on different tasks.
     """
     unpaired = before.outcomes.keys() ^ after.outcomes.keys()
     if unpaired or "tasks_digest" in other_settings(before.settings, after.settings):

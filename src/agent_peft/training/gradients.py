@@ -100,10 +100,8 @@ class Gradients:
         """Leave the minibatch's gradient in the parameters.
 
         Args:
-            weighed: a minibatch with its final weights.
             on_policy: the policy is still the one that sampled, so its log-probabilities are compared with
                 the sampler's.
-            dropout_seed: of the update's dropout masks.
 
         Returns:
             The sums of the loss and its metrics, empty where nothing has a gradient; and how far the

@@ -80,9 +80,6 @@ class Microbatching:
         from the start with half the token budget, which stays halved.
 
         ``work`` must reset its own state. It must not contain collectives, because ranks retry independently.
-
-        Raises:
-            AgentPeftError: a single trajectory, or a single group that is kept whole, does not fit.
         """
         while True:
             try:

@@ -145,20 +145,12 @@ class StageConfig(Config):
         return self
 
     def trip(self, tasks: Sequence[Task]) -> int:
-        """How many tasks one trip through them takes.
-
-        Raises:
-            AgentPeftError: ``task_order`` does not fit the tasks, or its file is wrong.
-        """
+        """How many tasks one trip through them takes."""
         return length_of_trip(self.task_order, tasks, self.tasks_per_step)
 
     def with_steps(self, tasks: Sequence[Task]) -> StageConfig:
         """This stage with the number of steps that its trips through the tasks take, without ``epochs``, and
         with the skills that ``task_order`` takes one after another.
-
-        Raises:
-            AgentPeftError: it is more than a stage may have, or ``task_order`` does not fit the tasks, or its
-                file is wrong.
 
         >>> stage = StageConfig(algorithm="rloo", epochs=1.5, tasks_per_step=8)
         >>> stage.with_steps([Task(str(number)) for number in range(20)]).steps
@@ -307,9 +299,6 @@ class Stage(StageConfig):
 
     >>> Stage(algorithm="rloo", steps=50, optimizer={"learning_rate": 3e-4}).group_size
     8
-
-    Raises:
-        AgentPeftError: a key or a value is wrong; in one line.
     """
 
     def __init__(self, /, **keys: Any) -> None:

@@ -88,11 +88,7 @@ class SignalCounter:
         self.warns, self.barren = warns, 0
 
     def count(self, share: float) -> dict[str, float]:
-        """The metric of a step.
-
-        Args:
-            share: of its groups, those with a signal.
-        """
+        """The metric of a step."""
         self.barren = 0 if share else self.barren + 1
         if self.barren == NO_SIGNAL_STEPS and self.warns:
             logger.warning(

@@ -43,9 +43,7 @@ def gather_values(
     """The values of all ranks' tokens, in the order of ``collected``. It is a collective.
 
     Args:
-        collected: all groups of the step.
         compared: those of them that the step learns from, by the numbers in ``batch.groups``.
-        batch: this rank's part, with its advantages.
         logprobs: (B, T) of this rank's part; None for demonstrations.
     """
     lengths = [len(t.tokens) for group in collected for t in group.trajectories]

@@ -81,7 +81,6 @@ class Trainer:
     ``seed`` and the step.
 
     Args:
-        stage: a configuration, or a mapping of its keys.
         engine: samples with ``policy``; None makes one.
         source: gives the trajectories of each step. None takes those that the algorithm learns from: episodes
             of the policy, or the environment's demonstrations.
@@ -165,11 +164,7 @@ class Trainer:
             yield Step(done, collection, metrics, token_values=values)
 
     def comparable(self, groups: list[Group]) -> list[Group]:
-        """The groups that failing environments left with enough trajectories to learn from.
-
-        Raises:
-            AgentPeftError: none of them is.
-        """
+        """The groups that failing environments left with enough trajectories to learn from."""
         fewest = 2 if self.algorithm.compares_groups else 1
         enough = [group for group in groups if len(group.trajectories) >= fewest]
         if groups and not enough:

@@ -19,9 +19,6 @@ def load_sampler(policy: Policy, config: EngineConfig | Mapping[str, Any] | None
 
     Args:
         config: the keys of ``engine`` in a run's configuration, such as ``{"rows": 8}``.
-
-    Raises:
-        AgentPeftError: a key is wrong, or the policy cannot be sampled token by token.
     """
     try:
         return LocalEngine(policy, EngineConfig.model_validate({} if config is None else config))

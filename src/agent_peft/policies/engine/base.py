@@ -79,7 +79,6 @@ class Conversation(Protocol):
         this on a thread, once at a time for each conversation.
 
         Args:
-            action: tokens, as sampled.
             logprobs: their log-probabilities in nats.
             room: the token budget left. If the observation would use it up, return None: no further action
                 is possible.
@@ -122,9 +121,6 @@ class Sampler(Protocol):
 
         Args:
             schedule: that of an earlier call with the same conversations, to be followed. None records one.
-
-        Raises:
-            AgentPeftError: a single conversation does not fit into the memory.
         """
         ...
 

@@ -81,11 +81,7 @@ class Decoding:
         self._clear()
 
     def drive(self) -> EngineStatistics:
-        """Run until every conversation is over.
-
-        Raises:
-            AgentPeftError: a single row does not fit into the memory.
-        """
+        """Run until every conversation is over."""
         for row in islice(self.queue, self.capacity + AHEAD):
             self._open(row, due=0)
         while self.queue or self.rows:
@@ -95,11 +91,7 @@ class Decoding:
         return EngineStatistics(*counts, len(clock.recorded), clock.waited, tuple(sorted(clock.recorded)))
 
     def advance(self) -> None:
-        """Let rows join and leave, read what is new, and draw one token for each row that decodes.
-
-        Raises:
-            AgentPeftError: as ``drive``.
-        """
+        """Let rows join and leave, read what is new, and draw one token for each row that decodes."""
         self._join()
         try:
             self._compute()
@@ -129,9 +121,7 @@ class Decoding:
         self._cache: TierCache | None = None
 
     def _halve(self, error: Exception) -> None:
-        """Go on with half the rows, each from the end of its last whole turn. Its present action is drawn
-        again with the same random numbers. Environments keep their states and their pending answers.
-        """
+        """Continue with half the rows, each from its last whole turn: its action is drawn again, the same."""
         if self.capacity == 1:
             raise AgentPeftError(
                 f"out of memory while sampling: one row of up to {self.sampling.max_tokens} tokens does not "
@@ -154,9 +144,7 @@ class Decoding:
             row.answer = Answer(row.number, 0, due, self.threads.submit(lambda: _prompt_of(conversation)))
 
     def _join(self) -> None:
-        """Take in the answers that join at this step, in slot order; then conversations, while there are rows
-        for them. With nothing to decode, move the clock to the next answer.
-        """
+        """Take in the answers that join at this step, in slot order; then waiting conversations."""
         for row in islice(self.queue, AHEAD):
             self._open(row, due=self.clock.step + self.clock.overlap)
         while True:
@@ -209,9 +197,7 @@ class Decoding:
         return self._cache
 
     def _read(self) -> None:
-        """Prefill the tokens that rows have to read: each new prompt once for all rows that share it, then
-        observations. Then sample a first token for each row.
-        """
+        """Prefill new prompts, each once for its rows, then observations; sample a first token of each."""
         ready = [row for row in self.rows[self.decoding :] if row.answer is None]
         if not ready:
             return
@@ -268,9 +254,7 @@ class Decoding:
         self.last_prompt = prompts[-1]
 
     def _make_cache(self, prompts: Sequence[tuple[int, ...]]) -> TierCache:
-        """A cache for the prompts of the first rows and for their first turn. It is zeroed, which costs time,
-        so it starts small and grows.
-        """
+        """A cache for the first rows' prompts and first turn. Zeroing costs time, so it starts small."""
         sampling, longest = self.sampling, max(map(len, prompts))
         self.prompt_slots = len(prompts)
         self.free = list(range(self.prompt_slots))
@@ -285,9 +269,7 @@ class Decoding:
         return min(self.capacity, len(self.rows) + len(self.queue))
 
     def _prefill(self, tier: int, jobs: Sequence[tuple[int, Sequence[int], int]]) -> list[torch.Tensor]:
-        """Read (slot, tokens, start position) jobs, in batches of about ``prefill_tokens``. Return the logits
-        (V,) after the last token of each job.
-        """
+        """Logits (V,) after each (slot, tokens, start position) job, in batches of ``prefill_tokens``."""
         jobs = [self._begin(tier, *job) for job in jobs]
         logits: list[torch.Tensor | None] = [None] * len(jobs)
         order = sorted(range(len(jobs)), key=lambda j: (len(jobs[j][1]), j))
@@ -319,9 +301,7 @@ class Decoding:
     def _begin(
         self, tier: int, slot: int, tokens: Sequence[int], start: int
     ) -> tuple[int, Sequence[int], int]:
-        """Read the beginning of a long job, a part at a time: attention within a part takes memory for each
-        pair of its tokens. Return the rest, of at most ``prefill_tokens``.
-        """
+        """Read a long job in parts, as attention takes memory for each pair of tokens. Return the rest."""
         while len(tokens) > (most := self.config.prefill_tokens):
             part = torch.tensor([tokens[:most]], device=self.policy.device)
             positions = torch.arange(start, start + most, device=self.policy.device).unsqueeze(0)

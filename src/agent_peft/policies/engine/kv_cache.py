@@ -91,7 +91,6 @@ class TierCache(Cache):
     never attended to, so forgetting costs nothing.
 
     Args:
-        slots: number of slots in each tier.
         capacities: tokens for which a slot of each tier has room at first.
         shared: slots refer to their parents, and attention is ``shared_attention``; otherwise ``fork``
             copies.

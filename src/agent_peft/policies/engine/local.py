@@ -51,9 +51,6 @@ class LocalEngine:
         rows: the most conversations at once. It is halved, for good, when the memory is too small.
         onednn: whether the weights are laid out for oneDNN while sampling.
         shares: whether siblings share the keys of their prompt; otherwise each keeps a copy.
-
-    Raises:
-        AgentPeftError: the model cannot be sampled token by token (``_prove``).
     """
 
     def __init__(self, policy: Policy, config: EngineConfig) -> None:
@@ -73,9 +70,6 @@ class LocalEngine:
         """Read an opening through slots, and compare with the model's own forward.
 
         Siblings share their prompt if the model's attention can be overridden; otherwise each keeps a copy.
-
-        Raises:
-            AgentPeftError: the model keeps a running state, or its caches cannot be kept in slots.
         """
         policy = self.policy
         tokens = policy.opening()
@@ -159,9 +153,7 @@ class LocalEngine:
     def _score(
         self, tokens: Sequence[int], sampling: SamplingConfig, onednn: bool, adapter: bool = True
     ) -> list[float]:
-        """Read the way the sampler reads: what all share, a prompt, then a turn, whose last tokens come one
-        by one.
-        """
+        """Read as the sampler reads: what all share, a prompt, then a turn, its last tokens singly."""
         policy, half, last = self.policy, max(1, len(tokens) // 2), len(tokens) - 1
         begin, single = half // 2, max(half, last - SINGLE)
         pieces = [

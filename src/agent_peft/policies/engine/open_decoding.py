@@ -105,9 +105,7 @@ class OpenDecoding(Decoding):
             self._cache.widen(ROWS, min(self.capacity, max(rows, 2 * have)))
 
     def _halve(self, error: Exception) -> None:
-        """Where one row alone does not fit, its request fails, and the others continue with as many rows as
-        there were at first: it was not their number.
-        """
+        """Where one row alone does not fit, its request fails, and the others continue with all rows."""
         try:
             super()._halve(error)
         except AgentPeftError as refused:

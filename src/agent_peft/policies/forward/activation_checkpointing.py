@@ -23,9 +23,6 @@ from agent_peft.policies.forward.attention_override import current_override
 def checkpointing(layers: Sequence[nn.Module]) -> Iterator[None]:
     """A forward inside keeps only the inputs of the layers. Its backward computes the rest again, bit for
     bit, also after the context has ended. The attention and the adapter's dropout are those of the forward.
-
-    Args:
-        layers: the modules to compute twice.
     """
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -80,11 +80,7 @@ def prefix_keys(tokens: Tensor) -> Tensor:
 
 
 def _drop(x: Tensor, *, p: float, keys: Tensor, seed: int) -> Tensor:
-    """x (..., n) with each number dropped with probability p, and the others divided by 1 - p.
-
-    Raises:
-        AgentPeftError: the layer does not read each token once.
-    """
+    """x (..., n) with each number dropped with probability p, and the others divided by 1 - p."""
     if x.shape[:-1] not in (keys.shape, (keys.numel(),)):
         raise AgentPeftError(
             f"policy.lora.dropout: a layer reads {tuple(x.shape[:-1])} rows where the model reads "

@@ -27,9 +27,6 @@ class LanguageModel:
         base: the model without PEFT's wrapper.
         decoder: the part of it that gives hidden states.
         tiled: whether tries are read with ``tree_attention``; otherwise the model gets a dense mask.
-
-    Raises:
-        AgentPeftError: the model attends in chunks.
     """
 
     def __init__(self, model: PreTrainedModel | PeftModel) -> None:
@@ -110,9 +107,7 @@ class LanguageModel:
         return self.read(tokens, attention_mask=attention_mask.long(), use_cache=False)
 
     def _layer_masks(self, mask: Tensor, queries: Tensor, keys: Tensor) -> Tensor | dict[str, Tensor]:
-        """``mask`` in the form that the model expects: cut to its sliding window, one for each type of layer,
-        and additive where the model adds it to its scores.
-        """
+        """``mask`` as the model expects it: cut to its window, one for each type of layer, or additive."""
         window = window_of(self.text_config)
         near = mask
         # Transformers takes a mask of four dimensions as it is and applies no window to it.

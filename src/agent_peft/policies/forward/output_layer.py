@@ -63,9 +63,7 @@ def logprobs_of_targets(
 
 
 def _rows(states: Tensor, head: nn.Module) -> int:
-    """The number of states whose logits fill a chunk. A head with an adapter is no linear layer, but also has
-    ``out_features``.
-    """
+    """The number of states whose logits fill a chunk."""
     vocabulary = getattr(head, "out_features", states.shape[-1])
     return max(1, CHUNK // int(vocabulary))
 

@@ -25,9 +25,6 @@ def check_base(model: PreTrainedModel, adapter: LoraConfig, folder: Path) -> Non
 
     Only the last part of a name counts, since folders are moved, and one user's hub id is another user's
     folder. The model that a run keeps is called as its run.
-
-    Raises:
-        AgentPeftError: the named model is on this machine, and has another architecture.
     """
     theirs, ours = str(own_base(folder) or adapter.base_model_name_or_path or ""), model.name_or_path
     if not theirs or not ours or _place(theirs) == _place(ours):  # models from scratch have no name

@@ -123,14 +123,9 @@ def fetch(name: str, *, accept_terms: bool = False, progress: Progress | None = 
     find the folder in the cache.
 
     Args:
-        name: a key of ``BUNDLED``.
         accept_terms: the user accepts the model's terms of use. It matters before a download only, and only
             if there are terms.
         progress: called with one line per stage; by default the lines go to stderr.
-
-    Raises:
-        AgentPeftError: the name is unknown, the terms are not accepted, the download fails or has a wrong
-            checksum, or the conversion changed the model.
     """
     model = _bundled(name)
     if (folder := cached(name)) is not None:
@@ -159,10 +154,6 @@ def fetch(name: str, *, accept_terms: bool = False, progress: Progress | None = 
 def from_gguf(path: Path, *, progress: Progress | None = None) -> Path:
     """A GGUF file as a folder that Transformers can load, converted once for each content (not for each
     name).
-
-    Raises:
-        AgentPeftError: there is no such file, it is no GGUF file, Transformers cannot read its
-            architecture, or the conversion changed the model.
     """
     path = Path(path).expanduser()
     if not path.is_file():
@@ -185,11 +176,7 @@ def from_gguf(path: Path, *, progress: Progress | None = None) -> Path:
 
 
 def resolve_model(name: str) -> str:
-    """The folder of a bundled model, of a GGUF file or of a path, or a hub id: of all that loads a model.
-
-    Raises:
-        AgentPeftError: there is no such file or folder, and it is no hub id.
-    """
+    """The folder of a bundled model, of a GGUF file or of a path, or a hub id: of all that loads a model."""
     if name in BUNDLED:
         return str(fetch(name))
     if name.endswith(".gguf"):
@@ -228,19 +215,13 @@ def _to_stderr(line: str) -> None:
 
 
 def _is_made(folder: Path) -> bool:
-    """
-    Raises:
-        AgentPeftError: there is a link or a pipe in it.
-    """
     check_tree(folder.resolve())
     return folder.is_dir()
 
 
 @contextmanager
 def _made_once(folder: Path) -> Iterator[tuple[Path, Path | None]]:
-    """Yields (folder, another folder to fill), which is renamed at the end; or (folder, None) if it exists
-    already. One process at a time.
-    """
+    """Yield (folder, another one to fill), or (folder, None) if it exists. One process at a time."""
     if _is_made(folder):
         yield folder, None
         return
@@ -307,9 +288,7 @@ def _verify(path: Path, expected: str) -> None:
 
 
 def _convert(gguf: Path, folder: Path, origin: Mapping[str, Any], say: Progress) -> None:
-    """Write the model of a GGUF file into ``folder``, read it back, and prove that it gives the same tokens
-    and logits.
-    """
+    """Write a GGUF file's model into ``folder``, and prove that it gives the same tokens and logits there."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     say(f"converting {gguf.name} to fp32 safetensors (once, up to a minute for a small model)")
@@ -364,9 +343,7 @@ _LIKE_GPT2 = frozenset({"", "default", "gpt-2", "gpt2", "mpt", "olmo", "jais", "
 
 
 def _restore_pre_tokenizer(gguf: Path, tokenizer: Any) -> None:
-    """Give a byte-level tokenizer the splitting that it was trained with. SmolLM2's separates digits, which
-    changes the blanks before them.
-    """
+    """Restore the splitting of a byte-level tokenizer. SmolLM2's separates digits."""
     from gguf import GGUFReader
     from tokenizers import pre_tokenizers
 

@@ -45,9 +45,6 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, template: str | None, fol
 def undated(template: str | dict[str, str]) -> str | None:
     """The template with ``DATE`` in place of today's date, or None where it writes no date.
 
-    Raises:
-        AgentPeftError: it writes the present time in a format that it computes.
-
     >>> undated("{{ strftime_now('%d %b %Y') }}")
     "{{ '26 Jul 2024' }}"
     """

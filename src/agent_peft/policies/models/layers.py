@@ -16,9 +16,6 @@ def layers_of(decoder: nn.Module) -> list[nn.Module]:
     >>> parts = {"embedding": nn.Embedding(3, 2), "blocks": nn.ModuleList([block(), block()])}
     >>> len(layers_of(nn.ModuleDict(parts)))
     2
-
-    Raises:
-        AgentPeftError: there are none.
     """
     layers: list[nn.Module] = [
         module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)

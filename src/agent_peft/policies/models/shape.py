@@ -113,11 +113,7 @@ def scratch_architecture(config: ScratchConfig, tokenizer: PreTrainedTokenizerBa
 
 
 def config_at_hand(config: PretrainedConfig | ScratchConfig) -> Any:
-    """The Transformers configuration of a policy, or None where it is not known without a download.
-
-    Raises:
-        AgentPeftError: the configuration is refused (``check_config``).
-    """
+    """The Transformers configuration of a policy, or None where it is not known without a download."""
     if isinstance(config, ScratchConfig):
         if is_custom(config):
             return None
@@ -130,11 +126,7 @@ def config_at_hand(config: PretrainedConfig | ScratchConfig) -> Any:
 
 
 def measure(model: Any, lora: LoraSettings | None) -> ModelShape:
-    """The sizes of a causal language model without an adapter, on any device.
-
-    Args:
-        lora: the adapter that the model is to get.
-    """
+    """The sizes of a causal language model without an adapter, on any device."""
     text = model.config.get_text_config()
     layers = layers_of(model.get_decoder())
     linears = tuple(_linears(layers[0], lora))
@@ -178,9 +170,7 @@ def measure(model: Any, lora: LoraSettings | None) -> ModelShape:
 
 
 def _linears(layer: nn.Module, lora: LoraSettings | None) -> Iterator[LinearShape]:
-    """The linear layers of a layer, block by block. In every model so far, the output projection of a block
-    is its last linear layer.
-    """
+    """The linear layers of a layer, block by block; the output projection is a block's last one."""
     blocks: dict[str, list[tuple[str, nn.Module]]] = {}
     for name, module in layer.named_modules():
         if _is_linear(module):
@@ -216,9 +206,6 @@ def _activation(text: Any) -> str:
 def config_here(name: str) -> PreTrainedConfig | None:
     """The configuration of a bundled model, a folder or a hub id, without a download. It is None if it is
     not on this machine, or damaged.
-
-    Raises:
-        AgentPeftError: the configuration is refused (``check_config``).
     """
     folder = bundled.cached(name) if name in bundled.BUNDLED else Path(name)
     if folder is None or folder.suffix == ".gguf":

@@ -35,12 +35,7 @@ class Start:
 
 
 def start_of(config: PretrainedConfig) -> Start:
-    """Return what ``policy.model`` and ``policy.adapter`` stand for.
-
-    Raises:
-        AgentPeftError: there is no such checkpoint, both keys name an adapter, or the model of the adapter is
-            not here.
-    """
+    """Return what ``policy.model`` and ``policy.adapter`` stand for."""
     folder = checkpoint_of(config.model) or Path(config.model)
     if not (folder / CONFIG).is_file():
         adapter = config.adapter and (checkpoint_of(str(config.adapter)) or config.adapter.expanduser())
@@ -62,9 +57,6 @@ def start_of(config: PretrainedConfig) -> Start:
 def checkpoint_of(name: str) -> Path | None:
     """Return the checkpoint that ``RUN`` (its newest) or ``RUN:step_000012`` stands for; None where the name
     is of no run.
-
-    Raises:
-        AgentPeftError: the run has no such checkpoint.
     """
     run, step = split_run(name)
     if step is not None:
@@ -127,9 +119,6 @@ def base_of(adapter: Path) -> str:
     """Return the model that the adapter in a folder was trained on, as ``policy.model`` could name it.
 
     Adapters of older versions name a bundled model by its folder in somebody's cache.
-
-    Raises:
-        AgentPeftError: the adapter names no model, or one that is not here.
     """
     if (own := own_base(adapter)) is not None:
         return str(own)
@@ -160,11 +149,7 @@ def portable(model: str) -> str:
 
 
 def with_adapter(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration with the LoRA settings of the adapter that it continues with, if there is one.
-
-    Raises:
-        AgentPeftError: as ``start_of``; or ``lora`` or ``merge_adapter`` contradicts the adapter.
-    """
+    """The configuration with the LoRA settings of the adapter that it continues with, if there is one."""
     adapter = start_of(config).adapter
     if config.merge_adapter or adapter is None:
         if adapter is None and config.merge_adapter:
