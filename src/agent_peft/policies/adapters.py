@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
 import warnings
 from pathlib import Path
@@ -25,7 +26,6 @@ from transformers.pytorch_utils import Conv1D
 from agent_peft.files import check_regular
 from agent_peft.policies.config import LoraSettings
 from agent_peft.policies.forward.lora_linear import FusedLoraConv1D, FusedLoraLinear
-from agent_peft.policies.models.adapter_base import check_base
 from agent_peft.policies.models.adapter_files import (
     CONFIG,
     WEIGHTS,
@@ -33,10 +33,15 @@ from agent_peft.policies.models.adapter_files import (
     read_tensors,
     settings_of,
 )
+from agent_peft.policies.models.shape import config_here
+from agent_peft.policies.models.start import START, own_base
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, TrustError
 
+logger = logging.getLogger(__name__)
+
 ADAPTER = "default"
+_ARCHITECTURE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 # Settings that must be equal for stored A and B to mean the same change of the weights.
 _MEANING = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "bias")
 
@@ -61,9 +66,8 @@ def attach(model: PreTrainedModel, settings: LoraSettings, seed: int) -> PeftMod
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
-            warnings.filterwarnings(
-                "ignore", message=".*ensure_weight_tying", category=UserWarning
-            )  # refused below
+            # refused below
+            warnings.filterwarnings("ignore", message=".*ensure_weight_tying", category=UserWarning)
             adapted = cast(PeftModel, get_peft_model(model, config))
     except ValueError as error:
         raise AgentPeftError(f"cannot attach a LoRA adapter: {str(error).splitlines()[0]}") from error
@@ -253,3 +257,38 @@ def _adapter_state(model: PeftModel) -> dict[str, Tensor]:
         dict[str, Tensor],
         get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False),
     )
+
+
+def check_base(model: PreTrainedModel, adapter: LoraConfig, folder: Path) -> None:
+    """Warn if the adapter in ``folder`` names another model than the one it is loaded into.
+
+    Only the last part of a name counts, since folders are moved, and one user's hub id is another user's
+    folder. The model that a run keeps is called as its run.
+    """
+    theirs, ours = str(own_base(folder) or adapter.base_model_name_or_path or ""), model.name_or_path or ""
+    # a hub id is a relative path here
+    places = [Path(name).expanduser().resolve() for name in (theirs, ours)]
+    if not theirs or not ours or places[0] == places[1]:  # models from scratch have no name
+        return
+    if (named := config_here(theirs)) is not None:
+        configs = named.get_text_config(), model.config.get_text_config()
+        for key in _ARCHITECTURE:
+            expected, actual = (getattr(config, key, None) for config in configs)
+            if expected != actual:
+                raise AgentPeftError(
+                    f"the adapter in {folder} was trained on {theirs!r}, whose {key} is {expected}; that of "
+                    f"the model {ours!r} is {actual}: set policy.model to the model that the adapter was "
+                    "trained on"
+                )
+    if _called(places[0]) != _called(places[1]):
+        logger.warning(
+            "the adapter in %s was trained on %r, and the model is %r: it fits the weights of another model, "
+            "but means little to them",
+            folder,
+            theirs,
+            ours,
+        )
+
+
+def _called(place: Path) -> str:
+    return (f"{place.parent.name}/{START}" if place.name == START else place.name).lower()

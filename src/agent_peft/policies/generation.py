@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from pydantic import ValidationError
-
-from agent_peft.config import first_error
+from agent_peft.config import validated
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import Sampler
 from agent_peft.policies.policy import Policy
@@ -44,10 +42,7 @@ def generate(
         seed: decides all that is drawn; a prompt's reply depends on its position and not on its neighbours.
     """
     if not isinstance(sampling, SamplingConfig):
-        try:
-            sampling = SamplingConfig.model_validate({"temperature": 0.0, **(sampling or {})})
-        except ValidationError as error:
-            raise AgentPeftError(first_error(error, "sampling", SamplingConfig)) from error
+        sampling = validated(SamplingConfig, {"temperature": 0.0, **(sampling or {})}, "sampling")
     sampler = load_sampler(policy) if isinstance(policy, Policy) else policy
     openings = [sampler.chat.opening(messages) for messages in _conversations(prompts)]
     for number, tokens in enumerate(openings):

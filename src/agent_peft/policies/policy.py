@@ -14,18 +14,21 @@ from transformers import PreTrainedModel
 from agent_peft.batch import Batch, PolicyOutput
 from agent_peft.files import check_regular
 from agent_peft.policies import adapters, proofs, value_head
-from agent_peft.policies.forward.activation_checkpointing import checkpointing
-from agent_peft.policies.forward.adapter_dropout import AdapterDropout, dropping, prefix_keys
-from agent_peft.policies.forward.attention_override import attempt
-from agent_peft.policies.forward.float32 import in_float32
-from agent_peft.policies.forward.gelu import fuse_activations
-from agent_peft.policies.forward.language_model import LanguageModel
-from agent_peft.policies.forward.output_layer import logprobs_of_targets
+from agent_peft.policies.forward.attention import attempt
+from agent_peft.policies.forward.language_model import LanguageModel, logprobs_of_targets
+from agent_peft.policies.forward.layers import (
+    AdapterDropout,
+    checkpointing,
+    dropping,
+    fuse_activations,
+    in_float32,
+    prefix_keys,
+)
 from agent_peft.policies.forward.trie import Layout, build_trie, count_nodes, fill_rows, lay_out
-from agent_peft.policies.models.chat_template import save_tokenizer
 from agent_peft.policies.models.custom_module import CustomModel
-from agent_peft.policies.models.layers import layers_of
 from agent_peft.policies.models.positions import bound_of
+from agent_peft.policies.models.shape import layers_of
+from agent_peft.policies.models.tokenizer import save_tokenizer
 from agent_peft.policies.reference import Reference, trained
 from agent_peft.policies.sampling import SamplingConfig, log_distribution
 from agent_peft.policies.tokenization import ChatTokenizer

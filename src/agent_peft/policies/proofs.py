@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from agent_peft.policies.forward.attention_override import attempt
+from agent_peft.policies.forward.attention import attempt
 from agent_peft.policies.forward.language_model import LanguageModel
 from agent_peft.policies.forward.trie import build_trie, fill_rows
 from agent_peft.policies.models.positions import window_of

@@ -18,7 +18,7 @@ thoughts of earlier assistant turns; Mistral moves the system message to the las
 ``append_only`` is then False. ``following`` keeps earlier turns as they were sampled, and a warning says so
 at the first time.
 
-Some templates write today's date (Llama 3.2). Here it is always ``chat_template.DATE``, so that the same
+Some templates write today's date (Llama 3.2). Here it is always ``models.tokenizer.DATE``, so that the same
 conversation has the same tokens tomorrow.
 """
 
@@ -35,8 +35,7 @@ from typing import get_args
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
-from agent_peft.policies.models.chat_template import PLAIN_TEMPLATE, undated
-from agent_peft.policies.stop_strings import spelled_bytes
+from agent_peft.policies.models.tokenizer import PLAIN_TEMPLATE, spelled_bytes, undated
 from agent_peft.types import AgentPeftError, Message, Role
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from agent_peft.environments.base import Environment, Episode
 from agent_peft.environments.contract import ContractError, open_episode, opening_of, result_of
-from agent_peft.policies.stop_strings import StopMatcher
+from agent_peft.policies.sampling import StopMatcher
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.rollout.replays import ReplayWindow
 from agent_peft.seeding import derive
@@ -251,10 +251,8 @@ class EpisodeConversation:
             assert self._episode is not None
             self.messages.append(Message("assistant", text))
             result = within(self.seconds, partial(result_of, self._episode, text))
-            outcome, stop_reason = (
-                Outcome(result.outcome),
-                result.stop_reason and StopReason(result.stop_reason),
-            )
+            outcome = Outcome(result.outcome)
+            stop_reason = result.stop_reason and StopReason(result.stop_reason)
             if stop_reason is StopReason.INFRASTRUCTURE:
                 raise InfrastructureError("the environment says that it failed")
             self.turns[-1] = replace(turn, valid=bool(result.valid), score=result.score)

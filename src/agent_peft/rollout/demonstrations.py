@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from agent_peft.environments.base import Environment, Mistake
-from agent_peft.policies.sampling import SamplingConfig
-from agent_peft.policies.stop_strings import StopMatcher
+from agent_peft.policies.sampling import SamplingConfig, StopMatcher
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.printable import printable
 from agent_peft.rollout.collector import LINE, one_line, origin_of

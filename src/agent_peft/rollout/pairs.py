@@ -21,16 +21,15 @@ from agent_peft.files import MAX_JSONL_BYTES, read_bytes
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.printable import printable
 from agent_peft.ranks import Ranks
-from agent_peft.rollout.collector import Collection
+from agent_peft.rollout.collector import Collection, gather_collection
 from agent_peft.rollout.demonstrations import demonstrate
-from agent_peft.rollout.gathering import gather_collection
-from agent_peft.rollout.refill import is_constant
 from agent_peft.rollout.rewards import RewardConfig, price
+from agent_peft.rollout.sources import is_constant
 from agent_peft.rollout.task_order import Order, TaskOrder
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, Group, Message, Outcome, StopReason, Task, Trajectory, Turn
 
-METRICS = ("groups_tied", "groups_unlike")  # of ``EpisodePairs``
+EPISODE_PAIR_METRICS = ("groups_tied", "groups_unlike")  # of ``EpisodePairs``
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class EpisodePairs:
         self, groups: Iterable[Group], per_step: int, seed: int, form: PreferenceForm, place: str
     ) -> None:
         self.form, self.groups = form, list[Group]()
-        self.metrics = dict.fromkeys(METRICS, 0.0) if form == "pairs" else {}
+        self.metrics = dict.fromkeys(EPISODE_PAIR_METRICS, 0.0) if form == "pairs" else {}
         for group in groups:
             pair = group if form == "labels" else best_and_worst(group)
             if isinstance(pair, Group):
@@ -131,9 +130,9 @@ def best_and_worst(group: Group) -> Group | str:
     best = max(group.trajectories, key=lambda t: t.reward)
     worst = min(group.trajectories, key=lambda t: t.reward)
     if is_constant(Group(group.task, [best, worst])):
-        return METRICS[0]
+        return EPISODE_PAIR_METRICS[0]
     if best.turns[0].observation != worst.turns[0].observation:
-        return METRICS[1]
+        return EPISODE_PAIR_METRICS[1]
     return Group(group.task, [best, worst])
 
 

@@ -181,9 +181,8 @@ def _tag(value: Any) -> str:
 
 
 AnyTerm = Annotated[
-    Annotated[
-        CustomTermConfig, Tag("custom")
-    ]  # first, so that the mistakes of a kind that is in no row are told as its
+    # first, so that the mistakes of a kind that is in no row are reported as its
+    Annotated[CustomTermConfig, Tag("custom")]
     | Annotated[LengthPenaltyConfig, Tag("length_penalty")]
     | Annotated[ReasoningStepsConfig, Tag("reasoning_steps")]
     | Annotated[FormatConfig, Tag("format")],
@@ -295,10 +294,9 @@ def price(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
     end = config.end(trajectory.outcome, trajectory.stop_reason)
     if not trajectory.turns:
         raise ValueError(f"the trajectory of task {trajectory.task.id!r} has no turn to bear a reward")
-    rewards = [0.0 if turn.valid else config.invalid_action for turn in trajectory.turns]
     rewards = [
-        reward + config.cut_action if turn.cut else reward
-        for reward, turn in zip(rewards, trajectory.turns, strict=True)
+        (0.0 if turn.valid else config.invalid_action) + (config.cut_action if turn.cut else 0.0)
+        for turn in trajectory.turns
     ]
     rewards[-1] += end
     given = [("outcome", end)]

@@ -14,12 +14,10 @@ from agent_peft.algorithms import AnyAlgorithm, UncheckedAlgorithmConfig, mean_n
 from agent_peft.config import Config, first_error
 from agent_peft.policies.reference import ReferenceKind
 from agent_peft.policies.sampling import DISTRIBUTION, SamplingConfig
-from agent_peft.rollout.pairs import METRICS as PAIR_METRICS
-from agent_peft.rollout.pairs import EpisodesOfConfig
-from agent_peft.rollout.refill import METRICS as REFILL_METRICS
+from agent_peft.rollout.pairs import EPISODE_PAIR_METRICS, EpisodesOfConfig
 from agent_peft.rollout.rewards import RewardConfig
+from agent_peft.rollout.sources import REFILL_METRICS, SUCCESS_METRICS
 from agent_peft.rollout.statistics import METRICS
-from agent_peft.rollout.successes import METRICS as SUCCESS_METRICS
 from agent_peft.rollout.task_order import ORDER_NAMES, AnyOrder, BySkillConfig, length_of_trip
 from agent_peft.training.optimizer import OptimizerConfig
 from agent_peft.training.step_metrics import metrics_of
@@ -175,13 +173,22 @@ class StageConfig(Config):
         return self.tasks_per_step * self.group_size
 
     @property
+    def copies_reference(self) -> bool:
+        """Whether the reference is a copy of the weights that are trained."""
+        return self.algorithm.facts.needs_reference and self.reference == "stage_start"
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.algorithm.facts.needs_entropy
+
+    @property
     def metrics(self) -> tuple[str, ...]:
         """The names of all metrics that a step of the stage may have."""
         facts = self.algorithm.facts
         if not facts.on_policy:
             if facts.preferences:
                 ties = self.episodes_of is not None and facts.preferences == "pairs"
-                return metrics_of(facts, PAIR_METRICS if ties else ())
+                return metrics_of(facts, EPISODE_PAIR_METRICS if ties else ())
             source = ("groups_with_signal", *SUCCESS_METRICS) if self.samples else None
             return metrics_of(facts, source, self.samples)
         return metrics_of(facts, REFILL_METRICS if self.refill else ())

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from agent_peft.algorithms import Algorithm, averages
+from agent_peft.algorithms.base import restore_algorithm
 from agent_peft.batch import Batch, collate_groups
 from agent_peft.environments.base import Environment
 from agent_peft.environments.contract import refuse_class
@@ -36,8 +37,15 @@ from agent_peft.training.optimizer import (
 from agent_peft.training.source import build_source
 from agent_peft.training.stage import Stage, StageConfig
 from agent_peft.training.state_file import load_state, save_state
-from agent_peft.training.step_metrics import SignalCounter, describe, headline, mean_of, surprisal
-from agent_peft.training.token_values import TokenValues, gather_values
+from agent_peft.training.step_metrics import (
+    SignalCounter,
+    TokenValues,
+    describe,
+    gather_values,
+    headline,
+    mean_of,
+    surprisal,
+)
 from agent_peft.types import AgentPeftError, Group, Trajectory, TrustError
 
 logger = logging.getLogger(__name__)
@@ -337,21 +345,3 @@ class Trainer:
         self.masters.load_state_dict(state["masters"])
         restore_algorithm(self.algorithm, state["algorithm"])
         self.canary.load_state_dict(state.get("canary", {}))
-
-
-def restore_algorithm(algorithm: Algorithm, state: Mapping[str, Any]) -> list[str]:
-    """Load a checkpoint's state of an algorithm, whose keys may have changed since. What is missing starts
-    again, and what the algorithm no longer keeps is dropped. Return a line about each of both.
-    """
-    try:
-        algorithm.load_state_dict(state)
-    except Exception:  # of the user's code, too
-        fresh = algorithm.state_dict()
-        if state.keys() == fresh.keys():
-            raise
-        algorithm.load_state_dict({name: state.get(name, value) for name, value in fresh.items()})
-        missing, dropped = sorted(fresh.keys() - state.keys()), sorted(state.keys() - fresh.keys())
-        return [f"{name} of {algorithm.kind} starts again: the checkpoint has none" for name in missing] + [
-            f"{name} of {algorithm.kind} is dropped: it has no effect any more" for name in dropped
-        ]
-    return []

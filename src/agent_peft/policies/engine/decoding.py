@@ -17,11 +17,10 @@ from agent_peft.out_of_memory import is_out_of_memory
 from agent_peft.policies.engine.base import Conversation, EngineConfig, EngineStatistics
 from agent_peft.policies.engine.daemon_threads import DaemonThreads
 from agent_peft.policies.engine.kv_cache import COMMON, PROMPTS, ROWS, TierCache
-from agent_peft.policies.engine.prompt_prefix import common_length, common_prefix
 from agent_peft.policies.engine.schedule import Answer, Clock, Schedule
+from agent_peft.policies.forward.trie import common_length, common_prefix
 from agent_peft.policies.policy import Policy
-from agent_peft.policies.sampling import SamplingConfig, draw, uniform
-from agent_peft.policies.stop_strings import StopMatcher
+from agent_peft.policies.sampling import SamplingConfig, StopMatcher, draw, uniform
 from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)
@@ -66,6 +65,7 @@ class Decoding:
         policy: Policy,
         config: EngineConfig,
         new_cache: CacheMaker,
+        *,
         conversations: Sequence[Conversation],
         sampling: SamplingConfig,
         threads: DaemonThreads | Executor,
@@ -87,8 +87,16 @@ class Decoding:
         while self.queue or self.rows:
             self.advance()
         clock = self.clock
-        counts = self.prefilled, self.prefilled_naive, self.sampled, clock.step, self.row_halvings
-        return EngineStatistics(*counts, len(clock.recorded), clock.waited, tuple(sorted(clock.recorded)))
+        return EngineStatistics(
+            prefilled=self.prefilled,
+            prefilled_naive=self.prefilled_naive,
+            sampled=self.sampled,
+            steps=clock.step,
+            row_halvings=self.row_halvings,
+            late=len(clock.recorded),
+            waited=clock.waited,
+            schedule=tuple(sorted(clock.recorded)),
+        )
 
     def advance(self) -> None:
         """Let rows join and leave, read what is new, and draw one token for each row that decodes."""
@@ -238,15 +246,14 @@ class Decoding:
             if self.common:
                 self._prefill(COMMON, [(0, self.common, 0)])
         while len(self.free) < len(prompts):
-            old, self.prompt_slots = (
-                self.prompt_slots,
-                min(2 * self.prompt_slots, len(self.cache.tiers[ROWS].parents)),
-            )
+            old = self.prompt_slots
+            self.prompt_slots = min(2 * old, len(self.cache.tiers[ROWS].parents))
             self.cache.widen(PROMPTS, self.prompt_slots)
             self.free += range(old, self.prompt_slots)
         jobs = []
         for tokens in prompts:
-            slot, begin = heapq.heappop(self.free), common_length(tokens, self.common)
+            slot = heapq.heappop(self.free)
+            begin = min(common_length(list(tokens), self.common), len(tokens) - 1)
             self.cache.fork(PROMPTS, [slot], 0, begin)
             jobs.append((slot, tokens[begin:], begin))
         for tokens, (slot, _, _), logits in zip(prompts, jobs, self._prefill(PROMPTS, jobs), strict=True):

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
@@ -26,11 +25,9 @@ from agent_peft.policies.engine.base import Conversation, EngineConfig, EngineSt
 from agent_peft.policies.engine.daemon_threads import DaemonThreads
 from agent_peft.policies.engine.decoding import AHEAD, Decoding
 from agent_peft.policies.engine.kv_cache import COMMON, PROMPTS, ROWS, TierCache
-from agent_peft.policies.engine.onednn_linear import suits
-from agent_peft.policies.engine.open_decoding import OpenDecoding
 from agent_peft.policies.engine.schedule import Schedule
-from agent_peft.policies.engine.weights import sampling_weights
-from agent_peft.policies.forward.attention_override import attempt
+from agent_peft.policies.engine.weights import sampling_weights, suits
+from agent_peft.policies.forward.attention import attempt
 from agent_peft.policies.models.positions import bound_of, fit
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig, log_distribution
@@ -41,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 GRACE = 5.0  # seconds for environments that work when a call fails; after it, they are left behind
 SINGLE = 8  # tokens that `score` reads one by one
-OpenEngine = Callable[[], OpenDecoding]
 
 
 class LocalEngine:
@@ -100,7 +96,7 @@ class LocalEngine:
     ) -> EngineStatistics:
         """See ``Sampler.generate``. Out of memory, the engine continues with half the rows, for good."""
         if not conversations:
-            return EngineStatistics(0, 0, 0, 0)
+            return EngineStatistics()
         sampling = fit(sampling, bound_of(self.policy.base.config))
         capacity = min(self.rows, self.config.rows_of(sampling.max_tokens), len(conversations))
         threads = DaemonThreads(self.config.environment_threads or capacity + AHEAD, "environment")
@@ -110,13 +106,13 @@ class LocalEngine:
                 decoding = Decoding(
                     self.policy,
                     self.config,
-                    self._cache,
-                    conversations,
-                    sampling,
-                    threads,
-                    self.shares,
-                    capacity,
-                    schedule,
+                    self.new_cache,
+                    conversations=conversations,
+                    sampling=sampling,
+                    threads=threads,
+                    shares=self.shares,
+                    capacity=capacity,
+                    schedule=schedule,
                 )
                 statistics = decoding.drive()
             finally:
@@ -125,23 +121,6 @@ class LocalEngine:
         if statistics.row_halvings:
             self.rows = max(1, capacity >> statistics.row_halvings)
         return statistics
-
-    @contextmanager
-    def opened(self, max_tokens: int) -> Iterator[OpenEngine]:
-        """Inside, the weights are prepared once for many decodings, which requests join while they run.
-
-        Args:
-            max_tokens: the most tokens of one conversation.
-        """
-        with sampling_weights(self.policy, self.onednn):
-            yield lambda: OpenDecoding(
-                self.policy,
-                self.config,
-                self._cache,
-                self.shares,
-                min(self.rows, self.config.rows_of(max_tokens)),
-                max_tokens,
-            )
 
     def score(self, tokens: Sequence[int], sampling: SamplingConfig, adapter: bool = True) -> list[float]:
         """See ``Sampler.score``. In fp32 the weights are not laid out for oneDNN, which would take longer
@@ -163,7 +142,7 @@ class LocalEngine:
             *((ROWS, i, i + 1) for i in range(single, last)),
         ]
         with sampling_weights(policy, onednn, adapter):
-            cache = self._cache((1, 1, 1), (begin, half, len(tokens)))
+            cache = self.new_cache((1, 1, 1), (begin, half, len(tokens)))
             scores = []
             for tier, start, stop in pieces:
                 if start == stop:
@@ -178,7 +157,7 @@ class LocalEngine:
                 scores += logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1).tolist()
         return scores
 
-    def _cache(
+    def new_cache(
         self,
         slots: tuple[int, int, int],
         capacities: tuple[int, int, int],

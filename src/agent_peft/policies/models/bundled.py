@@ -115,7 +115,7 @@ def cached(name: str) -> Path | None:
     return folder if _is_made(folder) else None
 
 
-def fetch(name: str, *, accept_terms: bool = False, progress: Progress | None = None) -> Path:
+def fetch(name: str, *, progress: Progress | None = None) -> Path:
     """A folder with the bundled model in Transformers' layout: fp32 safetensors, tokenizer, chat template
     (if it has one).
 
@@ -123,14 +123,12 @@ def fetch(name: str, *, accept_terms: bool = False, progress: Progress | None = 
     find the folder in the cache.
 
     Args:
-        accept_terms: the user accepts the model's terms of use. It matters before a download only, and only
-            if there are terms.
         progress: called with one line per stage; by default the lines go to stderr.
     """
     model = _bundled(name)
     if (folder := cached(name)) is not None:
         return folder
-    if model.terms and not accept_terms and os.environ.get(_ACCEPT) != "1":
+    if model.terms and os.environ.get(_ACCEPT) != "1":
         raise AgentPeftError(
             f"{name} comes under the {model.licence}: read {model.terms}, then set {_ACCEPT}=1 to accept them"
         )
@@ -187,17 +185,6 @@ def resolve_model(name: str) -> str:
         fault = f"there is no run, adapter or model {name!r} (seen from {Path.cwd()})"
         raise AgentPeftError(f"policy.model: {fault}{nearest_path(name)}")
     return name
-
-
-def bundled_name(name: str) -> str | None:
-    """The bundled model of this name, or of this folder in anybody's cache; None where it is none.
-
-    >>> bundled_name("/home/me/.cache/agent-peft/models/smollm2-135m-b179c9523d0e6a0f-1")
-    'smollm2-135m'
-    """
-    folder = Path(name).name
-    of_folder = (key for key, model in BUNDLED.items() if folder.startswith(f"{key}-{model.sha256[:16]}-"))
-    return name if name in BUNDLED else next(of_folder, None)
 
 
 def _bundled(name: str) -> BundledModel:

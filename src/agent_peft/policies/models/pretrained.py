@@ -228,9 +228,8 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     command = [sys.executable, "-P", template_probe.__file__]
     try:
         done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, timeout=60)
-        ended = (
-            0 if done.returncode == 1 else done.returncode
-        )  # 1: the template failed; rendering it says why
+        # 1: the template failed, and rendering it gives the reason
+        ended = 0 if done.returncode == 1 else done.returncode
     except subprocess.TimeoutExpired:
         ended = template_probe.TOO_MUCH
     if ended:

@@ -14,7 +14,7 @@ from pathlib import Path
 from agent_peft.files import check_tree
 from agent_peft.policies.config import PretrainedConfig
 from agent_peft.policies.models.adapter_files import CONFIG, read_adapter_config, settings_of
-from agent_peft.policies.models.bundled import bundled_name
+from agent_peft.policies.models.bundled import BUNDLED
 from agent_peft.types import AgentPeftError
 
 START = "start"  # the folder in a run directory
@@ -94,7 +94,7 @@ def from_start(config: PretrainedConfig, run: Path) -> PretrainedConfig:
     start = run / START
     if not start.is_dir():
         return config
-    here = config.adapter is not None or bundled_name(config.model) or Path(config.model).exists()
+    here = config.adapter is not None or config.model in BUNDLED or Path(config.model).exists()
     if (start / CONFIG).is_file() and here and names_model(config):
         return config.model_copy(update={"adapter": start})
     return config.model_copy(update={"model": str(start), "adapter": None, "merge_adapter": False})
@@ -116,10 +116,7 @@ def own_base(adapter: Path) -> Path | None:
 
 
 def base_of(adapter: Path) -> str:
-    """Return the model that the adapter in a folder was trained on, as ``policy.model`` could name it.
-
-    Adapters of older versions name a bundled model by its folder in somebody's cache.
-    """
+    """Return the model that the adapter in a folder was trained on, as ``policy.model`` could name it."""
     if (own := own_base(adapter)) is not None:
         return str(own)
     name = read_adapter_config(adapter).get("base_model_name_or_path")
@@ -128,8 +125,6 @@ def base_of(adapter: Path) -> str:
             f"the adapter in {adapter} names no model that it was trained on (one of random weights?); merge "
             "its run (agent-peft merge RUN --output FOLDER), and name that folder as policy.model"
         )
-    if known := bundled_name(str(name)):
-        return known
     path = Path(str(name))
     if not path.exists() and (path.is_absolute() or len(path.parts) > 2):
         raise AgentPeftError(
@@ -142,10 +137,10 @@ def base_of(adapter: Path) -> str:
 def portable(model: str) -> str:
     """Return a name that an adapter can give its model: a bundled name, a hub id or an absolute path.
 
-    >>> portable("/home/me/cache/models/smollm2-135m-b179c9523d0e6a0f-1"), portable("somebody/model")
+    >>> portable("smollm2-135m"), portable("somebody/model")
     ('smollm2-135m', 'somebody/model')
     """
-    return bundled_name(model) or (str(Path(model).absolute()) if Path(model).exists() else model)
+    return str(Path(model).absolute()) if model not in BUNDLED and Path(model).exists() else model
 
 
 def with_adapter(config: PretrainedConfig) -> PretrainedConfig:
