@@ -16,7 +16,6 @@ from training import Point
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Qwen2Config
 
 from agent_peft.batch import Batch, collate
-from agent_peft.configuration.memory import MemoryModel, Part, stage_memory
 from agent_peft.environments.arithmetic import ALPHABET
 from agent_peft.policies import adapters
 from agent_peft.policies.config import LoraSettings, PretrainedConfig
@@ -24,9 +23,10 @@ from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.forward.trie import build_trie
 from agent_peft.policies.loading import load_policy
+from agent_peft.policies.memory import MemoryModel, Part, stage_memory
 from agent_peft.policies.models.bundled import cached
-from agent_peft.policies.models.character_tokenizer import character_tokenizer
 from agent_peft.policies.models.shape import ModelShape, measure
+from agent_peft.policies.models.tokenizer import character_tokenizer
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer

@@ -25,13 +25,13 @@ from rich.table import Table
 from smoke import parse, temporary_folder, tiny_model
 
 from agent_peft.batch import Batch, collate
-from agent_peft.configuration.memory import MemoryModel, evaluation_memory, stage_memory
 from agent_peft.hardware import take_peak
 from agent_peft.policies.config import LoraSettings, PretrainedConfig
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig
-from agent_peft.policies.engine.onednn_linear import suits
+from agent_peft.policies.engine.weights import suits
 from agent_peft.policies.loading import load_policy
+from agent_peft.policies.memory import MemoryModel, evaluation_memory, stage_memory
 from agent_peft.policies.models.shape import shape_of
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig

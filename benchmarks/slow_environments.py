@@ -35,7 +35,7 @@ from agent_peft.environments.base import Environment, Episode
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig, EngineStatistics, Sampler
 from agent_peft.policies.engine.schedule import Schedule
-from agent_peft.policies.models.character_tokenizer import character_tokenizer
+from agent_peft.policies.models.tokenizer import character_tokenizer
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer

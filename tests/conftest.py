@@ -29,7 +29,7 @@ from agent_peft.environments.arithmetic import ALPHABET
 from agent_peft.hardware import has_bf16
 from agent_peft.policies.config import LoraSettings, ScratchConfig
 from agent_peft.policies.models import bundled
-from agent_peft.policies.models.character_tokenizer import character_tokenizer
+from agent_peft.policies.models.tokenizer import character_tokenizer
 from agent_peft.rollout import evaluation
 from agent_peft.types import AgentPeftError
 

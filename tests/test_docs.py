@@ -21,7 +21,8 @@ from agent_peft.configuration.loading import load_config, read_config
 from agent_peft.environments import load_environment
 from agent_peft.environments.arithmetic import ALPHABET
 from agent_peft.environments.db_bench.generator import GENERATED_SKILLS
-from agent_peft.rollout import pairs, refill, successes
+from agent_peft.rollout.pairs import EPISODE_PAIR_METRICS
+from agent_peft.rollout.sources import REFILL_METRICS, SUCCESS_METRICS
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.training.step_metrics import metrics_of
 from agent_peft.types import Outcome
@@ -233,9 +234,9 @@ def test_the_page_of_metrics_has_each_metric():
         for kind, config_class in ALGORITHMS.items()
     ]
     steps = {name for algorithm in algorithms for name in metrics_of(algorithm)} | {
-        *refill.METRICS,
-        *successes.METRICS,
-        *pairs.METRICS,
+        *REFILL_METRICS,
+        *SUCCESS_METRICS,
+        *EPISODE_PAIR_METRICS,
     }
     report = {field.name for field in dataclasses.fields(EvaluationReport)}
     text = (DOCS / "metrics.md").read_text(encoding="utf-8")

@@ -28,8 +28,7 @@ from agent_peft.configuration.yaml12 import dump
 from agent_peft.policies.config import ScratchConfig
 from agent_peft.policies.engine.base import EngineStatistics
 from agent_peft.ranks import Ranks, RanksConfig, checksum, collective, join
-from agent_peft.rollout.collector import Collection
-from agent_peft.rollout.gathering import gather_collection
+from agent_peft.rollout.collector import Collection, gather_collection
 from agent_peft.runs.reading import load_run
 from agent_peft.runs.run import train
 from agent_peft.types import (

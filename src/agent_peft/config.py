@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from typing import Any, get_args
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from agent_peft.lookup import nearest
+from agent_peft.types import AgentPeftError
+
+AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
 
 class Config(BaseModel):
@@ -32,6 +35,24 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [model for argument in get_args(annotation) for model in models_in(argument)]
+
+
+def validated(
+    config_class: type[AnyModel], keys: AnyModel | Mapping[str, Any] | None, place: str
+) -> AnyModel:
+    """Return the configuration of these keys, or the one that is given. ``place`` names it in messages.
+
+    >>> class Limits(Config):
+    ...     rows: int = 64
+    >>> validated(Limits, {"rows": 8}, "limits").rows, validated(Limits, None, "limits").rows
+    (8, 64)
+    """
+    if isinstance(keys, config_class):
+        return keys
+    try:
+        return config_class.model_validate(dict(keys or {}))
+    except ValidationError as error:
+        raise AgentPeftError(first_error(error, place, config_class)) from error
 
 
 def first_error(error: Any, place: str = "", model: type[BaseModel] | None = None) -> str:

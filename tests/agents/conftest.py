@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from agent_peft.policies.models.character_tokenizer import character_tokenizer
+from agent_peft.policies.models.tokenizer import character_tokenizer
 
 ALPHABET = "".join(map(chr, range(32, 127))) + "\n"
 MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen2-0.5B-Instruct")

@@ -11,7 +11,7 @@ from agent_peft.cli import run as command
 from agent_peft.environments import load_environment
 from agent_peft.policies.generation import generate
 from agent_peft.policies.loading import load_policy
-from agent_peft.policies.models.character_tokenizer import character_tokenizer
+from agent_peft.policies.models.tokenizer import character_tokenizer
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.seeding import derive
 from agent_peft.types import Message

@@ -26,8 +26,8 @@ from agent_peft.algorithms import (
     RlooConfig,
     SftConfig,
     averages,
-    penalties,
 )
+from agent_peft.algorithms.surrogates import k1, to_go
 from agent_peft.batch import Batch, collate
 from agent_peft.ranks import merged
 from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
@@ -210,11 +210,9 @@ def test_grpo_by_its_formula():
         peers = torch.tensor([r for r, g in zip(REWARDS, GROUPS, strict=True) if g == group])
         advantage = (reward - peers.mean()) / (peers.std() + 1e-6)
         mask = batch.action_mask[row]
-        lp, old, ref = (
-            output.logprobs[row, mask],
-            batch.logprobs[row, mask],
-            batch.reference_logprobs[row, mask],
-        )
+        lp = output.logprobs[row, mask]
+        old = batch.logprobs[row, mask]
+        ref = batch.reference_logprobs[row, mask]
         rho = (lp - old).exp()
         objective = torch.minimum(rho * advantage, rho.clamp(0.9, 1.3) * advantage)
         kl = rho.detach() * (lp - ref).square() / 2
@@ -459,7 +457,7 @@ def test_the_kl_in_the_reward_has_the_gradient_of_the_kl():
     for pair in itertools.product(range(3), repeat=2):
         index = torch.tensor(pair)[:, None]
         logprobs, reference = (x.gather(1, index)[:, 0][None] for x in (now, other))
-        cost = penalties.to_go(penalties.k1(logprobs.detach(), reference), mask)
+        cost = to_go(k1(logprobs.detach(), reference), mask)
         total = total + logprobs.sum().exp().detach() * (cost * logprobs).sum()
     (estimated,) = torch.autograd.grad(total, logits)
     torch.testing.assert_close(estimated, exact)

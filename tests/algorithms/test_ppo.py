@@ -109,10 +109,8 @@ def test_advantages_that_are_all_alike_become_zero():
 
 
 def test_what_is_standardized_is_the_step_of_all_ranks():
-    advantages, mask = (
-        torch.randn(4, 6, generator=torch.Generator().manual_seed(0)),
-        torch.ones(4, 6, dtype=torch.bool),
-    )
+    advantages = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(4, 6, dtype=torch.bool)
     whole = standardized(advantages, mask)
     shares = [(advantages[:1], mask[:1]), (advantages[1:], mask[1:])]
     sums: list[list[Tensor]] = [[], []]  # what each rank gave, in its order

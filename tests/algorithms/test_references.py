@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from agent_peft.algorithms import ALGORITHMS, Algorithm
 from agent_peft.batch import Batch, collate
-from agent_peft.policies.models.character_tokenizer import character_tokenizer
+from agent_peft.policies.models.tokenizer import character_tokenizer
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer
@@ -198,7 +198,7 @@ ROWS: dict[str, tuple[dict[str, Any], Reference]] = {
 
 
 def test_every_row_has_its_reference():
-    rows = {kind for kind, config in ALGORITHMS.items() if config.__module__.endswith(".rows")}
+    rows = {kind for kind, config in ALGORITHMS.items() if config.__module__.endswith((".rows", ".parts"))}
     assert rows == {keys["kind"] for keys, _ in ROWS.values()}
 
 

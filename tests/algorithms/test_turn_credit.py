@@ -12,10 +12,9 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from agent_peft.algorithms import GrpoConfig, PolicyGradientConfig, ReinforceConfig, RlooConfig
+from agent_peft.algorithms.advantages import Turns
 from agent_peft.algorithms.policy_gradient import PolicyGradient
-from agent_peft.algorithms.surrogates import ratio
-from agent_peft.algorithms.turn_credit import Turns
-from agent_peft.algorithms.weightings import sequence_sum
+from agent_peft.algorithms.surrogates import ratio, sequence_sum
 from agent_peft.batch import Batch, PolicyOutput, collate
 from agent_peft.rollout.collector import Collection
 from agent_peft.rollout.rewards import RewardConfig, price
@@ -101,9 +100,7 @@ def reference(batch: Batch, trajectories: Sequence[Trajectory], compare: Compare
 @pytest.mark.parametrize("discount", [1.0, 0.7, 0.0])
 @pytest.mark.parametrize("advantage", COMPARISONS)
 @pytest.mark.parametrize("seed", range(5))
-def test_each_turn_is_compared_with_the_siblings_of_its_history(
-    seed: int, advantage: str, discount: float
-) -> None:
+def test_each_turn_is_compared_with_the_siblings_of_its_history(seed, advantage, discount):
     trajectories, groups = episodes(seed)
     batch = collate(trajectories, groups)
     row = PolicyGradientConfig(advantage=advantage, turn_discount=discount).build()
@@ -112,7 +109,7 @@ def test_each_turn_is_compared_with_the_siblings_of_its_history(
     torch.testing.assert_close(row.prepare(batch).advantages.double(), expected, rtol=1e-5, atol=2e-6)
 
 
-def test_the_episodes_of_these_tests_share_turns_and_part() -> None:
+def test_the_episodes_of_these_tests_share_turns_and_part():
     """Otherwise the test above would compare first turns alone."""
     trajectories, groups = episodes(0)
     histories = [
@@ -125,7 +122,7 @@ def test_the_episodes_of_these_tests_share_turns_and_part() -> None:
 
 
 @pytest.mark.parametrize("kind", [RlooConfig, GrpoConfig])
-def test_without_shared_turns_and_with_one_reward_it_is_the_row_itself(kind: type) -> None:
+def test_without_shared_turns_and_with_one_reward_it_is_the_row_itself(kind):
     turns = [Turn((1,), (2 + n,), (-0.5,)) for n in range(4)]
     second = Turn((1,), (9, 9), (-0.5, -0.5))
     rewards = ((0.0, 1.0), (0.0, 0.0), (0.0, 0.5), (0.0, 1.0))
@@ -138,7 +135,7 @@ def test_without_shared_turns_and_with_one_reward_it_is_the_row_itself(kind: typ
     )
 
 
-def test_reinforce_takes_the_rewards_to_come_by_hand() -> None:
+def test_reinforce_takes_the_rewards_to_come_by_hand():
     turns = (Turn((1,), (2, 3), (-0.5, -0.5)), Turn((4,), (5,), (-0.5,)))
     batch = collate([Trajectory(Task("t"), turns, rewards=(1.0, 2.0))], [0])
     row = ReinforceConfig(turn_discount=0.5, baseline_momentum=0.5, baseline_start=1.0).build()
@@ -146,7 +143,7 @@ def test_reinforce_takes_the_rewards_to_come_by_hand() -> None:
     assert row.state_dict() == {"baseline": 1.5}  # half of 1, and half of the turns' mean of 2
 
 
-def test_two_ranks_prepare_what_one_does() -> None:
+def test_two_ranks_prepare_what_one_does():
     trajectories, groups = episodes(1, groups=4)
     whole = collate(trajectories, groups)
     config = PolicyGradientConfig(advantage="leave_one_out", turn_discount=0.9, minibatches=2)
@@ -157,7 +154,7 @@ def test_two_ranks_prepare_what_one_does() -> None:
 
 
 @pytest.mark.parametrize("config", [RlooConfig(turn_discount=0.9), ReinforceConfig(turn_discount=0.9)])
-def test_a_batch_without_a_turn_has_no_advantage(config: RlooConfig | ReinforceConfig) -> None:
+def test_a_batch_without_a_turn_has_no_advantage(config):
     empty = [Trajectory(Task("t"), (Turn((1, 2), (), ()),), rewards=(1.0,)) for _ in range(2)]
     row = config.build()
     assert not row.prepare(collate(empty, [0, 0])).advantages.any()
@@ -181,7 +178,7 @@ SEVENTHS = [[1 / 7, 3 / 7, 5 / 7], [2 / 7, 3 / 7, 4 / 7, 5 / 7], [6 / 7, 5 / 7],
 
 
 @pytest.mark.parametrize("config", [GrpoConfig(turn_discount=1.0), GrpoConfig()], ids=["turns", "episodes"])
-def test_equal_returns_on_different_paths_are_no_signal(config: GrpoConfig) -> None:
+def test_equal_returns_on_different_paths_are_no_signal(config):
     random = generator(derive(0, "paths"))
     for _ in range(50):
         own = [[random.random() for _ in range(random.randrange(3))] + [0.7] for _ in range(8)]
@@ -192,7 +189,7 @@ def test_equal_returns_on_different_paths_are_no_signal(config: GrpoConfig) -> N
             assert described["zero_variance_groups"] == 1
 
 
-def test_without_a_common_turn_it_is_the_row_itself_also_with_rewards_of_turns() -> None:
+def test_without_a_common_turn_it_is_the_row_itself_also_with_rewards_of_turns():
     rewards = ((-0.1, 1.0), (0.0, 1.0), (0.0, 1.0), (0.0, 1.0))
     group = [
         Trajectory(Task("t"), (Turn((1,), (2 + i,), (-0.5,)), Turn((1,), (9,), (-0.5,))), rewards=own)
@@ -204,14 +201,14 @@ def test_without_a_common_turn_it_is_the_row_itself_also_with_rewards_of_turns()
     assert torch.equal(advantages, RlooConfig().build().prepare(batch).advantages)
 
 
-def test_a_masked_turn_is_no_turn() -> None:
+def test_a_masked_turn_is_no_turn():
     turns = tuple(Turn((1,), (2 + i,), (-0.5,), cut=i == 1) for i in range(3))
     episode = Trajectory(Task("t"), turns, rewards=(0.0, 0.0, 1.0))
     returns = [Turns.of(collate([episode], [0], mask), 0.5).returns.tolist() for mask in (False, True)]
     assert returns == [[0.25, 0.5, 1.0], [0.5, 1.0]]
 
 
-def test_an_advantage_of_ones_own_is_that_of_turns_too() -> None:
+def test_an_advantage_of_ones_own_is_that_of_turns_too():
     batch = collate([Trajectory(Task("t"), (Turn((1,), (2,), (-0.5,)),), rewards=(1.0,))], [0])
     for discount in (None, 1.0):
         row = PolicyGradient(
@@ -220,17 +217,17 @@ def test_an_advantage_of_ones_own_is_that_of_turns_too() -> None:
         assert row.prepare(batch).advantages.tolist() == [[0.0, -4.0]]
 
 
-def test_a_rate_of_success_has_no_turns() -> None:
+def test_a_rate_of_success_has_no_turns():
     with pytest.raises(ValidationError, match="turn_discount: advantage mean_normalized"):
         PolicyGradientConfig(advantage="mean_normalized", turn_discount=1.0)
 
 
-def test_one_ratio_for_a_trajectory_has_no_turns() -> None:
+def test_one_ratio_for_a_trajectory_has_no_turns():
     with pytest.raises(ValidationError, match="turn_discount: surrogate sequence_clipped has one ratio"):
         PolicyGradientConfig(surrogate="sequence_clipped", turn_discount=1.0)
 
 
-def test_explain_says_what_a_turn_learns_from() -> None:
+def test_explain_says_what_a_turn_learns_from():
     assert RlooConfig(turn_discount=0.9).facts.formula == (
         "mean over trajectories of the tokens' sum of -ρ Â; Â = R - mean of the others of its group; "
         "R = Σ 0.9^k r_k over the turn and those after it; its group = siblings with the same tokens before "
@@ -252,8 +249,8 @@ def test_explain_says_what_a_turn_learns_from() -> None:
 )
 @pytest.mark.parametrize(("discount", "size"), [(1.0, 4), (0.5, 2), (0.5, 4), (0.0, 2)])
 def test_it_is_unbiased_and_its_variance_is_lower_where_the_history_decides(
-    rewards: dict[tuple[int, int], tuple[float, float]], variances: float, discount: float, size: int
-) -> None:
+    rewards, variances, discount, size
+):
     """Two turns of two actions each, and groups of four or two: the exact mean and variance of the gradient,
     over all 256 or 16 groups that the policy may sample. Fewer siblings are compared at the second turn,
     which costs variance where the first turn tells nothing of the return.

@@ -13,7 +13,7 @@ import torch
 from agent_peft.cli import run as command
 from agent_peft.rollout.statistics import summarize
 from agent_peft.runs.trajectories import write_episodes, write_trajectories
-from agent_peft.training.token_values import TokenValues
+from agent_peft.training.step_metrics import TokenValues
 from agent_peft.types import Group, Message, Outcome, StopReason, Task, Trajectory, Turn
 
 SAID = (

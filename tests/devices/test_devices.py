@@ -24,15 +24,15 @@ from agent_peft.policies.config import LoraSettings, ScratchConfig
 from agent_peft.policies.engine import kv_cache, load_sampler
 from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.engine.shared_attention import PrefixGroups, group_by_prefix
-from agent_peft.policies.models.character_tokenizer import character_tokenizer
 from agent_peft.policies.models.pretrained import build
 from agent_peft.policies.models.shape import scratch_architecture
+from agent_peft.policies.models.tokenizer import character_tokenizer
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.ranks import Ranks
 from agent_peft.seeding import derive, generator
-from agent_peft.training.microbatching import Microbatching
+from agent_peft.training.gradients import Microbatching
 from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import Task, Trajectory, Turn

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from agent_peft.policies import adapters
 from agent_peft.policies.config import LoraSettings
-from agent_peft.policies.engine.onednn_linear import OneDnnLinear
-from agent_peft.policies.engine.weights import merged_lora
+from agent_peft.policies.engine.weights import OneDnnLinear, merged_lora
 from agent_peft.types import AgentPeftError, TrustError
 
 TOKENS = torch.tensor([[1, 4, 7, 13, 5, 2], [1, 9, 3, 3, 8, 2]])
@@ -40,7 +38,7 @@ def bits(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
-def test_a_fresh_adapter_changes_nothing_and_trains_only_itself(tiny_llama: LlamaForCausalLM) -> None:
+def test_a_fresh_adapter_changes_nothing_and_trains_only_itself(tiny_llama):
     before = logits(tiny_llama)
     model = adapters.attach(tiny_llama, LoraSettings(), seed=0).eval()
     adapters.assert_zero_delta(model)
@@ -51,7 +49,7 @@ def test_a_fresh_adapter_changes_nothing_and_trains_only_itself(tiny_llama: Llam
     assert len(trainable) == 2 * 2 * 7  # A and B, two blocks, seven linear layers; not the output head
 
 
-def test_initial_a_comes_from_the_seed_and_from_nothing_else(tiny_llama: LlamaForCausalLM) -> None:
+def test_initial_a_comes_from_the_seed_and_from_nothing_else(tiny_llama):
     def initial(seed: int, noise: int) -> dict[str, Tensor]:
         torch.manual_seed(noise)
         model = adapters.attach(tiny_llama, LoraSettings(rank=4), seed)
@@ -69,7 +67,7 @@ def test_initial_a_comes_from_the_seed_and_from_nothing_else(tiny_llama: LlamaFo
     )
 
 
-def test_one_planted_element_of_b_breaks_the_proof(tiny_llama: LlamaForCausalLM) -> None:
+def test_one_planted_element_of_b_breaks_the_proof(tiny_llama):
     model = adapters.attach(tiny_llama, LoraSettings(), seed=0)
     planted = [p for name, p in model.named_parameters() if "lora_B" in name][-1]
     with torch.no_grad():
@@ -78,7 +76,7 @@ def test_one_planted_element_of_b_breaks_the_proof(tiny_llama: LlamaForCausalLM)
         adapters.assert_zero_delta(model)
 
 
-def test_delta_norm_is_the_norm_of_the_product(tiny_llama: LlamaForCausalLM) -> None:
+def test_delta_norm_is_the_norm_of_the_product(tiny_llama):
     model = trained(tiny_llama)
     deltas = [
         layer.get_delta_weight("default") for layer in model.modules() if hasattr(layer, "get_delta_weight")
@@ -87,7 +85,7 @@ def test_delta_norm_is_the_norm_of_the_product(tiny_llama: LlamaForCausalLM) -> 
     assert adapters.delta_norm(model) == pytest.approx(expected, rel=1e-5) and expected > 0
 
 
-def test_saved_and_loaded_bit_for_bit(tiny_llama: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_saved_and_loaded_bit_for_bit(tiny_llama, tmp_path):
     model = trained(tiny_llama)
     wanted, expected = bits(model), logits(model)
     adapters.save(model, tmp_path)
@@ -103,7 +101,7 @@ def test_saved_and_loaded_bit_for_bit(tiny_llama: LlamaForCausalLM, tmp_path: Pa
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-def test_peft_itself_reads_the_folder(tiny_llama: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_peft_itself_reads_the_folder(tiny_llama, tmp_path):
     model = trained(tiny_llama)
     expected = logits(model)
     adapters.save(model, tmp_path)
@@ -112,7 +110,7 @@ def test_peft_itself_reads_the_folder(tiny_llama: LlamaForCausalLM, tmp_path: Pa
     assert torch.equal(logits(again), expected)
 
 
-def test_loading_is_strict(tiny_llama: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_loading_is_strict(tiny_llama, tmp_path):
     model = trained(tiny_llama)
     with pytest.raises(AgentPeftError, match="holds no adapter"):
         adapters.load(model, tmp_path)
@@ -144,7 +142,7 @@ def test_loading_is_strict(tiny_llama: LlamaForCausalLM, tmp_path: Path) -> None
             adapters.load(model, tmp_path)
 
 
-def test_a_model_without_an_adapter_is_saved_whole(tiny_llama: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_a_model_without_an_adapter_is_saved_whole(tiny_llama, tmp_path):
     wanted, expected = bits(tiny_llama), logits(tiny_llama)
     adapters.save(tiny_llama, tmp_path)
     assert torch.equal(logits(LlamaForCausalLM.from_pretrained(tmp_path)), expected)
@@ -167,7 +165,7 @@ def test_a_model_without_an_adapter_is_saved_whole(tiny_llama: LlamaForCausalLM,
         adapters.load(adapters.attach(tiny_llama, LoraSettings(), 0), tmp_path)
 
 
-def test_folded_equals_unfolded_and_gives_every_bit_back(tiny_llama: LlamaForCausalLM) -> None:
+def test_folded_equals_unfolded_and_gives_every_bit_back(tiny_llama):
     model = trained(tiny_llama)
     before, expected = bits(model), logits(model)
     addresses = {name: p.data_ptr() for name, p in model.named_parameters()}
@@ -183,7 +181,7 @@ def test_folded_equals_unfolded_and_gives_every_bit_back(tiny_llama: LlamaForCau
     assert all(p.requires_grad == ("lora_" in name) for name, p in model.named_parameters())
 
 
-def test_folded_gives_the_bits_back_after_an_exception(tiny_llama: LlamaForCausalLM) -> None:
+def test_folded_gives_the_bits_back_after_an_exception(tiny_llama):
     model = trained(tiny_llama)
     before, expected = bits(model), logits(model)
     with pytest.raises(KeyboardInterrupt), merged_lora(model):
@@ -191,7 +189,7 @@ def test_folded_gives_the_bits_back_after_an_exception(tiny_llama: LlamaForCausa
     assert list(bits(model)) == list(before) and torch.equal(logits(model), expected)
 
 
-def test_folded_ignores_dropout_and_refuses_to_nest(tiny_llama: LlamaForCausalLM) -> None:
+def test_folded_ignores_dropout_and_refuses_to_nest(tiny_llama):
     model = trained(tiny_llama, dropout=0.5)
     expected = logits(model)
     model.train()
@@ -203,7 +201,7 @@ def test_folded_ignores_dropout_and_refuses_to_nest(tiny_llama: LlamaForCausalLM
     assert model.training
 
 
-def test_folded_into_layers_of_another_make(tiny_llama: LlamaForCausalLM) -> None:
+def test_folded_into_layers_of_another_make(tiny_llama):
     model = trained(tiny_llama)
     expected, modules = logits(model), [type(module) for module in model.modules()]
     with merged_lora(model, OneDnnLinear), torch.no_grad():
@@ -212,7 +210,7 @@ def test_folded_into_layers_of_another_make(tiny_llama: LlamaForCausalLM) -> Non
     assert [type(module) for module in model.modules()] == modules and torch.equal(logits(model), expected)
 
 
-def test_transposed_layers_fold_and_merge_too() -> None:
+def test_transposed_layers_fold_and_merge_too():
     torch.manual_seed(0)
     gpt2 = GPT2LMHeadModel(
         GPT2Config(
@@ -227,9 +225,7 @@ def test_transposed_layers_fold_and_merge_too() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_merged_in_fp32_whatever_the_dtype(
-    tiny_llama: LlamaForCausalLM, tmp_path: Path, dtype: torch.dtype
-) -> None:
+def test_merged_in_fp32_whatever_the_dtype(tiny_llama, tmp_path, dtype):
     for parameter in (
         tiny_llama.parameters()
     ):  # not .to(dtype): that would round the rotary frequencies, which from_pretrained keeps
@@ -249,19 +245,19 @@ def test_merged_in_fp32_whatever_the_dtype(
     assert again.dtype == torch.float32 and torch.equal(logits(again), logits(merged))
 
 
-def test_what_cannot_be_is_told_in_one_line(tiny_llama: LlamaForCausalLM) -> None:
+def test_what_cannot_be_is_told_in_one_line(tiny_llama):
     with pytest.raises(AgentPeftError, match="cannot attach a LoRA adapter: Target modules"):
         adapters.attach(tiny_llama, LoraSettings(target_modules=["no_such_layer"]), 0)
     with pytest.raises(AgentPeftError, match="linear layers only"):
         adapters.attach(tiny_llama, LoraSettings(target_modules=["embed_tokens"]), 0)
 
 
-def test_a_tied_head_gets_no_adapter(tiny_llama: LlamaForCausalLM) -> None:
+def test_a_tied_head_gets_no_adapter(tiny_llama):
     with pytest.raises(AgentPeftError, match="lm_head shares its weight"):
         adapters.attach(tiny_llama, LoraSettings(target_modules=["lm_head", "q_proj"]), 0)
 
 
-def test_a_model_without_an_adapter_has_nothing_to_prove_or_merge(tiny_llama: LlamaForCausalLM) -> None:
+def test_a_model_without_an_adapter_has_nothing_to_prove_or_merge(tiny_llama):
     for act in (
         adapters.assert_zero_delta,
         adapters.delta_norm,

@@ -4,7 +4,6 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from agent_peft.policies import policy as policy_module
 from agent_peft.policies.config import PretrainedConfig, ScratchConfig
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig
-from agent_peft.policies.forward import output_layer, tree_attention
+from agent_peft.policies.forward import attention, language_model
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.reference import reference_of
@@ -111,9 +110,7 @@ def direct(policy: Policy, batch: Batch, sampling: SamplingConfig = PLAIN) -> tu
 @pytest.mark.parametrize("sampling", [PLAIN, TRUNCATED], ids=["plain", "truncated"])
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_logprobs_and_entropies_are_the_models(
-    kind: str, packing: bool, sampling: SamplingConfig, make_policy: MakePolicy
-) -> None:
+def test_logprobs_and_entropies_are_the_models(kind, packing, sampling, make_policy):
     policy, batch = make_policy(kind, packing=packing, lora=kind != "gpt2"), make_batch()
     out = policy.forward(batch, sampling, entropy=True)
     logprobs, entropy = direct(policy, batch, sampling)
@@ -130,9 +127,7 @@ def test_logprobs_and_entropies_are_the_models(
 
 @pytest.mark.parametrize("sampling", [PLAIN, TRUNCATED], ids=["plain", "truncated"])
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gemma2"])
-def test_the_trainer_scores_what_the_sampler_recorded(
-    kind: str, sampling: SamplingConfig, make_policy: MakePolicy
-) -> None:
+def test_the_trainer_scores_what_the_sampler_recorded(kind, sampling, make_policy):
     class Once:
         def __init__(self, prompt: list[int], seed: int) -> None:
             self.prompt, self.seed, self.turns = prompt, seed, []
@@ -152,7 +147,7 @@ def test_the_trainer_scores_what_the_sampler_recorded(
     assert torch.allclose(policy.forward(batch, sampling).logprobs, batch.logprobs, atol=1e-4)
 
 
-def test_a_batch_without_actions_scores_nothing(make_policy: MakePolicy) -> None:
+def test_a_batch_without_actions_scores_nothing(make_policy):
     batch = make_batch()
     silent = replace(batch, action_mask=torch.zeros_like(batch.action_mask))
     policy = make_policy()
@@ -165,9 +160,7 @@ def test_a_batch_without_actions_scores_nothing(make_policy: MakePolicy) -> None
 
 @WHOLE_OR_ADAPTER
 @pytest.mark.parametrize("sampling", [PLAIN, TRUNCATED], ids=["plain", "truncated"])
-def test_packed_and_padded_gradients_are_one(
-    lora: bool, sampling: SamplingConfig, make_policy: MakePolicy
-) -> None:
+def test_packed_and_padded_gradients_are_one(lora, sampling, make_policy):
     policy, batch = make_policy(lora=lora), make_batch()
     policy.forward(batch, sampling)
     assert policy.packing
@@ -177,7 +170,7 @@ def test_packed_and_padded_gradients_are_one(
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ARCHITECTURES if kind != "llama"])
-def test_packed_and_padded_gradients_are_one_for_other_models(kind: str, make_policy: MakePolicy) -> None:
+def test_packed_and_padded_gradients_are_one_for_other_models(kind, make_policy):
     policy, batch = make_policy(kind, lora=False), make_batch(count=4)
     packed = gradient(policy, [batch])
     assert policy.packing
@@ -187,9 +180,7 @@ def test_packed_and_padded_gradients_are_one_for_other_models(kind: str, make_po
 
 @WHOLE_OR_ADAPTER
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
-def test_microbatches_padding_and_order_do_not_matter(
-    lora: bool, packing: bool, make_policy: MakePolicy
-) -> None:
+def test_microbatches_padding_and_order_do_not_matter(lora, packing, make_policy):
     policy, batch = make_policy(lora=lora, packing=packing), make_batch()
     whole = gradient(policy, [batch])
     rows = list(range(len(batch)))
@@ -202,7 +193,7 @@ def test_microbatches_padding_and_order_do_not_matter(
     assert_same_gradient(whole, gradient(policy, [padded_by(batch, 9)]))
 
 
-def test_the_gradient_is_the_direct_one(make_policy: MakePolicy) -> None:
+def test_the_gradient_is_the_direct_one(make_policy):
     policy, batch = make_policy(), make_batch()
     ours = gradient(policy, [batch])
     policy.model.zero_grad()
@@ -221,7 +212,7 @@ def test_the_gradient_is_the_direct_one(make_policy: MakePolicy) -> None:
     )
 
 
-def test_the_entropys_gradient_is_the_direct_one(make_policy: MakePolicy) -> None:
+def test_the_entropys_gradient_is_the_direct_one(make_policy):
     policy, batch = make_policy(), make_batch(count=2)
     entropy = policy.forward(batch, PLAIN, entropy=True).entropy
     assert entropy is not None
@@ -239,12 +230,10 @@ def test_the_entropys_gradient_is_the_direct_one(make_policy: MakePolicy) -> Non
 
 
 @pytest.mark.parametrize("chunk", [1, 3])
-def test_the_heads_chunks_do_not_matter(
-    chunk: int, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_heads_chunks_do_not_matter(chunk, make_policy, monkeypatch):
     policy, batch = make_policy(lora=False), make_batch()
     before, out = gradient(policy, [batch]), policy.forward(batch, TRUNCATED, entropy=True)
-    monkeypatch.setattr(output_layer, "CHUNK", chunk * policy.base.config.vocab_size)
+    monkeypatch.setattr(language_model, "CHUNK", chunk * policy.base.config.vocab_size)
     again = policy.forward(batch, TRUNCATED, entropy=True)
     assert torch.allclose(out.logprobs, again.logprobs, atol=1e-6)
     assert (
@@ -255,14 +244,15 @@ def test_the_heads_chunks_do_not_matter(
     assert_same_gradient(before, gradient(policy, [batch]))
 
 
-def test_only_a_chunk_of_logits_exists_at_once(
-    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy, batch, heights, scored = make_policy(lora=False), make_batch(), [], output_layer.log_distribution
+def test_only_a_chunk_of_logits_exists_at_once(make_policy, monkeypatch):
+    policy = make_policy(lora=False)
+    batch = make_batch()
+    heights = []
+    scored = language_model.log_distribution
     policy.forward(batch, PLAIN)
-    monkeypatch.setattr(output_layer, "CHUNK", 3 * policy.base.config.vocab_size)
+    monkeypatch.setattr(language_model, "CHUNK", 3 * policy.base.config.vocab_size)
     monkeypatch.setattr(
-        output_layer,
+        language_model,
         "log_distribution",
         lambda logits, *rest, **more: heights.append(len(logits)) or scored(logits, *rest, **more),
     )
@@ -271,9 +261,7 @@ def test_only_a_chunk_of_logits_exists_at_once(
 
 
 @pytest.mark.parametrize("sampling", [PLAIN, TRUNCATED])
-def test_a_head_that_is_not_trained_gets_the_same_gradient(
-    sampling: SamplingConfig, make_policy: MakePolicy
-) -> None:
+def test_a_head_that_is_not_trained_gets_the_same_gradient(sampling, make_policy):
     """Found in the forward, where p is; or by autograd, as where entropies are asked for."""
     policy, batch, found = make_policy(), make_batch(), []
     torch.nn.init.normal_(next(p for n, p in policy.model.named_parameters() if "lora_B" in n))
@@ -291,12 +279,10 @@ def test_a_head_that_is_not_trained_gets_the_same_gradient(
 
 @pytest.mark.parametrize("tile", [1, 3])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "gpt_neox"])
-def test_tiles_do_not_matter(
-    kind: str, tile: int, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tiles_do_not_matter(kind, tile, make_policy, monkeypatch):
     policy, batch = make_policy(kind, lora=False), make_batch()
     assert policy.tiled
-    monkeypatch.setattr(tree_attention, "TILE", tile)
+    monkeypatch.setattr(attention, "TILE", tile)
     ours = gradient(policy, [batch])
     policy.tiled = False
     dense = gradient(policy, [batch])
@@ -306,13 +292,13 @@ def test_tiles_do_not_matter(
 
 
 @pytest.mark.parametrize("kind", ["mistral", "gemma3_text", "gemma2"])
-def test_attention_of_another_kind_is_left_to_the_model(kind: str, make_policy: MakePolicy) -> None:
+def test_attention_of_another_kind_is_left_to_the_model(kind, make_policy):
     policy = make_policy(kind)
     assert not policy.tiled and policy.packing
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_more_tokens_than_positions_are_a_mistake_of_one_line(packing: bool, make_policy: MakePolicy) -> None:
+def test_more_tokens_than_positions_are_a_mistake_of_one_line(packing, make_policy):
     policy = make_policy("gpt2", packing=packing)
     assert policy.bound is not None
     tokens = (2,) * policy.bound.positions
@@ -323,7 +309,7 @@ def test_more_tokens_than_positions_are_a_mistake_of_one_line(packing: bool, mak
         policy.forward(collate([too_long], [0]), PLAIN)
 
 
-def test_siblings_cost_what_they_do_not_share(make_policy: MakePolicy) -> None:
+def test_siblings_cost_what_they_do_not_share(make_policy):
     policy, sequences = make_policy(), [[1, 2, 3, 4], [1, 2, 3, 5], [1, 2]]
     assert policy.count_nodes(sequences) == 5
     policy.packing = False
@@ -335,9 +321,7 @@ def test_siblings_cost_what_they_do_not_share(make_policy: MakePolicy) -> None:
 MAMBA = {"hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
 
 
-def test_a_model_with_a_running_state_falls_back_to_padding(
-    make_policy: MakePolicy, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_with_a_running_state_falls_back_to_padding(make_policy, caplog):
     with caplog.at_level(logging.WARNING, logger=policy_module.__name__):
         policy = make_policy("mamba", lora=False, **MAMBA)
     assert caplog.text.count("packing is off, trajectories are padded") == 1
@@ -346,9 +330,7 @@ def test_a_model_with_a_running_state_falls_back_to_padding(
         assert torch.allclose(policy.forward(batch, PLAIN).logprobs, direct(policy, batch)[0], atol=1e-5)
 
 
-def test_a_model_that_ignores_the_mask_falls_back_to_padding(
-    make_policy: MakePolicy, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_model_that_ignores_the_mask_falls_back_to_padding(make_policy, caplog):
     """It adds to each token's state those of all tokens before it, whatever the mask says. It reads a chain
     right, and only branches tell: the proof has some.
     """
@@ -370,9 +352,7 @@ def test_a_model_that_ignores_the_mask_falls_back_to_padding(
     ("kind", "settings"),
     [("cohere", {"logit_scale": 0.0625}), ("granite", {"logits_scaling": 8.0})],
 )
-def test_a_model_that_scales_its_logits_in_a_way_of_its_own_is_refused(
-    kind: str, settings: dict[str, float], make_policy: MakePolicy
-) -> None:
+def test_a_model_that_scales_its_logits_in_a_way_of_its_own_is_refused(kind, settings, make_policy):
     shape = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -384,7 +364,7 @@ def test_a_model_that_scales_its_logits_in_a_way_of_its_own_is_refused(
         make_policy(kind, lora=False, initializer_range=0.3, **shape, **settings)
 
 
-def test_attention_in_chunks_is_refused(make_policy: MakePolicy) -> None:
+def test_attention_in_chunks_is_refused(make_policy):
     policy = make_policy()
     policy.base.config.layer_types = ["chunked_attention", "full_attention"]
     with pytest.raises(AgentPeftError, match="attends in chunks"):
@@ -401,7 +381,7 @@ SCRATCH = {
 }  # whose own end token is no token here
 
 
-def test_a_policy_from_scratch_depends_on_its_seed_alone() -> None:
+def test_a_policy_from_scratch_depends_on_its_seed_alone():
     config = ScratchConfig(architecture=SCRATCH, alphabet="01+=", device="cpu")
     torch.manual_seed(5)
     state = torch.random.get_rng_state()
@@ -424,7 +404,7 @@ def test_a_policy_from_scratch_depends_on_its_seed_alone() -> None:
     )
 
 
-def test_strings_paths_and_mappings_name_a_policy(tmp_path: Path) -> None:
+def test_strings_paths_and_mappings_name_a_policy(tmp_path):
     scratch = {"kind": "scratch", "architecture": SCRATCH, "alphabet": "0123456789+-*= \n"}
     policy = load_policy(scratch, device="cpu", lora={"rank": 2})
     policy.save(str(tmp_path / "adapter"))
@@ -447,13 +427,13 @@ def test_strings_paths_and_mappings_name_a_policy(tmp_path: Path) -> None:
         (PretrainedConfig(model="m"), {"dtype": "int4"}, "policy.dtype: must be 'auto', 'float32' or"),
     ],
 )
-def test_wrong_keys_are_one_line(model: object, keys: dict[str, object], line: str) -> None:
+def test_wrong_keys_are_one_line(model, keys, line):
     with pytest.raises(AgentPeftError) as raised:
         load_policy(model, **keys)
     assert str(raised.value).startswith(line) and "\n" not in str(raised.value)
 
 
-def test_an_adapter_starts_at_zero_and_alone_is_trained() -> None:
+def test_an_adapter_starts_at_zero_and_alone_is_trained():
     config = ScratchConfig(
         architecture=SCRATCH, alphabet="0123456789+-*= \n", device="cpu", lora=adapters.LoraSettings(rank=2)
     )
@@ -467,7 +447,7 @@ def test_an_adapter_starts_at_zero_and_alone_is_trained() -> None:
 
 
 @WHOLE_OR_ADAPTER
-def test_saved_and_loaded_it_says_the_same(lora: bool, make_policy: MakePolicy, tmp_path: Path) -> None:
+def test_saved_and_loaded_it_says_the_same(lora, make_policy, tmp_path):
     policy, batch = make_policy(lora=lora), make_batch()
     expected = policy.forward(batch, PLAIN).logprobs
     policy.save(tmp_path / "saved")
@@ -479,7 +459,7 @@ def test_saved_and_loaded_it_says_the_same(lora: bool, make_policy: MakePolicy, 
     assert torch.equal(policy.forward(batch, PLAIN).logprobs, expected)
 
 
-def test_merged_it_says_the_same_without_peft(make_policy: MakePolicy, tmp_path: Path) -> None:
+def test_merged_it_says_the_same_without_peft(make_policy, tmp_path):
     policy, batch = make_policy(), make_batch()
     expected = policy.forward(batch, PLAIN).logprobs
     policy.save_merged(tmp_path / "merged")
@@ -489,7 +469,7 @@ def test_merged_it_says_the_same_without_peft(make_policy: MakePolicy, tmp_path:
     )
 
 
-def test_a_model_that_is_nowhere_is_a_mistake_of_one_line(tmp_path: Path) -> None:
+def test_a_model_that_is_nowhere_is_a_mistake_of_one_line(tmp_path):
     with pytest.raises(AgentPeftError, match=r"^policy\.model: .*nothing'"):
         load_policy(PretrainedConfig(model=str(tmp_path / "nothing"), device="cpu"), seed=0)
 

@@ -37,7 +37,7 @@ def move(policy: Policy) -> None:
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("lora", [True, False], ids=["adapter", "all weights"])
-def test_it_stays_the_policy_of_then(lora: bool, packing: bool, make_policy: MakePolicy) -> None:
+def test_it_stays_the_policy_of_then(lora, packing, make_policy):
     policy, batch = make_policy(lora=lora, packing=packing), make_batch()
     before = policy.forward(batch, PLAIN).logprobs.detach()
     reference = reference_of(policy.model)
@@ -55,9 +55,7 @@ def test_it_stays_the_policy_of_then(lora: bool, packing: bool, make_policy: Mak
     )
 
 
-def test_activation_checkpointing_computes_the_policy_again_and_not_its_reference(
-    make_policy: MakePolicy,
-) -> None:
+def test_activation_checkpointing_computes_the_policy_again_and_not_its_reference(make_policy):
     batch, gradients = make_batch(), []
     for checkpointing in (False, True):
         made = make_policy()
@@ -71,7 +69,7 @@ def test_activation_checkpointing_computes_the_policy_again_and_not_its_referenc
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*gradients, strict=True))
 
 
-def test_the_base_is_the_model_without_its_adapter(make_policy: MakePolicy) -> None:
+def test_the_base_is_the_model_without_its_adapter(make_policy):
     policy, bare, batch = make_policy(), make_policy(lora=False), make_batch()
     expected = bare.forward(batch, PLAIN).logprobs
     assert torch.allclose(
@@ -87,12 +85,12 @@ def test_the_base_is_the_model_without_its_adapter(make_policy: MakePolicy) -> N
         reference_of(bare.model, "base")
 
 
-def test_of_an_adapter_that_is_zero_nothing_is_copied(make_policy: MakePolicy) -> None:
+def test_of_an_adapter_that_is_zero_nothing_is_copied(make_policy):
     bare = make_policy(lora=False)
     assert reference_of(attach(bare.base, LoraSettings(rank=2), seed=0)).weights is None
 
 
-def test_a_failure_inside_leaves_the_policy_as_it_was(make_policy: MakePolicy) -> None:
+def test_a_failure_inside_leaves_the_policy_as_it_was(make_policy):
     policy = make_policy()
     reference = reference_of(policy.model)
     move(policy)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ def support(logits: torch.Tensor, **settings: float) -> list[int]:
         {"top_k": 4, "top_p": 0.9, "temperature": 1.5},
     ],
 )
-def test_draw_inverts_the_distribution(settings: dict[str, float]) -> None:
+def test_draw_inverts_the_distribution(settings):
     """Over an even grid of uniforms each token comes as often as it is likely, to one cell of the grid at
     either border.
     """
@@ -43,7 +42,7 @@ def test_draw_inverts_the_distribution(settings: dict[str, float]) -> None:
     assert torch.equal(tokens, tokens.sort().values), "the inverse of a distribution function rises"
 
 
-def test_log_distribution_is_the_definition() -> None:
+def test_log_distribution_is_the_definition():
     assert torch.allclose(
         log_distribution(LOGITS, SamplingConfig(temperature=0.7)), (LOGITS / 0.7).log_softmax(-1)
     )
@@ -53,7 +52,7 @@ def test_log_distribution_is_the_definition() -> None:
     assert log_distribution(LOGITS.bfloat16(), SamplingConfig()).dtype == torch.float32
 
 
-def test_top_p_keeps_the_token_that_crosses_it() -> None:
+def test_top_p_keeps_the_token_that_crosses_it():
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).log()
     assert [support(logits, top_p=p) for p in (0.1, 0.49, 0.51, 0.74, 0.76, 0.87, 0.88, 1.0)] == [
         [0],
@@ -67,11 +66,11 @@ def test_top_p_keeps_the_token_that_crosses_it() -> None:
     ]
 
 
-def test_a_tiny_top_p_keeps_the_most_likely_token() -> None:
+def test_a_tiny_top_p_keeps_the_most_likely_token():
     assert support(torch.tensor([0.1, 0.7, 0.2]).log(), top_p=5e-324) == [1]
 
 
-def test_top_p_counts_within_top_k_and_after_temperature() -> None:
+def test_top_p_counts_within_top_k_and_after_temperature():
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     assert support(logits, top_p=0.75, top_k=0) == [0, 1, 2]
     assert support(logits, top_p=0.75, top_k=3) == [0, 1]  # 0.4 + 0.3 of 0.9
@@ -79,7 +78,7 @@ def test_top_p_counts_within_top_k_and_after_temperature() -> None:
     assert support(logits, top_k=9) == [0, 1, 2, 3]
 
 
-def test_ties_keep_the_lower_tokens() -> None:
+def test_ties_keep_the_lower_tokens():
     assert support(torch.zeros(6), top_k=4) == [0, 1, 2, 3]
     assert support(torch.zeros(5000), top_k=700) == list(range(700))
     assert support(torch.tensor([0.0, 1.0, 0.0, 1.0, 0.0]), top_k=3) == [0, 1, 3]
@@ -93,9 +92,7 @@ def test_ties_keep_the_lower_tokens() -> None:
     st.sampled_from([0.05, 0.3, 0.9, 1.0]),
     st.data(),
 )
-def test_any_distribution_sums_to_one_and_holds_its_mode(
-    values: list[int], top_k: int, top_p: float, chosen: st.DataObject
-) -> None:
+def test_any_distribution_sums_to_one_and_holds_its_mode(values, top_k, top_p, chosen):
     logits, sampling = torch.tensor(values) / 4, SamplingConfig(top_k=top_k, top_p=top_p)
     plain = log_distribution(logits, sampling)
     assert math.isclose(float(plain.exp().sum()), 1.0, rel_tol=1e-5)
@@ -112,18 +109,18 @@ def test_any_distribution_sums_to_one_and_holds_its_mode(
         assert math.isclose(float(kept.exp().sum()), 1.0, rel_tol=1e-5)
 
 
-def test_a_kept_token_outside_the_support_has_a_finite_gradient() -> None:
+def test_a_kept_token_outside_the_support_has_a_finite_gradient():
     logits = LOGITS.clone().requires_grad_()
     log_distribution(logits, SamplingConfig(top_k=2), keep=torch.tensor(4))[4].backward()
     assert logits.grad is not None and torch.isfinite(logits.grad).all() and logits.grad[4] > 0.9
 
 
-def test_keep_speaks_of_each_row_apart() -> None:
+def test_keep_speaks_of_each_row_apart():
     rows = log_distribution(LOGITS.expand(2, -1), SamplingConfig(top_k=1), keep=torch.tensor([4, 1]))
     assert torch.isfinite(rows).nonzero().tolist() == [[0, 2], [0, 4], [1, 1], [1, 2]]
 
 
-def test_temperature_zero_is_the_first_of_the_most_likely() -> None:
+def test_temperature_zero_is_the_first_of_the_most_likely():
     logits = torch.tensor([[0.0, 3.0, 3.0], [5.0, 3.0, 3.0]])
     for u in (0.0, 0.5, 0.999):
         tokens, logprobs = draw(
@@ -133,7 +130,7 @@ def test_temperature_zero_is_the_first_of_the_most_likely() -> None:
         assert torch.allclose(logprobs, logits.log_softmax(-1)[[0, 1], [1, 0]])
 
 
-def test_the_borders_of_the_uniform_stay_inside_the_support() -> None:
+def test_the_borders_of_the_uniform_stay_inside_the_support():
     """u = 0 must not give a token of probability zero that stands first, nor the largest u one that stands
     last.
     """
@@ -151,12 +148,10 @@ def test_the_borders_of_the_uniform_stay_inside_the_support() -> None:
         assert torch.isfinite(logprobs).all()
 
 
-def test_a_row_does_not_depend_on_the_others() -> None:
+def test_a_row_does_not_depend_on_the_others():
     generator = torch.Generator().manual_seed(0)
-    logits, uniforms = (
-        torch.randn(32, 50, generator=generator),
-        torch.rand(32, generator=generator, dtype=torch.float64),
-    )
+    logits = torch.randn(32, 50, generator=generator)
+    uniforms = torch.rand(32, generator=generator, dtype=torch.float64)
     for sampling in (SamplingConfig(), SamplingConfig(top_p=0.8, top_k=20, temperature=0.9)):
         tokens, logprobs = draw(logits, uniforms, sampling)
         alone = [draw(logits[i : i + 1], uniforms[i : i + 1], sampling) for i in range(32)]
@@ -166,7 +161,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
         assert torch.equal(draw(logits[order], uniforms[order], sampling)[0], tokens[order])
 
 
-def test_a_large_vocabulary_is_drawn_to_its_last_token() -> None:
+def test_a_large_vocabulary_is_drawn_to_its_last_token():
     """In fp32 the sum of 200,000 equal probabilities is off by far more than one of them."""
     size = 200_000
     cells = torch.tensor([0, 1, size // 2, size - 2, size - 1])
@@ -174,7 +169,7 @@ def test_a_large_vocabulary_is_drawn_to_its_last_token() -> None:
     assert (tokens - cells).abs().max() <= 1
 
 
-def test_uniforms_are_even_and_named_by_seed_and_position() -> None:
+def test_uniforms_are_even_and_named_by_seed_and_position():
     values = [uniform(seed, position) for seed in range(100) for position in range(100)]
     assert all(0.0 <= value < 1.0 for value in values) and len(set(values)) == 10_000
     counts = torch.bincount((torch.tensor(values) * 10).long(), minlength=10)
@@ -186,6 +181,6 @@ def test_uniforms_are_even_and_named_by_seed_and_position() -> None:
     "wrong",
     [{"temperature": -0.1}, {"top_p": 0.0}, {"top_p": 1.1}, {"top_k": -1}, {"max_tokens": 1}, {"topp": 0.5}],
 )
-def test_what_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+def test_what_makes_no_sense_is_refused(wrong):
     with pytest.raises(ValidationError):
         SamplingConfig(**wrong)

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +18,7 @@ from tokenizers import (
 )
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from agent_peft.policies.stop_strings import StopMatcher
+from agent_peft.policies.sampling import StopMatcher
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.types import AgentPeftError, Message, Task, Trajectory, Turn
 
@@ -165,11 +164,9 @@ def byte_level(template: str | None) -> PreTrainedTokenizerFast:
 @functools.cache
 def sentencepiece() -> PreTrainedTokenizerFast:
     """Gemma's kind: blanks are written ▁, bytes that are no token are spelled <0x0A>."""
-    bytes_, letters, words = (
-        (f"<0x{b:02X}>" for b in range(256)),
-        "▁abcdehlmorstuw\n",
-        ["he", "hel", "hell", "hello", "▁w"],
-    )
+    bytes_ = (f"<0x{b:02X}>" for b in range(256))
+    letters = "▁abcdehlmorstuw\n"
+    words = ["he", "hel", "hell", "hello", "▁w"]
     pieces = ["<pad>", "<eos>", "<bos>", "<unk>", *bytes_, *letters, *words]
     merges = [("h", "e"), ("he", "l"), ("hel", "l"), ("hell", "o"), ("▁", "w")]
     backend = Tokenizer(
@@ -212,9 +209,7 @@ every_chat = pytest.mark.parametrize("name", [*TEMPLATES, "sentencepiece"])
     system=texts, user=texts, turns=st.lists(st.tuples(texts, st.booleans(), texts), min_size=1, max_size=4)
 )
 @settings(max_examples=25, deadline=None)
-def test_every_prompt_extends_the_one_before(
-    name: str, system: str, user: str, turns: list[tuple[str, bool, str]]
-) -> None:
+def test_every_prompt_extends_the_one_before(name, system, user, turns):
     c = chat(name)
     observation = c.opening([Message("system", system), Message("user", user)])
     prompt = list(observation)
@@ -242,9 +237,7 @@ def user_closings(c: ChatTokenizer) -> int:
 @every_chat
 @given(plain_texts, plain_texts, st.lists(st.tuples(plain_texts, plain_texts), max_size=3))
 @settings(max_examples=25, deadline=None)
-def test_canonical_texts_give_the_templates_own_tokens(
-    name: str, system: str, user: str, turns: list[tuple[str, str]]
-) -> None:
+def test_canonical_texts_give_the_templates_own_tokens(name, system, user, turns):
     c = chat(name)
     messages = [Message("system", system), Message("user", user)]
     tokens = c.opening(messages)
@@ -269,7 +262,7 @@ def rendered(c: ChatTokenizer, messages: list[Message]) -> list[int]:
 @every_chat
 @given(texts, texts, texts)
 @settings(max_examples=40, deadline=None)
-def test_contents_never_become_control_tokens(name: str, system: str, user: str, answer: str) -> None:
+def test_contents_never_become_control_tokens(name, system, user, answer):
     c = chat(name)
     controls = {i for i, token in c.tokenizer.added_tokens_decoder.items() if token.special}
 
@@ -288,25 +281,24 @@ def test_contents_never_become_control_tokens(name: str, system: str, user: str,
     assert not controls.intersection(c.action_tokens(user)[:-1])
 
 
-def test_a_control_token_not_marked_special_is_guarded_too() -> None:
+def test_a_control_token_not_marked_special_is_guarded_too():
     template = SMOLLM2.replace("<|im_end|>", "<|hidden|>")
     tokenizer = byte_level(template)
     c = ChatTokenizer(tokenizer)
     hidden = tokenizer.convert_tokens_to_ids("<|hidden|>")
     assert hidden in c.end_of_turn and c.action_tokens("a")[-1] == hidden
-    assert tokenizer.encode("<|hidden|>", split_special_tokens=True) == [
-        hidden
-    ]  # the tokenizer alone would let it in
+    # the tokenizer alone would let it in
+    assert tokenizer.encode("<|hidden|>", split_special_tokens=True) == [hidden]
     tokens = c.following("a<|hidden|><|hidden|>b", [hidden])
     assert tokens.count(hidden) == 1 and "a<|hidden|><|hidden|>b" in tokenizer.decode(tokens)
 
 
-def test_thoughts_in_a_demonstration_are_the_models_own_tokens() -> None:
+def test_thoughts_in_a_demonstration_are_the_models_own_tokens():
     tokenizer = byte_level(QWEN3)
     assert chat("qwen3").action_tokens("<think>x</think>")[0] == tokenizer.convert_tokens_to_ids("<think>")
 
 
-def test_what_follows_an_action_smollm2() -> None:
+def test_what_follows_an_action_smollm2():
     c = chat("smollm2")
     end = c.tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert c.end_of_turn == {end}
@@ -320,7 +312,7 @@ def test_what_follows_an_action_smollm2() -> None:
     )
 
 
-def test_gemma_ends_turns_in_its_own_way() -> None:
+def test_gemma_ends_turns_in_its_own_way():
     c = chat("gemma")
     own, eos = c.tokenizer.convert_tokens_to_ids(["<end_of_turn>", "<|endoftext|>"])
     assert c.end_of_turn == {own, eos} and c.action_tokens("x")[-1] == own
@@ -328,17 +320,15 @@ def test_gemma_ends_turns_in_its_own_way() -> None:
         c.tokenizer.decode(c.following("ok", [own]))
         == "\n<start_of_turn>user\nok<end_of_turn>\n<start_of_turn>model\n"
     )
-    assert c.following("ok", [7, eos]) == c.following(
-        "ok", [7, own]
-    )  # either ends a turn, and neither is doubled
+    # either ends a turn, and neither is doubled
+    assert c.following("ok", [7, eos]) == c.following("ok", [7, own])
     opening = c.tokenizer.decode(c.opening([Message("system", "Be brief."), Message("user", " hi \n")]))
-    assert (
-        opening == "<bos><start_of_turn>user\nBe brief.\n\nhi<end_of_turn>\n<start_of_turn>model\n"
-    )  # trimmed, as the template does
+    # trimmed, as the template does
+    assert opening == "<bos><start_of_turn>user\nBe brief.\n\nhi<end_of_turn>\n<start_of_turn>model\n"
     assert " ok \n<end_of_turn>" in c.tokenizer.decode(c.following(" ok \n", []))  # verbatim
 
 
-def test_refused_roles_are_joined() -> None:
+def test_refused_roles_are_joined():
     c = chat("gemma")
     tokens = c.opening(
         [Message("user", "a"), Message("user", "b"), Message("assistant", "c"), Message("system", "d")]
@@ -353,14 +343,14 @@ def test_refused_roles_are_joined() -> None:
         c.opening([])
 
 
-def test_a_template_that_drops_the_system_message_gets_it_in_the_users() -> None:
+def test_a_template_that_drops_the_system_message_gets_it_in_the_users():
     c = ChatTokenizer(byte_level(NO_SYSTEM))
     assert "user\nBe brief.\n\nhi<|im_end|>" in c.tokenizer.decode(
         c.opening([Message("system", "Be brief."), Message("user", "hi")])
     )
 
 
-def test_a_blank_before_the_end_token_belongs_to_the_turn() -> None:
+def test_a_blank_before_the_end_token_belongs_to_the_turn():
     c = ChatTokenizer(byte_level(LLAMA2))
     assert c.tokenizer.decode(c.action_tokens("x")) == " x <|endoftext|>" and c.end_of_turn == {
         c.tokenizer.eos_token_id
@@ -379,9 +369,7 @@ def test_a_blank_before_the_end_token_belongs_to_the_turn() -> None:
 @pytest.mark.parametrize(
     "template, why", [(QWEN3, "drops the thoughts"), (QWEN3_NO_THINKING, "rewrites"), (MISTRAL, "rewrites")]
 )
-def test_templates_that_rewrite_earlier_turns_warn_once_a_second_turn_comes(
-    template: str, why: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_templates_that_rewrite_earlier_turns_warn_once_a_second_turn_comes(template, why, caplog):
     c = ChatTokenizer(byte_level(template))
     opening = c.opening([Message("user", "hi")])
     assert not c.append_only and not caplog.messages, "episodes of one turn lose nothing"
@@ -396,7 +384,7 @@ def test_templates_that_rewrite_earlier_turns_warn_once_a_second_turn_comes(
 
 
 @pytest.mark.parametrize("name", APPEND_ONLY)
-def test_templates_that_only_append_say_so(name: str) -> None:
+def test_templates_that_only_append_say_so(name):
     assert chat(name).append_only
 
 
@@ -428,7 +416,7 @@ def with_controls(template: str, *controls: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def test_another_end_of_the_models_ends_a_turn_in_the_templates_place() -> None:
+def test_another_end_of_the_models_ends_a_turn_in_the_templates_place():
     """Llama 3 has three ends, of which its tokenizer names one."""
     tokenizer = with_controls(LLAMA3, "<|eot_id|>", "<|eom_id|>", "<|start_header_id|>", "<|end_header_id|>")
     eot, eom = tokenizer.convert_tokens_to_ids(["<|eot_id|>", "<|eom_id|>"])
@@ -444,7 +432,7 @@ def test_another_end_of_the_models_ends_a_turn_in_the_templates_place() -> None:
     assert c.tokenizer.decode(c.following("ok", [5])) == "<|eot_id|>" + answer
 
 
-def test_an_end_never_takes_the_place_of_the_next_messages_header() -> None:
+def test_an_end_never_takes_the_place_of_the_next_messages_header():
     """GLM closes no turn: the next header does, which the model samples, or another end instead of it."""
     tokenizer = with_controls(GLM, "<|endoftext|>", "<|user|>", "<|assistant|>", "<|observation|>")
     eos, user, other = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|user|>", "<|observation|>"])
@@ -455,7 +443,7 @@ def test_an_end_never_takes_the_place_of_the_next_messages_header() -> None:
         assert c.tokenizer.decode(c.following("ok", action)) == "<|user|>\nok<|assistant|>\n"
 
 
-def test_a_template_never_learns_the_date(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_template_never_learns_the_date(caplog):
     tokenizer = with_controls(LLAMA3, "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>")
     assert "26 Jul 2024" not in tokenizer.apply_chat_template(
         [{"role": "user", "content": "hi"}], tokenize=False
@@ -467,32 +455,29 @@ def test_a_template_never_learns_the_date(caplog: pytest.LogCaptureFixture) -> N
     assert [line for line in caplog.messages if "always 26 Jul 2024" in line] == caplog.messages != []
 
 
-def test_a_clock_that_cannot_be_stopped_is_refused() -> None:
-    with pytest.raises(
-        AgentPeftError, match="writes the present time, so no two runs would read the same tokens"
-    ):
-        ChatTokenizer(byte_level("{% set form = '%H' %}{{ strftime_now(form) }}" + SMOLLM2))
-
-
-def test_roles_that_there_are_not() -> None:
+def test_roles_that_there_are_not():
     with pytest.raises(
         AgentPeftError, match="a message has the role 'human'; the roles are system, user, assistant"
     ):
         chat("smollm2").opening([Message("human", "hi")])  # type: ignore[arg-type]
 
 
-def test_a_broken_template_names_its_line() -> None:
-    with pytest.raises(AgentPeftError, match=r"the chat template is broken: line 2: .*; repair it") as raised:
-        ChatTokenizer(byte_level("{% for m in messages %}\n{{ m['content' }}{% endfor %}"))
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (ROUNDS, "frames each turn differently"),
+        ("{% set form = '%H' %}{{ strftime_now(form) }}" + SMOLLM2, "writes the present time"),
+        ("{% for m in messages %}\n{{ m['content' }}{% endfor %}", "is broken: line 2: .*; repair it"),
+    ],
+    ids=["numbered rounds", "a clock", "a mistake"],
+)
+def test_templates_that_are_refused(template, message):
+    with pytest.raises(AgentPeftError, match=f"the chat template {message}") as raised:
+        ChatTokenizer(byte_level(template))
     assert "\n" not in str(raised.value)
 
 
-def test_numbered_rounds_are_refused() -> None:
-    with pytest.raises(AgentPeftError, match="frames each turn differently"):
-        ChatTokenizer(byte_level(ROUNDS))
-
-
-def test_no_template_means_the_plain_one() -> None:
+def test_no_template_means_the_plain_one():
     c = ChatTokenizer(byte_level(None))
     opening = c.tokenizer.decode(c.opening([Message("system", "Be brief."), Message("user", "hi")]))
     assert opening == "System:\nBe brief.\n\nUser:\nhi\n\nAssistant:\n"
@@ -504,7 +489,7 @@ def test_no_template_means_the_plain_one() -> None:
     assert c.append_only
 
 
-def test_bos_is_written_where_the_tokenizer_writes_it() -> None:
+def test_bos_is_written_where_the_tokenizer_writes_it():
     backend = Tokenizer.from_str(byte_level(None).backend_tokenizer.to_str())
     backend.post_processor = processors.TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", backend.token_to_id("<bos>"))]
@@ -516,7 +501,7 @@ def test_bos_is_written_where_the_tokenizer_writes_it() -> None:
     assert c.following("a", [])[0] != c.tokenizer.bos_token_id
 
 
-def test_a_turn_must_be_able_to_end() -> None:
+def test_a_turn_must_be_able_to_end():
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(byte_level(None).backend_tokenizer.to_str())
     )
@@ -524,7 +509,7 @@ def test_a_turn_must_be_able_to_end() -> None:
         ChatTokenizer(tokenizer)
 
 
-def test_prefix_spaces_are_noticed() -> None:
+def test_prefix_spaces_are_noticed():
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(byte_level(None).backend_tokenizer.to_str()),
         eos_token="<|im_end|>",
@@ -537,7 +522,7 @@ def test_prefix_spaces_are_noticed() -> None:
         ChatTokenizer(tokenizer)
 
 
-def test_decoding_is_lenient_and_drops_special_tokens_only_at_the_end() -> None:
+def test_decoding_is_lenient_and_drops_special_tokens_only_at_the_end():
     c = chat("smollm2")
     end, start = c.tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|im_start|>"])
     whole = c.action_tokens("é")[:-1]
@@ -553,9 +538,7 @@ stops = st.lists(st.text(alphabet="ab`\né🙂 ", min_size=1, max_size=4), min_s
 @pytest.mark.parametrize("name", ["smollm2", "sentencepiece"])
 @given(text=st.text(alphabet="ab`\né🙂 hello", max_size=30), stop=stops)
 @settings(max_examples=200, deadline=None)
-def test_stop_strings_are_seen_at_the_first_token_that_completes_one(
-    name: str, text: str, stop: list[str]
-) -> None:
+def test_stop_strings_are_seen_at_the_first_token_that_completes_one(name, text, stop):
     c = chat(name)
     matcher = StopMatcher([s.encode() for s in stop], c.token_bytes)
     tokens = c.tokenizer.encode(text, add_special_tokens=False)
@@ -567,7 +550,7 @@ def test_stop_strings_are_seen_at_the_first_token_that_completes_one(
     ]
 
 
-def test_the_bytes_of_a_token_are_what_it_decodes_to() -> None:
+def test_the_bytes_of_a_token_are_what_it_decodes_to():
     for name in ("smollm2", "sentencepiece"):
         c = chat(name)
         for token in range(len(c.tokenizer)):
@@ -575,7 +558,7 @@ def test_the_bytes_of_a_token_are_what_it_decodes_to() -> None:
         assert c.token_bytes(len(c.tokenizer) + 5) == b""  # padded embeddings
 
 
-def test_stop_matchers_are_independent_and_none_never_stops() -> None:
+def test_stop_matchers_are_independent_and_none_never_stops():
     c = ChatTokenizer(byte_level(SMOLLM2))
     tokens = c.action_tokens("SELECT 1\n```\nmore")
     first, second, none = (
@@ -587,7 +570,7 @@ def test_stop_matchers_are_independent_and_none_never_stops() -> None:
     assert not any(none.push(t) for t in tokens)
 
 
-def test_the_real_smollm2(smollm2: Path) -> None:
+def test_the_real_smollm2(smollm2):
     c = ChatTokenizer(AutoTokenizer.from_pretrained(smollm2))
     messages = [
         Message("user", "How many rows?\n\n  3  <|im_end|>"),
@@ -598,15 +581,14 @@ def test_the_real_smollm2(smollm2: Path) -> None:
     action = c.action_tokens("It is 3.")
     tokens = c.opening(messages[:1]) + action + c.following("Thanks.", action)
     assert tokens == c.opening(messages)
-    assert (
-        tokens.count(2) == 4 and tokens.count(1) == 5
-    )  # system, user, assistant, user; and the generation prompt
+    # system, user, assistant, user; and the generation prompt
+    assert tokens.count(2) == 4 and tokens.count(1) == 5
     clean = [Message("user", "How many rows?\n\n  3"), *messages[1:]]
     assert c.opening(clean) == rendered(c, clean)
 
 
 @pytest.mark.parametrize("odd", ["\ud800", "a\udfff", "\ud83d\ude00", "\ufeff", "\x00\x1b\u202e"])
-def test_half_a_character_is_replaced_and_any_other_kept(odd: str) -> None:
+def test_half_a_character_is_replaced_and_any_other_kept(odd):
     """A world may say anything, also what no tokenizer takes."""
     c = ChatTokenizer(byte_level(SMOLLM2))
     read = c.tokenizer.decode(c.following(odd, [min(c.end_of_turn)]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -64,9 +63,7 @@ def value_gradient(policy: Policy, batch: Batch) -> tuple[list[Tensor], Tensor |
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma3_text", "gemma2"])
-def test_a_value_is_read_where_its_token_is_predicted(
-    kind: str, packing: bool, make_policy: MakePolicy
-) -> None:
+def test_a_value_is_read_where_its_token_is_predicted(kind, packing, make_policy):
     """Row by row, from the model's own hidden states, with no code of ours but the head."""
     policy, batch = with_critic(make_policy(kind, packing=packing, lora=kind != "gpt2")), make_batch()
     expected = torch.zeros(batch.tokens.shape)
@@ -91,7 +88,7 @@ def test_a_value_is_read_where_its_token_is_predicted(
     assert policy.packing == packing
 
 
-def test_a_fresh_critic_says_nothing_and_disturbs_nothing(make_policy: MakePolicy) -> None:
+def test_a_fresh_critic_says_nothing_and_disturbs_nothing(make_policy):
     policy, batch = make_policy(), make_batch()
     before = policy.forward(batch, PLAIN, entropy=True)
     assert before.values is None
@@ -106,7 +103,7 @@ def test_a_fresh_critic_says_nothing_and_disturbs_nothing(make_policy: MakePolic
     )
 
 
-def test_values_do_not_depend_on_the_scale_of_hidden_states() -> None:
+def test_values_do_not_depend_on_the_scale_of_hidden_states():
     head = ValueHead(64)
     torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(0))
     states = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
@@ -114,7 +111,7 @@ def test_values_do_not_depend_on_the_scale_of_hidden_states() -> None:
     assert head(states.bfloat16()).dtype == torch.float32
 
 
-def test_a_policy_without_a_critic_says_so(make_policy: MakePolicy) -> None:
+def test_a_policy_without_a_critic_says_so(make_policy):
     with pytest.raises(ValueError, match="attach_value_head"):
         make_policy().values(make_batch())
 
@@ -122,7 +119,7 @@ def test_a_policy_without_a_critic_says_so(make_policy: MakePolicy) -> None:
 # -- whom it teaches -----------------------------------------------------------------------------------------
 
 
-def test_the_value_loss_reaches_the_adapter(make_policy: MakePolicy) -> None:
+def test_the_value_loss_reaches_the_adapter(make_policy):
     """The seed's critic under LoRA got no gradient; this one does, and gives it."""
     policy, batch = with_critic(make_policy()), make_batch()
     trunk, head = value_gradient(policy, batch)
@@ -132,7 +129,7 @@ def test_the_value_loss_reaches_the_adapter(make_policy: MakePolicy) -> None:
     assert all(p.grad is None for p in policy.model.parameters() if not p.requires_grad)
 
 
-def test_the_first_gradient_is_the_heads_alone(make_policy: MakePolicy) -> None:
+def test_the_first_gradient_is_the_heads_alone(make_policy):
     """w = 0: the model under it is asked for nothing until the critic has learned something."""
     policy = make_policy()
     policy.attach_value_head(detach=False)
@@ -141,7 +138,7 @@ def test_the_first_gradient_is_the_heads_alone(make_policy: MakePolicy) -> None:
     assert head is not None and bool(head.any())
 
 
-def test_a_critic_may_be_kept_from_the_trunk(make_policy: MakePolicy) -> None:
+def test_a_critic_may_be_kept_from_the_trunk(make_policy):
     batch = make_batch()
     trunk, head = value_gradient(with_critic(make_policy(), detach=True), batch)
     assert trunk == []
@@ -152,14 +149,13 @@ def test_a_critic_may_be_kept_from_the_trunk(make_policy: MakePolicy) -> None:
 @pytest.mark.parametrize(
     "pieces", [[[0, 1, 2, 3, 4, 5, 6]], [[0, 2], [5, 1, 3], [4], [6]]], ids=["whole", "cut"]
 )
-def test_packed_and_padded_teach_the_same(pieces: list[list[int]], make_policy: MakePolicy) -> None:
+def test_packed_and_padded_teach_the_same(pieces, make_policy):
     batch = make_batch()
     found = []
     for packing, parts in ((True, pieces), (False, [[0, 1, 2, 3, 4, 5, 6]])):
         policy = with_critic(make_policy(packing=packing))
-        gradients = [
-            value_gradient(policy, batch.select(rows)) for rows in parts
-        ]  # the head's adds up by itself
+        # the head's adds up by itself
+        gradients = [value_gradient(policy, batch.select(rows)) for rows in parts]
         summed = [
             torch.stack(parameter).sum(0)
             for parameter in zip(*(trunk for trunk, _ in gradients), strict=True)
@@ -172,9 +168,7 @@ def test_packed_and_padded_teach_the_same(pieces: list[list[int]], make_policy: 
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "whole"])
-def test_it_is_saved_beside_the_policy_and_comes_back(
-    lora: bool, make_policy: MakePolicy, tmp_path: Path
-) -> None:
+def test_it_is_saved_beside_the_policy_and_comes_back(lora, make_policy, tmp_path):
     policy, batch = with_critic(make_policy(lora=lora)), make_batch()
     policy.save(tmp_path)
     fresh = make_policy(lora=lora)
@@ -193,7 +187,7 @@ def test_it_is_saved_beside_the_policy_and_comes_back(
 @pytest.mark.filterwarnings(
     "ignore:.*is_gradient_checkpointing:FutureWarning"
 )  # between PEFT and Transformers
-def test_peft_and_transformers_need_not_know(make_policy: MakePolicy, tmp_path: Path) -> None:
+def test_peft_and_transformers_need_not_know(make_policy, tmp_path):
     policy, tokens = with_critic(make_policy()), torch.tensor([[1, 5, 6, 7]])
     policy.save(tmp_path / "adapter")
     theirs = PeftModel.from_pretrained(make_policy(lora=False).model, str(tmp_path / "adapter")).eval()
@@ -219,9 +213,7 @@ def test_peft_and_transformers_need_not_know(make_policy: MakePolicy, tmp_path: 
     ],
     ids=["gone", "torn", "another model", "another tensor"],
 )
-def test_a_critic_that_does_not_fit_is_one_line(
-    spoil, message: str, make_policy: MakePolicy, tmp_path: Path
-) -> None:
+def test_a_critic_that_does_not_fit_is_one_line(spoil, message, make_policy, tmp_path):
     policy = with_critic(make_policy())
     policy.save(tmp_path)
     spoil(tmp_path / WEIGHTS)

@@ -16,7 +16,7 @@ from agent_peft.reports.page import write_report
 from agent_peft.rollout.statistics import summarize
 from agent_peft.runs.evaluations import write_evaluation
 from agent_peft.runs.trajectories import write_trajectories
-from agent_peft.training.token_values import TokenValues
+from agent_peft.training.step_metrics import TokenValues
 from agent_peft.types import Group, Message, Outcome, StopReason, Task, Trajectory, Turn
 
 HOSTILE = "</script><script>boom()</script>\x1b[31mred\x00nul\u202edrow <img src=x onerror=boom()> é€😀"

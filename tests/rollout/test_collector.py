@@ -18,7 +18,7 @@ from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine import schedule as clock
 from agent_peft.policies.engine.base import EngineConfig, Sampler
 from agent_peft.policies.engine.decoding import AHEAD
-from agent_peft.policies.models.character_tokenizer import character_tokenizer
+from agent_peft.policies.models.tokenizer import character_tokenizer
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer
@@ -156,7 +156,7 @@ def check(trajectory: Trajectory, engine: Sampler, sampling: SamplingConfig = SA
     assert [x for turn in trajectory.turns for x in turn.logprobs] == pytest.approx(own, abs=1e-4)
 
 
-def test_groups_come_in_the_tasks_order_with_consistent_turns(engine: Sampler) -> None:
+def test_groups_come_in_the_tasks_order_with_consistent_turns(engine):
     environment = Counting([1, 3, 2, 4])
     collection = collect(engine, environment)
     assert [group.task for group in collection.groups] == list(environment.tasks)
@@ -177,7 +177,7 @@ def test_groups_come_in_the_tasks_order_with_consistent_turns(engine: Sampler) -
     assert environment.opened == environment.closed == Counter({task.id: 3 for task in environment.tasks})
 
 
-def test_the_seed_decides_and_what_is_around_does_not(engine: Sampler) -> None:
+def test_the_seed_decides_and_what_is_around_does_not(engine):
     environment = Counting([1, 3, 2, 4])
     tokens = [[t.tokens for t in group.trajectories] for group in collect(engine, environment).groups]
     assert tokens == [[t.tokens for t in group.trajectories] for group in collect(engine, environment).groups]
@@ -193,7 +193,7 @@ def test_the_seed_decides_and_what_is_around_does_not(engine: Sampler) -> None:
     )
 
 
-def test_arithmetic(engine: Sampler) -> None:
+def test_arithmetic(engine):
     environment = load_environment({"kind": "arithmetic", "num_tasks": 5, "digits": 1})
     collection = collect(engine, environment, 4)
     assert [group.task.id for group in collection.groups] == [task.id for task in environment.tasks]
@@ -224,7 +224,7 @@ def text_engine() -> Sampler:
     return load_sampler(Policy(model, ChatTokenizer(tokenizer)), EngineConfig(rows=4))
 
 
-def test_db_bench(text_engine: Sampler) -> None:
+def test_db_bench(text_engine):
     environment = load_environment({"kind": "db_bench", "generate": {"num_tasks": 3}, "max_turns": 2})
     sampling = SamplingConfig(max_new_tokens=8, max_tokens=6000)
     collection = collect(text_engine, environment, 2, sampling)
@@ -239,7 +239,7 @@ def test_db_bench(text_engine: Sampler) -> None:
 # -- limits --------------------------------------------------------------------------------------------------
 
 
-def test_an_episode_that_runs_out_of_tokens_is_cut_and_told(engine: Sampler) -> None:
+def test_an_episode_that_runs_out_of_tokens_is_cut_and_told(engine):
     environment = Counting([40, 40, 1])
     sampling = SamplingConfig(max_new_tokens=6, max_tokens=24)
     collection = collect(engine, environment, 4, sampling)
@@ -254,9 +254,7 @@ def test_an_episode_that_runs_out_of_tokens_is_cut_and_told(engine: Sampler) -> 
     assert environment.opened == environment.closed
 
 
-def test_no_more_episodes_are_open_than_the_engine_has_rows_and_a_few(
-    tiny_llama: LlamaForCausalLM, char_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_no_more_episodes_are_open_than_the_engine_has_rows_and_a_few(tiny_llama, char_tokenizer):
     engine = load_sampler(Policy(tiny_llama, ChatTokenizer(char_tokenizer)), EngineConfig(rows=8))
     environment = Counting([1 + i % 3 for i in range(200)], {f"t{i}": {"step": 1} for i in range(0, 200, 40)})
     collection = collect(engine, environment, 1)
@@ -265,7 +263,7 @@ def test_no_more_episodes_are_open_than_the_engine_has_rows_and_a_few(
     assert environment.opened == environment.closed and 8 < environment.peak <= 8 + AHEAD
 
 
-def test_an_episode_is_closed_when_it_ends_and_not_at_the_end_of_the_trip(engine: Sampler) -> None:
+def test_an_episode_is_closed_when_it_ends_and_not_at_the_end_of_the_trip(engine):
     class Watching(Counting):
         def episode(self, task: Task, seed: int) -> Episode:
             left.append(self.opened.total() - self.closed.total())
@@ -277,9 +275,7 @@ def test_an_episode_is_closed_when_it_ends_and_not_at_the_end_of_the_trip(engine
     assert len(left) == 40 and max(left) < 5 + AHEAD, "when another is opened"
 
 
-def test_whatever_ends_a_collection_nothing_stays_open(
-    engine: Sampler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whatever_ends_a_collection_nothing_stays_open(engine, monkeypatch):
     forward, calls = engine.policy.read, [0]
 
     def read(*arguments: Any, **inputs: Any) -> Any:
@@ -295,9 +291,7 @@ def test_whatever_ends_a_collection_nothing_stays_open(
     assert environment.opened == environment.closed and 5 <= environment.opened.total() < 40
 
 
-def test_a_schedule_is_handed_up_and_can_be_followed(
-    engine: Sampler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_schedule_is_handed_up_and_can_be_followed(engine, monkeypatch):
     for name in ("PATIENCE", "FIRST_PATIENCE"):
         monkeypatch.setattr(clock, name, 0.0)
     seconds = random.Random(0)
@@ -323,7 +317,7 @@ def test_a_schedule_is_handed_up_and_can_be_followed(
     assert len(run().schedule) == 2, "each attempt has its own"
 
 
-def test_actions_that_a_limit_ended_are_marked(engine: Sampler) -> None:
+def test_actions_that_a_limit_ended_are_marked(engine):
     end = min(engine.policy.chat.end_of_turn)
     sampling = SamplingConfig(temperature=2.0, max_new_tokens=5, max_tokens=60, stop=("3", "+-"))
     reached = set()
@@ -342,7 +336,7 @@ def test_actions_that_a_limit_ended_are_marked(engine: Sampler) -> None:
 
 
 @pytest.mark.parametrize("where", ["episode", "start", "step"])
-def test_an_episode_whose_environment_fails_is_tried_again(where: str, engine: Sampler) -> None:
+def test_an_episode_whose_environment_fails_is_tried_again(where, engine):
     environment = Counting([2, 2], {"t1": {where: 1}})
     collection = collect(engine, environment)
     assert collection.failures == 1 and [len(group.trajectories) for group in collection.groups] == [3, 3]
@@ -354,9 +348,7 @@ def test_an_episode_whose_environment_fails_is_tried_again(where: str, engine: S
 
 
 @pytest.mark.parametrize("where", ["episode", "start"])
-def test_what_fails_again_and_again_before_the_agent_acts_is_dropped_and_counted(
-    where: str, engine: Sampler, caplog: Any
-) -> None:
+def test_what_fails_again_and_again_before_the_agent_acts_is_dropped_and_counted(where, engine, caplog):
     environment = Counting([2, 1, 3], {"t1": {where: 10**6}, "t2": {where: ATTEMPTS * 3 - 2}})
     collection = collect(engine, environment)
     assert [len(group.trajectories) for group in collection.groups] == [3, 0, 2]
@@ -378,9 +370,7 @@ def test_what_fails_again_and_again_before_the_agent_acts_is_dropped_and_counted
     )
 
 
-def test_what_fails_again_and_again_after_an_action_is_incorrect_and_told(
-    engine: Sampler, caplog: Any
-) -> None:
+def test_what_fails_again_and_again_after_an_action_is_incorrect_and_told(engine, caplog):
     environment = Counting([2, 3], {"t1": {"step": 10**6}})
     collection = collect(engine, environment)
     assert [len(group.trajectories) for group in collection.groups] == [3, 3]
@@ -402,9 +392,7 @@ def test_what_fails_again_and_again_after_an_action_is_incorrect_and_told(
 
 
 @pytest.mark.parametrize("where", ["episode", "start", "step"])
-def test_a_fault_of_another_kind_is_told_and_counted_and_ends_nothing(
-    where: str, engine: Sampler, caplog: Any
-) -> None:
+def test_a_fault_of_another_kind_is_told_and_counted_and_ends_nothing(where, engine, caplog):
     environment = Counting([2, 2, 2], {"t1": {where: 2}}, error=ZeroDivisionError)
     collection = collect(engine, environment)
     assert environment.opened == environment.closed
@@ -422,7 +410,7 @@ def test_a_fault_of_another_kind_is_told_and_counted_and_ends_nothing(
     )
 
 
-def test_a_mistake_of_the_users_is_told_before_the_agent_acts(engine: Sampler) -> None:
+def test_a_mistake_of_the_users_is_told_before_the_agent_acts(engine):
     environment = Counting([2, 2], {"t1": {"start": 1}}, error=AgentPeftError)
     with pytest.raises(AgentPeftError, match="start of t1"):
         collect(engine, environment)
@@ -433,14 +421,14 @@ def test_a_mistake_of_the_users_is_told_before_the_agent_acts(engine: Sampler) -
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("where", ["start", "step"])
-def test_who_wants_to_stop_can_stop(where: str, error: type[Exception], engine: Sampler) -> None:
+def test_who_wants_to_stop_can_stop(where, error, engine):
     environment = Counting([2, 2], {"t1": {where: 1}}, error=error)
     with pytest.raises(error):
         collect(engine, environment)
     assert environment.opened == environment.closed
 
 
-def test_a_prompt_that_cannot_be_encoded_closes_its_episode(engine: Sampler) -> None:
+def test_a_prompt_that_cannot_be_encoded_closes_its_episode(engine):
     environment = load_environment({"kind": "db_bench", "generate": {"num_tasks": 1}})
     with pytest.raises(AgentPeftError, match="lacks the characters"):
         collect(engine, environment)
@@ -449,7 +437,7 @@ def test_a_prompt_that_cannot_be_encoded_closes_its_episode(engine: Sampler) -> 
 # -- demonstrations ------------------------------------------------------------------------------------------
 
 
-def test_a_demonstration_is_replayed_in_the_environment(engine: Sampler) -> None:
+def test_a_demonstration_is_replayed_in_the_environment(engine):
     environment, chat = Counting([3]), engine.policy.chat
     trajectory = demonstrate(environment, environment.tasks[0], chat, REWARDS, seed=0)
     assert [list(turn.action) for turn in trajectory.turns] == [chat.action_tokens(str(i)) for i in range(3)]
@@ -463,7 +451,7 @@ def test_a_demonstration_is_replayed_in_the_environment(engine: Sampler) -> None
     [{"kind": "arithmetic", "num_tasks": 6}, {"kind": "db_bench", "generate": {"num_tasks": 6}}],
     ids=lambda config: config["kind"],
 )
-def test_golds_of_real_environments_are_correct(config: dict[str, Any], text_engine: Sampler) -> None:
+def test_golds_of_real_environments_are_correct(config, text_engine):
     environment, chat = load_environment(config), text_engine.policy.chat
     for task in environment.tasks:
         trajectory = demonstrate(environment, task, chat, REWARDS, seed=0)
@@ -477,9 +465,7 @@ def test_golds_of_real_environments_are_correct(config: dict[str, Any], text_eng
 
 @pytest.mark.parametrize("where", ["episode", "start", "step"])
 @pytest.mark.parametrize("error", [InfrastructureError, ZeroDivisionError, AgentPeftError])
-def test_a_demonstration_that_breaks_is_one_line_and_closed(
-    where: str, error: type[Exception], engine: Sampler
-) -> None:
+def test_a_demonstration_that_breaks_is_one_line_and_closed(where, error, engine):
     environment = Counting([3], {"t0": {where: 1}}, error=error)
     with pytest.raises(AgentPeftError, match=f"{where} of t0") as raised:
         demonstrate(environment, environment.tasks[0], engine.policy.chat, REWARDS, seed=0)
@@ -491,7 +477,7 @@ def test_a_demonstration_that_breaks_is_one_line_and_closed(
     assert environment.opened == environment.closed
 
 
-def test_without_a_demonstration_it_says_so(engine: Sampler) -> None:
+def test_without_a_demonstration_it_says_so(engine):
     environment = Counting([0])
     with pytest.raises(AgentPeftError, match="task t0: the environment has no demonstration"):
         demonstrate(environment, environment.tasks[0], engine.policy.chat, REWARDS, seed=0)
@@ -502,7 +488,7 @@ class Unfinished(Counting):
         return ["0"]
 
 
-def test_a_demonstration_that_does_not_end_its_episode_is_a_mistake(engine: Sampler) -> None:
+def test_a_demonstration_that_does_not_end_its_episode_is_a_mistake(engine):
     environment = Unfinished([3])
     with pytest.raises(AgentPeftError, match="task t0: its demonstration does not end the episode"):
         demonstrate(environment, environment.tasks[0], engine.policy.chat, REWARDS, seed=0)

@@ -74,14 +74,12 @@ def replayed(environment: Environment, chat: ChatTokenizer) -> list[Trajectory]:
         ),
     ],
 )
-def test_what_the_sampler_could_not_say(
-    actions: list[str], limits: dict[str, Any], reason: str | None, chat: ChatTokenizer
-) -> None:
+def test_what_the_sampler_could_not_say(actions, limits, reason, chat):
     (trajectory, _) = replayed(Shown(actions), chat)
     assert unsayable_because(trajectory, chat, SamplingConfig(**limits)) == reason
 
 
-def test_an_episode_has_a_limit_too(chat: ChatTokenizer) -> None:
+def test_an_episode_has_a_limit_too(chat):
     (trajectory, _) = replayed(Shown(["12", "3"]), chat)
     length = len(trajectory.tokens) - 1
     assert unsayable_because(trajectory, chat, SamplingConfig(max_tokens=length)) is None
@@ -89,9 +87,7 @@ def test_an_episode_has_a_limit_too(chat: ChatTokenizer) -> None:
     assert unsayable_because(trajectory, chat, SamplingConfig(max_tokens=length - 1)) == told
 
 
-def test_faults_are_counted_every_time_and_told_once(
-    chat: ChatTokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_faults_are_counted_every_time_and_told_once(chat, caplog):
     groups = [Group(t.task, [t]) for t in replayed(Shown(["12"], Outcome.INCORRECT), chat)]
     check = DemonstrationCheck(chat, SamplingConfig(max_new_tokens=1))
     with caplog.at_level(logging.WARNING):
@@ -108,14 +104,14 @@ def test_faults_are_counted_every_time_and_told_once(
     )
 
 
-def test_right_demonstrations_are_not_told(chat: ChatTokenizer, caplog: pytest.LogCaptureFixture) -> None:
+def test_right_demonstrations_are_not_told(chat, caplog):
     groups = [Group(t.task, [t]) for t in replayed(Shown(["12"]), chat)]
     found = DemonstrationCheck(chat, SamplingConfig()).count(groups)
     assert found == {"demonstrations_incorrect": 0.0, "demonstrations_unsayable": 0.0} and not caplog.messages
 
 
 @pytest.mark.parametrize("actions", ["rome", [1], 5, [["a"]]])
-def test_a_demonstration_that_is_no_list_of_texts_is_one_line(actions: Any, chat: ChatTokenizer) -> None:
+def test_a_demonstration_that_is_no_list_of_texts_is_one_line(actions, chat):
     """A text is a sequence of texts, too: its first letter would be trained on."""
     with pytest.raises(
         AgentPeftError, match=r"task t0: its demonstration must be a list of texts, one for each turn; got"

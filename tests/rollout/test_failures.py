@@ -232,9 +232,7 @@ DEFECTS = {
 
 
 @pytest.mark.parametrize("trouble", [*CRASHES.values(), *DEFECTS.values()], ids=[*CRASHES, *DEFECTS])
-def test_a_policy_that_breaks_its_world_or_its_environment_reports_the_success_it_has(
-    trouble: Any, engine: Sampler
-) -> None:
+def test_a_policy_that_breaks_its_world_or_its_environment_reports_the_success_it_has(trouble, engine):
     plain, broken = collect(engine, Worlds()), collect(engine, Worlds(trouble))
     successes = [t.outcome is Outcome.CORRECT for t in trajectories(plain)]
     assert 0 < sum(successes) < len(successes)
@@ -254,7 +252,7 @@ def test_a_policy_that_breaks_its_world_or_its_environment_reports_the_success_i
     assert paired_test(honest, reported).difference == 0.0
 
 
-def test_worlds_that_do_not_start_again_are_the_agents_doing(engine: Sampler) -> None:
+def test_worlds_that_do_not_start_again_are_the_agents_doing(engine):
     """The attempt that came to an action decides, not the ones that came to none."""
     plain = collect(engine, Worlds())
 
@@ -268,7 +266,7 @@ def test_worlds_that_do_not_start_again_are_the_agents_doing(engine: Sampler) ->
     assert broken.crashed == sum(t.outcome is Outcome.INCORRECT for t in trajectories(plain)) > 0
 
 
-def test_a_defect_in_the_replay_is_counted_and_the_crash_stays_the_agents(engine: Sampler) -> None:
+def test_a_defect_in_the_replay_is_counted_and_the_crash_stays_the_agents(engine):
     def trouble(world: World, action: str) -> None:
         if world.last and not right(action) and world.number == 1:
             raise InfrastructureError("gone")
@@ -280,7 +278,7 @@ def test_a_defect_in_the_replay_is_counted_and_the_crash_stays_the_agents(engine
     assert broken.defects == (ATTEMPTS - 1) * broken.crashed > 0
 
 
-def test_a_crash_is_no_way_out_of_a_price(engine: Sampler) -> None:
+def test_a_crash_is_no_way_out_of_a_price(engine):
     """Where running out of turns costs more than being wrong, the agent that crashes instead pays that."""
     rewards = RewardConfig(incorrect=-0.1, turn_limit=-0.7, timeout=-0.2)
     for trouble in (crash, lose(TypeError())):
@@ -292,8 +290,8 @@ def test_a_crash_is_no_way_out_of_a_price(engine: Sampler) -> None:
     "body", ["return float('nan')", "raise KeyError(trajectory.messages[-1].content)", "return 1j"]
 )
 def test_a_reward_term_that_fails_at_a_reply_is_a_defect_and_worth_nothing(
-    body: str, engine: Sampler, tmp_path: Any, monkeypatch: Any
-) -> None:
+    body, engine, tmp_path, monkeypatch
+):
     module = f"odd_terms_{tmp_path.name.replace('-', '_')}"
     condition = "sum(map(ord, trajectory.messages[-1].content)) % 2 == 0"
     (tmp_path / f"{module}.py").write_text(
@@ -308,7 +306,7 @@ def test_a_reward_term_that_fails_at_a_reply_is_a_defect_and_worth_nothing(
     assert {t.reward for t in trajectories(found) if t not in odd} == {-0.1 + 0.5}
 
 
-def test_warnings_are_few_and_printable(engine: Sampler, caplog: Any) -> None:
+def test_warnings_are_few_and_printable(engine, caplog):
     def trouble(world: World, action: str) -> None:
         raise InfrastructureError("gone\nforged line" + "x" * 10_000)
 
@@ -324,7 +322,7 @@ def test_warnings_are_few_and_printable(engine: Sampler, caplog: Any) -> None:
 
 
 @pytest.mark.parametrize("turn", [1, 2, 3])
-def test_a_failure_that_passes_changes_nothing_in_what_the_policy_draws(turn: int, engine: Sampler) -> None:
+def test_a_failure_that_passes_changes_nothing_in_what_the_policy_draws(turn, engine):
     def trouble(world: World, action: str) -> None:
         if world.number == 1 and world.turn == turn and world.task.id != "t1":
             raise InfrastructureError("the network is down")
@@ -339,7 +337,7 @@ def test_a_failure_that_passes_changes_nothing_in_what_the_policy_draws(turn: in
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
 
 
-def test_failures_at_one_turn_after_the_other_are_followed(engine: Sampler) -> None:
+def test_failures_at_one_turn_after_the_other_are_followed(engine):
     def trouble(world: World, action: str) -> None:
         if world.turn == world.number and world.number < ATTEMPTS:
             raise InfrastructureError("the network is down again")
@@ -349,7 +347,7 @@ def test_failures_at_one_turn_after_the_other_are_followed(engine: Sampler) -> N
     assert failed.crashed == 0 and failed.failures == (ATTEMPTS - 1) * 6 * 4
 
 
-def test_what_was_answered_is_kept_where_a_later_action_is_not(engine: Sampler) -> None:
+def test_what_was_answered_is_kept_where_a_later_action_is_not(engine):
     """The record is that of the attempt that came farthest: the second turn, which only the second world
     answered, and the third.
     """
@@ -366,7 +364,7 @@ def test_what_was_answered_is_kept_where_a_later_action_is_not(engine: Sampler) 
     }
 
 
-def test_a_replay_keeps_to_the_room_that_there_was(engine: Sampler) -> None:
+def test_a_replay_keeps_to_the_room_that_there_was(engine):
     """Where the first world's answer would not have fitted, neither does the replayed one."""
 
     def talks(world: World, action: str) -> StepResult | None:
@@ -382,7 +380,7 @@ def test_a_replay_keeps_to_the_room_that_there_was(engine: Sampler) -> None:
     assert trajectories(failed) == trajectories(plain)
 
 
-def test_a_world_that_cannot_be_closed_is_told_and_counted(engine: Sampler, caplog: Any) -> None:
+def test_a_world_that_cannot_be_closed_is_told_and_counted(engine, caplog):
     class Clinging(Worlds):
         def episode(self, task: Task, seed: int) -> World:
             return ClingingWorld(self, task, seed, 1)
@@ -401,9 +399,7 @@ def test_a_world_that_cannot_be_closed_is_told_and_counted(engine: Sampler, capl
     assert not any(line.startswith("forged") for line in caplog.messages)
 
 
-def test_a_defect_is_told_once_however_often_it_is_met_and_never_at_length(
-    engine: Sampler, caplog: Any
-) -> None:
+def test_a_defect_is_told_once_however_often_it_is_met_and_never_at_length(engine, caplog):
     def trouble(world: World, action: str) -> None:
         def deeper(left: int) -> None:
             if left:
@@ -427,7 +423,7 @@ class Speechless(Exception):
 
 
 @pytest.mark.parametrize("kind", [Speechless, type("Gone", (Speechless, InfrastructureError), {})])
-def test_an_error_that_cannot_say_what_it_is(kind: type[Exception], engine: Sampler) -> None:
+def test_an_error_that_cannot_say_what_it_is(kind, engine):
     assert {t.outcome for t in trajectories(collect(engine, Worlds(lose(kind()))))} == {
         Outcome.CORRECT,
         Outcome.INCORRECT,
@@ -452,9 +448,7 @@ HAPPENS: dict[str, Callable[[], Any]] = {
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(happens=st.lists(st.sampled_from(sorted(HAPPENS)), min_size=1, max_size=30), dies=st.booleans())
-def test_whatever_a_world_does_every_episode_that_acted_has_one_outcome(
-    engine: Sampler, happens: list[str], dies: bool
-) -> None:
+def test_whatever_a_world_does_every_episode_that_acted_has_one_outcome(engine, happens, dies):
     calls = itertools.cycle(happens)
 
     def trouble(world: World, action: str) -> Any:
@@ -468,9 +462,8 @@ def test_whatever_a_world_does_every_episode_that_acted_has_one_outcome(
 
     collector = Collector(Worlds(tasks=1), engine)
     collect_again = partial(collector.collect, group_size=4, sampling=SAMPLING, rewards=REWARDS, seed=0)
-    collect_again(
-        collector.environment.tasks
-    )  # where every episode of the first step ends by a defect, the run does, too
+    # where every episode of the first step ends by a defect, the run does, too
+    collect_again(collector.environment.tasks)
     collector.environment = Worlds(trouble, tasks=2)
     found = collect_again(collector.environment.tasks)
     assert not collector.environment.open, "every episode is closed"

@@ -16,7 +16,7 @@ from agent_peft.batch import collate_groups
 from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticConfig
 from agent_peft.environments.chat import Chat, ChatConfig
 from agent_peft.environments.preferences import Preferences, PreferencesConfig
-from agent_peft.policies.models.character_tokenizer import character_tokenizer
+from agent_peft.policies.models.tokenizer import character_tokenizer
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.ranks import ALONE
 from agent_peft.rollout.collector import Collection

@@ -19,8 +19,7 @@ from agent_peft.policies.engine.base import Sampler
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.policy import Policy
 from agent_peft.rollout.collector import Collection, CollectionSchedule
-from agent_peft.rollout.refill import is_constant, other_tasks
-from agent_peft.rollout.sources import Rollouts
+from agent_peft.rollout.sources import Rollouts, is_constant, other_tasks
 from agent_peft.rollout.task_order import BySkillConfig, SkillOrder
 from agent_peft.training.stage import StageConfig
 from agent_peft.training.step_metrics import metrics_of

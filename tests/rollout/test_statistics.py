@@ -168,10 +168,8 @@ def test_nothing_changed():
 
 
 def test_several_attempts_are_compared_by_their_rates():
-    before, after = (
-        report([(True, False), (False, False), (True, True)]),
-        report([(True, True, False), (True, True, True), (True, True, True)]),
-    )
+    before = report([(True, False), (False, False), (True, True)])
+    after = report([(True, True, False), (True, True, True), (True, True, True)])
     found = paired_test(before, after)
     assert found.difference == pytest.approx((1 / 6 + 1 + 0) / 3)
     assert found.p == pytest.approx(0.5)  # of ± 1/6 ± 1, two in four are as far from 0
@@ -424,10 +422,8 @@ def test_a_reward_that_follows_from_success_is_in_the_json_and_in_no_table():
 
 
 def test_rewards_of_other_prices_are_marked():
-    one, two = (
-        rewarded([0.0], [0.5], rewards={"correct": 1.0}),
-        rewarded([0.0], [1.0], rewards={"correct": 2.0}),
-    )
+    one = rewarded([0.0], [0.5], rewards={"correct": 1.0})
+    two = rewarded([0.0], [1.0], rewards={"correct": 2.0})
     text = shown(table({"base": one, "after sft": two, "after grpo": two}))
     (row,) = [line for line in text.splitlines() if "reward " in line and "│" in line]
     assert row.count("*") == 1 and "* under the rewards of another stage than the last column's" in text

@@ -18,7 +18,7 @@ from agent_peft.configuration.loading import read_config
 from agent_peft.configuration.yaml12 import dump, parse, plain
 from agent_peft.environments.arithmetic import ALPHABET
 from agent_peft.policies.loading import load_policy
-from agent_peft.policies.models.character_tokenizer import character_tokenizer
+from agent_peft.policies.models.tokenizer import character_tokenizer
 from agent_peft.runs.run import train
 from agent_peft.runs.targets import evaluate_target, merge_run, open_run
 

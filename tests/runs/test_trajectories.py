@@ -20,7 +20,7 @@ from agent_peft.runs.reading import load_run
 from agent_peft.runs.resume import forget_after
 from agent_peft.runs.run import train
 from agent_peft.runs.trajectories import episode_record, steps_in, write_episodes, write_trajectories
-from agent_peft.training.token_values import TokenValues
+from agent_peft.training.step_metrics import TokenValues
 from agent_peft.types import AgentPeftError, Group, Message, Outcome, StopReason, Task, Trajectory, Turn
 
 TASK = Task("insert-7", skills=("insert", "where"))

@@ -463,9 +463,7 @@ def test_in_bfloat16_all_weights_learn_as_in_fp32(make_trainer):
 
 
 @pytest.mark.parametrize(("tilt", "num_unlikely", "alarms"), [(0.0, 24, 0), (0.08, 1000, 40)])
-def test_a_few_unlikely_tokens_of_a_certain_policy_are_no_temperature(
-    tilt: float, num_unlikely: int, alarms: int
-) -> None:
+def test_a_few_unlikely_tokens_of_a_certain_policy_are_no_temperature(tilt, num_unlikely, alarms):
     """Rounding in 16 bits is larger where a token is unlikely. At a surprisal of 0.05 a few tokens decide."""
     seen = 0
     for seed in range(40):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,7 +131,7 @@ def make(make_trainer: Callable[..., Trainer]) -> Callable[..., Trainer]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_without_a_fault_nothing_stops(make: Callable[[str], Trainer], dtype: str) -> None:
+def test_without_a_fault_nothing_stops(make, dtype):
     steps = [step.metrics for step in make(dtype)]
     bound = {"float32": 1e-4, "bfloat16": 0.1}[dtype]
     assert len(steps) == 4 and all(
@@ -147,14 +146,7 @@ def test_without_a_fault_nothing_stops(make: Callable[[str], Trainer], dtype: st
     ("dtype", "temperature", "alpha"),
     [*((dtype, 1.0, 8) for dtype in DTYPES), ("bfloat16", 0.3, 8), ("bfloat16", 0.1, 128)],
 )
-def test_a_fault_stops_the_run(
-    make: Callable[..., Trainer],
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: str,
-    temperature: float,
-    alpha: float,
-    fault: Callable[[pytest.MonkeyPatch], None],
-) -> None:
+def test_a_fault_stops_the_run(make, monkeypatch, dtype, temperature, alpha, fault):
     trainer = make(dtype, temperature, alpha)
     fault(monkeypatch)
     with pytest.raises(TrustError) as raised:
@@ -163,7 +155,7 @@ def test_a_fault_stops_the_run(
 
 
 @pytest.mark.slow
-def test_a_real_model_is_watched_as_well(smollm2: Path, real_dtype: str) -> None:
+def test_a_real_model_is_watched_as_well(smollm2, real_dtype):
     """Supervised steps and one on policy, without a fault; then, from where they have led, each fault for
     itself.
     """
@@ -198,13 +190,12 @@ def test_a_real_model_is_watched_as_well(smollm2: Path, real_dtype: str) -> None
                 list(Trainer(policy, environment, acting, engine, seed=1))
 
 
-def test_a_tenth_of_a_change_is_told_from_rounding_and_rounding_from_a_change() -> None:
+def test_a_tenth_of_a_change_is_told_from_rounding_and_rounding_from_a_change():
     generator = torch.Generator().manual_seed(0)
     change = torch.randn(191, generator=generator)
     for size, missing in ((2.0, 0.0), (2.0, 0.1), (0.1, 0.0), (0.1, 1.0), (0.01, 0.0)):
-        noise = (
-            0.06 * torch.randn(2, 191, generator=generator) * torch.rand(191, generator=generator) * 2
-        )  # with outliers
+        # with outliers
+        noise = 0.06 * torch.randn(2, 191, generator=generator) * torch.rand(191, generator=generator) * 2
         ours = (1 - missing) * size * change + noise[0]
         found = checks.slope_if_significant(ours, size * change + noise[1])
         assert (found is not None) == (missing > 0), (size, missing)

@@ -23,11 +23,12 @@ from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
 
+# Adam divides small gradients by themselves, noise and all
 SMOOTH = {
     "learning_rate": 1e-2,
     "epsilon": 1e-2,
     "max_grad_norm": float("inf"),
-}  # Adam divides small gradients by themselves, noise and all
+}
 PPO = {"kind": "ppo", "minibatches": 2, "update_epochs": 3, "value_learning_rate": 0.1}
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -48,7 +46,7 @@ def test_the_first_minibatch_is_on_policy(make_trainer, kind, policy):
 
 
 @pytest.mark.slow
-def test_the_first_minibatch_of_a_real_model_is_on_policy(smollm2: Path, real_dtype: str) -> None:
+def test_the_first_minibatch_of_a_real_model_is_on_policy(smollm2, real_dtype):
     """Episodes of two turns in a database, with an adapter that a supervised step has moved."""
     policy = load_policy(PretrainedConfig(model=str(smollm2), dtype=real_dtype, device="cpu"), 0)
     engine = load_sampler(policy, EngineConfig())

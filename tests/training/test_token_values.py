@@ -10,7 +10,7 @@ import torch
 from agent_peft.batch import collate_groups
 from agent_peft.policies.config import LoraSettings
 from agent_peft.ranks import ALONE, Ranks
-from agent_peft.training.token_values import gather_values
+from agent_peft.training.step_metrics import gather_values
 from agent_peft.types import Group, Task, Trajectory, Turn
 
 

@@ -27,11 +27,12 @@ from agent_peft.types import (
     Task,
 )
 
+# Adam divides small gradients by themselves, noise and all
 SMOOTH = {
     "learning_rate": 1e-2,
     "epsilon": 1e-2,
     "max_grad_norm": float("inf"),
-}  # Adam divides small gradients by themselves, noise and all
+}
 ALGORITHMS = [
     {"kind": "reinforce"},
     {"kind": "rloo", "entropy_coef": 0.1},
@@ -325,9 +326,8 @@ def test_a_step_with_a_signal_counts_anew(make_trainer, caplog):
 def test_demonstrations_that_are_wrong_are_counted_and_learnt_from(make_trainer, caplog):
     trainer = make_trainer("sft", steps=2, sampling={"max_new_tokens": 1}, tasks_per_step=10)
     for step in trainer:
-        long = sum(
-            t.num_action_tokens > 2 for group in step.collection.groups for t in group.trajectories
-        )  # an end token each
+        # an end token each
+        long = sum(t.num_action_tokens > 2 for group in step.collection.groups for t in group.trajectories)
         assert (
             0 < long == step.metrics["demonstrations_unsayable"]
             and step.metrics["demonstrations_incorrect"] == 0
@@ -343,9 +343,8 @@ def test_groups_left_with_one_episode_count_where_none_is_compared(make_trainer,
 
     def losing(step):
         found = collect(step)
-        found.groups[:] = [
-            Group(group.task, group.trajectories[:1]) for group in found.groups
-        ]  # the environment failed in the others
+        # the environment failed in the others
+        found.groups[:] = [Group(group.task, group.trajectories[:1]) for group in found.groups]
         return found
 
     trainer.source = SimpleNamespace(collect=losing)

@@ -11,8 +11,7 @@ from agent_peft.lookup import nearest
 from agent_peft.policies.engine.base import Conversation, EngineStatistics
 from agent_peft.policies.engine.schedule import Schedule
 from agent_peft.policies.loading import load_policy
-from agent_peft.policies.sampling import SamplingConfig
-from agent_peft.policies.stop_strings import StopMatcher
+from agent_peft.policies.sampling import SamplingConfig, StopMatcher
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.rollout.collector import Collector
 from agent_peft.seeding import derive

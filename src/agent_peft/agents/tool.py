@@ -215,7 +215,7 @@ class RLTrainingTool:
     def _model(self, given: Parameters) -> str:
         """The name of a model that is on the hub, bundled, or in the allowed folder."""
         from agent_peft.policies.config import PretrainedConfig
-        from agent_peft.policies.models.bundled import BUNDLED, bundled_name
+        from agent_peft.policies.models.bundled import BUNDLED
         from agent_peft.policies.models.start import split_run, start_of
 
         name = given.model_name
@@ -233,10 +233,10 @@ class RLTrainingTool:
         if not on_hub and not path.exists():
             raise AgentPeftError(f"model_name: there is no folder {name!r:.80}, and it is no hub id")
         below = start_of(PretrainedConfig(model=name)).model  # of an adapter: what it was trained on
-        if Path(below).exists() and not bundled_name(below):
+        if Path(below).exists() and below not in BUNDLED:
             self._path("model_name", below)
         for place in (path, Path(below)):
-            if place.is_dir() and not bundled_name(str(place)):
+            if place.is_dir() and str(place) not in BUNDLED:
                 for file in place.iterdir():  # which may be links
                     self._path("model_name", str(file))
         return name

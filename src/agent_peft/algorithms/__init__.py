@@ -21,16 +21,10 @@ from agent_peft.algorithms.advantages import (
     plain_return,
 )
 from agent_peft.algorithms.base import Algorithm, AlgorithmConfig, Critic, Metrics, averages, weighted
+from agent_peft.algorithms.parts import PolicyGradientConfig
 from agent_peft.algorithms.policy_gradient import PolicyGradient
-from agent_peft.algorithms.ppo import Ppo, PpoConfig
-from agent_peft.algorithms.preference import (
-    DpoConfig,
-    Kto,
-    KtoConfig,
-    OrpoConfig,
-    Pairwise,
-    SimpoConfig,
-)
+from agent_peft.algorithms.ppo import PpoConfig
+from agent_peft.algorithms.preference import DpoConfig, KtoConfig, OrpoConfig, SimpoConfig
 from agent_peft.algorithms.rows import (
     CispoConfig,
     DapoConfig,
@@ -38,22 +32,23 @@ from agent_peft.algorithms.rows import (
     GrpoConfig,
     GspoConfig,
     MaxrlConfig,
-    PolicyGradientConfig,
     ReinforceConfig,
     ReinforcePlusPlusConfig,
     RlooConfig,
 )
-from agent_peft.algorithms.supervised import SftConfig, Supervised
+from agent_peft.algorithms.supervised import SftConfig
 from agent_peft.algorithms.surrogates import (
     band,
     clipped,
+    constant_length,
     ratio,
     score_function,
     sequence_clipped,
+    sequence_mean,
+    sequence_sum,
+    token_mean,
     truncated,
 )
-from agent_peft.algorithms.weightings import constant_length, sequence_mean, sequence_sum, token_mean
-from agent_peft.batch import Batch, PolicyOutput
 from agent_peft.lookup import find, may_import, nearest
 
 ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
@@ -140,10 +135,6 @@ def _resolve_algorithm(value: Any) -> Any:
 
 
 def _check_custom(config: AlgorithmConfig) -> None:
-    """
-    Raises:
-        ValueError: a user's algorithm cannot be built, or lacks its loss.
-    """
     try:
         facts = config.facts
     except Exception as error:  # the user's code may fail in any way
@@ -161,7 +152,6 @@ __all__ = [
     "Algorithm",
     "AlgorithmConfig",
     "AnyAlgorithm",
-    "Batch",
     "CispoConfig",
     "Critic",
     "DapoConfig",
@@ -169,24 +159,19 @@ __all__ = [
     "DrGrpoConfig",
     "GrpoConfig",
     "GspoConfig",
-    "Kto",
     "KtoConfig",
     "MaxrlConfig",
     "Metrics",
     "MovingAverageBaseline",
     "OrpoConfig",
-    "Pairwise",
     "PolicyGradient",
     "PolicyGradientConfig",
-    "PolicyOutput",
-    "Ppo",
     "PpoConfig",
     "ReinforceConfig",
     "ReinforcePlusPlusConfig",
     "RlooConfig",
     "SftConfig",
     "SimpoConfig",
-    "Supervised",
     "UncheckedAlgorithmConfig",
     "algorithm_config_class",
     "averages",

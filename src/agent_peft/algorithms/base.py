@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 from torch import Tensor
 
-from agent_peft.algorithms.weightings import token_mean
+from agent_peft.algorithms.surrogates import token_mean
 from agent_peft.batch import Batch, PolicyOutput
 from agent_peft.config import Config
 from agent_peft.ranks import EXTREMES
@@ -118,11 +118,7 @@ class Algorithm:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what ``state_dict`` gave.
-
-        Raises:
-            AgentPeftError: the checkpoint is of another algorithm.
-        """
+        """Take back what ``state_dict`` gave."""
         if set(state) != set(self.state_dict()):
             raise AgentPeftError(
                 f"the checkpoint's algorithm state holds {sorted(state)} but {self.kind} needs "
@@ -168,6 +164,24 @@ def averages(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     if (square := means.pop("ratio_square", None)) is not None:
         means["effective_sample_size"] = means["ratio"] ** 2 / square if square else 0.0
     return means
+
+
+def restore_algorithm(algorithm: Algorithm, state: Mapping[str, Any]) -> list[str]:
+    """Load a checkpoint's state of an algorithm, whose keys may have changed since. What is missing starts
+    again, and what the algorithm no longer keeps is dropped. Return a line about each of both.
+    """
+    try:
+        algorithm.load_state_dict(state)
+    except Exception:  # of the user's code, too
+        fresh = algorithm.state_dict()
+        if state.keys() == fresh.keys():
+            raise
+        algorithm.load_state_dict({name: state.get(name, value) for name, value in fresh.items()})
+        missing, dropped = sorted(fresh.keys() - state.keys()), sorted(state.keys() - fresh.keys())
+        return [f"{name} of {algorithm.kind} starts again: the checkpoint has none" for name in missing] + [
+            f"{name} of {algorithm.kind} is dropped: it has no effect any more" for name in dropped
+        ]
+    return []
 
 
 class AlgorithmConfig(Config):

@@ -10,8 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from agent_peft.algorithms import penalties
-from agent_peft.algorithms.advantages import Advantage, MovingAverageBaseline, moments, standardized
+from agent_peft.algorithms.advantages import Advantage, MovingAverageBaseline, Turns, moments, standardized
 from agent_peft.algorithms.base import (
     Algorithm,
     Metrics,
@@ -20,9 +19,7 @@ from agent_peft.algorithms.base import (
     weighted,
     weighted_sums,
 )
-from agent_peft.algorithms.surrogates import Surrogate
-from agent_peft.algorithms.turn_credit import Turns
-from agent_peft.algorithms.weightings import Weighting, WeightingName
+from agent_peft.algorithms.surrogates import Surrogate, Weighting, WeightingName, k1, k3, reverse_kl, to_go
 from agent_peft.batch import Batch, PolicyOutput
 
 
@@ -38,12 +35,11 @@ class PolicyGradient(Algorithm):
         reward_kl_coef: β of the KL in the reward. Each token's advantage loses that of itself and of the
             tokens after it.
         compares_groups: whether ``advantage`` refuses a group of one.
-        turn_discount: γ per turn, where advantages are of turns (``turn_credit``) and not of trajectories.
+        turn_discount: γ per turn, where advantages are of turns (``Turns``) and not of trajectories.
         formula, paper: for ``explain``.
 
     >>> from agent_peft.algorithms.advantages import group_normalized
-    >>> from agent_peft.algorithms.surrogates import clipped
-    >>> from agent_peft.algorithms.weightings import sequence_mean
+    >>> from agent_peft.algorithms.surrogates import clipped, sequence_mean
     >>> row = PolicyGradient("grpo", group_normalized, clipped(0.2, 0.2), sequence_mean, compares_groups=True)
     >>> row.needs_reference
     False
@@ -71,12 +67,8 @@ class PolicyGradient(Algorithm):
         self.kind, self.advantage, self.surrogate, self.weighting = kind, advantage, surrogate, weighting
         self.baseline, self.normalizes = baseline, normalizes
         self.kl_coef, self.reward_kl_coef, self.entropy_coef = kl_coef, reward_kl_coef, entropy_coef
-        self.update_epochs, self.minibatches, self.compares_groups = (
-            update_epochs,
-            minibatches,
-            compares_groups,
-        )
-        self.turn_discount = turn_discount
+        self.update_epochs, self.minibatches = update_epochs, minibatches
+        self.compares_groups, self.turn_discount = compares_groups, turn_discount
         self.needs_reference, self.needs_entropy = kl_coef > 0 or reward_kl_coef > 0, entropy_coef > 0
         self.needs_scores = reward_kl_coef > 0
         self.learns_at_zero_advantage = kl_coef > 0 or self.needs_entropy
@@ -95,7 +87,7 @@ class PolicyGradient(Algorithm):
 
         if not self.reward_kl_coef:
             return replace(batch, advantages=scaled(per_token))
-        kl = penalties.to_go(reward_kl(batch), batch.action_mask)
+        kl = to_go(reward_kl(batch), batch.action_mask)
         signal = (scaled(per_token) != 0).any(1)
         return replace(batch, advantages=scaled(per_token - self.reward_kl_coef * kl), signal=signal)
 
@@ -157,7 +149,7 @@ def reward_kl(batch: Batch) -> Tensor:
         raise ValueError(
             "reward_kl_coef needs the reference's and the policy's log-probabilities in the batch"
         )
-    return penalties.k1(batch.scored_logprobs, batch.reference_logprobs) * batch.action_mask
+    return k1(batch.scored_logprobs, batch.reference_logprobs) * batch.action_mask
 
 
 def surrogate_and_penalties(
@@ -185,13 +177,13 @@ def surrogate_and_penalties(
             "ratio": rho,
             "ratio_square": rho.square(),
             "clip_fraction": cut.float(),
-            "approx_kl": penalties.k3(sampled, logprobs),
+            "approx_kl": k3(sampled, logprobs),
         }
     reference = microbatch.reference_logprobs
     if kl_coef or measures_kl:
         if reference is None:
             raise ValueError("kl_coef needs the reference's log-probabilities in the batch")
-        kl = penalties.reverse_kl(logprobs, sampled, reference)
+        kl = reverse_kl(logprobs, sampled, reference)
         per_token = per_token + kl_coef * kl if kl_coef else per_token
         metrics["kl"] = kl.detach()
     if entropy_coef and output.entropy is None:

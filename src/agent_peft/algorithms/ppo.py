@@ -37,8 +37,7 @@ from agent_peft.algorithms.policy_gradient import (
     surrogate_and_penalties,
     surrogate_metrics,
 )
-from agent_peft.algorithms.surrogates import clipped
-from agent_peft.algorithms.weightings import WEIGHTINGS
+from agent_peft.algorithms.surrogates import WEIGHTINGS, clipped
 from agent_peft.batch import Batch, PolicyOutput
 
 
@@ -115,10 +114,8 @@ class Ppo(Algorithm):
     def __init__(self, config: PpoConfig) -> None:
         self.config, self.kind = config, config.kind
         self.critic = Critic(config.value_learning_rate, detach=not config.value_trunk_gradient)
-        self.surrogate, self.weighting = (
-            clipped(config.clip_low, config.clip_high, config.dual_clip),
-            WEIGHTINGS[config.weighting],
-        )
+        self.surrogate = clipped(config.clip_low, config.clip_high, config.dual_clip)
+        self.weighting = WEIGHTINGS[config.weighting]
         self.needs_reference = config.kl_coef > 0 or config.reward_kl_coef > 0
         self.needs_scores = config.reward_kl_coef > 0
         self.needs_entropy = config.entropy_coef > 0

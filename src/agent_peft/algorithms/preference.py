@@ -126,11 +126,7 @@ class Pairwise(Algorithm):
         self.formula, self.paper = formula, paper
 
     def prepare(self, batch: Batch, sum_over_ranks: SumOverRanks = one_rank) -> Batch:
-        """Advantages are 1 for chosen and -1 for rejected trajectories. They are shown, and not used.
-
-        Raises:
-            AgentPeftError: a group is no pair.
-        """
+        """Advantages are 1 for chosen and -1 for rejected trajectories. They are shown, and not used."""
         advantages = torch.zeros_like(batch.advantages)
         for number, rows in batch.rows_by_group().items():
             if len(rows) != 2:

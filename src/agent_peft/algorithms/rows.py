@@ -1,4 +1,4 @@
-"""The rows of policy gradients: ``PolicyGradientConfig`` has the parts as keys, and a preset fixes them."""
+"""The rows of policy gradients: each is ``PolicyGradientConfig`` with fixed parts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, create_model, model_validator
 
-from agent_peft.algorithms.advantages import AdvantageName
 from agent_peft.algorithms.base import AlgorithmConfig
-from agent_peft.algorithms.parts import BaselineName, ConstantLength, Parts
+from agent_peft.algorithms.parts import BaselineName, PolicyGradientConfig
 from agent_peft.algorithms.policy_gradient import (
     ClipHigh,
     ClipLow,
@@ -23,8 +22,6 @@ from agent_peft.algorithms.policy_gradient import (
     UpdateEpochs,
     WeightingKey,
 )
-from agent_peft.algorithms.surrogates import SurrogateName
-from agent_peft.algorithms.weightings import WeightingName
 
 
 class ReinforceConfig(AlgorithmConfig):
@@ -49,9 +46,12 @@ class ReinforceConfig(AlgorithmConfig):
 
     def build(self) -> PolicyGradient:
         baseline: BaselineName = "none" if self.baseline_momentum is None else "moving_average"
-        return _algorithm(
+        algorithm = _algorithm(
             self, "Williams, 1992", advantage="plain_return", baseline=baseline, surrogate="score_function"
         )
+        if algorithm.baseline is not None:
+            algorithm.baseline.value = self.baseline_start
+        return algorithm
 
     @model_validator(mode="after")
     def _effective(self) -> ReinforceConfig:
@@ -123,12 +123,7 @@ class _Preset(AlgorithmConfig):
 
 
 def _preset(kind: str, doc: str, paper: str, keys: Mapping[str, Any], **parts: Any) -> type[AlgorithmConfig]:
-    """Make the class of a preset.
-
-    Args:
-        keys: the defaults of its keys.
-        parts: keys of ``PolicyGradientConfig`` that it fixes.
-    """
+    """Make the class of a preset with these ``keys`` and their defaults. It fixes the other ``parts``."""
     name = "".join(word.capitalize() for word in kind.split("_")) + "Config"
     fields: dict[str, Any] = {"kind": (Literal[kind], kind)}
     fields |= {key: (_ANNOTATIONS[key], default) for key, default in keys.items()}
@@ -210,114 +205,7 @@ MaxrlConfig = _preset(
 )
 
 
-CLIPS: dict[SurrogateName, dict[str, float | None]] = {
-    "score_function": {},
-    "ratio": {},
-    "clipped": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None},
-    "sequence_clipped": {"clip_low": 3e-4, "clip_high": 4e-4},
-    "truncated": {"clip_high": 1.0},
-    "band": {"clip_low": 0.5, "clip_high": 4.0},
-}
-"""The keys that a surrogate has, and their values where none is given."""
-
-
-class PolicyGradientConfig(AlgorithmConfig):
-    """A policy gradient of any parts. Each other row is this one with fixed parts."""
-
-    kind: Literal["policy_gradient"] = "policy_gradient"
-    advantage: AdvantageName = Field(
-        default="group_normalized",
-        description="how returns become advantages: as they are, less the mean of the others in the group, "
-        "less the group's mean, or that divided by the group's standard deviation or by its mean",
-    )
-    baseline: BaselineName = Field(
-        default="none",
-        description="nothing more, less a moving average of the returns of earlier steps, or scaled to mean "
-        "0 and standard deviation 1 over all sampled tokens of the step",
-    )
-    surrogate: SurrogateName = Field(
-        default="clipped",
-        description="the loss per token: Â log π, the ratio times Â, that clipped by token (PPO) or by "
-        "trajectory (GSPO), Â log π times the truncated ratio (CISPO), or the ratio times Â within a band "
-        "(IcePop)",
-    )
-    weighting: WeightingName | ConstantLength = Field(
-        default="sequence_mean",
-        description="the loss is a mean over tokens, over turns' means, over trajectories' means, over "
-        "trajectories' sums, or over those divided by constant_length",
-    )
-    clip_low: ClipLow | None = Field(
-        default=None, description="ε: the surrogate's limit below is 1 - ε; null where it has none"
-    )
-    clip_high: ClipHigh | None = Field(
-        default=None, description="ε: the surrogate's limit above is 1 + ε; null where it has none"
-    )
-    dual_clip: DualClip = None
-    baseline_momentum: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="m of the moving average; null where there is none",
-    )
-    constant_length: int | None = Field(
-        default=None, ge=1, description="tokens that each trajectory's sum is divided by; null where none is"
-    )
-    turn_discount: TurnDiscount = None
-    kl_coef: KlCoef = 0.0
-    reward_kl_coef: RewardKlCoef = 0.0
-    entropy_coef: EntropyCoef = 0.0
-    update_epochs: UpdateEpochs = 1
-    minibatches: Minibatches = 1
-
-    def build(self) -> PolicyGradient:
-        return _algorithm(self, "")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _defaults(cls, keys: Any) -> Any:
-        """The limits of the surrogate and the momentum of the baseline, where none are given."""
-        if not isinstance(keys, Mapping):
-            return keys
-        limits = CLIPS.get(keys.get("surrogate", "clipped"), {})
-        momentum = {"baseline_momentum": 0.9} if keys.get("baseline") == "moving_average" else {}
-        return {**limits, **momentum, **keys}
-
-    @model_validator(mode="after")
-    def _effective(self) -> PolicyGradientConfig:
-        for key in ("clip_low", "clip_high", "dual_clip"):
-            if getattr(self, key) is not None and key not in CLIPS[self.surrogate]:
-                raise ValueError(f"{key} has no effect with surrogate: {self.surrogate}; leave it out")
-            if getattr(self, key) is None and CLIPS[self.surrogate].get(key) is not None:
-                raise ValueError(
-                    f"{key}: surrogate {self.surrogate} needs a number; give one or leave it out"
-                )
-        if (self.baseline_momentum is None) == (self.baseline == "moving_average"):
-            raise ValueError("baseline_momentum belongs to baseline: moving_average; give both or neither")
-        if (self.constant_length is None) == (self.weighting == "constant_length"):
-            raise ValueError("constant_length belongs to weighting: constant_length; give both or neither")
-        if self.baseline == "moving_average" and self.advantage != "plain_return":
-            raise ValueError(
-                f"baseline: moving_average has no effect on advantage: {self.advantage}, whose mean is 0 in "
-                "every group; leave it out, or set advantage: plain_return"
-            )
-        if self.surrogate == "score_function" and self.update_epochs * self.minibatches > 1:
-            raise ValueError(
-                "surrogate: score_function is right only for the policy that acted, so for one update per "
-                "step; set update_epochs: 1 and minibatches: 1, or take surrogate: ratio"
-            )
-        if self.turn_discount is not None and self.surrogate == "sequence_clipped":
-            raise ValueError(
-                "turn_discount: surrogate sequence_clipped has one ratio, and so one advantage, for a "
-                "trajectory; take surrogate: clipped"
-            )
-        if self.turn_discount is not None and self.advantage == "mean_normalized":
-            raise ValueError(
-                "turn_discount: advantage mean_normalized divides by a rate of success, and what is still to "
-                "come at a later turn is none; take advantage: group_centered"
-            )
-        return self
-
-
 def _algorithm(config: AlgorithmConfig, paper: str, **parts: Any) -> PolicyGradient:
     """The algorithm of a row: the fixed parts that are given, and the row's own keys."""
-    return Parts(**parts, **config.model_dump(exclude={"kind", "group_baseline"})).build(config.kind, paper)
+    keys = config.model_dump(exclude={"kind", "group_baseline", "baseline_start"})
+    return PolicyGradientConfig.model_construct(**parts, **keys).algorithm(config.kind, paper)

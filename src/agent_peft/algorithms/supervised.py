@@ -8,7 +8,7 @@ from torch import Tensor
 
 from agent_peft.algorithms.base import Algorithm, AlgorithmConfig, Metrics, weighted
 from agent_peft.algorithms.policy_gradient import WeightingKey
-from agent_peft.algorithms.weightings import WEIGHTINGS, Weighting, token_mean
+from agent_peft.algorithms.surrogates import WEIGHTINGS, Weighting, token_mean
 from agent_peft.batch import Batch, PolicyOutput
 
 

@@ -1,6 +1,14 @@
-"""From log-probabilities and advantages to a per-token loss whose gradient is a policy gradient.
+"""From log-probabilities and advantages to a loss: the surrogates, whose gradient is a policy gradient; the
+KL divergence between two policies (Schulman, 2020, http://joschu.net/blog/kl-approx.html); and the weights of
+the tokens.
 
-All tensors are (B, T). The mask is True at sampled tokens; off it the other three are zero.
+All tensors are (B, T). The mask is True at sampled tokens; off it the others are zero. The properties of the
+KL estimates hold for policies that give every token of the vocabulary some probability, and for tokens drawn
+from the whole vocabulary. With top-p or top-k no drawn token shows what the other policy gives to the tokens
+that were cut off, and none of the estimates is unbiased.
+
+A weighting is (B, T) bool mask -> ((B, T) fp32 weights, scalar denominator), not yet divided. The denominator
+is additive over ranks. Once the weights of a minibatch are divided by its sum, nothing but sums is needed.
 """
 
 from __future__ import annotations
@@ -11,6 +19,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+
+from agent_peft.batch import turn_starts
 
 Surrogate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(logprobs, the sampler's logprobs, advantages, mask) -> (loss per token, bool: its gradient was clipped)"""
@@ -117,3 +127,108 @@ def _clip(rho: Tensor, advantages: Tensor, clip_low: float, clip_high: float) ->
     unclipped = rho * advantages
     bounded = rho.clamp(1 - clip_low, 1 + clip_high) * advantages
     return -torch.minimum(unclipped, bounded), bounded < unclipped
+
+
+def k1(logprobs: Tensor, other: Tensor) -> Tensor:
+    """-log r: unbiased for KL(π ‖ other), also negative. It is the KL in a reward (Ziegler et al., 2019,
+    equation 2; REINFORCE++: Hu et al., 2025): its own gradient has a mean of 0, and the advantage gives it
+    the right one.
+    """
+    return logprobs - other
+
+
+def k2(logprobs: Tensor, other: Tensor) -> Tensor:
+    """(log r)² / 2: biased as a value, but its gradient, (log π - log other) ∇log π, is unbiased for that
+    of KL(π ‖ other).
+    """
+    return (other - logprobs).square() / 2
+
+
+def k3(logprobs: Tensor, other: Tensor) -> Tensor:
+    """r - 1 - log r with r = other / π: unbiased for KL(π ‖ other) and never negative. A metric, not a loss.
+
+    Its own gradient, (1 - r) ∇log π, is that of KL(other ‖ π): the derivative of an expectation also has a
+    term for the policy that draws the tokens. ``reverse_kl`` has it.
+    """
+    log_r = other - logprobs
+    return log_r.expm1() - log_r
+
+
+def reverse_kl(logprobs: Tensor, sampled: Tensor, reference: Tensor) -> Tensor:
+    """ρ k3 with ρ = π / π_sampled: unbiased for KL(π ‖ reference) in value *and* in gradient, also when π has
+    moved since the rollout.
+
+    ∇(ρ k3) = ρ (k3 + 1 - r) ∇log π = ρ (-log r) ∇log π, which is k2's gradient times ρ. So k2 and k3
+    train the same, and the configuration offers no choice between them.
+    """
+    return (logprobs - sampled).exp() * k3(logprobs, reference)
+
+
+def to_go(per_token: Tensor, mask: Tensor) -> Tensor:
+    """Σ_{j ≥ t} of the sampled tokens' values (B, T): what a token and those after it add up to.
+
+    >>> import torch
+    >>> to_go(torch.tensor([[0.5, 0.0, -1.0]]), torch.tensor([[True, False, True]])).tolist()
+    [[-0.5, 0.0, -1.0]]
+    """
+    sums = per_token.masked_fill(~mask, 0.0).double().flip(1).cumsum(1).flip(1)
+    return sums.masked_fill(~mask, 0.0).to(per_token.dtype)
+
+
+Weighting = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+def token_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean over all tokens: long trajectories count for more (DAPO: Yu et al., 2025, equation 12)."""
+    weights = mask.float()
+    return weights, weights.sum()
+
+
+def sequence_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean over trajectories of each one's mean (GRPO: Shao et al., 2024, equation 3). A trajectory
+    without an action does not count.
+    """
+    tokens = mask.sum(dim=1, keepdim=True)
+    return mask / tokens.clamp(min=1), (tokens > 0).sum().float()
+
+
+def turn_mean(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean over turns of each one's mean: a long answer counts for no more than the short query before
+    it.
+
+    >>> import torch
+    >>> turn_mean(torch.tensor([[0, 1, 0, 1, 1]]).bool())
+    (tensor([[0.0000, 1.0000, 0.0000, 0.5000, 0.5000]]), tensor(2.))
+    """
+    begins = turn_starts(mask)
+    turns = begins.cumsum(dim=1)  # the number of each token's turn in its row, from 1
+    tokens = mask.new_zeros(turns.shape[0], turns.shape[1] + 1, dtype=mask.float().dtype)
+    tokens = tokens.scatter_add(1, turns, mask.float()).gather(1, turns)
+    return mask / tokens.clamp(min=1), begins.sum().float()
+
+
+def sequence_sum(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean over trajectories of each one's sum: log π(trajectory) as REINFORCE defines it."""
+    weights = mask.float()
+    return weights, weights.new_tensor(len(mask))
+
+
+def constant_length(length: int) -> Weighting:
+    """``sequence_sum`` over a fixed ``length`` in tokens: no trajectory's length enters (Dr. GRPO: Liu et
+    al., 2025, section 3.2).
+    """
+
+    def weighting(mask: Tensor) -> tuple[Tensor, Tensor]:
+        weights, trajectories = sequence_sum(mask)
+        return weights, trajectories * length
+
+    return weighting
+
+
+WeightingName = Literal["token_mean", "turn_mean", "sequence_mean", "sequence_sum"]
+WEIGHTINGS: dict[WeightingName, Weighting] = {
+    "token_mean": token_mean,
+    "turn_mean": turn_mean,
+    "sequence_mean": sequence_mean,
+    "sequence_sum": sequence_sum,
+}

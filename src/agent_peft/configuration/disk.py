@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from agent_peft.configuration.memory import in_words
 from agent_peft.configuration.run_config import TrainConfig
+from agent_peft.policies.memory import in_words
 
 TOKEN = 4 + 1 + 4 + 4 + 4  # token, mask, two log-probabilities, advantage
 TEXT = 5  # bytes of a token's text, as JSON holds it; twice as many or more in scripts that JSON escapes

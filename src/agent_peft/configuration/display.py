@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agent_peft.configuration.keys import Key
-from agent_peft.configuration.memory import StageMemory, in_words
+from agent_peft.policies.memory import StageMemory, in_words
 from agent_peft.printable import printable
 
 Values = Mapping[str, tuple[Any, str, str]]  # by key path: the value, its origin, and what the key does

@@ -15,14 +15,14 @@ from agent_peft.configuration.display import lines_of, tables_of
 from agent_peft.configuration.keys import description_of
 from agent_peft.configuration.loading import Provenance
 from agent_peft.configuration.machine import machine, needs
-from agent_peft.configuration.memory import MemoryModel, StageMemory, evaluation_memory, stage_memory
 from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment, EnvironmentConfig
 from agent_peft.environments.digests import shared_ids
 from agent_peft.hardware import choose_device, choose_threads
 from agent_peft.lookup import NotImportedError, may_import
-from agent_peft.policies.engine.onednn_linear import pays_off
+from agent_peft.policies.engine.weights import pays_off
+from agent_peft.policies.memory import MemoryModel, StageMemory, evaluation_memory, stage_memory
 from agent_peft.policies.models.shape import shape_of
 from agent_peft.policies.precision import choose_precision
 from agent_peft.policies.sampling import LIMITS

@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 
-from agent_peft.configuration.memory import in_words
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments.base import EnvironmentConfig
 from agent_peft.hardware import Memory, choose_device, choose_threads, has_bf16, memory
 from agent_peft.policies.config import PretrainedConfig
+from agent_peft.policies.memory import in_words
 from agent_peft.policies.models.bundled import BUNDLED, cached
 from agent_peft.sandbox.build import state_of
 from agent_peft.version import __version__

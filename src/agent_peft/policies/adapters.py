@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
 import warnings
 from pathlib import Path
@@ -25,7 +26,6 @@ from transformers.pytorch_utils import Conv1D
 from agent_peft.files import check_regular
 from agent_peft.policies.config import LoraSettings
 from agent_peft.policies.forward.lora_linear import FusedLoraConv1D, FusedLoraLinear
-from agent_peft.policies.models.adapter_base import check_base
 from agent_peft.policies.models.adapter_files import (
     CONFIG,
     WEIGHTS,
@@ -33,10 +33,15 @@ from agent_peft.policies.models.adapter_files import (
     read_tensors,
     settings_of,
 )
+from agent_peft.policies.models.shape import config_here
+from agent_peft.policies.models.start import START, own_base
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, TrustError
 
+logger = logging.getLogger(__name__)
+
 ADAPTER = "default"
+_ARCHITECTURE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 # Settings that must be equal for stored A and B to mean the same change of the weights.
 _MEANING = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "bias")
 
@@ -47,10 +52,6 @@ def attach(model: PreTrainedModel, settings: LoraSettings, seed: int) -> PeftMod
 
     A ~ uniform(-1/√fan_in, 1/√fan_in), drawn per layer, in fp32, on the CPU: independent of device, dtype and
     the order of layers.
-
-    Raises:
-        AgentPeftError: the target modules are not in the model, are no linear layers, or are tied to the
-            embeddings.
     """
     config = LoraConfig(
         r=settings.rank,
@@ -65,9 +66,8 @@ def attach(model: PreTrainedModel, settings: LoraSettings, seed: int) -> PeftMod
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
-            warnings.filterwarnings(
-                "ignore", message=".*ensure_weight_tying", category=UserWarning
-            )  # refused below
+            # refused below
+            warnings.filterwarnings("ignore", message=".*ensure_weight_tying", category=UserWarning)
             adapted = cast(PeftModel, get_peft_model(model, config))
     except ValueError as error:
         raise AgentPeftError(f"cannot attach a LoRA adapter: {str(error).splitlines()[0]}") from error
@@ -89,11 +89,7 @@ def attach(model: PreTrainedModel, settings: LoraSettings, seed: int) -> PeftMod
 
 
 def assert_zero_delta(model: nn.Module) -> None:
-    """Prove that the adapter does nothing yet: every element of every B is exactly zero.
-
-    Raises:
-        TrustError: one is not.
-    """
+    """Prove that the adapter does nothing yet: every element of every B is exactly zero."""
     for name, layer in lora_layers(model):
         if wrong := int(torch.count_nonzero(factors(layer)[1])):
             raise TrustError(
@@ -132,11 +128,7 @@ def save(model: PreTrainedModel | PeftModel, folder: Path) -> None:
 
 
 def load(model: PreTrainedModel | PeftModel, folder: Path) -> None:
-    """Read into ``model`` (in place) what ``save`` wrote, bit for bit.
-
-    Raises:
-        AgentPeftError: the folder holds nothing, other tensors, or adapter settings with another meaning.
-    """
+    """Read into ``model`` (in place) what ``save`` wrote, bit for bit."""
     if isinstance(model, PeftModel):
         _load_adapter(model, folder)
     else:
@@ -209,11 +201,7 @@ def _load_whole(model: PreTrainedModel, folder: Path) -> None:
 
 
 def copy_adapter(source: Path, folder: Path, base: str) -> None:
-    """Write the adapter in ``source`` once more, with ``base`` as the name of its model.
-
-    Raises:
-        AgentPeftError: the adapter cannot be read.
-    """
+    """Write the adapter in ``source`` once more, with ``base`` as the name of its model."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(read_tensors(source), folder / WEIGHTS, metadata={"format": "pt"})
     content = {**read_adapter_config(source), "base_model_name_or_path": base}
@@ -223,9 +211,6 @@ def copy_adapter(source: Path, folder: Path, base: str) -> None:
 def fold_in(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Add the adapter in a folder to the weights of ``model`` (in place), in fp32 and rounded once. All
     parameters can be trained afterwards.
-
-    Raises:
-        AgentPeftError: the adapter cannot be read, or does not fit.
     """
     adapted = attach(model, settings_of(folder, dropout=0.0), seed=0)
     load(adapted, folder)
@@ -248,11 +233,7 @@ def merge(model: PeftModel) -> PreTrainedModel:
 
 
 def lora_layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
-    """The LoRA layers of a model, by name.
-
-    Raises:
-        AgentPeftError: there are none.
-    """
+    """The LoRA layers of a model, by name."""
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer)]
     if not layers:
         raise AgentPeftError("the model has no LoRA layers (none attached, or it is folded)")
@@ -276,3 +257,38 @@ def _adapter_state(model: PeftModel) -> dict[str, Tensor]:
         dict[str, Tensor],
         get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False),
     )
+
+
+def check_base(model: PreTrainedModel, adapter: LoraConfig, folder: Path) -> None:
+    """Warn if the adapter in ``folder`` names another model than the one it is loaded into.
+
+    Only the last part of a name counts, since folders are moved, and one user's hub id is another user's
+    folder. The model that a run keeps is called as its run.
+    """
+    theirs, ours = str(own_base(folder) or adapter.base_model_name_or_path or ""), model.name_or_path or ""
+    # a hub id is a relative path here
+    places = [Path(name).expanduser().resolve() for name in (theirs, ours)]
+    if not theirs or not ours or places[0] == places[1]:  # models from scratch have no name
+        return
+    if (named := config_here(theirs)) is not None:
+        configs = named.get_text_config(), model.config.get_text_config()
+        for key in _ARCHITECTURE:
+            expected, actual = (getattr(config, key, None) for config in configs)
+            if expected != actual:
+                raise AgentPeftError(
+                    f"the adapter in {folder} was trained on {theirs!r}, whose {key} is {expected}; that of "
+                    f"the model {ours!r} is {actual}: set policy.model to the model that the adapter was "
+                    "trained on"
+                )
+    if _called(places[0]) != _called(places[1]):
+        logger.warning(
+            "the adapter in %s was trained on %r, and the model is %r: it fits the weights of another model, "
+            "but means little to them",
+            folder,
+            theirs,
+            ours,
+        )
+
+
+def _called(place: Path) -> str:
+    return (f"{place.parent.name}/{START}" if place.name == START else place.name).lower()

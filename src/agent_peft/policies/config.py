@@ -22,7 +22,13 @@ def _check_device(device: str) -> str:
     return device
 
 
-Device = Annotated[str, AfterValidator(_check_device)]
+# keys of every kind of policy
+Device = Annotated[str, AfterValidator(_check_device), Field(description="auto, cpu, cuda, cuda:1 …")]
+Packing = Annotated[bool, Field(description="train on the token trie; false pads")]
+ActivationCheckpointing = Annotated[
+    bool,
+    Field(description="uses less memory in training: the backward computes each layer again"),
+]
 
 
 class LoraSettings(Config):
@@ -49,7 +55,7 @@ class PretrainedConfig(Config):
         description="auto is bfloat16 where the device multiplies it natively and faster than float32; "
         "a run keeps the dtype that it began with",
     )
-    device: Device = Field(default="auto", description="auto, cpu, cuda, cuda:1 …")
+    device: Device = "auto"
     lora: LoraSettings | None = Field(default=LoraSettings(), description="null trains every parameter")
     adapter: Path | None = Field(
         default=None, description="an adapter in PEFT's layout to start from, if policy.model is its model"
@@ -59,10 +65,8 @@ class PretrainedConfig(Config):
         description="true adds the adapter that the policy starts from to the weights and trains a new one "
         "(or every parameter); false continues with that adapter",
     )
-    packing: bool = Field(default=True, description="train on the token trie; false pads")
-    activation_checkpointing: bool = Field(
-        default=False, description="uses less memory in training: the backward computes each layer again"
-    )
+    packing: Packing = True
+    activation_checkpointing: ActivationCheckpointing = False
 
 
 class ScratchConfig(Config):
@@ -75,12 +79,10 @@ class ScratchConfig(Config):
     )
     alphabet: str = Field(description="the characters that the model reads and writes, each one a token")
     dtype: Dtype = Field(default="auto", description="as for a pretrained model")
-    device: Device = Field(default="auto", description="auto, cpu, cuda, cuda:1 …")
+    device: Device = "auto"
     lora: LoraSettings | None = Field(default=None, description="null trains every parameter")
-    packing: bool = Field(default=True, description="train on the token trie; false pads")
-    activation_checkpointing: bool = Field(
-        default=False, description="uses less memory in training: the backward computes each layer again"
-    )
+    packing: Packing = True
+    activation_checkpointing: ActivationCheckpointing = False
 
 
 PolicyConfig = Annotated[PretrainedConfig | ScratchConfig, Field(discriminator="kind")]

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import cast
 
-from pydantic import ValidationError
-
-from agent_peft.config import first_error
+from agent_peft.config import validated
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import Sampler
 from agent_peft.policies.policy import Policy
@@ -42,16 +40,9 @@ def generate(
             ``{"role": …, "content": …}``; or a list of such prompts.
         sampling: the keys of ``sampling`` in a configuration, such as ``{"max_new_tokens": 32}``.
         seed: decides all that is drawn; a prompt's reply depends on its position and not on its neighbours.
-
-    Raises:
-        AgentPeftError: a prompt or a key of ``sampling`` is not as said above, or a prompt leaves no room for
-            a reply within ``max_tokens``.
     """
     if not isinstance(sampling, SamplingConfig):
-        try:
-            sampling = SamplingConfig.model_validate({"temperature": 0.0, **(sampling or {})})
-        except ValidationError as error:
-            raise AgentPeftError(first_error(error, "sampling", SamplingConfig)) from error
+        sampling = validated(SamplingConfig, {"temperature": 0.0, **(sampling or {})}, "sampling")
     sampler = load_sampler(policy) if isinstance(policy, Policy) else policy
     openings = [sampler.chat.opening(messages) for messages in _conversations(prompts)]
     for number, tokens in enumerate(openings):

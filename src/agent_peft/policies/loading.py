@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from pydantic import ValidationError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from agent_peft.config import first_error
+from agent_peft.config import validated
 from agent_peft.hardware import choose_device
 from agent_peft.hub import why_not_given
 from agent_peft.lookup import nearest, nearest_path
@@ -22,11 +21,11 @@ from agent_peft.policies import adapters, value_head
 from agent_peft.policies.config import PretrainedConfig, ScratchConfig
 from agent_peft.policies.models.adapter_files import read_adapter_config
 from agent_peft.policies.models.bundled import BUNDLED, resolve_model
-from agent_peft.policies.models.character_tokenizer import character_tokenizer
 from agent_peft.policies.models.custom_module import build_custom
 from agent_peft.policies.models.pretrained import build, ends_of, load_pretrained
 from agent_peft.policies.models.shape import is_custom, scratch_architecture
 from agent_peft.policies.models.start import own_base, portable, start_of, with_adapter
+from agent_peft.policies.models.tokenizer import character_tokenizer
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.precision import choose_precision
 from agent_peft.policies.tokenization import ChatTokenizer
@@ -57,9 +56,6 @@ def load_policy(
             configuration.
         seed: decides the adapter's random matrix A, and all weights of a model from scratch.
         keys: more keys of ``policy``, such as ``dtype="float32"``, ``lora=None`` or ``adapter="folder"``.
-
-    Raises:
-        AgentPeftError: a key is wrong, or the model cannot be loaded or is not supported.
     """
     config = policy_config(model, **keys)
     beside = adapter = None
@@ -91,9 +87,6 @@ def load_policy(
 def save_start(config: PretrainedConfig, folder: Path) -> None:
     """Write what a policy starts from, for ``policy.model`` of another day: the adapter that it continues
     with, or the whole model with its tokenizer, in the dtype that the policy computes in.
-
-    Raises:
-        AgentPeftError: as ``load_policy``.
     """
     config, start = with_adapter(config), start_of(config)
     if start.adapter is not None and not config.merge_adapter:
@@ -115,9 +108,6 @@ def policy_config(
 
     >>> policy_config("smollm2-135m", dtype="float32").dtype
     'float32'
-
-    Raises:
-        AgentPeftError: a key or its value is wrong; in one line.
     """
     if isinstance(model, PretrainedConfig | ScratchConfig):
         content = model.model_dump(exclude_unset=True) | {"kind": model.kind}
@@ -128,10 +118,7 @@ def policy_config(
         raise AgentPeftError(
             f"policy.kind: there is no {content['kind']!r}; {nearest(content['kind'], list(_KINDS))}"
         )
-    try:
-        return config_class.model_validate(content)
-    except ValidationError as error:
-        raise AgentPeftError(first_error(error, "policy", config_class)) from error
+    return validated(config_class, content, "policy")
 
 
 def _load(config: PretrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:

@@ -14,18 +14,21 @@ from transformers import PreTrainedModel
 from agent_peft.batch import Batch, PolicyOutput
 from agent_peft.files import check_regular
 from agent_peft.policies import adapters, proofs, value_head
-from agent_peft.policies.forward.activation_checkpointing import checkpointing
-from agent_peft.policies.forward.adapter_dropout import AdapterDropout, dropping, prefix_keys
-from agent_peft.policies.forward.attention_override import attempt
-from agent_peft.policies.forward.float32 import in_float32
-from agent_peft.policies.forward.gelu import fuse_activations
-from agent_peft.policies.forward.language_model import LanguageModel
-from agent_peft.policies.forward.output_layer import logprobs_of_targets
+from agent_peft.policies.forward.attention import attempt
+from agent_peft.policies.forward.language_model import LanguageModel, logprobs_of_targets
+from agent_peft.policies.forward.layers import (
+    AdapterDropout,
+    checkpointing,
+    dropping,
+    fuse_activations,
+    in_float32,
+    prefix_keys,
+)
 from agent_peft.policies.forward.trie import Layout, build_trie, count_nodes, fill_rows, lay_out
-from agent_peft.policies.models.chat_template import save_tokenizer
 from agent_peft.policies.models.custom_module import CustomModel
-from agent_peft.policies.models.layers import layers_of
 from agent_peft.policies.models.positions import bound_of
+from agent_peft.policies.models.shape import layers_of
+from agent_peft.policies.models.tokenizer import save_tokenizer
 from agent_peft.policies.reference import Reference, trained
 from agent_peft.policies.sampling import SamplingConfig, log_distribution
 from agent_peft.policies.tokenization import ChatTokenizer
@@ -41,18 +44,11 @@ class Policy(LanguageModel):
     """The model that acts.
 
     Args:
-        model: a causal language model, or a PeftModel around one.
-        chat: turns conversations into tokens.
         packing: train on the token trie. A model that cannot read a trie is padded, with a warning.
         activation_checkpointing: use less memory in training, and compute each layer twice.
 
     Attributes:
-        packing: whether trajectories are packed into tries.
         rounding: the bound in nats on ``drift`` between two exact computations (``proofs.measure_rounding``).
-        value_head: the critic, where there is one.
-
-    Raises:
-        AgentPeftError: the model computes its logits or its attention in a way that is not supported.
     """
 
     def __init__(
@@ -221,9 +217,7 @@ class Policy(LanguageModel):
     def _states(
         self, batch: Batch, dropout_seed: int | None = None
     ) -> tuple[Tensor, Tensor, AdapterDropout | None]:
-        """Last hidden states (n, H), (B, T) the index of the state that predicts each token, and the dropout
-        that acted.
-        """
+        """Last hidden states (n, H), the index (B, T) of each token's predictor, and the dropout."""
         rows, length = batch.tokens.shape
         if self.bound is not None and length > self.bound.positions:
             raise AgentPeftError(
@@ -250,9 +244,7 @@ class Policy(LanguageModel):
         return lay_out(sequences, batch.groups.tolist(), self._attention_cost)
 
     def _measure_attention_cost(self) -> float:
-        """Multiplications for one pair of positions in attention, relative to those for one position in all
-        other layers.
-        """
+        """Multiplications for a pair of positions in attention, per those for a position in all else."""
         config = self.text_config
         weights = sum(
             p.numel()
@@ -273,22 +265,14 @@ class Policy(LanguageModel):
             value_head.save(self.value_head, Path(folder))
 
     def load(self, folder: str | Path) -> None:
-        """Read what ``save`` wrote. A critic in the folder is attached.
-
-        Raises:
-            AgentPeftError: the folder does not hold what this policy needs, a critic included if it has one.
-        """
+        """Read what ``save`` wrote. A critic in the folder is attached."""
         folder = Path(folder).expanduser()
         check_regular(folder)
         adapters.load(self.model, folder)
         self.load_value_head(folder)
 
     def load_value_head(self, folder: Path) -> None:
-        """Read the critic in a folder, if there is one or the policy has one.
-
-        Raises:
-            AgentPeftError: the policy has a critic and the folder none, or that of another model.
-        """
+        """Read the critic in a folder, if there is one or the policy has one."""
         if self.value_head is not None or (folder / value_head.WEIGHTS).exists():
             value_head.load(self.value_head or self.attach_value_head(detach=False), folder)
 

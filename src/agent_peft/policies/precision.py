@@ -51,9 +51,6 @@ def choose_precision(config: PretrainedConfig | ScratchConfig, *, fetch: bool = 
         fetch: where the size of the model decides, fetch what tells it: a bundled model, the converted GGUF
             file or the configuration of a hub model. Otherwise a model that is not on this machine gets
             float32, and the same configuration would get another dtype once it is there.
-
-    Raises:
-        AgentPeftError: the model cannot be fetched.
     """
     device = choose_device(config.device)
     if config.dtype == "float32":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from agent_peft.policies.forward.attention_override import attempt
+from agent_peft.policies.forward.attention import attempt
 from agent_peft.policies.forward.language_model import LanguageModel
 from agent_peft.policies.forward.trie import build_trie, fill_rows
 from agent_peft.policies.models.positions import window_of
@@ -28,11 +28,7 @@ ALLOWED = 4  # times the rounding that was measured
 
 
 def prove_head(model: LanguageModel) -> None:
-    """The output layer on the decoder's states must give the model's own logits. Some models scale them.
-
-    Raises:
-        AgentPeftError: it does not.
-    """
+    """The output layer on the decoder's states must give the model's own logits. Some models scale them."""
     tokens = _tokens(model, 4)
     with torch.no_grad():
         theirs = model.base(input_ids=tokens).logits
@@ -49,9 +45,6 @@ def prove_head(model: LanguageModel) -> None:
 def prove_window(model: LanguageModel) -> None:
     """Our masks must have the sliding window of the model's own: compared on a few tokens, with a window
     that is narrower than they are.
-
-    Raises:
-        AgentPeftError: they do not.
     """
     if window_of(model.base.config) is None:
         return
@@ -89,10 +82,6 @@ def refuse_packing(model: LanguageModel, tokens: list[int], rounding: float) -> 
     state, such as Mamba, would carry it from one branch into the next.
 
     Three sequences that branch are read as one trie, and each of them alone by the model itself.
-
-    Args:
-        tokens: the ``opening`` of a conversation.
-        rounding: see ``measure_rounding``.
     """
     if _keeps_square_mask(model.decoder):
         return f"{type(model.base).__name__} masks keys by their index in a row"
@@ -134,9 +123,6 @@ def measure_rounding(model: LanguageModel, tokens: list[int]) -> float:
     The model reads the tokens in one forward, and again in pieces, the last ones token by token, with
     Transformers' cache. The difference is rounding, for this model and dtype; a few times as much is allowed.
     Computations that differ in more than rounding are nats apart.
-
-    Args:
-        tokens: the ``opening`` of a conversation.
     """
     ids = torch.tensor([tokens], device=model.device)
 
@@ -157,9 +143,7 @@ def measure_rounding(model: LanguageModel, tokens: list[int]) -> float:
 
 
 def _keeps_square_mask(decoder: nn.Module) -> bool:
-    """Whether a layer keeps a square mask (GPT-Neo's window). It fits keys in the order of their positions,
-    and the keys of a trie are in another order.
-    """
+    """Whether a layer masks keys in the order of positions (GPT-Neo's window). A trie has another order."""
     return any(
         mask.dtype == torch.bool and mask.dim() > 1 and mask.shape[-1] == mask.shape[-2] > 1
         for mask in decoder.buffers()

@@ -55,9 +55,6 @@ def reference_of(model: nn.Module, kind: ReferenceKind = "stage_start") -> Refer
     """The reference that is the model as it is now, or its base.
 
     If the adapter is still zero, both are the same, and nothing is copied.
-
-    Raises:
-        AgentPeftError: the model has no adapter, and its base is asked for.
     """
     if not isinstance(model, PeftModel):
         if kind == "base":

@@ -1,7 +1,10 @@
-"""The sampling distribution. The sampler uses it token by token, and the trainer over whole trajectories."""
+"""The sampling distribution, which the sampler uses token by token, and the trainer over whole trajectories;
+and the strings that end an action.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import torch
@@ -11,16 +14,10 @@ from torch import Tensor, nn
 from agent_peft.config import Config
 from agent_peft.seeding import derive
 
-LIMITS = (
-    "max_new_tokens",
-    "max_tokens",
-    "stop",
-)  # of an evaluation's sampling: where it sets none, those of the stage that it follows
-DISTRIBUTION = (
-    "temperature",
-    "top_p",
-    "top_k",
-)  # how tokens are drawn: of no effect where demonstrations are scored
+# of an evaluation's sampling: where it sets none, those of the stage that it follows
+LIMITS = ("max_new_tokens", "max_tokens", "stop")
+# how tokens are drawn: of no effect where demonstrations are scored
+DISTRIBUTION = ("temperature", "top_p", "top_k")
 
 
 class SamplingConfig(Config):
@@ -57,7 +54,6 @@ def log_distribution(logits: Tensor, sampling: SamplingConfig, keep: Tensor | No
     Tokens outside the support get -inf. The most likely token is always inside.
 
     Args:
-        logits: (..., V), any float type.
         keep: (...) int64 tokens that stay in the support whatever the filter says. The trainer passes the
             sampled tokens: an update may have moved one of them out of the support, and its gradient must
             stay finite.
@@ -120,9 +116,7 @@ def invert(p: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _passed(ends: Tensor, target: Tensor) -> Tensor:
-    """(B, 1) index of the first of the running sums (B, N) above ``target`` (B, 1). Where rounding leaves
-    none, the index of the last one that still grew.
-    """
+    """(B, 1) index of the first running sum (B, N) above ``target`` (B, 1), or of the last that grew."""
     last = (ends < ends[:, -1:]).sum(-1, keepdim=True)
     return torch.minimum(torch.searchsorted(ends, target, right=True), last)
 
@@ -130,3 +124,30 @@ def _passed(ends: Tensor, target: Tensor) -> Tensor:
 def uniform(seed: int, position: int) -> float:
     """The uniform in [0, 1) with which an episode of ``seed`` draws the token at ``position``."""
     return (derive(seed, position) >> 10) / (1 << 53)
+
+
+class StopMatcher:
+    """Detects one of the stop strings in the text of the tokens of one action.
+
+    It keeps only as many bytes as the longest stop string has, so a push costs the same however long the
+    action grows. It compares bytes, since a stop string or a character may span several tokens.
+
+    >>> matcher = StopMatcher([b"ab"], {0: b"xa", 1: b"bx"}.__getitem__)
+    >>> matcher.push(0), matcher.push(1)
+    (False, True)
+    """
+
+    def __init__(self, stop: Sequence[bytes], token_bytes: Callable[[int], bytes]) -> None:
+        self._stop = tuple(stop)
+        self._token_bytes = token_bytes
+        self._keep = max((len(text) for text in self._stop), default=1) - 1
+        self._tail = b""
+        self.matched = False
+
+    def push(self, token: int) -> bool:
+        """Add one sampled token. Return whether a stop string has appeared so far."""
+        if self._stop and not self.matched:
+            text = self._tail + self._token_bytes(token)
+            self.matched = any(stop in text for stop in self._stop)
+            self._tail = text[-self._keep :] if self._keep else b""
+        return self.matched

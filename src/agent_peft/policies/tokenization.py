@@ -18,7 +18,7 @@ thoughts of earlier assistant turns; Mistral moves the system message to the las
 ``append_only`` is then False. ``following`` keeps earlier turns as they were sampled, and a warning says so
 at the first time.
 
-Some templates write today's date (Llama 3.2). Here it is always ``chat_template.DATE``, so that the same
+Some templates write today's date (Llama 3.2). Here it is always ``models.tokenizer.DATE``, so that the same
 conversation has the same tokens tomorrow.
 """
 
@@ -35,8 +35,7 @@ from typing import get_args
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
-from agent_peft.policies.models.chat_template import PLAIN_TEMPLATE, undated
-from agent_peft.policies.stop_strings import spelled_bytes
+from agent_peft.policies.models.tokenizer import PLAIN_TEMPLATE, spelled_bytes, undated
 from agent_peft.types import AgentPeftError, Message, Role
 
 logger = logging.getLogger(__name__)
@@ -57,9 +56,6 @@ class ChatTokenizer:
             the template writes after an assistant message.
         template: the chat template that is used where it is not the tokenizer's own.
         append_only: whether one more turn leaves the earlier turns of the template's text unchanged.
-
-    Raises:
-        AgentPeftError: the template fails, drops messages, or frames each turn differently (numbered rounds).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int] = ()) -> None:
@@ -202,9 +198,7 @@ class ChatTokenizer:
     # Encoding: frames with special tokens on, contents with them off.
 
     def _encode(self, frames: Sequence[str], contents: Sequence[str]) -> list[int]:
-        """frames[0] contents[0] frames[1] … frames[-1]; plain text between two control tokens is encoded
-        in one piece, as the tokenizer itself would, whether it comes from a frame or from contents.
-        """
+        """frames[0] contents[0] frames[1] …; plain text between control tokens is encoded in one piece."""
         tokens: list[int] = []
         plain = ""
         for i, frame in enumerate(frames):
@@ -224,9 +218,7 @@ class ChatTokenizer:
         return tokens + self._encode_plain(plain)
 
     def _encode_plain(self, text: str, guarded: bool = True) -> list[int]:
-        """The tokens of ``text`` without control tokens. The tokenizer would still match those that are not
-        marked special, so the text is cut inside them.
-        """
+        """The tokens of ``text``, which is cut inside control tokens, so that it has none."""
         tokens = self._without_special(text)
         if not guarded or self._controls.isdisjoint(tokens):
             return tokens
@@ -269,12 +261,7 @@ class ChatTokenizer:
         return text
 
     def _frames(self, roles: Sequence[Role]) -> tuple[list[str], list[int]]:
-        """The text around each content, and which message each content is of, in the order the template
-        writes them.
-
-        Raises:
-            TemplateError: the template refuses these roles, or leaves a message out.
-        """
+        """The text around each content, and the message of each. A refused role is a TemplateError."""
         text = self._render([Message(role, _WORD.format(i)) for i, role in enumerate(roles)])
         parts = _SENTINEL.split(text)
         order = [int(i) for i in parts[1::2]]
@@ -284,12 +271,7 @@ class ChatTokenizer:
         return parts[0::2], order
 
     def _turn_frames(self) -> list[str]:
-        """The frames of user, assistant, user, assistant, user; then those of a system message where there
-        may be one.
-
-        So [4] comes between an assistant's and a user's content, and [5] after the latter: the same in every
-        turn, or an error.
-        """
+        """The frames of five turns. [4] is between an assistant's and a user's content, and [5] after it."""
         try:
             frames, order = self._frames(["user", "assistant", "user", "assistant", "user"])
         except TemplateSyntaxError as error:
@@ -309,9 +291,7 @@ class ChatTokenizer:
             return frames
 
     def _split_closing(self, frame: str) -> tuple[list[int], str]:
-        """The tokens that close an assistant message, with a blank before ``</s>`` if there is one, and the
-        rest of the frame.
-        """
+        """The tokens that close an assistant message, and the rest of the frame."""
         mark = self._mark.search(frame)
         if mark is None or frame[: mark.start()].strip():
             return [], frame  # the template closes assistant messages with plain text only
@@ -320,9 +300,7 @@ class ChatTokenizer:
         return closing, rest.lstrip() if mark.group() in self._swallow_right else rest
 
     def _closes_the_last(self) -> bool:
-        """Whether the template closes an assistant message that nothing follows. GLM's does not:
-        ``<|user|>`` begins the next message.
-        """
+        """Whether an assistant message is closed where nothing follows. GLM's is not."""
         reply = _WORD.format(1)
         try:
             tail = self._render(
@@ -384,9 +362,7 @@ class ChatTokenizer:
 
 
 def _folded(messages: Sequence[Message]) -> list[Message]:
-    """The same conversation with user and assistant taking turns: system messages become the user's,
-    neighbours of one role are joined.
-    """
+    """The conversation with alternating roles: system becomes user, and neighbors of one role are joined."""
     folded: list[Message] = []
     for message in messages:
         role = "user" if message.role == "system" else message.role

@@ -26,7 +26,6 @@ class ValueHead(nn.Module):
     states share (half of their length in SmolLM2) serves as the bias. All of it is computed in fp32.
 
     Args:
-        size: H, the width of the hidden states.
         detach_states: the value loss trains the head only, and not the model under it.
 
     >>> head = ValueHead(4)
@@ -51,11 +50,7 @@ def save(head: ValueHead, folder: Path) -> None:
 
 
 def load(head: ValueHead, folder: Path) -> None:
-    """Read into ``head`` (in place) what ``save`` wrote, bit for bit.
-
-    Raises:
-        AgentPeftError: the folder holds no head, or that of another model.
-    """
+    """Read into ``head`` (in place) what ``save`` wrote, bit for bit."""
     try:
         with opened(folder / WEIGHTS, unlinked=0) as place:
             stored = load_file(place)

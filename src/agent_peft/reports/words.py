@@ -53,8 +53,8 @@ def words_of(policy: Any) -> Words:
 
     from agent_peft.policies.loading import policy_config
     from agent_peft.policies.models.bundled import BUNDLED, cached, resolve_model
-    from agent_peft.policies.models.character_tokenizer import character_tokenizer
     from agent_peft.policies.models.start import start_of
+    from agent_peft.policies.models.tokenizer import character_tokenizer
     from agent_peft.policies.tokenization import ChatTokenizer
 
     if not isinstance(policy, Mapping):

@@ -28,15 +28,15 @@ from agent_peft.policies.engine.base import EngineStatistics, Sampler
 from agent_peft.policies.engine.schedule import Schedule
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.printable import printable
+from agent_peft.ranks import Ranks
 from agent_peft.rollout.conversation import EpisodeConversation
 from agent_peft.rollout.replays import ReplayWindow
 from agent_peft.rollout.rewards import RewardConfig, price
 from agent_peft.seeding import derive
-from agent_peft.types import AgentPeftError, Group, Outcome, StopReason, Task, Trajectory
+from agent_peft.types import AgentPeftError, Group, Message, Outcome, StopReason, Task, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
 
-NOTHING = EngineStatistics(0, 0, 0, 0)
 ATTEMPTS = 3  # of an episode whose environment fails
 MAX_TASKS_IN_WARNINGS = 5  # of one collection
 MAX_KINDS = 20  # of defects, each of which is logged once
@@ -59,7 +59,7 @@ class Collection:
 
     groups: list[Group]
     failures: int = 0
-    statistics: EngineStatistics = NOTHING
+    statistics: EngineStatistics = field(default_factory=EngineStatistics)
     defects: int = 0
     schedule: tuple[Schedule, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -96,8 +96,6 @@ class CollectionSchedule:
     """The sampling schedule of one collection on this rank.
 
     Attributes:
-        path: the file that it is written to.
-        settings: written next to it.
         followed: the schedule to repeat; None records a new one.
     """
 
@@ -120,9 +118,6 @@ class Collector:
 
     Args:
         on_episode: called at the end of each episode, from any thread.
-
-    Raises:
-        AgentPeftError: the environment grades no outcome.
     """
 
     def __init__(
@@ -157,22 +152,26 @@ class Collector:
             positions: of the tasks to collect here, while other processes collect the rest; None takes all.
             schedule: that of an earlier collection with the same arguments, to repeat.
             replays: earlier episodes to show before each task.
-
-        Raises:
-            AgentPeftError: an episode cannot start for a reason that the user must correct; or every episode
-                of the first collection ended by a defect. Otherwise nothing that an environment raises when
-                the agent acts ends a collection.
         """
         positions = range(len(tasks)) if positions is None else positions
         defects: list[BaseException] = []
         seconds = getattr(getattr(self.engine, "config", None), "environment_seconds", None)
-        acting = (self.engine.chat, defects, sampling.stop, sampling.max_tokens, self.on_episode, replays)
         conversations = {
-            (position, member): EpisodeConversation(self.environment, tasks[position], *acting, seconds)
+            (position, member): EpisodeConversation(
+                self.environment,
+                tasks[position],
+                self.engine.chat,
+                defects,
+                stop=sampling.stop,
+                max_tokens=sampling.max_tokens,
+                on_end=self.on_episode,
+                replays=replays,
+                seconds=seconds,
+            )
             for position in positions
             for member in range(group_size)
         }
-        failures, statistics, recorded = 0, NOTHING, list[Schedule]()
+        failures, statistics, recorded = 0, EngineStatistics(), list[Schedule]()
         for attempt in range(ATTEMPTS):
             trying = {key: c for key, c in conversations.items() if attempt == 0 or c.failure is not None}
             if not trying:
@@ -218,7 +217,11 @@ class Collector:
             for position in positions
         ]
         return Collection(
-            groups, failures, statistics, len(defects), tuple(recorded) if any(recorded) else ()
+            groups=groups,
+            failures=failures,
+            statistics=statistics,
+            defects=len(defects),
+            schedule=tuple(recorded) if any(recorded) else (),
         )
 
     def _check_limits(self, trajectories: Sequence[Trajectory], sampling: SamplingConfig) -> None:
@@ -270,9 +273,7 @@ class Collector:
 
 
 def _priced(conversation: EpisodeConversation, rewards: RewardConfig) -> Trajectory:
-    """The trajectory with its rewards. An agent must not gain by making a reward term fail, so that is a
-    defect of the episode.
-    """
+    """The trajectory with its rewards. A reward term that fails is a defect, by which no agent gains."""
     try:
         return price(conversation.trajectory, rewards)
     except AgentPeftError as error:
@@ -306,3 +307,50 @@ def origin_of(error: BaseException) -> str:
         return error.place
     frames = traceback.extract_tb((error.__cause__ or error).__traceback__, limit=-1)
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+
+
+def gather_collection(ranks: Ranks, mine: Collection, tasks: Sequence[Task]) -> Collection:
+    """One collection from those of all ranks, in the order of ``tasks``. It is a collective, and its result
+    is the same on every rank.
+    """
+    if ranks.world_size == 1:
+        return mine
+    groups: dict[int, Group] = {}
+    failures, defects, statistics = 0, 0, EngineStatistics()
+    content = {
+        "groups": [[trajectory_to_json(t) for t in group.trajectories] for group in mine.groups],
+        "failures": mine.failures,
+        "defects": mine.defects,
+        "statistics": vars(mine.statistics) | {"schedule": ()},  # each rank keeps its own
+    }
+    for rank, part in enumerate(ranks.gather_objects(content)):
+        positions = Ranks(rank, ranks.world_size).share(range(len(tasks)))
+        for position, trajectories in zip(positions, part["groups"], strict=True):
+            groups[position] = Group(
+                tasks[position], [trajectory_from_json(tasks[position], t) for t in trajectories]
+            )
+        failures += part["failures"]
+        defects += part["defects"]
+        statistics += EngineStatistics(**part["statistics"])
+    return Collection([groups[position] for position in range(len(tasks))], failures, statistics, defects)
+
+
+def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
+    """All but the task."""
+    return {
+        **{name: value for name, value in vars(trajectory).items() if name != "task"},
+        "turns": [vars(turn) for turn in trajectory.turns],
+        "messages": [vars(message) for message in trajectory.messages],
+    }
+
+
+def trajectory_from_json(task: Task, content: Mapping[str, Any]) -> Trajectory:
+    """Take back what ``trajectory_to_json`` gave."""
+    turns = tuple(Turn(**_tuples(turn)) for turn in content["turns"])
+    messages = tuple(Message(**message) for message in content["messages"])
+    facts = {"outcome": Outcome(content["outcome"]), "stop_reason": StopReason(content["stop_reason"])}
+    return Trajectory(**{**_tuples(content), **facts, "task": task, "turns": turns, "messages": messages})
+
+
+def _tuples(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in content.items()}

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from agent_peft.environments.base import Environment, Episode
 from agent_peft.environments.contract import ContractError, open_episode, opening_of, result_of
-from agent_peft.policies.stop_strings import StopMatcher
+from agent_peft.policies.sampling import StopMatcher
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.rollout.replays import ReplayWindow
 from agent_peft.seeding import derive
@@ -49,10 +49,8 @@ class EpisodeConversation:
 
     Args:
         defects: a list for exceptions that are not failures of the world.
-        stop: strings that end an action.
         max_tokens: limit of the episode's tokens; None sets no limit. An opening without room for an action
             is a user's mistake.
-        on_end: called once, when the episode is over.
         replays: earlier episodes to show before the task. They take at most half of ``max_tokens``, together
             with the opening.
         seconds: limit of one start or step of the world, which is left behind if it takes longer.
@@ -89,9 +87,6 @@ class EpisodeConversation:
     def prompt(self) -> Sequence[int] | None:
         """Open a world, and return all tokens so far with the next observation. None where the world fails or
         the episode is over.
-
-        Raises:
-            AgentPeftError: the world cannot be opened because of a user's mistake.
         """
         if self.turns:
             self.replay_episode()
@@ -103,11 +98,7 @@ class EpisodeConversation:
         return (*self.trajectory.tokens, *self._observation)
 
     def begin(self, seed: int) -> None:
-        """Open the episode of ``seed``, from which its world and the sampler draw.
-
-        Raises:
-            AgentPeftError: the world cannot be opened because of a user's mistake.
-        """
+        """Open the episode of ``seed``, from which its world and the sampler draw."""
         self.seed, self.failure = seed, None
         try:
             opening = self._open()
@@ -154,7 +145,6 @@ class EpisodeConversation:
         Args:
             room: the token budget that is left. An observation that would use it up ends the episode, because
                 no further action is possible.
-            mistake: a demonstration shows the action as a mistake.
             text: of a demonstration, which the world receives as it is; by default that of the tokens.
         """
         cut = self._is_cut(action)
@@ -261,10 +251,8 @@ class EpisodeConversation:
             assert self._episode is not None
             self.messages.append(Message("assistant", text))
             result = within(self.seconds, partial(result_of, self._episode, text))
-            outcome, stop_reason = (
-                Outcome(result.outcome),
-                result.stop_reason and StopReason(result.stop_reason),
-            )
+            outcome = Outcome(result.outcome)
+            stop_reason = result.stop_reason and StopReason(result.stop_reason)
             if stop_reason is StopReason.INFRASTRUCTURE:
                 raise InfrastructureError("the environment says that it failed")
             self.turns[-1] = replace(turn, valid=bool(result.valid), score=result.score)

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from agent_peft.environments.base import Environment, Mistake
-from agent_peft.policies.sampling import SamplingConfig
-from agent_peft.policies.stop_strings import StopMatcher
+from agent_peft.policies.sampling import SamplingConfig, StopMatcher
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.printable import printable
 from agent_peft.rollout.collector import LINE, one_line, origin_of
@@ -84,9 +83,7 @@ def _exceeded_limits(trajectory: Trajectory, chat: ChatTokenizer, sampling: Samp
 
 
 def _text_of(turn: Turn, chat: ChatTokenizer) -> list[int]:
-    """The tokens of an action without its end tokens. Where a limit leaves no room for those, the environment
-    receives the same text.
-    """
+    """The tokens of an action without its end tokens, for which a limit may leave no room."""
     text = list(turn.action)
     while text and text[-1] in chat.end_of_turn:
         text.pop()
@@ -94,9 +91,7 @@ def _text_of(turn: Turn, chat: ChatTokenizer) -> list[int]:
 
 
 def _stopped_inside(text: Sequence[int], chat: ChatTokenizer, stops: Sequence[str]) -> str | None:
-    """A stop string that ends an action before the end of its text. One at the very end only replaces the end
-    token.
-    """
+    """A stop string that ends an action before the end of its text."""
     for stop in stops:
         matcher = StopMatcher([stop.encode()], chat.token_bytes)
         if any(matcher.push(token) for token in text[:-1]):
@@ -112,14 +107,7 @@ def demonstrate(
     seed: int,
     actions: Sequence[str] | None = None,
 ) -> Trajectory:
-    """The trajectory of a task's demonstration, replayed in the environment, so its observations are real.
-
-    Args:
-        actions: other actions, in place of the demonstration.
-
-    Raises:
-        AgentPeftError: the environment has no demonstration of this task, or the replay fails.
-    """
+    """The trajectory of a task's demonstration, replayed in the environment, so its observations are real."""
     if actions is None:
         actions = environment.demonstration(task)
     if actions is None:

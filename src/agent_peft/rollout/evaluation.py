@@ -10,9 +10,9 @@ from dataclasses import replace
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from agent_peft.config import Config, first_error
+from agent_peft.config import Config, validated
 from agent_peft.environments import AnyEnvironment
 from agent_peft.environments.base import Environment, EnvironmentConfig
 from agent_peft.environments.contract import refuse_class
@@ -23,8 +23,7 @@ from agent_peft.policies.engine.base import Sampler
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import LIMITS, SamplingConfig
 from agent_peft.ranks import ALONE, Ranks
-from agent_peft.rollout.collector import CollectionSchedule, Collector
-from agent_peft.rollout.gathering import gather_collection
+from agent_peft.rollout.collector import CollectionSchedule, Collector, gather_collection
 from agent_peft.rollout.replays import ReplayWindow
 from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.rollout.statistics import EvaluationReport, summarize
@@ -121,13 +120,11 @@ def evaluate(
         rewards: what an episode is worth, as in a stage; None takes the defaults.
         on_episode: called at the end of each episode of this rank, from any thread.
         replays: earlier episodes to show before each task.
-
-    Raises:
-        AgentPeftError: a key is wrong, or no episode came to an end.
     """
     refuse_class(environment)
     sampler = load_sampler(policy) if isinstance(policy, Policy) else policy
-    settings, prices = _settings(evaluation), _prices(rewards)
+    settings = _settings(evaluation)
+    prices = validated(RewardConfig, rewards, "rewards")
     tasks = environment.tasks[: settings.num_tasks]
     if ranks.is_main:
         _check_number(len(tasks))
@@ -137,9 +134,9 @@ def evaluate(
         settings.sampling,
         prices,
         derive(seed, "evaluation"),
-        ranks.share(range(len(tasks))),
-        schedule.followed if schedule else None,
-        replays,
+        positions=ranks.share(range(len(tasks))),
+        schedule=schedule.followed if schedule else None,
+        replays=replays,
     )
     if schedule is not None:
         schedule.write(collection.schedule)
@@ -202,22 +199,11 @@ def _keys(environment: Environment) -> Any:
     return keys.model_dump(mode="json", exclude=PLACES) if isinstance(keys, BaseModel) else keys
 
 
-def _prices(rewards: RewardConfig | Mapping[str, Any] | None) -> RewardConfig:
-    if isinstance(rewards, RewardConfig):
-        return rewards
-    try:
-        return RewardConfig.model_validate(dict(rewards or {}))
-    except ValidationError as error:
-        raise AgentPeftError(first_error(error, "rewards", RewardConfig)) from error
-
-
 def _settings(evaluation: EvaluationConfig | Mapping[str, Any] | None) -> EvaluationConfig:
     if isinstance(evaluation, EvaluationConfig):
         return evaluation
     given = dict(evaluation or {})
     if others := sorted(given.keys() - set(MEASURES)):
         raise AgentPeftError(f"evaluation.{others[0]} has no effect here; {nearest(others[0], MEASURES)}")
-    try:  # the environment is another argument, and is not validated here
-        return EvaluationConfig.model_validate({**given, "environment": EnvironmentConfig()})
-    except ValidationError as error:
-        raise AgentPeftError(first_error(error, "evaluation", EvaluationConfig)) from error
+    # the environment is another argument, and is not validated here
+    return validated(EvaluationConfig, {**given, "environment": EnvironmentConfig()}, "evaluation")

@@ -21,16 +21,15 @@ from agent_peft.files import MAX_JSONL_BYTES, read_bytes
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.printable import printable
 from agent_peft.ranks import Ranks
-from agent_peft.rollout.collector import Collection
+from agent_peft.rollout.collector import Collection, gather_collection
 from agent_peft.rollout.demonstrations import demonstrate
-from agent_peft.rollout.gathering import gather_collection
-from agent_peft.rollout.refill import is_constant
 from agent_peft.rollout.rewards import RewardConfig, price
+from agent_peft.rollout.sources import is_constant
 from agent_peft.rollout.task_order import Order, TaskOrder
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, Group, Message, Outcome, StopReason, Task, Trajectory, Turn
 
-METRICS = ("groups_tied", "groups_unlike")  # of ``EpisodePairs``
+EPISODE_PAIR_METRICS = ("groups_tied", "groups_unlike")  # of ``EpisodePairs``
 
 
 @dataclass(frozen=True)
@@ -57,11 +56,7 @@ class Pairs:
         return with_mismatched(collection) if self.form == "labels" else collection
 
     def _sides(self, task: Task) -> list[tuple[bool, Sequence[str]]]:
-        """Whether each reply is the desirable one, and its actions.
-
-        Raises:
-            AgentPeftError: a reply that is needed is missing.
-        """
+        """Whether each reply is the desirable one, and its actions."""
         sides = {
             "demonstration": self.environment.demonstration(task),
             "rejection": self.environment.rejection(task),
@@ -92,22 +87,13 @@ class EpisodesOfConfig(Config):
 
 
 class EpisodePairs:
-    """The groups of a run, shuffled again in each pass over them. All ranks have the same.
-
-    Args:
-        groups: of the run.
-        per_step: groups in a step.
-        place: of the run, for messages.
-
-    Raises:
-        AgentPeftError: no group can be learned from.
-    """
+    """The groups of a run, shuffled again in each pass over them. All ranks have the same."""
 
     def __init__(
         self, groups: Iterable[Group], per_step: int, seed: int, form: PreferenceForm, place: str
     ) -> None:
         self.form, self.groups = form, list[Group]()
-        self.metrics = dict.fromkeys(METRICS, 0.0) if form == "pairs" else {}
+        self.metrics = dict.fromkeys(EPISODE_PAIR_METRICS, 0.0) if form == "pairs" else {}
         for group in groups:
             pair = group if form == "labels" else best_and_worst(group)
             if isinstance(pair, Group):
@@ -144,9 +130,9 @@ def best_and_worst(group: Group) -> Group | str:
     best = max(group.trajectories, key=lambda t: t.reward)
     worst = min(group.trajectories, key=lambda t: t.reward)
     if is_constant(Group(group.task, [best, worst])):
-        return METRICS[0]
+        return EPISODE_PAIR_METRICS[0]
     if best.turns[0].observation != worst.turns[0].observation:
-        return METRICS[1]
+        return EPISODE_PAIR_METRICS[1]
     return Group(group.task, [best, worst])
 
 
@@ -194,9 +180,6 @@ def _mismatched(group: Group, others: Sequence[Trajectory], longest: int) -> Ite
 def read_groups(config: EpisodesOfConfig, chat: ChatTokenizer, rewards: RewardConfig) -> Iterator[Group]:
     """The groups that a run's policy sampled, in the order of its steps, with the rewards that ``rewards``
     gives them. ``runs/trajectories.py`` wrote them.
-
-    Raises:
-        AgentPeftError: there are none, a file is damaged, or the tokens are not those of ``chat``.
     """
     paths = sorted((config.run.expanduser() / "trajectories").glob("step_*.jsonl"))
     others, found = set[str](), False
@@ -265,10 +248,6 @@ def _episode(line: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Tra
 
 
 def _check_tokens(line: Mapping[str, Any], trajectory: Trajectory, chat: ChatTokenizer, path: Path) -> None:
-    """
-    Raises:
-        AgentPeftError: the tokens of the last action are not its text.
-    """
     texts = [message.content for message in trajectory.messages if message.role == "assistant"]
     if texts and chat.decode_action(trajectory.turns[-1].action) != texts[-1]:
         raise AgentPeftError(

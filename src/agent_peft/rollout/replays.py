@@ -35,9 +35,6 @@ class Replay:
 class Replays:
     """The latest successful episodes of a run, one of each task: the first one of its latest group that has
     any. All ranks add the same groups.
-
-    Args:
-        size: how many are shown at most.
     """
 
     def __init__(self, size: int) -> None:
@@ -96,11 +93,7 @@ def _can_be_written(messages: Sequence[Message], chat: ChatTokenizer) -> bool:
 
 
 def read_replays(folder: Path) -> tuple[Replay, ...]:
-    """The episodes that a checkpoint holds; none where it was written without ``replay_in_prompt``.
-
-    Raises:
-        AgentPeftError: the file is damaged.
-    """
+    """The episodes that a checkpoint holds; none where it was written without ``replay_in_prompt``."""
     path = folder / FILE
     if not path.is_file():
         return ()

@@ -129,11 +129,7 @@ def valid_share(config: FormatConfig, trajectory: Trajectory) -> float:
 
 
 def custom_term(config: CustomTermConfig, trajectory: Trajectory) -> float:
-    """Call the user's function.
-
-    Raises:
-        AgentPeftError: it fails, or returns no finite number.
-    """
+    """Call the user's function."""
     place = f"reward term {config.kind!r}, task {trajectory.task.id!r}"
     try:
         found = custom_function(config.kind)(trajectory)
@@ -185,9 +181,8 @@ def _tag(value: Any) -> str:
 
 
 AnyTerm = Annotated[
-    Annotated[
-        CustomTermConfig, Tag("custom")
-    ]  # first, so that the mistakes of a kind that is in no row are told as its
+    # first, so that the mistakes of a kind that is in no row are reported as its
+    Annotated[CustomTermConfig, Tag("custom")]
     | Annotated[LengthPenaltyConfig, Tag("length_penalty")]
     | Annotated[ReasoningStepsConfig, Tag("reasoning_steps")]
     | Annotated[FormatConfig, Tag("format")],
@@ -288,7 +283,6 @@ def price(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
 
     Raises:
         ValueError: the trajectory is an infrastructure failure, or has no turn.
-        AgentPeftError: a function of the user's own fails.
 
     >>> from agent_peft.types import Task, Turn
     >>> turns = (Turn((1,), (2,), (-0.5,), valid=False), Turn((3,), (4,), (-0.5,)))
@@ -300,10 +294,9 @@ def price(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
     end = config.end(trajectory.outcome, trajectory.stop_reason)
     if not trajectory.turns:
         raise ValueError(f"the trajectory of task {trajectory.task.id!r} has no turn to bear a reward")
-    rewards = [0.0 if turn.valid else config.invalid_action for turn in trajectory.turns]
     rewards = [
-        reward + config.cut_action if turn.cut else reward
-        for reward, turn in zip(rewards, trajectory.turns, strict=True)
+        (0.0 if turn.valid else config.invalid_action) + (config.cut_action if turn.cut else 0.0)
+        for turn in trajectory.turns
     ]
     rewards[-1] += end
     given = [("outcome", end)]
@@ -323,9 +316,7 @@ def price(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
 
 
 def _progress(trajectory: Trajectory) -> list[float]:
-    """What each turn added to the score. The last turn adds what is missing, so that the sum is the score of
-    the episode, whatever the environment said before.
-    """
+    """What each turn added to the score; the last one adds what is missing to the score of the episode."""
     so_far = [0.0]
     for turn in trajectory.turns[:-1]:
         so_far.append(so_far[-1] if turn.score is None else turn.score)

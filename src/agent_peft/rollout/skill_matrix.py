@@ -108,7 +108,6 @@ def skill_matrix(
     """The matrix of evaluations of the same tasks; None where no skill of a segment has a task in all.
 
     Args:
-        segments: the skill of each segment.
         reports: before the first segment, and after each one.
         skills: task id -> its first skill.
     """

@@ -1,4 +1,8 @@
-"""Where the trajectories of a step come from. The trainer knows this seam only."""
+"""Where the trajectories of a step come from. The trainer knows the protocol ``Source`` only.
+
+Constant groups may give way to others: the dynamic sampling of DAPO (Yu et al., 2025, section 3.2,
+https://arxiv.org/abs/2503.14476).
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,20 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Protocol
 
+import torch
+
 from agent_peft.environments.base import Environment
 from agent_peft.policies.engine.schedule import Schedule
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.ranks import Ranks
-from agent_peft.rollout.collector import ATTEMPTS, Collection, Collector, ScheduleOf
+from agent_peft.rollout.collector import ATTEMPTS, Collection, Collector, ScheduleOf, gather_collection
 from agent_peft.rollout.demonstrations import DemonstrationCheck, demonstrate
-from agent_peft.rollout.gathering import gather_collection
-from agent_peft.rollout.refill import drop_constant, is_constant, other_tasks
 from agent_peft.rollout.replays import Replays, ReplayWindow
 from agent_peft.rollout.rewards import RewardConfig
-from agent_peft.rollout.successes import only_successes
 from agent_peft.rollout.task_order import Order
 from agent_peft.seeding import derive
-from agent_peft.types import Group, Task
+from agent_peft.types import Group, Outcome, Task, Trajectory
 
 
 class Source(Protocol):
@@ -95,9 +98,9 @@ class Rollouts:
             self.sampling,
             self.rewards,
             seed,
-            self.ranks.share(range(len(tasks))),
-            followed,
-            ReplayWindow(replays.latest(), number) if replays is not None and number else None,
+            positions=self.ranks.share(range(len(tasks))),
+            schedule=followed,
+            replays=ReplayWindow(replays.latest(), number) if replays is not None and number else None,
         )
 
 
@@ -131,3 +134,69 @@ class Demonstrations:
         ]
         collection = gather_collection(self.ranks, Collection(groups), tasks)
         return replace(collection, metrics=self.check.count(collection.groups))
+
+
+REFILL_METRICS = ("groups_refilled", "episodes_dropped")  # of ``drop_constant``
+
+
+def is_constant(group: Group) -> bool:
+    """Whether all episodes of a group have one return, as a batch holds it. A group that failing environments
+    left with one episode, or none, is constant, too.
+    """
+    return len(torch.tensor([t.reward for t in group.trajectories], dtype=torch.float32).unique()) < 2  # type: ignore[no-untyped-call]
+
+
+def other_tasks(pool: Sequence[Task], tried: Sequence[Task], number: int, random: Random) -> list[Task]:
+    """``number`` tasks of the pool, drawn without replacement. Those that the step has tried come only where
+    the pool has no others. They are fewer where the pool is smaller.
+
+    >>> pool = [Task("a"), Task("b"), Task("c")]
+    >>> sorted(task.id for task in other_tasks(pool, [Task("b")], 2, Random(0)))
+    ['a', 'c']
+    """
+    ids = {task.id for task in tried}
+    enough = number + sum(task.id in ids for task in pool)  # a pool may hold a task several times
+    places = random.sample(range(len(pool)), min(len(pool), enough))
+    return sorted((pool[place] for place in places), key=lambda task: task.id in ids)[:number]
+
+
+def drop_constant(collection: Collection, first: int, fewest: int) -> Collection:
+    """The collection with its constant groups dropped.
+
+    Args:
+        first: how many of its groups were collected before the first refill.
+        fewest: as many groups are kept, the first constant ones where there are too few others, so that each
+            minibatch has one.
+    """
+    signal = [group for group in collection.groups if not is_constant(group)]
+    spare = [group for group in collection.groups if is_constant(group) and len(group.trajectories) > 1]
+    kept = {id(group) for group in (*signal, *spare[: max(fewest - len(signal), 0)])}
+    dropped = [t for group in collection.groups if id(group) not in kept for t in group.trajectories]
+    metrics = {
+        "groups_refilled": float(sum(not is_constant(group) for group in collection.groups[first:])),
+        "episodes_dropped": float(len(dropped)),
+    }
+    return replace(collection, dropped=dropped, metrics={**collection.metrics, **metrics})
+
+
+SUCCESS_METRICS = ("successes", "episodes_dropped")  # of ``only_successes``
+
+
+def successes(group: Group) -> list[Trajectory]:
+    """The correct episodes that were sampled for the group, each sequence of actions once."""
+    correct = (t for t in group.trajectories if t.outcome is Outcome.CORRECT)
+    return list({_actions(trajectory): trajectory for trajectory in correct}.values())
+
+
+def only_successes(collection: Collection) -> Collection:
+    """The collection with all but its successes dropped: the distinct ones of each task, as in rejection
+    sampling fine-tuning (Yuan et al., 2023, section 3.3, https://arxiv.org/abs/2308.01825).
+    """
+    kept = {id(t) for group in collection.groups for t in successes(group)}
+    dropped = [t for group in collection.groups for t in group.trajectories if id(t) not in kept]
+    metrics = {"successes": float(len(kept)), "episodes_dropped": float(len(dropped))}
+    return replace(collection, dropped=dropped, metrics=metrics)
+
+
+def _actions(trajectory: Trajectory) -> tuple[tuple[int, ...], ...]:
+    return tuple(turn.action for turn in trajectory.turns)

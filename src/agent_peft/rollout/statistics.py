@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from agent_peft.types import AgentPeftError, Group, Outcome, StopReason, Trajectory
 
+T = TypeVar("T")
 Z95 = 1.959963984540054  # the normal distribution's 97.5 % point
 NO_SKILL = "(no skill)"
 MAX_LEFT_OUT = 0.05  # share of the episodes; above it the summary reports them
@@ -163,9 +164,6 @@ def summarize(groups: Sequence[Group], left_out: int = 0) -> EvaluationReport:
 
     Args:
         left_out: the number of attempts that are in no group.
-
-    Raises:
-        AgentPeftError: no attempt remains.
     """
     trajectories: list[Trajectory] = [t for group in groups for t in group.trajectories]
     counted = [t for t in trajectories if t.stop_reason is not StopReason.INFRASTRUCTURE]
@@ -174,11 +172,8 @@ def summarize(groups: Sequence[Group], left_out: int = 0) -> EvaluationReport:
             "there is nothing to evaluate: no episode came to an end (the environment failed, or there are "
             "no tasks)"
         )
-    outcomes: dict[str, tuple[str, ...]] = {}
-    skills: dict[str, str] = {}
-    for t in counted:
-        outcomes[t.task.id] = (*outcomes.get(t.task.id, ()), str(t.outcome))
-        skills[t.task.id] = t.task.skills[0] if t.task.skills else NO_SKILL
+    outcomes = {task: tuple(found) for task, found in _by_task(counted, lambda t: str(t.outcome)).items()}
+    skills = {t.task.id: t.task.skills[0] if t.task.skills else NO_SKILL for t in counted}
     scores = {task: _successes(of_task) for task, of_task in outcomes.items()}
     turns = sum(len(t.turns) for t in counted)
     fewest = min(attempts for _, attempts in scores.values())
@@ -207,6 +202,14 @@ def summarize(groups: Sequence[Group], left_out: int = 0) -> EvaluationReport:
     )
 
 
+def _by_task(trajectories: Sequence[Trajectory], value: Callable[[Trajectory], T]) -> dict[str, list[T]]:
+    """A value of each attempt at a task, by the task's id."""
+    found: dict[str, list[T]] = {}
+    for trajectory in trajectories:
+        found.setdefault(trajectory.task.id, []).append(value(trajectory))
+    return found
+
+
 def score_of(trajectories: Sequence[Trajectory]) -> Rate | None:
     """The mean score over tasks, or None where no trajectory has a score. A trajectory that ended before its
     environment could grade it counts as 0.
@@ -220,9 +223,7 @@ def score_of(trajectories: Sequence[Trajectory]) -> Rate | None:
     """
     if all(t.score is None for t in trajectories):
         return None
-    scores: dict[str, list[float]] = {}
-    for t in trajectories:
-        scores.setdefault(t.task.id, []).append(t.score or 0.0)
+    scores = _by_task(trajectories, lambda t: t.score or 0.0)
     return rate_of((math.fsum(of_task), len(of_task)) for of_task in scores.values())
 
 
@@ -235,16 +236,12 @@ def reward_of(trajectories: Sequence[Trajectory]) -> Mean | None:
     """
     if not all(t.rewards for t in trajectories):
         return None
-    rewards: dict[str, list[float]] = {}
-    for t in trajectories:
-        rewards.setdefault(t.task.id, []).append(t.reward)
+    rewards = _by_task(trajectories, lambda t: t.reward)
     return mean_over_tasks([math.fsum(of_task) / len(of_task) for of_task in rewards.values()])
 
 
 def _follows_success(trajectories: Sequence[Trajectory]) -> bool:
-    """Whether all correct episodes have one reward, and all others one, so that the mean reward says nothing
-    in addition to the success rate.
-    """
+    """Whether the outcome alone decides the reward, so that its mean adds nothing to the success rate."""
     pairs = {(t.outcome is Outcome.CORRECT, t.reward) for t in trajectories}
     return len(pairs) == len({correct for correct, _ in pairs})
 
@@ -349,9 +346,6 @@ def paired_test(before: EvaluationReport, after: EvaluationReport) -> Comparison
     changed, before and after are exchangeable within each task. With one attempt per task this is McNemar's
     exact test (1947). The interval is that of Bonett and Price (2012, eq. 3): the Wald interval with one task
     added as gained and one as lost. It may disagree with p where p is close to 0.05.
-
-    Raises:
-        AgentPeftError: the evaluations were made on different tasks.
     """
     unpaired = before.outcomes.keys() ^ after.outcomes.keys()
     if unpaired or "tasks_digest" in other_settings(before.settings, after.settings):

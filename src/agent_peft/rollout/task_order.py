@@ -35,11 +35,7 @@ class BySkillConfig(Config):
     )
 
     def settled(self, tasks: Sequence[Task]) -> BySkillConfig:
-        """The same order with its skills named.
-
-        Raises:
-            AgentPeftError: no task has one of the skills.
-        """
+        """The same order with its skills named."""
         known = list(dict.fromkeys(task.skills[0] for task in tasks if task.skills))
         if not known:
             raise AgentPeftError("task_order: by_skill needs tasks with skills, and these have none")
@@ -79,8 +75,6 @@ class TaskOrder:
     """The tasks of each step: one pass after another over all tasks.
 
     Args:
-        tasks: all tasks, of which there may be millions.
-        per_step: how many tasks a step takes.
         seed: with ``shuffled``, decides the order, which is another one in each pass.
 
     >>> order = TaskOrder([Task("a"), Task("b"), Task("c")], per_step=2, seed=0, shuffled=False)
@@ -159,22 +153,14 @@ class SkillOrder:
 
 
 def length_of_trip(order: AnyOrder, tasks: Sequence[Task], per_step: int) -> int:
-    """How many tasks one trip takes.
-
-    Raises:
-        AgentPeftError: the order does not fit the tasks, or its file is wrong.
-    """
+    """How many tasks one trip takes."""
     if isinstance(order, BySkillConfig):
         return len(order.settled(tasks).skills or ()) * order.steps * per_step
     return len(tasks_in_order(tasks, order)) if isinstance(order, Path) else len(tasks)
 
 
 def order_of(order: AnyOrder, tasks: Sequence[Task], per_step: int, seed: int) -> Order:
-    """The order that a stage's ``task_order`` describes.
-
-    Raises:
-        AgentPeftError: it does not fit the tasks, or its file is wrong.
-    """
+    """The order that a stage's ``task_order`` describes."""
     if isinstance(order, BySkillConfig):
         return SkillOrder(tasks, per_step, seed, order.settled(tasks).skills or (), order.steps)
     if isinstance(order, Path):
@@ -185,9 +171,6 @@ def order_of(order: AnyOrder, tasks: Sequence[Task], per_step: int, seed: int) -
 def tasks_in_order(tasks: Sequence[Task], path: Path) -> list[Task]:
     """The tasks whose ids a file lists, in its order: one id in a line, or a JSON list if it ends in .json.
     An id may stand in it several times, or not at all.
-
-    Raises:
-        AgentPeftError: the file cannot be read, is empty, or names a task that there is not.
     """
     places = _ids(path)
     wanted = {name for _, name in places}

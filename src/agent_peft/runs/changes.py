@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from agent_peft.algorithms.base import restore_algorithm
 from agent_peft.configuration import yaml12
 from agent_peft.configuration.changes import Change, compare, with_defaults
 from agent_peft.configuration.relocation import CONFIG, settle_paths
@@ -27,7 +28,6 @@ from agent_peft.runs.resume import newest_position
 from agent_peft.training.optimizer import learning_rate_factor
 from agent_peft.training.stage import StageConfig
 from agent_peft.training.state_file import load_state
-from agent_peft.training.trainer import restore_algorithm
 from agent_peft.types import AgentPeftError
 
 

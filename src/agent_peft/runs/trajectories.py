@@ -26,7 +26,7 @@ from agent_peft.types import Group, Trajectory
 if TYPE_CHECKING:
     from agent_peft.configuration.run_config import TrajectoriesConfig
     from agent_peft.runs.observers import RunStep
-    from agent_peft.training.token_values import TokenValues
+    from agent_peft.training.step_metrics import TokenValues
 
 LINES, ARRAYS = ".jsonl", ".safetensors"
 _STEP = re.compile(r"\.?step_(\d{6,})\.(?:jsonl|safetensors)(?:\.aside)?")

@@ -154,9 +154,6 @@ def assert_mask(mask: Tensor, sampled: Tensor) -> None:
     Args:
         mask: (B, T) the action mask.
         sampled: (B, T) the sampler's log-probabilities, 0 where nothing was sampled.
-
-    Raises:
-        TrustError: some do.
     """
     if (sampled[~mask] != 0).any():
         raise TrustError(
@@ -177,9 +174,6 @@ def assert_on_policy(
     Args:
         rounding: ``measure_rounding`` of the minibatch, over all ranks. It is called before an alarm in 16
             bits.
-
-    Raises:
-        TrustError: they differ by more than rounding.
     """
     if not mismatch.metrics:
         return
@@ -242,14 +236,7 @@ class Canary:
             self.first = self._read(self.tokens, adapter=False)
 
     def after_update(self, tokens: Sequence[int]) -> None:
-        """Compare sampler and trainer.
-
-        Args:
-            tokens: a trajectory of the minibatch.
-
-        Raises:
-            TrustError: the update has not reached the sampler, or only in part.
-        """
+        """Compare sampler and trainer."""
         tokens = self.tokens or list(tokens[:CANARY_TOKENS])
         if len(tokens) < 2:
             return
@@ -301,9 +288,7 @@ class Canary:
         return sampler[-CHANGE_TOKENS:], trainer[-CHANGE_TOKENS:]
 
     def _rounding(self, tokens: list[int]) -> Tensor | None:
-        """The difference that rounding makes to the trainer's scores, or None where the model cannot compute
-        in fp32.
-        """
+        """The rounding of the trainer's scores, or None where the model cannot compute in fp32."""
         whole, plain = _whole(tokens), SamplingConfig()
         if (exact := self.policy.exact_logprobs(whole, plain)) is None:
             return None
@@ -358,11 +343,7 @@ def _nan_last(value: float) -> float:
 
 
 def assert_learning(policy: Policy, changed: bool) -> None:
-    """After the first update the adapter's delta is not zero; without an adapter, some weight has changed.
-
-    Raises:
-        TrustError: nothing has changed.
-    """
+    """After the first update the adapter's delta is not zero; without an adapter, some weight has changed."""
     if policy.has_adapter and not adapters.delta_norm(policy.model) > 0.0:
         raise TrustError(
             "the adapter's delta is still zero after the first update: its parameters get no gradient, or "

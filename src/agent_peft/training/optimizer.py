@@ -77,9 +77,6 @@ class MasterWeights:
     rounded away. In the copy such updates add up (Micikevicius et al. 2018, "Mixed precision training", 3.1).
     Gradients are summed over microbatches in fp32, too. The model acts with the copy after rounding, which
     ``rounded`` does in a way that shows small updates of many weights at once.
-
-    Attributes:
-        parameters: in the order of the constructor's argument.
     """
 
     def __init__(self, parameters: Iterable[Parameter]) -> None:
@@ -150,9 +147,6 @@ def build_optimizer(
         parameters: those to train, in an order that is the same when a run is resumed.
         separate_rates: more parameters, each list with its learning rate. They follow the schedule and are
             never decayed.
-
-    Raises:
-        ValueError: nothing to train.
     """
     trained = [p for p in parameters if p.requires_grad]
     matrices: dict[str, Any] = {

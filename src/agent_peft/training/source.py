@@ -26,19 +26,23 @@ def build_source(
     """Make the source of a stage: episodes of the policy, its successes, preferences, or demonstrations."""
     facts, chat, rewards = stage.algorithm.facts, sampler.chat, stage.rewards
     if facts.preferences is not None and stage.episodes_of is not None:
-        groups = read_groups(stage.episodes_of, chat, rewards)
-        place = f"episodes_of.run: {stage.episodes_of.run}"
-        return EpisodePairs(groups, stage.tasks_per_step, seed, facts.preferences, place)
+        return EpisodePairs(
+            read_groups(stage.episodes_of, chat, rewards),
+            per_step=stage.tasks_per_step,
+            seed=seed,
+            form=facts.preferences,
+            place=f"episodes_of.run: {stage.episodes_of.run}",
+        )
     order = order_of(stage.task_order, environment.tasks, stage.tasks_per_step, seed)
     if stage.samples:
         rollouts = Rollouts(
-            Collector(environment, sampler),
-            order,
-            stage.group_size,
-            stage.sampling,
-            rewards,
-            seed,
-            ranks,
+            collector=Collector(environment, sampler),
+            order=order,
+            group_size=stage.group_size,
+            sampling=stage.sampling,
+            rewards=rewards,
+            seed=seed,
+            ranks=ranks,
             schedule_of=schedule_of,
             replays=replays,
             replay_in_prompt=stage.replay_in_prompt,
@@ -47,6 +51,21 @@ def build_source(
         )
         return rollouts if facts.on_policy else Successes(rollouts)
     if facts.preferences is not None:
-        return Pairs(environment, order, chat, rewards, seed, ranks, facts.preferences)
-    check = DemonstrationCheck(chat, stage.sampling, warns=ranks.is_main)
-    return Demonstrations(environment, order, chat, rewards, seed, ranks, check)
+        return Pairs(
+            environment=environment,
+            order=order,
+            chat=chat,
+            rewards=rewards,
+            seed=seed,
+            ranks=ranks,
+            form=facts.preferences,
+        )
+    return Demonstrations(
+        environment=environment,
+        order=order,
+        chat=chat,
+        rewards=rewards,
+        seed=seed,
+        ranks=ranks,
+        check=DemonstrationCheck(chat, stage.sampling, warns=ranks.is_main),
+    )

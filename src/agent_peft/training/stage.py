@@ -14,12 +14,10 @@ from agent_peft.algorithms import AnyAlgorithm, UncheckedAlgorithmConfig, mean_n
 from agent_peft.config import Config, first_error
 from agent_peft.policies.reference import ReferenceKind
 from agent_peft.policies.sampling import DISTRIBUTION, SamplingConfig
-from agent_peft.rollout.pairs import METRICS as PAIR_METRICS
-from agent_peft.rollout.pairs import EpisodesOfConfig
-from agent_peft.rollout.refill import METRICS as REFILL_METRICS
+from agent_peft.rollout.pairs import EPISODE_PAIR_METRICS, EpisodesOfConfig
 from agent_peft.rollout.rewards import RewardConfig
+from agent_peft.rollout.sources import REFILL_METRICS, SUCCESS_METRICS
 from agent_peft.rollout.statistics import METRICS
-from agent_peft.rollout.successes import METRICS as SUCCESS_METRICS
 from agent_peft.rollout.task_order import ORDER_NAMES, AnyOrder, BySkillConfig, length_of_trip
 from agent_peft.training.optimizer import OptimizerConfig
 from agent_peft.training.step_metrics import metrics_of
@@ -145,20 +143,12 @@ class StageConfig(Config):
         return self
 
     def trip(self, tasks: Sequence[Task]) -> int:
-        """How many tasks one trip through them takes.
-
-        Raises:
-            AgentPeftError: ``task_order`` does not fit the tasks, or its file is wrong.
-        """
+        """How many tasks one trip through them takes."""
         return length_of_trip(self.task_order, tasks, self.tasks_per_step)
 
     def with_steps(self, tasks: Sequence[Task]) -> StageConfig:
         """This stage with the number of steps that its trips through the tasks take, without ``epochs``, and
         with the skills that ``task_order`` takes one after another.
-
-        Raises:
-            AgentPeftError: it is more than a stage may have, or ``task_order`` does not fit the tasks, or its
-                file is wrong.
 
         >>> stage = StageConfig(algorithm="rloo", epochs=1.5, tasks_per_step=8)
         >>> stage.with_steps([Task(str(number)) for number in range(20)]).steps
@@ -183,13 +173,22 @@ class StageConfig(Config):
         return self.tasks_per_step * self.group_size
 
     @property
+    def copies_reference(self) -> bool:
+        """Whether the reference is a copy of the weights that are trained."""
+        return self.algorithm.facts.needs_reference and self.reference == "stage_start"
+
+    @property
+    def needs_entropy(self) -> bool:
+        return self.algorithm.facts.needs_entropy
+
+    @property
     def metrics(self) -> tuple[str, ...]:
         """The names of all metrics that a step of the stage may have."""
         facts = self.algorithm.facts
         if not facts.on_policy:
             if facts.preferences:
                 ties = self.episodes_of is not None and facts.preferences == "pairs"
-                return metrics_of(facts, PAIR_METRICS if ties else ())
+                return metrics_of(facts, EPISODE_PAIR_METRICS if ties else ())
             source = ("groups_with_signal", *SUCCESS_METRICS) if self.samples else None
             return metrics_of(facts, source, self.samples)
         return metrics_of(facts, REFILL_METRICS if self.refill else ())
@@ -307,9 +306,6 @@ class Stage(StageConfig):
 
     >>> Stage(algorithm="rloo", steps=50, optimizer={"learning_rate": 3e-4}).group_size
     8
-
-    Raises:
-        AgentPeftError: a key or a value is wrong; in one line.
     """
 
     def __init__(self, /, **keys: Any) -> None:

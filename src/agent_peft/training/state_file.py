@@ -42,9 +42,7 @@ def load_state(path: Path, *, mapped: bool = False) -> Any:
 
 
 def _unshared(value: Any) -> Any:
-    """A copy that shares no objects except equal texts. Pickle writes a shared object once and then refers to
-    it, so sharing would change the bytes.
-    """
+    """A copy that shares no objects except equal texts: pickle writes a shared one once, as other bytes."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict):

@@ -1,17 +1,24 @@
-"""The metrics of a step, and their names: these are known before a stage runs, so that a configuration can
-be checked against them.
+"""The metrics of a step, their names, and what the trainer computes for each token. The names are known
+before a stage runs, so that a configuration can be checked against them.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial, reduce
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
 
 from agent_peft.algorithms import Algorithm
-from agent_peft.ranks import EXTREMES, merged
+from agent_peft.batch import Batch
+from agent_peft.ranks import EXTREMES, Ranks, merged
 from agent_peft.rollout.collector import Collection
-from agent_peft.rollout.refill import is_constant
+from agent_peft.rollout.sources import is_constant
 from agent_peft.types import Group, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -38,13 +45,8 @@ EPISODE_METRICS = (
 # of Trainer.update
 UPDATE_METRICS = ("loss", "gradient_norm", "learning_rate", "updates_skipped", "nonfinite_updates")
 LOOP_METRICS = ("epochs_done", "microbatch_halvings")  # Trainer.__iter__
-SAMPLER_METRICS = (
-    "groups_with_signal",
-    "mismatch",
-    "mismatch_max",
-    "mismatch_k3",
-    "surprisal",
-)  # Trainer.observe, checks.Mismatch
+# Trainer.observe, checks.Mismatch
+SAMPLER_METRICS = ("groups_with_signal", "mismatch", "mismatch_max", "mismatch_k3", "surprisal")
 SFT_METRICS = ("demonstrations_incorrect", "demonstrations_unsayable")  # DemonstrationCheck.count
 
 # metric -> format of the one line about a step, in their order
@@ -88,11 +90,7 @@ class SignalCounter:
         self.warns, self.barren = warns, 0
 
     def count(self, share: float) -> dict[str, float]:
-        """The metric of a step.
-
-        Args:
-            share: of its groups, those with a signal.
-        """
+        """The metric of a step."""
         self.barren = 0 if share else self.barren + 1
         if self.barren == NO_SIGNAL_STEPS and self.warns:
             logger.warning(
@@ -186,3 +184,59 @@ def mean_of(records: list[Mapping[str, float]]) -> dict[str, float]:
         else sum(numbers) / (1 if name in COUNTS else len(numbers))
         for name, numbers in values.items()
     }
+
+
+@dataclass(frozen=True)
+class TokenValues:
+    """Numbers for the N tokens of a step's trajectories, which lie one after another.
+
+    Attributes:
+        advantages: (N,) fp32, zero where nothing was sampled; NaN where nothing is learned from: in
+            trajectories that were dropped, and in a group that was left out, because failing environments
+            had left too few episodes in it. None where the algorithm sets none.
+        logprobs: (N,) fp32, the log-probabilities (nats) of the policy that acted, as the trainer computes
+            them before the step's first update, zero where nothing was sampled; NaN in trajectories without a
+            forward before that update: those without a gradient, and those of later minibatches. None for
+            demonstrations.
+    """
+
+    advantages: Tensor | None
+    logprobs: Tensor | None
+
+
+def gather_values(
+    ranks: Ranks,
+    collected: Sequence[Group],
+    compared: Sequence[Group],
+    batch: Batch,
+    logprobs: Tensor | None,
+) -> TokenValues:
+    """The values of all ranks' tokens, in the order of ``collected``. It is a collective.
+
+    Args:
+        compared: those of them that the step learns from, by the numbers in ``batch.groups``.
+        logprobs: (B, T) of this rank's part; None for demonstrations.
+    """
+    lengths = [len(t.tokens) for group in collected for t in group.trajectories]
+    starts = [0, *accumulate(lengths)]
+    trajectories = (t for group in collected for t in group.trajectories)
+    spans = {id(t): slice(*span) for t, span in zip(trajectories, pairwise(starts), strict=True)}
+    real = torch.arange(batch.tokens.shape[1]) < batch.lengths[:, None]
+
+    def spread(values: Tensor) -> Tensor:
+        flat = torch.full((starts[-1],), math.nan)
+        for trajectory in (t for group in compared for t in group.trajectories):
+            flat[spans[id(trajectory)]] = 0.0
+        for number, rows in batch.rows_by_group().items():
+            if number < 0:  # only measured
+                continue
+            for trajectory, row in zip(compared[number].trajectories, rows, strict=True):
+                # 0.0 + -0.0 is 0.0, on any number of ranks
+                flat[spans[id(trajectory)]] += values[row][real[row]]
+        return ranks.sum(flat)
+
+    scored = None if logprobs is None else spread(logprobs)
+    advantages = spread(batch.advantages)
+    return TokenValues(
+        advantages if scored is not None or bool(advantages.nan_to_num().any()) else None, scored
+    )

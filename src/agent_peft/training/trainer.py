@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from agent_peft.algorithms import Algorithm, averages
+from agent_peft.algorithms.base import restore_algorithm
 from agent_peft.batch import Batch, collate_groups
 from agent_peft.environments.base import Environment
 from agent_peft.environments.contract import refuse_class
@@ -36,8 +37,15 @@ from agent_peft.training.optimizer import (
 from agent_peft.training.source import build_source
 from agent_peft.training.stage import Stage, StageConfig
 from agent_peft.training.state_file import load_state, save_state
-from agent_peft.training.step_metrics import SignalCounter, describe, headline, mean_of, surprisal
-from agent_peft.training.token_values import TokenValues, gather_values
+from agent_peft.training.step_metrics import (
+    SignalCounter,
+    TokenValues,
+    describe,
+    gather_values,
+    headline,
+    mean_of,
+    surprisal,
+)
 from agent_peft.types import AgentPeftError, Group, Trajectory, TrustError
 
 logger = logging.getLogger(__name__)
@@ -81,7 +89,6 @@ class Trainer:
     ``seed`` and the step.
 
     Args:
-        stage: a configuration, or a mapping of its keys.
         engine: samples with ``policy``; None makes one.
         source: gives the trajectories of each step. None takes those that the algorithm learns from: episodes
             of the policy, or the environment's demonstrations.
@@ -165,11 +172,7 @@ class Trainer:
             yield Step(done, collection, metrics, token_values=values)
 
     def comparable(self, groups: list[Group]) -> list[Group]:
-        """The groups that failing environments left with enough trajectories to learn from.
-
-        Raises:
-            AgentPeftError: none of them is.
-        """
+        """The groups that failing environments left with enough trajectories to learn from."""
         fewest = 2 if self.algorithm.compares_groups else 1
         enough = [group for group in groups if len(group.trajectories) >= fewest]
         if groups and not enough:
@@ -342,21 +345,3 @@ class Trainer:
         self.masters.load_state_dict(state["masters"])
         restore_algorithm(self.algorithm, state["algorithm"])
         self.canary.load_state_dict(state.get("canary", {}))
-
-
-def restore_algorithm(algorithm: Algorithm, state: Mapping[str, Any]) -> list[str]:
-    """Load a checkpoint's state of an algorithm, whose keys may have changed since. What is missing starts
-    again, and what the algorithm no longer keeps is dropped. Return a line about each of both.
-    """
-    try:
-        algorithm.load_state_dict(state)
-    except Exception:  # of the user's code, too
-        fresh = algorithm.state_dict()
-        if state.keys() == fresh.keys():
-            raise
-        algorithm.load_state_dict({name: state.get(name, value) for name, value in fresh.items()})
-        missing, dropped = sorted(fresh.keys() - state.keys()), sorted(state.keys() - fresh.keys())
-        return [f"{name} of {algorithm.kind} starts again: the checkpoint has none" for name in missing] + [
-            f"{name} of {algorithm.kind} is dropped: it has no effect any more" for name in dropped
-        ]
-    return []

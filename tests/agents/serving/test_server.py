@@ -14,7 +14,7 @@ from agent_peft.agents.serving.server import PolicyHost
 from agent_peft.environments.http.server import Address
 from agent_peft.policies.engine import service
 from agent_peft.policies.engine.kv_cache import ROWS, TierCache
-from agent_peft.policies.engine.open_decoding import OpenDecoding
+from agent_peft.policies.engine.service import OpenDecoding
 from agent_peft.types import AgentPeftError
 
 # one for all tests, since it takes a while to make; it keeps no connection

@@ -15,7 +15,7 @@ from agent_peft.environments import load_environment
 from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticConfig
 from agent_peft.environments.base import Episode
 from agent_peft.policies.engine.base import Conversation, EngineStatistics
-from agent_peft.policies.models.character_tokenizer import character_tokenizer
+from agent_peft.policies.models.tokenizer import character_tokenizer
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.rollout.collector import Collection, Collector

@@ -116,9 +116,7 @@ def flat(talk: Talk) -> list[float]:
 
 @pytest.mark.parametrize("rows", [1, 3, 64])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
-def test_prompts_share_what_they_begin_with_and_no_more(
-    kind: str, rows: int, make_policy: MakePolicy
-) -> None:
+def test_prompts_share_what_they_begin_with_and_no_more(kind, rows, make_policy):
     policy, conversations = make_policy(kind, lora=kind != "gpt2"), talks()
     statistics = LocalEngine(policy, EngineConfig(rows=rows, prefill_tokens=24)).generate(
         conversations, SAMPLING
@@ -128,7 +126,7 @@ def test_prompts_share_what_they_begin_with_and_no_more(
     assert statistics.prefilled < statistics.prefilled_naive
 
 
-def test_a_beginning_that_comes_late_is_read_once(make_policy: MakePolicy) -> None:
+def test_a_beginning_that_comes_late_is_read_once(make_policy):
     """The first row has one prompt; from the second prompt on it is known what they share."""
     prompts = [[1, 5, 6, 7, 8, 9, 10 + i] for i in range(6)]
     conversations = [Talk(prompt, i) for i, prompt in enumerate(prompts)]
@@ -137,7 +135,7 @@ def test_a_beginning_that_comes_late_is_read_once(make_policy: MakePolicy) -> No
     assert engine.shares and statistics.prefilled == 7 + (6 + 1) + 4 * 1
 
 
-def test_there_are_slots_for_prompts_as_many_as_rows_need(make_policy: MakePolicy) -> None:
+def test_there_are_slots_for_prompts_as_many_as_rows_need(make_policy):
     """One sibling of each of many prompts continues: the first rows had two prompts, later ones have a
     prompt each.
     """
@@ -152,9 +150,7 @@ def test_there_are_slots_for_prompts_as_many_as_rows_need(make_policy: MakePolic
 
 
 @pytest.mark.parametrize("latency", [lambda: 0.0, lambda: 0.002])
-def test_no_more_are_open_than_there_are_rows_and_a_few(
-    latency: Callable[[], float], make_policy: MakePolicy
-) -> None:
+def test_no_more_are_open_than_there_are_rows_and_a_few(latency, make_policy):
     doors = Doors()
     conversations = talks(120, latency, doors)
     LocalEngine(make_policy(), EngineConfig(rows=8)).generate(conversations, SAMPLING)
@@ -162,7 +158,7 @@ def test_no_more_are_open_than_there_are_rows_and_a_few(
     assert 8 < doors.peak <= 8 + AHEAD
 
 
-def test_one_that_has_nothing_to_say_leaves_its_row_to_the_next(make_policy: MakePolicy) -> None:
+def test_one_that_has_nothing_to_say_leaves_its_row_to_the_next(make_policy):
     class Mute(Talk):
         @property
         def prompt(self) -> None:
@@ -177,7 +173,7 @@ def test_one_that_has_nothing_to_say_leaves_its_row_to_the_next(make_policy: Mak
 # -- slow environments ---------------------------------------------------------------------------------------
 
 
-def test_decoding_does_not_wait_for_slow_environments(make_policy: MakePolicy) -> None:
+def test_decoding_does_not_wait_for_slow_environments(make_policy):
     """64 rows that end at steps of their own would stop each other at nearly every step: some forty waits
     of 0.2 s.
     """
@@ -196,9 +192,7 @@ def test_decoding_does_not_wait_for_slow_environments(make_policy: MakePolicy) -
 
 
 @pytest.mark.parametrize("rows", [4, 64])
-def test_a_run_that_follows_a_schedule_repeats_bit_for_bit(
-    rows: int, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_follows_a_schedule_repeats_bit_for_bit(rows, make_policy, monkeypatch):
     """However slow its environments are, and however slow they were."""
     for name in ("PATIENCE", "FIRST_PATIENCE"):
         monkeypatch.setattr(schedule, name, 0.0)
@@ -221,7 +215,7 @@ def test_a_run_that_follows_a_schedule_repeats_bit_for_bit(
     assert other.schedule != recorded.schedule, "these answers do come late at other steps in each run"
 
 
-def test_fast_environments_need_no_schedule(make_policy: MakePolicy) -> None:
+def test_fast_environments_need_no_schedule(make_policy):
     policy, runs = make_policy(), []
     for _ in range(3):
         conversations = talks(20)
@@ -268,9 +262,7 @@ MOMENTS = [{1}, {2}, {3}, {4}, {9}, {25}, {3, 4}, {5, 12, 30}]
     [*((calls, FULL[0]) for calls in MOMENTS), ({4}, FULL[1]), ({4}, FULL[2])],
     ids=lambda value: str(value)[:12],
 )
-def test_out_of_memory_halves_the_rows_and_nobody_acts_twice(
-    calls: set[int], error: Exception, make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_halves_the_rows_and_nobody_acts_twice(calls, error, make_policy, monkeypatch):
     """The beginning, prompts, decoding, observations; before and after episodes have ended."""
     engine, plain, doors = LocalEngine(make_policy(), EngineConfig(rows=16)), talks(), Doors()
     roomy = engine.generate(plain, SAMPLING)
@@ -286,9 +278,7 @@ def test_out_of_memory_halves_the_rows_and_nobody_acts_twice(
     assert (roomy.row_halvings, tight.row_halvings, engine.rows) == (0, len(calls), 16 >> len(calls))
 
 
-def test_the_smaller_number_of_rows_is_kept(
-    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_smaller_number_of_rows_is_kept(make_policy, monkeypatch, caplog):
     engine = LocalEngine(make_policy(), EngineConfig(rows=12))
     fill(engine, monkeypatch, lambda number, rows: rows > 3)
     assert engine.generate(talks(), SAMPLING).row_halvings == 2
@@ -298,9 +288,7 @@ def test_the_smaller_number_of_rows_is_kept(
     assert engine.generate(talks(), SAMPLING).row_halvings == 0 and engine.rows == 3
 
 
-def test_a_row_that_does_not_fit_alone_is_one_line(
-    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_row_that_does_not_fit_alone_is_one_line(make_policy, monkeypatch):
     engine = LocalEngine(make_policy(), EngineConfig(rows=4))
     fill(engine, monkeypatch, lambda number, rows: number > 6)
     with pytest.raises(
@@ -310,7 +298,7 @@ def test_a_row_that_does_not_fit_alone_is_one_line(
     assert "\n" not in str(raised.value)
 
 
-def test_an_environment_without_memory_is_none_of_the_engines(make_policy: MakePolicy) -> None:
+def test_an_environment_without_memory_is_none_of_the_engines(make_policy):
     class Full(Talk):
         def act(self, action: Sequence[int], logprobs: Sequence[float], room: int) -> Sequence[int] | None:
             raise MemoryError("of the environment")
@@ -322,7 +310,7 @@ def test_an_environment_without_memory_is_none_of_the_engines(make_policy: MakeP
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_long_prompt_is_read_in_parts(make_policy: MakePolicy, kind: str, monkeypatch: Any) -> None:
+def test_a_long_prompt_is_read_in_parts(make_policy, kind, monkeypatch):
     policy, sizes = make_policy(kind), []
     read = TierCache.read
 

@@ -93,7 +93,7 @@ operations = st.one_of(
 @pytest.mark.parametrize("shared", [True, False])
 @settings(max_examples=60, deadline=None)
 @given(st.lists(operations, min_size=1, max_size=16))
-def test_any_sequence_of_operations_reads_back_what_was_written(shared: bool, sequence: list[tuple]) -> None:
+def test_any_sequence_of_operations_reads_back_what_was_written(shared, sequence):
     cache, told, number = make_cache(shared), Told(), 0
 
     def put(tier: int, slots: list[int], length: int) -> None:
@@ -149,7 +149,7 @@ def test_any_sequence_of_operations_reads_back_what_was_written(shared: bool, se
             told.forked = {{a: b, b: a}.get(row, row): parent for row, parent in forked.items()}
 
 
-def test_it_grows_by_doubling_and_keeps_what_it_holds() -> None:
+def test_it_grows_by_doubling_and_keeps_what_it_holds():
     cache = make_cache()
     write(cache, ROWS, [2], [0], [[1.0, 2.0, 3.0]])
     small = num_bytes(cache)
@@ -159,7 +159,7 @@ def test_it_grows_by_doubling_and_keeps_what_it_holds() -> None:
     assert torch.equal(read[1][0], tensors([[float(i) for i in range(1, 14)]], 1)[0])
 
 
-def test_padding_repeats_the_last_position_and_is_overwritten() -> None:
+def test_padding_repeats_the_last_position_and_is_overwritten():
     cache = make_cache()
     cache.place(ROWS, [0, 1], torch.tensor([[0, 1, 2], [0, 0, 0]]))
     for layer in range(LAYERS):
@@ -172,7 +172,7 @@ def test_padding_repeats_the_last_position_and_is_overwritten() -> None:
     assert torch.equal(read[0][0], tensors([[7.0, 8.0]], 0)[0])
 
 
-def test_neighbouring_slots_are_read_without_a_copy() -> None:
+def test_neighbouring_slots_are_read_without_a_copy():
     cache = make_cache()
     cache.place(ROWS, [1, 2], torch.tensor([[0], [0]]))
     keys, _ = cache.update(tensors([[1.0], [2.0]], 0), tensors([[1.0], [2.0]], 0), 0)
@@ -182,7 +182,7 @@ def test_neighbouring_slots_are_read_without_a_copy() -> None:
     )
 
 
-def test_siblings_keep_their_prompt_once() -> None:
+def test_siblings_keep_their_prompt_once():
     sizes = {}
     for shared in (True, False):
         cache = make_cache(shared)
@@ -207,7 +207,7 @@ def write_large(cache: TierCache, position: int) -> None:
         cache.update(states, states, layer)
 
 
-def test_old_and_new_are_there_together_for_one_layer_only(peak_bytes) -> None:
+def test_old_and_new_are_there_together_for_one_layer_only(peak_bytes):
     caches: list[TierCache] = []
 
     def work() -> None:
@@ -221,7 +221,7 @@ def test_old_and_new_are_there_together_for_one_layer_only(peak_bytes) -> None:
     assert peak <= num_bytes(caches[0]) + layer
 
 
-def test_exchanged_rows_take_no_second_cache(peak_bytes) -> None:
+def test_exchanged_rows_take_no_second_cache(peak_bytes):
     cache = large_cache(32)
     write_large(cache, 31)
 
@@ -233,7 +233,7 @@ def test_exchanged_rows_take_no_second_cache(peak_bytes) -> None:
     assert peak_bytes(work) <= num_bytes(cache) // 10
 
 
-def test_what_it_grew_out_of_goes_back_to_the_system(monkeypatch) -> None:
+def test_what_it_grew_out_of_goes_back_to_the_system(monkeypatch):
     """The pieces between the layers fit none of the larger tensors."""
     asked = []
     monkeypatch.setattr(kv_cache, "give_back_memory", lambda: asked.append(None))

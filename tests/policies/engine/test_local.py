@@ -102,13 +102,11 @@ def own_logprobs(policy: Policy, talk: Talk, sampling: SamplingConfig = SAMPLING
 @pytest.fixture
 def small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache that must grow several times."""
-    cache = LocalEngine._cache
-    monkeypatch.setattr(LocalEngine, "_cache", lambda engine, slots, *_: cache(engine, slots, (4, 4, 4)))
+    cache = LocalEngine.new_cache
+    monkeypatch.setattr(LocalEngine, "new_cache", lambda engine, slots, *_: cache(engine, slots, (4, 4, 4)))
 
 
-def test_a_cache_begins_with_room_for_the_first_turn(
-    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_begins_with_room_for_the_first_turn(make_policy, monkeypatch):
     """Its zeroes cost more than short episodes do."""
     made: list[tuple[int, int, int]] = []
     grow, make = _Tier.grow, TierCache.__init__
@@ -135,7 +133,7 @@ def test_a_cache_begins_with_room_for_the_first_turn(
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_logprobs_are_those_of_a_full_forward(kind: str, make_policy: MakePolicy, small_cache: None) -> None:
+def test_logprobs_are_those_of_a_full_forward(kind, make_policy, small_cache):
     """Forked prompts, kept turns, fewer rows than conversations, a growing cache, windows, a folded
     adapter.
     """
@@ -148,7 +146,7 @@ def test_logprobs_are_those_of_a_full_forward(kind: str, make_policy: MakePolicy
         )
 
 
-def test_logprobs_are_of_the_sampling_distribution(make_policy: MakePolicy) -> None:
+def test_logprobs_are_of_the_sampling_distribution(make_policy):
     policy, conversations = make_policy(), talks()
     sampling = SamplingConfig(temperature=0.7, top_p=0.9, top_k=8, max_new_tokens=6, max_tokens=200)
     drive(policy, conversations, sampling)
@@ -158,7 +156,7 @@ def test_logprobs_are_of_the_sampling_distribution(make_policy: MakePolicy) -> N
         )
 
 
-def test_temperature_zero_takes_the_most_likely(make_policy: MakePolicy) -> None:
+def test_temperature_zero_takes_the_most_likely(make_policy):
     policy, conversations = make_policy(), talks(4)
     drive(policy, conversations, SamplingConfig(temperature=0.0, max_new_tokens=6, max_tokens=200), rows=2)
     for talk in conversations:
@@ -168,14 +166,14 @@ def test_temperature_zero_takes_the_most_likely(make_policy: MakePolicy) -> None
         assert torch.equal(best[mask], torch.tensor(talk.tokens)[1:][mask])
 
 
-def test_siblings_with_seeds_of_their_own_differ(make_policy: MakePolicy) -> None:
+def test_siblings_with_seeds_of_their_own_differ(make_policy):
     conversations = [Talk([1, 5, 6], seed) for seed in range(12)] + [Talk([1, 5, 6], 0)]
     drive(make_policy(), conversations)
     assert len({talk.actions[0] for talk in conversations}) > 6
     assert conversations[0].actions == conversations[-1].actions
 
 
-def test_score_reads_as_the_sampler_does(make_policy: MakePolicy) -> None:
+def test_score_reads_as_the_sampler_does(make_policy):
     policy = make_policy("gemma3_text")
     engine = LocalEngine(policy, EngineConfig())
     tokens = random.Random(0).choices(range(3, 19), k=25)
@@ -202,7 +200,7 @@ def test_score_reads_as_the_sampler_does(make_policy: MakePolicy) -> None:
         {"environment_threads": 1, "overlap": 3},
     ],
 )
-def test_settings_do_not_change_what_is_sampled(settings: dict[str, int], make_policy: MakePolicy) -> None:
+def test_settings_do_not_change_what_is_sampled(settings, make_policy):
     policy, first, second = make_policy(), talks(), talks()
     drive(policy, first)
     drive(policy, second, **settings)
@@ -211,7 +209,7 @@ def test_settings_do_not_change_what_is_sampled(settings: dict[str, int], make_p
         assert a.flat_logprobs == pytest.approx(b.flat_logprobs, abs=1e-4)
 
 
-def test_who_shares_the_batch_does_not_change_what_is_sampled(make_policy: MakePolicy) -> None:
+def test_who_shares_the_batch_does_not_change_what_is_sampled(make_policy):
     policy, together = make_policy(), talks(21)
     drive(policy, together, rows=8)
     for i in (0, 3, 7, 18):
@@ -221,7 +219,7 @@ def test_who_shares_the_batch_does_not_change_what_is_sampled(make_policy: MakeP
         assert alone.flat_logprobs == pytest.approx(together[i].flat_logprobs, abs=1e-4)
 
 
-def test_a_run_repeats_bit_for_bit_however_slow_the_environments_are(make_policy: MakePolicy) -> None:
+def test_a_run_repeats_bit_for_bit_however_slow_the_environments_are(make_policy):
     """Where the first one waited for none, its schedule says nothing, and others that follow it wait for
     each answer when it is due.
     """
@@ -240,7 +238,7 @@ def test_a_run_repeats_bit_for_bit_however_slow_the_environments_are(make_policy
 # -- where actions and conversations end ---------------------------------------------------------------------
 
 
-def test_an_action_ends_at_a_stop_string_an_end_token_or_its_limit(make_policy: MakePolicy) -> None:
+def test_an_action_ends_at_a_stop_string_an_end_token_or_its_limit(make_policy):
     policy, stops = make_policy(), ("3", "+-", "=1")
     conversations = [Talk([1, 5, 6], seed, [[7, 8], [9]]) for seed in range(40)]
     drive(
@@ -257,7 +255,7 @@ def test_an_action_ends_at_a_stop_string_an_end_token_or_its_limit(make_policy: 
     assert {"eos", "3", None} <= reasons and reasons & {"+-", "=1"}
 
 
-def test_room_and_the_limit_of_an_episode(make_policy: MakePolicy) -> None:
+def test_room_and_the_limit_of_an_episode(make_policy):
     conversations = [Talk([1, 5, 6], seed, [[7] * 3] * 9) for seed in range(8)]
     drive(make_policy(), conversations, SamplingConfig(max_new_tokens=4, max_tokens=20))
     cut = 0
@@ -272,13 +270,13 @@ def test_room_and_the_limit_of_an_episode(make_policy: MakePolicy) -> None:
     assert cut, "some action was cut short by the limit of the episode"
 
 
-def test_a_prompt_as_long_as_the_limit_still_gets_one_token(make_policy: MakePolicy) -> None:
+def test_a_prompt_as_long_as_the_limit_still_gets_one_token(make_policy):
     talk = Talk([1, *[5] * 30], 0)
     drive(make_policy(), [talk], SamplingConfig(max_new_tokens=4, max_tokens=20))
     assert [len(action) for action in talk.actions] == [1] and talk.rooms[0] < 0
 
 
-def test_a_prompt_that_its_conversation_goes_on_writing_to(make_policy: MakePolicy) -> None:
+def test_a_prompt_that_its_conversation_goes_on_writing_to(make_policy):
     """It is read once, when the conversation begins."""
     kept, policy = [1, 5, 6], make_policy()
     growing, fixed = Talk(kept, 0, [[7, 8]]), Talk([1, 5, 6], 0, [[7, 8]])
@@ -288,21 +286,21 @@ def test_a_prompt_that_its_conversation_goes_on_writing_to(make_policy: MakePoli
     assert growing.actions == fixed.actions and len(kept) > 3
 
 
-def test_nothing_to_do(make_policy: MakePolicy) -> None:
+def test_nothing_to_do(make_policy):
     assert drive(make_policy(), []) == EngineStatistics(0, 0, 0, 0)
 
 
-def test_an_empty_prompt_is_refused(make_policy: MakePolicy) -> None:
+def test_an_empty_prompt_is_refused(make_policy):
     with pytest.raises(ValueError, match="empty prompt"):
         drive(make_policy(), [Talk([1, 5], 0), Talk([], 1)])
 
 
-def test_an_empty_stop_string_is_refused() -> None:
+def test_an_empty_stop_string_is_refused():
     with pytest.raises(ValidationError, match="at least 1 character"):
         SamplingConfig(stop=("a", ""))
 
 
-def test_answers_come_from_other_threads(make_policy: MakePolicy) -> None:
+def test_answers_come_from_other_threads(make_policy):
     conversations = talks()
     drive(make_policy(), conversations)
     assert all(name.startswith("environment") for talk in conversations for name in talk.threads)
@@ -311,7 +309,7 @@ def test_answers_come_from_other_threads(make_policy: MakePolicy) -> None:
 # -- what it costs -------------------------------------------------------------------------------------------
 
 
-def test_statistics_counted_by_hand(make_policy: MakePolicy) -> None:
+def test_statistics_counted_by_hand(make_policy):
     """Two siblings and one that shares three tokens; each samples one token, reads two and samples one
     more.
     """
@@ -323,9 +321,8 @@ def test_statistics_counted_by_hand(make_policy: MakePolicy) -> None:
     statistics = drive(
         make_policy(), conversations, SamplingConfig(max_new_tokens=1, max_tokens=100), overlap=2
     )
-    assert statistics.prefilled == 3 + 2 + 1 + 3 * (
-        1 + 2
-    )  # the beginning; its two ends; for each, the sampled token and the answer
+    # the beginning; its two ends; for each, the sampled token and the answer
+    assert statistics.prefilled == 3 + 2 + 1 + 3 * (1 + 2)
     assert statistics.prefilled_naive == 5 + 5 + 4 + 8 + 8 + 7
     assert statistics.sampled == 6
     alone = drive(make_policy(), [Talk([1, 4, 5], 0)], SamplingConfig(max_new_tokens=1, max_tokens=100))
@@ -339,7 +336,7 @@ def test_statistics_counted_by_hand(make_policy: MakePolicy) -> None:
     )
 
 
-def test_only_as_many_rows_as_configured(make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_as_many_rows_as_configured(make_policy, monkeypatch):
     policy, widths = make_policy(), []
     engine = LocalEngine(policy, EngineConfig(rows=4, prefill_tokens=12))
     forward = policy.read
@@ -353,7 +350,7 @@ def test_only_as_many_rows_as_configured(make_policy: MakePolicy, monkeypatch: p
     assert all(rows * length <= 12 for rows, length in widths if length > 1 and rows > 1)
 
 
-def test_a_samplers_keys_are_checked(make_policy: MakePolicy) -> None:
+def test_a_samplers_keys_are_checked(make_policy):
     policy = make_policy()
     sampler = load_sampler(policy, {"rows": 3})
     assert sampler.chat is policy.chat and isinstance(sampler, LocalEngine) and sampler.rows == 3
@@ -364,7 +361,7 @@ def test_a_samplers_keys_are_checked(make_policy: MakePolicy) -> None:
 # -- the policy is left as it was ----------------------------------------------------------------------------
 
 
-def test_weights_are_left_bit_for_bit(make_policy: MakePolicy) -> None:
+def test_weights_are_left_bit_for_bit(make_policy):
     policy = make_policy()
     before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
     modules = [type(module) for module in policy.model.modules()]
@@ -381,7 +378,7 @@ class Broken(Talk):
         raise ZeroDivisionError("a fault of the environment")
 
 
-def test_an_exception_in_a_conversation_surfaces_and_leaves_the_policy_whole(make_policy: MakePolicy) -> None:
+def test_an_exception_in_a_conversation_surfaces_and_leaves_the_policy_whole(make_policy):
     policy = make_policy()
     before = {name: tensor.clone() for name, tensor in policy.model.state_dict().items()}
     found: list[BaseException] = []
@@ -404,13 +401,13 @@ def test_an_exception_in_a_conversation_surfaces_and_leaves_the_policy_whole(mak
     assert [talk.actions for talk in again] == [talk.actions for talk in fresh]
 
 
-def test_a_model_without_keys_and_values_is_refused(make_policy: MakePolicy) -> None:
+def test_a_model_without_keys_and_values_is_refused(make_policy):
     policy = make_policy("mamba", lora=False, hidden_size=16, num_hidden_layers=1, state_size=4)
     with pytest.raises(AgentPeftError, match=r"MambaForCausalLM cannot be sampled here: it"):
         LocalEngine(policy, EngineConfig())
 
 
-def test_a_budget_of_positions_bounds_the_rows(make_policy: MakePolicy) -> None:
+def test_a_budget_of_positions_bounds_the_rows(make_policy):
     def told(**settings: int) -> tuple[EngineStatistics, list[list[tuple[int, ...]]]]:
         conversations = [Talk([1, 5, 6 + i % 3], i, [[4, 5], [7]]) for i in range(9)]
         return drive(
@@ -421,7 +418,7 @@ def test_a_budget_of_positions_bounds_the_rows(make_policy: MakePolicy) -> None:
     assert told(kv_tokens=20) == told(rows=1), "one at least"
 
 
-def test_slots_grow_to_what_an_episode_may_need_and_no_further(make_policy: MakePolicy) -> None:
+def test_slots_grow_to_what_an_episode_may_need_and_no_further(make_policy):
     tier = _Tier(2, 12, [torch.zeros(2, 1, 12, 4)], [torch.zeros(2, 1, 12, 4)], [-1, -1], [0, 0])
     sizes = []
     for extent in (13, 25, 48):

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from agent_peft.policies.engine import shared_attention as shared
 from agent_peft.policies.engine.shared_attention import Prefix, attend, group_by_prefix
-from agent_peft.policies.forward.attention_override import Override, overriding
+from agent_peft.policies.forward.attention import Override, overriding
 
 CPU = torch.device("cpu")
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
     "begins", [[11] * 5, [11, 4, 11, 0, 7], [0, 0, 3, 0, 0]], ids=["all", "parts", "hardly"]
 )
 @pytest.mark.parametrize(("heads", "kv_heads", "length"), [(4, 4, 1), (6, 2, 1), (6, 2, 3)])
-def test_parts_equal_the_whole(heads: int, kv_heads: int, length: int, begins: list[int]) -> None:
+def test_parts_equal_the_whole(heads, kv_heads, length, begins):
     """Five rows continue three prompts of different lengths, which continue what is common, or a beginning
     of it, or nothing.
     """
@@ -63,7 +63,7 @@ def test_parts_equal_the_whole(heads: int, kv_heads: int, length: int, begins: l
     ("parents", "slots"),
     [([2], [2]), ([90, 3, 90], [3, 90]), ([4, 5, 7, 8], [4, 5, 6, 7, 8]), ([0, 1, 9], [0, 1, 9])],
 )
-def test_slots_that_no_row_continues_are_not_read(parents: list[int], slots: list[int]) -> None:
+def test_slots_that_no_row_continues_are_not_read(parents, slots):
     """Most episodes of a call end before the last one; the prompts of those are no work for it."""
     groups = group_by_prefix(parents, [5] * len(parents), torch.float32, CPU)
     assert torch.arange(100)[groups.slots].tolist() == slots
@@ -72,7 +72,7 @@ def test_slots_that_no_row_continues_are_not_read(parents: list[int], slots: lis
     assert [slots[place // width] for place in groups.index.tolist()] == parents
 
 
-def test_the_plain_way_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plain_way_is_the_kernels(monkeypatch):
     """What other devices than a CPU take."""
     torch.manual_seed(1)
     query, keys, values = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 9, 8), torch.randn(2, 3, 9, 8)
@@ -86,7 +86,7 @@ def test_the_plain_way_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
 
-def test_terms_that_it_does_not_compute_are_refused() -> None:
+def test_terms_that_it_does_not_compute_are_refused():
     module = nn.Module()
     module.layer_idx = 0
     with pytest.raises(ValueError, match="does not support softcap"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from agent_peft.batch import Batch, collate
 from agent_peft.policies.config import LoraSettings, ScratchConfig
 from agent_peft.policies.loading import load_policy
-from agent_peft.policies.models.layers import layers_of
+from agent_peft.policies.models.shape import layers_of
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
@@ -78,13 +77,11 @@ def assert_same(policy: Policy, **options: object) -> None:
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "whole"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "gpt_neox", "qwen3", "gemma3_text", "gemma2"])
-def test_the_gradient_is_the_same(
-    kind: str, lora: bool, packing: bool, make_policy: Callable[..., Policy]
-) -> None:
+def test_the_gradient_is_the_same(kind, lora, packing, make_policy):
     assert_same(make_policy(kind, lora=lora, packing=packing))
 
 
-def test_dropout_drops_the_same_again(make_policy: Callable[..., Policy]) -> None:
+def test_dropout_drops_the_same_again(make_policy):
     policy = make_policy()
     for module in policy.model.modules():
         if hasattr(module, "lora_dropout"):
@@ -97,9 +94,7 @@ def test_dropout_drops_the_same_again(make_policy: Callable[..., Policy]) -> Non
     assert not any(module.training for module in policy.model.modules())
 
 
-def test_it_takes_less_memory(
-    make_policy: Callable[..., Policy], peak_bytes: Callable[[Callable[[], object]], int]
-) -> None:
+def test_it_takes_less_memory(make_policy, peak_bytes):
     policy, batch = make_policy(num_hidden_layers=8), make_batch(60)
     plain, less = (peak_bytes(lambda p=p: gradient(p, batch)) for p in (policy, checkpointed(policy)))
     assert less < plain / 3
@@ -147,21 +142,21 @@ def own_policy(name: str, lora: LoraSettings | None, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("lora", [LoraSettings(rank=2), None], ids=["lora", "whole"])
-def test_a_module_of_ones_own(lora: LoraSettings | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_of_ones_own(lora, monkeypatch):
     policy = own_policy("Own", lora, monkeypatch)
     assert len(policy.checkpointed) == 3
     policy.checkpointed = []
     assert_same(policy)
 
 
-def test_a_module_without_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_without_layers_is_refused(monkeypatch):
     with pytest.raises(
         AgentPeftError, match=r"policy\.activation_checkpointing: the model has no nn\.ModuleList"
     ):
         own_policy("Bare", None, monkeypatch)
 
 
-def test_lists_within_layers_are_no_layers_of_their_own() -> None:
+def test_lists_within_layers_are_no_layers_of_their_own():
     def block() -> nn.Module:
         return nn.ModuleDict(
             {

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from agent_peft.batch import Batch, collate
 from agent_peft.policies import adapters
 from agent_peft.policies.config import LoraSettings
-from agent_peft.policies.forward import output_layer
-from agent_peft.policies.forward.adapter_dropout import AdapterDropout, dropping, prefix_keys
+from agent_peft.policies.forward import language_model
+from agent_peft.policies.forward.layers import AdapterDropout, dropping, prefix_keys
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
@@ -73,9 +73,7 @@ def make(make_policy: Callable[..., Policy]) -> Callable[..., Policy]:
         ("qwen2_moe", {"hidden_size": 32, "num_hidden_layers": 2, **EXPERTS, **SHARED}),
     ],
 )
-def test_how_a_batch_is_divided_changes_nothing(
-    make: Callable[..., Policy], kind: str, shape: dict[str, object]
-) -> None:
+def test_how_a_batch_is_divided_changes_nothing(make, kind, shape):
     """Microbatches, their order, and one trie, several tries or padding."""
     packed = make(kind, **shape)
     expected, wanted = gradient(packed, [[0, 1, 2, 3, 4, 5]])
@@ -90,19 +88,17 @@ def test_how_a_batch_is_divided_changes_nothing(
     assert not torch.allclose(packed.forward(make_batch(), PLAIN).logprobs, expected, atol=1e-3), "it acts"
 
 
-def test_masks_of_the_output_layer_are_the_same_in_chunks(
-    make: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masks_of_the_output_layer_are_the_same_in_chunks(make, monkeypatch):
     """A chunk is computed again in the backward, where it drops the same units."""
     policy = make("llama", ["q_proj", "lm_head"], tie_word_embeddings=False)
     expected, wanted = gradient(policy, [list(range(6))])
-    monkeypatch.setattr(output_layer, "CHUNK", 7 * policy.text_config.vocab_size)
+    monkeypatch.setattr(language_model, "CHUNK", 7 * policy.text_config.vocab_size)
     logprobs, found = gradient(policy, [[0, 4], [1, 2, 3, 5]])
     torch.testing.assert_close(logprobs, expected, rtol=1e-5, atol=1e-5)
     assert float((found - wanted).norm() / wanted.norm()) < 1e-5
 
 
-def test_masks_are_random_over_tokens_layers_units_and_seeds() -> None:
+def test_masks_are_random_over_tokens_layers_units_and_seeds():
     tokens = torch.randint(0, 50, (4, 100), generator=torch.Generator().manual_seed(0))
     layers = [nn.Dropout(0.3), nn.Dropout(0.3)]
 
@@ -123,7 +119,7 @@ def test_masks_are_random_over_tokens_layers_units_and_seeds() -> None:
     assert torch.equal(layers[0](tokens.float()), tokens.float()), "outside, nothing is dropped"
 
 
-def test_a_layer_that_reads_other_rows_is_refused() -> None:
+def test_a_layer_that_reads_other_rows_is_refused():
     layer, tokens = nn.Dropout(0.3), torch.ones(2, 3, dtype=torch.int64)
     with (
         dropping(AdapterDropout([layer], 0, prefix_keys(tokens))),

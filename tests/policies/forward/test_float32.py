@@ -7,7 +7,7 @@ import torch
 
 from agent_peft.batch import collate
 from agent_peft.policies.config import ScratchConfig
-from agent_peft.policies.forward.float32 import in_float32
+from agent_peft.policies.forward.layers import in_float32
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig

@@ -40,7 +40,7 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("learns", [False, True], ids=["first layer", "later layer"])
-def test_output_and_gradients_are_those_of_peft(fused: list[int], bias: bool, learns: bool) -> None:
+def test_output_and_gradients_are_those_of_peft(fused, bias, learns):
     x, weights = torch.randn(2, 4, 7, dtype=torch.float64), torch.randn(2, 4, 5, dtype=torch.float64)
     found = []
     for kind in (LoraLinear, FusedLoraLinear):
@@ -60,7 +60,7 @@ def test_output_and_gradients_are_those_of_peft(fused: list[int], bias: bool, le
         torch.testing.assert_close(ours, theirs)
 
 
-def test_gradients_are_right_by_finite_differences() -> None:
+def test_gradients_are_right_by_finite_differences():
     x, w, bias, a, b = (
         torch.randn(*shape, dtype=torch.float64) for shape in ((4, 7), (5, 7), (5,), (3, 7), (5, 3))
     )
@@ -69,7 +69,7 @@ def test_gradients_are_right_by_finite_differences() -> None:
     assert torch.autograd.gradcheck(lambda x, a, b: lora_linear._Sum.apply(x, w, bias, a, b, 2.0), (x, a, b))
 
 
-def test_what_is_more_than_the_sum_is_peft_s_own(fused: list[int]) -> None:
+def test_what_is_more_than_the_sum_is_peft_s_own(fused):
     x = torch.randn(4, 7, dtype=torch.float64)
     made, own = layer(FusedLoraLinear, dropout=0.5), layer(LoraLinear, dropout=0.5)
     torch.manual_seed(1)
@@ -120,7 +120,7 @@ def kept(made: LoraLinear, x: torch.Tensor) -> float:
     return float((change * exact).sum() / (exact * exact).sum())
 
 
-def test_a_small_change_is_not_rounded_away_in_16_bits(fused: list[int]) -> None:
+def test_a_small_change_is_not_rounded_away_in_16_bits(fused):
     """PEFT rounds W x before it adds: what is less than half a unit in its last place is lost."""
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
     assert kept(wide_layer(FusedLoraLinear, 1e-3), x) == pytest.approx(1, abs=0.1)
@@ -128,12 +128,10 @@ def test_a_small_change_is_not_rounded_away_in_16_bits(fused: list[int]) -> None
     assert kept(wide_layer(LoraLinear, 1e-3), x) < 0.7, "or there is nothing to mend"
 
 
-def test_gradients_in_16_bits_are_those_of_fp32() -> None:
+def test_gradients_in_16_bits_are_those_of_fp32():
     generator = torch.Generator().manual_seed(1)
-    x, weights = (
-        torch.randn(64, 256, generator=generator).bfloat16(),
-        torch.randn(64, 192, generator=generator),
-    )
+    x = torch.randn(64, 256, generator=generator).bfloat16()
+    weights = torch.randn(64, 192, generator=generator)
     found = []
     for dtype in (torch.bfloat16, torch.float32):
         made, given = wide_layer(FusedLoraLinear, 0.1), x.detach().clone().to(dtype).requires_grad_()

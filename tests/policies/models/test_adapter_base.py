@@ -17,7 +17,6 @@ from transformers import (
 
 from agent_peft.policies.config import LoraSettings, PretrainedConfig
 from agent_peft.policies.loading import load_policy
-from agent_peft.policies.models import adapter_base
 from agent_peft.policies.policy import Policy
 from agent_peft.types import AgentPeftError
 
@@ -55,9 +54,7 @@ def copy_of(model: Path, name: str, **changes: object) -> Path:
     return folder
 
 
-def test_its_own_model_here_or_moved(
-    model: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_its_own_model_here_or_moved(model, adapter, monkeypatch, caplog):
     load(model, adapter)
     monkeypatch.chdir(model.parent)
     load("tiny", adapter)
@@ -68,7 +65,7 @@ def test_its_own_model_here_or_moved(
     assert not caplog.messages
 
 
-def test_another_architecture_of_equal_shapes_is_refused(model: Path, adapter: Path) -> None:
+def test_another_architecture_of_equal_shapes_is_refused(model, adapter):
     """Every tensor of the adapter fits."""
     other, config = copy_of(model, "other"), LlamaConfig.from_pretrained(model)
     same = (
@@ -91,16 +88,7 @@ def test_another_architecture_of_equal_shapes_is_refused(model: Path, adapter: P
         load(other, adapter)
 
 
-def test_another_model_of_the_same_architecture_is_told(
-    model: Path, adapter: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_model_of_the_same_architecture_is_told(model, adapter, caplog):
     load(copy_of(model, "tuned"), adapter)
     (line,) = caplog.messages
     assert "/tiny', and the model is" in line and "/tuned'" in line and "\n" not in line
-
-
-def test_a_bundled_model_is_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adapters name the folder in the cache of whoever made them."""
-    monkeypatch.setattr(adapter_base, "cached", lambda name: tmp_path / f"{name}-abc-1")
-    assert adapter_base._place("smollm2-135m") == tmp_path / "smollm2-135m-abc-1"
-    assert adapter_base._place("somebody/model").name == "model"

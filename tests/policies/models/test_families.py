@@ -174,7 +174,7 @@ def models_own(policy: Policy, batch: Batch) -> Tensor:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_trainer_and_sampler_say_what_the_model_says(name: str, make_policy: MakePolicy) -> None:
+def test_trainer_and_sampler_say_what_the_model_says(name, make_policy):
     kind, settings = FAMILIES[name]
     policy = make_policy(kind, lora=False, **settings)
     policy.forward(short(), PLAIN)
@@ -189,7 +189,7 @@ def test_trainer_and_sampler_say_what_the_model_says(name: str, make_policy: Mak
 
 
 @pytest.mark.parametrize("name", WINDOWED)
-def test_the_window_counts(name: str, make_policy: MakePolicy) -> None:
+def test_the_window_counts(name, make_policy):
     """Else the test above could not fail."""
     kind, settings = FAMILIES[name]
     policy, wide = (
@@ -202,9 +202,7 @@ def test_the_window_counts(name: str, make_policy: MakePolicy) -> None:
         )
 
 
-def test_a_window_that_is_cut_otherwise_than_ours_is_refused(
-    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_window_that_is_cut_otherwise_than_ours_is_refused(make_policy, monkeypatch):
     """As long as 4,096 tokens, it is shown on a few."""
     make_policy("mistral", lora=False, **SMALL | {"sliding_window": 4096, "max_position_embeddings": 8192})
     monkeypatch.setattr(language_model, "window_of", lambda config: None)
@@ -218,7 +216,7 @@ def test_a_window_that_is_cut_otherwise_than_ours_is_refused(
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-def test_longer_episodes_are_refused(name: str, make_policy: MakePolicy) -> None:
+def test_longer_episodes_are_refused(name, make_policy):
     kind, settings = FAMILIES[name]
     positions, reason = BOUNDED[name]
     engine = load_sampler(make_policy(kind, lora=False, **settings), EngineConfig())
@@ -234,7 +232,7 @@ def test_longer_episodes_are_refused(name: str, make_policy: MakePolicy) -> None
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_families(name: str, make_policy: MakePolicy) -> None:
+def test_refused_families(name, make_policy):
     kind, settings, line = REFUSED[name]
     with pytest.raises(AgentPeftError, match=line) as raised:
         load_sampler(make_policy(kind, lora=False, **settings), EngineConfig())
@@ -242,7 +240,7 @@ def test_refused_families(name: str, make_policy: MakePolicy) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-3", "qwen2-moe-window", "mistral-window", "gemma-3", "gpt-2"])
-def test_in_16_bits(name: str, make_policy: MakePolicy) -> None:
+def test_in_16_bits(name, make_policy):
     kind, settings = FAMILIES[name]
     policy = make_policy(kind, lora=False, **settings | {"initializer_range": 0.05})
     policy.model.to(torch.bfloat16)

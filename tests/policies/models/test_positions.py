@@ -44,7 +44,7 @@ from agent_peft.types import AgentPeftError
         ("bloom", {}, None),  # its bias falls with the distance, however far
     ],
 )
-def test_bounds(kind: str, settings: dict[str, object], positions: int | None) -> None:
+def test_bounds(kind, settings, positions):
     bound = bound_of(AutoConfig.for_model(kind, **settings))
     if kind == "gemma3_text":
         assert bound is not None and bound.positions >= 131072
@@ -79,11 +79,11 @@ def test_bounds(kind: str, settings: dict[str, object], positions: int | None) -
         ),
     ],
 )
-def test_windows(kind: str, settings: dict[str, object], window: int | None) -> None:
+def test_windows(kind, settings, window):
     assert window_of(AutoConfig.for_model(kind, **settings)) == window
 
 
-def test_fit() -> None:
+def test_fit():
     bound = bound_of(AutoConfig.for_model("gpt2", n_positions=64))
     assert fit(SamplingConfig(max_new_tokens=5), bound) == SamplingConfig(max_new_tokens=5, max_tokens=64)
     for fitting in (SamplingConfig(max_tokens=64), SamplingConfig(max_tokens=10)):

@@ -20,9 +20,9 @@ from agent_peft.policies.config import PretrainedConfig, ScratchConfig
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.models import pretrained
 from agent_peft.policies.models.bundled import from_gguf
-from agent_peft.policies.models.chat_template import PLAIN_TEMPLATE
 from agent_peft.policies.models.pretrained import cause, check_chat_template, check_config
 from agent_peft.policies.models.shape import shape_of
+from agent_peft.policies.models.tokenizer import PLAIN_TEMPLATE
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.types import AgentPeftError, Message
 

@@ -16,9 +16,8 @@ from agent_peft.policies import adapters
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.models import bundled
 from agent_peft.policies.models.bundled import BundledModel
-from agent_peft.policies.models.character_tokenizer import character_tokenizer
-from agent_peft.policies.models.chat_template import save_tokenizer
 from agent_peft.policies.models.start import portable
+from agent_peft.policies.models.tokenizer import character_tokenizer, save_tokenizer
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.types import AgentPeftError, Message
@@ -76,7 +75,7 @@ def adapter(model: str, tmp_path: Path) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-def test_adapters_name_the_bundled_model(adapter: Path, model: str, tiny_llama: LlamaForCausalLM) -> None:
+def test_adapters_name_the_bundled_model(adapter, model, tiny_llama):
     assert named(adapter) == model
     policy = load(adapter)
     expected = logits(policy)
@@ -86,20 +85,7 @@ def test_adapters_name_the_bundled_model(adapter: Path, model: str, tiny_llama: 
         assert torch.allclose(again(TOKENS).logits, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("place", ["/home/somebody/.cache/agent-peft/models", "here"])
-def test_adapters_of_older_versions_name_a_folder_in_a_cache(
-    adapter: Path, model: str, caplog: pytest.LogCaptureFixture, place: str
-) -> None:
-    expected = logits(load(adapter))
-    folder = bundled.cached(model)
-    assert folder is not None
-    rename(adapter, str(folder) if place == "here" else f"{place}/{folder.name}")
-    assert torch.equal(logits(load(adapter)), expected)
-    assert torch.equal(logits(load(model, adapter=adapter, lora={"rank": 4, "alpha": 8})), expected)
-    assert not caplog.messages
-
-
-def test_an_adapter_has_its_own_rank_and_its_critic(adapter: Path) -> None:
+def test_an_adapter_has_its_own_rank_and_its_critic(adapter):
     policy = load(adapter)
     assert isinstance(policy.model, PeftModel)
     assert policy.model.peft_config["default"].r == 4
@@ -107,7 +93,7 @@ def test_an_adapter_has_its_own_rank_and_its_critic(adapter: Path) -> None:
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["all parameters", "a new adapter"])
-def test_merged_into_its_model(adapter: Path, model: str, tmp_path: Path, lora: Any) -> None:
+def test_merged_into_its_model(adapter, model, tmp_path, lora):
     policy = load(adapter, merge_adapter=True, lora=lora)
     assert torch.allclose(logits(policy), logits(load(adapter)), atol=1e-5)
     assert all(
@@ -122,9 +108,7 @@ def test_merged_into_its_model(adapter: Path, model: str, tmp_path: Path, lora: 
             load(tmp_path / "second")
 
 
-def test_a_policy_of_all_parameters_saves_its_tokenizer(
-    model: str, tmp_path: Path, char_tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_a_policy_of_all_parameters_saves_its_tokenizer(model, tmp_path, char_tokenizer):
     policy = load(model, lora=None)
     policy.save(tmp_path / "saved")
     again = load(tmp_path / "saved", lora=None)
@@ -137,7 +121,7 @@ def test_a_policy_of_all_parameters_saves_its_tokenizer(
     assert "\n" not in str(raised.value)
 
 
-def test_a_tokenizer_without_a_template_gets_the_one_that_was_used(tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_template_gets_the_one_that_was_used(tmp_path):
     tokenizer = character_tokenizer("".join(sorted(set(string.printable))))
     tokenizer.chat_template = None
     chat = ChatTokenizer(tokenizer)
@@ -149,13 +133,13 @@ def test_a_tokenizer_without_a_template_gets_the_one_that_was_used(tmp_path: Pat
     assert ChatTokenizer(again).opening(messages) == chat.opening(messages)
 
 
-def test_an_adapter_of_random_weights_names_no_model(adapter: Path) -> None:
+def test_an_adapter_of_random_weights_names_no_model(adapter):
     rename(adapter, "")
     with pytest.raises(AgentPeftError, match=r"names no model that it was trained on.*agent-peft merge"):
         load(adapter)
 
 
-def test_names_that_others_can_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_that_others_can_use(tmp_path, monkeypatch):
     """A relative path would be taken for a hub id elsewhere, and a GGUF file is no folder of a cache."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama").mkdir()

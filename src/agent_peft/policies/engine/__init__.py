@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
-
-from agent_peft.config import first_error
+from agent_peft.config import validated
 from agent_peft.policies.engine.base import EngineConfig, Sampler
 from agent_peft.policies.engine.local import LocalEngine
 from agent_peft.policies.policy import Policy
-from agent_peft.types import AgentPeftError
 
 
 def load_sampler(policy: Policy, config: EngineConfig | Mapping[str, Any] | None = None) -> Sampler:
@@ -19,11 +16,5 @@ def load_sampler(policy: Policy, config: EngineConfig | Mapping[str, Any] | None
 
     Args:
         config: the keys of ``engine`` in a run's configuration, such as ``{"rows": 8}``.
-
-    Raises:
-        AgentPeftError: a key is wrong, or the policy cannot be sampled token by token.
     """
-    try:
-        return LocalEngine(policy, EngineConfig.model_validate({} if config is None else config))
-    except ValidationError as error:
-        raise AgentPeftError(first_error(error, "engine", EngineConfig)) from error
+    return LocalEngine(policy, validated(EngineConfig, config, "engine"))

@@ -79,7 +79,6 @@ class Conversation(Protocol):
         this on a thread, once at a time for each conversation.
 
         Args:
-            action: tokens, as sampled.
             logprobs: their log-probabilities in nats.
             room: the token budget left. If the observation would use it up, return None: no further action
                 is possible.
@@ -91,10 +90,10 @@ class Conversation(Protocol):
 class EngineStatistics:
     """The counts of one call. Those of several calls can be added, without their schedules."""
 
-    prefilled: int  # tokens read
-    prefilled_naive: int  # tokens that would have been read with nothing shared and nothing kept
-    sampled: int  # tokens
-    steps: int  # decode steps
+    prefilled: int = 0  # tokens read
+    prefilled_naive: int = 0  # tokens that would have been read with nothing shared and nothing kept
+    sampled: int = 0  # tokens
+    steps: int = 0  # decode steps
     row_halvings: int = 0  # because the memory was too small
     late: int = 0  # answers that joined later than they were due
     waited: float = field(default=0.0, compare=False)  # seconds without computation, for environments
@@ -122,9 +121,6 @@ class Sampler(Protocol):
 
         Args:
             schedule: that of an earlier call with the same conversations, to be followed. None records one.
-
-        Raises:
-            AgentPeftError: a single conversation does not fit into the memory.
         """
         ...
 

@@ -17,11 +17,10 @@ from agent_peft.out_of_memory import is_out_of_memory
 from agent_peft.policies.engine.base import Conversation, EngineConfig, EngineStatistics
 from agent_peft.policies.engine.daemon_threads import DaemonThreads
 from agent_peft.policies.engine.kv_cache import COMMON, PROMPTS, ROWS, TierCache
-from agent_peft.policies.engine.prompt_prefix import common_length, common_prefix
 from agent_peft.policies.engine.schedule import Answer, Clock, Schedule
+from agent_peft.policies.forward.trie import common_length, common_prefix
 from agent_peft.policies.policy import Policy
-from agent_peft.policies.sampling import SamplingConfig, draw, uniform
-from agent_peft.policies.stop_strings import StopMatcher
+from agent_peft.policies.sampling import SamplingConfig, StopMatcher, draw, uniform
 from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)
@@ -66,6 +65,7 @@ class Decoding:
         policy: Policy,
         config: EngineConfig,
         new_cache: CacheMaker,
+        *,
         conversations: Sequence[Conversation],
         sampling: SamplingConfig,
         threads: DaemonThreads | Executor,
@@ -81,25 +81,25 @@ class Decoding:
         self._clear()
 
     def drive(self) -> EngineStatistics:
-        """Run until every conversation is over.
-
-        Raises:
-            AgentPeftError: a single row does not fit into the memory.
-        """
+        """Run until every conversation is over."""
         for row in islice(self.queue, self.capacity + AHEAD):
             self._open(row, due=0)
         while self.queue or self.rows:
             self.advance()
         clock = self.clock
-        counts = self.prefilled, self.prefilled_naive, self.sampled, clock.step, self.row_halvings
-        return EngineStatistics(*counts, len(clock.recorded), clock.waited, tuple(sorted(clock.recorded)))
+        return EngineStatistics(
+            prefilled=self.prefilled,
+            prefilled_naive=self.prefilled_naive,
+            sampled=self.sampled,
+            steps=clock.step,
+            row_halvings=self.row_halvings,
+            late=len(clock.recorded),
+            waited=clock.waited,
+            schedule=tuple(sorted(clock.recorded)),
+        )
 
     def advance(self) -> None:
-        """Let rows join and leave, read what is new, and draw one token for each row that decodes.
-
-        Raises:
-            AgentPeftError: as ``drive``.
-        """
+        """Let rows join and leave, read what is new, and draw one token for each row that decodes."""
         self._join()
         try:
             self._compute()
@@ -129,9 +129,7 @@ class Decoding:
         self._cache: TierCache | None = None
 
     def _halve(self, error: Exception) -> None:
-        """Go on with half the rows, each from the end of its last whole turn. Its present action is drawn
-        again with the same random numbers. Environments keep their states and their pending answers.
-        """
+        """Continue with half the rows, each from its last whole turn: its action is drawn again, the same."""
         if self.capacity == 1:
             raise AgentPeftError(
                 f"out of memory while sampling: one row of up to {self.sampling.max_tokens} tokens does not "
@@ -154,9 +152,7 @@ class Decoding:
             row.answer = Answer(row.number, 0, due, self.threads.submit(lambda: _prompt_of(conversation)))
 
     def _join(self) -> None:
-        """Take in the answers that join at this step, in slot order; then conversations, while there are rows
-        for them. With nothing to decode, move the clock to the next answer.
-        """
+        """Take in the answers that join at this step, in slot order; then waiting conversations."""
         for row in islice(self.queue, AHEAD):
             self._open(row, due=self.clock.step + self.clock.overlap)
         while True:
@@ -209,9 +205,7 @@ class Decoding:
         return self._cache
 
     def _read(self) -> None:
-        """Prefill the tokens that rows have to read: each new prompt once for all rows that share it, then
-        observations. Then sample a first token for each row.
-        """
+        """Prefill new prompts, each once for its rows, then observations; sample a first token of each."""
         ready = [row for row in self.rows[self.decoding :] if row.answer is None]
         if not ready:
             return
@@ -252,15 +246,14 @@ class Decoding:
             if self.common:
                 self._prefill(COMMON, [(0, self.common, 0)])
         while len(self.free) < len(prompts):
-            old, self.prompt_slots = (
-                self.prompt_slots,
-                min(2 * self.prompt_slots, len(self.cache.tiers[ROWS].parents)),
-            )
+            old = self.prompt_slots
+            self.prompt_slots = min(2 * old, len(self.cache.tiers[ROWS].parents))
             self.cache.widen(PROMPTS, self.prompt_slots)
             self.free += range(old, self.prompt_slots)
         jobs = []
         for tokens in prompts:
-            slot, begin = heapq.heappop(self.free), common_length(tokens, self.common)
+            slot = heapq.heappop(self.free)
+            begin = min(common_length(list(tokens), self.common), len(tokens) - 1)
             self.cache.fork(PROMPTS, [slot], 0, begin)
             jobs.append((slot, tokens[begin:], begin))
         for tokens, (slot, _, _), logits in zip(prompts, jobs, self._prefill(PROMPTS, jobs), strict=True):
@@ -268,9 +261,7 @@ class Decoding:
         self.last_prompt = prompts[-1]
 
     def _make_cache(self, prompts: Sequence[tuple[int, ...]]) -> TierCache:
-        """A cache for the prompts of the first rows and for their first turn. It is zeroed, which costs time,
-        so it starts small and grows.
-        """
+        """A cache for the first rows' prompts and first turn. Zeroing costs time, so it starts small."""
         sampling, longest = self.sampling, max(map(len, prompts))
         self.prompt_slots = len(prompts)
         self.free = list(range(self.prompt_slots))
@@ -285,9 +276,7 @@ class Decoding:
         return min(self.capacity, len(self.rows) + len(self.queue))
 
     def _prefill(self, tier: int, jobs: Sequence[tuple[int, Sequence[int], int]]) -> list[torch.Tensor]:
-        """Read (slot, tokens, start position) jobs, in batches of about ``prefill_tokens``. Return the logits
-        (V,) after the last token of each job.
-        """
+        """Logits (V,) after each (slot, tokens, start position) job, in batches of ``prefill_tokens``."""
         jobs = [self._begin(tier, *job) for job in jobs]
         logits: list[torch.Tensor | None] = [None] * len(jobs)
         order = sorted(range(len(jobs)), key=lambda j: (len(jobs[j][1]), j))
@@ -319,9 +308,7 @@ class Decoding:
     def _begin(
         self, tier: int, slot: int, tokens: Sequence[int], start: int
     ) -> tuple[int, Sequence[int], int]:
-        """Read the beginning of a long job, a part at a time: attention within a part takes memory for each
-        pair of its tokens. Return the rest, of at most ``prefill_tokens``.
-        """
+        """Read a long job in parts, as attention takes memory for each pair of tokens. Return the rest."""
         while len(tokens) > (most := self.config.prefill_tokens):
             part = torch.tensor([tokens[:most]], device=self.policy.device)
             positions = torch.arange(start, start + most, device=self.policy.device).unsqueeze(0)

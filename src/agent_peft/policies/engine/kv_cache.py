@@ -18,7 +18,7 @@ from transformers import Cache, PreTrainedConfig
 
 from agent_peft.hardware import give_back_memory
 from agent_peft.policies.engine.shared_attention import NAME, Prefix, PrefixGroups, group_by_prefix
-from agent_peft.policies.forward.attention_override import Override, overriding
+from agent_peft.policies.forward.attention import Override, overriding
 from agent_peft.policies.forward.language_model import LanguageModel
 
 COMMON, PROMPTS, ROWS = 0, 1, 2  # the tiers
@@ -91,7 +91,6 @@ class TierCache(Cache):
     never attended to, so forgetting costs nothing.
 
     Args:
-        slots: number of slots in each tier.
         capacities: tokens for which a slot of each tier has room at first.
         shared: slots refer to their parents, and attention is ``shared_attention``; otherwise ``fork``
             copies.

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
@@ -26,11 +25,9 @@ from agent_peft.policies.engine.base import Conversation, EngineConfig, EngineSt
 from agent_peft.policies.engine.daemon_threads import DaemonThreads
 from agent_peft.policies.engine.decoding import AHEAD, Decoding
 from agent_peft.policies.engine.kv_cache import COMMON, PROMPTS, ROWS, TierCache
-from agent_peft.policies.engine.onednn_linear import suits
-from agent_peft.policies.engine.open_decoding import OpenDecoding
 from agent_peft.policies.engine.schedule import Schedule
-from agent_peft.policies.engine.weights import sampling_weights
-from agent_peft.policies.forward.attention_override import attempt
+from agent_peft.policies.engine.weights import sampling_weights, suits
+from agent_peft.policies.forward.attention import attempt
 from agent_peft.policies.models.positions import bound_of, fit
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig, log_distribution
@@ -41,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 GRACE = 5.0  # seconds for environments that work when a call fails; after it, they are left behind
 SINGLE = 8  # tokens that `score` reads one by one
-OpenEngine = Callable[[], OpenDecoding]
 
 
 class LocalEngine:
@@ -51,9 +47,6 @@ class LocalEngine:
         rows: the most conversations at once. It is halved, for good, when the memory is too small.
         onednn: whether the weights are laid out for oneDNN while sampling.
         shares: whether siblings share the keys of their prompt; otherwise each keeps a copy.
-
-    Raises:
-        AgentPeftError: the model cannot be sampled token by token (``_prove``).
     """
 
     def __init__(self, policy: Policy, config: EngineConfig) -> None:
@@ -73,9 +66,6 @@ class LocalEngine:
         """Read an opening through slots, and compare with the model's own forward.
 
         Siblings share their prompt if the model's attention can be overridden; otherwise each keeps a copy.
-
-        Raises:
-            AgentPeftError: the model keeps a running state, or its caches cannot be kept in slots.
         """
         policy = self.policy
         tokens = policy.opening()
@@ -106,7 +96,7 @@ class LocalEngine:
     ) -> EngineStatistics:
         """See ``Sampler.generate``. Out of memory, the engine continues with half the rows, for good."""
         if not conversations:
-            return EngineStatistics(0, 0, 0, 0)
+            return EngineStatistics()
         sampling = fit(sampling, bound_of(self.policy.base.config))
         capacity = min(self.rows, self.config.rows_of(sampling.max_tokens), len(conversations))
         threads = DaemonThreads(self.config.environment_threads or capacity + AHEAD, "environment")
@@ -116,13 +106,13 @@ class LocalEngine:
                 decoding = Decoding(
                     self.policy,
                     self.config,
-                    self._cache,
-                    conversations,
-                    sampling,
-                    threads,
-                    self.shares,
-                    capacity,
-                    schedule,
+                    self.new_cache,
+                    conversations=conversations,
+                    sampling=sampling,
+                    threads=threads,
+                    shares=self.shares,
+                    capacity=capacity,
+                    schedule=schedule,
                 )
                 statistics = decoding.drive()
             finally:
@@ -131,23 +121,6 @@ class LocalEngine:
         if statistics.row_halvings:
             self.rows = max(1, capacity >> statistics.row_halvings)
         return statistics
-
-    @contextmanager
-    def opened(self, max_tokens: int) -> Iterator[OpenEngine]:
-        """Inside, the weights are prepared once for many decodings, which requests join while they run.
-
-        Args:
-            max_tokens: the most tokens of one conversation.
-        """
-        with sampling_weights(self.policy, self.onednn):
-            yield lambda: OpenDecoding(
-                self.policy,
-                self.config,
-                self._cache,
-                self.shares,
-                min(self.rows, self.config.rows_of(max_tokens)),
-                max_tokens,
-            )
 
     def score(self, tokens: Sequence[int], sampling: SamplingConfig, adapter: bool = True) -> list[float]:
         """See ``Sampler.score``. In fp32 the weights are not laid out for oneDNN, which would take longer
@@ -159,9 +132,7 @@ class LocalEngine:
     def _score(
         self, tokens: Sequence[int], sampling: SamplingConfig, onednn: bool, adapter: bool = True
     ) -> list[float]:
-        """Read the way the sampler reads: what all share, a prompt, then a turn, whose last tokens come one
-        by one.
-        """
+        """Read as the sampler reads: what all share, a prompt, then a turn, its last tokens singly."""
         policy, half, last = self.policy, max(1, len(tokens) // 2), len(tokens) - 1
         begin, single = half // 2, max(half, last - SINGLE)
         pieces = [
@@ -171,7 +142,7 @@ class LocalEngine:
             *((ROWS, i, i + 1) for i in range(single, last)),
         ]
         with sampling_weights(policy, onednn, adapter):
-            cache = self._cache((1, 1, 1), (begin, half, len(tokens)))
+            cache = self.new_cache((1, 1, 1), (begin, half, len(tokens)))
             scores = []
             for tier, start, stop in pieces:
                 if start == stop:
@@ -186,7 +157,7 @@ class LocalEngine:
                 scores += logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1).tolist()
         return scores
 
-    def _cache(
+    def new_cache(
         self,
         slots: tuple[int, int, int],
         capacities: tuple[int, int, int],

@@ -29,9 +29,8 @@ Schedule = tuple[Join, ...]  # of one call: the answers that did not join at the
 PATIENCE = 0.2  # seconds
 PATIENCE_SHARE = 0.02  # of the time spent decoding
 NOTES = 30.0, 300.0  # seconds until a warning of a wait in which nothing else can be done; and each next one
-FIRST_PATIENCE = (
-    1.0  # seconds before the first step, where all environments start at once and share the cores
-)
+# seconds before the first step, where all environments start at once and share the cores
+FIRST_PATIENCE = 1.0
 
 
 @dataclass(eq=False)

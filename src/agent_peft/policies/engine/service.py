@@ -1,21 +1,170 @@
-"""Requests of many clients on one thread that computes: those for one policy share its decode steps."""
+"""Requests of many clients on one thread that computes. Those for one policy share its decode steps, which
+they join at any time, each with its own sampling.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
 from contextlib import ExitStack
 from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+import torch
 
 from agent_peft.hardware import give_back_memory
-from agent_peft.policies.engine.base import EngineConfig
-from agent_peft.policies.engine.local import LocalEngine, OpenEngine
-from agent_peft.policies.engine.open_decoding import OpenDecoding, Request
+from agent_peft.out_of_memory import is_out_of_memory
+from agent_peft.policies.engine.base import Conversation, EngineConfig
+from agent_peft.policies.engine.decoding import Decoding, Row
+from agent_peft.policies.engine.kv_cache import ROWS
+from agent_peft.policies.engine.local import LocalEngine
+from agent_peft.policies.engine.weights import sampling_weights
 from agent_peft.policies.models.positions import bound_of
 from agent_peft.policies.policy import Policy
-from agent_peft.types import InfrastructureError
+from agent_peft.policies.sampling import SamplingConfig, draw, log_distribution
+from agent_peft.types import AgentPeftError, InfrastructureError
+
+FIRST_TOKENS = 32  # of one action, for which a row has room at first
+
+
+class Request(Conversation, Protocol):
+    """A conversation of one action that brings its own sampling, and hears each token as it is drawn."""
+
+    sampling: SamplingConfig
+    alternatives: int  # likeliest tokens to report with each drawn one
+    cancelled: bool  # nobody waits for it any more, so its row becomes free after the next token
+
+    def take(self, place: int, token: int, logprob: float, alternatives: Sequence[tuple[int, float]]) -> None:
+        """Hear the action's token at ``place``, on the thread that draws. After an out of memory, tokens come
+        again.
+        """
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """No further token will come. Without effect after the action's end."""
+        ...
+
+
+class _SameThread(Executor):
+    """Runs at once, on the calling thread: these conversations answer without waiting for anything."""
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(work(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class OpenDecoding(Decoding):
+    """``advance`` it while it is ``busy``. The distributions of rows differ, and their keys lie side by side,
+    so a forward reads all of them.
+
+    Args:
+        engine: its weights must be prepared for sampling.
+        max_tokens: the most tokens of one conversation; ``sampling.max_tokens`` of none may be larger.
+    """
+
+    def __init__(self, engine: LocalEngine, max_tokens: int) -> None:
+        capacity = min(engine.rows, engine.config.rows_of(max_tokens))
+        super().__init__(
+            engine.policy,
+            engine.config.model_copy(update={"overlap": 1}),  # nobody's answer is waited for
+            engine.new_cache,
+            conversations=(),
+            sampling=SamplingConfig(max_new_tokens=FIRST_TOKENS, max_tokens=max_tokens),
+            threads=_SameThread(),
+            shares=engine.shares,
+            capacity=capacity,
+        )
+        self._added, self._most = 0, capacity
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.queue or self.rows)
+
+    @property
+    def requests(self) -> list[Any]:
+        """Those that have a row or wait for one."""
+        return [row.conversation for row in (*self.rows, *self.queue)]
+
+    def add(self, request: Request) -> None:
+        """Let a request join at the next step at which there is a row for it."""
+        self.queue.append(Row(request, self._added))
+        self._added += 1
+
+    def advance(self) -> None:
+        for row in [row for row in self.queue if _request_of(row).cancelled]:
+            self.queue.remove(row)
+            _request_of(row).fail(InfrastructureError("the client has hung up"))
+        try:
+            self._widen()
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self._halve(error)
+        super().advance()
+
+    def _widen(self) -> None:
+        """Make room for the rows that are there: keys for all that may come take gigabytes."""
+        rows = self._most_rows()
+        if self._cache is not None and rows > (have := self._cache.tiers[ROWS].slots):
+            self._cache.widen(ROWS, min(self.capacity, max(rows, 2 * have)))
+
+    def _halve(self, error: Exception) -> None:
+        """Where one row alone does not fit, its request fails, and the others continue with all rows."""
+        try:
+            super()._halve(error)
+        except AgentPeftError as refused:
+            for row in self.rows:
+                _request_of(row).fail(refused)
+            self.capacity = self._most
+            self._clear()
+
+    def _sampling_of(self, row: Row) -> SamplingConfig:
+        return _request_of(row).sampling
+
+    def _is_full(self, row: Row) -> bool:
+        return _request_of(row).cancelled or super()._is_full(row)
+
+    def _draw(
+        self, rows: Sequence[Row], logits: torch.Tensor, uniforms: torch.Tensor
+    ) -> tuple[list[int], list[float]]:
+        alike: dict[tuple[float, float, int], list[int]] = {}
+        for i, row in enumerate(rows):
+            sampling = self._sampling_of(row)
+            alike.setdefault((sampling.temperature, sampling.top_p, sampling.top_k), []).append(i)
+        tokens, logprobs = [0] * len(rows), [0.0] * len(rows)
+        for places in alike.values():
+            index: Any = slice(None)  # of all rows, without a copy
+            if len(alike) > 1:
+                index = torch.tensor(places, device=logits.device)
+            drawn = draw(logits[index], uniforms[index], self._sampling_of(rows[places[0]]))
+            for i, token, logprob in zip(places, drawn[0].tolist(), drawn[1].tolist(), strict=True):
+                tokens[i], logprobs[i] = token, logprob
+        for i, row in enumerate(rows):
+            request = _request_of(row)
+            others = _likeliest(logits[i], request.sampling, request.alternatives)
+            request.take(len(row.action), tokens[i], logprobs[i], others)
+        return tokens, logprobs
+
+
+def _request_of(row: Row) -> Request:
+    return row.conversation  # type: ignore[return-value]  # ``add`` takes no others
+
+
+def _likeliest(logits: torch.Tensor, sampling: SamplingConfig, count: int) -> Sequence[tuple[int, float]]:
+    """The likeliest tokens inside the support, and their log-probabilities in nats."""
+    if not count:
+        return ()
+    values, tokens = log_distribution(logits, sampling).topk(min(count, logits.shape[-1]))
+    pairs = zip(tokens.tolist(), values.tolist(), strict=True)
+    return [(token, value) for token, value in pairs if value > -torch.inf]
+
 
 logger = logging.getLogger(__name__)
 
@@ -71,15 +220,16 @@ class Service:
 
     def _run(self) -> None:
         with ExitStack() as stack:
-            ready: dict[str, OpenEngine] = {}
+            prepared = set[str]()
             while not self._closed:
                 for name, request in self._wait():
                     try:
-                        if name not in ready:
-                            engine = self._engines[name]
-                            ready[name] = stack.enter_context(engine.opened(self.max_tokens[name]))
+                        engine = self._engines[name]
+                        if name not in prepared:
+                            stack.enter_context(sampling_weights(engine.policy, engine.onednn))
+                            prepared.add(name)
                         if name not in self._decodings:
-                            self._decodings[name] = ready[name]()
+                            self._decodings[name] = OpenDecoding(engine, self.max_tokens[name])
                         self._decodings[name].add(request)
                     except BaseException as error:  # such as out of memory, as the weights are prepared
                         self._fail([request], error)

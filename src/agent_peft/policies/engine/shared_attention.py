@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from agent_peft.policies.forward.attention_override import override_context
+from agent_peft.policies.forward.attention import override_context
 
 NAME = "agent_peft_shared"
 NEGLIGIBLE = -1e4  # a score whose exponential is zero compared with any other

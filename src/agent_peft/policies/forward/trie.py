@@ -86,6 +86,14 @@ def common_length(one: list[int], other: list[int]) -> int:
     return low
 
 
+def common_prefix(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """The longest common prefix that leaves each prompt a token; empty where sharing saves nothing."""
+    if len(set(map(tuple, prompts))) < 2:
+        return []
+    low, high = min(map(list, prompts)), max(map(list, prompts))
+    return low[: min(common_length(low, high), len(low) - 1, len(high) - 1)]
+
+
 @dataclass(frozen=True)
 class Layout:
     """Tries side by side in R rows of N nodes. Nodes that only see themselves fill the rest of a row.

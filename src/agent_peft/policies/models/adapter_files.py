@@ -22,11 +22,7 @@ _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Return the content of ``adapter_config.json``.
-
-    Raises:
-        AgentPeftError: it cannot be read.
-    """
+    """Return the content of ``adapter_config.json``."""
     check_regular(folder)
     file = folder / CONFIG
     try:
@@ -43,9 +39,6 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the adapter's tensors by name, on the CPU, from ``adapter_model.safetensors`` or, without it,
     from ``adapter_model.bin``.
-
-    Raises:
-        AgentPeftError: there is neither, or it is damaged, or it holds more than tensors.
     """
     check_regular(folder)
     pickled = not (folder / WEIGHTS).is_file()
@@ -70,9 +63,6 @@ def settings_of(folder: Path, dropout: float) -> LoraSettings:
     """Return the settings with which an adapter can be loaded: its rank, its alpha and its layers.
 
     Layers that the configuration names by a pattern are read from the names of the tensors.
-
-    Raises:
-        AgentPeftError: the adapter is no LoRA, or cannot be read.
     """
     content = read_adapter_config(folder)
     targets = content.get("target_modules")

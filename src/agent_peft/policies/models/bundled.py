@@ -115,7 +115,7 @@ def cached(name: str) -> Path | None:
     return folder if _is_made(folder) else None
 
 
-def fetch(name: str, *, accept_terms: bool = False, progress: Progress | None = None) -> Path:
+def fetch(name: str, *, progress: Progress | None = None) -> Path:
     """A folder with the bundled model in Transformers' layout: fp32 safetensors, tokenizer, chat template
     (if it has one).
 
@@ -123,19 +123,12 @@ def fetch(name: str, *, accept_terms: bool = False, progress: Progress | None = 
     find the folder in the cache.
 
     Args:
-        name: a key of ``BUNDLED``.
-        accept_terms: the user accepts the model's terms of use. It matters before a download only, and only
-            if there are terms.
         progress: called with one line per stage; by default the lines go to stderr.
-
-    Raises:
-        AgentPeftError: the name is unknown, the terms are not accepted, the download fails or has a wrong
-            checksum, or the conversion changed the model.
     """
     model = _bundled(name)
     if (folder := cached(name)) is not None:
         return folder
-    if model.terms and not accept_terms and os.environ.get(_ACCEPT) != "1":
+    if model.terms and os.environ.get(_ACCEPT) != "1":
         raise AgentPeftError(
             f"{name} comes under the {model.licence}: read {model.terms}, then set {_ACCEPT}=1 to accept them"
         )
@@ -159,10 +152,6 @@ def fetch(name: str, *, accept_terms: bool = False, progress: Progress | None = 
 def from_gguf(path: Path, *, progress: Progress | None = None) -> Path:
     """A GGUF file as a folder that Transformers can load, converted once for each content (not for each
     name).
-
-    Raises:
-        AgentPeftError: there is no such file, it is no GGUF file, Transformers cannot read its
-            architecture, or the conversion changed the model.
     """
     path = Path(path).expanduser()
     if not path.is_file():
@@ -185,11 +174,7 @@ def from_gguf(path: Path, *, progress: Progress | None = None) -> Path:
 
 
 def resolve_model(name: str) -> str:
-    """The folder of a bundled model, of a GGUF file or of a path, or a hub id: of all that loads a model.
-
-    Raises:
-        AgentPeftError: there is no such file or folder, and it is no hub id.
-    """
+    """The folder of a bundled model, of a GGUF file or of a path, or a hub id: of all that loads a model."""
     if name in BUNDLED:
         return str(fetch(name))
     if name.endswith(".gguf"):
@@ -200,17 +185,6 @@ def resolve_model(name: str) -> str:
         fault = f"there is no run, adapter or model {name!r} (seen from {Path.cwd()})"
         raise AgentPeftError(f"policy.model: {fault}{nearest_path(name)}")
     return name
-
-
-def bundled_name(name: str) -> str | None:
-    """The bundled model of this name, or of this folder in anybody's cache; None where it is none.
-
-    >>> bundled_name("/home/me/.cache/agent-peft/models/smollm2-135m-b179c9523d0e6a0f-1")
-    'smollm2-135m'
-    """
-    folder = Path(name).name
-    of_folder = (key for key, model in BUNDLED.items() if folder.startswith(f"{key}-{model.sha256[:16]}-"))
-    return name if name in BUNDLED else next(of_folder, None)
 
 
 def _bundled(name: str) -> BundledModel:
@@ -228,19 +202,13 @@ def _to_stderr(line: str) -> None:
 
 
 def _is_made(folder: Path) -> bool:
-    """
-    Raises:
-        AgentPeftError: there is a link or a pipe in it.
-    """
     check_tree(folder.resolve())
     return folder.is_dir()
 
 
 @contextmanager
 def _made_once(folder: Path) -> Iterator[tuple[Path, Path | None]]:
-    """Yields (folder, another folder to fill), which is renamed at the end; or (folder, None) if it exists
-    already. One process at a time.
-    """
+    """Yield (folder, another one to fill), or (folder, None) if it exists. One process at a time."""
     if _is_made(folder):
         yield folder, None
         return
@@ -307,9 +275,7 @@ def _verify(path: Path, expected: str) -> None:
 
 
 def _convert(gguf: Path, folder: Path, origin: Mapping[str, Any], say: Progress) -> None:
-    """Write the model of a GGUF file into ``folder``, read it back, and prove that it gives the same tokens
-    and logits.
-    """
+    """Write a GGUF file's model into ``folder``, and prove that it gives the same tokens and logits there."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     say(f"converting {gguf.name} to fp32 safetensors (once, up to a minute for a small model)")
@@ -364,9 +330,7 @@ _LIKE_GPT2 = frozenset({"", "default", "gpt-2", "gpt2", "mpt", "olmo", "jais", "
 
 
 def _restore_pre_tokenizer(gguf: Path, tokenizer: Any) -> None:
-    """Give a byte-level tokenizer the splitting that it was trained with. SmolLM2's separates digits, which
-    changes the blanks before them.
-    """
+    """Restore the splitting of a byte-level tokenizer. SmolLM2's separates digits."""
     from gguf import GGUFReader
     from tokenizers import pre_tokenizers
 

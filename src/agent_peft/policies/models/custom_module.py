@@ -136,12 +136,7 @@ def custom_class(name: str) -> type[nn.Module]:
 
 
 def build_custom(architecture: Mapping[str, Any], vocab_size: int) -> CustomModel:
-    """The model of ``{model_type: "package.module:Class", **arguments}``.
-
-    Raises:
-        AgentPeftError: the class cannot be imported or made, its output is no logits, or depends on later
-            tokens.
-    """
+    """The model of ``{model_type: "package.module:Class", **arguments}``."""
     arguments = {key: value for key, value in architecture.items() if key != "model_type"}
     model = CustomModel(
         CustomModelConfig(module=architecture["model_type"], arguments=arguments, vocab_size=vocab_size)

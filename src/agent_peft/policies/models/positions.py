@@ -80,14 +80,7 @@ def _ropes(text: Any) -> Iterator[dict[str, Any]]:
 
 
 def fit(sampling: SamplingConfig, bound: Bound | None, where: str = "sampling.max_tokens") -> SamplingConfig:
-    """Limit the length of episodes to the bound: lower ``max_tokens`` if it is the default.
-
-    Args:
-        where: the key's path, for the error.
-
-    Raises:
-        AgentPeftError: ``max_tokens`` was set, to more than the bound.
-    """
+    """Limit the length of episodes to the bound: lower ``max_tokens`` if it is the default."""
     if bound is not None and "max_new_tokens" in sampling.model_fields_set:
         _check_new_tokens(sampling.max_new_tokens, bound.positions)
     if bound is None or sampling.max_tokens <= bound.positions:

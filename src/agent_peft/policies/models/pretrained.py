@@ -43,8 +43,6 @@ def load_pretrained(folder: str, dtype: torch.dtype) -> tuple[PreTrainedTokenize
 
     Raises:
         OSError: there is no such model.
-        AgentPeftError: it cannot be loaded, needs its own code, or its sizes or its chat template exceed all
-            bounds.
     """
     check_regular(Path(folder))
     if (Path(folder) / "adapter_config.json").exists():
@@ -127,14 +125,7 @@ def ends_of(model: PreTrainedModel) -> list[int]:
 def build(
     config: PreTrainedConfig, dtype: torch.dtype | None = None, name: str = "policy.architecture"
 ) -> PreTrainedModel:
-    """A model of random weights.
-
-    Args:
-        name: of the configuration, for the error.
-
-    Raises:
-        AgentPeftError: no model can be built from this configuration.
-    """
+    """A model of random weights."""
     check_config(config, name)
     try:
         built: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -148,11 +139,7 @@ def build(
 def read_config(folder: str, download: bool = True) -> PreTrainedConfig:
     """A model's configuration.
 
-    Args:
-        download: whether the hub may be asked for a file that is not on this machine.
-
     Raises:
-        AgentPeftError: see ``check_config``.
         Exception: whatever Transformers raises.
     """
     config: PreTrainedConfig = AutoConfig.from_pretrained(
@@ -163,11 +150,7 @@ def read_config(folder: str, download: bool = True) -> PreTrainedConfig:
 
 
 def check_config(config: PreTrainedConfig, name: str) -> None:
-    """Refuse a configuration whose model would take forever to build, or would fetch code.
-
-    Raises:
-        AgentPeftError: it is such a configuration.
-    """
+    """Refuse a configuration whose model would take forever to build, or would fetch code."""
     for key, number in _numbers(config.to_dict()):
         if _REPEATED.fullmatch(key) and number > MAX_REPEATED:
             raise AgentPeftError(
@@ -183,9 +166,6 @@ def check_config(config: PreTrainedConfig, name: str) -> None:
 def check_size(config: PreTrainedConfig, folder: Path) -> None:
     """Refuse a folder whose files are too small for the parameters that its config.json describes.
     Transformers would draw the missing ones at random, whatever memory that takes.
-
-    Raises:
-        AgentPeftError: the files cannot hold so many parameters.
     """
     with torch.device("meta"):
         parameters = sum(
@@ -228,9 +208,6 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """Render short conversations in another process, which can be stopped, before this process renders any.
 
     A template that is slow only at some times, or by chance, is not detected.
-
-    Raises:
-        AgentPeftError: it takes too long, too much memory, or writes too much.
     """
     template = tokenizer.chat_template
     if not template:
@@ -251,9 +228,8 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     command = [sys.executable, "-P", template_probe.__file__]
     try:
         done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, timeout=60)
-        ended = (
-            0 if done.returncode == 1 else done.returncode
-        )  # 1: the template failed; rendering it says why
+        # 1: the template failed, and rendering it gives the reason
+        ended = 0 if done.returncode == 1 else done.returncode
     except subprocess.TimeoutExpired:
         ended = template_probe.TOO_MUCH
     if ended:

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from agent_peft.files import check_regular
 from agent_peft.lookup import may_import
 from agent_peft.policies.config import LoraSettings, PretrainedConfig, ScratchConfig
 from agent_peft.policies.models import bundled
-from agent_peft.policies.models.character_tokenizer import character_tokenizer
-from agent_peft.policies.models.layers import layers_of
 from agent_peft.policies.models.pretrained import build, cause, read_config
 from agent_peft.policies.models.start import start_of
+from agent_peft.policies.models.tokenizer import character_tokenizer
 from agent_peft.types import AgentPeftError
 
 # Tensors as wide as the MLP that an activation function keeps for its backward, besides its output. A
@@ -113,11 +113,7 @@ def scratch_architecture(config: ScratchConfig, tokenizer: PreTrainedTokenizerBa
 
 
 def config_at_hand(config: PretrainedConfig | ScratchConfig) -> Any:
-    """The Transformers configuration of a policy, or None where it is not known without a download.
-
-    Raises:
-        AgentPeftError: the configuration is refused (``check_config``).
-    """
+    """The Transformers configuration of a policy, or None where it is not known without a download."""
     if isinstance(config, ScratchConfig):
         if is_custom(config):
             return None
@@ -130,33 +126,23 @@ def config_at_hand(config: PretrainedConfig | ScratchConfig) -> Any:
 
 
 def measure(model: Any, lora: LoraSettings | None) -> ModelShape:
-    """The sizes of a causal language model without an adapter, on any device.
-
-    Args:
-        lora: the adapter that the model is to get.
-    """
+    """The sizes of a causal language model without an adapter, on any device."""
     text = model.config.get_text_config()
     layers = layers_of(model.get_decoder())
     linears = tuple(_linears(layers[0], lora))
     heads = text.num_attention_heads
     mlp = [linear for linear in linears if not linear.attention]
-    up, down = (
-        sum(linear.outputs for linear in mlp if not linear.last),
-        max((x.inputs for x in mlp if x.last), default=text.hidden_size),
-    )
-    kv_heads, head_size = (
-        getattr(text, "num_key_value_heads", None) or heads,
-        getattr(text, "head_dim", None) or text.hidden_size // heads,
-    )
+    up = sum(linear.outputs for linear in mlp if not linear.last)
+    down = max((linear.inputs for linear in mlp if linear.last), default=text.hidden_size)
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    head_size = getattr(text, "head_dim", None) or text.hidden_size // heads
     norms = {
         name.rpartition(".")[2]: module
         for name, module in layers[0].named_modules()
         if type(module).__name__.endswith("Norm")
     }
-    widths = {
-        "q": heads * head_size,
-        "k": kv_heads * head_size,
-    }  # q_norm, k_norm; others read the hidden state
+    # of q_norm and k_norm; others read the hidden state
+    widths = {"q": heads * head_size, "k": kv_heads * head_size}
     kinds = set(getattr(text, "layer_types", None) or ())
     return ModelShape(
         parameters=sum(p.numel() for p in model.parameters()),
@@ -177,10 +163,33 @@ def measure(model: Any, lora: LoraSettings | None) -> ModelShape:
     )
 
 
-def _linears(layer: nn.Module, lora: LoraSettings | None) -> Iterator[LinearShape]:
-    """The linear layers of a layer, block by block. In every model so far, the output projection of a block
-    is its last linear layer.
+def layers_of(decoder: nn.Module) -> list[nn.Module]:
+    """The layers that Transformers would checkpoint. Of a custom module: the members of its
+    ``nn.ModuleList`` and ``nn.Sequential`` that have parts.
+
+    >>> block = lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    >>> parts = {"embedding": nn.Embedding(3, 2), "blocks": nn.ModuleList([block(), block()])}
+    >>> len(layers_of(nn.ModuleDict(parts)))
+    2
     """
+    layers: list[nn.Module] = [
+        module for module in decoder.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
+    if not layers:
+        lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList | nn.Sequential)]
+        members = [member for one in lists for member in one if any(member.children())]
+        inside = {id(part) for member in members for part in member.modules() if part is not member}
+        layers = [member for member in members if id(member) not in inside]
+    if not layers:
+        raise AgentPeftError(
+            "policy.activation_checkpointing: the model has no nn.ModuleList of layers whose activations "
+            "could be computed again; set it to false"
+        )
+    return layers
+
+
+def _linears(layer: nn.Module, lora: LoraSettings | None) -> Iterator[LinearShape]:
+    """The linear layers of a layer, block by block; the output projection is a block's last one."""
     blocks: dict[str, list[tuple[str, nn.Module]]] = {}
     for name, module in layer.named_modules():
         if _is_linear(module):
@@ -216,9 +225,6 @@ def _activation(text: Any) -> str:
 def config_here(name: str) -> PreTrainedConfig | None:
     """The configuration of a bundled model, a folder or a hub id, without a download. It is None if it is
     not on this machine, or damaged.
-
-    Raises:
-        AgentPeftError: the configuration is refused (``check_config``).
     """
     folder = bundled.cached(name) if name in bundled.BUNDLED else Path(name)
     if folder is None or folder.suffix == ".gguf":

@@ -14,7 +14,7 @@ from pathlib import Path
 from agent_peft.files import check_tree
 from agent_peft.policies.config import PretrainedConfig
 from agent_peft.policies.models.adapter_files import CONFIG, read_adapter_config, settings_of
-from agent_peft.policies.models.bundled import bundled_name
+from agent_peft.policies.models.bundled import BUNDLED
 from agent_peft.types import AgentPeftError
 
 START = "start"  # the folder in a run directory
@@ -35,12 +35,7 @@ class Start:
 
 
 def start_of(config: PretrainedConfig) -> Start:
-    """Return what ``policy.model`` and ``policy.adapter`` stand for.
-
-    Raises:
-        AgentPeftError: there is no such checkpoint, both keys name an adapter, or the model of the adapter is
-            not here.
-    """
+    """Return what ``policy.model`` and ``policy.adapter`` stand for."""
     folder = checkpoint_of(config.model) or Path(config.model)
     if not (folder / CONFIG).is_file():
         adapter = config.adapter and (checkpoint_of(str(config.adapter)) or config.adapter.expanduser())
@@ -62,9 +57,6 @@ def start_of(config: PretrainedConfig) -> Start:
 def checkpoint_of(name: str) -> Path | None:
     """Return the checkpoint that ``RUN`` (its newest) or ``RUN:step_000012`` stands for; None where the name
     is of no run.
-
-    Raises:
-        AgentPeftError: the run has no such checkpoint.
     """
     run, step = split_run(name)
     if step is not None:
@@ -102,7 +94,7 @@ def from_start(config: PretrainedConfig, run: Path) -> PretrainedConfig:
     start = run / START
     if not start.is_dir():
         return config
-    here = config.adapter is not None or bundled_name(config.model) or Path(config.model).exists()
+    here = config.adapter is not None or config.model in BUNDLED or Path(config.model).exists()
     if (start / CONFIG).is_file() and here and names_model(config):
         return config.model_copy(update={"adapter": start})
     return config.model_copy(update={"model": str(start), "adapter": None, "merge_adapter": False})
@@ -124,13 +116,7 @@ def own_base(adapter: Path) -> Path | None:
 
 
 def base_of(adapter: Path) -> str:
-    """Return the model that the adapter in a folder was trained on, as ``policy.model`` could name it.
-
-    Adapters of older versions name a bundled model by its folder in somebody's cache.
-
-    Raises:
-        AgentPeftError: the adapter names no model, or one that is not here.
-    """
+    """Return the model that the adapter in a folder was trained on, as ``policy.model`` could name it."""
     if (own := own_base(adapter)) is not None:
         return str(own)
     name = read_adapter_config(adapter).get("base_model_name_or_path")
@@ -139,8 +125,6 @@ def base_of(adapter: Path) -> str:
             f"the adapter in {adapter} names no model that it was trained on (one of random weights?); merge "
             "its run (agent-peft merge RUN --output FOLDER), and name that folder as policy.model"
         )
-    if known := bundled_name(str(name)):
-        return known
     path = Path(str(name))
     if not path.exists() and (path.is_absolute() or len(path.parts) > 2):
         raise AgentPeftError(
@@ -153,18 +137,14 @@ def base_of(adapter: Path) -> str:
 def portable(model: str) -> str:
     """Return a name that an adapter can give its model: a bundled name, a hub id or an absolute path.
 
-    >>> portable("/home/me/cache/models/smollm2-135m-b179c9523d0e6a0f-1"), portable("somebody/model")
+    >>> portable("smollm2-135m"), portable("somebody/model")
     ('smollm2-135m', 'somebody/model')
     """
-    return bundled_name(model) or (str(Path(model).absolute()) if Path(model).exists() else model)
+    return str(Path(model).absolute()) if model not in BUNDLED and Path(model).exists() else model
 
 
 def with_adapter(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration with the LoRA settings of the adapter that it continues with, if there is one.
-
-    Raises:
-        AgentPeftError: as ``start_of``; or ``lora`` or ``merge_adapter`` contradicts the adapter.
-    """
+    """The configuration with the LoRA settings of the adapter that it continues with, if there is one."""
     adapter = start_of(config).adapter
     if config.merge_adapter or adapter is None:
         if adapter is None and config.merge_adapter:

@@ -1,16 +1,14 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from transformers import AutoTokenizer
 
-from agent_peft.policies.models.character_tokenizer import character_tokenizer
+from agent_peft.policies.models.tokenizer import character_tokenizer
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.types import AgentPeftError, Message
 
 
-def test_character_tokenizer(tmp_path: Path) -> None:
+def test_character_tokenizer(tmp_path):
     tokenizer = character_tokenizer("0123456789+=\n é<>")
     c = ChatTokenizer(tokenizer)
     opening = c.opening([Message("user", "12+é="), Message("user", "\n<")])

@@ -1,15 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agent_peft.policies import adapters
-from agent_peft.policies.forward import output_layer as head_module
-from agent_peft.policies.forward.output_layer import logprobs_of_targets
+from agent_peft.policies.forward import language_model
+from agent_peft.policies.forward.language_model import logprobs_of_targets
 from agent_peft.policies.sampling import SamplingConfig
 
 
@@ -26,7 +24,7 @@ def slope(
 
 
 @pytest.mark.parametrize("p", [0.9, 0.99, 0.999])
-def test_of_likely_tokens_the_gradient_is_exact_in_16_bits(p: float) -> None:
+def test_of_likely_tokens_the_gradient_is_exact_in_16_bits(p):
     """W[t] and p(t) W[t] nearly cancel. Each rounded to 16 bits first, nothing but rounding is left of
     their difference.
     """
@@ -38,9 +36,8 @@ def test_of_likely_tokens_the_gradient_is_exact_in_16_bits(p: float) -> None:
     logits = states @ head.weight.T
     rest = logits.scatter(1, targets[:, None], -torch.inf).logsumexp(1)
     now = logits.gather(1, targets[:, None]).squeeze(1)
-    states = (
-        states * ((rest + torch.logit(torch.tensor(p))) / now).clamp(1, 4)[:, None]
-    )  # so that the target has about p
+    # so that the target has about p
+    states = states * ((rest + torch.logit(torch.tensor(p))) / now).clamp(1, 4)[:, None]
     states, head = states.bfloat16(), head.bfloat16()
     exact = nn.Linear(64, 400, bias=False).requires_grad_(False)
     exact.weight.data.copy_(head.weight)
@@ -50,9 +47,7 @@ def test_of_likely_tokens_the_gradient_is_exact_in_16_bits(p: float) -> None:
     assert error.median() < 2 * by_autograd.median() + 0.01
 
 
-def test_an_adapter_on_the_output_layer_takes_no_more_logits_at_once(
-    peak_bytes: Callable[[Callable[[], object]], int],
-) -> None:
+def test_an_adapter_on_the_output_layer_takes_no_more_logits_at_once(peak_bytes):
     """Chunks are of so many logits, and the layer with its adapter, which is no linear layer, says how
     many a state has.
     """
@@ -67,13 +62,11 @@ def test_an_adapter_on_the_output_layer_takes_no_more_logits_at_once(
         )
     ).eval()
     adapted = adapters.attach(model, adapters.LoraSettings(rank=2, target_modules=["lm_head"]), seed=0)
-    head, states, targets = (
-        adapted.get_base_model().get_output_embeddings(),
-        torch.randn(4096, 16),
-        torch.zeros(4096, dtype=torch.int64),
-    )
+    head = adapted.get_base_model().get_output_embeddings()
+    states = torch.randn(4096, 16)
+    targets = torch.zeros(4096, dtype=torch.int64)
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(head_module, "CHUNK", 8 * 3000)
+        patch.setattr(language_model, "CHUNK", 8 * 3000)
         peak = peak_bytes(
             lambda: logprobs_of_targets(head, True, head, states, targets, SamplingConfig(), False)
         )

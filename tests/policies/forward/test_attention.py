@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_peft.policies.forward import tree_attention
+from agent_peft.policies.forward import attention
 from agent_peft.policies.forward.trie import build_trie, fill_rows
 
 
@@ -13,16 +13,14 @@ from agent_peft.policies.forward.trie import build_trie, fill_rows
     st.integers(1, 5),
     st.integers(1, 3),
 )
-def test_tiles_show_what_the_mask_shows_and_leave_out_what_none_sees(
-    sequences: list[list[int]], tile: int, groups: int
-) -> None:
+def test_tiles_show_what_the_mask_shows_and_leave_out_what_none_sees(sequences, tile, groups):
     rows = fill_rows([build_trie(sequences)], [range(len(sequences))])
-    whole, before = rows.mask()[0, 0], tree_attention.TILE
-    tree_attention.TILE = tile
+    whole, before = rows.mask()[0, 0], attention.TILE
+    attention.TILE = tile
     try:
-        found = tree_attention.cut_tiles(rows.ends[0], torch.float32, groups)
+        found = attention.cut_tiles(rows.ends[0], torch.float32, groups)
     finally:
-        tree_attention.TILE = before
+        attention.TILE = before
     assert (
         [t.start for t in found[1:]] == [t.stop for t in found[:-1]]
         and found[0].start == 0
@@ -38,17 +36,17 @@ def test_tiles_show_what_the_mask_shows_and_leave_out_what_none_sees(
         assert isinstance(t.keys, slice) or (keys.diff() > 1).any()
 
 
-def test_what_is_compared_grows_with_depth_not_with_the_square() -> None:
+def test_what_is_compared_grows_with_depth_not_with_the_square():
     """32 siblings of 64 after a prompt of 256: a dense mask compares six times as much."""
     trie = build_trie([[*range(256), 1000 + i, *range(63)] for i in range(32)])
-    found = tree_attention.cut_tiles(torch.tensor(trie.ends), torch.float32)
+    found = attention.cut_tiles(torch.tensor(trie.ends), torch.float32)
     compared = sum((t.stop - t.start) * len(torch.arange(len(trie))[t.keys]) for t in found)
     assert len(trie) ** 2 > 6 * compared
 
 
-def test_the_gradient_of_pieces_that_overlap() -> None:
+def test_the_gradient_of_pieces_that_overlap():
     x = torch.randn(1, 2, 6, 3, dtype=torch.float64, requires_grad=True)
     pieces = (slice(0, 4), torch.tensor([0, 3, 5]), slice(2, 6))
-    torch.autograd.gradcheck(lambda x: tree_attention._Cut.apply(x, *pieces), x)
-    for piece, found in zip(pieces, tree_attention._Cut.apply(x, *pieces), strict=True):
+    torch.autograd.gradcheck(lambda x: attention._Cut.apply(x, *pieces), x)
+    for piece, found in zip(pieces, attention._Cut.apply(x, *pieces), strict=True):
         assert torch.equal(found, x[:, :, piece])

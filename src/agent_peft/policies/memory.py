@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from agent_peft.policies.engine.base import EngineConfig
-from agent_peft.policies.forward.output_layer import CHUNK
-from agent_peft.policies.forward.tree_attention import TILE
+from agent_peft.policies.forward.attention import TILE
+from agent_peft.policies.forward.language_model import CHUNK
 from agent_peft.policies.models.shape import LinearShape, ModelShape
 from agent_peft.policies.sampling import SamplingConfig
-from agent_peft.rollout.evaluation import EvaluationConfig
-from agent_peft.training.stage import StageConfig
 
 FP32 = 4  # bytes per number of the adapter, its gradient and moments, and of logits
 
@@ -163,7 +162,35 @@ class StageMemory:
         return always + max(phases)
 
 
-def stage_memory(model: MemoryModel, stage: StageConfig, engine: EngineConfig) -> StageMemory:
+class StageSizes(Protocol):
+    """What the memory of a stage depends on; ``StageConfig`` has it."""
+
+    @property
+    def sampling(self) -> SamplingConfig: ...
+    @property
+    def samples(self) -> bool: ...
+    @property
+    def episodes_per_step(self) -> int: ...
+    @property
+    def microbatch_tokens(self) -> int: ...
+    @property
+    def copies_reference(self) -> bool: ...
+    @property
+    def needs_entropy(self) -> bool: ...
+
+
+class EvaluationSizes(Protocol):
+    """What the memory of an evaluation depends on; ``EvaluationConfig`` has it."""
+
+    @property
+    def sampling(self) -> SamplingConfig: ...
+    @property
+    def num_tasks(self) -> int | None: ...
+    @property
+    def attempts(self) -> int: ...
+
+
+def stage_memory(model: MemoryModel, stage: StageSizes, engine: EngineConfig) -> StageMemory:
     """The memory of a stage. Its phases follow one another, so its peak is that of the larger one."""
     return StageMemory(
         always=(*_always(model), *_reference(model, stage)),
@@ -174,7 +201,7 @@ def stage_memory(model: MemoryModel, stage: StageConfig, engine: EngineConfig) -
     )
 
 
-def evaluation_memory(model: MemoryModel, evaluation: EvaluationConfig, engine: EngineConfig) -> StageMemory:
+def evaluation_memory(model: MemoryModel, evaluation: EvaluationSizes, engine: EngineConfig) -> StageMemory:
     """The memory of an evaluation. It may have more rows than a step, whose episodes bound its rows."""
     episodes = engine.rows if evaluation.num_tasks is None else evaluation.num_tasks * evaluation.attempts
     return StageMemory(
@@ -196,11 +223,11 @@ def _always(model: MemoryModel) -> Iterator[Part]:
         )
 
 
-def _reference(model: MemoryModel, stage: StageConfig) -> Iterator[Part]:
+def _reference(model: MemoryModel, stage: StageSizes) -> Iterator[Part]:
     """A frozen copy of the trained parameters. The base model needs none: it is the policy with its adapter
     off.
     """
-    if stage.algorithm.facts.needs_reference and stage.reference == "stage_start":
+    if stage.copies_reference:
         width = model.width if model.rank is None else FP32
         yield Part("reference", model.trained * width, f"{model.trained:,} × {width} bytes")
 
@@ -237,7 +264,7 @@ def _sampling(
     yield Part("distributions", rows * distribution, f"{rows} rows × {distribution:,} bytes")
 
 
-def _training(model: MemoryModel, stage: StageConfig) -> Iterator[Part]:
+def _training(model: MemoryModel, stage: StageSizes) -> Iterator[Part]:
     longest = stage.sampling.max_tokens
     positions = min(max(stage.microbatch_tokens, longest), stage.episodes_per_step * longest)
     saved = model.saved_bytes(positions, longest)
@@ -247,7 +274,7 @@ def _training(model: MemoryModel, stage: StageConfig) -> Iterator[Part]:
         saved,
         f"{positions:,} positions × {model.shape.layers} layers × {layer:,} bytes, and masks",
     )
-    logits = model.head_bytes(positions, stage.algorithm.facts.needs_entropy, stage.sampling.truncates)
+    logits = model.head_bytes(positions, stage.needs_entropy, stage.sampling.truncates)
     inside = model.backward_bytes(positions, longest)
     update = model.trained * FP32 - saved  # temporary numbers of AdamW, when the activations are freed
     name, size, source = max(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from agent_peft.hardware import has_bf16
-from agent_peft.policies.engine import onednn_linear as onednn
+from agent_peft.policies.engine import weights
 from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.engine.local import LocalEngine
 from agent_peft.policies.engine.weights import sampling_weights
@@ -18,31 +18,29 @@ MakePolicy = Callable[..., Policy]
 
 
 @pytest.mark.parametrize("shape", [(1, 16), (5, 16), (2, 3, 16), (70, 16)])
-def test_a_onednn_layer_computes_what_a_plain_one_does(shape: tuple[int, ...]) -> None:
+def test_a_onednn_layer_computes_what_a_plain_one_does(shape):
     torch.manual_seed(0)
     x = torch.randn(shape)
     for bias in (True, False):
         layer = nn.Linear(16, 7, bias=bias)
         with torch.no_grad():
-            assert torch.allclose(onednn.OneDnnLinear(layer.weight, layer.bias)(x), layer(x), atol=1e-5)
+            assert torch.allclose(weights.OneDnnLinear(layer.weight, layer.bias)(x), layer(x), atol=1e-5)
 
 
-def test_inside_every_linear_layer_is_onednns_and_afterwards_none(
-    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inside_every_linear_layer_is_onednns_and_afterwards_none(make_policy, monkeypatch):
     policy = make_policy()
     before = {name: module for name, module in policy.model.named_modules()}
-    assert not onednn.suits(policy.base), "so small a model stays in the caches"
-    monkeypatch.setattr(onednn, "CACHED_WEIGHTS", 1)
-    assert onednn.suits(policy.base)
+    assert not weights.suits(policy.base), "so small a model stays in the caches"
+    monkeypatch.setattr(weights, "CACHED_WEIGHTS", 1)
+    assert weights.suits(policy.base)
     with pytest.raises(ZeroDivisionError), sampling_weights(policy, onednn=True):
         inside = [type(module) for module in policy.base.modules()]
-        assert nn.Linear not in inside and isinstance(policy.head, onednn.OneDnnLinear)
+        assert nn.Linear not in inside and isinstance(policy.head, weights.OneDnnLinear)
         raise ZeroDivisionError
     assert dict(policy.model.named_modules()) == before
 
 
-def test_the_sampler_gives_the_same_log_probabilities(make_policy: MakePolicy) -> None:
+def test_the_sampler_gives_the_same_log_probabilities(make_policy):
     policy = make_policy()
     torch.nn.init.normal_(next(p for n, p in policy.model.named_parameters() if "lora_B" in n))
     engine = LocalEngine(policy, EngineConfig())
@@ -52,10 +50,8 @@ def test_the_sampler_gives_the_same_log_probabilities(make_policy: MakePolicy) -
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_without_its_adapter_the_sampler_is_the_base_model(
-    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
-    monkeypatch.setattr(onednn, "CACHED_WEIGHTS", 1)
+def test_without_its_adapter_the_sampler_is_the_base_model(make_policy, monkeypatch, dtype):
+    monkeypatch.setattr(weights, "CACHED_WEIGHTS", 1)
     policy, base = make_policy(dtype=dtype), make_policy(lora=False, dtype=dtype)
     tokens, plain = list(range(1, 17)), SamplingConfig()
     engine = LocalEngine(policy, EngineConfig())
@@ -64,13 +60,11 @@ def test_without_its_adapter_the_sampler_is_the_base_model(
     assert policy.drift(without - expected) <= policy.rounding < policy.drift(with_adapter - expected)
 
 
-def test_a_model_whose_layers_cannot_be_replaced_is_sampled_without(
-    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_whose_layers_cannot_be_replaced_is_sampled_without(make_policy, monkeypatch):
     policy = make_policy()
-    monkeypatch.setattr(onednn, "CACHED_WEIGHTS", 1)
+    monkeypatch.setattr(weights, "CACHED_WEIGHTS", 1)
     assert LocalEngine(policy, EngineConfig()).onednn
-    monkeypatch.setattr(onednn.OneDnnLinear, "forward", lambda layer, x: x.new_zeros(*x.shape[:-1], 3))
+    monkeypatch.setattr(weights.OneDnnLinear, "forward", lambda layer, x: x.new_zeros(*x.shape[:-1], 3))
     assert not LocalEngine(policy, EngineConfig()).onednn
 
 
@@ -81,19 +75,16 @@ needs_bf16 = pytest.mark.skipif(
 
 @needs_bf16
 @pytest.mark.parametrize("bias", [False, True])
-def test_beside_the_product_a_small_change_is_not_rounded_away(bias: bool) -> None:
+def test_beside_the_product_a_small_change_is_not_rounded_away(bias):
     """A tenth of a percent of W x: folded into weights of 16 bits, four fifths of it would be lost."""
     generator = torch.Generator().manual_seed(0)
-    x, w = (
-        torch.randn(64, 256, generator=generator).bfloat16(),
-        (torch.randn(192, 256, generator=generator) / 16).bfloat16(),
-    )
-    a, b = (
-        (torch.randn(8, 256, generator=generator) / 16).bfloat16(),
-        (torch.randn(192, 8, generator=generator) * 2e-4).bfloat16(),
-    )
+    x = torch.randn(64, 256, generator=generator).bfloat16()
+    w = (torch.randn(192, 256, generator=generator) / 16).bfloat16()
+    a = (torch.randn(8, 256, generator=generator) / 16).bfloat16()
+    b = (torch.randn(192, 8, generator=generator) * 2e-4).bfloat16()
     vector = torch.randn(192, generator=generator).bfloat16() if bias else None
-    layer, exact = onednn.OneDnnLoraLinear(w, vector, a, b, 2.0), 2 * x.double() @ a.double().T @ b.double().T
+    layer = weights.OneDnnLoraLinear(w, vector, a, b, 2.0)
+    exact = 2 * x.double() @ a.double().T @ b.double().T
     change = layer(x).double() - layer.base(x).double()
     folded = (
         nn.functional.linear(x, (w.float() + 2 * b.float() @ a.float()).bfloat16(), vector).double()
@@ -106,16 +97,14 @@ def test_beside_the_product_a_small_change_is_not_rounded_away(bias: bool) -> No
 
 @needs_bf16
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_in_16_bits_the_adapter_is_computed_beside_the_weights(
-    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    monkeypatch.setattr(onednn, "CACHED_WEIGHTS", 1)
+def test_in_16_bits_the_adapter_is_computed_beside_the_weights(make_policy, monkeypatch, kind):
+    monkeypatch.setattr(weights, "CACHED_WEIGHTS", 1)
     policy = make_policy(kind, dtype=torch.bfloat16)
-    assert onednn.suits(policy.base) and policy.dtype == torch.bfloat16
+    assert weights.suits(policy.base) and policy.dtype == torch.bfloat16
     before = dict(policy.model.named_modules())
     with sampling_weights(policy, onednn=True):
         inside = list(policy.base.modules())
-        assert any(isinstance(module, onednn.OneDnnLoraLinear) for module in inside)
+        assert any(isinstance(module, weights.OneDnnLoraLinear) for module in inside)
         assert not any(isinstance(module, nn.Linear) for module in inside), "the others are replaced, too"
     assert dict(policy.model.named_modules()) == before
     engine, tokens = LocalEngine(policy, EngineConfig()), list(range(1, 17))
@@ -128,17 +117,15 @@ def test_in_16_bits_the_adapter_is_computed_beside_the_weights(
 
 
 @needs_bf16
-def test_an_adapter_that_was_not_trained_costs_nothing(
-    make_policy: MakePolicy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(onednn, "CACHED_WEIGHTS", 1)
+def test_an_adapter_that_was_not_trained_costs_nothing(make_policy, monkeypatch):
+    monkeypatch.setattr(weights, "CACHED_WEIGHTS", 1)
     policy = make_policy("llama", dtype=torch.bfloat16)
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
             if "lora_B" in name:
                 parameter.zero_()
     with sampling_weights(policy, onednn=True):
-        assert not any(isinstance(m, onednn.OneDnnLoraLinear) for m in policy.base.modules())
+        assert not any(isinstance(m, weights.OneDnnLoraLinear) for m in policy.base.modules())
     scores = LocalEngine(policy, EngineConfig())._score(list(range(1, 17)), SamplingConfig(), True)
     with monkeypatch.context() as patch:
         patch.setattr(Tensor, "any", lambda *_: True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from agent_peft.batch import collate
-from agent_peft.training.microbatching import Microbatching
+from agent_peft.training.gradients import Microbatching
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
 
@@ -38,9 +38,8 @@ def limit(trainer: Trainer, positions: int, where: str, scoring: float = math.in
     def forward(module: torch.nn.Module, arguments: Any, output: Any) -> None:
         if where == "backward" and torch.is_grad_enabled():
             states = output[0] if isinstance(output, tuple) else output
-            states.register_hook(
-                lambda gradient: check(gradient, positions)
-            )  # by then the output layer has its gradient
+            # by then the output layer has its gradient
+            states.register_hook(lambda gradient: check(gradient, positions))
         else:
             check(arguments[0], positions if torch.is_grad_enabled() else scoring)
 

@@ -18,13 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from agent_peft.batch import Batch, collate
 from agent_peft.configuration.explain import memory
 from agent_peft.configuration.loading import read_config
-from agent_peft.configuration.memory import MemoryModel, stage_memory
 from agent_peft.policies import adapters
 from agent_peft.policies.config import LoraSettings, PretrainedConfig, ScratchConfig
-from agent_peft.policies.engine import onednn_linear
+from agent_peft.policies.engine import weights
 from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.engine.weights import sampling_weights
-from agent_peft.policies.forward.gelu import fuse_activations
+from agent_peft.policies.forward.layers import fuse_activations
+from agent_peft.policies.memory import MemoryModel, stage_memory
 from agent_peft.policies.models.shape import measure, shape_of
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
@@ -115,7 +115,7 @@ def bytes_kept(model: nn.Module, forward: Callable[[], object]) -> int:
         (n, a) for n, a in product(ARCHITECTURES, ADAPTERS) if a != "two" or n not in ("gpt2", "gpt_neox")
     ],  # whose layers have other names
 )
-def test_what_the_layers_keep_for_the_backward(name: str, adapter: str, dtype: torch.dtype) -> None:
+def test_what_the_layers_keep_for_the_backward(name, adapter, dtype):
     lora, positions = ADAPTERS[adapter], 192
     model: Any = build(name, dtype)
     needs = model_of(model, lora)
@@ -158,7 +158,7 @@ PEAKS += [
 @pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "whole"])
 def test_the_peak_of_a_microbatch(
     name, attention, layers, vocabulary, what, lora, char_tokenizer, peak_bytes
-) -> None:
+):
     tiled, recomputes, entropy = attention == "tiled", layers == "recomputed", what == "entropy"
     model: Any = build(name, vocabulary=vocabulary)
     needs = model_of(model, lora, recomputes, tiled)
@@ -178,10 +178,8 @@ def test_the_peak_of_a_microbatch(
         (out.logprobs.sum() + (out.entropy.sum() if out.entropy is not None else 0)).backward()
 
     depth = batch.tokens.shape[1]
-    inside, logits = (
-        needs.backward_bytes(positions, depth),
-        needs.head_bytes(int(batch.action_mask.sum()), entropy, sampling.truncates),
-    )
+    inside = needs.backward_bytes(positions, depth)
+    logits = needs.head_bytes(int(batch.action_mask.sum()), entropy, sampling.truncates)
     assert needs.saved_bytes(positions, depth) + max(inside, logits) == pytest.approx(
         peak_bytes(work), rel=0.2
     )
@@ -198,7 +196,7 @@ def sizes(parts: Any) -> dict[str, int]:
     return {part.name: part.size for part in parts}
 
 
-def test_the_parts_of_a_stage() -> None:
+def test_the_parts_of_a_stage():
     """Numbers by hand: SmolLM2's shape with three layers."""
     needs = model_of(build("smollm2"), LORA)
     found = stage_memory(
@@ -218,14 +216,12 @@ def test_the_parts_of_a_stage() -> None:
     assert found.peak == whole[0] + max(whole[1:])
 
 
-def test_the_parts_in_16_bits() -> None:
+def test_the_parts_in_16_bits():
     """The adapter is computed next to the weights, so nothing is folded; what is trained has copies in
     fp32.
     """
-    adapted, whole = (
-        model_of(build("smollm2", torch.bfloat16), LORA),
-        model_of(build("smollm2", torch.bfloat16), None),
-    )
+    adapted = model_of(build("smollm2", torch.bfloat16), LORA)
+    whole = model_of(build("smollm2", torch.bfloat16), None)
     found = stage_memory(adapted, make_stage(), EngineConfig())
     assert "weights with the adapter folded in" not in sizes(found.sampling)
     assert sizes(found.always) == {
@@ -236,7 +232,7 @@ def test_the_parts_in_16_bits() -> None:
     assert sum(held.values()) == (2 + 4 + 4 + 8) * whole.trained
 
 
-def test_a_reference_is_a_copy_of_what_is_trained() -> None:
+def test_a_reference_is_a_copy_of_what_is_trained():
     penalized = {"algorithm": {"kind": "grpo", "kl_coef": 0.1}}
     for lora, dtype, width in (
         (LORA, torch.bfloat16, 4),
@@ -254,18 +250,16 @@ def test_a_reference_is_a_copy_of_what_is_trained() -> None:
         )
 
 
-def test_padded_rows_have_smaller_masks() -> None:
+def test_padded_rows_have_smaller_masks():
     packed = model_of(build("smollm2"), LORA)
     padded = replace(packed, packed=False)
     assert packed.saved_bytes(4000, 500) - padded.saved_bytes(4000, 500) == 5 * 4000 * (4000 - 500)
 
 
 @pytest.mark.parametrize("lora", [LORA, None])
-def test_the_samplers_layout_is_a_copy_of_all_weights(
-    lora: LoraSettings | None, char_tokenizer, monkeypatch
-) -> None:
+def test_the_samplers_layout_is_a_copy_of_all_weights(lora, char_tokenizer, monkeypatch):
     """It was left out where all parameters are trained, and the output layer everywhere."""
-    monkeypatch.setattr(onednn_linear, "CACHED_WEIGHTS", 1)
+    monkeypatch.setattr(weights, "CACHED_WEIGHTS", 1)
     model = build("smollm2")
     needs = replace(model_of(model, lora), reordered=True)
     (predicted,) = [
@@ -274,13 +268,13 @@ def test_the_samplers_layout_is_a_copy_of_all_weights(
         if "layout" in part.name
     ]
     policy = Policy(adapters.attach(model, lora, 0) if lora else model, ChatTokenizer(char_tokenizer))
-    assert onednn_linear.suits(policy.base)
+    assert weights.suits(policy.base)
     with sampling_weights(policy, onednn=True):
-        copies = [m.blocked for m in policy.model.modules() if isinstance(m, onednn_linear.OneDnnLinear)]
+        copies = [m.blocked for m in policy.model.modules() if isinstance(m, weights.OneDnnLinear)]
     assert predicted == 4 * sum(copy.numel() for copy in copies)
 
 
-def test_budgets_bound_it() -> None:
+def test_budgets_bound_it():
     needs = model_of(build("gpt2"), None)
 
     def of(**settings: Any) -> dict[str, int]:
@@ -301,7 +295,7 @@ def test_budgets_bound_it() -> None:
     )
 
 
-def test_demonstrations_need_no_sampling() -> None:
+def test_demonstrations_need_no_sampling():
     found = stage_memory(model_of(build("gpt2"), LORA), make_stage(algorithm={"kind": "sft"}), EngineConfig())
     assert not found.sampling
     assert found.peak == sum(part.size for part in (*found.always, *found.training))
@@ -310,7 +304,7 @@ def test_demonstrations_need_no_sampling() -> None:
 # -- where the shape comes from ------------------------------------------------------------------------------
 
 
-def test_a_shape_needs_no_weights(peak_bytes: Callable[[Callable[[], object]], int]) -> None:
+def test_a_shape_needs_no_weights(peak_bytes):
     large = {
         "model_type": "llama",
         "hidden_size": 4096,
@@ -336,7 +330,7 @@ def test_a_shape_needs_no_weights(peak_bytes: Callable[[Callable[[], object]], i
     )
 
 
-def test_a_scratch_model_has_the_special_tokens_of_its_tokenizer(caplog) -> None:
+def test_a_scratch_model_has_the_special_tokens_of_its_tokenizer(caplog):
     """GPT-2's own are beyond a small vocabulary; Transformers warned of that at every `explain`."""
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
@@ -351,13 +345,13 @@ def test_a_scratch_model_has_the_special_tokens_of_its_tokenizer(caplog) -> None
     assert not caplog.messages
 
 
-def test_what_cannot_be_known_is_not_made_up(tmp_path) -> None:
+def test_what_cannot_be_known_is_not_made_up(tmp_path):
     own = ScratchConfig(architecture={"model_type": "torch.nn:Linear"}, alphabet="01")
     assert shape_of(own) is None
     assert shape_of(PretrainedConfig(model=str(tmp_path / "nowhere"))) is None
 
 
-def test_explain_tells_of_every_stage_and_of_the_evaluation(tmp_path) -> None:
+def test_explain_tells_of_every_stage_and_of_the_evaluation(tmp_path):
     """An evaluation was left out, which has more rows than a small step, and may need the most."""
     (tmp_path / "x.yaml").write_text(
         f"""run_dir: {tmp_path}/run
