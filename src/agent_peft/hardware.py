@@ -130,11 +130,7 @@ def memory(root: Path = CGROUPS, own: Path = OWN_CGROUP, meminfo: Path = MEMINFO
 
 
 def choose_device(configured: str) -> torch.device:
-    """The device that ``policy.device`` names. ``auto`` is the GPU where torch has one, else the CPU.
-
-    Raises:
-        AgentPeftError: this machine has no such device.
-    """
+    """The device that ``policy.device`` names. ``auto`` is the GPU where torch has one, else the CPU."""
     device = torch.device(
         ("cuda" if torch.cuda.is_available() else "cpu") if configured == "auto" else configured
     )

@@ -38,9 +38,6 @@ def explain_oom(action: str, hint: str) -> Iterator[None]:
     Args:
         action: the clause that follows "out of memory".
         hint: what the user can do.
-
-    Raises:
-        AgentPeftError: the memory is full.
     """
     try:
         yield

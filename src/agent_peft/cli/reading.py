@@ -66,10 +66,6 @@ def _episodes(run: Path, step: int | None, evaluation: str | None) -> tuple[list
 def _fitting(
     episodes: list[EpisodeRecord], task: str | None, attempt: int | None, place: str
 ) -> list[EpisodeRecord]:
-    """
-    Raises:
-        AgentPeftError: there is none.
-    """
     from agent_peft.lookup import alike
 
     of_task = [episode for episode in episodes if task in (None, episode.task)]

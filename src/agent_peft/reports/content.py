@@ -46,11 +46,7 @@ class Content:
 
 
 def read_content(folders: Sequence[Path]) -> Content:
-    """Read runs. What is damaged becomes a notice on the page; the rest is shown.
-
-    Raises:
-        AgentPeftError: a folder is no run directory.
-    """
+    """Read runs. What is damaged becomes a notice on the page; the rest is shown."""
     runs = [load_run(folder) for folder in folders]
     files: dict[str, EpisodeFile] = {}
     values, reports, policies = [], [], []

@@ -75,11 +75,7 @@ def episode_files(run: RunRecord, number: int) -> list[EpisodeFile]:
 
 
 def facts_of(path: Path) -> Sequence[Facts]:
-    """The facts of each episode in a file. They are read again only when the file has changed.
-
-    Raises:
-        AgentPeftError: the file is damaged or gone.
-    """
+    """The facts of each episode in a file. They are read again only when the file has changed."""
     try:
         status = path.stat()
     except OSError as error:
@@ -116,9 +112,6 @@ def chunk(file: EpisodeFile, words: Words | None) -> dict[str, Any]:
         in ``words``; ``runs`` are the lengths of what was read, written, read, …; ``sampler`` and ``trainer``
         the log-probabilities of what was written; ``advantages`` pairs of a value and how many
         written tokens in a row have it. Without ``words`` there are no tokens.
-
-    Raises:
-        AgentPeftError: the file is damaged or gone.
     """
 
     def read() -> dict[str, Any]:

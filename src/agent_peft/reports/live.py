@@ -90,9 +90,6 @@ def live_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
 
     Args:
         port: 0 for any free one.
-
-    Raises:
-        AgentPeftError: a folder is no run directory, or the port is taken.
     """
     report = LiveReport(folders)
     report.values()

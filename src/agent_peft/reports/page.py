@@ -50,9 +50,6 @@ def write_report(folders: Sequence[Path], out: Path, max_inside: int = MAX_INSID
         max_inside: bytes of episodes that the page itself may hold. Where there are more, they go to the
             folder ``NAME_episodes`` next to the page, one file for each step, and the page loads what is
             looked at. Nothing that is there already is shown, since a run may come from a stranger.
-
-    Raises:
-        AgentPeftError: a folder is no run directory, or ``out`` cannot be written.
     """
     beside = out.with_name(f"{out.stem}_episodes")
     check_tree(beside)

@@ -58,9 +58,6 @@ class Origin:
 def find_origin(text: str, config: TrainConfig, contents: Contents) -> tuple[Origin, list[Change], list[str]]:
     """Return the checkpoint that ``RUN``, ``RUN:12`` or ``RUN:step_000012`` stands for, the keys in which
     ``config`` will teach otherwise than that run did, and what is to be said.
-
-    Raises:
-        AgentPeftError: there is none, it is damaged, or ``config`` cannot continue from it.
     """
     run, name = split(text)
     check_run_files(run)
@@ -102,11 +99,7 @@ def write_origin(folder: Path, origin: Origin) -> None:
 
 
 def read_origin(folder: Path) -> Origin | None:
-    """Return the checkpoint that a run began with; None where it began at step 0.
-
-    Raises:
-        AgentPeftError: the file is damaged.
-    """
+    """Return the checkpoint that a run began with; None where it began at step 0."""
     path = folder / ORIGIN
     if not path.is_file():
         return None
@@ -127,7 +120,6 @@ def copy_origin(folder: Path, origin: Origin) -> None:
     """Copy into a run directory that has no checkpoint what it begins with. The copies are never removed.
 
     Raises:
-        AgentPeftError: the other run has lost it.
         InfrastructureError: it cannot be written.
     """
     run, root = Path(origin.run), folder / "checkpoints"
@@ -151,11 +143,7 @@ def copy_origin(folder: Path, origin: Origin) -> None:
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """Copy a folder with this user's permissions, whatever those of the source are.
-
-    Raises:
-        AgentPeftError: a link, a pipe or a device is in it.
-    """
+    """Copy a folder with this user's permissions, whatever those of the source are."""
     check_tree(source)
     target.mkdir(exist_ok=True)
     for path in sorted(source.iterdir()):

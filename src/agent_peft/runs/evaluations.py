@@ -360,11 +360,7 @@ def _copy(old: Path, new: Path, report: EvaluationReport) -> None:
 
 
 def read_report(path: Path) -> EvaluationReport:
-    """Read the report of an evaluation.
-
-    Raises:
-        AgentPeftError: the file is damaged.
-    """
+    """Read the report of an evaluation."""
     try:
         text = read_text(path, "a JSON file", 256 * MEGABYTE, unlinked=2)
         return EvaluationReport.from_json(parse_json(text))

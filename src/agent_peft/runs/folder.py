@@ -111,9 +111,6 @@ def claim(
         fresh: remove an earlier run.
         change: the user asks for changes of what is learned.
         begin: the checkpoint of another run to begin with: ``RUN`` or ``RUN:step_000012``.
-
-    Raises:
-        AgentPeftError: the folder holds other files or another run, or cannot be written.
     """
     folder = config.run_dir
     check_place(folder)
@@ -179,9 +176,6 @@ def check_place(folder: Path) -> None:
 
     A run writes ``run.json`` first and never removes it. So a run that was killed at any moment is
     recognized, and a folder with a configuration alone is the user's.
-
-    Raises:
-        AgentPeftError: it holds other files.
     """
     if not folder.is_dir() or is_record(read_record(folder)):
         return
@@ -196,11 +190,7 @@ def check_place(folder: Path) -> None:
 
 
 def _check_stopped(folder: Path, config: TrainConfig, changes: Sequence[Change]) -> None:
-    """Check that a run that an update has stopped would not stop there again.
-
-    Raises:
-        AgentPeftError: it would, since nothing that is learned has changed.
-    """
+    """Check that a run that an update has stopped would not stop there again."""
     if not (stopped := folder / STOPPED).is_file():
         return
     stage, step = _stopped_at(stopped, config)
@@ -245,9 +235,6 @@ def settle_dtype(config: TrainConfig, dtype: str) -> TrainConfig:
 def _check_owner(folder: Path, fresh: bool) -> Earlier | None:
     """Check that a run wrote everything at the places where a run writes or removes files. Return the
     configuration there, if there is one.
-
-    Raises:
-        AgentPeftError: a file or folder there is of another origin.
     """
     names = [name for name in (*FOLDERS, *FILES) if os.path.lexists(folder / name)]
     earlier = read_earlier(folder) if CONFIG in names else None

@@ -22,7 +22,6 @@ class Lock:
         """Lock the folder.
 
         Raises:
-            AgentPeftError: another process holds the lock.
             OSError: the file cannot be made.
         """
         try:
@@ -34,11 +33,7 @@ class Lock:
         self._inode = self._present_inode()
 
     def renew(self) -> None:
-        """Lock again if the file is gone, since a lock without its file keeps no other process out.
-
-        Raises:
-            AgentPeftError: another process has locked a new file.
-        """
+        """Lock again if the file is gone, since a lock without its file keeps no other process out."""
         if self._present_inode() == self._inode:
             return
         try:

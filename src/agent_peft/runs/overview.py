@@ -47,11 +47,7 @@ class RunSummary:
 
 
 def find_runs(folder: Path) -> Iterator[Path]:
-    """Yield the run directories in a folder and below it, by name. A run directory is not searched.
-
-    Raises:
-        AgentPeftError: there is no such folder.
-    """
+    """Yield the run directories in a folder and below it, by name. A run directory is not searched."""
     if not folder.is_dir():
         raise AgentPeftError(f"{folder}: there is no such folder (seen from {Path.cwd()}); name another")
     for place, folders, files in os.walk(folder):

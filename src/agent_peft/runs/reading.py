@@ -27,9 +27,6 @@ _NOT_FINITE = ("nan", "inf", "-inf")  # as texts in metrics.jsonl, because JSON 
 def load_run(path: Path | str) -> RunRecord:
     """Return what a run directory holds. Everything is read when it is used, and may still be written: the
     reader stops at a last line that is not complete.
-
-    Raises:
-        AgentPeftError: the folder is no run directory, or has a link or a pipe among its files.
     """
     folder = Path(path).expanduser()
     if not (folder / "config.yaml").is_file():
@@ -83,11 +80,7 @@ class RunRecord:
         return {one.name: one for one in made}
 
     def evaluation(self, name: str) -> Evaluation:
-        """One evaluation, without reading the others.
-
-        Raises:
-            AgentPeftError: there is none of this name.
-        """
+        """One evaluation, without reading the others."""
         folder = self.folder / "evaluations"
         path = folder / f"{name.replace(' ', '_')}.json"
         if "/" in name or not path.is_file():
@@ -97,11 +90,7 @@ class RunRecord:
         return Evaluation(path)
 
     def metrics_frame(self) -> DataFrame:
-        """The metrics as a pandas ``DataFrame``, one row for each step.
-
-        Raises:
-            AgentPeftError: pandas is not installed.
-        """
+        """The metrics as a pandas ``DataFrame``, one row for each step."""
         return _frame(self.metrics)
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
@@ -121,11 +110,7 @@ class Evaluation:
 
     @cached_property
     def report(self) -> EvaluationReport:
-        """Its rates and intervals.
-
-        Raises:
-            AgentPeftError: the file is damaged.
-        """
+        """Its rates and intervals."""
         try:
             text = read_text(self.path, "a JSON file", 256 * MEGABYTE, unlinked=2)
             return EvaluationReport.from_json(parse_json(text))
@@ -151,11 +136,7 @@ class Episodes:
         return list(self._files)
 
     def of_step(self, step: int) -> list[EpisodeRecord]:
-        """The episodes of a step.
-
-        Raises:
-            AgentPeftError: there are none, or the file is damaged.
-        """
+        """The episodes of a step."""
         if step not in self._files:
             near = min(self.steps, key=lambda other: abs(other - step), default=None)
             advice = "there are none at all" if near is None else f"the nearest that has some is {near}"
@@ -171,9 +152,6 @@ class Episodes:
     def frame(self) -> DataFrame:
         """A pandas ``DataFrame`` with one row for each episode, and the terms of its reward as columns. It
         holds neither messages nor tokens.
-
-        Raises:
-            AgentPeftError: pandas is not installed, or a file is damaged.
         """
         return _frame(episode.summary for episode in self)
 
@@ -279,10 +257,6 @@ class _Arrays:
         return arrays
 
     def row(self, name: str, row: int) -> NDArray[Any]:
-        """
-        Raises:
-            AgentPeftError: the file is gone or damaged.
-        """
         try:
             start, end = self._content["offsets"][row : row + 2]
             return self._content[name][start:end]
@@ -294,11 +268,7 @@ class _Arrays:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a JSONL file, up to a last line that is not complete.
-
-    Raises:
-        AgentPeftError: a line before the last is damaged.
-    """
+    """Return the records of a JSONL file, up to a last line that is not complete."""
     *lines, _ = read_bytes(path, "a JSONL file", MAX_JSONL_BYTES, unlinked=1).split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):

@@ -93,7 +93,6 @@ def train(
         The evaluations by name, in the order of the run.
 
     Raises:
-        AgentPeftError: the configuration does not fit this machine or the run directory.
         TrustError: a check failed, such as a loss that is not finite.
     """
     trackers = load_trackers(config.trackers)
@@ -210,11 +209,7 @@ class _Run:
         return self.config.run_dir / "checkpoints"
 
     def position(self) -> Position:
-        """The position that the run directory holds, the same on all ranks. Later files are removed.
-
-        Raises:
-            AgentPeftError: this rank does not see the checkpoint.
-        """
+        """The position that the run directory holds, the same on all ranks. Later files are removed."""
 
         def find() -> dict[str, object]:
             position = find_position(self.config, self.ranks.world_size)

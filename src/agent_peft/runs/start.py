@@ -15,9 +15,6 @@ from agent_peft.runs.checkpoint import remove, sync_tree
 def keep_start(config: TrainConfig) -> None:
     """Write ``RUN/start`` if the policy starts from an adapter or from a checkpoint of a run, and the folder
     is not there yet. It is whole or absent.
-
-    Raises:
-        AgentPeftError: what ``policy.model`` names cannot be loaded.
     """
     folder, policy = config.run_dir / START, config.policy
     if folder.is_dir() or not isinstance(policy, PretrainedConfig):

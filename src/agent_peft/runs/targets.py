@@ -49,9 +49,6 @@ def kind_of(target: Path) -> Kind:
     only a configuration can load: of a module of the user's own, or without a tokenizer, as older versions
     wrote it. ``model`` is a folder with both, or a name that is no path here: that of a bundled model or of
     one on the hub.
-
-    Raises:
-        AgentPeftError: the target is a folder of another kind, or a file, or holds a link or a pipe.
     """
     if (target / CONFIG).is_file():
         check_run_files(target)
@@ -83,11 +80,7 @@ def _nothing_at(target: Path) -> AgentPeftError:
 
 
 def load_run(run: str | Path) -> TrainConfig:
-    """Load the configuration that a run directory was written with.
-
-    Raises:
-        AgentPeftError: there is no such run directory.
-    """
+    """Load the configuration that a run directory was written with."""
     return read_config(_config_of(Path(run)), check_files=False)[0]
 
 
@@ -109,9 +102,6 @@ def open_run(
         checkpoint: its name, such as ``step_000012``, or ``best``; None takes the newest.
         base: take the policy as it was before training.
         config: the run's configuration with changes, such as another device.
-
-    Raises:
-        AgentPeftError: there is no such run or checkpoint, or the checkpoint does not fit.
     """
     run = Path(run)
     config = config or load_run(run)
@@ -167,10 +157,6 @@ def load_target_config(
 ) -> TrainConfig:
     """Load the configuration to measure a target with: that of the run, or ``file`` if the target is no run,
     with the changes of the command line.
-
-    Raises:
-        AgentPeftError: as ``load_for_evaluation``; there is no such target; a run got a file, or another
-            target got none.
     """
     kind, effective = kind_of(target), _effective("evaluate", target)
     if kind == "run":
@@ -206,9 +192,6 @@ def evaluate_target(
         checkpoint: the name of a run's checkpoint, or ``best``; None takes the newest.
         base: measure the policy as it was before training.
         progress: shows the episodes that are done.
-
-    Raises:
-        AgentPeftError: there is no such target, or an argument has no effect on it.
     """
     target = Path(target)
     kind = kind_of(target)
@@ -303,11 +286,7 @@ def _load(target: Path, kind: Kind, config: TrainConfig, base: bool) -> Policy:
 
 
 def load_for_merging(run: Path, overrides: Sequence[str], measured: bool) -> TrainConfig:
-    """Load the configuration to merge a run with and, if it is ``measured``, to evaluate it with.
-
-    Raises:
-        AgentPeftError: there is no such run, or an override is wrong or has no effect.
-    """
+    """Load the configuration to merge a run with and, if it is ``measured``, to evaluate it with."""
     file = _config_of(run)
     if measured:
         return load_for_evaluation(file, overrides, None, None, _effective("evaluate", run))
@@ -316,11 +295,7 @@ def load_for_merging(run: Path, overrides: Sequence[str], measured: bool) -> Tra
 
 
 def check_empty(output: Path) -> None:
-    """Check that a folder may be written to.
-
-    Raises:
-        AgentPeftError: it exists and is no empty folder.
-    """
+    """Check that a folder may be written to."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise AgentPeftError(f"{output}: exists and is no empty folder; name another folder")
 
@@ -333,9 +308,6 @@ def merge_run(
     Args:
         config: as in ``open_run``. The weights are read, and so written, in the dtype of the run, whatever
             ``config`` says.
-
-    Raises:
-        AgentPeftError: there is no such run, or ``output`` is not an empty folder.
     """
     run, output = Path(run), Path(output)
     check_empty(output)

@@ -58,9 +58,6 @@ class EngineSandbox(Sandbox):
         """
         Args:
             engine: docker or podman.
-
-        Raises:
-            AgentPeftError: it is not installed, or does not answer.
         """
         where(engine)
         self._limits, self._engine, self._image = limits, engine, image
@@ -196,11 +193,7 @@ class EngineSandbox(Sandbox):
 
 
 def where(engine: str) -> str:
-    """Return the version of an engine that answers.
-
-    Raises:
-        AgentPeftError: it is not installed, or does not answer.
-    """
+    """Return the version of an engine that answers."""
     program = shutil.which(engine)
     if program is None:
         raise AgentPeftError(f"sandbox: {engine} is not installed, or not on PATH")

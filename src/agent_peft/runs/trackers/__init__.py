@@ -37,9 +37,6 @@ def load_tracker(kind: str, /, **keys: Any) -> Observer:
     Args:
         kind: a row of ``TRACKERS``, or ``"package.module:Class"`` for a ``Tracker`` of your own.
         keys: keys of its configuration.
-
-    Raises:
-        AgentPeftError: there is no such kind, a key or a value is wrong, or its package is absent.
     """
     try:
         config: TrackerConfig = TypeAdapter(AnyTracker).validate_python({**keys, "kind": kind})
@@ -49,11 +46,7 @@ def load_tracker(kind: str, /, **keys: Any) -> Observer:
 
 
 def load_trackers(configs: Iterable[TrackerConfig]) -> list[Observer]:
-    """Return the trackers of a configuration as observers. Nothing is opened before the run starts.
-
-    Raises:
-        AgentPeftError: a package is absent, or a user's class cannot be made.
-    """
+    """Return the trackers of a configuration as observers. Nothing is opened before the run starts."""
     counts = Counter[str]()
     observers: list[Observer] = []
     for config in configs:

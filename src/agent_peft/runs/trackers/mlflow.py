@@ -12,11 +12,7 @@ from agent_peft.types import AgentPeftError
 
 
 class Mlflow(Tracker):
-    """A run of MLflow. Its tables are JSON files among the run's artifacts.
-
-    Raises:
-        AgentPeftError: the package is absent.
-    """
+    """A run of MLflow. Its tables are JSON files among the run's artifacts."""
 
     def __init__(self, config: MlflowConfig) -> None:
         try:

@@ -12,11 +12,7 @@ from agent_peft.types import AgentPeftError
 
 
 class TensorBoard(Tracker):
-    """Event files in ``RUN/trackers/tensorboard``, which ``tensorboard --logdir`` finds below any folder.
-
-    Raises:
-        AgentPeftError: the package is absent.
-    """
+    """Event files in ``RUN/trackers/tensorboard``, which ``tensorboard --logdir`` finds below any folder."""
 
     def __init__(self, config: TensorBoardConfig) -> None:
         try:

@@ -11,11 +11,7 @@ from agent_peft.types import AgentPeftError
 
 
 class Trackio(Tracker):
-    """A run of Trackio. Its name is the id to continue with.
-
-    Raises:
-        AgentPeftError: the package is absent.
-    """
+    """A run of Trackio. Its name is the id to continue with."""
 
     def __init__(self, config: TrackioConfig) -> None:
         try:

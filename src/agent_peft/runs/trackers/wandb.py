@@ -11,11 +11,7 @@ from agent_peft.types import AgentPeftError
 
 
 class Wandb(Tracker):
-    """A run of Weights & Biases.
-
-    Raises:
-        AgentPeftError: the package is absent.
-    """
+    """A run of Weights & Biases."""
 
     def __init__(self, config: WandbConfig) -> None:
         try:
