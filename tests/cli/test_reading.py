@@ -6,13 +6,15 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from agent_peft.cli import run as command
 from agent_peft.rollout.statistics import summarize
-from agent_peft.runs.trajectories import write_episodes, write_trajectories
+from agent_peft.runs.evaluations import write_evaluation
+from agent_peft.runs.trajectories import write_trajectories
 from agent_peft.training.token_values import TokenValues
 from agent_peft.types import Group, Message, Outcome, StopReason, Task, Trajectory, Turn
 
@@ -46,9 +48,8 @@ def folder(tmp_path):
             tmp_path / "trajectories", step, "grpo", groups, values=TokenValues(advantages, None)
         )
     single = [Group(tasks[0], [episode(tasks[0], 0)])]
-    write_episodes(tmp_path / "evaluations", "after_grpo", {"evaluation": "after grpo"}, single)
-    (tmp_path / "evaluations" / "after_grpo.json").write_text(json.dumps(summarize(single).to_json()))
-    (tmp_path / "config.yaml").write_text("{}\n")
+    write_evaluation(tmp_path / "evaluations" / "step_000012.json", replace(summarize(single), step=12))
+    (tmp_path / "config.yaml").write_text("stages: [{name: grpo, steps: 12}]\n")
     return tmp_path
 
 
@@ -155,7 +156,7 @@ def test_what_is_not_there_is_one_line(folder, capsys, arguments, told):
 
 
 def test_a_run_without_episodes(folder, capsys):
-    (folder / "evaluations" / "after_grpo.jsonl").unlink()
+    (folder / "evaluations" / "step_000012.jsonl").unlink()
     for path in (folder / "trajectories").iterdir():
         path.unlink()
     _, _, err = shown(capsys, folder)

@@ -212,10 +212,8 @@ def test_a_stage_ends_after_an_evaluation_and_the_next_one_follows(configure, ea
         f"ruin ends after step {ruined[-1] + 1}: evaluation.success has not improved in 2 evaluations" in said
     )
     assert said.count("evaluating after learn") == 0, "the same policy is not measured twice"
-    episodes = (config.run_dir / "evaluations" / "after_learn.jsonl").read_text().splitlines()
-    assert {(record["evaluation"], record["step"]) for record in map(json.loads, episodes)} == {
-        ("after learn", 12)
-    }
+    episodes = (config.run_dir / "evaluations" / "step_000012.jsonl").read_text().splitlines()
+    assert {json.loads(line)["step"] for line in episodes} == {12}
     assert evaluate_target(config.run_dir, checkpoint="step_000012") == reports["after learn"]
     assert train(config) == reports
 
@@ -245,7 +243,7 @@ def test_a_run_that_is_killed_at_any_moment_ends_in_the_same_bytes(
     with monkeypatch.context() as patched:
         patched.setattr(recording, "save_checkpoint", stopping(checkpoints.save_checkpoint))
         patched.setattr(evaluations, "write_evaluation", stopping(evaluations.write_evaluation))
-        patched.setattr(evaluations, "_copy", stopping(evaluations._copy))
+        patched.setattr(evaluations, "_copy_episodes", stopping(evaluations._copy_episodes))
         patched.setattr(evaluations, "note_best", stopping(evaluations.note_best))
         while True:
             left[0] = 1 + kills % 3  # so that each place is met, and the run gets on

@@ -91,8 +91,8 @@ def test_a_run_that_follows_another_ones_schedule_writes_the_same_bytes(configur
     written = {path.name for path in (tmp_path / "first" / "schedule").iterdir()}
     assert written == {
         *(f"step_{step:06d}.rank_0.json" for step in range(4)),
-        "evaluation_base.rank_0.json",
-        "evaluation_after_rloo.rank_0.json",
+        "evaluation_step_000000.rank_0.json",
+        "evaluation_step_000004.rank_0.json",
     }
     timing = [json.loads(line) for line in (tmp_path / "first" / "timing.jsonl").read_text().splitlines()]
     assert all(line["late_answers"] > 0 and line["waited"] > 0 for line in timing)

@@ -120,7 +120,7 @@ PLACES = (
     *(f"checkpoints/step_000002/adapter_{name}" for name in ("model.safetensors", "config.json")),
     *(f"checkpoints/step_000002/{name}.json" for name in ("position", "training_stats", "replays")),
     *("checkpoints/step_000002/trainer.pt", "checkpoints/step_000002/value_head.safetensors"),
-    *("evaluations", "evaluations/base.json", "evaluations/base.jsonl", "evaluations/base.safetensors"),
+    *("evaluations", *(f"evaluations/step_000000.{kind}" for kind in ("json", "jsonl", "safetensors"))),
     *("trajectories", "trajectories/step_000001.jsonl", "trajectories/step_000001.safetensors"),
     *("trackers", "trackers/tensorboard.json", "trackers/tensorboard", "start", "start/adapter_config.json"),
     *("schedule", "schedule/step_000001.rank_0.json"),

@@ -23,7 +23,7 @@ from agent_peft.rollout.statistics import (
     t95,
 )
 from agent_peft.runs.overview import summarize_run
-from agent_peft.runs.reading import Evaluation, RunRecord, load_run
+from agent_peft.runs.reading import RunRecord, load_run
 from agent_peft.types import AgentPeftError, Outcome
 
 SKILLS = 8  # curves by skill, of those with the most episodes
@@ -92,10 +92,9 @@ def _run(
         speeds = [_speed(seconds.get(step, {})) for step in told["curves"]["step"]]
         told["curves"]["metrics"]["tokens_per_second"] = speeds
     reports: dict[str, EvaluationReport] = {}
-    for path in sorted((run.folder / "evaluations").glob("[!.]*.json")):
+    for name, evaluation in run.evaluations.items():
         with _noting(notices):
-            reports[path.stem] = Evaluation(path).report
-    reports = dict(sorted(reports.items(), key=lambda pair: pair[1].step or 0))
+            reports[name] = evaluation.report
     told["evaluations"] = _evaluations(reports)
     own = episode_files(run, number)
     kept: list[tuple[EpisodeFile, Sequence[Facts]]] = []

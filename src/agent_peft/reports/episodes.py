@@ -68,8 +68,8 @@ def episode_files(run: RunRecord, number: int) -> list[EpisodeFile]:
         for step in run.trajectories.steps
     ]
     evaluations = [
-        EpisodeFile(f"r{number}_evaluation_{place}", path, -1, path.stem)
-        for place, path in enumerate(sorted((folder / "evaluations").glob("[!.]*.jsonl")))
+        EpisodeFile(f"r{number}_evaluation_{place}", one.path.with_suffix(".jsonl"), -1, one.name)
+        for place, one in enumerate(run.evaluations.values())
     ]
     return steps + evaluations
 

@@ -41,7 +41,7 @@ from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.runs.changes import note_on_schedule, refuse_contents
 from agent_peft.runs.checkpoint import Position, latest_checkpoint
 from agent_peft.runs.digests import Contents, changed_contents, contents_of, read_contents, template_of
-from agent_peft.runs.evaluations import Evaluations, settle_names
+from agent_peft.runs.evaluations import Evaluations
 from agent_peft.runs.folder import Claim, claim, dtype_of_run, settle, settle_dtype
 from agent_peft.runs.history import History
 from agent_peft.runs.lock import Lock
@@ -114,7 +114,6 @@ def train(
         if ranks.is_main:
             origin = None if claimed.origin is None else asdict(claimed.origin)
             history = stack.enter_context(History(config.run_dir, paths_of(resolved(config)), origin))
-        ranks.broadcast(partial(settle_names, config))
         schedules = Schedules(config.run_dir, config.engine, ranks)
         # the other ranks print nothing, and have no bar, which would swallow their warnings
         console = Console() if ranks.is_main else Console(quiet=True, force_terminal=False)
@@ -213,7 +212,7 @@ class _Run:
 
         def find() -> dict[str, object]:
             position = find_position(self.config, self.ranks.world_size)
-            forget_after(self.config.run_dir, position.steps, self.evaluations.paths_after(position.steps))
+            forget_after(self.config.run_dir, position.steps)
             return asdict(position)
 
         position = Position(**self.ranks.broadcast(find))  # type: ignore[arg-type]
