@@ -10,7 +10,8 @@ from agent_peft.configuration.loading import read_config
 from agent_peft.configuration.run_config import KeepBestConfig, TrainConfig
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.runs import checkpoint as checkpoints
-from agent_peft.runs import evaluations, recording
+from agent_peft.runs import evaluations
+from agent_peft.runs import run as runs
 from agent_peft.runs.best import Best, note_best, read_best, reason_to_end
 from agent_peft.runs.run import train
 from agent_peft.runs.targets import evaluate_target, merge_run
@@ -241,7 +242,7 @@ def test_a_run_that_is_killed_at_any_moment_ends_in_the_same_bytes(
         return working
 
     with monkeypatch.context() as patched:
-        patched.setattr(recording, "save_checkpoint", stopping(checkpoints.save_checkpoint))
+        patched.setattr(runs, "save_checkpoint", stopping(checkpoints.save_checkpoint))
         patched.setattr(evaluations, "write_evaluation", stopping(evaluations.write_evaluation))
         patched.setattr(evaluations, "_copy_episodes", stopping(evaluations._copy_episodes))
         patched.setattr(evaluations, "note_best", stopping(evaluations.note_best))

@@ -19,7 +19,7 @@ from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.policies.loading import load_policy
 from agent_peft.runs import evaluations
-from agent_peft.runs.folder import settle_dtype
+from agent_peft.runs.folder import with_dtype
 from agent_peft.runs.run import train
 from agent_peft.runs.targets import evaluate_target, merge_run
 from agent_peft.types import AgentPeftError
@@ -107,7 +107,7 @@ def test_a_run_directory_holds_what_it_should(finished):
         assert {"adapter_config.json", "adapter_model.safetensors", "trainer.pt", "position.json"} <= {
             p.name for p in checkpoint.iterdir()
         }
-    assert read_config(folder / "config.yaml")[0] == settle_dtype(finished, "float32"), "auto is decided"
+    assert read_config(folder / "config.yaml")[0] == with_dtype(finished, "float32"), "auto is decided"
     assert resolved(finished)["run_dir"] == str(folder)
 
 

@@ -16,8 +16,7 @@ import pytest
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.policies.config import LoraSettings, ScratchConfig
 from agent_peft.policies.sampling import SamplingConfig
-from agent_peft.runs.recording import Recording
-from agent_peft.runs.run import train
+from agent_peft.runs.run import Recording, train
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import AgentPeftError
 

@@ -13,10 +13,11 @@ from pathlib import Path
 from agent_peft.configuration.run_config import KeepBestConfig
 from agent_peft.files import MEGABYTE, parse_json, read_text, write_atomic
 from agent_peft.rollout.statistics import EvaluationReport, other_settings
-from agent_peft.runs.checkpoint import BEST, POSITION, checkpoint_step, checkpoints
+from agent_peft.runs.checkpoint import POSITION, checkpoint_step, checkpoints
 from agent_peft.training.until import UntilConfig
 from agent_peft.types import AgentPeftError
 
+BEST = "best.json"  # next to the checkpoints: the name of the best one
 STATISTICS = "training_stats.json"  # in a checkpoint: the metrics of the last step before it
 
 

@@ -23,7 +23,6 @@ from agent_peft.types import AgentPeftError, InfrastructureError
 POSITION = "position.json"  # the file in a checkpoint that holds the run's position
 STATE = "trainer.pt"
 KEEP = "keep"  # a checkpoint with a file of this name is never removed
-BEST = "best.json"  # the file next to the checkpoints that names the best one
 _INDEX = "model.safetensors.index.json"
 _LAYOUTS = (
     ("adapter_config.json", "adapter_model.safetensors"),
@@ -188,17 +187,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def is_ours(path: Path) -> bool:
-    """Whether ``save_checkpoint`` of a run wrote a path in the folder of checkpoints, or began to."""
-    if path.name in (BEST, f".{BEST}.aside"):
-        return path.is_file() and not path.is_symlink()
-    if path.is_symlink() or not path.is_dir():
-        return False
-    if path.name.startswith((_ASIDE, _REPLACED)):
-        return _NAME.fullmatch(path.name.removeprefix(_ASIDE).removeprefix(_REPLACED)) is not None
-    return _NAME.fullmatch(path.name) is not None and (path / POSITION).is_file()
 
 
 def checkpoints(root: Path) -> list[Path]:

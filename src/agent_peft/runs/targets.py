@@ -31,7 +31,7 @@ from agent_peft.rollout.replays import Replay, ReplayWindow, read_replays
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.runs.best import read_best
 from agent_peft.runs.checkpoint import checkpoint_step, checkpoints, latest_checkpoint
-from agent_peft.runs.folder import recorded_dtype, settle_dtype
+from agent_peft.runs.folder import recorded_dtype, with_dtype
 from agent_peft.runs.progress import Progress
 from agent_peft.training.stage import StageConfig
 from agent_peft.types import AgentPeftError
@@ -312,7 +312,7 @@ def merge_run(
     run, output = Path(run), Path(output)
     check_empty(output)
     config = config or load_run(run)
-    config = settle_dtype(config, recorded_dtype(run) or config.policy.dtype)
+    config = with_dtype(config, recorded_dtype(run) or config.policy.dtype)
     _, policy = open_run(run, checkpoint, config=config)
     with explain_oom(
         "as the adapter was merged, in float32",
