@@ -60,18 +60,18 @@ def test_killed_and_resumed_gives_the_same_bytes(tmp_path):
     whole, killed = run(tmp_path / "whole", range(6)), run(tmp_path / "killed", range(5))
     with killed.open("a") as file:  # the checkpoint is of step 3, and the kill tore the line of step 5
         file.write('{"step": 5, "rew')
-    forget_after(tmp_path / "killed", 3, [])
+    forget_after(tmp_path / "killed", 3)
     assert len(killed.read_text().splitlines()) == 3
     run(tmp_path / "killed", range(3, 6))
     assert killed.read_bytes() == whole.read_bytes()
-    forget_after(tmp_path / "killed", 0, [])
+    forget_after(tmp_path / "killed", 0)
     assert killed.read_bytes() == b""
 
 
 def test_a_torn_line_does_not_run_into_the_next(tmp_path):
     path = tmp_path / "timing.jsonl"
     path.write_text('{"step": 0}\n{"step": 1, "sec')
-    forget_after(tmp_path, 2, [])
+    forget_after(tmp_path, 2)
     TimingFile(path, torch.device("cpu")).on_step(make_step(1, {}, sampled=7))
     first, second = map(json.loads, path.read_text().splitlines())
     assert first == {"step": 0}

@@ -217,7 +217,7 @@ def test_later_steps_are_forgotten_with_all_that_a_kill_left(tmp_path):
     (folder / "step_000003.jsonl").unlink()
     (folder / ".step_000004.safetensors.aside").write_bytes(b"torn")
     assert steps_in(folder) == [0, 1, 2, 3, 4]
-    forget_after(tmp_path, 2, [])
+    forget_after(tmp_path, 2)
     assert names_in(tmp_path) == files_of(0, 1)
 
 
