@@ -18,9 +18,8 @@ from agent_peft.configuration.loading import load_config
 from agent_peft.policies.engine.base import EngineStatistics
 from agent_peft.rollout.collector import Collection
 from agent_peft.rollout.statistics import summarize
-from agent_peft.runs.dashboard import Dashboard, sparkline
 from agent_peft.runs.observers import RunStart, RunStep
-from agent_peft.runs.progress import Progress
+from agent_peft.runs.progress import Dashboard, Progress, sparkline
 from agent_peft.runs.run import train
 from agent_peft.training.step_metrics import SAMPLED
 from agent_peft.types import Group, Message, Outcome, Task, Trajectory, Turn

@@ -15,10 +15,7 @@ from agent_peft.configuration.trackers import AnyTracker, TrackerConfig
 from agent_peft.lookup import find
 from agent_peft.runs.observers import Observer
 from agent_peft.runs.trackers.base import TrackedRun, Tracker, TrackerThread
-from agent_peft.runs.trackers.mlflow import Mlflow
-from agent_peft.runs.trackers.tensorboard import TensorBoard
-from agent_peft.runs.trackers.trackio import Trackio
-from agent_peft.runs.trackers.wandb import Wandb
+from agent_peft.runs.trackers.services import Mlflow, TensorBoard, Trackio, Wandb
 from agent_peft.types import AgentPeftError
 
 __all__ = ["TRACKERS", "TrackedRun", "Tracker", "load_tracker", "load_trackers"]
