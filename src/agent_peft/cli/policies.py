@@ -1,4 +1,4 @@
-"""The commands that let others talk to a policy: serve-policy, chat."""
+"""The commands that let others talk to a policy or to the training tool: serve-policy, chat, mcp."""
 
 from __future__ import annotations
 
@@ -106,6 +106,15 @@ def chat(
     given = {"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
     settings = ChatSettings(system, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     converse(policy, settings, _messages(), _say, _warn)
+
+
+def mcp(
+    root: Annotated[Path, typer.Option(help="the only folder that the tool reads and writes")] = Path("."),
+) -> None:
+    """Serve the training tool to an agent, over the Model Context Protocol on standard input and output."""
+    from agent_peft.agents.mcp import serve
+
+    serve(root)
 
 
 def _policies(targets: list[str], device: str | None, dtype: str | None) -> dict[str, Policy]:

@@ -1,4 +1,4 @@
-"""The command that shows what an agent saw and did."""
+"""The commands that show a run: show prints episodes, report makes a page for a browser."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agent_peft.cli.app import AsJson
-from agent_peft.cli.app import show as draw
+from agent_peft.cli.app import AsJson, draw
 from agent_peft.printable import printable
 from agent_peft.types import AgentPeftError
 
@@ -155,3 +154,50 @@ def _number(value: float) -> str:
     ('0.3', '-1', '1e-07')
     """
     return f"{value:.4g}"
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="run directories", metavar="RUN...")],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="the file to write; by default RUN/report.html, for several runs ./report.html"),
+    ] = None,
+    live: Annotated[
+        bool,
+        typer.Option("--live", help="serve the page on this machine, and refresh it while runs continue"),
+    ] = False,
+    port: Annotated[
+        int | None, typer.Option(help="port of --live; by default any free one", min=0, max=65535)
+    ] = None,
+) -> None:
+    """Write a page with the curves, evaluations, configuration and episodes of runs."""
+    if not live:
+        if port is not None:
+            raise AgentPeftError("--port has no effect without --live; leave it out")
+        _write_report(runs, output)
+    elif output is not None:
+        raise AgentPeftError(
+            "--output has no effect with --live, which writes nothing; leave one of them out"
+        )
+    else:
+        _serve_report(runs, port or 0)
+
+
+def _write_report(runs: list[Path], output: Path | None) -> None:
+    from agent_peft.reports.page import write_report
+
+    place = output or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+    written = write_report(runs, place)
+    beside = "" if written.beside is None else f" (keep the folder {written.beside.name} next to it)"
+    print(printable(f"wrote {written.page}: {written.episodes} episodes{beside}; open it in a browser"))
+
+
+def _serve_report(runs: list[Path], port: int) -> None:
+    from agent_peft.reports.live import live_server
+
+    with live_server(runs, port) as server:
+        print(f"open http://127.0.0.1:{server.server_address[1]}/ in a browser; Ctrl-C ends it", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("ended")
