@@ -13,8 +13,8 @@ import torch
 from agent_peft.configuration.loading import load_config
 from agent_peft.policies.engine.base import EngineStatistics
 from agent_peft.rollout.collector import Collection
+from agent_peft.runs import run as runs
 from agent_peft.runs.observers import (
-    MetricsFile,
     Observer,
     RunStep,
     TimingFile,
@@ -38,10 +38,10 @@ def make_step(number, metrics, sampled=0):
 
 
 def test_a_line_per_step_that_reads_back_to_the_bit(tmp_path):
-    observer = MetricsFile(tmp_path / "metrics.jsonl")
-    observer.on_step(make_step(0, METRICS))
-    observer.on_step(make_step(1, {"loss": float("nan"), "kl": float("-inf")}))
-    first, second = map(json.loads, observer.path.read_text().splitlines())
+    path = tmp_path / "metrics.jsonl"
+    append_line(path, metrics_record(make_step(0, METRICS)))
+    append_line(path, metrics_record(make_step(1, {"loss": float("nan"), "kl": float("-inf")})))
+    first, second = map(json.loads, path.read_text().splitlines())
     assert first == {"step": 0, "stage": "grpo", **METRICS}
     assert next(iter(first)) == "step"
     assert second == {"step": 1, "stage": "grpo", "loss": "nan", "kl": "-inf"}
@@ -185,9 +185,9 @@ def test_an_observer_that_fails_is_named_once_and_changes_no_byte(configure, run
 def test_a_metrics_file_that_cannot_be_written_ends_the_run(configure, monkeypatch):
     """It is part of the run, which would otherwise lose it in silence."""
 
-    def full(observer, step):
+    def full(path, record):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(MetricsFile, "on_step", full)
+    monkeypatch.setattr(runs, "append_line", full)
     with pytest.raises(OSError, match="No space left"):
         train(configure("run", evaluation=None))

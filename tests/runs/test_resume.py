@@ -16,7 +16,6 @@ from agent_peft.cli import run
 from agent_peft.configuration.loading import read_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.configuration.yaml12 import dump
-from agent_peft.runs import observers
 from agent_peft.runs import run as runs
 from agent_peft.runs.observers import append_line
 from agent_peft.runs.run import train
@@ -197,7 +196,7 @@ def test_a_full_disk_under_the_metrics_is_one_line(configure, capsys, monkeypatc
         with full_disk(10):
             append_line(path, record)
 
-    monkeypatch.setattr(observers, "append_line", full)
+    monkeypatch.setattr(runs, "append_line", full)
     assert run(["train", str(tmp_path / "c.yaml")]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1

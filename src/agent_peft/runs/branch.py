@@ -35,6 +35,7 @@ from agent_peft.runs.changes import names, read_earlier
 from agent_peft.runs.checkpoint import (
     checkpoint_step,
     checkpoints,
+    latest_checkpoint,
     read_position,
     remove,
     save_checkpoint,
@@ -126,12 +127,16 @@ def read_origin(folder: Path) -> Origin | None:
 
 
 def copy_origin(folder: Path, origin: Origin) -> None:
-    """Copy into a run directory that has no checkpoint what it begins with. The copies are never removed.
+    """Copy into a run directory what it begins with, unless it has a checkpoint of then or later. The copies
+    are never removed.
 
     Raises:
         InfrastructureError: it cannot be written.
     """
     run, root = Path(origin.run), folder / "checkpoints"
+    newest = latest_checkpoint(root)
+    if newest is not None and checkpoint_step(newest) >= origin.steps:
+        return
     for name in filter(None, (origin.start, origin.checkpoint)):  # the one that says how far the run is, last
         source = run / "checkpoints" / name
         if not source.is_dir():

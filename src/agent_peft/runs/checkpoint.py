@@ -29,9 +29,8 @@ _LAYOUTS = (
     ("config.json", "model.safetensors"),
     ("config.json", _INDEX),
 )
-_NAME = re.compile(r"(?:\.replaced-)?step_(\d{6,})")
+_NAME = re.compile(r"step_(\d{6,})")
 _ASIDE = ".aside-"  # the prefix of a checkpoint that is being written or removed
-_REPLACED = ".replaced-"  # the prefix of one that is complete, and valid until another of its step is
 
 
 @dataclass(frozen=True)
@@ -105,19 +104,32 @@ def save_checkpoint(
 ) -> Path:
     """Write ``root/step_000012`` and remove older checkpoints.
 
-    If the process is killed at any moment, ``latest_checkpoint`` is complete and on the disk. A checkpoint of
-    the same step is replaced.
+    If the process is killed at any moment, ``latest_checkpoint`` is complete and on the disk.
 
     Args:
         write: fills the empty folder that it is called with.
         keep_last: how many of the newest checkpoints stay, at least 1.
-        keep: never remove this checkpoint. A replacement inherits this.
+        keep: never remove this checkpoint.
         best: called when the checkpoint is written; returns the name of one that stays.
     """
     if keep_last < 1:
         raise ValueError("at least the newest checkpoint is kept")
+    target = root / f"step_{step:06d}"
+    aside = root / f"{_ASIDE}{target.name}"
     try:
-        return _save(root, step, write, keep_last, keep, best)
+        check_tree(root, depth=0)
+        root.mkdir(parents=True, exist_ok=True)
+        sync(root.parent)
+        clean(root)
+        aside.mkdir()
+        write(aside)
+        if keep:
+            (aside / KEEP).touch()
+        sync_tree(aside)
+        remove(target)
+        aside.rename(target)
+        sync(root)
+        remove_old(root, keep_last, (target.name, best()))
     except (OSError, SafetensorError) as error:
         with suppress(OSError):
             clean(root)  # the space may be needed
@@ -128,35 +140,6 @@ def save_checkpoint(
             f"{root}: no checkpoint can be written ({cause}); the existing ones are complete: make "
             "room, then run the same command again"
         ) from error
-
-
-def _save(
-    root: Path,
-    step: int,
-    write: Callable[[Path], None],
-    keep_last: int,
-    keep: bool,
-    best: Callable[[], str | None],
-) -> Path:
-    check_tree(root, depth=0)
-    root.mkdir(parents=True, exist_ok=True)
-    sync(root.parent)
-    clean(root)
-    target = root / f"step_{step:06d}"
-    aside = root / f"{_ASIDE}{target.name}"
-    aside.mkdir()
-    write(aside)
-    if keep or (target / KEEP).exists():
-        (aside / KEEP).touch()
-    sync_tree(aside)
-    replaced = root / f"{_REPLACED}{target.name}"
-    if target.exists():
-        target.rename(replaced)
-    aside.rename(target)
-    sync(root)
-    if replaced.exists():
-        shutil.rmtree(replaced)
-    remove_old(root, keep_last, (target.name, best()))
     return target
 
 
@@ -170,15 +153,9 @@ def remove_old(root: Path, keep_last: int, stays: Container[str | None]) -> None
 
 
 def clean(root: Path) -> None:
-    """Remove the remains of a write that was killed, and restore a checkpoint that was not replaced yet."""
+    """Remove the remains of a write or a removal that was killed."""
     for leftover in root.glob(f"{_ASIDE}*"):
         remove(leftover)
-    for replaced in root.glob(f"{_REPLACED}*"):
-        name = root / replaced.name.removeprefix(_REPLACED)
-        if name.exists():
-            remove(replaced)
-        else:
-            replaced.rename(name)
 
 
 def remove(path: Path) -> None:
@@ -190,13 +167,11 @@ def remove(path: Path) -> None:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """Return the complete checkpoints in ``root``, oldest first."""
+    """Return the checkpoints in ``root``, oldest first."""
     if not root.is_dir():
         return []
     folders = [path for path in root.iterdir() if path.is_dir() and not path.is_symlink()]
-    names = sorted(path for path in folders if _NAME.fullmatch(path.name))
-    by_step = {checkpoint_step(path): path for path in names}  # ".replaced-…" sorts first, so "step_…" wins
-    return [by_step[step] for step in sorted(by_step)]
+    return sorted((path for path in folders if _NAME.fullmatch(path.name)), key=checkpoint_step)
 
 
 def latest_checkpoint(root: Path) -> Path | None:

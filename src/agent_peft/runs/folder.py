@@ -24,7 +24,7 @@ from agent_peft.policies.models.start import split_run
 from agent_peft.policies.precision import choose_precision
 from agent_peft.runs.branch import Origin, copy_origin, find_origin, is_origin, read_origin, write_origin
 from agent_peft.runs.changes import accept, read_earlier
-from agent_peft.runs.checkpoint import checkpoints, remove
+from agent_peft.runs.checkpoint import remove
 from agent_peft.runs.digests import DIGESTS, Contents
 from agent_peft.runs.history import first_record, is_record
 from agent_peft.types import AgentPeftError
@@ -157,8 +157,7 @@ def open_run_dir(
         write_atomic(folder / CONFIG, yaml12.dump(resolved(config)))
     if origin is not None:
         write_origin(folder, origin)
-        if not checkpoints(folder / "checkpoints"):
-            copy_origin(folder, origin)
+        copy_origin(folder, origin)
     return RunDir(begun, tuple(changes), tuple(messages), origin)
 
 
@@ -238,7 +237,7 @@ def _has_results(folder: Path) -> bool:
     files = folder / "metrics.jsonl", folder / STOPPED
     if any(os.path.lexists(path) and path.lstat().st_size > 0 for path in files):
         return True
-    return any((folder / "checkpoints").glob("*step_*"))
+    return any((folder / "checkpoints").glob("step_*"))
 
 
 def clear(folder: Path) -> None:

@@ -120,20 +120,6 @@ class SafeObservers(Observer):
                     )
 
 
-class MetricsFile(Observer):
-    """``metrics.jsonl``: one line for each step, such as ``{"step": 12, "stage": "grpo", "reward": 0.5}``.
-
-    A resumed run must write the same bytes as one that was never killed. Numbers that differ between runs
-    (times, speeds) therefore belong in ``TimingFile``.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_step(self, step: RunStep) -> None:
-        append_line(self.path, metrics_record(step))
-
-
 class TimingFile(Observer):
     """``timing.jsonl``: the seconds, tokens and peak memory (in bytes) of each step."""
 
@@ -154,7 +140,11 @@ class TimingFile(Observer):
 
 
 def metrics_record(step: RunStep) -> dict[str, float | str]:
-    """Return a step's line of ``metrics.jsonl``. JSON has no ``nan`` and ``inf``, so these become strings.
+    """Return a step's line of ``metrics.jsonl``: ``{"step": 12, "stage": "grpo", "reward": 0.5}``. JSON has no
+    ``nan`` and ``inf``, so these become strings.
+
+    A resumed run writes the same bytes as one that was never killed. Numbers that differ between runs (times,
+    speeds) therefore belong in ``TimingFile``.
 
     Raises:
         ValueError: a metric is called ``step`` or ``stage``.

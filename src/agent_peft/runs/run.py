@@ -51,12 +51,12 @@ from agent_peft.runs.evaluations import Evaluations
 from agent_peft.runs.folder import STOPPED, Lock, RunDir, dtype_of_run, open_run_dir, with_dtype, write_config
 from agent_peft.runs.history import History
 from agent_peft.runs.observers import (
-    MetricsFile,
     Observer,
     RunStart,
     RunStep,
     SafeObservers,
     TimingFile,
+    append_line,
     metrics_record,
 )
 from agent_peft.runs.progress import Progress
@@ -189,11 +189,12 @@ class Recording:
             index: that of the stage.
             done: the steps of the run that are done with it.
         """
-        MetricsFile(self.config.run_dir / "metrics.jsonl").on_step(step)
+        record = metrics_record(step)
+        append_line(self.config.run_dir / "metrics.jsonl", record)
         keep_trajectories(self.trajectories, step, self.config.trajectories)
         every, last = self.config.checkpoint.every, trainer.step == trainer.stage.steps
         if last or trainer.step % every == 0 or self.evaluations.saves(done, trainer.stage):
-            self._save(trainer, index, done, json.dumps(metrics_record(step), indent=1) + "\n")
+            self._save(trainer, index, done, json.dumps(record, indent=1) + "\n")
 
     def write_early_end(self, trainer: Trainer, index: int, done: int, end: int) -> None:
         """Write the checkpoint at the ``end`` of a stage that has ended after ``done`` steps of the run."""
