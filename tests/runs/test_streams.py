@@ -96,7 +96,7 @@ def test_one_skill_after_another_with_an_evaluation_after_each_and_the_matrix(se
         "base": 0,
         "step 2": 2,
         "step 4": 4,
-        "step 6": 6,
+        "after reinforce": 6,
     }
     skills = {f"{skill}-{number}": skill for skill in SKILLS for number in range(SIZE)}
     matrix = skill_matrices(config, reports.values(), skills)["reinforce"]
@@ -215,7 +215,7 @@ def test_a_checkpoint_is_measured_with_its_replays(replaying, tmp_path, caplog):
     reports = train(load_config(replaying))
     caplog.clear()
     run = tmp_path / "run"
-    for name in ("step 2", "step 6"):
+    for name in ("step 2", "after reinforce"):
         step = reports[name].step
         measured = evaluate_target(run, checkpoint=f"step_{step:06d}")
         assert measured == reports[name], name

@@ -140,8 +140,8 @@ class TimingFile(Observer):
 
 
 def metrics_record(step: RunStep) -> dict[str, float | str]:
-    """Return a step's line of ``metrics.jsonl``: ``{"step": 12, "stage": "grpo", "reward": 0.5}``. JSON has no
-    ``nan`` and ``inf``, so these become strings.
+    """Return a step's line of ``metrics.jsonl``, such as ``{"step": 12, "stage": "grpo", "reward": 0.5}``.
+    Numbers that JSON lacks become strings: ``"nan"``.
 
     A resumed run writes the same bytes as one that was never killed. Numbers that differ between runs (times,
     speeds) therefore belong in ``TimingFile``.

@@ -30,8 +30,7 @@ from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment
 from agent_peft.environments.task_files.selection import warn_of_shared_tasks
 from agent_peft.files import MEGABYTE, read_text, write_atomic
-from agent_peft.hardware import set_threads
-from agent_peft.out_of_memory import explain_oom
+from agent_peft.hardware import explain_oom, set_threads
 from agent_peft.output import lasting_output
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import Sampler

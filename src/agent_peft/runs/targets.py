@@ -17,8 +17,7 @@ from agent_peft.configuration.loading import read_config
 from agent_peft.configuration.relocation import CONFIG, check_run_files
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments import load_environment
-from agent_peft.hardware import set_threads
-from agent_peft.out_of_memory import explain_oom
+from agent_peft.hardware import explain_oom, set_threads
 from agent_peft.policies.config import LoraSettings, PolicyConfig, PretrainedConfig
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.loading import load_policy

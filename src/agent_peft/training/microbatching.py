@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from agent_peft.batch import Batch
-from agent_peft.out_of_memory import is_out_of_memory
+from agent_peft.hardware import is_out_of_memory
 from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedConfig
 
-from agent_peft.out_of_memory import is_out_of_memory
+from agent_peft.hardware import is_out_of_memory
 from agent_peft.policies.models.positions import window_of
 
 # Terms that a model may add to its attention scores, and that our attention does not compute.
