@@ -103,12 +103,11 @@ def locked(path: Path, wait: bool = False) -> Iterator[None]:
 
 
 def read_bytes(path: Path, what: str, limit: int, unlinked: int = 0) -> bytes:
-    """Return the content of a regular file. A pipe, a device or a folder is refused without waiting for it.
+    """Return the content of a regular file, as ``open_regular`` opens it.
 
     Args:
         what: the expected kind of file, for the messages: ``a YAML file``.
         limit: the largest size, in bytes.
-        unlinked: as of ``open_regular``.
     """
     try:
         with open(open_regular(path, unlinked=unlinked), "rb") as file:

@@ -200,12 +200,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def explain_oom(action: str, hint: str) -> Iterator[None]:
-    """Convert an out-of-memory error to ``AgentPeftError``.
-
-    Args:
-        action: the clause that follows "out of memory".
-        hint: what the user can do.
-    """
+    """Convert an out-of-memory error to ``AgentPeftError``: "out of memory ACTION: HINT"."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:

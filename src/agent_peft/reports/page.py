@@ -164,11 +164,8 @@ def script_of(key: str, text: str) -> str:
 
 
 def page(values: Mapping[str, Any] | None, inside: Mapping[str, str]) -> str:
-    """The page as HTML.
-
-    Args:
-        values: what it shows; None for the page of a server, which fetches them.
-        inside: the episodes' files that it holds, as JSON texts by key.
+    """The page as HTML, with the episodes' files ``inside`` as JSON texts by key. Without ``values`` it is
+    the page of a server, which fetches them.
     """
     styles = _asset("uPlot.min.css") + _asset("report.css")
     scripts = [_asset(name) for name in SCRIPTS]

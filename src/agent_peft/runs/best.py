@@ -46,14 +46,8 @@ def read_best(root: Path) -> Best | None:
 
 
 def note_best(root: Path, keep: KeepBestConfig, reports: Iterable[EvaluationReport]) -> Best | None:
-    """Find the best of the checkpoints in ``root``, and write its name to ``best.json``. Of equals the first
-    is the best.
-
-    Args:
-        reports: of the run's evaluations, in their order.
-
-    Returns:
-        The best checkpoint. While no checkpoint has the metric, it is the one that the file names already.
+    """Find the best of the checkpoints in ``root``, the first of equals, and write its name to ``best.json``.
+    While no checkpoint has the metric, it is the one that the file names already.
     """
     present = {checkpoint_step(path): path for path in checkpoints(root)}
     values = _of_evaluations(keep.metric, reports) if keep.of_evaluations else _of_steps(keep.metric, present)
@@ -112,11 +106,8 @@ def _content(path: Path) -> dict[str, object]:
 
 
 def reason_to_end(until: UntilConfig, start: float | None, values: Sequence[float]) -> str | None:
-    """Return why a stage ends, in words; None where it continues.
-
-    Args:
-        start: the metric of the evaluation at the stage's start, if there is one.
-        values: of the evaluations since, in their order.
+    """Return why a stage ends, in words; None where it continues. ``start`` is the metric of the evaluation
+    at the stage's start, if there is one, and ``values`` are those since.
 
     >>> reason_to_end(UntilConfig(metric="evaluation.success", patience=2), 0.5, [0.6, 0.6, 0.55])
     'evaluation.success has not improved in 2 evaluations'

@@ -44,10 +44,8 @@ class Position:
 
 
 def read_position(checkpoint: Path, stages: int) -> Position:
-    """Return the position that a checkpoint of a run with so many ``stages`` holds.
-
-    Each of its files must exist and have its beginning and its end. Faults inside the weights appear when
-    they are loaded. An error names the damaged file.
+    """Return the position that a checkpoint of a run with so many ``stages`` holds. Each file must have its
+    beginning and its end; faults inside the weights appear when they are loaded.
     """
     check_tree(checkpoint)
     with _damage_of(checkpoint / POSITION):

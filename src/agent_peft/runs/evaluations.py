@@ -101,9 +101,7 @@ class Evaluations:
 
     def make(self, done: int, replays: tuple[Replay, ...] | None = None) -> bool:
         """Make the evaluation that is due after ``done`` steps, if there is one. Returns whether there is.
-
-        Args:
-            replays: the successful episodes of the run up to there; None takes those of the run now.
+        Without ``replays``, the successful episodes up to there, the run's present ones are shown.
         """
         if done not in self.due:
             return False
@@ -164,11 +162,7 @@ class Evaluations:
         return done in self.due and bool(self._decisive(stage))
 
     def reason_to_end(self, stage: StageConfig, first: int) -> str | None:
-        """Return why the evaluations so far end a stage, in words; None where it continues.
-
-        Args:
-            first: the run's step at the stage's start.
-        """
+        """Return why the evaluations so far end a stage that began with step ``first``, in words, or None."""
         until = stage.until
         if until is None or not until.of_evaluations:
             return None
@@ -307,11 +301,8 @@ def skill_matrices(
     config: TrainConfig, reports: Iterable[EvaluationReport], skills: Mapping[str, str]
 ) -> dict[str, SkillMatrix]:
     """Return the matrix of each stage that takes one skill after another, by the stage's name, as far as
-    there are evaluations before its first segment and after each next one.
-
-    Args:
-        config: with its steps (``with_steps``).
-        skills: of the tasks that were measured: id -> first skill.
+    there are evaluations before its first segment and after each next one. ``skills`` are the first skills of
+    the tasks that were measured, by id, and ``config`` has its steps (``with_steps``).
     """
     of_step, first = {report.step: report for report in reports}, 0
     matrices = {}

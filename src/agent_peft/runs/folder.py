@@ -79,19 +79,12 @@ class Lock:
 
 @dataclass(frozen=True)
 class RunDir:
-    """An opened run directory.
+    """An opened run directory."""
 
-    Attributes:
-        begun: whether the run has made steps there before.
-        changes: the keys with other values than before, or than in the run that it begins from.
-        messages: lines to print.
-        origin: the checkpoint of another run that the run began with.
-    """
-
-    begun: bool
-    changes: tuple[Change, ...] = ()
-    messages: tuple[str, ...] = ()
-    origin: Origin | None = None
+    begun: bool  # the run has made steps there before
+    changes: tuple[Change, ...] = ()  # keys with other values than before, or than in the run of ``origin``
+    messages: tuple[str, ...] = ()  # to print
+    origin: Origin | None = None  # the checkpoint of another run that the run began with
 
 
 def open_run_dir(

@@ -58,8 +58,8 @@ def find_runs(folder: Path) -> Iterator[Path]:
 
 
 def summarize_run(run: Path) -> RunSummary:
-    """Read what the files of a run say of it. Those that cannot be read count as absent. The state of a run
-    with a link or a pipe among its files is ``damaged``, and nothing of it is read.
+    """Summarize the files of a run. Those that cannot be read count as absent. A run with a link or a pipe
+    among its files is ``damaged``, and nothing of it is read.
     """
     last: dict[str, Any]
     try:

@@ -160,18 +160,11 @@ def train(
 
 @dataclass(frozen=True)
 class Recording:
-    """Writes the files of a run's steps, on rank 0.
-
-    A run without its files would be a silent loss, so their failure ends it, unlike an observer's.
-
-    Attributes:
-        evaluations: they decide on which checkpoint is the best, and need some of them.
-        ranks: the number of ranks that train.
-    """
+    """Writes the files of a run's steps, on rank 0. A failure ends the run, unlike an observer's."""
 
     config: TrainConfig
-    evaluations: Evaluations
-    ranks: int
+    evaluations: Evaluations  # which decide on the best checkpoint, and need some of them
+    ranks: int  # their number
 
     @property
     def checkpoints(self) -> Path:
@@ -182,11 +175,8 @@ class Recording:
         return self.config.run_dir / "trajectories"
 
     def write_step(self, trainer: Trainer, step: RunStep, index: int, done: int) -> None:
-        """Write a step's files, then the checkpoint that says it is done.
-
-        Args:
-            index: that of the stage.
-            done: the steps of the run that are done with it.
+        """Write the files of a step of stage ``index``, after which ``done`` steps of the run are done, and
+        then its checkpoint.
         """
         record = metrics_record(step)
         append_line(self.config.run_dir / "metrics.jsonl", record)

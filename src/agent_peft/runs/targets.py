@@ -45,9 +45,8 @@ def kind_of(target: Path) -> Kind:
     """Return what a target is.
 
     ``run`` is a run directory, ``adapter`` a folder in the layout of PEFT. ``weights`` is a checkpoint that
-    only a configuration can load: of a module of the user's own, or without a tokenizer, as older versions
-    wrote it. ``model`` is a folder with both, or a name that is no path here: that of a bundled model or of
-    one on the hub.
+    only a configuration can load: of a module of the user's own, or without a tokenizer. ``model`` is a
+    folder with both, or a name that is no path here: that of a bundled model or of one on the hub.
     """
     if (target / CONFIG).is_file():
         check_run_files(target)
@@ -100,7 +99,6 @@ def open_run(
     Args:
         checkpoint: its name, such as ``step_000012``, or ``best``; None takes the newest.
         base: take the policy as it was before training.
-        config: the run's configuration with changes, such as another device.
     """
     run = Path(run)
     config = config or load_run(run)

@@ -13,11 +13,7 @@ SANDBOXES = ("oci", "docker", "podman", "none")
 
 
 def build_sandbox(kind: str, limits: SandboxLimits, runtime: str = "auto") -> Sandbox:
-    """Make a sandbox that is not yet started.
-
-    Args:
-        runtime: the path of the program for the kind oci, or "auto".
-    """
+    """Make a sandbox that is not yet started. ``runtime`` is the path of the program for the kind oci."""
     match kind:
         case "oci":
             return OciSandbox(limits, runtime)

@@ -55,10 +55,6 @@ class EngineSandbox(Sandbox):
     """A container without a network."""
 
     def __init__(self, limits: SandboxLimits, engine: str, image: str = IMAGE) -> None:
-        """
-        Args:
-            engine: docker or podman.
-        """
         where(engine)
         self._limits, self._engine, self._image = limits, engine, image
         self._first: subprocess.Popen[bytes] | None = None

@@ -31,9 +31,7 @@ TRACKERS: Mapping[str, Callable[[Any], Tracker]] = {
 def load_tracker(kind: str, /, **keys: Any) -> Observer:
     """Return a tracker as an observer, for ``train(config, observers=[...])``.
 
-    Args:
-        kind: a row of ``TRACKERS``, or ``"package.module:Class"`` for a ``Tracker`` of your own.
-        keys: keys of its configuration.
+    ``kind`` is a row of ``TRACKERS``, or ``"package.module:Class"`` for a ``Tracker`` of your own.
     """
     try:
         config: TrackerConfig = TypeAdapter(AnyTracker).validate_python({**keys, "kind": kind})

@@ -85,11 +85,7 @@ class Tracker:
         """
 
     def close(self, complete: bool) -> None:
-        """End the tracking.
-
-        Args:
-            complete: False where an error has ended the run.
-        """
+        """End the tracking. ``complete`` is False where an error has ended the run."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +120,8 @@ class _State:
 
 
 class TrackerThread(Observer):
-    """Passes an observer's events to a tracker, on its own thread.
-
-    Args:
-        name: of the tracker in messages, and of its files in ``RUN/trackers``.
+    """Passes an observer's events to a tracker, on its own thread. ``name`` is that of its files in
+    ``RUN/trackers``.
     """
 
     def __init__(self, tracker: Tracker, config: TrackerConfig, name: str) -> None:
