@@ -8,21 +8,17 @@ import re
 import pytest
 
 from agent_peft.cli import run
-from agent_peft.configuration.loading import read_config
-from agent_peft.configuration.run_config import TrainConfig
-from agent_peft.configuration.yaml12 import dump
 from agent_peft.runs.evaluations import due_evaluations
 from agent_peft.runs.reading import read_report
 from agent_peft.runs.run import train
 
 
 @pytest.fixture
-def settings(tmp_path, policy_config):
+def settings(small):
     """Two supervised steps of tasks that are also measured, on one digit."""
     tasks = {"kind": "arithmetic", "digits": 1, "num_tasks": 6}
     return {
-        "run_dir": str(tmp_path / "run"),
-        "policy": policy_config.model_dump(mode="json"),
+        **small,
         "environment": tasks,
         "evaluation": {"environment": tasks, "every": 1, "sampling": {"max_new_tokens": 3}},
         "checkpoint": {"keep_last": 9},
@@ -36,16 +32,6 @@ def settings(tmp_path, policy_config):
             }
         ],
     }
-
-
-@pytest.fixture
-def configure(tmp_path, settings):
-    def configure(**changes) -> TrainConfig:
-        path = tmp_path / "config.yaml"
-        path.write_text(dump({**settings, **changes}))
-        return read_config(path)[0]
-
-    return configure
 
 
 def longer(settings, steps=4):

@@ -16,34 +16,26 @@ import torch
 from agent_peft.cli import run
 from agent_peft.configuration.loading import read_config
 from agent_peft.configuration.run_config import TrainConfig
-from agent_peft.configuration.yaml12 import dump
 from agent_peft.policies.precision import Precision
 from agent_peft.runs import folder as folder_module
 from agent_peft.runs.folder import Lock, clear, open_run_dir, with_dtype
 from agent_peft.runs.run import train
 from agent_peft.types import AgentPeftError
+from tests.runs.conftest import Killed, killing
 
 HELDOUT = {"kind": "arithmetic", "digits": 1, "num_tasks": 3, "split": "heldout"}
 
 
 @pytest.fixture
-def path(tmp_path, policy_config) -> Path:
-    settings = {
-        "run_dir": str(tmp_path / "run"),
-        "threads": 1,
-        "policy": policy_config.model_dump(mode="json"),
-        "environment": {"kind": "arithmetic", "digits": 1, "num_tasks": 10},
-        "evaluation": {"environment": HELDOUT, "sampling": {"max_new_tokens": 3}},
-        "stages": [{"algorithm": {"kind": "sft"}, "steps": 2, "tasks_per_step": 2}],
-    }
-    written = tmp_path / "c.yaml"
-    written.write_text(dump(settings))
-    return written
+def config(read, small) -> TrainConfig:
+    evaluation = {"environment": HELDOUT, "sampling": {"max_new_tokens": 3}}
+    stages = [{"algorithm": {"kind": "sft"}, "steps": 2, "tasks_per_step": 2}]
+    return read({**small, "evaluation": evaluation, "stages": stages})
 
 
 @pytest.fixture
-def config(path) -> TrainConfig:
-    return read_config(path)[0]
+def path(config, tmp_path) -> Path:
+    return tmp_path / "c.yaml"
 
 
 def test_a_run_keeps_the_dtype_that_it_began_in(config, monkeypatch):
@@ -72,7 +64,7 @@ def test_a_run_keeps_the_dtype_that_it_began_in(config, monkeypatch):
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["resumed", "fresh"])
 @pytest.mark.parametrize(
-    "files",
+    "name",
     [
         "notes.md",
         "checkpoints/step_000500/weights.bin",
@@ -112,10 +104,6 @@ def test_what_a_scheduler_or_a_disk_has_put_there_is_no_obstacle(config):
     assert (config.run_dir / "slurm-12.out").read_text() == "before"
 
 
-class Killed(BaseException):
-    pass
-
-
 @pytest.mark.parametrize("start", ["new", "fresh"])
 def test_a_start_that_is_killed_at_any_moment_is_no_folder_of_others(config, tmp_path, monkeypatch, start):
     """``run.json`` is the first file and stays the last one, so what a kill leaves is recognized."""
@@ -130,19 +118,9 @@ def test_a_start_that_is_killed_at_any_moment_is_no_folder_of_others(config, tmp
         if start != "new":
             shutil.copytree(tmp_path / "before", config.run_dir)
         left = [moments]
-
-        def at(operation, left=left):
-            def killed(*arguments, **more):
-                if not left[0]:
-                    raise Killed
-                left[0] -= 1
-                return operation(*arguments, **more)
-
-            return killed
-
         with monkeypatch.context() as patch, ExitStack() as stack:
             for name in ("mkdir", "replace", "unlink", "rename", "rmdir"):
-                patch.setattr(os, name, at(getattr(os, name)))
+                patch.setattr(os, name, killing(getattr(os, name), left))
             try:
                 open_run_dir(config, Lock(config.run_dir, stack), {}, fresh=start != "new")
                 done = True

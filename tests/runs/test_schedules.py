@@ -128,7 +128,9 @@ def test_what_cannot_be_followed_is_one_line(configure, slow, tmp_path):
     with pytest.raises(AgentPeftError, match=r"was recorded with another engine\.rows \(3\); set that"):
         train(configure("second", schedule=str(tmp_path / "first"), rows=2))
     shutil.rmtree(tmp_path / "second")
-    (tmp_path / "first" / "schedule" / "evaluation_step_000000.rank_0.json").write_text('{"calls": [[[1, 2]]]}')
+    (tmp_path / "first" / "schedule" / "evaluation_step_000000.rank_0.json").write_text(
+        '{"calls": [[[1, 2]]]}'
+    )
     with pytest.raises(
         AgentPeftError, match=r"evaluation_step_000000\.rank_0\.json: is damaged .*; remove it"
     ) as raised:
