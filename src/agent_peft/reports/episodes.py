@@ -1,7 +1,6 @@
 """The episodes of a run for the page: a line of facts for each, and the whole of each when it is asked for.
 
-An old run's lines have no tokens, a run in progress has a torn last line, and arrays may be gone: the page
-shows what is there.
+A run in progress has a torn last line, and arrays may be gone: the page shows what is there.
 """
 
 from __future__ import annotations
@@ -85,22 +84,22 @@ def facts_of(path: Path) -> Sequence[Facts]:
 
 @lru_cache(maxsize=10_000)
 def _facts_of(path: Path, changed: int, size: int) -> Sequence[Facts]:
-    return _told(path, lambda: [_facts(line, n) for n, line in enumerate(read_lines(path))])
+    return _told(path, lambda: [_facts(line) for line in read_lines(path)])
 
 
-def _facts(line: Mapping[str, Any], number: int) -> Facts:
+def _facts(line: Mapping[str, Any]) -> Facts:
     advantages = line.get("advantages")
     return Facts(
-        stage=str(line.get("stage", "")),
-        group=int(line.get("group", number)),
-        attempt=int(line.get("attempt", 0)),
-        task=str(line.get("task", "")),
-        skills=tuple(map(str, line.get("skills", ()))),
-        outcome=str(line.get("outcome", "unknown")),
-        stop_reason=str(line.get("stop_reason", "unknown")),
-        reward=math.fsum(map(float, line.get("rewards", ()))),
+        stage=str(line.get("stage", "")),  # of training
+        group=int(line["group"]),
+        attempt=int(line["attempt"]),
+        task=str(line["task"]),
+        skills=tuple(map(str, line["skills"])),
+        outcome=str(line["outcome"]),
+        stop_reason=str(line["stop_reason"]),
+        reward=math.fsum(map(float, line["rewards"])),
         advantage=math.fsum(map(float, advantages)) / len(advantages) if advantages else None,
-        tokens=int(line.get("num_tokens", 0)),
+        tokens=int(line["num_tokens"]),
     )
 
 
@@ -123,7 +122,7 @@ def chunk(file: EpisodeFile, words: Words | None) -> dict[str, Any]:
             "words": spelled,
             "fault": fault,
             "episodes": [
-                {**_line(line), **(_tokens(line, arrays, places) if arrays and "row" in line else {})}
+                {**_line(line), **(_tokens(line, arrays, places) if arrays else {})}
                 for line in lines
             ],
         }
@@ -134,7 +133,7 @@ def chunk(file: EpisodeFile, words: Words | None) -> dict[str, Any]:
 def _line(line: Mapping[str, Any]) -> dict[str, Any]:
     known = {name: line[name] for name in _SHOWN if name in line}
     known["turn_advantages"] = line.get("advantages")
-    known["messages"] = [[str(one["role"]), str(one["content"])] for one in line.get("messages", ())]
+    known["messages"] = [[str(one["role"]), str(one["content"])] for one in line["messages"]]
     return known
 
 
