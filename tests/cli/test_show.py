@@ -1,4 +1,4 @@
-"""``agent-peft show``: an episode as the agent saw it."""
+"""``agent-peft show``: an episode as the agent saw it; ``agent-peft report``: its line, files and errors."""
 
 from __future__ import annotations
 
@@ -176,3 +176,41 @@ def test_it_opens_only_the_files_that_it_needs_and_no_torch(folder):
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr or "torch is loaded"
     assert "turn 2" in done.stdout
+
+
+# -- agent-peft report ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def bare_run(tmp_path):
+    run = tmp_path / "a"
+    run.mkdir()
+    (run / "config.yaml").write_text("seed: 0\n")
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 0, "stage": "sft", "loss": 1.0}) + "\n")
+    return run
+
+
+def reported(capsys, *arguments):
+    code = command(["report", *map(str, arguments)])
+    return code, *capsys.readouterr()
+
+
+def test_the_page_lies_in_the_run_or_here(bare_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = reported(capsys, bare_run)
+    assert code == 0 and f"wrote {bare_run / 'report.html'}: 0 episodes" in out
+    assert "Agent-PEFT report" in (bare_run / "report.html").read_text()
+    assert reported(capsys, bare_run, bare_run)[0] == 0 and (tmp_path / "report.html").is_file()
+    assert reported(capsys, bare_run, "--output", tmp_path / "new" / "b.html")[0] == 0
+    assert (tmp_path / "new" / "b.html").is_file()
+
+
+def test_mistakes_are_one_line(bare_run, tmp_path, capsys):
+    for arguments, words in (
+        ([tmp_path], "no run directory"),
+        ([bare_run, "--port", "8"], "--port has no effect without --live"),
+        ([bare_run, "--live", "--output", "x.html"], "--output has no effect with --live"),
+        ([bare_run, "--output", bare_run], "--output"),
+    ):
+        code, _, error = reported(capsys, *arguments)
+        assert (code, error.count("\n")) == (2, 1) and words in error

@@ -122,8 +122,7 @@ def chunk(file: EpisodeFile, words: Words | None) -> dict[str, Any]:
             "words": spelled,
             "fault": fault,
             "episodes": [
-                {**_line(line), **(_tokens(line, arrays, places) if arrays else {})}
-                for line in lines
+                {**_line(line), **(_tokens(line, arrays, places) if arrays else {})} for line in lines
             ],
         }
 
