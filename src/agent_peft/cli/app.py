@@ -80,11 +80,11 @@ def draw(content: Any) -> None:
         console.print(Printable(content))
 
 
-def draw_rows(drawn: Any, lines: Iterable[str]) -> None:
+def draw_rows(renderable: Any, lines: Iterable[str]) -> None:
     """Print something that rich can draw on a terminal, and ``lines`` to a file or a pipe."""
     from rich.console import Console
 
     if Console().is_terminal:
-        draw(drawn)
+        draw(renderable)
     else:
         print("\n".join(lines))

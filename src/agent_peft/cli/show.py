@@ -32,14 +32,14 @@ def show(
 ) -> None:
     """Show an episode as the agent saw it, with its rewards. Where several episodes fit, list them."""
     episodes, place = _episodes(run, step, evaluation)
-    chosen = _fitting(episodes, task, attempt, place)
+    matches = _fitting(episodes, task, attempt, place)
     if as_json:
-        draw({"episodes": [_json(episode) for episode in chosen]})
-    elif len(chosen) == 1 or (task is not None and attempt is not None):
-        for episode in chosen:
+        draw({"episodes": [_json(episode) for episode in matches]})
+    elif len(matches) == 1 or (task is not None and attempt is not None):
+        for episode in matches:
             draw(_drawn(episode, place))
     else:
-        draw(_list(chosen, place))
+        draw(_list(matches, place))
         print("add --task and --attempt to see one of them")
 
 
@@ -56,10 +56,10 @@ def _episodes(run: Path, step: int | None, evaluation: str | None) -> tuple[list
         return record.trajectories.of_step(step), f"step {step}"
     if step is not None:
         raise AgentPeftError("--step has no effect with --evaluation; leave one of them out")
-    measured = record.evaluation(evaluation)
-    if not measured.episodes.steps:
+    result = record.evaluation(evaluation)
+    if not result.episodes.steps:
         raise AgentPeftError(f"{run}: the evaluation {evaluation!r} was written without its episodes")
-    return list(measured.episodes), f"evaluation {measured.name}"
+    return list(result.episodes), f"evaluation {result.name}"
 
 
 def _fitting(
@@ -72,12 +72,12 @@ def _fitting(
         near = alike(task, {episode.task for episode in episodes})
         advice = "leave --task out to list them" if near is None else f"did you mean {near!r}?"
         raise AgentPeftError(f"{place} has no task {task!r}; {advice}")
-    chosen = [episode for episode in of_task if attempt in (None, episode.attempt)]
-    if not chosen:
+    matches = [episode for episode in of_task if attempt in (None, episode.attempt)]
+    if not matches:
         most = max(episode.attempt for episode in of_task)
         what = place if task is None else f"{place}, task {task!r}"
         raise AgentPeftError(f"{what}: has no attempt {attempt}; the last is {most}")
-    return chosen
+    return matches
 
 
 def _json(episode: EpisodeRecord) -> dict[str, Any]:
@@ -187,9 +187,9 @@ def _write_report(runs: list[Path], output: Path | None) -> None:
     from agent_peft.reports.page import write_report
 
     place = output or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
-    written = write_report(runs, place)
-    beside = "" if written.beside is None else f" (keep the folder {written.beside.name} next to it)"
-    print(printable(f"wrote {written.page}: {written.episodes} episodes{beside}; open it in a browser"))
+    result = write_report(runs, place)
+    note = "" if result.beside is None else f" (keep the folder {result.beside.name} next to it)"
+    print(printable(f"wrote {result.page}: {result.episodes} episodes{note}; open it in a browser"))
 
 
 def _serve_report(runs: list[Path], port: int) -> None:

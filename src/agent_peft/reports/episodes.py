@@ -130,10 +130,10 @@ def chunk(file: EpisodeFile, words: Words | None) -> dict[str, Any]:
 
 
 def _line(line: Mapping[str, Any]) -> dict[str, Any]:
-    known = {name: line[name] for name in _SHOWN if name in line}
-    known["turn_advantages"] = line.get("advantages")
-    known["messages"] = [[str(one["role"]), str(one["content"])] for one in line["messages"]]
-    return known
+    content = {name: line[name] for name in _SHOWN if name in line}
+    content["turn_advantages"] = line.get("advantages")
+    content["messages"] = [[str(one["role"]), str(one["content"])] for one in line["messages"]]
+    return content
 
 
 def _tokens(

@@ -51,8 +51,8 @@ def write_report(folders: Sequence[Path], out: Path, max_inside: int = MAX_INSID
             folder ``NAME_episodes`` next to the page, one file for each step, and the page loads what is
             looked at. Nothing that is there already is shown, since a run may come from a stranger.
     """
-    beside = out.with_name(f"{out.stem}_episodes")
-    check_tree(beside)
+    folder = out.with_name(f"{out.stem}_episodes")
+    check_tree(folder)
     content = read_content(folders)
     library = Library(content)
     inside: dict[str, str] = {}
@@ -63,19 +63,19 @@ def write_report(folders: Sequence[Path], out: Path, max_inside: int = MAX_INSID
             size += len(inside[key])
             if size > max_inside:
                 for earlier, text in inside.items():
-                    _write_beside(beside / f"{earlier}.js", script_of(earlier, text))
+                    _write_beside(folder / f"{earlier}.js", script_of(earlier, text))
                 inside.clear()
         is_beside = size > max_inside
-        content.values["episodes_in"] = beside.name if is_beside else None
+        content.values["episodes_in"] = folder.name if is_beside else None
         content.values["missing_words"] = library.missing
         write_atomic(out, page(content.values, inside))
-        _remove_others(beside, content.files if is_beside else {})
+        _remove_others(folder, content.files if is_beside else {})
     except OSError as error:
         raise AgentPeftError(
             f"{out}: cannot be written ({error.strerror}); name another with --output"
         ) from error
     episodes = sum(len(run["episodes"]["columns"]["task"]) for run in content.values["runs"])
-    return Report(out, beside if is_beside else None, episodes)
+    return Report(out, folder if is_beside else None, episodes)
 
 
 class Library:

@@ -73,7 +73,7 @@ def comparable(metric: str, reports: Iterable[EvaluationReport]) -> list[tuple[i
     """Return the run's step and the value of each report that has the metric and measured what the last one
     did, in their order. Rewards are comparable under the same prices only.
     """
-    measured = [
+    rows = [
         (report.step, value, report.settings)
         for report in reports
         if report.step is not None and (value := report.metric(metric)) is not None
@@ -81,8 +81,8 @@ def comparable(metric: str, reports: Iterable[EvaluationReport]) -> list[tuple[i
     priced = metric == "evaluation.reward"
     return [
         (step, value)
-        for step, value, settings in measured
-        if not other_settings(settings, last := measured[-1][2])
+        for step, value, settings in rows
+        if not other_settings(settings, last := rows[-1][2])
         and (not priced or settings.get("rewards") == last.get("rewards"))
     ]
 
@@ -119,7 +119,7 @@ def reason_to_end(until: UntilConfig, start: float | None, values: Sequence[floa
     if until.patience is None:
         return None
     sign = -1 if until.below is not None else 1
-    known = [sign * value for value in (*([] if start is None else [start]), *values)]
-    if known and len(known) - 1 - known.index(max(known)) >= until.patience:
+    signed = [sign * value for value in (*([] if start is None else [start]), *values)]
+    if signed and len(signed) - 1 - signed.index(max(signed)) >= until.patience:
         return f"{until.metric} has not improved in {until.patience} evaluations"
     return None

@@ -70,13 +70,13 @@ def find_origin(text: str, config: TrainConfig, contents: Contents) -> tuple[Ori
     earlier = read_earlier(run)
     if earlier is None:
         raise AgentPeftError(f"--from: {run} is no run directory (seen from {Path.cwd()})")
-    have = {path.name: path for path in checkpoints(run / "checkpoints")}
-    if name is not None and name not in have:
-        raise AgentPeftError(f"--from: {run} has no {name}; there is: {', '.join(have) or 'none yet'}")
-    if not have:
+    existing = {path.name: path for path in checkpoints(run / "checkpoints")}
+    if name is not None and name not in existing:
+        raise AgentPeftError(f"--from: {run} has no {name}; there is: {', '.join(existing) or 'none yet'}")
+    if not existing:
         raise AgentPeftError(f"--from: {run} has no checkpoint yet; train it first")
-    name = name or list(have)[-1]
-    position = read_position(have[name], len(earlier.config.stages))
+    name = name or list(existing)[-1]
+    position = read_position(existing[name], len(earlier.config.stages))
     changes = earlier.changes(config, position.steps)
     if unfit := [c for c in changes if c.rule == "fixed" and not c.key.endswith(".name")]:
         raise AgentPeftError(

@@ -73,19 +73,19 @@ class Evaluations:
     def path_of(self, step: int) -> Path:
         return self.config.run_dir / "evaluations" / f"step_{step:06d}.json"
 
-    def catch_up(self, done: int, begun: int = 0) -> None:
-        """Make or read the evaluations that were due in the first ``done`` steps, from step ``begun`` on.
+    def catch_up(self, done: int, first: int = 0) -> None:
+        """Make or read the evaluations that were due in the first ``done`` steps, from step ``first`` on.
 
         If a run was killed between a checkpoint and its evaluation, that evaluation is now made with the
         checkpoint's weights.
         """
         on_disk = self._read()
-        lost: list[int] = []
+        missing: list[int] = []
         for steps in self.due:
             checkpoint = self.checkpoints / f"step_{steps:06d}"
             if steps > done:
                 break
-            if steps in on_disk or steps < begun:
+            if steps in on_disk or steps < first:
                 continue
             if steps == 0:
                 self.make(steps)
@@ -94,9 +94,9 @@ class Evaluations:
                     self.policy.load(checkpoint)
                     self.make(steps, read_replays(checkpoint))
             else:
-                lost.append(steps)
-        if lost:
-            self._note_lost(lost, done)
+                missing.append(steps)
+        if missing:
+            self._note_lost(missing, done)
         self.note_best()
 
     def make(self, done: int, replays: tuple[Replay, ...] | None = None) -> bool:
@@ -215,15 +215,15 @@ class Evaluations:
             )
         return {step for step, _ in files}
 
-    def _note_lost(self, lost: Sequence[int], done: int) -> None:
+    def _note_lost(self, missing: Sequence[int], done: int) -> None:
         """Print which evaluations can no longer be made. The steps that ``until`` left out had none."""
         path = self.config.run_dir / "metrics.jsonl"
 
         def read() -> list[int]:
             return [line["step"] for line in read_lines(path)] if path.is_file() else []
 
-        made = {*self.ranks.broadcast(read), done}  # there was a moment before each of them
-        names = [self.due[step] for step in lost if step in made or self.due[step].startswith("after ")]
+        moments = {*self.ranks.broadcast(read), done}  # before each of these steps, one could be made
+        names = [self.due[step] for step in missing if step in moments or self.due[step].startswith("after ")]
         if names:
             more = f" and {len(names) - 5} more" if len(names) > 5 else ""
             self.progress.note(f"skipped evaluations (checkpoints deleted): {', '.join(names[:5])}{more}")

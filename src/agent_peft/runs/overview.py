@@ -69,17 +69,17 @@ def summarize_run(run: Path) -> RunSummary:
     record, files = read_record(run), RunRecord(run)
     steps = sum(number for _, number in files.stages) or None
     origin, cause = record.get("from"), record.get("cause")
-    begun = origin.get("steps") if isinstance(origin, dict) else None
+    first = origin.get("steps") if isinstance(origin, dict) else None
     last = next(
-        iter(_last_lines(run / "metrics.jsonl", 1)), {"step": begun - 1 if type(begun) is int else -1}
+        iter(_last_lines(run / "metrics.jsonl", 1)), {"step": first - 1 if type(first) is int else -1}
     )
     done = last["step"] + 1
-    state, left = state_of(record), None
+    state, seconds_left = state_of(record), None
     if state == "running" and steps is not None:
         seconds = [line["seconds"] for line in _last_lines(run / "timing.jsonl", LATEST) if "seconds" in line]
-        left = (steps - done) * sum(seconds) / len(seconds) if seconds else None
+        seconds_left = (steps - done) * sum(seconds) / len(seconds) if seconds else None
     cause = None if cause is None else str(cause)
-    return RunSummary(str(run), state, cause, last.get("stage"), done, steps, _best(files), left)
+    return RunSummary(str(run), state, cause, last.get("stage"), done, steps, _best(files), seconds_left)
 
 
 def overview(summaries: Sequence[RunSummary]) -> Table:
@@ -88,8 +88,8 @@ def overview(summaries: Sequence[RunSummary]) -> Table:
     for one in summaries:
         state = one.state if one.cause is None else f"{one.state}: {one.cause[:60]}"
         best = "" if one.best is None else f"{one.best[1]:.1%} ({one.best[0]})"
-        left = "" if one.seconds_left is None else str(timedelta(seconds=round(one.seconds_left)))
-        table.add_row(one.run, state, one.stage or "", f"{one.step}/{one.steps or '?'}", best, left)
+        remaining = "" if one.seconds_left is None else str(timedelta(seconds=round(one.seconds_left)))
+        table.add_row(one.run, state, one.stage or "", f"{one.step}/{one.steps or '?'}", best, remaining)
     return table
 
 
@@ -99,8 +99,10 @@ def _best(run: RunRecord) -> tuple[str, float] | None:
     for evaluation in run.evaluations.values():
         with suppress(AgentPeftError):
             reports.append(evaluation.report)
-    alike = [one for one in reports if not other_settings(one.settings, reports[-1].settings)]
-    return max(((str(one.name), one.success.value) for one in alike), key=lambda pair: pair[1], default=None)
+    comparable = [one for one in reports if not other_settings(one.settings, reports[-1].settings)]
+    return max(
+        ((str(one.name), one.success.value) for one in comparable), key=lambda pair: pair[1], default=None
+    )
 
 
 def _last_lines(path: Path, number: int) -> list[dict[str, Any]]:

@@ -131,8 +131,8 @@ class Progress(Observer):
     def on_evaluation(self, name: str, report: EvaluationReport) -> None:
         self.note(f"{name}: {report.summary}")
         later = sum(step > (report.step or 0) for step in self._due)
-        made = f"{len(self._due) - later}/{len(self._due)}  " if self._due else ""
-        self._dashboard.evaluations = f"{made}{name}: {report.summary}"
+        count = f"{len(self._due) - later}/{len(self._due)}  " if self._due else ""
+        self._dashboard.evaluations = f"{count}{name}: {report.summary}"
 
     @contextmanager
     def evaluation(self, name: str, tasks: int, episodes: int) -> Iterator[Callable[[], None]]:
@@ -177,13 +177,13 @@ class Progress(Observer):
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _show_time_left(self, bar: TaskID) -> None:
-        """Move the bars. The time left is that of all stages, evaluations included."""
+        """Move the bars. The time remaining is that of all stages, evaluations included."""
         done, bars = self._first + self._done, self._dashboard.bars
         each = (time.monotonic() - self._begun) / self._made
-        left = f"{duration(each * (self._steps - done))} left"
-        bars.update(bar, completed=self._done, numbers=left if self._run_bar is None else "")
+        remaining = f"{duration(each * (self._steps - done))} left"
+        bars.update(bar, completed=self._done, numbers=remaining if self._run_bar is None else "")
         if self._run_bar is not None:
-            bars.update(self._run_bar, completed=done, numbers=left)
+            bars.update(self._run_bar, completed=done, numbers=remaining)
 
     def _numbers(self, metrics: Mapping[str, float], tokens_per_second: float) -> str:
         each = (time.monotonic() - self._started) / (self._done - self._resumed)
@@ -248,12 +248,12 @@ class Dashboard:
 
     def warnings(self) -> list[str]:
         """What is wrong with the last steps."""
-        told = [f"{count} {COUNTS[name]}" for name, count in self.counts.items()]
+        lines = [f"{count} {COUNTS[name]}" for name, count in self.counts.items()]
         for name, limit, text in LIMITS:
             values = self.recent.get(name, [])
             if values and (mean := math.fsum(values) / len(values)) > limit:
-                told.append(text.format(mean))
-        return told
+                lines.append(text.format(mean))
+        return lines
 
     def __rich__(self) -> RenderableType:
         try:

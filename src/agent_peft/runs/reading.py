@@ -87,16 +87,16 @@ class RunRecord:
         """The evaluations by name, such as ``after_grpo``, in the order of the run."""
         stages = self.stages
         paths = evaluation_paths(self.folder).items()
-        made = [Evaluation(path, step, evaluation_name(stages, step)) for step, path in paths]
-        return {one.name: one for one in made}
+        evaluations = [Evaluation(path, step, evaluation_name(stages, step)) for step, path in paths]
+        return {one.name: one for one in evaluations}
 
     def evaluation(self, name: str) -> Evaluation:
         """Return the evaluation of this name; a blank counts as ``_``."""
-        made = self.evaluations
-        if (found := made.get(name.replace(" ", "_"))) is None:
-            advice = nearest(name, list(made)) if made else "there is none yet"
+        evaluations = self.evaluations
+        if (evaluation := evaluations.get(name.replace(" ", "_"))) is None:
+            advice = nearest(name, list(evaluations)) if evaluations else "there is none yet"
             raise AgentPeftError(f"{self.folder}: has no evaluation {name!r}; {advice}")
-        return found
+        return evaluation
 
     def metrics_frame(self) -> DataFrame:
         """The metrics as a pandas ``DataFrame``, one row for each step."""
@@ -335,15 +335,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def _record(line: Mapping[str, Any], arrays: _Arrays, place: str) -> EpisodeRecord:
     names = {one.name for one in fields(EpisodeRecord)}
-    known: dict[str, Any] = {
+    values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in line.items()
         if name in names
     }
     try:
-        known["messages"] = tuple(Message(**message) for message in line["messages"])
-        known["outcome"], known["stop_reason"] = Outcome(line["outcome"]), StopReason(line["stop_reason"])
-        return EpisodeRecord(**known, _arrays=arrays)
+        values["messages"] = tuple(Message(**message) for message in line["messages"])
+        values["outcome"], values["stop_reason"] = Outcome(line["outcome"]), StopReason(line["stop_reason"])
+        return EpisodeRecord(**values, _arrays=arrays)
     except (KeyError, TypeError, ValueError) as error:
         raise AgentPeftError(f"{place}: is no record of an episode ({error}); repair or remove it") from error
 

@@ -126,10 +126,10 @@ def train(
         template = template_of(sampler.chat)
         if ranks.is_main:
             earlier_run = opened.origin and not opened.begun and Path(opened.origin.run)
-            known = read_contents(earlier_run or config.run_dir)
-            edited = changed_contents(known, template, config, 0)
-            refuse_contents(config.run_dir, edited, change or not opened.begun)
-            opened = replace(opened, changes=(*opened.changes, *edited))
+            before = read_contents(earlier_run or config.run_dir)
+            changed = changed_contents(before, template, config, 0)
+            refuse_contents(config.run_dir, changed, change or not opened.begun)
+            opened = replace(opened, changes=(*opened.changes, *changed))
             if heldout is not None and config.evaluation is not None:
                 warn_of_shared_tasks(environment, heldout, config.evaluation.num_tasks)
         timing = TimingFile(config.run_dir / "timing.jsonl", policy.device)
@@ -219,8 +219,8 @@ class Recording:
             save_checkpoint(self.checkpoints, done, write, keep_last, keep=last, best=self._best)
 
     def _best(self) -> str | None:
-        found = self.evaluations.note_best()
-        return None if found is None else found.checkpoint
+        best = self.evaluations.note_best()
+        return None if best is None else best.checkpoint
 
 
 @dataclass(kw_only=True)
@@ -249,8 +249,8 @@ class _Run:
             self.write_config()
         if self.ranks.is_main:
             self.observers.on_start(RunStart(self.config, position.steps, tuple(self.evaluations.due)))
-        begun = 0 if self.opened.origin is None else self.opened.origin.steps
-        self.evaluations.catch_up(position.steps, begun)
+        first_step = 0 if self.opened.origin is None else self.opened.origin.steps
+        self.evaluations.catch_up(position.steps, first_step)
         first = 0  # the stage's first step, counted over the run
         for index, stage in enumerate(self.config.stages):
             if index >= position.stage:
@@ -335,9 +335,9 @@ class _Run:
             if self.ranks.is_main:
                 self.lock.renew()
                 facts = (first + step.number, step.collection, step.metrics, stage, started)
-                made = RunStep(*facts, token_values=step.token_values)
-                self.recording.write_step(trainer, made, index, done)
-                self.observers.on_step(made)
+                run_step = RunStep(*facts, token_values=step.token_values)
+                self.recording.write_step(trainer, run_step, index, done)
+                self.observers.on_step(run_step)
             if self.evaluations.make(done):
                 self.end_early(trainer, index, first)
             started = time.perf_counter()

@@ -144,8 +144,8 @@ def _checkpoint(run: Path, name: str | None) -> Path:
             f"{run}: has no checkpoint yet; train it first, or measure the model before training with --base"
         )
     if not folder.is_dir():
-        have = ", ".join(path.name for path in checkpoints(run / "checkpoints")) or "none yet"
-        raise AgentPeftError(f"{run}: no checkpoint {name}; there is: {have}")
+        existing = ", ".join(path.name for path in checkpoints(run / "checkpoints")) or "none yet"
+        raise AgentPeftError(f"{run}: no checkpoint {name}; there is: {existing}")
     return folder
 
 
@@ -230,8 +230,8 @@ def evaluate_target(
         on_episode = None
         if progress is not None:
             tasks = len(environment.tasks[: config.evaluation.num_tasks])
-            shown = progress.evaluation(str(target), tasks, tasks * config.evaluation.attempts)
-            on_episode = stack.enter_context(shown)
+            bar = progress.evaluation(str(target), tasks, tasks * config.evaluation.attempts)
+            on_episode = stack.enter_context(bar)
         report = evaluate(
             load_sampler(policy, config.engine),
             environment,

@@ -162,11 +162,11 @@ class TrackerThread(Observer):
         self._thread.join(max(deadline - time.monotonic(), 0))
         with self._lock:
             self._closed = True
-            lost, of, late = self._accepted - self._sent, self._accepted, self._thread.is_alive()
-        if (lost or late) and not self._dead:
+            unsent, of, late = self._accepted - self._sent, self._accepted, self._thread.is_alive()
+        if (unsent or late) and not self._dead:
             cause = f"did not end within {self.config.patience:g} s" if late else "did not take all"
             logger.warning(
-                "the tracker %s %s: %d of %d records of the run were not sent", self.name, cause, lost, of
+                "the tracker %s %s: %d of %d records of the run were not sent", self.name, cause, unsent, of
             )
 
     def _put(self, record: _Record) -> None:
@@ -255,7 +255,7 @@ def evaluation_metrics(report: EvaluationReport) -> dict[str, float]:
 def row_of(step: int, group: Group) -> Row:
     """The first episode of a group as a row of a table."""
     trajectory = group.trajectories[0]
-    said = "\n\n".join(f"{message.role}: {message.content}" for message in trajectory.messages)
+    text = "\n\n".join(f"{message.role}: {message.content}" for message in trajectory.messages)
     return (
         step,
         printable(trajectory.task.id, 200),
@@ -264,7 +264,7 @@ def row_of(step: int, group: Group) -> Row:
         trajectory.stop_reason.value,
         float(trajectory.reward),
         trajectory.num_action_tokens,
-        lines_of(said),
+        lines_of(text),
     )
 
 
