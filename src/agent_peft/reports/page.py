@@ -1,7 +1,7 @@
 """The page: one HTML file that loads nothing from a network.
 
-Everything that a model, an environment or a configuration said is JSON data inside the page. Its script puts
-it there as text, never as HTML. A Content-Security-Policy allows only the page's own scripts and styles, by
+Every text of a model, an environment or a configuration is JSON data inside the page. Its script inserts
+them as text, never as HTML. A Content-Security-Policy allows only the page's own scripts and styles, by
 their digests. ``strict-dynamic`` lets the script load the files next to the page.
 """
 

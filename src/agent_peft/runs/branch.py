@@ -62,8 +62,8 @@ class Origin:
 
 
 def find_origin(text: str, config: TrainConfig, contents: Contents) -> tuple[Origin, list[Change], list[str]]:
-    """Return the checkpoint that ``RUN``, ``RUN:12`` or ``RUN:step_000012`` stands for, the keys in which
-    ``config`` will teach otherwise than that run did, and what is to be said.
+    """Return the checkpoint that ``RUN``, ``RUN:12`` or ``RUN:step_000012`` names, the changed keys that
+    decide what is learned from there on, and lines to print.
     """
     run, name = _named_by(text)
     check_run_files(run)

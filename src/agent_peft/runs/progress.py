@@ -34,7 +34,7 @@ CURVES = {  # metric -> format, in their order
 }
 KEPT = 400  # values of a curve, more than any terminal is wide
 RECENT = 10  # steps that a warning looks back on
-# metric, the mean that is too much, and what is said of it: the ranges of docs/metrics.md
+# metric, the mean that is too much, and the warning: the ranges of docs/metrics.md
 LIMITS = (
     ("zero_variance_groups", 0.8, "{:.0%} of the groups are constant: one reward for all their episodes"),
     ("truncated", 0.1, "{:.0%} of the episodes are truncated by sampling.max_tokens"),

@@ -78,7 +78,7 @@ def train(
     begin: str | None = None,
     observers: Sequence[Observer] = (),
 ) -> dict[str, EvaluationReport]:
-    """Run the stages of a configuration, and resume where its run directory stands.
+    """Run the stages of a configuration, and resume from the newest checkpoint in its run directory.
 
     Args:
         fresh: remove an earlier run from the directory and start over.

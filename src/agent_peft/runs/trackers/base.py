@@ -131,8 +131,8 @@ class TrackerThread(Observer):
         self._lock = threading.Lock()  # of what follows
         self._accepted = self._sent = 0  # records
         self._failure = ""  # the first one
-        self._dead = False  # it could not be opened, which was told
-        self._closed = False  # the run no longer waits, and nothing more is told
+        self._dead = False  # it could not be opened, as a warning explains
+        self._closed = False  # the run no longer waits, and logs nothing more
 
     def on_start(self, run: RunStart) -> None:
         folder = run.config.run_dir.absolute() / TRACKERS
@@ -230,7 +230,7 @@ class TrackerThread(Observer):
 
 
 def mute(logger: str) -> None:
-    """Drop what a library logs on the threads of trackers: a tracker's failure is told once, and by us."""
+    """Drop what a library logs on the threads of trackers: a tracker's failure is one warning of ours."""
     logging.getLogger(logger).addFilter(_is_elsewhere)
 
 
