@@ -33,7 +33,7 @@ from seeds import measure
 
 from agent_peft.configuration.yaml12 import dump, parse, plain
 from agent_peft.rollout.statistics import Comparison, EvaluationReport, mean_over_tasks, paired_test
-from agent_peft.runs.evaluations import read_report
+from agent_peft.runs.reading import read_report
 
 CONFIG = Path(__file__).with_suffix(".yaml")
 KINDS = ("reinforce", "rloo", "grpo", "dapo", "ppo", "dpo", "kto", "rloo_by_turn")

@@ -26,6 +26,7 @@ from rich.table import Table
 from smoke import parse
 
 from agent_peft.rollout.statistics import Comparison, EvaluationReport, paired_test
+from agent_peft.runs.reading import RunRecord
 from agent_peft.runs.targets import load_run
 
 HERE = Path(__file__).resolve().parent
@@ -74,10 +75,7 @@ def measure(config: Path, seed: int, run: Path, overrides: list[str]) -> Measure
         }
         (run / "cost.json").write_text(json.dumps(cost) + "\n")
     names = ["base", *(f"after_{stage.name}" for stage in load_run(run).stages)]
-    found = {
-        path.stem: EvaluationReport.from_json(json.loads(path.read_text()))
-        for path in (run / "evaluations").glob("*.json")
-    }
+    found = {name: evaluation.report for name, evaluation in RunRecord(run).evaluations.items()}
     curve = {
         int(name.removeprefix("step_")): report.success.value
         for name, report in found.items()

@@ -39,8 +39,8 @@ from smoke import RESULTS, parse
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.rollout.skill_matrix import MEASURES, SkillMatrix
 from agent_peft.rollout.statistics import Mean, mean_over_tasks
-from agent_peft.runs.evaluations import read_report
-from agent_peft.runs.streams import skill_matrices
+from agent_peft.runs.evaluations import skill_matrices
+from agent_peft.runs.reading import RunRecord
 from agent_peft.runs.targets import load_run
 
 SKILLS = ("insert", "update", "delete", "where_single_condition", "order_by_single_column", "limit_only")
@@ -153,7 +153,7 @@ def measure(condition: str, seed: int, sizes: Sizes, run: Path, overrides: Seque
         cost = {"cpu_seconds": cpu, "seconds": time.perf_counter() - clock}
         (run / "cost.json").write_text(json.dumps(cost) + "\n")
     warm_up = load_run(run).stages[0].steps
-    reports = [read_report(path) for path in (run / "evaluations").glob("*.json")]
+    reports = [evaluation.report for evaluation in RunRecord(run).evaluations.values()]
     measured = [record for path in (run / "evaluations").glob("*.jsonl") for record in _lines(path)]
     acted = [
         record

@@ -27,7 +27,6 @@ FLOORS = (  # each floor: its wings; each wing: its modules or packages
             "hardware",
             "hub",
             "config",
-            "out_of_memory",
             "output",
             "printable",
             "search_path",

@@ -235,7 +235,7 @@ def test_a_run_from_its_start_to_a_merged_model(config, tmp_path, capsys):
 
     capsys.readouterr()
     assert run(["evaluate", str(tmp_path / "run"), "--json"]) == 0
-    stored = json.loads((tmp_path / "run" / "evaluations" / "after_rloo.json").read_text())
+    stored = json.loads((tmp_path / "run" / "evaluations" / "step_000004.json").read_text())
     assert json.loads(capsys.readouterr().out)["outcomes"] == stored["outcomes"]
 
     assert (

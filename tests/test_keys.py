@@ -524,14 +524,14 @@ SHOWN = {
     "evaluate": {"as_json", "target", "config", "output"},  # test_cli, below
     "merge": {"as_json", "both", "run"},  # test_cli
     "explain": {"as_json", "config", "overrides", "keys", "trust"},  # below, test_hostile_inputs
-    "show": {"run", "step", "task", "attempt", "evaluation", "as_json"},  # cli/test_reading
+    "show": {"run", "step", "task", "attempt", "evaluation", "as_json"},  # cli/test_show
     "train": {"config"},
     "runs": {"folder", "as_json"},  # runs/test_overview
     "serve": {"config"},
     "generate": {"check", "output", "environment"},  # test_cli
     "validate": {"as_json", "environment"},  # test_cli
     "download": {"environment"},  # environments/test_gsm8k
-    "report": {"runs", "output", "live", "port"},  # cli/test_reports, reports/test_live
+    "report": {"runs", "output", "live", "port"},  # cli/test_show, reports/test_live
     "serve-policy": {  # agents/serving
         "targets",
         "host",

@@ -224,7 +224,7 @@ def test_the_gradients_and_weights_are_those_of_one_rank(one, two):
 
 def test_the_evaluations_are_those_of_one_rank(one, two):
     names = sorted(path.name for path in (one.run_dir / "evaluations").iterdir())
-    stems = ["base", *(f"after_{stage.get('name', stage['algorithm']['kind'])}" for stage in STAGES)]
+    stems = [f"step_{number * STEPS:06d}" for number in range(len(STAGES) + 1)]
     assert names == sorted(f"{stem}.{kind}" for stem in stems for kind in ("json", "jsonl", "safetensors"))
     for name in names:
         expected, found = (run.run_dir / "evaluations" / name for run in (one, two))

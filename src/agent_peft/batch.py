@@ -160,9 +160,9 @@ def trained_mask(trajectory: Trajectory, mask_cut: bool) -> tuple[bool, ...]:
     mistake: tuple[int, ...] | None = None
     for turn in trajectory.turns:
         is_trained = not (turn.mistake or (mask_cut and turn.cut))
-        learnt = range(len(turn.action)) if mistake is None else _changed(mistake, turn.action)
+        positions = range(len(turn.action)) if mistake is None else _changed(mistake, turn.action)
         mask += (False,) * len(turn.observation)
-        mask += (is_trained and position in learnt for position in range(len(turn.action)))
+        mask += (is_trained and position in positions for position in range(len(turn.action)))
         mistake = turn.action if turn.mistake else None
     return tuple(mask)
 

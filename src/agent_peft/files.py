@@ -103,15 +103,11 @@ def locked(path: Path, wait: bool = False) -> Iterator[None]:
 
 
 def read_bytes(path: Path, what: str, limit: int, unlinked: int = 0) -> bytes:
-    """Return the content of a regular file. A pipe, a device or a folder is refused without waiting for it.
+    """Return the content of a regular file, as ``open_regular`` opens it.
 
     Args:
         what: the expected kind of file, for the messages: ``a YAML file``.
         limit: the largest size, in bytes.
-        unlinked: as of ``open_regular``.
-
-    Raises:
-        AgentPeftError: it cannot be read, is no regular file, or is larger than ``limit``.
     """
     try:
         with open(open_regular(path, unlinked=unlinked), "rb") as file:
@@ -129,11 +125,7 @@ def read_bytes(path: Path, what: str, limit: int, unlinked: int = 0) -> bytes:
 
 
 def read_text(path: Path, what: str, limit: int, unlinked: int = 0) -> str:
-    """Return the content of a regular file as text, without a byte order mark: UTF-8, or UTF-16 with a mark.
-
-    Raises:
-        AgentPeftError: as ``read_bytes``, or it is neither.
-    """
+    """Return a regular file as text, without a byte order mark: UTF-8, or UTF-16 with a mark."""
     content = read_bytes(path, what, limit, unlinked)
     encoding = "utf-16" if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "utf-8-sig"
     try:
@@ -149,9 +141,6 @@ def read_text(path: Path, what: str, limit: int, unlinked: int = 0) -> str:
 def check_regular(folder: Path) -> None:
     """Check a folder before a library reads it, since a library would wait for a pipe. Links are allowed in
     the cache of the hub and in folders that a user has put together, and not in a run directory.
-
-    Raises:
-        AgentPeftError: something in the folder is neither a regular file nor a folder.
     """
     if folder.parent.name == "checkpoints" or folder.name == "start":
         check_tree(folder)
@@ -166,9 +155,6 @@ def check_tree(path: Path, depth: int = 8) -> None:
 
     Args:
         depth: how many levels of folders may hold others. What is deeper is not looked at.
-
-    Raises:
-        AgentPeftError: something is a link, a pipe, a device or a socket.
     """
     try:
         mode = path.lstat().st_mode
@@ -268,10 +254,6 @@ def write_json_atomic(path: Path, content: Any, unlinked: int = 1) -> None:
 def truncate_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     """Keep the lines whose record ``keep`` accepts, byte for byte. A torn last line is removed, and a missing
     file stays missing.
-
-    Raises:
-        AgentPeftError: a line before the last is not a JSON object that ``keep`` can read (it raises KeyError
-            or TypeError).
     """
     if not path.exists():
         return

@@ -1,4 +1,4 @@
-"""The machine: cores that this process may use, its device, native bfloat16, and memory."""
+"""The machine: cores that this process may use, its device, native bfloat16, memory, and the lack of it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,13 @@ for _name, _kernels in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128"), ("LRU_CACHE_
     os.environ.setdefault(_name, _kernels)
 CACHED_WEIGHTS = 1 << 24  # the weights of a model this small stay in the caches of a CPU
 _BF16 = frozenset({"avx512_bf16", "amx_bf16", "avx10_2", "bf16", "sve_bf16"})  # x86, then ARM
+# Messages of torch, its CPU allocator and CUDA's libraries, where they raise a plain RuntimeError.
+_OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
 
 
 @dataclass(frozen=True)
@@ -130,11 +137,7 @@ def memory(root: Path = CGROUPS, own: Path = OWN_CGROUP, meminfo: Path = MEMINFO
 
 
 def choose_device(configured: str) -> torch.device:
-    """The device that ``policy.device`` names. ``auto`` is the GPU where torch has one, else the CPU.
-
-    Raises:
-        AgentPeftError: this machine has no such device.
-    """
+    """The device that ``policy.device`` names. ``auto`` is the GPU where torch has one, else the CPU."""
     device = torch.device(
         ("cuda" if torch.cuda.is_available() else "cpu") if configured == "auto" else configured
     )
@@ -180,6 +183,30 @@ def give_back_memory() -> None:
     """
     if _MALLOC_TRIM is not None:
         _MALLOC_TRIM(0)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that the memory of the CPU or of a GPU is full.
+
+    >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ..."))
+    True
+    >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory.")), is_out_of_memory(ValueError("a bug"))
+    (True, False)
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+@contextmanager
+def explain_oom(action: str, hint: str) -> Iterator[None]:
+    """Convert an out-of-memory error to ``AgentPeftError``: "out of memory ACTION: HINT"."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise AgentPeftError(f"out of memory {action}: {hint}") from error
 
 
 def _find_malloc_trim() -> Callable[[int], int] | None:

@@ -56,9 +56,6 @@ def may_import(name: str) -> bool:
 def find(name: str, form: str = "package.module:Class") -> Any:
     """Import and return the object that ``package.module:Name`` names.
 
-    Args:
-        form: how such a name is written, for the error message.
-
     Raises:
         ValueError: it cannot be imported.
         NotImportedError: nothing may be imported now.

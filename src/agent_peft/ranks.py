@@ -184,7 +184,6 @@ def join(config: RanksConfig, device: str) -> Iterator[Ranks]:
         device: ``policy.device``. ``auto`` is the GPU of the rank's number where there are GPUs.
 
     Raises:
-        AgentPeftError: some variables of torchrun are not set, or there are too few GPUs.
         InfrastructureError: other ranks did not start within the timeout, or have ended.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

@@ -30,7 +30,6 @@ def check_environment(environment: str | type[Environment] | Environment, /, **k
 
     Raises:
         ConformanceError: it breaks some of the rules; each line names a task, a place and what to do.
-        AgentPeftError: it cannot be loaded.
 
     >>> check_environment("arithmetic", digits=1, num_tasks=5)
     """

@@ -152,8 +152,10 @@ def _check_numbers(told: dict[str, Any]) -> None:
         name: value for name, value in lines[-1].items() if name not in ("step", "stage")
     }
     assert Path(told["checkpoint"]).is_dir() and told["checkpoint"].endswith(f"step_{len(lines):06d}")
-    reports = {file.stem: json.loads(file.read_text()) for file in (run / "evaluations").glob("*.json")}
-    assert told["evaluations"].keys() == reports.keys() == {"base", f"after_{told['algorithm']}"}
+    files = sorted((run / "evaluations").glob("*.json"))
+    names = ("base", f"after_{told['algorithm']}")
+    reports = {name: json.loads(file.read_text()) for name, file in zip(names, files, strict=True)}
+    assert told["evaluations"].keys() == reports.keys()
     for name, report in reports.items():
         rates = {"low": report["success"]["low"], "high": report["success"]["high"]}
         assert told["evaluations"][name] == {

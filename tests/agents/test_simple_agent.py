@@ -43,7 +43,7 @@ def test_train_with_sft_three_epochs_then_tell_me_the_accuracy(place, endpoint, 
     tool = RLTrainingTool()
     agent = SimpleAgent("TrainingAgent", LLMConfig(model="gpt-4o-mini"), [tool])
     said = agent.run(f"Train {MODEL} with SFT, three epochs, then tell me the accuracy")
-    report = json.loads((place / "out/evaluations/after_sft.json").read_text())
+    report = json.loads((place / "out/evaluations/step_000003.json").read_text())
     assert said == f"The accuracy is {report['success']['value']} after 3 steps."
     assert "num_epochs" in requests[0]["tools"][0]["function"]["parameters"]["properties"]
     check_numbers(json.loads(agent.messages[3]["content"]))

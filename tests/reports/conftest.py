@@ -101,9 +101,9 @@ def write_run(folder, seed=0, steps=4, more=()):
         "stages": [{"name": "rloo", "steps": 9}],
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config, allow_unicode=False))
-    for name, step, shift in (("base", 0, 0), ("after rloo", steps, 1)):
-        report = replace(summarize(groups(0, shift + seed)), name=name, step=step)
-        write_evaluation(folder / "evaluations" / f"{name.replace(' ', '_')}.json", report)
+    for step, shift in ((0, 0), (9, 1)):
+        report = replace(summarize(groups(0, shift + seed)), step=step)
+        write_evaluation(folder / "evaluations" / f"step_{step:06d}.json", report)
     return folder
 
 

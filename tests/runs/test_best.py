@@ -6,22 +6,22 @@ import json
 
 import pytest
 
-from agent_peft.configuration.loading import read_config
-from agent_peft.configuration.run_config import KeepBestConfig, TrainConfig
-from agent_peft.configuration.yaml12 import dump
+from agent_peft.configuration.run_config import KeepBestConfig
 from agent_peft.runs import checkpoint as checkpoints
-from agent_peft.runs import evaluations, recording
+from agent_peft.runs import evaluations
+from agent_peft.runs import run as runs
 from agent_peft.runs.best import Best, note_best, read_best, reason_to_end
 from agent_peft.runs.run import train
 from agent_peft.runs.targets import evaluate_target, merge_run
 from agent_peft.training.until import UntilConfig
 from agent_peft.types import AgentPeftError
+from tests.runs.conftest import Killed, killing
 
 TASKS = {"kind": "arithmetic", "digits": 1, "num_tasks": 6}
 
 
 @pytest.fixture
-def settings(tmp_path, policy_config):
+def settings(small):
     """A stage that learns six answers by heart, and one that ruins the policy."""
     sft = {
         "algorithm": {"kind": "sft"},
@@ -29,8 +29,7 @@ def settings(tmp_path, policy_config):
         "optimizer": {"learning_rate": 0.01},
     }
     return {
-        "run_dir": str(tmp_path / "run"),
-        "policy": policy_config.model_dump(mode="json"),
+        **small,
         "environment": TASKS,
         "evaluation": {"environment": TASKS, "every": 3, "at": [], "sampling": {"max_new_tokens": 3}},
         "checkpoint": {"keep_last": 1, "every": 5, "keep_best": {"metric": "evaluation.success"}},
@@ -39,16 +38,6 @@ def settings(tmp_path, policy_config):
             {**sft, "name": "ruin", "steps": 6, "optimizer": {"learning_rate": 1.0}},
         ],
     }
-
-
-@pytest.fixture
-def configure(tmp_path, settings):
-    def configure(**changes) -> TrainConfig:
-        path = tmp_path / "config.yaml"
-        path.write_text(dump({**settings, **changes}))
-        return read_config(path)[0]
-
-    return configure
 
 
 # -- which -------------------------------------------------------------------------------------------------
@@ -212,16 +201,10 @@ def test_a_stage_ends_after_an_evaluation_and_the_next_one_follows(configure, ea
         f"ruin ends after step {ruined[-1] + 1}: evaluation.success has not improved in 2 evaluations" in said
     )
     assert said.count("evaluating after learn") == 0, "the same policy is not measured twice"
-    episodes = (config.run_dir / "evaluations" / "after_learn.jsonl").read_text().splitlines()
-    assert {(record["evaluation"], record["step"]) for record in map(json.loads, episodes)} == {
-        ("after learn", 12)
-    }
+    episodes = (config.run_dir / "evaluations" / "step_000012.jsonl").read_text().splitlines()
+    assert {json.loads(line)["step"] for line in episodes} == {12}
     assert evaluate_target(config.run_dir, checkpoint="step_000012") == reports["after learn"]
     assert train(config) == reports
-
-
-class Killed(BaseException):
-    pass
 
 
 def test_a_run_that_is_killed_at_any_moment_ends_in_the_same_bytes(
@@ -233,20 +216,11 @@ def test_a_run_that_is_killed_at_any_moment_ends_in_the_same_bytes(
     config = configure(**early)
     kills, left = 0, [0]
 
-    def stopping(work):
-        def working(*arguments, **keywords):
-            if not left[0]:
-                raise Killed
-            left[0] -= 1
-            return work(*arguments, **keywords)
-
-        return working
-
     with monkeypatch.context() as patched:
-        patched.setattr(recording, "save_checkpoint", stopping(checkpoints.save_checkpoint))
-        patched.setattr(evaluations, "write_evaluation", stopping(evaluations.write_evaluation))
-        patched.setattr(evaluations, "_copy", stopping(evaluations._copy))
-        patched.setattr(evaluations, "note_best", stopping(evaluations.note_best))
+        patched.setattr(runs, "save_checkpoint", killing(checkpoints.save_checkpoint, left))
+        patched.setattr(evaluations, "write_evaluation", killing(evaluations.write_evaluation, left))
+        patched.setattr(evaluations, "_copy_episodes", killing(evaluations._copy_episodes, left))
+        patched.setattr(evaluations, "note_best", killing(evaluations.note_best, left))
         while True:
             left[0] = 1 + kills % 3  # so that each place is met, and the run gets on
             try:

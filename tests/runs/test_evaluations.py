@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 
 import pytest
 
 from agent_peft.cli import run
-from agent_peft.configuration.loading import read_config
-from agent_peft.configuration.run_config import TrainConfig
-from agent_peft.configuration.yaml12 import dump
-from agent_peft.runs import evaluations
-from agent_peft.runs.evaluations import due_evaluations, read_report, settle_names
+from agent_peft.runs.evaluations import due_evaluations
+from agent_peft.runs.reading import read_report
 from agent_peft.runs.run import train
 
 
 @pytest.fixture
-def settings(tmp_path, policy_config):
+def settings(small):
     """Two supervised steps of tasks that are also measured, on one digit."""
     tasks = {"kind": "arithmetic", "digits": 1, "num_tasks": 6}
     return {
-        "run_dir": str(tmp_path / "run"),
-        "policy": policy_config.model_dump(mode="json"),
+        **small,
         "environment": tasks,
         "evaluation": {"environment": tasks, "every": 1, "sampling": {"max_new_tokens": 3}},
         "checkpoint": {"keep_last": 9},
@@ -37,16 +32,6 @@ def settings(tmp_path, policy_config):
             }
         ],
     }
-
-
-@pytest.fixture
-def configure(tmp_path, settings):
-    def configure(**changes) -> TrainConfig:
-        path = tmp_path / "config.yaml"
-        path.write_text(dump({**settings, **changes}))
-        return read_config(path)[0]
-
-    return configure
 
 
 def longer(settings, steps=4):
@@ -74,18 +59,18 @@ def test_a_report_says_what_was_measured_and_its_episodes_lie_beside_it(configur
     config = configure()
     reports = train(config)
     folder = config.run_dir / "evaluations"
-    names = ("base", "step_1", "after_sft")
     assert {p.name for p in folder.iterdir()} == {
-        f"{name}.{suffix}" for name in names for suffix in ("json", "jsonl", "safetensors")
+        f"step_{step:06d}.{suffix}" for step in range(3) for suffix in ("json", "jsonl", "safetensors")
     }
-    for step, (name, report) in enumerate(reports.items()):
-        path = folder / f"{name.replace(' ', '_')}.json"
+    assert list(reports) == ["base", "step 1", "after sft"]
+    for step, report in enumerate(reports.values()):
+        path = folder / f"step_{step:06d}.json"
         content = json.loads(path.read_text())
-        assert (content["name"], content["step"]) == (name, step)
+        assert content["step"] == step and "name" not in content
         assert content["settings"]["tasks"] == 6 and content["settings"]["sampling"]["max_new_tokens"] == 3
         assert content["settings"]["rewards"]["invalid_action"] == -0.5
         records = lines(path.with_suffix(".jsonl"))
-        assert [(r["evaluation"], r["step"], r["attempt"]) for r in records] == [(name, step, 0)] * 6
+        assert [(r["step"], r["attempt"]) for r in records] == [(step, 0)] * 6
         assert [r["group"] for r in records] == list(range(6))
         assert {r["task"]: (r["outcome"],) for r in records} == report.outcomes
         assert len({r["seed"] for r in records}) == 6
@@ -97,20 +82,9 @@ def test_attempts_at_a_task_are_told_apart(configure, settings):
     sampled = {**settings["evaluation"], "at": ["start"], "every": 0, "attempts": 3}
     config = configure(evaluation={**sampled, "sampling": {"temperature": 1.0, "max_new_tokens": 3}})
     train(config)
-    records = lines(config.run_dir / "evaluations" / "base.jsonl")
+    records = lines(config.run_dir / "evaluations" / "step_000000.jsonl")
     assert [(r["group"], r["attempt"]) for r in records] == [(g, a) for g in range(6) for a in range(3)]
     assert len({r["seed"] for r in records}) == 18
-
-
-def test_what_is_left_of_an_evaluation_that_was_killed_goes(configure):
-    config = configure()
-    train(config)
-    folder = config.run_dir / "evaluations"
-    (folder / "step_7.jsonl").write_text("{}\n")
-    (folder / "notes.jsonl").write_text("a user's own\n")
-    settle_names(config)
-    assert not (folder / "step_7.jsonl").exists() and (folder / "notes.jsonl").exists()
-    assert (folder / "step_1.jsonl").exists()
 
 
 def test_a_command_measures_a_checkpoint_and_keeps_the_episodes(configure, tmp_path, capsys):
@@ -127,9 +101,10 @@ def test_a_command_measures_a_checkpoint_and_keeps_the_episodes(configure, tmp_p
     report = reports["step 1"]
     assert content["reward"]["value"] == report.reward.value and content["settings"] == report.settings
     ours, theirs = (
-        lines(path) for path in (output / "evaluation.jsonl", config.run_dir / "evaluations" / "step_1.jsonl")
+        path.read_bytes()
+        for path in (output / "evaluation.jsonl", config.run_dir / "evaluations" / "step_000001.jsonl")
     )
-    assert [{**record, "evaluation": "step 1"} for record in ours] == theirs
+    assert ours == theirs
     assert re.search(r"evaluating .*run on 6 tasks\n", said.err)
     assert run(asked) == 2
     assert "measured: exists and is no empty folder" in capsys.readouterr().err
@@ -145,76 +120,14 @@ def test_a_longer_stage_keeps_the_evaluation_of_its_old_end_as_that_of_a_step(
 ):
     short = configure()
     before = train(short)
-    records = lines(short.run_dir / "evaluations" / "after_sft.jsonl")
     reports = train(configure(stages=longer(settings)))
     assert list(reports) == ["base", "step 1", "step 2", "step 3", "after sft"]
     assert [report.step for report in reports.values()] == [0, 1, 2, 3, 4]
     assert reports["step 2"] == before["after sft"]
     folder = short.run_dir / "evaluations"
-    assert lines(folder / "step_2.jsonl") == [{**r, "evaluation": "step 2"} for r in records]
     train(configure(stages=longer(settings), run_dir=str(tmp_path / "long")))
     ours, theirs = run_contents(folder), run_contents(tmp_path / "long" / "evaluations")
     assert ours == theirs, "it measured what the run measures that was long from the start"
-
-
-def test_names_are_settled_whenever_the_process_is_killed(configure, settings, monkeypatch, tmp_path):
-    config = configure()
-    reports = train(config)
-    folder, kept = config.run_dir / "evaluations", tmp_path / "kept"
-    shutil.copytree(folder, kept)
-    longer_one, left = configure(stages=longer(settings)), [0]
-
-    class Killed(BaseException):
-        pass
-
-    def stopping(work):
-        def working(*arguments, **keywords):
-            if not left[0]:
-                raise Killed
-            left[0] -= 1
-            return work(*arguments, **keywords)
-
-        return working
-
-    for survived in range(8):
-        shutil.rmtree(folder)
-        shutil.copytree(kept, folder)
-        with monkeypatch.context() as patched, pytest.raises(Killed):
-            left[0] = survived
-            patched.setattr(evaluations, "write_atomic", stopping(evaluations.write_atomic))
-            patched.setattr(type(folder), "unlink", stopping(type(folder).unlink))
-            settle_names(longer_one)
-            raise Killed
-        settle_names(longer_one)
-        assert sorted(p.name for p in folder.glob("*.json")) == ["base.json", "step_1.json", "step_2.json"]
-        moved = read_report(folder / "step_2.json")
-        assert (moved.name, moved.step, moved) == ("step 2", 2, reports["after sft"])
-        assert len(lines(folder / "step_2.jsonl")) == 6
-
-
-def test_a_report_of_another_step_is_never_shown_as_this_ones(configure, settings):
-    """As if its file had been put there: the name says step 2, the content step 1."""
-    config = configure()
-    reports = train(config)
-    folder = config.run_dir / "evaluations"
-    (folder / "after_sft.json").write_text((folder / "step_1.json").read_text())
-    again = train(config)
-    assert again == reports and [report.step for report in again.values()] == [0, 1, 2]
-
-
-def test_reports_of_an_earlier_version_are_those_of_their_names(configure):
-    config = configure()
-    reports = train(config)
-    for path in (config.run_dir / "evaluations").glob("*.json"):
-        content = json.loads(path.read_text())
-        for key in ("name", "step", "settings", "reward", "reward_follows_success"):
-            del content[key]
-        path.write_text(json.dumps(content))
-        path.with_suffix(".jsonl").unlink()
-    again = train(config)
-    assert list(again) == list(reports)
-    assert [report.success for report in again.values()] == [report.success for report in reports.values()]
-    assert [report.step for report in again.values()] == [0, 1, 2]
 
 
 # -- other settings ------------------------------------------------------------------------------------------
@@ -243,7 +156,7 @@ def test_what_was_measured_otherwise_is_not_compared(configure, settings, capsys
         rf"measured with other settings \({keys}\) and so left out of the comparison: base, step 1, step 2",
         said,
     )
-    assert read_report(changed.run_dir / "evaluations" / "step_2.json").step == 2, "they stay on disk"
+    assert read_report(changed.run_dir / "evaluations" / "step_000002.json").step == 2, "they stay on disk"
 
 
 def test_an_evaluation_that_can_no_longer_be_made_is_told(configure, settings, capsys):
@@ -251,9 +164,7 @@ def test_an_evaluation_that_can_no_longer_be_made_is_told(configure, settings, c
     capsys.readouterr()
     reports = train(configure(checkpoint={"keep_last": 1}))
     assert list(reports) == ["base", "after sft"]
-    assert (
-        "these evaluations were not made, and their checkpoints are gone: step 1\n" in capsys.readouterr().out
-    )
+    assert "skipped evaluations (checkpoints deleted): step 1\n" in capsys.readouterr().out
 
 
 def test_steps_that_until_left_out_are_not_missed(configure, settings, capsys):
@@ -263,4 +174,4 @@ def test_steps_that_until_left_out_are_not_missed(configure, settings, capsys):
     assert list(first) == ["base", "after sft"]
     capsys.readouterr()
     assert train(config) == first
-    assert "not made" not in capsys.readouterr().out
+    assert "skipped" not in capsys.readouterr().out

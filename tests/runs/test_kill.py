@@ -147,7 +147,7 @@ def killed_run_equals_whole(folder, policy, run_contents, warm_process, steps, k
     assert len(lines_of(expected["metrics.jsonl"])) == sum(steps)
     assert {
         "checkpoints/" + f"step_{sum(steps):06d}/adapter_model.safetensors",
-        "evaluations/after_grpo.json",
+        f"evaluations/step_{sum(steps):06d}.json",
     } <= expected.keys()
     assert found.keys() == expected.keys()
     assert [name for name in expected if found[name] != expected[name]] == []

@@ -13,8 +13,8 @@ import torch
 from agent_peft.configuration.loading import load_config
 from agent_peft.policies.engine.base import EngineStatistics
 from agent_peft.rollout.collector import Collection
+from agent_peft.runs import run as runs
 from agent_peft.runs.observers import (
-    MetricsFile,
     Observer,
     RunStep,
     TimingFile,
@@ -38,10 +38,10 @@ def make_step(number, metrics, sampled=0):
 
 
 def test_a_line_per_step_that_reads_back_to_the_bit(tmp_path):
-    observer = MetricsFile(tmp_path / "metrics.jsonl")
-    observer.on_step(make_step(0, METRICS))
-    observer.on_step(make_step(1, {"loss": float("nan"), "kl": float("-inf")}))
-    first, second = map(json.loads, observer.path.read_text().splitlines())
+    path = tmp_path / "metrics.jsonl"
+    append_line(path, metrics_record(make_step(0, METRICS)))
+    append_line(path, metrics_record(make_step(1, {"loss": float("nan"), "kl": float("-inf")})))
+    first, second = map(json.loads, path.read_text().splitlines())
     assert first == {"step": 0, "stage": "grpo", **METRICS}
     assert next(iter(first)) == "step"
     assert second == {"step": 1, "stage": "grpo", "loss": "nan", "kl": "-inf"}
@@ -60,18 +60,18 @@ def test_killed_and_resumed_gives_the_same_bytes(tmp_path):
     whole, killed = run(tmp_path / "whole", range(6)), run(tmp_path / "killed", range(5))
     with killed.open("a") as file:  # the checkpoint is of step 3, and the kill tore the line of step 5
         file.write('{"step": 5, "rew')
-    forget_after(tmp_path / "killed", 3, [])
+    forget_after(tmp_path / "killed", 3)
     assert len(killed.read_text().splitlines()) == 3
     run(tmp_path / "killed", range(3, 6))
     assert killed.read_bytes() == whole.read_bytes()
-    forget_after(tmp_path / "killed", 0, [])
+    forget_after(tmp_path / "killed", 0)
     assert killed.read_bytes() == b""
 
 
 def test_a_torn_line_does_not_run_into_the_next(tmp_path):
     path = tmp_path / "timing.jsonl"
     path.write_text('{"step": 0}\n{"step": 1, "sec')
-    forget_after(tmp_path, 2, [])
+    forget_after(tmp_path, 2)
     TimingFile(path, torch.device("cpu")).on_step(make_step(1, {}, sampled=7))
     first, second = map(json.loads, path.read_text().splitlines())
     assert first == {"step": 0}
@@ -185,9 +185,9 @@ def test_an_observer_that_fails_is_named_once_and_changes_no_byte(configure, run
 def test_a_metrics_file_that_cannot_be_written_ends_the_run(configure, monkeypatch):
     """It is part of the run, which would otherwise lose it in silence."""
 
-    def full(observer, step):
+    def full(path, record):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(MetricsFile, "on_step", full)
+    monkeypatch.setattr(runs, "append_line", full)
     with pytest.raises(OSError, match="No space left"):
         train(configure("run", evaluation=None))

@@ -6,15 +6,24 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
 from agent_peft.cli import run as command
+from agent_peft.rollout.statistics import summarize
 from agent_peft.runs.overview import find_runs, summarize_run
+from agent_peft.types import Group, Task, Trajectory, Turn
+
+REPORT = summarize([Group(Task("t"), [Trajectory(Task("t"), (Turn((1,), (2,), (-0.5,)),))])])
 
 
-def make_run(folder: Path, steps: int, record: dict | None, **success: float) -> None:
+def make_run(
+    folder: Path, steps: int, record: dict | None, success: Mapping[int, float] = MappingProxyType({})
+) -> None:
     """The files of a run of 2 + 8 steps."""
     (folder / "evaluations").mkdir(parents=True)
     (folder / "config.yaml").write_text("stages: [{name: sft, steps: 2}, {name: grpo, steps: 8}]\n")
@@ -22,9 +31,9 @@ def make_run(folder: Path, steps: int, record: dict | None, **success: float) ->
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     times = [{"step": step, "seconds": 100.0 if step == 0 else 3.0} for step in range(steps)]
     (folder / "timing.jsonl").write_text("".join(json.dumps(line) + "\n" for line in times) + '{"step": 9')
-    for name, value in success.items():
-        report = {"name": name.replace("_", " "), "success": {"value": value}}
-        (folder / "evaluations" / f"{name}.json").write_text(json.dumps(report))
+    for number, value in success.items():
+        report = replace(REPORT, success=replace(REPORT.success, value=value)).to_json()
+        (folder / "evaluations" / f"step_{number:06d}.json").write_text(json.dumps(report))
     if record is not None:
         (folder / "run.json").write_text(json.dumps(record))
 
@@ -34,10 +43,9 @@ def runs(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     mine = {"pid": os.getpid(), "host": os.uname().nodename}
     birth = Path(f"/proc/{os.getpid()}/stat").read_text().rpartition(")")[2].split()[19]
-    make_run(
-        Path("runs/a"), 5, {"state": "running", "process": {**mine, "birth": birth}}, base=0.1, after_sft=0.5
-    )
-    make_run(Path("runs/deep/b"), 10, {"state": "done", "process": None}, base=0.2)
+    running = {"state": "running", "process": {**mine, "birth": birth}}
+    make_run(Path("runs/a"), 5, running, {0: 0.1, 2: 0.5})
+    make_run(Path("runs/deep/b"), 10, {"state": "done", "process": None}, {0: 0.2})
     make_run(Path("runs/c"), 3, {"state": "failed", "cause": "the disk is full"})
     make_run(Path("runs/old"), 10, None)
     make_run(Path("runs/a/checkpoints/inner"), 1, None)  # inside a run, nothing is searched
@@ -54,7 +62,7 @@ def test_a_summary_of_each_run(runs):
     assert a.seconds_left == pytest.approx(5 * (100 + 4 * 3) / 5)
     assert (found["runs/c"].state, found["runs/c"].cause) == ("failed", "the disk is full")
     assert found["runs/deep/b"].seconds_left is None
-    assert found["runs/old"].state == "done", "an earlier version wrote no run.json"
+    assert found["runs/old"].state == "unknown"
 
 
 def test_the_command(runs, capsys, monkeypatch):
@@ -71,7 +79,7 @@ def test_the_command(runs, capsys, monkeypatch):
 
 @pytest.mark.parametrize("content", ["", "[", "{}", "null", '{"state": 7, "process": 1, "from": 3}', "\0"])
 def test_damaged_files_are_no_error(runs, capsys, content):
-    for name in ("run.json", "config.yaml", "metrics.jsonl", "timing.jsonl", "evaluations/base.json"):
+    for name in ("run.json", "config.yaml", "metrics.jsonl", "timing.jsonl", "evaluations/step_000000.json"):
         Path("runs/a", name).write_text(content + "\n")
     assert command(["runs"]) == 0
     assert "runs/a" in capsys.readouterr().out

@@ -91,8 +91,8 @@ def test_a_run_that_follows_another_ones_schedule_writes_the_same_bytes(configur
     written = {path.name for path in (tmp_path / "first" / "schedule").iterdir()}
     assert written == {
         *(f"step_{step:06d}.rank_0.json" for step in range(4)),
-        "evaluation_base.rank_0.json",
-        "evaluation_after_rloo.rank_0.json",
+        "evaluation_step_000000.rank_0.json",
+        "evaluation_step_000004.rank_0.json",
     }
     timing = [json.loads(line) for line in (tmp_path / "first" / "timing.jsonl").read_text().splitlines()]
     assert all(line["late_answers"] > 0 and line["waited"] > 0 for line in timing)
@@ -128,9 +128,11 @@ def test_what_cannot_be_followed_is_one_line(configure, slow, tmp_path):
     with pytest.raises(AgentPeftError, match=r"was recorded with another engine\.rows \(3\); set that"):
         train(configure("second", schedule=str(tmp_path / "first"), rows=2))
     shutil.rmtree(tmp_path / "second")
-    (tmp_path / "first" / "schedule" / "evaluation_base.rank_0.json").write_text('{"calls": [[[1, 2]]]}')
+    (tmp_path / "first" / "schedule" / "evaluation_step_000000.rank_0.json").write_text(
+        '{"calls": [[[1, 2]]]}'
+    )
     with pytest.raises(
-        AgentPeftError, match=r"evaluation_base\.rank_0\.json: is damaged .*; remove it"
+        AgentPeftError, match=r"evaluation_step_000000\.rank_0\.json: is damaged .*; remove it"
     ) as raised:
         train(configure("second", schedule=str(tmp_path / "first")))
     assert "\n" not in str(raised.value)

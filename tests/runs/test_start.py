@@ -287,14 +287,14 @@ def test_a_merged_run_is_a_model_and_nothing_else(folder):
 
 
 def test_a_start_that_was_killed_is_made_again(folder, monkeypatch):
-    from agent_peft.runs import start
+    from agent_peft.runs import branch
 
     def killed(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
     config = read_config({**settings("grpo", {"model": "sft", "merge_adapter": True})})[0]
     with monkeypatch.context() as patch:
-        patch.setattr(start, "sync_tree", killed)
+        patch.setattr(branch, "sync_tree", killed)
         with pytest.raises(KeyboardInterrupt):
             train(config)
     assert not Path("grpo/start").exists()

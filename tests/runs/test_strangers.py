@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -120,23 +120,47 @@ PLACES = (
     *(f"checkpoints/step_000002/adapter_{name}" for name in ("model.safetensors", "config.json")),
     *(f"checkpoints/step_000002/{name}.json" for name in ("position", "training_stats", "replays")),
     *("checkpoints/step_000002/trainer.pt", "checkpoints/step_000002/value_head.safetensors"),
-    *("evaluations", "evaluations/base.json", "evaluations/base.jsonl", "evaluations/base.safetensors"),
+    *("evaluations", *(f"evaluations/step_000000.{kind}" for kind in ("json", "jsonl", "safetensors"))),
     *("trajectories", "trajectories/step_000001.jsonl", "trajectories/step_000001.safetensors"),
     *("trackers", "trackers/tensorboard.json", "trackers/tensorboard", "start", "start/adapter_config.json"),
     *("schedule", "schedule/step_000001.rank_0.json"),
 )
+A_FOLDER = (*FOLDERS, "checkpoints/step_000002", "trackers/tensorboard")
 
 
-@pytest.mark.parametrize("place", [*PLACES, ".lock"])
-def test_a_strangers_run_neither_stops_a_command_nor_leads_it_outside(
-    whole, tmp_path, monkeypatch, capsys, place
-):
+@pytest.fixture
+def attacked(whole, tmp_path, monkeypatch, capsys) -> Callable[[str, str, str], tuple[int, str, str, str]]:
+    """``attacked(kind, place, command)``: its exit code, what it printed, and the case in words. It neither
+    waits nor writes outside.
+    """
     (victims := tmp_path / "victims").mkdir()
     (victims / "victim").write_text('{"step": 0}\n')
     monkeypatch.setenv("COLUMNS", "400")
+
+    def attacked(kind: str, place: str, command: str) -> tuple[int, str, str, str]:
+        shutil.rmtree(here := tmp_path / "here", ignore_errors=True)
+        shutil.copytree(whole, here)
+        monkeypatch.chdir(here)
+        if place in A_FOLDER:
+            Path("runs/run", place).mkdir(parents=True, exist_ok=True)
+        put(kind, Path("runs/run", place), victims)
+        before = state_of(victims)
+        monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+        with within(60):
+            code = run(arguments(command))
+        out, err = capsys.readouterr()
+        case = f"{command} with {place} as a {kind}: {code} {out[-500:]} {err}"
+        assert "Traceback" not in err and "it waits" not in err, case
+        assert state_of(victims) == before, case
+        return code, out, err, case
+
+    return attacked
+
+
+@pytest.mark.parametrize("place", [*PLACES, ".lock"])
+def test_a_strangers_run_neither_stops_a_command_nor_leads_it_outside(attacked, place):
     for kind in KINDS:
-        is_folder = place in FOLDERS or place in ("checkpoints/step_000002", "trackers/tensorboard")
-        if is_folder and kind in ("folder", "hard link"):
+        if place in A_FOLDER and kind in ("folder", "hard link"):
             continue
         for command in COMMANDS:
             if place == ".lock" and command != "train":
@@ -144,22 +168,9 @@ def test_a_strangers_run_neither_stops_a_command_nor_leads_it_outside(
             appended = place in (".lock", "metrics.jsonl", "timing.jsonl", "log.txt")
             if command == "train" and kind == "hard link" and not appended:
                 continue
-            shutil.rmtree(here := tmp_path / "here", ignore_errors=True)
-            shutil.copytree(whole, here)
-            monkeypatch.chdir(here)
-            if is_folder:
-                Path("runs/run", place).mkdir(parents=True, exist_ok=True)
-            put(kind, Path("runs/run", place), victims)
-            before = state_of(victims)
-            monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-            with within(60):
-                code = run(arguments(command))
-            out, err = capsys.readouterr()
-            case = f"{command} with {place} as a {kind}: {code} {out[-500:]} {err}"
+            code, out, err, case = attacked(kind, place, command)
             lines = [line for line in err.splitlines() if line.startswith("agent-peft: ")]
-            assert len(lines) == (code != 0), case
-            assert "Traceback" not in err and "unforeseen" not in err and "it waits" not in err, case
-            assert state_of(victims) == before, case
+            assert len(lines) == (code != 0) and "unforeseen" not in err, case
             if command == "runs":
                 assert code == 0 and "runs/other" in out and "done" in out, case
                 assert kind in ("hard link", "folder") or "damaged" in out or place == "config.yaml", case
@@ -171,28 +182,12 @@ def test_a_strangers_run_neither_stops_a_command_nor_leads_it_outside(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "hard link"])
-def test_what_is_put_there_after_the_check_is_not_opened_either(whole, tmp_path, monkeypatch, capsys, kind):
+def test_what_is_put_there_after_the_check_is_not_opened_either(attacked, monkeypatch, kind):
     """The first check finds nothing, as if the stranger had been faster: the opened file counts."""
-    (victims := tmp_path / "victims").mkdir()
-    (victims / "victim").write_text('{"step": 0}\n')
     for module in ("runs.folder", "runs.overview", "runs.reading", "runs.targets", "runs.branch"):
         monkeypatch.setattr(f"agent_peft.{module}.check_run_files", lambda folder: None)
     monkeypatch.setattr("agent_peft.files.check_tree", lambda path, depth=8: None)
     for place in PLACES:
-        is_folder = place in FOLDERS or place in ("checkpoints/step_000002", "trackers/tensorboard")
-        if is_folder and kind == "hard link":
-            continue
         for command in ("runs", "report", "show", "train"):
-            shutil.rmtree(here := tmp_path / "here", ignore_errors=True)
-            shutil.copytree(whole, here)
-            monkeypatch.chdir(here)
-            if is_folder:
-                Path("runs/run", place).mkdir(parents=True, exist_ok=True)
-            put(kind, Path("runs/run", place), victims)
-            before = state_of(victims)
-            with within(60):
-                code = run(arguments(command))
-            err = capsys.readouterr().err
-            case = f"{command} with {place} as a {kind}: {code} {err}"
-            assert "Traceback" not in err and "it waits" not in err, case
-            assert state_of(victims) == before, case
+            if place not in A_FOLDER or kind != "hard link":
+                attacked(kind, place, command)

@@ -15,9 +15,8 @@ from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments import load_environment
 from agent_peft.environments.digests import task_digest
 from agent_peft.rollout.skill_matrix import MEASURES
-from agent_peft.runs.evaluations import due_evaluations
+from agent_peft.runs.evaluations import due_evaluations, skill_matrices
 from agent_peft.runs.run import train
-from agent_peft.runs.streams import skill_matrices
 from agent_peft.runs.targets import evaluate_target, load_run, merge_run
 from agent_peft.types import AgentPeftError
 
@@ -97,7 +96,7 @@ def test_one_skill_after_another_with_an_evaluation_after_each_and_the_matrix(se
         "base": 0,
         "step 2": 2,
         "step 4": 4,
-        "step 6": 6,
+        "after reinforce": 6,
     }
     skills = {f"{skill}-{number}": skill for skill in SKILLS for number in range(SIZE)}
     matrix = skill_matrices(config, reports.values(), skills)["reinforce"]
@@ -122,7 +121,7 @@ def test_segments_are_due_where_their_stage_begins_and_after_each(settings):
         config: TrainConfig = load_config(settings, evaluation={"at": list(moments)})
         return due_evaluations(config.with_steps(load_environment(config.environment).tasks))
 
-    assert due("segments") == {3: "step 3", 5: "step 5", 7: "step 7", 9: "step 9"}
+    assert due("segments") == {3: "after sft", 5: "step 5", 7: "step 7", 9: "after stream"}
     assert due("start", "stages", "segments") == {
         0: "base",
         3: "after sft",
@@ -190,12 +189,12 @@ def test_the_prompt_shows_the_latest_successes_of_the_steps_before(replaying, tm
                 kept = [pair for pair in kept if pair[0] != task]
                 kept.append((task, first["messages"][-1]["content"]))
         if step % 2:  # the evaluation after a segment
-            for record in episodes(run / "evaluations" / f"step_{step + 1}.jsonl"):
+            for record in episodes(run / "evaluations" / f"step_{step + 1:06d}.jsonl"):
                 assert (
                     shown(record) == [reply for task, reply in kept if task != heldout[record["task"]]][-2:]
                 )
     assert len(kept) > 3
-    assert all(shown(record) == [] for record in episodes(run / "evaluations" / "base.jsonl"))
+    assert all(shown(record) == [] for record in episodes(run / "evaluations" / "step_000000.jsonl"))
 
 
 def test_replays_are_resumed_to_the_same_bytes_also_for_an_evaluation_that_was_not_made(
@@ -207,7 +206,7 @@ def test_replays_are_resumed_to_the_same_bytes_also_for_an_evaluation_that_was_n
     shutil.rmtree(run)
     with pytest.raises(KeyboardInterrupt):
         train(load_config(replaying), observers=[StopAfter(4)])  # before the evaluation after step 4
-    assert not (run / "evaluations" / "step_4.json").exists()
+    assert not (run / "evaluations" / "step_000004.json").exists()
     train(load_config(replaying))
     assert run_contents(run) == expected
 
@@ -216,7 +215,7 @@ def test_a_checkpoint_is_measured_with_its_replays(replaying, tmp_path, caplog):
     reports = train(load_config(replaying))
     caplog.clear()
     run = tmp_path / "run"
-    for name in ("step 2", "step 6"):
+    for name in ("step 2", "after reinforce"):
         step = reports[name].step
         measured = evaluate_target(run, checkpoint=f"step_{step:06d}")
         assert measured == reports[name], name

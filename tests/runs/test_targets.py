@@ -260,9 +260,9 @@ def test_a_start_that_failed_does_not_occupy_its_folder(settings, refused, tmp_p
     settings["stages"][0]["steps"] = 1
     Path("c.yaml").write_text(dump(settings))
     (tmp_path / "run" / "evaluations").mkdir()
-    (tmp_path / "run" / "evaluations" / "base.json").write_text("{}")  # of the start that failed
+    (tmp_path / "run" / "evaluations" / "step_000000.json").write_text("{}")  # of the start that failed
     assert run(["train", "c.yaml"]) == 0
-    assert json.loads((tmp_path / "run" / "evaluations" / "base.json").read_text())["success"]
+    assert json.loads((tmp_path / "run" / "evaluations" / "step_000000.json").read_text())["success"]
     assert "holds a run of another configuration (seed differs)" in refused("train", "c.yaml", "seed=1")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     assert "another configuration (seed differs)" in refused("train", "c.yaml", "seed=1")  # metrics are there

@@ -16,8 +16,7 @@ import pytest
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.policies.config import LoraSettings, ScratchConfig
 from agent_peft.policies.sampling import SamplingConfig
-from agent_peft.runs.recording import Recording
-from agent_peft.runs.run import train
+from agent_peft.runs.run import Recording, train
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import AgentPeftError
 
@@ -150,7 +149,7 @@ def test_a_killed_run_is_measured_to_the_same_reference(config, tmp_path, monkey
         killed = config.model_copy(update={"run_dir": tmp_path / f"killed_{steps}"})
         kill_after(killed, steps, monkeypatch)
         # also where an evaluation is made again, with the weights of its moment, before the stage continues
-        (killed.run_dir / "evaluations" / "step_1.json").unlink()
+        (killed.run_dir / "evaluations" / "step_000001.json").unlink()
         train(killed)
         again = run_contents(killed.run_dir)
         assert whole.keys() == again.keys()

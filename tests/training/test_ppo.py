@@ -16,7 +16,7 @@ from agent_peft.batch import collate
 from agent_peft.configuration.loading import read_config
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.policies.value_head import WEIGHTS
-from agent_peft.runs import recording
+from agent_peft.runs import run as runs
 from agent_peft.runs.run import train
 from agent_peft.runs.targets import evaluate_target
 from agent_peft.training.stage import StageConfig
@@ -294,7 +294,7 @@ def test_a_run_that_is_killed_resumes_to_the_same_bytes(config, monkeypatch, run
     train(config)
     expected = run_contents(config.run_dir)
     shutil.rmtree(config.run_dir)
-    saved = recording.save_checkpoint
+    saved = runs.save_checkpoint
 
     def killed(root, step, *more, **options):
         path = saved(root, step, *more, **options)
@@ -302,10 +302,10 @@ def test_a_run_that_is_killed_resumes_to_the_same_bytes(config, monkeypatch, run
             raise KeyboardInterrupt
         return path
 
-    monkeypatch.setattr(recording, "save_checkpoint", killed)
+    monkeypatch.setattr(runs, "save_checkpoint", killed)
     with pytest.raises(KeyboardInterrupt):
         train(config)
-    monkeypatch.setattr(recording, "save_checkpoint", saved)
+    monkeypatch.setattr(runs, "save_checkpoint", saved)
     train(config)
     found = run_contents(config.run_dir)
     assert found.keys() == expected.keys()

@@ -19,7 +19,8 @@ from agent_peft.configuration.yaml12 import dump
 from agent_peft.environments.arithmetic import Arithmetic, ArithmeticConfig
 from agent_peft.rollout.evaluation import EvaluationConfig, evaluate
 from agent_peft.runs import run as runs
-from agent_peft.runs.folder import settle_dtype
+from agent_peft.runs.folder import with_dtype
+from agent_peft.runs.reading import load_run
 from agent_peft.runs.run import train
 from agent_peft.training.trainer import NonFiniteError, Trainer
 from agent_peft.types import AgentPeftError, InfrastructureError, Outcome, TrustError
@@ -270,7 +271,7 @@ def test_a_stages_name_must_fit_into_a_files(configure, tmp_path, name):
     assert "cannot be part of a file's name" in told
 
 
-def test_stages_whose_names_give_one_file_have_one_each(configure):
+def test_stages_of_one_name_have_an_evaluation_each(configure):
     heldout = {"kind": "arithmetic", "digits": 1, "num_tasks": 3, "split": "heldout"}
     stages = [{"algorithm": {"kind": "sft"}, "steps": 1, "name": name} for name in ("my stage", "my_stage")]
     config = configure(
@@ -278,8 +279,7 @@ def test_stages_whose_names_give_one_file_have_one_each(configure):
         evaluation={"environment": heldout, "at": ["stages"], "sampling": {"max_new_tokens": 3}},
     )
     assert list(train(config)) == ["after my stage", "after my_stage (2)"]
-    files = sorted(path.name for path in (config.run_dir / "evaluations").glob("*.json"))
-    assert files == ["after_my_stage.json", "after_my_stage_(2).json"]
+    assert list(load_run(config.run_dir).evaluations) == ["after_my_stage", "after_my_stage_(2)"]
 
 
 CHANGES = [
@@ -308,4 +308,4 @@ def test_what_may_change_during_a_run_is_no_other_configuration(configure, run_c
     train(again)
     after = run_contents(config.run_dir)
     assert [name for name in before if before[name] != after[name]] == ["config.yaml"]
-    assert read_config(config.run_dir / "config.yaml")[0] == settle_dtype(again, "float32")
+    assert read_config(config.run_dir / "config.yaml")[0] == with_dtype(again, "float32")

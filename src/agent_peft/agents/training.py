@@ -29,8 +29,7 @@ from agent_peft.rollout.evaluation import evaluate
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.runs.changes import read_earlier
 from agent_peft.runs.checkpoint import checkpoints
-from agent_peft.runs.folder import dtype_of_run, recorded_dtype, settle_dtype
-from agent_peft.runs.lock import Lock
+from agent_peft.runs.folder import Lock, dtype_of_run, recorded_dtype, with_dtype
 from agent_peft.runs.overview import summarize_run
 from agent_peft.runs.reading import load_run
 from agent_peft.types import AgentPeftError
@@ -214,7 +213,7 @@ def make_room(config: TrainConfig) -> str | None:
     if earlier is None or not begun:
         return None
     with closing(load_environment(config.environment)) as environment:
-        known = settle_dtype(config.with_steps(environment.tasks), dtype_of_run(config, fresh=False))
+        known = with_dtype(config.with_steps(environment.tasks), dtype_of_run(config, fresh=False))
     if all(change.rule == "free" for change in earlier.changes(known, done=summarize_run(folder).step)):
         return None
     start = start_of(known.policy) if isinstance(known.policy, PretrainedConfig) else None

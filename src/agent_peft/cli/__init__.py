@@ -17,14 +17,12 @@ from typing import Any
 
 import typer
 
-from agent_peft.cli.agents import mcp
 from agent_peft.cli.app import LINE, app
 from agent_peft.cli.configuration import explain
 from agent_peft.cli.environments import download, generate, serve, validate
-from agent_peft.cli.policies import chat, serve_policy
-from agent_peft.cli.reading import show
-from agent_peft.cli.reports import report
+from agent_peft.cli.policies import chat, mcp, serve_policy
 from agent_peft.cli.runs import evaluate, merge, runs, train
+from agent_peft.cli.show import report, show
 from agent_peft.lookup import alike
 from agent_peft.output import flush_output, open_output
 from agent_peft.printable import printable

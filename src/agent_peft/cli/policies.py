@@ -1,4 +1,4 @@
-"""The commands that let others talk to a policy: serve-policy, chat."""
+"""The commands that let others talk to a policy or to the training tool: serve-policy, chat, mcp."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def chat(
     """Talk to a policy, or play its part with --play. Each line is a message; a backslash at its end
     continues it in the next line. /clear begins another conversation, /exit or the end of the input ends it.
     """
-    spoken = {
+    of_policies = {
         "--system": system,
         "--temperature": temperature,
         "--max-new-tokens": max_new_tokens,
@@ -94,7 +94,7 @@ def chat(
         "--dtype": dtype,
     }
     if play:
-        without = next((name for name, value in spoken.items() if value is not None), None)
+        without = next((name for name, value in of_policies.items() if value is not None), None)
         if without is not None:
             raise AgentPeftError(f"{without} has no effect with --play, where a person replies; leave it out")
         return _play(Path(target), task)
@@ -103,9 +103,18 @@ def chat(
     from agent_peft.agents.chat import ChatSettings, converse
 
     (policy, *_) = _policies([target], device, dtype).values()
-    given = {"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
-    settings = ChatSettings(system, **{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    sampling = {"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
+    settings = ChatSettings(system, **{name: value for name, value in sampling.items() if value is not None})  # type: ignore[arg-type]
     converse(policy, settings, _messages(), _say, _warn)
+
+
+def mcp(
+    root: Annotated[Path, typer.Option(help="the only folder that the tool reads and writes")] = Path("."),
+) -> None:
+    """Serve the training tool to an agent, over the Model Context Protocol on standard input and output."""
+    from agent_peft.agents.mcp import serve
+
+    serve(root)
 
 
 def _policies(targets: list[str], device: str | None, dtype: str | None) -> dict[str, Policy]:
@@ -124,11 +133,11 @@ def _play(path: Path, task: str | None) -> None:
     own = path / "config.yaml"
     config = read_config(own if own.is_file() else path, check_files=not own.is_file())[0]
     messages = _messages()
-    played = play(config, task, _show, lambda: next(messages, None), _warn)
-    terms = ", ".join(f"{name} {value:.4g}" for name, value in played.reward_terms.items())
-    score = "" if played.score is None else f", score {played.score:.4g}"
-    print(f"{played.outcome.value}{score}, {played.stop_reason.value}")
-    print(f"reward {sum(played.rewards):.4g} = {printable(terms)}")
+    episode = play(config, task, _show, lambda: next(messages, None), _warn)
+    terms = ", ".join(f"{name} {value:.4g}" for name, value in episode.reward_terms.items())
+    score = "" if episode.score is None else f", score {episode.score:.4g}"
+    print(f"{episode.outcome.value}{score}, {episode.stop_reason.value}")
+    print(f"reward {sum(episode.rewards):.4g} = {printable(terms)}")
 
 
 def _messages() -> Iterator[str]:
@@ -161,8 +170,8 @@ def _write(text: str, style: str, end: str = "", error: bool = False) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    shown = "\n".join(map(printable, text.split("\n")))
-    Console(stderr=error, highlight=False, soft_wrap=True).print(Text(shown, style=style), end=end)
+    content = "\n".join(map(printable, text.split("\n")))
+    Console(stderr=error, highlight=False, soft_wrap=True).print(Text(content, style=style), end=end)
 
 
 def _say(text: str) -> None:

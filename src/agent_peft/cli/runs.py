@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agent_peft.cli.app import AsJson, ConfigFile, Overrides, complete_config, show
+from agent_peft.cli.app import AsJson, ConfigFile, Overrides, complete_config, draw
 from agent_peft.types import AgentPeftError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def evaluate(
     if output is not None:
         write_evaluation(output.resolve() / "evaluation.json", report)
     if as_json:
-        show(report.to_json())
+        draw(report.to_json())
     else:
         _show_tables({" ".join(filter(None, (report.run, report.checkpoint))): report})
 
@@ -114,7 +114,7 @@ def merge(
         "merged": evaluate_target(output, settings),
     }
     if as_json:
-        show({name: report.to_json() for name, report in reports.items()})
+        draw({name: report.to_json() for name, report in reports.items()})
     else:
         _show_tables(reports)
 
@@ -130,13 +130,13 @@ def runs(
 
     summaries = [summarize_run(run) for run in find_runs(folder)]
     if as_json:
-        show({"runs": [asdict(summary) for summary in summaries]})
+        draw({"runs": [asdict(summary) for summary in summaries]})
     else:
-        show(overview(summaries))
+        draw(overview(summaries))
 
 
 def _show_tables(reports: dict[str, EvaluationReport]) -> None:
     from agent_peft.rollout.report_tables import skill_table, table
 
-    show(table(reports))
-    show(skill_table(reports))
+    draw(table(reports))
+    draw(skill_table(reports))

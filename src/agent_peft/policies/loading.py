@@ -13,10 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from agent_peft.config import validated
-from agent_peft.hardware import choose_device
+from agent_peft.hardware import choose_device, explain_oom
 from agent_peft.hub import why_not_given
 from agent_peft.lookup import nearest, nearest_path
-from agent_peft.out_of_memory import explain_oom
 from agent_peft.policies import adapters, value_head
 from agent_peft.policies.config import PretrainedConfig, ScratchConfig
 from agent_peft.policies.models.adapter_files import read_adapter_config

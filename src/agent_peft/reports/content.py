@@ -23,7 +23,7 @@ from agent_peft.rollout.statistics import (
     t95,
 )
 from agent_peft.runs.overview import summarize_run
-from agent_peft.runs.reading import Evaluation, RunRecord, load_run
+from agent_peft.runs.reading import RunRecord, load_run
 from agent_peft.types import AgentPeftError, Outcome
 
 SKILLS = 8  # curves by skill, of those with the most episodes
@@ -46,28 +46,24 @@ class Content:
 
 
 def read_content(folders: Sequence[Path]) -> Content:
-    """Read runs. What is damaged becomes a notice on the page; the rest is shown.
-
-    Raises:
-        AgentPeftError: a folder is no run directory.
-    """
+    """Read runs. What is damaged becomes a notice on the page; the rest is shown."""
     runs = [load_run(folder) for folder in folders]
     files: dict[str, EpisodeFile] = {}
     values, reports, policies = [], [], []
     for number, run in enumerate(runs):
-        told, own, policy = _run(run, number, files)
-        values.append(told)
+        row, own, policy = _run(run, number, files)
+        values.append(row)
         reports.append(own)
         policies.append(policy)
     names = _names([run.folder for run in runs])
-    for name, told in zip(names, values, strict=True):
-        told["name"] = name
+    for name, row in zip(names, values, strict=True):
+        row["name"] = name
     _note_others(values, reports)
     return Content(
         {
             "made": datetime.now(UTC).isoformat(timespec="seconds"),
             "runs": values,
-            "seeds": _seeds([told["config"] for told in values]),
+            "seeds": _seeds([row["config"] for row in values]),
             "pairs": list(_pairs(reports)),
             "t95": [_short(t95(degrees)) for degrees in range(1, 31)] + [Z95],
         },
@@ -81,37 +77,36 @@ def _run(
 ) -> tuple[dict[str, Any], dict[str, EvaluationReport], Any]:
     """What the page shows of a run, its evaluations' reports by name, and its policy's configuration."""
     notices: list[str] = []
-    told: dict[str, Any] = {"folder": str(run.folder.absolute()), "notices": notices, "config": {}}
+    row: dict[str, Any] = {"folder": str(run.folder.absolute()), "notices": notices, "config": {}}
     summary = summarize_run(run.folder)
-    told |= {"state": summary.state, "cause": summary.cause, "done": summary.step, "steps": summary.steps}
+    row |= {"state": summary.state, "cause": summary.cause, "done": summary.step, "steps": summary.steps}
     policy = None
     with _noting(notices):
-        told["config"], policy = dict(_flat(run.config)), run.config.get("policy")
+        row["config"], policy = dict(_flat(run.config)), run.config.get("policy")
     lines: list[dict[str, Any]] = []
     with _noting(notices):
         lines = run.metrics
-    told["curves"] = _curves(lines)
+    row["curves"] = _curves(lines)
     with _noting(notices):
         seconds = {line["step"]: line for line in run.timing}
-        speeds = [_speed(seconds.get(step, {})) for step in told["curves"]["step"]]
-        told["curves"]["metrics"]["tokens_per_second"] = speeds
+        speeds = [_speed(seconds.get(step, {})) for step in row["curves"]["step"]]
+        row["curves"]["metrics"]["tokens_per_second"] = speeds
     reports: dict[str, EvaluationReport] = {}
-    for path in sorted((run.folder / "evaluations").glob("[!.]*.json")):
+    for name, evaluation in run.evaluations.items():
         with _noting(notices):
-            reports[path.stem] = Evaluation(path).report
-    reports = dict(sorted(reports.items(), key=lambda pair: pair[1].step or 0))
-    told["evaluations"] = _evaluations(reports)
+            reports[name] = evaluation.report
+    row["evaluations"] = _evaluations(reports)
     own = episode_files(run, number)
-    kept: list[tuple[EpisodeFile, Sequence[Facts]]] = []
+    readable: list[tuple[EpisodeFile, Sequence[Facts]]] = []
     for file in own:
         with _noting(notices):
-            kept.append((file, facts_of(file.path)))
+            readable.append((file, facts_of(file.path)))
             files[file.key] = file
-    told["episodes"] = _columns(kept)
-    training = [(file.step, facts) for file, facts in kept if file.evaluation is None]
-    acted = _acted(told["curves"], training)
-    told |= {"intervals": _intervals(acted), "stops": _stops(training), "skills": _skills(acted)}
-    return told, reports, policy
+    row["episodes"] = _columns(readable)
+    training = [(file.step, facts) for file, facts in readable if file.evaluation is None]
+    acted = _acted(row["curves"], training)
+    row |= {"intervals": _intervals(acted), "stops": _stops(training), "skills": _skills(acted)}
+    return row, reports, policy
 
 
 @contextmanager
@@ -157,19 +152,19 @@ def _short(value: Any) -> float | None:
     (0.123457, None, None)
     """
     try:
-        known = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        return float(f"{value:.{DIGITS}g}") if known else None
+        finite = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return float(f"{value:.{DIGITS}g}") if finite else None
     except OverflowError:  # an integer of more digits than a float holds
         return None
 
 
-def _columns(kept: Sequence[tuple[EpisodeFile, Sequence[Facts]]]) -> dict[str, Any]:
+def _columns(files: Sequence[tuple[EpisodeFile, Sequence[Facts]]]) -> dict[str, Any]:
     """The facts of all episodes, a list for each. Texts that occur often are places in a list of texts."""
     texts: dict[str, dict[Any, int]] = {
         name: {} for name in ("stage", "task", "skills", "outcome", "stop_reason")
     }
     columns: dict[str, list[Any]] = {name: [] for name in Facts.__dataclass_fields__}
-    for _, facts in kept:
+    for _, facts in files:
         for one in facts:
             for name, column in columns.items():
                 value = getattr(one, name)
@@ -179,9 +174,9 @@ def _columns(kept: Sequence[tuple[EpisodeFile, Sequence[Facts]]]) -> dict[str, A
     return {
         "files": [
             {"key": file.key, "step": file.step, "evaluation": file.evaluation, "episodes": len(facts)}
-            for file, facts in kept
+            for file, facts in files
         ],
-        "texts": {name: list(known) for name, known in texts.items()},
+        "texts": {name: list(places) for name, places in texts.items()},
         "columns": columns,
     }
 
@@ -197,7 +192,7 @@ def _acted(
 
 def _intervals(training: Sequence[tuple[int, Sequence[Facts]]]) -> dict[str, list[Any]]:
     """The interval of each step's success. A task counts once, so it takes the step's episodes."""
-    told: dict[str, list[Any]] = {"step": [], "low": [], "high": []}
+    columns: dict[str, list[Any]] = {"step": [], "low": [], "high": []}
     for step, facts in training:
         groups: dict[int, list[bool]] = {}
         for one in facts:
@@ -206,8 +201,8 @@ def _intervals(training: Sequence[tuple[int, Sequence[Facts]]]) -> dict[str, lis
         if groups:
             rate = rate_of((sum(group), len(group)) for group in groups.values())
             for name, value in (("step", step), ("low", _short(rate.low)), ("high", _short(rate.high))):
-                told[name].append(value)
-    return told
+                columns[name].append(value)
+    return columns
 
 
 def _stops(training: Sequence[tuple[int, Sequence[Facts]]]) -> dict[str, Any]:
@@ -232,12 +227,12 @@ def _skills(training: Sequence[tuple[int, Sequence[Facts]]]) -> dict[str, Any]:
         for one in facts:
             skill = one.skills[0] if one.skills else NO_SKILL
             counts[skill] = counts.get(skill, 0) + 1
-    chosen = sorted(counts, key=lambda skill: -counts[skill])[:SKILLS]
+    largest = sorted(counts, key=lambda skill: -counts[skill])[:SKILLS]
     width = max(1, math.ceil(len(training) / BINS))
     bins = [training[start : start + width] for start in range(0, len(training), width)]
-    rates: dict[str, list[float | None]] = {skill: [] for skill in chosen}
+    rates: dict[str, list[float | None]] = {skill: [] for skill in largest}
     for steps in bins:
-        outcomes: dict[str, list[bool]] = {skill: [] for skill in chosen}
+        outcomes: dict[str, list[bool]] = {skill: [] for skill in largest}
         for one in (one for _, facts in steps for one in facts):
             skill = one.skills[0] if one.skills else NO_SKILL
             if skill in outcomes:
@@ -248,17 +243,17 @@ def _skills(training: Sequence[tuple[int, Sequence[Facts]]]) -> dict[str, Any]:
         "step": [steps[-1][0] for steps in bins],
         "width": width,
         "rates": rates,
-        "others": len(counts) - len(chosen),
+        "others": len(counts) - len(largest),
     }
 
 
 def _evaluations(reports: Mapping[str, EvaluationReport]) -> list[dict[str, Any]]:
     """The evaluations in their order, each with its change since the one before, where tasks are the same."""
-    told = []
+    rows = []
     before: EvaluationReport | None = None
     for name, report in reports.items():
         change = None if before is None else _test(before, report)
-        told.append(
+        rows.append(
             {
                 "name": report.name or name,
                 "file": name,
@@ -278,7 +273,7 @@ def _evaluations(reports: Mapping[str, EvaluationReport]) -> list[dict[str, Any]
             }
         )
         before = report
-    return told
+    return rows
 
 
 def _pairs(reports: Sequence[Mapping[str, EvaluationReport]]) -> Iterator[dict[str, Any]]:
@@ -293,13 +288,13 @@ def _note_others(values: Sequence[dict[str, Any]], reports: Sequence[Mapping[str
     """Add a notice for each evaluation that did not measure what the last one of its run did, or what that of
     the same name in the first run did.
     """
-    for told, own in zip(values, reports, strict=True):
+    for row, own in zip(values, reports, strict=True):
         last = list(own)[-1:]
         pairs = [(name, f"{last[0]} of this run", own[last[0]]) for name in own if last]
         pairs += [(name, values[0]["name"], reports[0][name]) for name in own if name in reports[0]]
         for name, where, other in pairs:
             if keys := other_settings(own[name].settings, other.settings):
-                told["notices"].append(f"{name} is not comparable with {where}: other {', '.join(keys)}")
+                row["notices"].append(f"{name} is not comparable with {where}: other {', '.join(keys)}")
 
 
 def _test(before: EvaluationReport, after: EvaluationReport) -> dict[str, float] | None:

@@ -1,7 +1,6 @@
 """The episodes of a run for the page: a line of facts for each, and the whole of each when it is asked for.
 
-An old run's lines have no tokens, a run in progress has a torn last line, and arrays may be gone: the page
-shows what is there.
+A run in progress has a torn last line, and arrays may be gone: the page shows what is there.
 """
 
 from __future__ import annotations
@@ -68,18 +67,14 @@ def episode_files(run: RunRecord, number: int) -> list[EpisodeFile]:
         for step in run.trajectories.steps
     ]
     evaluations = [
-        EpisodeFile(f"r{number}_evaluation_{place}", path, -1, path.stem)
-        for place, path in enumerate(sorted((folder / "evaluations").glob("[!.]*.jsonl")))
+        EpisodeFile(f"r{number}_evaluation_{place}", one.path.with_suffix(".jsonl"), -1, one.name)
+        for place, one in enumerate(run.evaluations.values())
     ]
     return steps + evaluations
 
 
 def facts_of(path: Path) -> Sequence[Facts]:
-    """The facts of each episode in a file. They are read again only when the file has changed.
-
-    Raises:
-        AgentPeftError: the file is damaged or gone.
-    """
+    """The facts of each episode in a file. They are read again only when the file has changed."""
     try:
         status = path.stat()
     except OSError as error:
@@ -89,22 +84,22 @@ def facts_of(path: Path) -> Sequence[Facts]:
 
 @lru_cache(maxsize=10_000)
 def _facts_of(path: Path, changed: int, size: int) -> Sequence[Facts]:
-    return _told(path, lambda: [_facts(line, n) for n, line in enumerate(read_lines(path))])
+    return _told(path, lambda: [_facts(line) for line in read_lines(path)])
 
 
-def _facts(line: Mapping[str, Any], number: int) -> Facts:
+def _facts(line: Mapping[str, Any]) -> Facts:
     advantages = line.get("advantages")
     return Facts(
-        stage=str(line.get("stage", "")),
-        group=int(line.get("group", number)),
-        attempt=int(line.get("attempt", 0)),
-        task=str(line.get("task", "")),
-        skills=tuple(map(str, line.get("skills", ()))),
-        outcome=str(line.get("outcome", "unknown")),
-        stop_reason=str(line.get("stop_reason", "unknown")),
-        reward=math.fsum(map(float, line.get("rewards", ()))),
+        stage=str(line.get("stage", "")),  # of training
+        group=int(line["group"]),
+        attempt=int(line["attempt"]),
+        task=str(line["task"]),
+        skills=tuple(map(str, line["skills"])),
+        outcome=str(line["outcome"]),
+        stop_reason=str(line["stop_reason"]),
+        reward=math.fsum(map(float, line["rewards"])),
         advantage=math.fsum(map(float, advantages)) / len(advantages) if advantages else None,
-        tokens=int(line.get("num_tokens", 0)),
+        tokens=int(line["num_tokens"]),
     )
 
 
@@ -116,9 +111,6 @@ def chunk(file: EpisodeFile, words: Words | None) -> dict[str, Any]:
         in ``words``; ``runs`` are the lengths of what was read, written, read, …; ``sampler`` and ``trainer``
         the log-probabilities of what was written; ``advantages`` pairs of a value and how many
         written tokens in a row have it. Without ``words`` there are no tokens.
-
-    Raises:
-        AgentPeftError: the file is damaged or gone.
     """
 
     def read() -> dict[str, Any]:
@@ -130,8 +122,7 @@ def chunk(file: EpisodeFile, words: Words | None) -> dict[str, Any]:
             "words": spelled,
             "fault": fault,
             "episodes": [
-                {**_line(line), **(_tokens(line, arrays, places) if arrays and "row" in line else {})}
-                for line in lines
+                {**_line(line), **(_tokens(line, arrays, places) if arrays else {})} for line in lines
             ],
         }
 
@@ -139,10 +130,10 @@ def chunk(file: EpisodeFile, words: Words | None) -> dict[str, Any]:
 
 
 def _line(line: Mapping[str, Any]) -> dict[str, Any]:
-    known = {name: line[name] for name in _SHOWN if name in line}
-    known["turn_advantages"] = line.get("advantages")
-    known["messages"] = [[str(one["role"]), str(one["content"])] for one in line.get("messages", ())]
-    return known
+    content = {name: line[name] for name in _SHOWN if name in line}
+    content["turn_advantages"] = line.get("advantages")
+    content["messages"] = [[str(one["role"]), str(one["content"])] for one in line["messages"]]
+    return content
 
 
 def _tokens(

@@ -87,12 +87,6 @@ def _state(folder: Path) -> object:
 def live_server(folders: Sequence[Path], port: int) -> ThreadingHTTPServer:
     """A server on loopback. It answers only requests whose ``Host`` is this machine, so that a page of
     another site cannot read the runs through a name that it lets point here (DNS rebinding).
-
-    Args:
-        port: 0 for any free one.
-
-    Raises:
-        AgentPeftError: a folder is no run directory, or the port is taken.
     """
     report = LiveReport(folders)
     report.values()

@@ -1,7 +1,7 @@
 """The page: one HTML file that loads nothing from a network.
 
-Everything that a model, an environment or a configuration said is JSON data inside the page. Its script puts
-it there as text, never as HTML. A Content-Security-Policy allows only the page's own scripts and styles, by
+Every text of a model, an environment or a configuration is JSON data inside the page. Its script inserts
+them as text, never as HTML. A Content-Security-Policy allows only the page's own scripts and styles, by
 their digests. ``strict-dynamic`` lets the script load the files next to the page.
 """
 
@@ -50,12 +50,9 @@ def write_report(folders: Sequence[Path], out: Path, max_inside: int = MAX_INSID
         max_inside: bytes of episodes that the page itself may hold. Where there are more, they go to the
             folder ``NAME_episodes`` next to the page, one file for each step, and the page loads what is
             looked at. Nothing that is there already is shown, since a run may come from a stranger.
-
-    Raises:
-        AgentPeftError: a folder is no run directory, or ``out`` cannot be written.
     """
-    beside = out.with_name(f"{out.stem}_episodes")
-    check_tree(beside)
+    folder = out.with_name(f"{out.stem}_episodes")
+    check_tree(folder)
     content = read_content(folders)
     library = Library(content)
     inside: dict[str, str] = {}
@@ -66,19 +63,19 @@ def write_report(folders: Sequence[Path], out: Path, max_inside: int = MAX_INSID
             size += len(inside[key])
             if size > max_inside:
                 for earlier, text in inside.items():
-                    _write_beside(beside / f"{earlier}.js", script_of(earlier, text))
+                    _write_beside(folder / f"{earlier}.js", script_of(earlier, text))
                 inside.clear()
         is_beside = size > max_inside
-        content.values["episodes_in"] = beside.name if is_beside else None
+        content.values["episodes_in"] = folder.name if is_beside else None
         content.values["missing_words"] = library.missing
         write_atomic(out, page(content.values, inside))
-        _remove_others(beside, content.files if is_beside else {})
+        _remove_others(folder, content.files if is_beside else {})
     except OSError as error:
         raise AgentPeftError(
             f"{out}: cannot be written ({error.strerror}); name another with --output"
         ) from error
     episodes = sum(len(run["episodes"]["columns"]["task"]) for run in content.values["runs"])
-    return Report(out, beside if is_beside else None, episodes)
+    return Report(out, folder if is_beside else None, episodes)
 
 
 class Library:
@@ -167,11 +164,8 @@ def script_of(key: str, text: str) -> str:
 
 
 def page(values: Mapping[str, Any] | None, inside: Mapping[str, str]) -> str:
-    """The page as HTML.
-
-    Args:
-        values: what it shows; None for the page of a server, which fetches them.
-        inside: the episodes' files that it holds, as JSON texts by key.
+    """The page as HTML, with the episodes' files ``inside`` as JSON texts by key. Without ``values`` it is
+    the page of a server, which fetches them.
     """
     styles = _asset("uPlot.min.css") + _asset("report.css")
     scripts = [_asset(name) for name in SCRIPTS]

@@ -44,11 +44,7 @@ class Words:
 
 
 def words_of(policy: Any) -> Words:
-    """The words of the model that ``policy`` names, the part of a run's configuration. Nothing is downloaded.
-
-    Raises:
-        AgentPeftError: the tokenizer is not on this machine; in one line.
-    """
+    """The words of the model that a run's ``policy`` section names. Nothing is downloaded."""
     import transformers
 
     from agent_peft.policies.loading import policy_config

@@ -13,10 +13,11 @@ from pathlib import Path
 from agent_peft.configuration.run_config import KeepBestConfig
 from agent_peft.files import MEGABYTE, parse_json, read_text, write_atomic
 from agent_peft.rollout.statistics import EvaluationReport, other_settings
-from agent_peft.runs.checkpoint import BEST, POSITION, checkpoint_step, checkpoints
+from agent_peft.runs.checkpoint import POSITION, checkpoint_step, checkpoints
 from agent_peft.training.until import UntilConfig
 from agent_peft.types import AgentPeftError
 
+BEST = "best.json"  # next to the checkpoints: the name of the best one
 STATISTICS = "training_stats.json"  # in a checkpoint: the metrics of the last step before it
 
 
@@ -32,11 +33,7 @@ class Best:
 
 
 def read_best(root: Path) -> Best | None:
-    """Return what ``root/best.json`` says; None where there is no such file.
-
-    Raises:
-        AgentPeftError: the file is damaged.
-    """
+    """Return what ``root/best.json`` says; None where there is no such file."""
     path = root / BEST
     if not path.is_file():
         return None
@@ -49,14 +46,8 @@ def read_best(root: Path) -> Best | None:
 
 
 def note_best(root: Path, keep: KeepBestConfig, reports: Iterable[EvaluationReport]) -> Best | None:
-    """Find the best of the checkpoints in ``root``, and write its name to ``best.json``. Of equals the first
-    is the best.
-
-    Args:
-        reports: of the run's evaluations, in their order.
-
-    Returns:
-        The best checkpoint. While no checkpoint has the metric, it is the one that the file names already.
+    """Find the best of the checkpoints in ``root``, the first of equals, and write its name to ``best.json``.
+    While no checkpoint has the metric, it is the one that the file names already.
     """
     present = {checkpoint_step(path): path for path in checkpoints(root)}
     values = _of_evaluations(keep.metric, reports) if keep.of_evaluations else _of_steps(keep.metric, present)
@@ -82,7 +73,7 @@ def comparable(metric: str, reports: Iterable[EvaluationReport]) -> list[tuple[i
     """Return the run's step and the value of each report that has the metric and measured what the last one
     did, in their order. Rewards are comparable under the same prices only.
     """
-    measured = [
+    rows = [
         (report.step, value, report.settings)
         for report in reports
         if report.step is not None and (value := report.metric(metric)) is not None
@@ -90,8 +81,8 @@ def comparable(metric: str, reports: Iterable[EvaluationReport]) -> list[tuple[i
     priced = metric == "evaluation.reward"
     return [
         (step, value)
-        for step, value, settings in measured
-        if not other_settings(settings, last := measured[-1][2])
+        for step, value, settings in rows
+        if not other_settings(settings, last := rows[-1][2])
         and (not priced or settings.get("rewards") == last.get("rewards"))
     ]
 
@@ -115,11 +106,8 @@ def _content(path: Path) -> dict[str, object]:
 
 
 def reason_to_end(until: UntilConfig, start: float | None, values: Sequence[float]) -> str | None:
-    """Return why a stage ends, in words; None where it continues.
-
-    Args:
-        start: the metric of the evaluation at the stage's start, if there is one.
-        values: of the evaluations since, in their order.
+    """Return why a stage ends, in words; None where it continues. ``start`` is the metric of the evaluation
+    at the stage's start, if there is one, and ``values`` are those since.
 
     >>> reason_to_end(UntilConfig(metric="evaluation.success", patience=2), 0.5, [0.6, 0.6, 0.55])
     'evaluation.success has not improved in 2 evaluations'
@@ -131,7 +119,7 @@ def reason_to_end(until: UntilConfig, start: float | None, values: Sequence[floa
     if until.patience is None:
         return None
     sign = -1 if until.below is not None else 1
-    known = [sign * value for value in (*([] if start is None else [start]), *values)]
-    if known and len(known) - 1 - known.index(max(known)) >= until.patience:
+    signed = [sign * value for value in (*([] if start is None else [start]), *values)]
+    if signed and len(signed) - 1 - signed.index(max(signed)) >= until.patience:
         return f"{until.metric} has not improved in {until.patience} evaluations"
     return None

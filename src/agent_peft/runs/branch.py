@@ -1,17 +1,22 @@
-"""A run that begins with the checkpoint of another one and counts on from there: ``train --from RUN[:step]``.
+"""What a run begins with, copied into its directory: it depends on no other run afterwards.
 
-``origin.json`` in its directory names that checkpoint. The checkpoint itself is copied, so the other run may
-be removed or continue.
+``train --from RUN[:step]`` begins with the checkpoint of another run and counts on from there;
+``origin.json`` names that checkpoint. A policy that starts from an adapter or from another run has its copy
+in ``RUN/start``.
 """
 
 from __future__ import annotations
 
-import re
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
+from pydantic import Field, TypeAdapter, ValidationError
+
+from agent_peft.config import first_error
 from agent_peft.configuration.changes import Change
 from agent_peft.configuration.relocation import check_run_files
 from agent_peft.configuration.run_config import TrainConfig
@@ -19,16 +24,18 @@ from agent_peft.files import (
     MEGABYTE,
     check_tree,
     open_regular,
-    parse_json,
     read_text,
     sync,
     write_json_atomic,
 )
-from agent_peft.policies.models.start import START
+from agent_peft.policies.config import PolicyConfig, PretrainedConfig
+from agent_peft.policies.loading import save_start
+from agent_peft.policies.models.start import START, from_start, split_run, start_of
 from agent_peft.runs.changes import names, read_earlier
 from agent_peft.runs.checkpoint import (
     checkpoint_step,
     checkpoints,
+    latest_checkpoint,
     read_position,
     remove,
     save_checkpoint,
@@ -39,7 +46,6 @@ from agent_peft.runs.resume import measures_kl_to_its_start
 from agent_peft.types import AgentPeftError
 
 ORIGIN = "origin.json"
-_SPECIFICATION = re.compile(r"(.+?)(?::(?:step_)?(\d+))?")
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ class Origin:
 
     run: str  # the absolute path of the other run's directory
     checkpoint: str  # its name, such as step_000012
-    steps: int  # that were done then
+    steps: Annotated[int, Field(ge=1)]  # that were done then
     start: str | None = None  # the checkpoint that the stage began with, if a KL is measured to it
 
     def __str__(self) -> str:
@@ -56,24 +62,21 @@ class Origin:
 
 
 def find_origin(text: str, config: TrainConfig, contents: Contents) -> tuple[Origin, list[Change], list[str]]:
-    """Return the checkpoint that ``RUN``, ``RUN:12`` or ``RUN:step_000012`` stands for, the keys in which
-    ``config`` will teach otherwise than that run did, and what is to be said.
-
-    Raises:
-        AgentPeftError: there is none, it is damaged, or ``config`` cannot continue from it.
+    """Return the checkpoint that ``RUN``, ``RUN:12`` or ``RUN:step_000012`` names, the changed keys that
+    decide what is learned from there on, and lines to print.
     """
-    run, name = split(text)
+    run, name = _named_by(text)
     check_run_files(run)
     earlier = read_earlier(run)
     if earlier is None:
         raise AgentPeftError(f"--from: {run} is no run directory (seen from {Path.cwd()})")
-    have = {path.name: path for path in checkpoints(run / "checkpoints")}
-    if name is not None and name not in have:
-        raise AgentPeftError(f"--from: {run} has no {name}; there is: {', '.join(have) or 'none yet'}")
-    if not have:
+    existing = {path.name: path for path in checkpoints(run / "checkpoints")}
+    if name is not None and name not in existing:
+        raise AgentPeftError(f"--from: {run} has no {name}; there is: {', '.join(existing) or 'none yet'}")
+    if not existing:
         raise AgentPeftError(f"--from: {run} has no checkpoint yet; train it first")
-    name = name or list(have)[-1]
-    position = read_position(have[name], len(earlier.config.stages))
+    name = name or list(existing)[-1]
+    position = read_position(existing[name], len(earlier.config.stages))
     changes = earlier.changes(config, position.steps)
     if unfit := [c for c in changes if c.rule == "fixed" and not c.key.endswith(".name")]:
         raise AgentPeftError(
@@ -93,8 +96,14 @@ def find_origin(text: str, config: TrainConfig, contents: Contents) -> tuple[Ori
 
 def is_origin(text: str, origin: Origin | None) -> bool:
     """Whether a run that began with ``origin`` is the one that ``--from TEXT`` asks for."""
-    run, name = split(text)
+    run, name = _named_by(text)
     return origin is not None and str(run.resolve()) == origin.run and name in (None, origin.checkpoint)
+
+
+def _named_by(text: str) -> tuple[Path, str | None]:
+    """The run directory in ``RUN:12``, and the name of the checkpoint."""
+    run, step = split_run(text)
+    return run, None if step is None else f"step_{step:06d}"
 
 
 def write_origin(folder: Path, origin: Origin) -> None:
@@ -102,35 +111,32 @@ def write_origin(folder: Path, origin: Origin) -> None:
 
 
 def read_origin(folder: Path) -> Origin | None:
-    """Return the checkpoint that a run began with; None where it began at step 0.
-
-    Raises:
-        AgentPeftError: the file is damaged.
-    """
+    """Return the checkpoint that a run began with; None where it began at step 0."""
     path = folder / ORIGIN
     if not path.is_file():
         return None
     try:
-        content = parse_json(read_text(path, "a JSON file", MEGABYTE, unlinked=1))
-        origin = Origin(**content)
-        kinds = {"run": str, "checkpoint": str, "steps": int, "start": str | None}
-        if not all(isinstance(content.get(key), kind) for key, kind in kinds.items()) or origin.steps < 1:
-            raise ValueError("a value is of another type")
-    except (TypeError, ValueError) as error:
+        return TypeAdapter(Origin).validate_json(
+            read_text(path, "a JSON file", MEGABYTE, unlinked=1), strict=True
+        )
+    except ValidationError as error:
         raise AgentPeftError(
-            f"{path}: is damaged ({error}); put it back from a backup, or start over with --fresh --from"
+            f"{path}: is damaged ({first_error(error)}); put it back from a backup, or start over with "
+            "--fresh --from"
         ) from error
-    return origin
 
 
 def copy_origin(folder: Path, origin: Origin) -> None:
-    """Copy into a run directory that has no checkpoint what it begins with. The copies are never removed.
+    """Copy into a run directory what it begins with, unless it has a checkpoint of then or later. The copies
+    are never removed.
 
     Raises:
-        AgentPeftError: the other run has lost it.
         InfrastructureError: it cannot be written.
     """
     run, root = Path(origin.run), folder / "checkpoints"
+    newest = latest_checkpoint(root)
+    if newest is not None and checkpoint_step(newest) >= origin.steps:
+        return
     for name in filter(None, (origin.start, origin.checkpoint)):  # the one that says how far the run is, last
         source = run / "checkpoints" / name
         if not source.is_dir():
@@ -139,23 +145,14 @@ def copy_origin(folder: Path, origin: Origin) -> None:
                 "--fresh"
             )
     if (run / START).is_dir() and not (folder / START).is_dir():
-        aside = folder / f".aside-{START}"
-        remove(aside)
-        _copy_files(run / START, aside)
-        sync_tree(aside)
-        aside.rename(folder / START)
-        sync(folder)
+        _write_folder(folder / START, partial(_copy_files, run / START))
     for name in filter(None, (origin.start, origin.checkpoint)):
         source = run / "checkpoints" / name
         save_checkpoint(root, checkpoint_step(source), partial(_copy_files, source), keep_last=2, keep=True)
 
 
 def _copy_files(source: Path, target: Path) -> None:
-    """Copy a folder with this user's permissions, whatever those of the source are.
-
-    Raises:
-        AgentPeftError: a link, a pipe or a device is in it.
-    """
+    """Copy a folder with this user's permissions, whatever those of the source are."""
     check_tree(source)
     target.mkdir(exist_ok=True)
     for path in sorted(source.iterdir()):
@@ -166,13 +163,29 @@ def _copy_files(source: Path, target: Path) -> None:
                 shutil.copyfileobj(old, new)
 
 
-def split(text: str) -> tuple[Path, str | None]:
-    """A run directory, and the name of a checkpoint in it.
-
-    >>> split("runs/a:12")
-    (PosixPath('runs/a'), 'step_000012')
+def keep_start(config: TrainConfig) -> None:
+    """Write ``RUN/start`` if the policy starts from an adapter or from a checkpoint of a run, and the folder
+    is not there yet. It is whole or absent.
     """
-    match = _SPECIFICATION.fullmatch(text)
-    if Path(text).is_dir() or match is None:
-        return Path(text), None
-    return Path(match[1]), None if match[2] is None else f"step_{int(match[2]):06d}"
+    folder, policy = config.run_dir / START, config.policy
+    if folder.is_dir() or not isinstance(policy, PretrainedConfig):
+        return
+    start = start_of(policy)
+    if start.adapter is not None or start.of_run:
+        _write_folder(folder, partial(save_start, policy))
+
+
+def started(config: TrainConfig) -> PolicyConfig:
+    """Return the configuration of the run's policy, with ``RUN/start`` where there is one."""
+    policy = config.policy
+    return from_start(policy, config.run_dir) if isinstance(policy, PretrainedConfig) else policy
+
+
+def _write_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Write a folder of a run, whole or not at all."""
+    aside = folder.with_name(f".aside-{folder.name}")
+    remove(aside)
+    write(aside)
+    sync_tree(aside)
+    aside.rename(folder)
+    sync(folder.parent)

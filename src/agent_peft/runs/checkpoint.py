@@ -23,16 +23,14 @@ from agent_peft.types import AgentPeftError, InfrastructureError
 POSITION = "position.json"  # the file in a checkpoint that holds the run's position
 STATE = "trainer.pt"
 KEEP = "keep"  # a checkpoint with a file of this name is never removed
-BEST = "best.json"  # the file next to the checkpoints that names the best one
 _INDEX = "model.safetensors.index.json"
 _LAYOUTS = (
     ("adapter_config.json", "adapter_model.safetensors"),
     ("config.json", "model.safetensors"),
     ("config.json", _INDEX),
 )
-_NAME = re.compile(r"(?:\.replaced-)?step_(\d{6,})")
+_NAME = re.compile(r"step_(\d{6,})")
 _ASIDE = ".aside-"  # the prefix of a checkpoint that is being written or removed
-_REPLACED = ".replaced-"  # the prefix of one that is complete, and valid until another of its step is
 
 
 @dataclass(frozen=True)
@@ -46,10 +44,8 @@ class Position:
 
 
 def read_position(checkpoint: Path, stages: int) -> Position:
-    """Return the position that a checkpoint of a run with so many ``stages`` holds.
-
-    Each of its files must exist and have its beginning and its end. Faults inside the weights appear when
-    they are loaded. An error names the damaged file.
+    """Return the position that a checkpoint of a run with so many ``stages`` holds. Each file must have its
+    beginning and its end; faults inside the weights appear when they are loaded.
     """
     check_tree(checkpoint)
     with _damage_of(checkpoint / POSITION):
@@ -106,19 +102,32 @@ def save_checkpoint(
 ) -> Path:
     """Write ``root/step_000012`` and remove older checkpoints.
 
-    If the process is killed at any moment, ``latest_checkpoint`` is complete and on the disk. A checkpoint of
-    the same step is replaced.
+    If the process is killed at any moment, ``latest_checkpoint`` is complete and on the disk.
 
     Args:
         write: fills the empty folder that it is called with.
         keep_last: how many of the newest checkpoints stay, at least 1.
-        keep: never remove this checkpoint. A replacement inherits this.
+        keep: never remove this checkpoint.
         best: called when the checkpoint is written; returns the name of one that stays.
     """
     if keep_last < 1:
         raise ValueError("at least the newest checkpoint is kept")
+    target = root / f"step_{step:06d}"
+    aside = root / f"{_ASIDE}{target.name}"
     try:
-        return _save(root, step, write, keep_last, keep, best)
+        check_tree(root, depth=0)
+        root.mkdir(parents=True, exist_ok=True)
+        sync(root.parent)
+        clean(root)
+        aside.mkdir()
+        write(aside)
+        if keep:
+            (aside / KEEP).touch()
+        sync_tree(aside)
+        remove(target)
+        aside.rename(target)
+        sync(root)
+        remove_old(root, keep_last, (target.name, best()))
     except (OSError, SafetensorError) as error:
         with suppress(OSError):
             clean(root)  # the space may be needed
@@ -129,35 +138,6 @@ def save_checkpoint(
             f"{root}: no checkpoint can be written ({cause}); the existing ones are complete: make "
             "room, then run the same command again"
         ) from error
-
-
-def _save(
-    root: Path,
-    step: int,
-    write: Callable[[Path], None],
-    keep_last: int,
-    keep: bool,
-    best: Callable[[], str | None],
-) -> Path:
-    check_tree(root, depth=0)
-    root.mkdir(parents=True, exist_ok=True)
-    sync(root.parent)
-    clean(root)
-    target = root / f"step_{step:06d}"
-    aside = root / f"{_ASIDE}{target.name}"
-    aside.mkdir()
-    write(aside)
-    if keep or (target / KEEP).exists():
-        (aside / KEEP).touch()
-    sync_tree(aside)
-    replaced = root / f"{_REPLACED}{target.name}"
-    if target.exists():
-        target.rename(replaced)
-    aside.rename(target)
-    sync(root)
-    if replaced.exists():
-        shutil.rmtree(replaced)
-    remove_old(root, keep_last, (target.name, best()))
     return target
 
 
@@ -171,15 +151,9 @@ def remove_old(root: Path, keep_last: int, stays: Container[str | None]) -> None
 
 
 def clean(root: Path) -> None:
-    """Remove the remains of a write that was killed, and restore a checkpoint that was not replaced yet."""
+    """Remove the remains of a write or a removal that was killed."""
     for leftover in root.glob(f"{_ASIDE}*"):
         remove(leftover)
-    for replaced in root.glob(f"{_REPLACED}*"):
-        name = root / replaced.name.removeprefix(_REPLACED)
-        if name.exists():
-            remove(replaced)
-        else:
-            replaced.rename(name)
 
 
 def remove(path: Path) -> None:
@@ -190,25 +164,12 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def is_ours(path: Path) -> bool:
-    """Whether ``save_checkpoint`` of a run wrote a path in the folder of checkpoints, or began to."""
-    if path.name in (BEST, f".{BEST}.aside"):
-        return path.is_file() and not path.is_symlink()
-    if path.is_symlink() or not path.is_dir():
-        return False
-    if path.name.startswith((_ASIDE, _REPLACED)):
-        return _NAME.fullmatch(path.name.removeprefix(_ASIDE).removeprefix(_REPLACED)) is not None
-    return _NAME.fullmatch(path.name) is not None and (path / POSITION).is_file()
-
-
 def checkpoints(root: Path) -> list[Path]:
-    """Return the complete checkpoints in ``root``, oldest first."""
+    """Return the checkpoints in ``root``, oldest first."""
     if not root.is_dir():
         return []
     folders = [path for path in root.iterdir() if path.is_dir() and not path.is_symlink()]
-    names = sorted(path for path in folders if _NAME.fullmatch(path.name))
-    by_step = {checkpoint_step(path): path for path in names}  # ".replaced-…" sorts first, so "step_…" wins
-    return [by_step[step] for step in sorted(by_step)]
+    return sorted((path for path in folders if _NAME.fullmatch(path.name)), key=checkpoint_step)
 
 
 def latest_checkpoint(root: Path) -> Path | None:

@@ -56,11 +56,7 @@ def template_of(chat: ChatTokenizer) -> dict[str, Any]:
 
 
 def read_contents(folder: Path) -> dict[str, Any]:
-    """The digests that a run directory holds; empty where an earlier version wrote it.
-
-    Raises:
-        AgentPeftError: the file is damaged.
-    """
+    """The digests that a run directory holds; empty where the run has not begun."""
     path = folder / DIGESTS
     if not path.is_file():
         return {}

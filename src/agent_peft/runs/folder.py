@@ -1,101 +1,93 @@
-"""The ownership of a run directory: which run it holds, and which files may be replaced or removed.
+"""A run directory: which run it holds, its lock, and how it begins, resumes or starts over.
 
-A folder belongs to a run if its config.yaml is a configuration of ours. Links in it are not followed, and
-files that no run wrote are never removed.
+A folder with ``run.json`` belongs to a run, with all that lies at the places of a run's files (``FOLDERS``,
+``FILES``). Links there are not followed, and everything else in the folder stays.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import stat
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from agent_peft.configuration import yaml12
 from agent_peft.configuration.changes import Change
-from agent_peft.configuration.relocation import (
-    CONFIG,
-    FILES,
-    RECORD,
-    TRACKERS,
-    check_run_files,
-    read_record,
-)
+from agent_peft.configuration.relocation import CONFIG, FILES, FOLDERS, RECORD, check_run_files, read_record
 from agent_peft.configuration.run_config import TrainConfig, resolved
-from agent_peft.files import MEGABYTE, parse_json, read_text, write_atomic, write_json_atomic
-from agent_peft.policies.models.start import START
+from agent_peft.files import MEGABYTE, locked, parse_json, read_text, write_atomic, write_json_atomic
+from agent_peft.policies.models.start import split_run
 from agent_peft.policies.precision import choose_precision
-from agent_peft.runs.branch import (
-    Origin,
-    copy_origin,
-    find_origin,
-    is_origin,
-    read_origin,
-    split,
-    write_origin,
-)
-from agent_peft.runs.changes import Earlier, accept, read_earlier
-from agent_peft.runs.checkpoint import checkpoints
-from agent_peft.runs.checkpoint import is_ours as is_checkpoint
+from agent_peft.runs.branch import Origin, copy_origin, find_origin, is_origin, read_origin, write_origin
+from agent_peft.runs.changes import accept, read_earlier
+from agent_peft.runs.checkpoint import remove
 from agent_peft.runs.digests import DIGESTS, Contents
 from agent_peft.runs.history import first_record, is_record
-from agent_peft.runs.lock import Lock
 from agent_peft.types import AgentPeftError
 
 STOPPED = "stopped.json"  # exists after an update that was not finite has ended the run
 _APPENDED = ("metrics.jsonl", "timing.jsonl", "log.txt")
-# what may be in a folder before its run: a scheduler's output, and the files of older versions of the tool
-_BEFORE = re.compile(r"\..*|.*\.(out|err)|lost\+found|training\.yaml|output\.txt")
-_GONE = ".gone-"  # the prefix of a folder that is being removed
+_BEFORE = re.compile(r"\..*|.*\.(out|err)|lost\+found")  # what a scheduler or a disk puts into a new folder
 
-_EVALUATION = re.compile(r".+\.(jsonl?|safetensors)(\.aside)?")
-_SCHEDULE = re.compile(r"\.?[^/]+\.rank_\d+\.json(\.aside)?")
-_START = re.compile(r".+\.(json|safetensors|jinja|txt|model|tiktoken)|additional_chat_templates")
-_TRAJECTORIES = re.compile(r"\.?step_\d{6,}\.(jsonl|safetensors)(\.aside)?")
 
-_STATE = re.compile(r"\.?[\w-]+\.json(\.aside)?")  # of a tracker; its own files are in a folder
+class Lock:
+    """Lets one process at a time write a run directory, until ``stack`` is closed. If the file ``.lock`` is
+    removed meanwhile, ``renew`` notices.
+    """
 
-# for each folder of a run: whether a run wrote a path inside it
-FOLDERS: dict[str, Callable[[Path], bool]] = {
-    "checkpoints": is_checkpoint,
-    "evaluations": lambda path: path.is_file() and _EVALUATION.fullmatch(path.name) is not None,
-    "schedule": lambda path: path.is_file() and _SCHEDULE.fullmatch(path.name) is not None,
-    START: lambda path: _START.fullmatch(path.name) is not None,
-    TRACKERS: lambda path: path.is_dir() or _STATE.fullmatch(path.name) is not None,
-    "trajectories": lambda path: path.is_file() and _TRAJECTORIES.fullmatch(path.name) is not None,
-}
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._path, self._stack = folder / ".lock", stack
+        self._inode: tuple[int, int] | None = None  # of the file that is locked
+
+    def acquire(self) -> None:
+        """Lock the folder.
+
+        Raises:
+            OSError: the file cannot be made.
+        """
+        try:
+            self._stack.enter_context(locked(self._path))
+        except BlockingIOError as error:
+            raise AgentPeftError(
+                f"{self._path.parent}: another process is training there; wait for it, or set another run_dir"
+            ) from error
+        self._inode = self._present_inode()
+
+    def renew(self) -> None:
+        """Lock again if the file is gone, since a lock without its file keeps no other process out."""
+        if self._present_inode() == self._inode:
+            return
+        try:
+            self.acquire()
+        except AgentPeftError as error:
+            raise AgentPeftError(
+                f"{self._path}: was removed while this process trained, and another process trains there; "
+                "this one stops, and nothing is written twice"
+            ) from error
+
+    def _present_inode(self) -> tuple[int, int] | None:
+        try:
+            status = self._path.lstat()
+        except FileNotFoundError:
+            return None
+        return status.st_dev, status.st_ino
 
 
 @dataclass(frozen=True)
-class Claim:
-    """What a process finds in its run directory.
+class RunDir:
+    """An opened run directory."""
 
-    Attributes:
-        begun: whether the run has made steps there before.
-        changes: the keys with other values than before, or than in the run that it begins from.
-        notes: lines to tell.
-        origin: the checkpoint of another run that the run began with.
-    """
-
-    begun: bool
-    changes: tuple[Change, ...] = ()
-    notes: tuple[str, ...] = ()
-    origin: Origin | None = None
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Claim:
-        """Return the claim whose ``dataclasses.asdict`` is ``content``."""
-        origin = content["origin"]
-        changes = tuple(Change(**change) for change in content["changes"])
-        return cls(content["begun"], changes, tuple(content["notes"]), origin and Origin(**origin))
+    begun: bool  # the run has made steps there before
+    changes: tuple[Change, ...] = ()  # keys with other values than before, or than in the run of ``origin``
+    messages: tuple[str, ...] = ()  # to print
+    origin: Origin | None = None  # the checkpoint of another run that the run began with
 
 
-def claim(
+def open_run_dir(
     config: TrainConfig,
     lock: Lock,
     contents: Contents,
@@ -103,17 +95,14 @@ def claim(
     fresh: bool = False,
     change: bool = False,
     begin: str | None = None,
-) -> Claim:
+) -> RunDir:
     """Lock the run directory for this process, and write the configuration of a run that begins. That of a
-    run that resumes stays until ``settle`` replaces it.
+    run that resumes stays until ``write_config`` replaces it.
 
     Args:
         fresh: remove an earlier run.
         change: the user asks for changes of what is learned.
         begin: the checkpoint of another run to begin with: ``RUN`` or ``RUN:step_000012``.
-
-    Raises:
-        AgentPeftError: the folder holds other files or another run, or cannot be written.
     """
     folder = config.run_dir
     check_place(folder)
@@ -124,22 +113,25 @@ def claim(
         raise AgentPeftError(
             f"{folder}: cannot be a run directory ({error.strerror}); set another run_dir"
         ) from error
-    earlier = _check_owner(folder, fresh)
     if fresh:
         clear(folder)
-        earlier = None
     check_run_files(folder)
     for name in _APPENDED:
         if (path := folder / name).exists() and path.stat().st_nlink > 1:
             raise AgentPeftError(
                 f"{path}: has other names (hard links), whose content would change, too; copy it"
             )
-    begun = earlier is not None and _has_results(folder)
-    origin = None if earlier is None else read_origin(folder)
+    earlier, begun = read_earlier(folder), _has_results(folder)
+    origin = read_origin(folder)
     changes: list[Change] = []
-    notes: list[str] = []
+    messages: list[str] = []
+    if begun and earlier is None:
+        raise AgentPeftError(
+            f"{folder / CONFIG}: is no run's configuration; put back that of the run, or start over with "
+            "--fresh"
+        )
     if begin is not None and not begun:
-        origin, changes, notes = find_origin(begin, config, contents)
+        origin, changes, messages = find_origin(begin, config, contents)
         clear(folder)
     elif begin is not None and not is_origin(begin, origin):
         raise AgentPeftError(
@@ -147,8 +139,8 @@ def claim(
             "add --fresh"
         )
     elif earlier is not None and begun:
-        changes, notes = accept(folder, earlier, config, change, contents)
-    elif earlier is not None and any(c.rule != "free" for c in earlier.changes(config, done=0)):
+        changes, messages = accept(folder, earlier, config, change, contents)
+    elif earlier is None or any(c.rule != "free" for c in earlier.changes(config, done=0)):
         clear(folder)  # a start that failed: it left at most an evaluation of that other configuration
         origin = None
     _check_stopped(folder, config, changes)
@@ -158,20 +150,15 @@ def claim(
         write_atomic(folder / CONFIG, yaml12.dump(resolved(config)))
     if origin is not None:
         write_origin(folder, origin)
-        if not checkpoints(folder / "checkpoints"):
-            copy_origin(folder, origin)
-    return Claim(begun, tuple(changes), tuple(notes), origin)
+        copy_origin(folder, origin)
+    return RunDir(begun, tuple(changes), tuple(messages), origin)
 
 
-def settle(config: TrainConfig, contents: Contents) -> None:
-    """Write the configuration and the digests with which the run has resumed."""
+def write_config(config: TrainConfig, contents: Contents) -> None:
+    """Write the configuration and the digests with which the run has begun or resumed."""
     write_atomic(config.run_dir / CONFIG, yaml12.dump(resolved(config)))
     write_json_atomic(config.run_dir / DIGESTS, contents)
     (config.run_dir / STOPPED).unlink(missing_ok=True)
-
-
-def _is_visible_link(path: Path) -> bool:
-    return not path.name.startswith(".") and path.is_symlink()
 
 
 def check_place(folder: Path) -> None:
@@ -179,16 +166,10 @@ def check_place(folder: Path) -> None:
 
     A run writes ``run.json`` first and never removes it. So a run that was killed at any moment is
     recognized, and a folder with a configuration alone is the user's.
-
-    Raises:
-        AgentPeftError: it holds other files.
     """
     if not folder.is_dir() or is_record(read_record(folder)):
         return
-    inside = sorted(os.listdir(folder))
-    names = [name for name in inside if not _BEFORE.fullmatch(name) or _is_visible_link(folder / name)]
-    begun = "metrics.jsonl" in names or "checkpoints" in names  # by a version that wrote no run.json
-    if names and not (begun and read_earlier(folder) is not None):
+    if names := [name for name in sorted(os.listdir(folder)) if not _BEFORE.fullmatch(name)]:
         raise AgentPeftError(
             f"{folder}: holds {names[0]} and no {RECORD} of a run, so it is no run directory; set another "
             "run_dir"
@@ -196,18 +177,22 @@ def check_place(folder: Path) -> None:
 
 
 def _check_stopped(folder: Path, config: TrainConfig, changes: Sequence[Change]) -> None:
-    """Check that a run that an update has stopped would not stop there again.
-
-    Raises:
-        AgentPeftError: it would, since nothing that is learned has changed.
-    """
-    if not (stopped := folder / STOPPED).is_file():
+    """Check that a run that an update has stopped would not stop there again."""
+    if not (path := folder / STOPPED).is_file():
         return
-    stage, step = _stopped_at(stopped, config)
-    if config.stages[stage].nonfinite == "stop" and all(change.rule == "free" for change in changes):
+    try:
+        content = parse_json(read_text(path, "a JSON file", MEGABYTE))
+        number, step = int(content["stage"]), int(content["step"])
+        if not 0 <= number < len(config.stages):
+            raise ValueError("there is no such stage")
+    except (KeyError, OverflowError, TypeError, ValueError) as error:
+        raise AgentPeftError(
+            f"{path}: is damaged ({error}); remove it, and the run continues from its newest checkpoint"
+        ) from error
+    if config.stages[number].nonfinite == "stop" and all(change.rule == "free" for change in changes):
         raise AgentPeftError(
             f"{folder}: step {step} stopped this run with a loss or a gradient that is not finite, and would "
-            f"again; add stages.{stage}.nonfinite=skip, or start over (--fresh) or continue (--change) with "
+            f"again; add stages.{number}.nonfinite=skip, or start over (--fresh) or continue (--change) with "
             "a lower optimizer.learning_rate"
         )
 
@@ -221,93 +206,46 @@ def dtype_of_run(config: TrainConfig, fresh: bool, begin: str | None = None) -> 
     if not fresh and _has_results(config.run_dir):
         begun = recorded_dtype(config.run_dir)
     else:
-        begun = None if begin is None else recorded_dtype(split(begin)[0])
+        begun = None if begin is None else recorded_dtype(split_run(begin)[0])
     return begun or choose_precision(config.policy, fetch=True).name
 
 
 def recorded_dtype(run: Path) -> str | None:
-    """Return the dtype in the configuration of a run directory; None where there is none of ours."""
+    """Return the dtype in the configuration of a run directory; None where it cannot be read."""
     file = run / CONFIG
     if not file.is_file():
         return None
-    with suppress(AgentPeftError, LookupError, TypeError):  # it is no run of ours, which ``claim`` reports
+    with suppress(AgentPeftError, LookupError, TypeError):
         content: Any = yaml12.plain(yaml12.parse(read_text(file, "a YAML file", MEGABYTE), str(file)))
         if content["policy"]["dtype"] in ("float32", "bfloat16"):
             return str(content["policy"]["dtype"])
     return None
 
 
-def settle_dtype(config: TrainConfig, dtype: str) -> TrainConfig:
-    """Return the configuration with another ``policy.dtype``."""
+def with_dtype(config: TrainConfig, dtype: str) -> TrainConfig:
     return config.model_copy(update={"policy": config.policy.model_copy(update={"dtype": dtype})})
-
-
-def _check_owner(folder: Path, fresh: bool) -> Earlier | None:
-    """Check that a run wrote everything at the places where a run writes or removes files. Return the
-    configuration there, if there is one.
-
-    Raises:
-        AgentPeftError: a file or folder there is of another origin.
-    """
-    names = [name for name in (*FOLDERS, *FILES) if os.path.lexists(folder / name)]
-    earlier = read_earlier(folder) if CONFIG in names else None
-    if names and earlier is None and not fresh:
-        check_run_files(folder)
-        raise AgentPeftError(
-            f"{folder / CONFIG}: is no run's configuration; put back that of the run, or set another run_dir"
-        )
-    for name in names:
-        path = folder / name
-        if path.is_symlink():
-            continue
-        if path.is_dir() != (name in FOLDERS):
-            raise AgentPeftError(f"{path}: is {'a' if path.is_dir() else 'no'} folder; remove it")
-        for inside in sorted(path.iterdir()) if name in FOLDERS else ():
-            if not FOLDERS[name](inside):
-                raise AgentPeftError(
-                    f"{inside}: was not written by a run; move it elsewhere, or set another run_dir"
-                )
-    return earlier
 
 
 def _has_results(folder: Path) -> bool:
     files = folder / "metrics.jsonl", folder / STOPPED
     if any(os.path.lexists(path) and path.lstat().st_size > 0 for path in files):
         return True
-    return any((folder / "checkpoints").glob("*step_*"))
-
-
-def _stopped_at(path: Path, config: TrainConfig) -> tuple[int, int]:
-    """Return the stage and the step that a run was stopped at."""
-    try:
-        content = parse_json(read_text(path, "a JSON file", MEGABYTE))
-        stage, step = int(content["stage"]), int(content["step"])
-        if not 0 <= stage < len(config.stages):
-            raise ValueError("there is no such stage")
-    except (KeyError, OverflowError, TypeError, ValueError) as error:
-        raise AgentPeftError(
-            f"{path}: is damaged ({error}); remove it, and the run continues from its newest checkpoint"
-        ) from error
-    return stage, step
+    return any((folder / "checkpoints").glob("step_*"))
 
 
 def clear(folder: Path) -> None:
     """Remove a run, its configuration last. If this is killed, the rest is still that run, at its start.
-    What remains is ``run.json``, which says whose the folder is.
+    ``run.json`` stays, by which the folder is known.
     """
     with suppress(FileNotFoundError):
         if not stat.S_ISREG((folder / RECORD).lstat().st_mode):
             (folder / RECORD).unlink()
     write_json_atomic(folder / RECORD, first_record())
     for name in FOLDERS:
-        gone = folder / f"{_GONE}{name}"
-        if gone.is_symlink() or gone.is_file():
-            gone.unlink()
-        shutil.rmtree(gone, ignore_errors=True)
-        if (folder / name).is_symlink():
-            (folder / name).unlink()
-        elif (folder / name).is_dir():
+        gone = folder / f".gone-{name}"
+        remove(gone)
+        if (folder / name).is_dir() and not (folder / name).is_symlink():
             (folder / name).rename(gone)
-            shutil.rmtree(gone)
-    for name in FILES:
-        (folder / name).unlink(missing_ok=True)
+            remove(gone)
+    for name in (*FOLDERS, *FILES):
+        remove(folder / name)

@@ -39,12 +39,8 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class History:
-    """Writes both files while it is entered. On exit it writes how the run has ended.
-
-    Args:
-        folder: the run directory.
-        paths: the places of the configuration's relative paths, by key.
-        origin: the checkpoint of another run that this one began with.
+    """Writes both files while it is entered. On exit it writes how the run has ended. ``paths`` are the
+    places of the configuration's relative paths, by key.
     """
 
     def __init__(
@@ -92,12 +88,8 @@ class History:
         self._log.close()
 
     def add(self, event: str, step: int, detail: str = "", **more: Any) -> None:
-        """Add an event (``started``, ``resumed``, ``changed``) to the history.
-
-        Args:
-            step: the number of steps done.
-            detail: what a person reads of it in the log.
-            more: what ``run.json`` holds of it.
+        """Add an event (``started``, ``resumed``, ``changed``) after ``step`` steps to the history.
+        ``detail`` is for the log, and ``more`` for ``run.json``.
         """
         self.record["history"].append({"time": _now(), "event": event, "step": step, **_jsonable(more)})
         self._write()

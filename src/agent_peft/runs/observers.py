@@ -1,5 +1,5 @@
-"""Observers are told of a run's steps and evaluations. A run's own files and its progress bar are observers,
-and ``train(config, observers=[...])`` takes more of them.
+"""Observers receive a callback after each step and evaluation of a run. Its timing file, its progress and its
+trackers are observers, and ``train(config, observers=[...])`` takes more of them.
 """
 
 from __future__ import annotations
@@ -41,16 +41,11 @@ class RunStep(Step):
 
 @dataclass(frozen=True)
 class RunStart:
-    """A run that begins or continues.
-
-    Attributes:
-        done: the steps that are done already.
-        evaluations: the steps after which an evaluation is due, over the whole run.
-    """
+    """A run that begins or continues."""
 
     config: TrainConfig
-    done: int = 0
-    evaluations: tuple[int, ...] = ()
+    done: int = 0  # steps
+    evaluations: tuple[int, ...] = ()  # the steps after which one is due, over the whole run
 
     @property
     def steps(self) -> int:
@@ -83,7 +78,7 @@ class Observer:
 
 
 class SafeObservers(Observer):
-    """Tells several observers. If one of them raises, a warning says so once, and the run continues."""
+    """Calls several observers. If one of them raises, one warning names it, and the run continues."""
 
     def __init__(self, observers: Iterable[Observer]) -> None:
         self._observers = list(observers)
@@ -120,20 +115,6 @@ class SafeObservers(Observer):
                     )
 
 
-class MetricsFile(Observer):
-    """``metrics.jsonl``: one line for each step, such as ``{"step": 12, "stage": "grpo", "reward": 0.5}``.
-
-    A resumed run must write the same bytes as one that was never killed. Numbers that differ between runs
-    (times, speeds) therefore belong in ``TimingFile``.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_step(self, step: RunStep) -> None:
-        append_line(self.path, metrics_record(step))
-
-
 class TimingFile(Observer):
     """``timing.jsonl``: the seconds, tokens and peak memory (in bytes) of each step."""
 
@@ -154,7 +135,11 @@ class TimingFile(Observer):
 
 
 def metrics_record(step: RunStep) -> dict[str, float | str]:
-    """Return a step's line of ``metrics.jsonl``. JSON has no ``nan`` and ``inf``, so these become strings.
+    """Return a step's line of ``metrics.jsonl``, such as ``{"step": 12, "stage": "grpo", "reward": 0.5}``.
+    Numbers that JSON lacks become strings: ``"nan"``.
+
+    A resumed run writes the same bytes as one that was never killed. Numbers that differ between runs (times,
+    speeds) therefore belong in ``TimingFile``.
 
     Raises:
         ValueError: a metric is called ``step`` or ``stage``.

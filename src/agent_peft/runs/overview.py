@@ -13,11 +13,11 @@ from typing import Any
 
 from rich.table import Table
 
-from agent_peft.configuration import yaml12
 from agent_peft.configuration.relocation import CONFIG, RECORD, check_run_files, read_record
-from agent_peft.files import MEGABYTE, open_regular, parse_json, read_text
+from agent_peft.files import open_regular
 from agent_peft.rollout.statistics import other_settings
 from agent_peft.runs.history import state_of
+from agent_peft.runs.reading import RunRecord
 from agent_peft.types import AgentPeftError
 
 LATEST = 20  # steps whose mean time estimates the time left
@@ -47,11 +47,7 @@ class RunSummary:
 
 
 def find_runs(folder: Path) -> Iterator[Path]:
-    """Yield the run directories in a folder and below it, by name. A run directory is not searched.
-
-    Raises:
-        AgentPeftError: there is no such folder.
-    """
+    """Yield the run directories in a folder and below it, by name. A run directory is not searched."""
     if not folder.is_dir():
         raise AgentPeftError(f"{folder}: there is no such folder (seen from {Path.cwd()}); name another")
     for place, folders, files in os.walk(folder):
@@ -62,30 +58,28 @@ def find_runs(folder: Path) -> Iterator[Path]:
 
 
 def summarize_run(run: Path) -> RunSummary:
-    """Read what the files of a run say of it. Those that cannot be read count as absent. The state of a run
-    with a link or a pipe among its files is ``damaged``, and nothing of it is read.
+    """Summarize the files of a run. Those that cannot be read count as absent. A run with a link or a pipe
+    among its files is ``damaged``, and nothing of it is read.
     """
     last: dict[str, Any]
     try:
         check_run_files(run)
     except AgentPeftError as error:
         return RunSummary(str(run), "damaged", str(error), None, 0, None, None, None)
-    record, steps = read_record(run), _steps(run)
+    record, files = read_record(run), RunRecord(run)
+    steps = sum(number for _, number in files.stages) or None
     origin, cause = record.get("from"), record.get("cause")
-    begun = origin.get("steps") if isinstance(origin, dict) else None
+    first = origin.get("steps") if isinstance(origin, dict) else None
     last = next(
-        iter(_last_lines(run / "metrics.jsonl", 1)), {"step": begun - 1 if type(begun) is int else -1}
+        iter(_last_lines(run / "metrics.jsonl", 1)), {"step": first - 1 if type(first) is int else -1}
     )
     done = last["step"] + 1
-    state = state_of(record)
-    if state == "unknown" and steps is not None and done >= steps:
-        state = "done"  # in an earlier version
-    left = None
+    state, seconds_left = state_of(record), None
     if state == "running" and steps is not None:
         seconds = [line["seconds"] for line in _last_lines(run / "timing.jsonl", LATEST) if "seconds" in line]
-        left = (steps - done) * sum(seconds) / len(seconds) if seconds else None
+        seconds_left = (steps - done) * sum(seconds) / len(seconds) if seconds else None
     cause = None if cause is None else str(cause)
-    return RunSummary(str(run), state, cause, last.get("stage"), done, steps, _best(run), left)
+    return RunSummary(str(run), state, cause, last.get("stage"), done, steps, _best(files), seconds_left)
 
 
 def overview(summaries: Sequence[RunSummary]) -> Table:
@@ -94,33 +88,21 @@ def overview(summaries: Sequence[RunSummary]) -> Table:
     for one in summaries:
         state = one.state if one.cause is None else f"{one.state}: {one.cause[:60]}"
         best = "" if one.best is None else f"{one.best[1]:.1%} ({one.best[0]})"
-        left = "" if one.seconds_left is None else str(timedelta(seconds=round(one.seconds_left)))
-        table.add_row(one.run, state, one.stage or "", f"{one.step}/{one.steps or '?'}", best, left)
+        remaining = "" if one.seconds_left is None else str(timedelta(seconds=round(one.seconds_left)))
+        table.add_row(one.run, state, one.stage or "", f"{one.step}/{one.steps or '?'}", best, remaining)
     return table
 
 
-def _steps(run: Path) -> int | None:
-    """The steps of all stages."""
-    with suppress(AgentPeftError, KeyError, TypeError, ValueError):
-        content: Any = yaml12.plain(
-            yaml12.parse(read_text(run / CONFIG, "a YAML file", MEGABYTE, unlinked=1), CONFIG)
-        )
-        return sum(int(stage["steps"]) for stage in content["stages"])
-    return None
-
-
-def _best(run: Path) -> tuple[str, float] | None:
+def _best(run: RunRecord) -> tuple[str, float] | None:
     """The best of the evaluations that measured what the latest one did."""
-    found: list[tuple[int, str, float, dict[str, Any]]] = []
-    for path in sorted((run / "evaluations").glob("*.json")):
-        with suppress(AgentPeftError, AttributeError, KeyError, TypeError, ValueError):
-            report = parse_json(read_text(path, "a JSON file", 256 * MEGABYTE, unlinked=2))
-            step, settings = int(report.get("step") or 0), dict(report.get("settings") or {})
-            name = report.get("name") or path.stem.replace("_", " ")
-            found.append((step, name, float(report["success"]["value"]), settings))
-    latest = max(found, key=lambda one: one[0], default=None)
-    alike = [one for one in found if latest and not other_settings(one[3], latest[3])]
-    return max(((name, success) for _, name, success, _ in alike), key=lambda pair: pair[1], default=None)
+    reports = []
+    for evaluation in run.evaluations.values():
+        with suppress(AgentPeftError):
+            reports.append(evaluation.report)
+    comparable = [one for one in reports if not other_settings(one.settings, reports[-1].settings)]
+    return max(
+        ((str(one.name), one.success.value) for one in comparable), key=lambda pair: pair[1], default=None
+    )
 
 
 def _last_lines(path: Path, number: int) -> list[dict[str, Any]]:

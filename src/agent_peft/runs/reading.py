@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,15 +23,13 @@ if TYPE_CHECKING:
 
     DataFrame = Any  # pandas has no types of its own
 
+_REPORT = re.compile(r"step_(\d{6,})\.json")
 _NOT_FINITE = ("nan", "inf", "-inf")  # as texts in metrics.jsonl, because JSON has no such numbers
 
 
 def load_run(path: Path | str) -> RunRecord:
     """Return what a run directory holds. Everything is read when it is used, and may still be written: the
     reader stops at a last line that is not complete.
-
-    Raises:
-        AgentPeftError: the folder is no run directory, or has a link or a pipe among its files.
     """
     folder = Path(path).expanduser()
     if not (folder / "config.yaml").is_file():
@@ -76,32 +76,30 @@ class RunRecord:
         return Episodes({step: steps[step] for step in sorted(steps)})
 
     @property
+    def stages(self) -> list[tuple[str, int]]:
+        """The name and the number of steps of each stage; nothing where the configuration is damaged."""
+        with suppress(AgentPeftError, KeyError, TypeError, ValueError):
+            return [(str(stage["name"]), int(stage["steps"])) for stage in self.config["stages"]]
+        return []
+
+    @property
     def evaluations(self) -> dict[str, Evaluation]:
         """The evaluations by name, such as ``after_grpo``, in the order of the run."""
-        made = [Evaluation(path) for path in sorted((self.folder / "evaluations").glob("[!.]*.json"))]
-        made.sort(key=lambda one: one.report.step or 0)
-        return {one.name: one for one in made}
+        stages = self.stages
+        paths = evaluation_paths(self.folder).items()
+        evaluations = [Evaluation(path, step, evaluation_name(stages, step)) for step, path in paths]
+        return {one.name: one for one in evaluations}
 
     def evaluation(self, name: str) -> Evaluation:
-        """One evaluation, without reading the others.
-
-        Raises:
-            AgentPeftError: there is none of this name.
-        """
-        folder = self.folder / "evaluations"
-        path = folder / f"{name.replace(' ', '_')}.json"
-        if "/" in name or not path.is_file():
-            names = sorted(path.stem for path in folder.glob("[!.]*.json"))
-            advice = nearest(name, names) if names else "there is none yet"
+        """Return the evaluation of this name; a blank counts as ``_``."""
+        evaluations = self.evaluations
+        if (evaluation := evaluations.get(name.replace(" ", "_"))) is None:
+            advice = nearest(name, list(evaluations)) if evaluations else "there is none yet"
             raise AgentPeftError(f"{self.folder}: has no evaluation {name!r}; {advice}")
-        return Evaluation(path)
+        return evaluation
 
     def metrics_frame(self) -> DataFrame:
-        """The metrics as a pandas ``DataFrame``, one row for each step.
-
-        Raises:
-            AgentPeftError: pandas is not installed.
-        """
+        """The metrics as a pandas ``DataFrame``, one row for each step."""
         return _frame(self.metrics)
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
@@ -114,36 +112,67 @@ class Evaluation:
     """An evaluation of a run."""
 
     path: Path  # of its report
+    step: int  # of the run, when it was made
+    label: str  # such as "after grpo"
 
     @property
     def name(self) -> str:
-        return self.path.stem
+        return self.label.replace(" ", "_")
 
     @cached_property
     def report(self) -> EvaluationReport:
-        """Its rates and intervals.
-
-        Raises:
-            AgentPeftError: the file is damaged.
-        """
-        try:
-            text = read_text(self.path, "a JSON file", 256 * MEGABYTE, unlinked=2)
-            return EvaluationReport.from_json(parse_json(text))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise AgentPeftError(f"{self.path}: is damaged ({type(error).__name__}: {error})") from error
+        """Its rates and intervals."""
+        return replace(read_report(self.path), name=self.label, step=self.step)
 
     @property
     def episodes(self) -> Episodes:
-        """Its episodes; there are none where an older version wrote it."""
         lines = self.path.with_suffix(".jsonl")
-        return Episodes({self.report.step or 0: lines} if lines.is_file() else {})
+        return Episodes({self.step: lines} if lines.is_file() else {}, self.name)
+
+
+def evaluation_paths(run: Path) -> dict[int, Path]:
+    """Return the reports of a run's evaluations, by the number of its steps that were done, in order."""
+    matches = ((_REPORT.fullmatch(path.name), path) for path in (run / "evaluations").glob("step_*.json"))
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+
+def evaluation_name(stages: Iterable[tuple[str, int]], step: int) -> str:
+    """Return the name of the evaluation after ``step`` steps of a run.
+
+    Args:
+        stages: the name and the number of steps of each.
+
+    >>> [evaluation_name([("sft", 2), ("rloo", 4)], step) for step in (0, 2, 4, 6)]
+    ['base', 'after sft', 'step 4', 'after rloo']
+    """
+    if step == 0:
+        return "base"
+    keys, done = [], 0
+    for name, steps in stages:
+        keys.append(name.replace(" ", "_"))
+        done += steps
+        if done == step:
+            number = keys.count(keys[-1])
+            return f"after {name}" + (f" ({number})" if number > 1 else "")
+    return f"step {step}"
+
+
+def read_report(path: Path) -> EvaluationReport:
+    """Read the report of an evaluation."""
+    try:
+        text = read_text(path, "a JSON file", 256 * MEGABYTE, unlinked=2)
+        return EvaluationReport.from_json(parse_json(text))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise AgentPeftError(
+            f"{path}: is damaged ({type(error).__name__}: {error}); remove it, and it is made again"
+        ) from error
 
 
 class Episodes:
-    """Episodes on disk. Iteration reads one step after another."""
+    """Episodes on disk, by step. Iteration reads one step after another."""
 
-    def __init__(self, files: Mapping[int, Path]) -> None:
-        self._files = files
+    def __init__(self, files: Mapping[int, Path], evaluation: str | None = None) -> None:
+        self._files, self._evaluation = files, evaluation
 
     @property
     def steps(self) -> list[int]:
@@ -151,18 +180,17 @@ class Episodes:
         return list(self._files)
 
     def of_step(self, step: int) -> list[EpisodeRecord]:
-        """The episodes of a step.
-
-        Raises:
-            AgentPeftError: there are none, or the file is damaged.
-        """
+        """The episodes of a step."""
         if step not in self._files:
             near = min(self.steps, key=lambda other: abs(other - step), default=None)
             advice = "there are none at all" if near is None else f"the nearest that has some is {near}"
             raise AgentPeftError(f"step {step} has no trajectories on disk; {advice}")
         path = self._files[step]
         arrays = _Arrays(path.with_suffix(".safetensors"))
-        return [_record(line, arrays, f"{path}:{n}") for n, line in enumerate(read_lines(path), start=1)]
+        return [
+            _record({**line, "evaluation": self._evaluation}, arrays, f"{path}:{n}")
+            for n, line in enumerate(read_lines(path), start=1)
+        ]
 
     def __iter__(self) -> Iterator[EpisodeRecord]:
         for step in self._files:
@@ -171,9 +199,6 @@ class Episodes:
     def frame(self) -> DataFrame:
         """A pandas ``DataFrame`` with one row for each episode, and the terms of its reward as columns. It
         holds neither messages nor tokens.
-
-        Raises:
-            AgentPeftError: pandas is not installed, or a file is damaged.
         """
         return _frame(episode.summary for episode in self)
 
@@ -279,10 +304,6 @@ class _Arrays:
         return arrays
 
     def row(self, name: str, row: int) -> NDArray[Any]:
-        """
-        Raises:
-            AgentPeftError: the file is gone or damaged.
-        """
         try:
             start, end = self._content["offsets"][row : row + 2]
             return self._content[name][start:end]
@@ -294,11 +315,7 @@ class _Arrays:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a JSONL file, up to a last line that is not complete.
-
-    Raises:
-        AgentPeftError: a line before the last is damaged.
-    """
+    """Return the records of a JSONL file, up to a last line that is not complete."""
     *lines, _ = read_bytes(path, "a JSONL file", MAX_JSONL_BYTES, unlinked=1).split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
@@ -317,21 +334,16 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _record(line: Mapping[str, Any], arrays: _Arrays, place: str) -> EpisodeRecord:
-    if "group" not in line:
-        raise AgentPeftError(
-            f"{place}: an older version wrote this line, without group, attempt, seed and tokens; read its "
-            "messages and rewards as JSON"
-        )
     names = {one.name for one in fields(EpisodeRecord)}
-    known: dict[str, Any] = {
+    values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in line.items()
         if name in names
     }
     try:
-        known["messages"] = tuple(Message(**message) for message in line["messages"])
-        known["outcome"], known["stop_reason"] = Outcome(line["outcome"]), StopReason(line["stop_reason"])
-        return EpisodeRecord(**known, _arrays=arrays)
+        values["messages"] = tuple(Message(**message) for message in line["messages"])
+        values["outcome"], values["stop_reason"] = Outcome(line["outcome"]), StopReason(line["stop_reason"])
+        return EpisodeRecord(**values, _arrays=arrays)
     except (KeyError, TypeError, ValueError) as error:
         raise AgentPeftError(f"{place}: is no record of an episode ({error}); repair or remove it") from error
 

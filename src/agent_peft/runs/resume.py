@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -84,14 +83,11 @@ def _count_lines(path: Path) -> int:
     return read_bytes(path, "a JSONL file", MAX_JSONL_BYTES, unlinked=1).count(b"\n")
 
 
-def forget_after(folder: Path, steps: int, evaluations: Collection[Path]) -> None:
-    """Remove the records of the steps from number ``steps`` on, and ``evaluations``: they are made again. A
-    torn last line goes, too.
-    """
+def forget_after(folder: Path, steps: int) -> None:
+    """Remove what came after ``steps`` steps, and a torn last line: all of that is made again."""
     for name in ("metrics.jsonl", "timing.jsonl"):
         truncate_jsonl(folder / name, lambda record: bool(record["step"] < steps))
-    for step in steps_in(folder / "trajectories"):
-        if step >= steps:
-            remove_step(folder / "trajectories", step)
-    for path in evaluations:
-        path.unlink(missing_ok=True)
+    for name, first in (("trajectories", steps), ("evaluations", steps + 1)):
+        for step in steps_in(folder / name):
+            if step >= first:
+                remove_step(folder / name, step)

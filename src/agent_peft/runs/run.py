@@ -5,11 +5,12 @@
 
 All files except timing.jsonl, run.json, log.txt and trackers/* depend on the configuration alone: on a CPU, a
 run that is killed and started again writes the same bytes. With several ranks, only rank 0 reads and writes
-the files, and tells the others what they hold.
+the files, and broadcasts what they hold.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -20,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from rich.console import Console
 
 from agent_peft.configuration.relocation import paths_of
@@ -27,7 +29,8 @@ from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment
 from agent_peft.environments.task_files.selection import warn_of_shared_tasks
-from agent_peft.hardware import set_threads
+from agent_peft.files import MEGABYTE, read_text, write_atomic
+from agent_peft.hardware import explain_oom, set_threads
 from agent_peft.output import lasting_output
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import Sampler
@@ -38,35 +41,31 @@ from agent_peft.ranks import Ranks, join
 from agent_peft.rollout.replays import Replays
 from agent_peft.rollout.report_tables import skill_table, table
 from agent_peft.rollout.statistics import EvaluationReport
+from agent_peft.runs.best import STATISTICS
+from agent_peft.runs.branch import keep_start, started
 from agent_peft.runs.changes import note_on_schedule, refuse_contents
-from agent_peft.runs.checkpoint import Position, latest_checkpoint
+from agent_peft.runs.checkpoint import POSITION, Position, latest_checkpoint, remove_old, save_checkpoint
 from agent_peft.runs.digests import Contents, changed_contents, contents_of, read_contents, template_of
-from agent_peft.runs.evaluations import Evaluations, settle_names
-from agent_peft.runs.folder import Claim, claim, dtype_of_run, settle, settle_dtype
+from agent_peft.runs.evaluations import Evaluations
+from agent_peft.runs.folder import STOPPED, Lock, RunDir, dtype_of_run, open_run_dir, with_dtype, write_config
 from agent_peft.runs.history import History
-from agent_peft.runs.lock import Lock
 from agent_peft.runs.observers import (
     Observer,
     RunStart,
     RunStep,
     SafeObservers,
     TimingFile,
+    append_line,
+    metrics_record,
 )
 from agent_peft.runs.progress import Progress
-from agent_peft.runs.recording import Recording
-from agent_peft.runs.resume import (
-    find_position,
-    forget_after,
-    load_start,
-    measures_kl_to_its_start,
-    restore,
-)
+from agent_peft.runs.resume import find_position, forget_after, load_start, measures_kl_to_its_start, restore
 from agent_peft.runs.schedules import Schedules
-from agent_peft.runs.start import keep_start, started
 from agent_peft.runs.trackers import load_trackers
+from agent_peft.runs.trajectories import keep_trajectories, write_trajectories
 from agent_peft.seeding import derive
 from agent_peft.training.trainer import NonFiniteError, Step, Trainer
-from agent_peft.types import AgentPeftError, TrustError
+from agent_peft.types import AgentPeftError, Group, TrustError
 
 logger = logging.getLogger(__name__)
 
@@ -79,21 +78,20 @@ def train(
     begin: str | None = None,
     observers: Sequence[Observer] = (),
 ) -> dict[str, EvaluationReport]:
-    """Run the stages of a configuration, and resume where its run directory stands.
+    """Run the stages of a configuration, and resume from the newest checkpoint in its run directory.
 
     Args:
         fresh: remove an earlier run from the directory and start over.
         change: continue although ``config`` has other values of what is learned than the run had so far.
         begin: begin with this checkpoint of another run, ``RUN`` or ``RUN:step_000012``, with its adapter,
             optimizer and algorithm state, and count on from there.
-        observers: told of each step and evaluation, on rank 0. They cannot change the run: an exception of
-            one becomes a warning.
+        observers: called after each step and evaluation, on rank 0. They cannot change the run: an exception
+            of one becomes a warning.
 
     Returns:
         The evaluations by name, in the order of the run.
 
     Raises:
-        AgentPeftError: the configuration does not fit this machine or the run directory.
         TrustError: a check failed, such as a loss that is not finite.
     """
     trackers = load_trackers(config.trackers)
@@ -103,19 +101,20 @@ def train(
         set_threads(config.threads, neighbours=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         environment = stack.enter_context(closing(load_environment(config.environment)))
         config = config.with_steps(environment.tasks)
-        config = settle_dtype(config, ranks.broadcast(partial(dtype_of_run, config, fresh, begin)))
+        config = with_dtype(config, ranks.broadcast(partial(dtype_of_run, config, fresh, begin)))
         heldout = None
         if config.evaluation is not None:
             heldout = stack.enter_context(closing(load_environment(config.evaluation.environment)))
         contents = ranks.broadcast(partial(contents_of, config, environment, heldout))
         lock = Lock(config.run_dir, stack)
         options: dict[str, Any] = {"fresh": fresh, "change": change, "begin": begin}
-        claimed = Claim.from_json(ranks.broadcast(lambda: asdict(claim(config, lock, contents, **options))))
-        history: History | None = None  # of rank 0
+        opened = TypeAdapter(RunDir).validate_python(
+            ranks.broadcast(lambda: asdict(open_run_dir(config, lock, contents, **options)))
+        )
+        history: History | None = None
         if ranks.is_main:
-            origin = None if claimed.origin is None else asdict(claimed.origin)
+            origin = None if opened.origin is None else asdict(opened.origin)
             history = stack.enter_context(History(config.run_dir, paths_of(resolved(config)), origin))
-        ranks.broadcast(partial(settle_names, config))
         schedules = Schedules(config.run_dir, config.engine, ranks)
         # the other ranks print nothing, and have no bar, which would swallow their warnings
         console = Console() if ranks.is_main else Console(quiet=True, force_terminal=False)
@@ -124,13 +123,13 @@ def train(
         policy = load_policy(started(config), config.seed)
         ranks.assert_equal(policy.model.parameters(), "the weights of policy.model")
         sampler = load_sampler(policy, config.engine)
-        contents |= template_of(sampler.chat)
+        template = template_of(sampler.chat)
         if ranks.is_main:
-            origin_run = claimed.origin and not claimed.begun and Path(claimed.origin.run)
-            known = read_contents(origin_run or config.run_dir)
-            edited = changed_contents(known, template_of(sampler.chat), config, 0)
-            refuse_contents(config.run_dir, edited, change or not claimed.begun)
-            claimed = replace(claimed, changes=(*claimed.changes, *edited))
+            earlier_run = opened.origin and not opened.begun and Path(opened.origin.run)
+            before = read_contents(earlier_run or config.run_dir)
+            changed = changed_contents(before, template, config, 0)
+            refuse_contents(config.run_dir, changed, change or not opened.begun)
+            opened = replace(opened, changes=(*opened.changes, *changed))
             if heldout is not None and config.evaluation is not None:
                 warn_of_shared_tasks(environment, heldout, config.evaluation.num_tasks)
         timing = TimingFile(config.run_dir / "timing.jsonl", policy.device)
@@ -141,26 +140,90 @@ def train(
         evaluations = Evaluations(
             config, heldout, policy, sampler, ranks, schedules, progress, observers=safe, replays=replays
         )
-        run = _Run(
-            config,
-            ranks,
-            lock,
-            policy,
-            sampler,
-            environment,
-            evaluations,
-            schedules,
-            progress,
-            safe,
-            Recording(config, evaluations, ranks.world_size),
-            claimed,
-            contents,
-            history,
-        )
-        return run.go()
+        return _Run(
+            config=config,
+            ranks=ranks,
+            lock=lock,
+            policy=policy,
+            sampler=sampler,
+            environment=environment,
+            evaluations=evaluations,
+            schedules=schedules,
+            progress=progress,
+            observers=safe,
+            recording=Recording(config, evaluations, ranks.world_size),
+            opened=opened,
+            contents=contents | template,
+            history=history,
+        ).go()
 
 
-@dataclass
+@dataclass(frozen=True)
+class Recording:
+    """Writes the files of a run's steps, on rank 0. A failure ends the run, unlike an observer's."""
+
+    config: TrainConfig
+    evaluations: Evaluations  # which decide on the best checkpoint, and need some of them
+    ranks: int  # their number
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.config.run_dir / "checkpoints"
+
+    @property
+    def trajectories(self) -> Path:
+        return self.config.run_dir / "trajectories"
+
+    def write_step(self, trainer: Trainer, step: RunStep, index: int, done: int) -> None:
+        """Write the files of a step of stage ``index``, after which ``done`` steps of the run are done, and
+        then its checkpoint.
+        """
+        record = metrics_record(step)
+        append_line(self.config.run_dir / "metrics.jsonl", record)
+        keep_trajectories(self.trajectories, step, self.config.trajectories)
+        every, last = self.config.checkpoint.every, trainer.step == trainer.stage.steps
+        if last or trainer.step % every == 0 or self.evaluations.saves(done, trainer.stage):
+            self._save(trainer, index, done, json.dumps(record, indent=1) + "\n")
+
+    def write_early_end(self, trainer: Trainer, index: int, done: int, end: int) -> None:
+        """Write the checkpoint at the ``end`` of a stage that has ended after ``done`` steps of the run."""
+        before = self.checkpoints / f"step_{done:06d}" / STATISTICS
+        statistics = read_text(before, "a JSON file", MEGABYTE, unlinked=3)
+        self._save(trainer, index, end, statistics)
+
+    def write_stop(self, trainer: Trainer, index: int, number: int, groups: list[Group]) -> Path:
+        """Write the trajectories of a step whose update is not finite, and that it stopped the run there.
+        Returns the path of the trajectories.
+        """
+        name, sampled = trainer.stage.name, trainer.stage.samples
+        path = write_trajectories(self.trajectories, number, name, groups, sampled=sampled)
+        write_atomic(self.config.run_dir / STOPPED, json.dumps({"stage": index, "step": number}) + "\n")
+        return path
+
+    def remove_old(self) -> None:
+        """Remove the checkpoints that need not be kept. The last evaluation may have found a better one."""
+        best = self._best()
+        remove_old(self.checkpoints, self.config.checkpoint.keep_last, () if best is None else (best,))
+
+    def _save(self, trainer: Trainer, index: int, done: int, statistics: str) -> None:
+        """Write the checkpoint after ``done`` steps of the run, with the metrics of the last one."""
+        position = {"stage": index, "steps": done, "ranks": self.ranks}
+
+        def write(folder: Path) -> None:
+            trainer.save(folder)
+            (folder / POSITION).write_text(json.dumps(position))
+            (folder / STATISTICS).write_text(statistics)
+
+        keep_last, last = self.config.checkpoint.keep_last, trainer.step == trainer.stage.steps
+        with explain_oom("as a checkpoint was written", "lower policy.lora.rank, or close other programs"):
+            save_checkpoint(self.checkpoints, done, write, keep_last, keep=last, best=self._best)
+
+    def _best(self) -> str | None:
+        best = self.evaluations.note_best()
+        return None if best is None else best.checkpoint
+
+
+@dataclass(kw_only=True)
 class _Run:
     """One process's part in a run."""
 
@@ -175,19 +238,19 @@ class _Run:
     progress: Progress
     observers: Observer
     recording: Recording
-    claimed: Claim
+    opened: RunDir
     contents: Contents
     history: History | None  # of rank 0
 
     def go(self) -> dict[str, EvaluationReport]:
         position = self.position()
-        self.tell_of_start(position)
+        self.log_start(position)
         if position.checkpoint is None:
-            self.settle()
+            self.write_config()
         if self.ranks.is_main:
             self.observers.on_start(RunStart(self.config, position.steps, tuple(self.evaluations.due)))
-        begun = 0 if self.claimed.origin is None else self.claimed.origin.steps
-        self.evaluations.catch_up(position.steps, begun)
+        first_step = 0 if self.opened.origin is None else self.opened.origin.steps
+        self.evaluations.catch_up(position.steps, first_step)
         first = 0  # the stage's first step, counted over the run
         for index, stage in enumerate(self.config.stages):
             if index >= position.stage:
@@ -201,8 +264,8 @@ class _Run:
         if self.ranks.is_main:
             self.recording.remove_old()
         best = self.evaluations.note_best()
-        told = "" if best is None else f"; the best by {best.metric} ({best.value:.4g}) is {best.checkpoint}"
-        self.progress.note(f"done: the {trained} is in {latest_checkpoint(self.checkpoints)}{told}")
+        end = "" if best is None else f"; the best by {best.metric} ({best.value:.4g}) is {best.checkpoint}"
+        self.progress.note(f"done: the {trained} is in {latest_checkpoint(self.checkpoints)}{end}")
         return reports
 
     @property
@@ -210,53 +273,45 @@ class _Run:
         return self.config.run_dir / "checkpoints"
 
     def position(self) -> Position:
-        """The position that the run directory holds, the same on all ranks. Later files are removed.
+        """Return the position in the run directory, the same on all ranks. Later files are removed."""
 
-        Raises:
-            AgentPeftError: this rank does not see the checkpoint.
-        """
-
-        def find() -> dict[str, object]:
+        def find() -> dict[str, Any]:
             position = find_position(self.config, self.ranks.world_size)
-            forget_after(self.config.run_dir, position.steps, self.evaluations.paths_after(position.steps))
+            forget_after(self.config.run_dir, position.steps)
             return asdict(position)
 
-        position = Position(**self.ranks.broadcast(find))  # type: ignore[arg-type]
-        if position.checkpoint is None:
-            return position
-        checkpoint = self.checkpoints / position.checkpoint
-        if not checkpoint.is_dir():
+        position = Position(**self.ranks.broadcast(find))
+        if position.checkpoint is not None and not (self.checkpoints / position.checkpoint).is_dir():
             raise AgentPeftError(
-                f"{checkpoint}: rank 0 sees this checkpoint, and rank {self.ranks.rank} does not; "
-                "share run_dir"
+                f"{self.checkpoints / position.checkpoint}: rank 0 sees this checkpoint, and rank "
+                f"{self.ranks.rank} does not; share run_dir"
             )
         return position
 
-    def tell_of_start(self, position: Position) -> None:
-        """Say where the run continues, and with which changes; on rank 0 write it into the history, too."""
+    def log_start(self, position: Position) -> None:
+        """Print where the run continues, and with which changes; rank 0 writes it into the history, too."""
         steps, done = sum(stage.steps for stage in self.config.stages), position.steps
-        origin, changes = self.claimed.origin, self.claimed.changes
-        if origin is not None and not self.claimed.begun:
+        origin, changes = self.opened.origin, self.opened.changes
+        if origin is not None and not self.opened.begun:
             self.progress.note(f"beginning after step {done} of {steps}, from {origin}")
         elif position.checkpoint is not None:
             self.progress.note(f"resuming after step {done} of {steps}")
-        for text in (*(f"{change} from step {done}" for change in changes), *self.claimed.notes):
+        for text in (*(f"{change} from step {done}" for change in changes), *self.opened.messages):
             self.progress.note(text)
         if self.history is not None:
-            self.history.add("resumed" if self.claimed.begun else "started", done)
+            self.history.add("resumed" if self.opened.begun else "started", done)
             for change in changes:
                 self.history.add("changed", done, str(change), key=change.key, old=change.old, new=change.new)
 
-    def settle(self) -> None:
+    def write_config(self) -> None:
         if self.ranks.is_main:
-            settle(self.config, self.contents)
+            write_config(self.config, self.contents)
 
     def train_stage(self, index: int, first: int, checkpoint: str | None) -> None:
         """Train one stage to its end, from its start or from a checkpoint inside it."""
         stage, seed = self.config.stages[index], derive(self.config.seed, "stage", index)
         if checkpoint is not None and first and measures_kl_to_its_start(stage):
             load_start(self.policy, self.checkpoints / f"step_{first:06d}", stage.name)
-        schedule_of = partial(self.schedules.of_step, first)
         trainer = Trainer(
             self.policy,
             self.environment,
@@ -264,13 +319,13 @@ class _Run:
             self.sampler,
             seed,
             self.ranks,
-            schedule_of=schedule_of,
+            schedule_of=partial(self.schedules.of_step, first),
             replays=self.evaluations.replays,
         )
         if checkpoint is not None:
             restore(trainer, self.checkpoints / checkpoint)
-            self.settle()
-            self.tell_of_schedule(trainer, index)
+            self.write_config()
+            self.warn_changed_schedule(trainer, index)
         steps = sum(stage.steps for stage in self.config.stages)
         self.progress.start_stage(stage.name, stage.steps, trainer.step, first, steps)
         self.end_early(trainer, index, first)
@@ -280,17 +335,17 @@ class _Run:
             if self.ranks.is_main:
                 self.lock.renew()
                 facts = (first + step.number, step.collection, step.metrics, stage, started)
-                made = RunStep(*facts, token_values=step.token_values)
-                self.recording.write_step(trainer, made, index, done)
-                self.observers.on_step(made)
+                run_step = RunStep(*facts, token_values=step.token_values)
+                self.recording.write_step(trainer, run_step, index, done)
+                self.observers.on_step(run_step)
             if self.evaluations.make(done):
                 self.end_early(trainer, index, first)
             started = time.perf_counter()
 
-    def tell_of_schedule(self, trainer: Trainer, index: int) -> None:
+    def warn_changed_schedule(self, trainer: Trainer, index: int) -> None:
         """Warn if the stage was prolonged, and its learning rates up to here were those of a shorter one."""
         key = f"stages.{index}.steps"
-        before = next((change.old for change in self.claimed.changes if change.key == key), None)
+        before = next((change.old for change in self.opened.changes if change.key == key), None)
         note = None if before is None else note_on_schedule(trainer.stage, before, trainer.step)
         if note is not None and self.ranks.is_main:
             logger.warning("%s", note)
@@ -312,8 +367,8 @@ class _Run:
             self.recording.write_early_end(trainer, index, done, first + stage.steps)
 
     def steps(self, trainer: Trainer, index: int, first: int) -> Iterator[Step]:
-        """The trainer's steps. If an update is not finite, the run ends, and its trajectories and position
-        are on disk.
+        """Yield the trainer's steps. An update that is not finite ends the run, and its trajectories and
+        position are on disk.
         """
         try:
             yield from trainer

@@ -22,11 +22,7 @@ _DECISIVE_KEYS = ("rows", "kv_tokens", "prefill_tokens", "overlap")
 
 
 class Schedules:
-    """The schedules of one run on one rank. It is made before the run removes the records of later steps.
-
-    Raises:
-        AgentPeftError: ``engine.schedule`` is not a run directory.
-    """
+    """The schedules of one run on one rank. It is made before the run removes the records of later steps."""
 
     def __init__(self, run_dir: Path, engine: EngineConfig, ranks: Ranks) -> None:
         self.folder, self.rank = run_dir / FOLDER, ranks.rank
@@ -45,11 +41,7 @@ class Schedules:
         return self.of(f"step_{first + step:06d}")
 
     def of(self, name: str) -> CollectionSchedule:
-        """Return the schedule of a collection, such as ``evaluation_base``.
-
-        Raises:
-            AgentPeftError: its file is damaged, or was recorded with other settings.
-        """
+        """Return the schedule of a collection, such as ``evaluation_base``."""
         file = f"{name}.rank_{self.rank}.json"
         followed = self._read(self.folder / file, name in self.done)
         if followed is None and self.other is not None:

@@ -17,8 +17,7 @@ from agent_peft.configuration.loading import read_config
 from agent_peft.configuration.relocation import CONFIG, check_run_files
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments import load_environment
-from agent_peft.hardware import set_threads
-from agent_peft.out_of_memory import explain_oom
+from agent_peft.hardware import explain_oom, set_threads
 from agent_peft.policies.config import LoraSettings, PolicyConfig, PretrainedConfig
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.loading import load_policy
@@ -31,7 +30,7 @@ from agent_peft.rollout.replays import Replay, ReplayWindow, read_replays
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.runs.best import read_best
 from agent_peft.runs.checkpoint import checkpoint_step, checkpoints, latest_checkpoint
-from agent_peft.runs.folder import recorded_dtype, settle_dtype
+from agent_peft.runs.folder import recorded_dtype, with_dtype
 from agent_peft.runs.progress import Progress
 from agent_peft.training.stage import StageConfig
 from agent_peft.types import AgentPeftError
@@ -46,12 +45,8 @@ def kind_of(target: Path) -> Kind:
     """Return what a target is.
 
     ``run`` is a run directory, ``adapter`` a folder in the layout of PEFT. ``weights`` is a checkpoint that
-    only a configuration can load: of a module of the user's own, or without a tokenizer, as older versions
-    wrote it. ``model`` is a folder with both, or a name that is no path here: that of a bundled model or of
-    one on the hub.
-
-    Raises:
-        AgentPeftError: the target is a folder of another kind, or a file, or holds a link or a pipe.
+    only a configuration can load: of a module of the user's own, or without a tokenizer. ``model`` is a
+    folder with both, or a name that is no path here: that of a bundled model or of one on the hub.
     """
     if (target / CONFIG).is_file():
         check_run_files(target)
@@ -83,11 +78,7 @@ def _nothing_at(target: Path) -> AgentPeftError:
 
 
 def load_run(run: str | Path) -> TrainConfig:
-    """Load the configuration that a run directory was written with.
-
-    Raises:
-        AgentPeftError: there is no such run directory.
-    """
+    """Load the configuration that a run directory was written with."""
     return read_config(_config_of(Path(run)), check_files=False)[0]
 
 
@@ -108,10 +99,6 @@ def open_run(
     Args:
         checkpoint: its name, such as ``step_000012``, or ``best``; None takes the newest.
         base: take the policy as it was before training.
-        config: the run's configuration with changes, such as another device.
-
-    Raises:
-        AgentPeftError: there is no such run or checkpoint, or the checkpoint does not fit.
     """
     run = Path(run)
     config = config or load_run(run)
@@ -157,8 +144,8 @@ def _checkpoint(run: Path, name: str | None) -> Path:
             f"{run}: has no checkpoint yet; train it first, or measure the model before training with --base"
         )
     if not folder.is_dir():
-        have = ", ".join(path.name for path in checkpoints(run / "checkpoints")) or "none yet"
-        raise AgentPeftError(f"{run}: no checkpoint {name}; there is: {have}")
+        existing = ", ".join(path.name for path in checkpoints(run / "checkpoints")) or "none yet"
+        raise AgentPeftError(f"{run}: no checkpoint {name}; there is: {existing}")
     return folder
 
 
@@ -167,10 +154,6 @@ def load_target_config(
 ) -> TrainConfig:
     """Load the configuration to measure a target with: that of the run, or ``file`` if the target is no run,
     with the changes of the command line.
-
-    Raises:
-        AgentPeftError: as ``load_for_evaluation``; there is no such target; a run got a file, or another
-            target got none.
     """
     kind, effective = kind_of(target), _effective("evaluate", target)
     if kind == "run":
@@ -206,9 +189,6 @@ def evaluate_target(
         checkpoint: the name of a run's checkpoint, or ``best``; None takes the newest.
         base: measure the policy as it was before training.
         progress: shows the episodes that are done.
-
-    Raises:
-        AgentPeftError: there is no such target, or an argument has no effect on it.
     """
     target = Path(target)
     kind = kind_of(target)
@@ -250,8 +230,8 @@ def evaluate_target(
         on_episode = None
         if progress is not None:
             tasks = len(environment.tasks[: config.evaluation.num_tasks])
-            shown = progress.evaluation(str(target), tasks, tasks * config.evaluation.attempts)
-            on_episode = stack.enter_context(shown)
+            bar = progress.evaluation(str(target), tasks, tasks * config.evaluation.attempts)
+            on_episode = stack.enter_context(bar)
         report = evaluate(
             load_sampler(policy, config.engine),
             environment,
@@ -303,11 +283,7 @@ def _load(target: Path, kind: Kind, config: TrainConfig, base: bool) -> Policy:
 
 
 def load_for_merging(run: Path, overrides: Sequence[str], measured: bool) -> TrainConfig:
-    """Load the configuration to merge a run with and, if it is ``measured``, to evaluate it with.
-
-    Raises:
-        AgentPeftError: there is no such run, or an override is wrong or has no effect.
-    """
+    """Load the configuration to merge a run with and, if it is ``measured``, to evaluate it with."""
     file = _config_of(run)
     if measured:
         return load_for_evaluation(file, overrides, None, None, _effective("evaluate", run))
@@ -316,11 +292,7 @@ def load_for_merging(run: Path, overrides: Sequence[str], measured: bool) -> Tra
 
 
 def check_empty(output: Path) -> None:
-    """Check that a folder may be written to.
-
-    Raises:
-        AgentPeftError: it exists and is no empty folder.
-    """
+    """Check that a folder may be written to."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise AgentPeftError(f"{output}: exists and is no empty folder; name another folder")
 
@@ -333,14 +305,11 @@ def merge_run(
     Args:
         config: as in ``open_run``. The weights are read, and so written, in the dtype of the run, whatever
             ``config`` says.
-
-    Raises:
-        AgentPeftError: there is no such run, or ``output`` is not an empty folder.
     """
     run, output = Path(run), Path(output)
     check_empty(output)
     config = config or load_run(run)
-    config = settle_dtype(config, recorded_dtype(run) or config.policy.dtype)
+    config = with_dtype(config, recorded_dtype(run) or config.policy.dtype)
     _, policy = open_run(run, checkpoint, config=config)
     with explain_oom(
         "as the adapter was merged, in float32",

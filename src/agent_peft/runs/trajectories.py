@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from agent_peft.training.step_metrics import TokenValues
 
 LINES, ARRAYS = ".jsonl", ".safetensors"
-_STEP = re.compile(r"\.?step_(\d{6,})\.(?:jsonl|safetensors)(?:\.aside)?")
+_STEP = re.compile(r"\.?step_(\d{6,})\.(?:jsonl?|safetensors)(?:\.aside)?")
 
 
 def episode_record(
@@ -40,8 +40,7 @@ def episode_record(
     row: int,
     advantages: Sequence[float] | None = None,
 ) -> dict[str, Any]:
-    """Return an episode of a training step or of an evaluation as JSON values. The caller puts in front where
-    it belongs: ``stage`` and ``step``, or ``evaluation``.
+    """Return an episode of a training step or of an evaluation as JSON values.
 
     Args:
         group: the number of its task in the step, from 0.
@@ -135,7 +134,7 @@ def write_episodes(
     lines.
 
     Args:
-        place: comes first in each line, such as ``{"evaluation": "after grpo", "step": 20}``.
+        place: comes first in each line, such as ``{"step": 20}``.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     numbers = [(group, attempt) for group, of in enumerate(groups) for attempt in range(len(of.trajectories))]
@@ -187,8 +186,8 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def remove_step(folder: Path, step: int) -> None:
-    """Remove a step's files, the lines first, because they name the arrays."""
-    for name in (f"step_{step:06d}{suffix}" for suffix in (LINES, ARRAYS)):
+    """Remove the files of a step or of its evaluation, the report and the lines before the arrays."""
+    for name in (f"step_{step:06d}{suffix}" for suffix in (".json", LINES, ARRAYS)):
         (folder / name).unlink(missing_ok=True)
         (folder / f".{name}.aside").unlink(missing_ok=True)  # left by a process that was killed
 

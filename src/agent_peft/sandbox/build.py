@@ -13,14 +13,7 @@ SANDBOXES = ("oci", "docker", "podman", "none")
 
 
 def build_sandbox(kind: str, limits: SandboxLimits, runtime: str = "auto") -> Sandbox:
-    """Make a sandbox that is not yet started.
-
-    Args:
-        runtime: the path of the program for the kind oci, or "auto".
-
-    Raises:
-        AgentPeftError: there is no such kind, or this computer cannot have it; one line says what to install.
-    """
+    """Make a sandbox that is not yet started. ``runtime`` is the path of the program for the kind oci."""
     match kind:
         case "oci":
             return OciSandbox(limits, runtime)
@@ -46,9 +39,6 @@ def state_of(kind: str) -> str:
 def missing(kind: str) -> tuple[str, ...]:
     """List the features that sandboxes of this kind lack on this computer. Each line says how to get the
     feature.
-
-    Raises:
-        AgentPeftError: this computer cannot have such sandboxes at all.
     """
     if kind == "none":
         return ("isolation of any kind: the commands run on this computer, as this user",)

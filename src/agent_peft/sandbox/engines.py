@@ -55,13 +55,6 @@ class EngineSandbox(Sandbox):
     """A container without a network."""
 
     def __init__(self, limits: SandboxLimits, engine: str, image: str = IMAGE) -> None:
-        """
-        Args:
-            engine: docker or podman.
-
-        Raises:
-            AgentPeftError: it is not installed, or does not answer.
-        """
         where(engine)
         self._limits, self._engine, self._image = limits, engine, image
         self._first: subprocess.Popen[bytes] | None = None
@@ -196,11 +189,7 @@ class EngineSandbox(Sandbox):
 
 
 def where(engine: str) -> str:
-    """Return the version of an engine that answers.
-
-    Raises:
-        AgentPeftError: it is not installed, or does not answer.
-    """
+    """Return the version of an engine that answers."""
     program = shutil.which(engine)
     if program is None:
         raise AgentPeftError(f"sandbox: {engine} is not installed, or not on PATH")

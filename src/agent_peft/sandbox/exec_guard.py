@@ -262,11 +262,7 @@ def _is_file(root: int, path: str) -> bool:
 
 
 def _resolve(root: int, path: bytes) -> str | None:
-    """Follow a path in the root of another process. Return None if nothing is there.
-
-    Raises:
-        OSError: it cannot be followed.
-    """
+    """Follow a path in the root of another process. Return None if nothing is there."""
     try:
         descriptor = _open_in(root, os.fsdecode(path))
     except (FileNotFoundError, NotADirectoryError):

@@ -154,11 +154,8 @@ class Frozen:
     def _run(
         self, script: str, folder: Sequence[int], given: bytes | int, output: int, *arguments: str
     ) -> bytes:
-        """Run a bash script of the host in the machine's user namespace.
-
-        Args:
-            folder: descriptor of the folder that is its first argument, if there is one.
-            given: its input, or the descriptor of it.
+        """Run a bash script of the host in the machine's user namespace, with a folder's descriptor as its
+        first argument.
         """
         enter = ["nsenter", f"--user=/proc/self/fd/{self._user}"]
         keep = ["--preserve-credentials"] if os.geteuid() != 0 else []

@@ -33,9 +33,6 @@ class OciSandbox(Sandbox):
         """
         Args:
             runtime: the path of a runtime, or "auto".
-
-        Raises:
-            AgentPeftError: this computer does not support such machines; one line says why.
         """
         self._runtime = find_runtime(runtime)
         self._limits = limits

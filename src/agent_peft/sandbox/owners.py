@@ -29,10 +29,6 @@ class OwnerFolder:
     """The folder of this process. It is removed when the process ends."""
 
     def __init__(self) -> None:
-        """
-        Raises:
-            AgentPeftError: another user has made our folder.
-        """
         above = _private_folder()
         self.path = above / secrets.token_hex(8)
         with _locked(above / _LOCK, fcntl.LOCK_EX):

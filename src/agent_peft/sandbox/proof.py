@@ -78,11 +78,7 @@ def differences(shown: str, first: str, shell: str) -> list[str]:
 
 
 def _check_limits(machine: Machine) -> None:
-    """Compare the limits that the kernel has with those that were asked for.
-
-    Raises:
-        InfrastructureError: they differ.
-    """
+    """Compare the limits that the kernel has with those that were asked for."""
     if machine.cgroup is None:
         return
     groups = machine.cgroup

@@ -187,9 +187,6 @@ def find_runtime(named: str = "auto") -> Runtime:
 
     Args:
         named: the path of a runtime, or "auto" for runc or crun.
-
-    Raises:
-        AgentPeftError: this computer cannot have machines; one line says why and what to do.
     """
     with _LOCK:
         key = (os.getpid(), named)
@@ -227,10 +224,6 @@ def _try_all(named: str) -> Runtime:
 
 
 def check_host() -> None:
-    """
-    Raises:
-        AgentPeftError: this computer cannot have machines; one line says why and what to do.
-    """
     if not sys.platform.startswith("linux"):
         raise AgentPeftError(
             f"sandbox: oci needs Linux, and this is {platform.system()}: "
@@ -253,11 +246,7 @@ def check_host() -> None:
 
 
 def find_programs(named: str) -> list[str]:
-    """List the runtimes that may be used.
-
-    Raises:
-        AgentPeftError: there is none.
-    """
+    """List the runtimes that may be used."""
     if named != "auto":
         if not os.access(named, os.X_OK):
             raise AgentPeftError(f"sandbox: oci: runtime: {named} is not a program; name runc or crun")

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from agent_peft.algorithms import Algorithm
 from agent_peft.batch import Batch
-from agent_peft.out_of_memory import is_out_of_memory
+from agent_peft.hardware import is_out_of_memory
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.reference import Reference, reference_of
 from agent_peft.ranks import merged

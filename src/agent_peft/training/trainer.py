@@ -16,7 +16,7 @@ from agent_peft.algorithms.base import restore_algorithm
 from agent_peft.batch import Batch, collate_groups
 from agent_peft.environments.base import Environment
 from agent_peft.environments.contract import refuse_class
-from agent_peft.out_of_memory import explain_oom
+from agent_peft.hardware import explain_oom
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import Sampler
 from agent_peft.policies.policy import Policy

@@ -13,7 +13,7 @@ from itertools import islice
 
 import torch
 
-from agent_peft.out_of_memory import is_out_of_memory
+from agent_peft.hardware import is_out_of_memory
 from agent_peft.policies.engine.base import Conversation, EngineConfig, EngineStatistics
 from agent_peft.policies.engine.daemon_threads import DaemonThreads
 from agent_peft.policies.engine.kv_cache import COMMON, PROMPTS, ROWS, TierCache

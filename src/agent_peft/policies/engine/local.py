@@ -19,8 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
-from agent_peft.hardware import give_back_memory
-from agent_peft.out_of_memory import explain_oom
+from agent_peft.hardware import explain_oom, give_back_memory
 from agent_peft.policies.engine.base import Conversation, EngineConfig, EngineStatistics
 from agent_peft.policies.engine.daemon_threads import DaemonThreads
 from agent_peft.policies.engine.decoding import AHEAD, Decoding

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from agent_peft.hardware import give_back_memory
-from agent_peft.out_of_memory import is_out_of_memory
+from agent_peft.hardware import give_back_memory, is_out_of_memory
 from agent_peft.policies.engine.base import Conversation, EngineConfig
 from agent_peft.policies.engine.decoding import Decoding, Row
 from agent_peft.policies.engine.kv_cache import ROWS

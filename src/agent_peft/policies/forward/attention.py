@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
-from agent_peft.out_of_memory import is_out_of_memory
+from agent_peft.hardware import is_out_of_memory
 from agent_peft.policies.models.positions import window_of
 
 # Terms that a model may add to its attention scores, and that our attention does not compute.

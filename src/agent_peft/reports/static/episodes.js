@@ -139,7 +139,7 @@ async function drawEpisode() {
   if (terms.length) facts.push(el("p", { class: "soft" }, `reward = ${terms.map(([name, value]) => `${visible(name)} ${number(value)}`).join(" + ")}`));
   const missing = values.missing_words[one.run];
   if (!tokens) facts.push(el("p", { class: "notice" }, visible(missing ? `The tokens are not shown: ${missing}.`
-    : content.fault || "An older version wrote this episode without its tokens.")));
+    : content.fault || "They cannot be read.")));
   const views = [["chat", "Chat"], ["siblings", `Siblings (${siblings.length})`], ["tree", "Tree"]];
   const bar = el("div", { class: "bar", role: "group", "aria-label": "view" }, views.map(([name, title]) =>
     el("button", { "aria-pressed": String(state.view === name), onclick: () => { state.view = name; drawEpisode(); } }, title)));

@@ -15,10 +15,7 @@ from agent_peft.configuration.trackers import AnyTracker, TrackerConfig
 from agent_peft.lookup import find
 from agent_peft.runs.observers import Observer
 from agent_peft.runs.trackers.base import TrackedRun, Tracker, TrackerThread
-from agent_peft.runs.trackers.mlflow import Mlflow
-from agent_peft.runs.trackers.tensorboard import TensorBoard
-from agent_peft.runs.trackers.trackio import Trackio
-from agent_peft.runs.trackers.wandb import Wandb
+from agent_peft.runs.trackers.services import Mlflow, TensorBoard, Trackio, Wandb
 from agent_peft.types import AgentPeftError
 
 __all__ = ["TRACKERS", "TrackedRun", "Tracker", "load_tracker", "load_trackers"]
@@ -34,12 +31,7 @@ TRACKERS: Mapping[str, Callable[[Any], Tracker]] = {
 def load_tracker(kind: str, /, **keys: Any) -> Observer:
     """Return a tracker as an observer, for ``train(config, observers=[...])``.
 
-    Args:
-        kind: a row of ``TRACKERS``, or ``"package.module:Class"`` for a ``Tracker`` of your own.
-        keys: keys of its configuration.
-
-    Raises:
-        AgentPeftError: there is no such kind, a key or a value is wrong, or its package is absent.
+    ``kind`` is a row of ``TRACKERS``, or ``"package.module:Class"`` for a ``Tracker`` of your own.
     """
     try:
         config: TrackerConfig = TypeAdapter(AnyTracker).validate_python({**keys, "kind": kind})
@@ -49,11 +41,7 @@ def load_tracker(kind: str, /, **keys: Any) -> Observer:
 
 
 def load_trackers(configs: Iterable[TrackerConfig]) -> list[Observer]:
-    """Return the trackers of a configuration as observers. Nothing is opened before the run starts.
-
-    Raises:
-        AgentPeftError: a package is absent, or a user's class cannot be made.
-    """
+    """Return the trackers of a configuration as observers. Nothing is opened before the run starts."""
     counts = Counter[str]()
     observers: list[Observer] = []
     for config in configs:

@@ -85,11 +85,7 @@ class Tracker:
         """
 
     def close(self, complete: bool) -> None:
-        """End the tracking.
-
-        Args:
-            complete: False where an error has ended the run.
-        """
+        """End the tracking. ``complete`` is False where an error has ended the run."""
 
 
 @dataclass(frozen=True)
@@ -124,10 +120,8 @@ class _State:
 
 
 class TrackerThread(Observer):
-    """Passes an observer's events to a tracker, on its own thread.
-
-    Args:
-        name: of the tracker in messages, and of its files in ``RUN/trackers``.
+    """Passes an observer's events to a tracker, on its own thread. ``name`` is that of its files in
+    ``RUN/trackers``.
     """
 
     def __init__(self, tracker: Tracker, config: TrackerConfig, name: str) -> None:
@@ -137,8 +131,8 @@ class TrackerThread(Observer):
         self._lock = threading.Lock()  # of what follows
         self._accepted = self._sent = 0  # records
         self._failure = ""  # the first one
-        self._dead = False  # it could not be opened, which was told
-        self._closed = False  # the run no longer waits, and nothing more is told
+        self._dead = False  # it could not be opened, as a warning explains
+        self._closed = False  # the run no longer waits, and logs nothing more
 
     def on_start(self, run: RunStart) -> None:
         folder = run.config.run_dir.absolute() / TRACKERS
@@ -168,11 +162,11 @@ class TrackerThread(Observer):
         self._thread.join(max(deadline - time.monotonic(), 0))
         with self._lock:
             self._closed = True
-            lost, of, late = self._accepted - self._sent, self._accepted, self._thread.is_alive()
-        if (lost or late) and not self._dead:
+            unsent, of, late = self._accepted - self._sent, self._accepted, self._thread.is_alive()
+        if (unsent or late) and not self._dead:
             cause = f"did not end within {self.config.patience:g} s" if late else "did not take all"
             logger.warning(
-                "the tracker %s %s: %d of %d records of the run were not sent", self.name, cause, lost, of
+                "the tracker %s %s: %d of %d records of the run were not sent", self.name, cause, unsent, of
             )
 
     def _put(self, record: _Record) -> None:
@@ -236,7 +230,7 @@ class TrackerThread(Observer):
 
 
 def mute(logger: str) -> None:
-    """Drop what a library logs on the threads of trackers: a tracker's failure is told once, and by us."""
+    """Drop what a library logs on the threads of trackers: a tracker's failure is one warning of ours."""
     logging.getLogger(logger).addFilter(_is_elsewhere)
 
 
@@ -261,7 +255,7 @@ def evaluation_metrics(report: EvaluationReport) -> dict[str, float]:
 def row_of(step: int, group: Group) -> Row:
     """The first episode of a group as a row of a table."""
     trajectory = group.trajectories[0]
-    said = "\n\n".join(f"{message.role}: {message.content}" for message in trajectory.messages)
+    text = "\n\n".join(f"{message.role}: {message.content}" for message in trajectory.messages)
     return (
         step,
         printable(trajectory.task.id, 200),
@@ -270,7 +264,7 @@ def row_of(step: int, group: Group) -> Row:
         trajectory.stop_reason.value,
         float(trajectory.reward),
         trajectory.num_action_tokens,
-        lines_of(said),
+        lines_of(text),
     )
 
 

@@ -1,4 +1,4 @@
-"""``agent-peft show``: an episode as the agent saw it."""
+"""``agent-peft show``: an episode as the agent saw it; ``agent-peft report``: its line, files and errors."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from agent_peft.cli import run as command
 from agent_peft.rollout.statistics import summarize
-from agent_peft.runs.trajectories import write_episodes, write_trajectories
+from agent_peft.runs.evaluations import write_evaluation
+from agent_peft.runs.trajectories import write_trajectories
 from agent_peft.training.step_metrics import TokenValues
 from agent_peft.types import Group, Message, Outcome, StopReason, Task, Trajectory, Turn
 
@@ -46,9 +48,8 @@ def folder(tmp_path):
             tmp_path / "trajectories", step, "grpo", groups, values=TokenValues(advantages, None)
         )
     single = [Group(tasks[0], [episode(tasks[0], 0)])]
-    write_episodes(tmp_path / "evaluations", "after_grpo", {"evaluation": "after grpo"}, single)
-    (tmp_path / "evaluations" / "after_grpo.json").write_text(json.dumps(summarize(single).to_json()))
-    (tmp_path / "config.yaml").write_text("{}\n")
+    write_evaluation(tmp_path / "evaluations" / "step_000012.json", replace(summarize(single), step=12))
+    (tmp_path / "config.yaml").write_text("stages: [{name: grpo, steps: 12}]\n")
     return tmp_path
 
 
@@ -155,7 +156,7 @@ def test_what_is_not_there_is_one_line(folder, capsys, arguments, told):
 
 
 def test_a_run_without_episodes(folder, capsys):
-    (folder / "evaluations" / "after_grpo.jsonl").unlink()
+    (folder / "evaluations" / "step_000012.jsonl").unlink()
     for path in (folder / "trajectories").iterdir():
         path.unlink()
     _, _, err = shown(capsys, folder)
@@ -175,3 +176,41 @@ def test_it_opens_only_the_files_that_it_needs_and_no_torch(folder):
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr or "torch is loaded"
     assert "turn 2" in done.stdout
+
+
+# -- agent-peft report ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def bare_run(tmp_path):
+    run = tmp_path / "a"
+    run.mkdir()
+    (run / "config.yaml").write_text("seed: 0\n")
+    (run / "metrics.jsonl").write_text(json.dumps({"step": 0, "stage": "sft", "loss": 1.0}) + "\n")
+    return run
+
+
+def reported(capsys, *arguments):
+    code = command(["report", *map(str, arguments)])
+    return code, *capsys.readouterr()
+
+
+def test_the_page_lies_in_the_run_or_here(bare_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = reported(capsys, bare_run)
+    assert code == 0 and f"wrote {bare_run / 'report.html'}: 0 episodes" in out
+    assert "Agent-PEFT report" in (bare_run / "report.html").read_text()
+    assert reported(capsys, bare_run, bare_run)[0] == 0 and (tmp_path / "report.html").is_file()
+    assert reported(capsys, bare_run, "--output", tmp_path / "new" / "b.html")[0] == 0
+    assert (tmp_path / "new" / "b.html").is_file()
+
+
+def test_mistakes_are_one_line(bare_run, tmp_path, capsys):
+    for arguments, words in (
+        ([tmp_path], "no run directory"),
+        ([bare_run, "--port", "8"], "--port has no effect without --live"),
+        ([bare_run, "--live", "--output", "x.html"], "--output has no effect with --live"),
+        ([bare_run, "--output", bare_run], "--output"),
+    ):
+        code, _, error = reported(capsys, *arguments)
+        assert (code, error.count("\n")) == (2, 1) and words in error

@@ -1,4 +1,4 @@
-"""The command that shows what an agent saw and did."""
+"""The commands that show a run: show prints episodes, report makes a page for a browser."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agent_peft.cli.app import AsJson
-from agent_peft.cli.app import show as draw
+from agent_peft.cli.app import AsJson, draw
 from agent_peft.printable import printable
 from agent_peft.types import AgentPeftError
 
@@ -33,14 +32,14 @@ def show(
 ) -> None:
     """Show an episode as the agent saw it, with its rewards. Where several episodes fit, list them."""
     episodes, place = _episodes(run, step, evaluation)
-    chosen = _fitting(episodes, task, attempt, place)
+    matches = _fitting(episodes, task, attempt, place)
     if as_json:
-        draw({"episodes": [_json(episode) for episode in chosen]})
-    elif len(chosen) == 1 or (task is not None and attempt is not None):
-        for episode in chosen:
+        draw({"episodes": [_json(episode) for episode in matches]})
+    elif len(matches) == 1 or (task is not None and attempt is not None):
+        for episode in matches:
             draw(_drawn(episode, place))
     else:
-        draw(_list(chosen, place))
+        draw(_list(matches, place))
         print("add --task and --attempt to see one of them")
 
 
@@ -57,19 +56,15 @@ def _episodes(run: Path, step: int | None, evaluation: str | None) -> tuple[list
         return record.trajectories.of_step(step), f"step {step}"
     if step is not None:
         raise AgentPeftError("--step has no effect with --evaluation; leave one of them out")
-    measured = record.evaluation(evaluation)
-    if not measured.episodes.steps:
+    result = record.evaluation(evaluation)
+    if not result.episodes.steps:
         raise AgentPeftError(f"{run}: the evaluation {evaluation!r} was written without its episodes")
-    return list(measured.episodes), f"evaluation {measured.name}"
+    return list(result.episodes), f"evaluation {result.name}"
 
 
 def _fitting(
     episodes: list[EpisodeRecord], task: str | None, attempt: int | None, place: str
 ) -> list[EpisodeRecord]:
-    """
-    Raises:
-        AgentPeftError: there is none.
-    """
     from agent_peft.lookup import alike
 
     of_task = [episode for episode in episodes if task in (None, episode.task)]
@@ -77,12 +72,12 @@ def _fitting(
         near = alike(task, {episode.task for episode in episodes})
         advice = "leave --task out to list them" if near is None else f"did you mean {near!r}?"
         raise AgentPeftError(f"{place} has no task {task!r}; {advice}")
-    chosen = [episode for episode in of_task if attempt in (None, episode.attempt)]
-    if not chosen:
+    matches = [episode for episode in of_task if attempt in (None, episode.attempt)]
+    if not matches:
         most = max(episode.attempt for episode in of_task)
         what = place if task is None else f"{place}, task {task!r}"
         raise AgentPeftError(f"{what}: has no attempt {attempt}; the last is {most}")
-    return chosen
+    return matches
 
 
 def _json(episode: EpisodeRecord) -> dict[str, Any]:
@@ -159,3 +154,50 @@ def _number(value: float) -> str:
     ('0.3', '-1', '1e-07')
     """
     return f"{value:.4g}"
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="run directories", metavar="RUN...")],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="the file to write; by default RUN/report.html, for several runs ./report.html"),
+    ] = None,
+    live: Annotated[
+        bool,
+        typer.Option("--live", help="serve the page on this machine, and refresh it while runs continue"),
+    ] = False,
+    port: Annotated[
+        int | None, typer.Option(help="port of --live; by default any free one", min=0, max=65535)
+    ] = None,
+) -> None:
+    """Write a page with the curves, evaluations, configuration and episodes of runs."""
+    if not live:
+        if port is not None:
+            raise AgentPeftError("--port has no effect without --live; leave it out")
+        _write_report(runs, output)
+    elif output is not None:
+        raise AgentPeftError(
+            "--output has no effect with --live, which writes nothing; leave one of them out"
+        )
+    else:
+        _serve_report(runs, port or 0)
+
+
+def _write_report(runs: list[Path], output: Path | None) -> None:
+    from agent_peft.reports.page import write_report
+
+    place = output or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+    result = write_report(runs, place)
+    note = "" if result.beside is None else f" (keep the folder {result.beside.name} next to it)"
+    print(printable(f"wrote {result.page}: {result.episodes} episodes{note}; open it in a browser"))
+
+
+def _serve_report(runs: list[Path], port: int) -> None:
+    from agent_peft.reports.live import live_server
+
+    with live_server(runs, port) as server:
+        print(f"open http://127.0.0.1:{server.server_address[1]}/ in a browser; Ctrl-C ends it", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print("ended")
