@@ -65,18 +65,18 @@ def explain(
 
 
 def _describe_machine(as_json: bool) -> None:
-    from agent_peft.configuration.display import machine_lines, machine_table
+    from agent_peft.configuration.explain import rows_lines, rows_table
     from agent_peft.configuration.machine import machine
 
     offers = machine()
     if as_json:
         show({"machine": offers})
     else:
-        show_rows(machine_table(offers), machine_lines(offers))
+        show_rows(rows_table("this machine", offers), rows_lines("machine ", offers))
 
 
 def _list_keys(prefixes: list[str], as_json: bool) -> None:
-    from agent_peft.configuration.display import keys_table
+    from agent_peft.configuration.explain import keys_table
     from agent_peft.configuration.keys import all_keys
 
     keys = all_keys(*prefixes)

@@ -34,8 +34,6 @@ from typing import Any, cast
 from pydantic import ValidationError
 
 from agent_peft.configuration.errors import Document, config_error
-from agent_peft.configuration.lengths import fit_lengths
-from agent_peft.configuration.lora import fit_adapter
 from agent_peft.configuration.merging import STAGE_KEYS, merge, merge_stages, override, switches
 from agent_peft.configuration.reading import SHORT_FORMS, Source, expand, read_content, tree_of
 from agent_peft.configuration.relocation import run_of, settle_paths
@@ -43,7 +41,11 @@ from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.configuration.yaml12 import MAX_DEPTH, Leaf, Node, Tree, dump, leaves, parse, plain
 from agent_peft.environments import ENVIRONMENTS
 from agent_peft.files import write_atomic
-from agent_peft.policies.models.start import START
+from agent_peft.policies.config import PretrainedConfig
+from agent_peft.policies.models.positions import bound_of, fit
+from agent_peft.policies.models.shape import config_at_hand
+from agent_peft.policies.models.start import START, from_start, split_run, with_adapter
+from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)
@@ -51,6 +53,7 @@ logger = logging.getLogger(__name__)
 Overrides = Sequence[str] | Mapping[str, Any]
 
 COMMAND_LINE, ARGUMENT = "command line", "argument"  # origins of overrides
+ADAPTER = "the adapter that it continues with"  # the origin of LoRA settings
 
 
 @dataclass(frozen=True)
@@ -268,3 +271,52 @@ def _check_files(config: TrainConfig, document: Document) -> None:
                 raise AgentPeftError(
                     f"{where}: there is no file or folder {str(value)!r} (seen from {Path.cwd()})"
                 )
+
+
+def fit_lengths(config: TrainConfig, document: Document) -> tuple[TrainConfig, dict[str, str]]:
+    """The same run with ``max_tokens`` lowered to the model's positions wherever it is the default, and where
+    each such value comes from.
+
+    A model that is not here yet is not asked; the engine asks it when it is loaded.
+
+    Raises:
+        AgentPeftError: ``max_tokens`` of a stage or of the evaluation was set, and is more.
+    """
+    model = config_at_hand(config.policy)
+    bound = None if model is None else bound_of(model)
+    if bound is None:
+        return config, {}
+    origins: dict[str, str] = {}
+
+    def fitted(sampling: SamplingConfig, *keys: str) -> dict[str, SamplingConfig]:
+        found = fit(sampling, bound, document.place((*keys, "sampling", "max_tokens")))
+        if found is not sampling:
+            origins[".".join((*keys, "sampling", "max_tokens"))] = "the positions of policy.model"
+        return {"sampling": found}
+
+    stages = tuple(
+        stage.model_copy(update=fitted(stage.sampling, "stages", str(place)))
+        for place, stage in enumerate(config.stages)
+    )
+    evaluation = config.evaluation and config.evaluation.following(stages[-1].sampling)
+    evaluation = evaluation and evaluation.model_copy(update=fitted(evaluation.sampling, "evaluation"))
+    return config.model_copy(update={"stages": stages, "evaluation": evaluation}), origins
+
+
+def fit_adapter(config: TrainConfig) -> tuple[TrainConfig, dict[str, str]]:
+    """Return the same run with ``policy.lora`` as its adapter needs it, and the origin of each changed key.
+
+    If ``policy.model`` is not here, the copy in the run directory is asked.
+
+    Raises:
+        AgentPeftError: what ``policy.model`` names does not exist, or contradicts ``policy.lora``.
+    """
+    if not isinstance(policy := config.policy, PretrainedConfig):
+        return config, {}
+    here = split_run(policy.model)[0].exists()
+    fitted = with_adapter(policy if here else from_start(policy, config.run_dir))
+    if fitted.lora == policy.lora or fitted.lora is None or policy.lora is None:
+        return config, {}
+    changed = [key for key, value in fitted.lora if value != getattr(policy.lora, key)]
+    policy = policy.model_copy(update={"lora": fitted.lora})
+    return config.model_copy(update={"policy": policy}), {f"policy.lora.{key}": ADAPTER for key in changed}

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from agent_peft.algorithms import AlgorithmConfig, AnyAlgorithm
+from agent_peft.configuration.keys import model_of
 from agent_peft.configuration.run_config import TrainConfig, ineffective_keys
-from agent_peft.configuration.schema import model_of
 from agent_peft.configuration.yaml12 import Leaf, Node, Tree, leaves, plain
 from agent_peft.training.stage import StageConfig
 from agent_peft.types import AgentPeftError

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from agent_peft.configuration.bundled import bundled_configs
+from agent_peft.configuration import bundled_configs
 from agent_peft.configuration.merging import override, override_items
 from agent_peft.configuration.yaml12 import Leaf, Node, Tree, leaves, parse, plain
 from agent_peft.files import MEGABYTE, read_text

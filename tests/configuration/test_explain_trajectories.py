@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from agent_peft.configuration.disk import step_bytes, trajectories_in_words
+from agent_peft.configuration.explain import step_bytes, trajectories_in_words
 from agent_peft.configuration.loading import load_config
 from agent_peft.configuration.memory import in_words
 from agent_peft.runs.trajectories import write_trajectories
