@@ -11,6 +11,7 @@ import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -19,10 +20,11 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from agent_peft.algorithms import ALGORITHMS, AlgorithmConfig, algorithm_config_class
-from agent_peft.config import models_in
+from agent_peft.config import Resume, models_in
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments import ENVIRONMENTS, EnvironmentConfig, environment_config_class
 from agent_peft.lookup import nearest
+from agent_peft.training.stage import StageConfig
 from agent_peft.types import AgentPeftError
 
 TITLE = """# Keys of a configuration
@@ -170,6 +172,33 @@ def all_keys(*prefixes: str) -> list[Key]:
             )
     wanted = {path_of(prefix) for prefix in prefixes}
     return [key for key in keys if not prefixes or wanted & {key.kind, *_parents(key.path)}]
+
+
+def resume_class(path: str) -> Resume:
+    """Whether a key may change when a run resumes (``config.Resume``); ``path`` is without ``stages.N``. A
+    key that no class here knows, such as one of a user's environment, has the class of its section.
+
+    >>> resume_class("engine.rows"), resume_class("algorithm.kind"), resume_class("algorithm.gamma")
+    ('free', 'fixed', 'asked')
+    """
+    classes = _resume_classes()
+    return next((classes[known] for known in _parents(path) if known in classes), "asked")
+
+
+@cache
+def _resume_classes() -> Mapping[str, Resume]:
+    return dict(_classes_in(TrainConfig, "", "asked"))
+
+
+def _classes_in(model: type[BaseModel], section: str, inherited: Resume) -> Iterator[tuple[str, Resume]]:
+    for name, field in model.model_fields.items():
+        declared: Any = field.json_schema_extra or {}
+        path, own = f"{section}{name}", declared.get("resume", inherited)
+        yield path, own
+        for inner in models_of(field.annotation).values():
+            yield from _classes_in(inner, "" if inner is StageConfig else f"{path}.", own)
+        if "resume_kind" in declared:
+            yield f"{path}.kind", declared["resume_kind"]
 
 
 def takes_value(annotation: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from agent_peft.algorithms import AlgorithmConfig, UncheckedAlgorithmConfig
-from agent_peft.config import Config, first_error
+from agent_peft.config import FIXED_KIND, FREE, Config, first_error
 from agent_peft.configuration.trackers import AnyTracker
 from agent_peft.environments import ENVIRONMENTS, AnyEnvironment
 from agent_peft.environments.base import EnvironmentConfig
@@ -76,30 +76,50 @@ class TrainConfig(Config):
 
     run_dir: Annotated[Path, AfterValidator(Path.expanduser)] = Field(
         description="folder that the run writes to, relative to the current folder; an interrupted run "
-        "continues there"
+        "continues there",
+        json_schema_extra=FREE,
     )
     seed: int = Field(
         default=0, description="decides tasks, order, sampled tokens and the weights of a model from scratch"
     )
     threads: int | None = Field(
-        default=None, ge=1, description="CPU threads of torch; null: one per core that this process may use"
+        default=None,
+        ge=1,
+        description="CPU threads of torch; null: one per core that this process may use",
+        json_schema_extra=FREE,
     )
-    policy: PolicyConfig = Field(description="the model that acts and is trained")
+    policy: PolicyConfig = Field(
+        description="the model that acts and is trained", json_schema_extra=FIXED_KIND
+    )
     environment: AnyEnvironment = Field(description="the tasks to train on")
     engine: EngineConfig = Field(
-        default=EngineConfig(), description="how the sampler uses memory and threads"
+        default=EngineConfig(),
+        description="how the sampler uses memory and threads",
+        json_schema_extra=FREE,
     )
     evaluation: EvaluationConfig | None = Field(
-        default=None, description="when the policy is measured, and on which tasks; null: never"
+        default=None,
+        description="when the policy is measured, and on which tasks; null: never",
+        json_schema_extra=FREE,
     )
-    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="when the run is saved")
+    checkpoint: CheckpointConfig = Field(
+        default=CheckpointConfig(), description="when the run is saved", json_schema_extra=FREE
+    )
     trajectories: Annotated[TrajectoriesConfig, BeforeValidator(_all)] = Field(
-        default=TrajectoriesConfig(), description="the steps whose trajectories stay on disk: all, or fewer"
+        default=TrajectoriesConfig(),
+        description="the steps whose trajectories stay on disk: all, or fewer",
+        json_schema_extra=FREE,
     )
     trackers: tuple[AnyTracker, ...] = Field(
-        default=(), description="programs and services that show the run's numbers while it trains"
+        default=(),
+        description="programs and services that show the run's numbers while it trains",
+        json_schema_extra=FREE,
     )
-    ranks: RanksConfig = Field(default=RanksConfig(), description="how processes train together (torchrun)")
+    ranks: RanksConfig = Field(
+        default=RanksConfig(),
+        description="how processes train together (torchrun)",
+        json_schema_extra=FREE,
+    )
     stages: tuple[StageConfig, ...] = Field(
         description="the stages in their order; without this key the keys of one stage stand at the top"
     )

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from agent_peft.configuration.changes import Change
 from agent_peft.configuration.relocation import check_run_files
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.files import (
@@ -25,7 +24,7 @@ from agent_peft.files import (
     write_json_atomic,
 )
 from agent_peft.policies.models.start import START
-from agent_peft.runs.changes import names, read_earlier
+from agent_peft.runs.changes import Change, changed_contents, names, read_earlier
 from agent_peft.runs.checkpoint import (
     checkpoint_step,
     checkpoints,
@@ -34,7 +33,7 @@ from agent_peft.runs.checkpoint import (
     save_checkpoint,
     sync_tree,
 )
-from agent_peft.runs.digests import Contents, changed_contents, read_contents
+from agent_peft.runs.digests import Contents, read_contents
 from agent_peft.runs.resume import measures_kl_to_its_start
 from agent_peft.types import AgentPeftError
 

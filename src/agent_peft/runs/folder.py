@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from agent_peft.configuration import yaml12
-from agent_peft.configuration.changes import Change
 from agent_peft.configuration.relocation import (
     CONFIG,
     FILES,
@@ -39,7 +38,7 @@ from agent_peft.runs.branch import (
     split,
     write_origin,
 )
-from agent_peft.runs.changes import Earlier, accept, read_earlier
+from agent_peft.runs.changes import Change, Earlier, accept, read_earlier
 from agent_peft.runs.checkpoint import checkpoints
 from agent_peft.runs.checkpoint import is_ours as is_checkpoint
 from agent_peft.runs.digests import DIGESTS, Contents

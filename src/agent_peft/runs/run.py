@@ -38,9 +38,9 @@ from agent_peft.ranks import Ranks, join
 from agent_peft.rollout.replays import Replays
 from agent_peft.rollout.report_tables import skill_table, table
 from agent_peft.rollout.statistics import EvaluationReport
-from agent_peft.runs.changes import note_on_schedule, refuse_contents
+from agent_peft.runs.changes import changed_contents, note_on_schedule, refuse_contents
 from agent_peft.runs.checkpoint import Position, latest_checkpoint
-from agent_peft.runs.digests import Contents, changed_contents, contents_of, read_contents, template_of
+from agent_peft.runs.digests import Contents, contents_of, read_contents, template_of
 from agent_peft.runs.evaluations import Evaluations, settle_names
 from agent_peft.runs.folder import Claim, claim, dtype_of_run, settle, settle_dtype
 from agent_peft.runs.history import History

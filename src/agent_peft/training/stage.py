@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from agent_peft.algorithms import AnyAlgorithm, UncheckedAlgorithmConfig, mean_normalized
-from agent_peft.config import Config, first_error
+from agent_peft.config import FIXED, FIXED_KIND, FREE, Config, first_error
 from agent_peft.policies.reference import ReferenceKind
 from agent_peft.policies.sampling import DISTRIBUTION, SamplingConfig
 from agent_peft.rollout.pairs import METRICS as PAIR_METRICS
@@ -33,11 +33,14 @@ MAX_EPISODES = 1_000_000  # of a step: a group, or groups
 class StageConfig(Config):
     """A part of a run with one algorithm. Supervised stages learn from demonstrations, in groups of one."""
 
-    algorithm: AnyAlgorithm = Field(description="how the policy learns from the episodes")
+    algorithm: AnyAlgorithm = Field(
+        description="how the policy learns from the episodes", json_schema_extra=FIXED_KIND
+    )
     name: str = Field(
         default_factory=lambda before: before["algorithm"].kind.rpartition(":")[2],
         min_length=1,
         description="name of the stage in metrics and files; default: the algorithm's kind",
+        json_schema_extra=FIXED,
     )
     learn_from: Literal["demonstrations", "successes"] = Field(
         default="demonstrations",
@@ -83,6 +86,7 @@ class StageConfig(Config):
         default=768,
         ge=1,
         description="maximum positions of one forward; changes time and memory, never the result",
+        json_schema_extra=FREE,
     )
     reference: ReferenceKind = Field(
         default="stage_start",
@@ -113,7 +117,9 @@ class StageConfig(Config):
         "take more than half of sampling.max_tokens; evaluations that follow the stage show them, too",
     )
     nonfinite: Literal["stop", "skip"] = Field(
-        default="stop", description="what happens at an update whose loss or gradient is NaN or infinite"
+        default="stop",
+        description="what happens at an update whose loss or gradient is NaN or infinite",
+        json_schema_extra=FREE,
     )
 
     @field_validator("name")
