@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from agent_peft.algorithms import ALGORITHMS
-from agent_peft.configuration.effective import load_for_evaluation
 from agent_peft.configuration.explain import effective_values, explain, facts
-from agent_peft.configuration.loading import dump_config, read_config
+from agent_peft.configuration.loading import dump_config, load_for_evaluation, read_config
 from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.environments.arithmetic import ArithmeticConfig
 from agent_peft.policies.config import PretrainedConfig
@@ -610,7 +609,7 @@ MISTAKES = [
     ),
     (ONE, ("algorithm=rloo", "algorithm.kind=grpo"), "set the same key; give one of them"),
     # the file itself
-    (ONE + "steps: 4", (), "x.yaml:6: steps stands twice; keep one"),
+    (ONE + "steps: 4", (), "x.yaml:6: steps is set twice; keep one"),
     (ONE + "a: [", (), "x.yaml:6: is not YAML"),
 ]
 

@@ -82,8 +82,7 @@ def serve(
     ] = 600.0,
 ) -> None:
     """Serve CONFIG's environments over HTTP, until SIGTERM or SIGINT."""
-    from agent_peft.configuration.effective import EFFECTIVE, refuse_ineffective
-    from agent_peft.configuration.loading import read_config
+    from agent_peft.configuration.loading import EFFECTIVE, read_config, refuse_ineffective
     from agent_peft.environments import load_environment
     from agent_peft.environments.http.connection import read_token
     from agent_peft.environments.http.limits import Limits

@@ -105,7 +105,7 @@ class Key:
 
     @property
     def kind(self) -> str:
-        return "".join(re.findall(r":(\w+)", self.section)[-1:])
+        return _kind_of(self.section)
 
     @property
     def type(self) -> str:
@@ -149,9 +149,6 @@ def _sections(model: type[BaseModel], name: str, default: BaseModel | None) -> I
 def all_keys(*prefixes: str) -> list[Key]:
     """The keys below some prefixes; all keys if there are none. A prefix is a key path or a kind. The keys of
     ``evaluation.environment``, which are those of ``environment``, are left out.
-
-    Raises:
-        AgentPeftError: no key has such a prefix.
 
     >>> [key.name for key in all_keys("ranks")]
     ['timeout', 'allow_other_number']
@@ -247,6 +244,10 @@ def path_of(name: str) -> str:
     return re.sub(r":\w+", "", name).removeprefix(".").removeprefix("stages.")
 
 
+def _kind_of(section: str) -> str:
+    return "".join(re.findall(r":(\w+)", section)[-1:])
+
+
 def in_words(annotation: Any) -> str:
     """A type as a user reads it.
 
@@ -271,7 +272,7 @@ def markdown() -> str:
     for section in sections():
         if section.name.startswith("evaluation.environment"):
             continue
-        path, kind = path_of(section.name) or "The top", "".join(re.findall(r":(\w+)", section.name)[-1:])
+        path, kind = path_of(section.name) or "The top", _kind_of(section.name)
         lines.append(f"## {path}" + (f" (kind: {kind})" if kind else "") + "\n")
         lines.append(summary(section.model) + "\n")
         if section.name == "stages":

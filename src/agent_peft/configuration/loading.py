@@ -1,22 +1,16 @@
-"""From a YAML file (or a mapping) and overrides to a ``TrainConfig``, and back.
+"""From the content of a configuration and overrides to a ``TrainConfig``, and back.
 
-- The keys of a stage may stand at the top, as defaults of all stages. An item of ``stages`` overrides them.
+- The keys of a stage may be at the top, as defaults of all stages. An item of ``stages`` overrides them.
   Mappings are merged key by key; a mapping of another ``kind`` replaces the whole mapping. Without ``stages``
   the top is the only stage.
-- ``algorithm: grpo`` is short for ``{kind: grpo}``, and so is ``environment: db_bench``. An item ``sft`` of
-  ``stages`` is short for ``{algorithm: {kind: sft}}``.
 - ``evaluation.sampling`` takes the limits (max_new_tokens, max_tokens, stop) that it does not set from the
   stage that it follows.
-- Defaults that have no effect on a stage are not passed to it: ``group_size`` and the sampling distribution
-  if it learns from demonstrations, ``reference`` without ``kl_coef``. In the stage's item they are errors.
+- Defaults that have no effect on a stage are not passed to it (``training.stage.UNUSED``). In the stage's
+  item they are errors, and so is a default that no stage uses. Those of a file that this one extends are left
+  out.
 - An override of a top-level stage key wins in every stage (``steps=3`` makes a short run), one of
   ``stages.1.KEY`` in one stage. On the command line its value is YAML.
-- A default that no stage uses is an error. Relative paths are relative to the current folder.
-- ``extends: other.yaml`` (or a list, or bundled names; relative to the file that it stands in) puts the keys
-  of those files first. The keys of this file win as overrides do: mappings merge key by key, ``stages`` and
-  other lists replace those below as a whole, a key of a stage at the top wins in every stage. Where a mapping
-  gets another ``kind``, the keys that both kinds have stay. What has no effect any more is left out.
-- ``steps`` and ``epochs`` replace each other.
+- Relative paths are relative to the current folder. In a run directory they are absolute.
 - YAML is 1.2 (see ``yaml12``) and types are strict: ``"3"`` is not a number, ``yes`` is not a truth value.
 - A name such as ``quickstart``, without a folder or suffix, is a bundled configuration if it is not a file.
 """
@@ -25,35 +19,60 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
+from agent_peft.algorithms import AlgorithmConfig, AnyAlgorithm
 from agent_peft.configuration.errors import Document, config_error
-from agent_peft.configuration.merging import STAGE_KEYS, merge, merge_stages, override, switches
-from agent_peft.configuration.reading import SHORT_FORMS, Source, expand, read_content, tree_of
-from agent_peft.configuration.relocation import run_of, settle_paths
+from agent_peft.configuration.paths import at_home, exists, run_of
+from agent_peft.configuration.read import (
+    COMMAND_LINE,
+    TOP,
+    Content,
+    Overrides,
+    Source,
+    Switch,
+    merge,
+    nested,
+    override,
+    parse_overrides,
+    read_content,
+    read_overrides,
+    stage_keys,
+)
 from agent_peft.configuration.run_config import TrainConfig, resolved
-from agent_peft.configuration.yaml12 import MAX_DEPTH, Leaf, Node, Tree, dump, leaves, parse, plain
+from agent_peft.configuration.yaml12 import Leaf, Node, Tree, dump, leaves, parse, plain
 from agent_peft.environments import ENVIRONMENTS
 from agent_peft.files import write_atomic
 from agent_peft.policies.config import PretrainedConfig
+from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.models.positions import bound_of, fit
 from agent_peft.policies.models.shape import config_at_hand
 from agent_peft.policies.models.start import START, from_start, split_run, with_adapter
 from agent_peft.policies.sampling import SamplingConfig
+from agent_peft.training.stage import unused_keys
 from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)
 
-Overrides = Sequence[str] | Mapping[str, Any]
+_ALGORITHM: TypeAdapter[AlgorithmConfig] = TypeAdapter(AnyAlgorithm)
 
-COMMAND_LINE, ARGUMENT = "command line", "argument"  # origins of overrides
-ADAPTER = "the adapter that it continues with"  # the origin of LoRA settings
+# The keys that have an effect on a command that does not train; one stands for all keys below it.
+EFFECTIVE: Mapping[str, tuple[str, ...]] = {
+    "evaluate": (
+        *("seed", "threads", "policy.model", "policy.device", "policy.dtype"),
+        # nothing is recorded, so no schedule is followed
+        *(f"engine.{key}" for key in EngineConfig.model_fields if key != "schedule"),
+        *(f"evaluation.{key}" for key in ("environment", "attempts", "num_tasks", "sampling")),
+    ),
+    "merge": ("policy.model", "policy.device"),
+    "serve": ("environment", "evaluation.environment"),
+}
 
 
 @dataclass(frozen=True)
@@ -80,9 +99,6 @@ def load_config(source: Source, /, **overrides: Any) -> TrainConfig:
         source: a YAML file, the name of a bundled configuration, or a mapping with the keys of such a file.
         overrides: keys and values that replace those of ``source``. A mapping is merged key by key.
 
-    Raises:
-        AgentPeftError: as ``read_config``.
-
     >>> config = load_config("quickstart", seed=1, optimizer={"learning_rate": 1e-4})
     >>> config.seed, [stage.optimizer.learning_rate for stage in config.stages]
     (1, [0.0001, 0.0001])
@@ -91,196 +107,251 @@ def load_config(source: Source, /, **overrides: Any) -> TrainConfig:
 
 
 def read_config(
-    source: Source,
-    overrides: Overrides = (),
-    *,
-    check_files: bool = True,
-    warn: bool = True,
-    adapt: Callable[[Tree, Tree], None] | None = None,
+    source: Source, overrides: Overrides = (), *, check_files: bool = True, warn: bool = True
 ) -> tuple[TrainConfig, Provenance]:
-    """Return the run that a configuration describes, and the origin of each value.
+    """Return the run that a configuration describes, and the origin of each value. An error names the place
+    and the key.
 
     Args:
         source: as of ``load_config``.
         overrides: texts such as ``optimizer.learning_rate=1e-4``, or a mapping from key paths to values. Two
             overrides of one key are an error.
         check_files: whether the files that the run reads must exist.
-        warn: whether to tell which keys of ``source`` an override of a ``kind`` keeps and drops.
-        adapt: is called with the tree of ``source``, which it may change, and the tree of the overrides.
-
-    Raises:
-        AgentPeftError: anything is wrong. Its one line names the place and the key.
+        warn: whether to log which keys of ``source`` an override of a ``kind`` keeps and drops.
     """
-    content = read_content(source)
-    name, top, items = content.name, content.top, content.items
-    general, specific = _overrides(overrides, len(items or [{}]))
-    if not isinstance(source, Mapping):
-        settle_paths(Path(name), top, items or (), general if check_files else None)
-    if adapt is not None:
-        adapt(top, general)
-    switched = switches(top, general)
-    for place, (item, own) in enumerate(zip(items or [], specific, strict=False)):
-        switched += switches(item, merge(general, own), f"stages.{place}")
-    root = override(
-        *({key: value for key, value in tree.items() if key not in STAGE_KEYS} for tree in (top, general))
-    )
-    used = {id(leaf) for _, leaf in leaves(root)}
-    stages = merge_stages(top, items, general, specific, used, content.inherited)
-    root["stages"] = cast(list[Node], stages)
-    document = Document(root, name, one_stage=items is None)
-    try:
-        config = TrainConfig.model_validate_json(json.dumps(plain(root)), strict=True)
-    except ValidationError as error:
-        raise AgentPeftError(config_error(error, document)) from error
-    if check_files:
-        _check_files(config, document)
-    begun = run_of(Path(name)) is not None  # and its settings are recorded
-    config, adapted = fit_adapter(config) if check_files and not begun else (config, {})
-    config, origins = fit_lengths(config, document)
-    origins |= adapted
-    for where, leaf in leaves(root):
-        key = ".".join(where)
-        inherited = not leaf.path.startswith("stages.") and key.startswith("stages.") and items is not None
-        origins[key] = leaf.origin + (", for all stages" if inherited else "")
-    for key in config.evaluation.inherited if config.evaluation is not None else ():
-        origins[f"evaluation.sampling.{key}"] = "the stage that it follows"
-    for switch in switched if warn else ():
-        keeps = f"keeps {', '.join(switch.kept)}" if switch.kept else ""
-        drops = f"drops {', '.join(switch.dropped)}" if switch.dropped else ""
-        logger.warning(
-            "%s: %s has another kind than in %s; of its other keys there it %s",
-            COMMAND_LINE,
-            switch.path,
-            name,
-            " and ".join(filter(None, (keeps, drops))),
+    content = at_home(read_content(source))
+    general, specific = read_overrides(overrides, len(content.items or [{}]))
+    return _load(content, general, specific, check_files, warn)
+
+
+def load_for_evaluation(
+    path: Path,
+    overrides: Sequence[str],
+    tasks: Path | None,
+    attempts: int | None,
+    effective: Sequence[str] = EFFECTIVE["evaluate"],
+) -> TrainConfig:
+    """Read the configuration of a run for a command that measures it. Where the file has no ``evaluation``,
+    the tasks of training are measured.
+
+    Args:
+        tasks: a task file that replaces the tasks of the evaluation.
+        attempts: short for ``evaluation.attempts``.
+        effective: the keys that an override may set.
+    """
+    content = at_home(read_content(path))
+    general, specific = read_overrides(overrides, len(content.items or [{}]))
+    given = [leaf.path for tree in (general, *specific) for _, leaf in leaves(tree)]
+    file = None if tasks is None else str(tasks)
+    options: dict[str, int | str | None] = {"attempts": attempts, "environment.tasks": file}
+    top = dict(content.top)
+    training, evaluation = top.get("environment"), top.get("evaluation")
+    measures_training = not isinstance(evaluation, dict)
+    if not isinstance(evaluation, dict):
+        if isinstance(training, dict) and isinstance(over := general.get("environment"), dict):
+            training = override(top, {"environment": over}, TOP)["environment"]
+        evaluation = {} if training is None else {"environment": training}
+    if tasks is not None and isinstance(environment := evaluation.get("environment"), dict):
+        others = ("generate", "split")  # where the other tasks come from
+        environment = {key: node for key, node in environment.items() if key not in others}
+        evaluation = {**evaluation, "environment": environment}
+    for name, value in options.items():
+        key = f"evaluation.{name}"
+        if value is not None and key in given:
+            raise AgentPeftError(
+                f"{COMMAND_LINE}: --{key.rpartition('.')[2]} and {key} set the same key; give one of them"
+            )
+        if value is not None:
+            general = merge(general, nested(key.split("."), Leaf(value, COMMAND_LINE, key)))
+    top["evaluation"] = evaluation
+    content = Content(content.name, top, content.items, content.inherited)
+    config = _load(content, general, specific)[0]
+    _refuse_ineffective("evaluate", given, (*effective, "environment") if measures_training else effective)
+    if "seed" in given and config.policy.kind == "scratch":
+        raise AgentPeftError(
+            f"{COMMAND_LINE}: seed decides the weights of policy.kind: scratch, too, which would be others; "
+            "leave it out"
         )
-    return config, Provenance(name, origins)
+    sources = [key for key in given if key.startswith(("environment.tasks", "environment.generate"))]
+    if tasks is not None and measures_training and sources:
+        raise AgentPeftError(
+            f"{COMMAND_LINE}: {sources[0]} and --tasks both say where the tasks are; give one of them"
+        )
+    return config
 
 
-def dump_config(config: TrainConfig, path: str | PathLike[str]) -> None:
-    """Write every effective value. ``read_config`` of the file gives an equal configuration."""
-    write_atomic(Path(path), dump(resolved(config)))
+def refuse_ineffective(command: str, overrides: Sequence[str], effective: Sequence[str]) -> None:
+    """Check that every override (``KEY=VALUE``) has an effect on a command: that it sets one of the keys
+    ``effective``, or a key below or around one of them.
+    """
+    for text in overrides:
+        name, _, value = text.partition("=")
+        path = tuple(name.strip().split("."))
+        node = parse(value, f"{COMMAND_LINE}: {name}", path, lines=False)
+        _refuse_ineffective(command, (leaf.path for _, leaf in leaves(node)), effective)
+
+
+def _refuse_ineffective(command: str, keys: Iterable[str], effective: Sequence[str]) -> None:
+    def has_effect(key: str) -> bool:
+        return any(f"{key}.".startswith(f"{one}.") or f"{one}.".startswith(f"{key}.") for one in effective)
+
+    for key in keys:
+        if has_effect(key):
+            continue
+        advice = "leave it out"
+        below = key[key.find("sampling") :] if "sampling" in key.split(".") else key
+        if command == "merge":
+            advice = "with --evaluate it may have; add that, or leave the key out"
+        elif command == "evaluate" and has_effect(f"evaluation.{below}"):
+            advice = f"set evaluation.{below}, or leave it out"
+        raise AgentPeftError(f"{COMMAND_LINE}: {key} has no effect on {command}; {advice}")
 
 
 def parse_keys(texts: Sequence[str]) -> dict[str, Any]:
     """Return ``key=value`` arguments of a command as a mapping; a value is YAML.
 
-    Raises:
-        AgentPeftError: a text is not written key=value, or one sets a key inside of another one's value.
-
     >>> parse_keys(["num_tasks=3", "generate.skills=[insert, delete]"])
     {'num_tasks': 3, 'generate': {'skills': ['insert', 'delete']}}
     """
     tree: Tree = {}
-    for _, keys, node in _parsed(texts, COMMAND_LINE, short_forms=()):
-        tree = merge(tree, _nest(keys, node))
+    for _, keys, node in parse_overrides(texts, COMMAND_LINE, short_forms=()):
+        tree = merge(tree, nested(keys, node))
     return cast(dict[str, Any], plain(tree))
 
 
-def _overrides(overrides: Overrides, num_stages: int) -> tuple[Tree, list[Tree]]:
-    """The overrides of the top (and so of all stages), and those of each stage."""
-    general: Tree = {}
-    specific: list[Tree] = [{} for _ in range(num_stages)]
-    origin = ARGUMENT if isinstance(overrides, Mapping) else COMMAND_LINE
-    for text, keys, node in _parsed(overrides, origin):
-        if keys[0] != "stages":
-            general = merge(general, expand(_nest(keys, node)))
-            continue
-        place = int(keys[1]) if len(keys) > 2 and keys[1].isdecimal() else None
-        if place is None:
-            raise AgentPeftError(
-                f"{origin}: {text!r}: name one stage and one of its keys, such as stages.0.steps=10"
-            )
-        if place >= num_stages:
-            raise AgentPeftError(
-                f"{origin}: stages.{place} is out of range: the last stage is stages.{num_stages - 1}"
-            )
-        specific[place] = merge(specific[place], expand(_nest(keys[2:], node)))
-    return general, specific
+# -- from leaves to values -----------------------------------------------------------------------------------
 
 
-def _parsed(
-    overrides: Overrides, origin: str, short_forms: Sequence[str] = SHORT_FORMS
-) -> Iterator[tuple[str, tuple[str, ...], Node]]:
-    """Each override as the user wrote it, with its key path and its value. The last of equal keys wins."""
-    seen: dict[tuple[str, ...], str] = {}
-    for item in overrides.items() if isinstance(overrides, Mapping) else _last_of_each(overrides):
-        text, value = (item, None) if isinstance(item, str) else item
-        name, equals, yaml = text.partition("=")
-        keys = tuple(name.strip().split("."))
-        if bool(equals) != isinstance(item, str) or not all(keys) or len(keys) > MAX_DEPTH:
-            raise AgentPeftError(
-                f"{text!r}: an override is written key=value, such as optimizer.learning_rate=1e-4"
-            )
-        node = tree_of(value, origin, keys)
-        if isinstance(item, str):
-            node = _relabel(parse(yaml, f"{origin}: {name}", keys, lines=False))
-        # an environment may have a key named environment, which is not a short form
-        short = keys[-1] in short_forms and keys[-2:-1] != ("environment",)
-        if short and isinstance(node, Leaf) and isinstance(node.value, str):
-            keys = (*keys, "kind")
-        for other, other_text in seen.items():
-            if keys[: len(other)] == other[: len(keys)]:
-                raise AgentPeftError(
-                    f"{origin}: {other_text!r} and {text!r} set the same key; give one of them"
-                )
-        seen[keys] = text
-        yield text, keys, node
+def _load(
+    content: Content, general: Tree, specific: Sequence[Tree], check_files: bool = True, warn: bool = True
+) -> tuple[TrainConfig, Provenance]:
+    switches: dict[str, Switch] = {}
+    top, over = (
+        {key: node for key, node in tree.items() if key not in stage_keys(tree)}
+        for tree in (content.top, general)
+    )
+    root = override(top, over, TOP, switches)
+    root["stages"] = cast(list[Node], _merge_stages(content, general, specific, switches))
+    document = Document(root, content.name, one_stage=content.items is None)
+    try:  # as JSON, where pydantic is strict and a list may still be a tuple, and a text a path
+        config = TrainConfig.model_validate_json(json.dumps(plain(root)), strict=True)
+    except ValidationError as error:
+        raise AgentPeftError(config_error(error, document)) from error
+    begun = run_of(Path(content.name)) is not None
+    if check_files:
+        _check_files(config, document, begun)
+    config, adapted = fit_adapter(config) if check_files and not begun else (config, {})
+    config, origins = fit_lengths(config, document)
+    origins |= adapted
+    for where, leaf in leaves(root):
+        key = ".".join(where)
+        for_all = key.startswith("stages.") and not leaf.path.startswith("stages.") and not document.one_stage
+        origins[key] = leaf.origin + (", for all stages" if for_all else "")
+    for key in config.evaluation.inherited if config.evaluation is not None else ():
+        origins[f"evaluation.sampling.{key}"] = "the stage that it follows"
+    for path, switch in switches.items() if warn else ():
+        keeps = f"keeps {', '.join(switch.kept)}" if switch.kept else ""
+        drops = f"drops {', '.join(switch.dropped)}" if switch.dropped else ""
+        logger.warning(
+            "%s: %s has another kind than in %s; of its other keys there it %s",
+            COMMAND_LINE,
+            path,
+            content.name,
+            " and ".join(filter(None, (keeps, drops))),
+        )
+    return config, Provenance(content.name, origins)
 
 
-def _last_of_each(texts: Sequence[str]) -> list[str]:
-    last: dict[str, str] = {}
-    for text in texts:
-        name = text.partition("=")[0].strip()
-        before = last.pop(name, text)
-        if before != text:
-            logger.warning("%s: %r replaces %r", COMMAND_LINE, text, before)
-        last[name] = text
-    return list(last.values())
-
-
-def _relabel(node: Node) -> Node:
-    if isinstance(node, Leaf):
-        return Leaf(node.value, COMMAND_LINE, node.path)
-    if isinstance(node, list):
-        return [_relabel(child) for child in node]
-    return {key: _relabel(child) for key, child in node.items()}
-
-
-def _nest(keys: Sequence[str], node: Node) -> Tree:
-    for key in reversed(keys[1:]):
-        node = {key: node}
-    return {keys[0]: node}
-
-
-def _check_files(config: TrainConfig, document: Document) -> None:
-    """Check that the task files of the built-in environments exist, and the adapter to start from. Only the
-    class of a custom environment knows what its paths are for.
+def _merge_stages(
+    content: Content, general: Tree, specific: Sequence[Tree], switches: dict[str, Switch]
+) -> list[Tree]:
+    """Merge each stage from the defaults at the top, its item, the overrides of all stages and its own. A key
+    without an effect is refused where its stage or every stage has no use for it, and else left out.
     """
-    places: list[tuple[str, Any]] = [("policy", config.policy), ("environment", config.environment)]
+    defaults, over = stage_keys(content.top), stage_keys(general)
+    stages: list[Tree] = []
+    unused: list[Mapping[str, str]] = []
+    used: set[Leaf] = set()
+
+    def refuse(trees: Iterable[Tree], key: str, who: str, reason: str, where: str = "") -> None:
+        for tree in trees:
+            node = _at(tree, key)
+            for _, leaf in leaves(node) if node is not None else ():
+                if leaf not in content.inherited and leaf.path.startswith(where):
+                    raise AgentPeftError(_no_effect(leaf, f"{who} {reason}"))
+
+    for place, (item, own) in enumerate(zip(content.items or [{}], specific, strict=True)):
+        from_file = override(defaults, item)
+        stage = override(from_file, override(over, own), TOP, switches)
+        reasons = _unused(stage)
+        for key, reason in reasons.items():
+            refuse((item, own), key, f"stages.{place}", reason, where="stages.")
+        used |= {leaf for _, leaf in leaves(_without(from_file, reasons))}
+        stages.append(_without(stage, reasons))
+        unused.append(reasons)
+    for key, reason in unused[0].items():
+        if all(key in reasons for reasons in unused):
+            refuse((defaults, over, *specific), key, "every stage", reason)
+    for _, leaf in leaves(defaults):
+        if leaf not in used and leaf not in content.inherited:
+            raise AgentPeftError(_no_effect(leaf, "every stage sets its own"))
+    return stages
+
+
+def _no_effect(leaf: Leaf, reason: str) -> str:
+    return f"{leaf.origin}: {leaf.path} has no effect, because {reason}; remove it"
+
+
+def _unused(stage: Tree) -> Mapping[str, str]:
+    try:
+        algorithm = _ALGORITHM.validate_json(json.dumps(plain(stage.get("algorithm", {}))), strict=True)
+    except ValidationError:  # reported later, with its place
+        return {}
+    return unused_keys(algorithm, plain(stage.get("learn_from", Leaf("demonstrations", "", ""))))
+
+
+def _at(tree: Tree, key: str) -> Node | None:
+    node: Node | None = tree
+    for part in key.split("."):
+        node = node.get(part) if isinstance(node, dict) else None
+    return node
+
+
+def _without(tree: Tree, keys: Iterable[str]) -> Tree:
+    for key in keys:
+        name, _, inner = key.partition(".")
+        below = tree.get(name)
+        if not inner:
+            tree = {other: node for other, node in tree.items() if other != name}
+        elif isinstance(below, dict):
+            tree = {**tree, name: _without(below, [inner])}
+    return tree
+
+
+def _check_files(config: TrainConfig, document: Document, begun: bool) -> None:
+    """Check that the task files of the built-in environments exist, and the adapter to start from; of a run
+    that has begun also the model. Only the class of a custom environment knows what its paths are for.
+    """
+    places: list[tuple[str, Any]] = [("environment", config.environment)]
+    if not (config.run_dir / START).is_dir():  # else the run has a copy of what it started from
+        places.insert(0, ("policy", config.policy))
     if config.evaluation is not None:
         places.append(("evaluation.environment", config.evaluation.environment))
     for prefix, model in places:
         if prefix != "policy" and model.kind not in ENVIRONMENTS:
             continue
         for name, value in model:
-            if prefix == "policy" and (config.run_dir / START).is_dir():  # of which the run has a copy
-                continue
-            if isinstance(value, Path) and not value.exists():
+            of_model = (prefix, name) == ("policy", "model") and begun and Path(value).is_absolute()
+            if (isinstance(value, Path) or of_model) and not exists(Path(value)):
                 where = document.place((*prefix.split("."), name))
-                raise AgentPeftError(
-                    f"{where}: there is no file or folder {str(value)!r} (seen from {Path.cwd()})"
-                )
+                advice = f"add {prefix}.{name}= with its place now" if begun else f"seen from {Path.cwd()}"
+                raise AgentPeftError(f"{where}: there is no file or folder {str(value)!r} ({advice})")
 
 
 def fit_lengths(config: TrainConfig, document: Document) -> tuple[TrainConfig, dict[str, str]]:
-    """The same run with ``max_tokens`` lowered to the model's positions wherever it is the default, and where
-    each such value comes from.
-
-    A model that is not here yet is not asked; the engine asks it when it is loaded.
-
-    Raises:
-        AgentPeftError: ``max_tokens`` of a stage or of the evaluation was set, and is more.
+    """Lower ``max_tokens`` to the model's positions wherever it is the default, and return the origin of each
+    such value. One that was set and is more is refused. A model that is not here yet is read when it is
+    loaded.
     """
     model = config_at_hand(config.policy)
     bound = None if model is None else bound_of(model)
@@ -289,9 +360,11 @@ def fit_lengths(config: TrainConfig, document: Document) -> tuple[TrainConfig, d
     origins: dict[str, str] = {}
 
     def fitted(sampling: SamplingConfig, *keys: str) -> dict[str, SamplingConfig]:
-        found = fit(sampling, bound, document.place((*keys, "sampling", "max_tokens")))
+        path = (*keys, "sampling", "max_tokens")
+        is_set = "max_tokens" in sampling.model_fields_set
+        found = fit(sampling, bound, document.place(path) if is_set else "")
         if found is not sampling:
-            origins[".".join((*keys, "sampling", "max_tokens"))] = "the positions of policy.model"
+            origins[".".join(path)] = "the positions of policy.model"
         return {"sampling": found}
 
     stages = tuple(
@@ -304,12 +377,8 @@ def fit_lengths(config: TrainConfig, document: Document) -> tuple[TrainConfig, d
 
 
 def fit_adapter(config: TrainConfig) -> tuple[TrainConfig, dict[str, str]]:
-    """Return the same run with ``policy.lora`` as its adapter needs it, and the origin of each changed key.
-
-    If ``policy.model`` is not here, the copy in the run directory is asked.
-
-    Raises:
-        AgentPeftError: what ``policy.model`` names does not exist, or contradicts ``policy.lora``.
+    """Set ``policy.lora`` as the adapter that the policy starts from needs it, and return the origin of each
+    changed key. If ``policy.model`` is not here, the copy in the run directory counts.
     """
     if not isinstance(policy := config.policy, PretrainedConfig):
         return config, {}
@@ -319,4 +388,10 @@ def fit_adapter(config: TrainConfig) -> tuple[TrainConfig, dict[str, str]]:
         return config, {}
     changed = [key for key, value in fitted.lora if value != getattr(policy.lora, key)]
     policy = policy.model_copy(update={"lora": fitted.lora})
-    return config.model_copy(update={"policy": policy}), {f"policy.lora.{key}": ADAPTER for key in changed}
+    origins = {f"policy.lora.{key}": "the adapter that it continues with" for key in changed}
+    return config.model_copy(update={"policy": policy}), origins
+
+
+def dump_config(config: TrainConfig, path: str | PathLike[str]) -> None:
+    """Write every effective value. ``read_config`` of the file gives an equal configuration."""
+    write_atomic(Path(path), dump(resolved(config)))

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from agent_peft.configuration.relocation import check_run_files
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.files import (
     MEGABYTE,
@@ -34,6 +33,7 @@ from agent_peft.runs.checkpoint import (
     sync_tree,
 )
 from agent_peft.runs.digests import Contents, read_contents
+from agent_peft.runs.layout import check_run_files
 from agent_peft.runs.resume import measures_kl_to_its_start
 from agent_peft.types import AgentPeftError
 

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from agent_peft.config import Resume
 from agent_peft.configuration import yaml12
 from agent_peft.configuration.keys import resume_class
-from agent_peft.configuration.relocation import CONFIG, settle_paths
+from agent_peft.configuration.paths import CONFIG, absolute, relocated
 from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.environments.digests import describe_change
 from agent_peft.files import MAX_JSONL_BYTES, MEGABYTE, parse_json, read_bytes, read_text
@@ -67,7 +67,7 @@ class Earlier:
         """The keys that differ in ``config``, for a run that has made ``done`` steps. A key that is newer
         than the run has its default there.
         """
-        return compare(self.values, resolved(config), done, resolved(self.config))
+        return compare(self.values, absolute(config), done, resolved(self.config))
 
 
 def read_earlier(folder: Path) -> Earlier | None:
@@ -77,10 +77,8 @@ def read_earlier(folder: Path) -> Earlier | None:
         tree = yaml12.parse(read_text(file, "a YAML file", MEGABYTE, unlinked=1), str(file))
         if not isinstance(tree, dict):
             return None
-        stages = tree.get("stages")
-        settle_paths(file, tree, stages if isinstance(stages, list) else ())
         with without_imports():
-            values = yaml12.plain(tree)
+            values = yaml12.plain(relocated(tree, folder))
             return Earlier(values, TrainConfig.model_validate_json(json.dumps(values), strict=True))
     except (AgentPeftError, ValidationError, ValueError, RecursionError):
         return None
@@ -333,6 +331,8 @@ def _rule(name: str, config: TrainConfig, stage: int) -> Rule | None:
 
 def _same_file(one: str, other: str) -> bool:
     try:
+        if os.path.isabs(one) != os.path.isabs(other) and os.path.abspath(one) == os.path.abspath(other):
+            return True  # also where it is gone
         return os.path.samefile(one, other)
     except (OSError, ValueError):
         return False

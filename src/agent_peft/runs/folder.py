@@ -17,15 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from agent_peft.configuration import yaml12
-from agent_peft.configuration.relocation import (
-    CONFIG,
-    FILES,
-    RECORD,
-    TRACKERS,
-    check_run_files,
-    read_record,
-)
-from agent_peft.configuration.run_config import TrainConfig, resolved
+from agent_peft.configuration.paths import absolute
+from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.files import MEGABYTE, parse_json, read_text, write_atomic, write_json_atomic
 from agent_peft.policies.models.start import START
 from agent_peft.policies.precision import choose_precision
@@ -43,6 +36,14 @@ from agent_peft.runs.checkpoint import checkpoints
 from agent_peft.runs.checkpoint import is_ours as is_checkpoint
 from agent_peft.runs.digests import DIGESTS, Contents
 from agent_peft.runs.history import first_record, is_record
+from agent_peft.runs.layout import (
+    CONFIG,
+    FILES,
+    RECORD,
+    TRACKERS,
+    check_run_files,
+    read_record,
+)
 from agent_peft.runs.lock import Lock
 from agent_peft.types import AgentPeftError
 
@@ -154,7 +155,7 @@ def claim(
     if not is_record(read_record(folder)):
         write_json_atomic(folder / RECORD, first_record())  # before all else: see check_place
     if not begun:
-        write_atomic(folder / CONFIG, yaml12.dump(resolved(config)))
+        write_atomic(folder / CONFIG, yaml12.dump(absolute(config)))
     if origin is not None:
         write_origin(folder, origin)
         if not checkpoints(folder / "checkpoints"):
@@ -164,7 +165,7 @@ def claim(
 
 def settle(config: TrainConfig, contents: Contents) -> None:
     """Write the configuration and the digests with which the run has resumed."""
-    write_atomic(config.run_dir / CONFIG, yaml12.dump(resolved(config)))
+    write_atomic(config.run_dir / CONFIG, yaml12.dump(absolute(config)))
     write_json_atomic(config.run_dir / DIGESTS, contents)
     (config.run_dir / STOPPED).unlink(missing_ok=True)
 

@@ -25,9 +25,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from agent_peft.configuration.relocation import RECORD, read_record
 from agent_peft.files import open_regular, write_json_atomic
 from agent_peft.printable import printable
+from agent_peft.runs.layout import RECORD, read_record
 from agent_peft.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -43,13 +43,10 @@ class History:
 
     Args:
         folder: the run directory.
-        paths: the places of the configuration's relative paths, by key.
         origin: the checkpoint of another run that this one began with.
     """
 
-    def __init__(
-        self, folder: Path, paths: Mapping[str, str], origin: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, folder: Path, origin: Mapping[str, Any] | None = None) -> None:
         self.folder = folder
         self._log = _LogFile(folder / LOG)
         self._handlers: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
@@ -60,7 +57,6 @@ class History:
             "command": shlex.join(sys.argv),
             "folder": str(Path.cwd()),
             "from": origin,
-            "paths": dict(paths),
             "commit": _commit(),
             "versions": _versions(),
             "hardware": _hardware(),

@@ -14,10 +14,10 @@ from typing import Any
 from rich.table import Table
 
 from agent_peft.configuration import yaml12
-from agent_peft.configuration.relocation import CONFIG, RECORD, check_run_files, read_record
 from agent_peft.files import MEGABYTE, open_regular, parse_json, read_text
 from agent_peft.rollout.statistics import other_settings
 from agent_peft.runs.history import state_of
+from agent_peft.runs.layout import CONFIG, RECORD, check_run_files, read_record
 from agent_peft.types import AgentPeftError
 
 LATEST = 20  # steps whose mean time estimates the time left

@@ -22,8 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
-from agent_peft.configuration.relocation import paths_of
-from agent_peft.configuration.run_config import TrainConfig, resolved
+from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment
 from agent_peft.environments.task_files.selection import warn_of_shared_tasks
@@ -114,7 +113,7 @@ def train(
         history: History | None = None  # of rank 0
         if ranks.is_main:
             origin = None if claimed.origin is None else asdict(claimed.origin)
-            history = stack.enter_context(History(config.run_dir, paths_of(resolved(config)), origin))
+            history = stack.enter_context(History(config.run_dir, origin))
         ranks.broadcast(partial(settle_names, config))
         schedules = Schedules(config.run_dir, config.engine, ranks)
         # the other ranks print nothing, and have no bar, which would swallow their warnings
