@@ -10,12 +10,11 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
+from agent_peft.configuration import CONFIG, RECORD
 from agent_peft.configuration.read import Content
 from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.configuration.yaml12 import Leaf, Node, Tree, plain
 from agent_peft.policies.models.bundled import bundled_name
-
-CONFIG, RECORD = "config.yaml", "run.json"  # of a run directory
 
 
 def absolute(config: TrainConfig) -> dict[str, Any]:

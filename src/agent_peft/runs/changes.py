@@ -15,9 +15,9 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from agent_peft.config import Resume
-from agent_peft.configuration import yaml12
+from agent_peft.configuration import CONFIG, yaml12
 from agent_peft.configuration.keys import resume_class
-from agent_peft.configuration.paths import CONFIG, absolute, relocated
+from agent_peft.configuration.paths import absolute, relocated
 from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.environments.digests import describe_change
 from agent_peft.files import MAX_JSONL_BYTES, MEGABYTE, parse_json, read_bytes, read_text

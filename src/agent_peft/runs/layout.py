@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from agent_peft.configuration.paths import CONFIG, RECORD
+from agent_peft.configuration import CONFIG, RECORD
 from agent_peft.files import MEGABYTE, check_tree, parse_json, read_text
 from agent_peft.types import AgentPeftError
 
@@ -18,11 +18,8 @@ FILES = ("metrics.jsonl", "timing.jsonl", "stopped.json", "log.txt", "origin.jso
 
 
 def check_run_files(folder: Path) -> None:
-    """Check a run directory before a library or we read its files: it may come from a stranger.
-
-    Raises:
-        AgentPeftError: a link, a pipe, a device or a socket is where a run has a file or a folder, a folder
-            where it has a file, or a file where it has a folder.
+    """Check a run directory, which may come from a stranger, before its files are read. A run has no link,
+    pipe, device or socket, no folder where it writes a file, and no file where it writes a folder.
     """
     for name in (*FOLDERS, *FILES, RECORD):
         path = folder / name
