@@ -18,7 +18,7 @@ from typer.main import get_command
 from agent_peft import cli
 from agent_peft.cli import run
 from agent_peft.configuration.keys import sections, takes_value
-from agent_peft.configuration.loading import EFFECTIVE, read_config, refuse_ineffective
+from agent_peft.configuration.load import EFFECTIVE, read_config, refuse_ineffective
 from agent_peft.configuration.run_config import resolved
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.environments import task_commands

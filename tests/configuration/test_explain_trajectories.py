@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from agent_peft.configuration.explain import step_bytes, trajectories_in_words
-from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.load import load_config
 from agent_peft.configuration.memory import in_words
 from agent_peft.runs.trajectories import write_trajectories
 from agent_peft.training.token_values import TokenValues

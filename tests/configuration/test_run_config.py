@@ -9,7 +9,7 @@ from rich.console import Console
 
 from agent_peft.algorithms import ALGORITHMS
 from agent_peft.configuration.explain import effective_values, explain, facts
-from agent_peft.configuration.loading import dump_config, load_for_evaluation, read_config
+from agent_peft.configuration.load import dump_config, load_for_evaluation, read_config
 from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.environments.arithmetic import ArithmeticConfig
 from agent_peft.policies.config import PretrainedConfig

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.load import read_config
 from agent_peft.configuration.run_config import KeepBestConfig, TrainConfig
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.runs import checkpoint as checkpoints

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import agent_peft
-from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.load import read_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.runs import run as runs

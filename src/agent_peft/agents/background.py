@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from agent_peft.configuration.loading import dump_config
+from agent_peft.configuration.load import dump_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.files import MEGABYTE, open_regular, read_bytes, write_atomic
 from agent_peft.runs.folder import check_place

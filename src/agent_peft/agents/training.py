@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from agent_peft.agents.datasets import Dataset
 from agent_peft.algorithms import ALGORITHMS
 from agent_peft.config import Config
-from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.load import load_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments import load_environment
 from agent_peft.lookup import nearest

@@ -48,7 +48,7 @@ def explain(
         _describe_machine(as_json)
         return
     from agent_peft.configuration.explain import explain
-    from agent_peft.configuration.loading import read_config
+    from agent_peft.configuration.load import read_config
     from agent_peft.lookup import without_imports
 
     with nullcontext(()) if trust else without_imports() as names:

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agent_peft.configuration.keys import Key, description_of
-from agent_peft.configuration.loading import Provenance
+from agent_peft.configuration.load import Provenance
 from agent_peft.configuration.machine import machine, needs
 from agent_peft.configuration.memory import (
     MemoryModel,

@@ -1,4 +1,4 @@
-"""The configuration of a run. Module ``loading`` says how a file becomes a ``TrainConfig``."""
+"""The configuration of a run. Module ``load`` makes a ``TrainConfig`` of a file."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from agent_peft.configuration.loading import EFFECTIVE, load_for_evaluation, read_config, refuse_ineffective
+from agent_peft.configuration.load import EFFECTIVE, load_for_evaluation, read_config, refuse_ineffective
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments import load_environment
 from agent_peft.hardware import set_threads

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.load import read_config
 from agent_peft.configuration.paths import absolute
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.rollout.task_order import ORDER_NAMES
