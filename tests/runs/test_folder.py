@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from agent_peft.cli import run
-from agent_peft.configuration import relocation
 from agent_peft.configuration.load import read_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.policies.precision import Precision
 from agent_peft.runs import folder as folder_module
+from agent_peft.runs import layout
 from agent_peft.runs.branch import ORIGIN
 from agent_peft.runs.folder import claim, clear, settle_dtype
 from agent_peft.runs.history import LOG
@@ -195,9 +195,9 @@ def test_a_start_that_is_killed_at_any_moment_is_no_folder_of_others(config, tmp
 
 
 def test_the_files_of_a_run_have_one_list():
-    assert set(folder_module.FOLDERS) == set(relocation.FOLDERS)
+    assert set(folder_module.FOLDERS) == set(layout.FOLDERS)
     assert (
-        folder_module.STOPPED in relocation.FILES and LOG in relocation.FILES and ORIGIN in relocation.FILES
+        folder_module.STOPPED in layout.FILES and LOG in layout.FILES and ORIGIN in layout.FILES
     )
 
 

@@ -36,7 +36,7 @@ from agent_peft.configuration.read import (
     Content,
     Overrides,
     Source,
-    Switch,
+    Switches,
     merge,
     nested,
     override,
@@ -187,7 +187,7 @@ def refuse_ineffective(command: str, overrides: Sequence[str], effective: Sequen
     for text in overrides:
         name, _, value = text.partition("=")
         path = tuple(name.strip().split("."))
-        node = parse(value, f"{COMMAND_LINE}: {name}", path, lines=False)
+        node = parse(value, COMMAND_LINE, path, lines=False)
         _refuse_ineffective(command, (leaf.path for _, leaf in leaves(node)), effective)
 
 
@@ -225,7 +225,7 @@ def parse_keys(texts: Sequence[str]) -> dict[str, Any]:
 def _load(
     content: Content, general: Tree, specific: Sequence[Tree], check_files: bool = True, warn: bool = True
 ) -> tuple[TrainConfig, Provenance]:
-    switches: dict[str, Switch] = {}
+    switches: Switches = {}
     top, over = (
         {key: node for key, node in tree.items() if key not in stage_keys(tree)}
         for tree in (content.top, general)
@@ -249,9 +249,9 @@ def _load(
         origins[key] = leaf.origin + (", for all stages" if for_all else "")
     for key in config.evaluation.inherited if config.evaluation is not None else ():
         origins[f"evaluation.sampling.{key}"] = "the stage that it follows"
-    for path, switch in switches.items() if warn else ():
-        keeps = f"keeps {', '.join(switch.kept)}" if switch.kept else ""
-        drops = f"drops {', '.join(switch.dropped)}" if switch.dropped else ""
+    for path, (kept, dropped) in switches.items() if warn else ():
+        keeps = f"keeps {', '.join(kept)}" if kept else ""
+        drops = f"drops {', '.join(dropped)}" if dropped else ""
         logger.warning(
             "%s: %s has another kind than in %s; of its other keys there it %s",
             COMMAND_LINE,
@@ -263,7 +263,7 @@ def _load(
 
 
 def _merge_stages(
-    content: Content, general: Tree, specific: Sequence[Tree], switches: dict[str, Switch]
+    content: Content, general: Tree, specific: Sequence[Tree], switches: Switches
 ) -> list[Tree]:
     """Merge each stage from the defaults at the top, its item, the overrides of all stages and its own. A key
     without an effect is refused where its stage or every stage has no use for it, and else left out.

@@ -209,16 +209,11 @@ def stage_keys(tree: Tree) -> Tree:
 
 # -- merging -------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Switch:
-    """A mapping that an override gives another kind: the keys that both kinds have, and the others."""
-
-    kept: list[str]
-    dropped: list[str]
+# the mappings that an override gives another kind, by key path: the keys that both kinds have, and the others
+Switches = dict[str, tuple[list[str], list[str]]]
 
 
-def override(base: Tree, over: Tree, models: Models = (), switches: dict[str, Switch] | None = None) -> Tree:
+def override(base: Tree, over: Tree, models: Models = (), switches: Switches | None = None) -> Tree:
     """As ``merge``, of keys of a stage: ``steps`` and ``epochs`` replace each other.
 
     >>> of = lambda text: parse(text, "x")
@@ -226,19 +221,17 @@ def override(base: Tree, over: Tree, models: Models = (), switches: dict[str, Sw
     >>> plain(override(base, of("{epochs: 2, environment: {kind: openenv, url: 'http://a'}}"), TOP))
     {'environment': {'kind': 'openenv', 'num_tasks': 5, 'url': 'http://a'}, 'epochs': 2}
     """
-    given = {
-        key for key in ALTERNATIVES if isinstance(node := over.get(key), Leaf) and node.value is not None
-    }
-    stays = {key: node for key, node in base.items() if ALTERNATIVES.get(key) not in given}
-    return merge(stays, over, models, switches)
+    replaced = {ALTERNATIVES.get(key) for key, node in over.items() if plain(node) is not None}
+    kept = {key: node for key, node in base.items() if key not in replaced}
+    return merge(kept, over, models, switches)
 
 
-def merge(base: Tree, over: Tree, models: Models = (), switches: dict[str, Switch] | None = None) -> Tree:
+def merge(base: Tree, over: Tree, models: Models = (), switches: Switches | None = None) -> Tree:
     """Return ``over`` on ``base``, merged key by key. A mapping of another kind replaces the one below it.
 
     Args:
         models: the classes of the trees. With them, the keys below that the class of the other kind has stay.
-        switches: gets the mappings of another kind, by key path.
+        switches: is filled with the mappings of another kind.
 
     >>> of = lambda text: parse(text, "x")
     >>> base = of("{algorithm: {kind: grpo, clip_low: 0.1}}")
@@ -260,7 +253,7 @@ def merge(base: Tree, over: Tree, models: Models = (), switches: dict[str, Switc
                     for stays in (True, False)
                 )
                 if switches is not None and (kept or dropped):
-                    switches.setdefault(kind.path.removesuffix(".kind"), Switch(kept, dropped))
+                    switches.setdefault(kind.path.removesuffix(".kind"), (kept, dropped))
                 below = {**shared, "kind": above["kind"]}
             merged[key] = merge(below, above, [model], switches)
         elif key == "kind" and plain(below) == plain(above):
@@ -325,11 +318,8 @@ def parse_overrides(
             raise AgentPeftError(
                 f"{text!r}: an override is written key=value, such as optimizer.learning_rate=1e-4"
             )
-        if isinstance(item, str):
-            parsed = parse(yaml, f"{origin}: {name}", keys, lines=False)
-            node = _with_origin(parsed, COMMAND_LINE)
-        else:
-            node = tree_of(value, origin, keys)
+        is_text = isinstance(item, str)
+        node = parse(yaml, origin, keys, lines=False) if is_text else tree_of(value, origin, keys)
         # an environment may have a key named environment, which is not a short form
         short = keys[-1] in short_forms and keys[-2:-1] != ("environment",)
         if short and isinstance(node, Leaf) and isinstance(node.value, str):
@@ -352,14 +342,6 @@ def _last_of_each(texts: Sequence[str]) -> list[str]:
             logger.warning("%s: %r replaces %r", COMMAND_LINE, text, before)
         last[name] = text
     return list(last.values())
-
-
-def _with_origin(node: Node, origin: str) -> Node:
-    if isinstance(node, Leaf):
-        return Leaf(node.value, origin, node.path)
-    if isinstance(node, list):
-        return [_with_origin(child, origin) for child in node]
-    return {key: _with_origin(child, origin) for key, child in node.items()}
 
 
 def nested(keys: Sequence[str], node: Node) -> Tree:

@@ -46,19 +46,20 @@ def parse(text: str, source: str, path: tuple[str, ...] = (), *, lines: bool = T
         path: the key path of the whole document.
         lines: False leaves the line out of origins, for a document of one line.
     """
+    place = f"{source}: {'.'.join(path)}" if path else source
     if len(text) > MAX_CHARACTERS:
-        raise AgentPeftError(f"{source}: has {len(text):,} characters; {MAX_CHARACTERS:,} is the most")
+        raise AgentPeftError(f"{place}: has {len(text):,} characters; {MAX_CHARACTERS:,} is the most")
     try:
         root = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         advice = next((advice for part, advice in _ADVICE.items() if part in str(error.problem)), "")
         line = f":{error.problem_mark.line + 1}" if lines and error.problem_mark else ""
-        raise AgentPeftError(f"{source}{line}: is not YAML: {error.problem}{advice}") from error
+        raise AgentPeftError(f"{place}{line}: is not YAML: {error.problem}{advice}") from error
     except yaml.reader.ReaderError as error:
         character = f"#x{int(error.character):04x}"
-        raise AgentPeftError(f"{source}: is not text: it holds the character {character}") from error
+        raise AgentPeftError(f"{place}: is not text: it holds the character {character}") from error
     except Exception as error:  # of many kinds, such as OverflowError for an escape beyond Unicode
-        raise AgentPeftError(f"{source}: is not YAML: {error}") from error
+        raise AgentPeftError(f"{place}: is not YAML: {error}") from error
     return Leaf(None, source, ".".join(path)) if root is None else _Reader(source, lines).read(root, path)
 
 
