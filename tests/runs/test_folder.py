@@ -196,9 +196,7 @@ def test_a_start_that_is_killed_at_any_moment_is_no_folder_of_others(config, tmp
 
 def test_the_files_of_a_run_have_one_list():
     assert set(folder_module.FOLDERS) == set(layout.FOLDERS)
-    assert (
-        folder_module.STOPPED in layout.FILES and LOG in layout.FILES and ORIGIN in layout.FILES
-    )
+    assert folder_module.STOPPED in layout.FILES and LOG in layout.FILES and ORIGIN in layout.FILES
 
 
 @pytest.mark.parametrize(
