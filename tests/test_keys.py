@@ -36,7 +36,7 @@ FOUND = {
     for key in section.keys
     if takes_value(key.field.annotation)
 }
-# What keys have an effect on, next to train and explain, on which all have one. merge --evaluate is as evaluate.
+# What keys have an effect on. On train and explain all of them have one; merge --evaluate is as evaluate.
 EFFECT = {
     "evaluate": r"seed|threads|policy:\w+\.(model|device|dtype)|engine\.(?!schedule).*|evaluation"
     r"|evaluation\.(attempts|num_tasks|sampling\..*|environment:.*)",
