@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
@@ -44,6 +44,7 @@ from agent_peft.configuration.read import (
     read_content,
     read_overrides,
     stage_keys,
+    tree_of,
 )
 from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.configuration.yaml12 import Leaf, Node, Tree, dump, leaves, parse, plain
@@ -142,29 +143,25 @@ def load_for_evaluation(
     content = at_home(read_content(path))
     general, specific = read_overrides(overrides, len(content.items or [{}]))
     given = [leaf.path for tree in (general, *specific) for _, leaf in leaves(tree)]
-    file = None if tasks is None else str(tasks)
-    options: dict[str, int | str | None] = {"attempts": attempts, "environment.tasks": file}
-    top = dict(content.top)
-    training, evaluation = top.get("environment"), top.get("evaluation")
+    training, evaluation = content.top.get("environment"), content.top.get("evaluation")
     measures_training = not isinstance(evaluation, dict)
     if not isinstance(evaluation, dict):
         if isinstance(training, dict) and isinstance(over := general.get("environment"), dict):
-            training = override(top, {"environment": over}, TOP)["environment"]
+            training = override(content.top, {"environment": over}, TOP)["environment"]
         evaluation = {} if training is None else {"environment": training}
     if tasks is not None and isinstance(environment := evaluation.get("environment"), dict):
         others = ("generate", "split")  # where the other tasks come from
         environment = {key: node for key, node in environment.items() if key not in others}
         evaluation = {**evaluation, "environment": environment}
-    for name, value in options.items():
-        key = f"evaluation.{name}"
-        if value is not None and key in given:
+    content = replace(content, top={**content.top, "evaluation": evaluation})
+    for key, value in (("evaluation.attempts", attempts), ("evaluation.environment.tasks", tasks)):
+        if value is None:
+            continue
+        if key in given:
             raise AgentPeftError(
                 f"{COMMAND_LINE}: --{key.rpartition('.')[2]} and {key} set the same key; give one of them"
             )
-        if value is not None:
-            general = merge(general, nested(key.split("."), Leaf(value, COMMAND_LINE, key)))
-    top["evaluation"] = evaluation
-    content = Content(content.name, top, content.items, content.inherited)
+        general = merge(general, nested(key.split("."), tree_of(value, COMMAND_LINE, tuple(key.split(".")))))
     config = _load(content, general, specific)[0]
     _refuse_ineffective("evaluate", given, (*effective, "environment") if measures_training else effective)
     if "seed" in given and config.policy.kind == "scratch":

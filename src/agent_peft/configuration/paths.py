@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, cast
@@ -53,7 +54,7 @@ def at_home(content: Content) -> Content:
         return content
     tree = relocated({**content.top, "stages": cast(list[Node], content.items or [])}, folder)
     items = cast(list[Tree], tree.pop("stages"))
-    return Content(content.name, tree, items if content.items else None)
+    return replace(content, top=tree, items=items if content.items else None)
 
 
 def relocated(tree: Tree, folder: Path) -> Tree:

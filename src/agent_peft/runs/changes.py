@@ -330,8 +330,9 @@ def _rule(name: str, config: TrainConfig, stage: int) -> Rule | None:
 
 
 def _same_file(one: str, other: str) -> bool:
+    """Whether two paths are of one file. A run directory holds ``one`` as an absolute path."""
     try:
-        if os.path.isabs(one) != os.path.isabs(other) and os.path.abspath(one) == os.path.abspath(other):
+        if os.path.isabs(one) and os.path.abspath(os.path.expanduser(other)) == one:
             return True  # also where it is gone
         return os.path.samefile(one, other)
     except (OSError, ValueError):
