@@ -26,7 +26,7 @@ from rich.table import Table
 from smoke import parse
 from transformers import DynamicCache, PreTrainedModel
 
-from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.load import read_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment

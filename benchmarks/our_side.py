@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from paired_episodes import Turnstile
 
-from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.load import read_config
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.environments import load_environment
 from agent_peft.policies.engine import load_sampler

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from smoke import parse, tiny_model
 
-from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.load import read_config
 from agent_peft.environments import load_environment
 from agent_peft.hardware import set_threads
 from agent_peft.policies.engine import load_sampler

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from agent_peft.algorithms import ALGORITHMS
 from agent_peft.configuration import yaml12
 from agent_peft.configuration.explain import effective_values
-from agent_peft.configuration.loading import load_config, read_config
+from agent_peft.configuration.load import load_config, read_config
 from agent_peft.environments import load_environment
 from agent_peft.environments.arithmetic import ALPHABET
 from agent_peft.environments.db_bench.generator import GENERATED_SKILLS

@@ -22,7 +22,7 @@ import torch
 from torch.distributed import is_available
 
 import agent_peft
-from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.load import read_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.policies.config import ScratchConfig

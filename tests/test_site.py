@@ -15,7 +15,7 @@ import yaml
 import agent_peft as ap
 from agent_peft.algorithms import ALGORITHMS
 from agent_peft.cli import COMMANDS
-from agent_peft.configuration.loading import load_config, read_config
+from agent_peft.configuration.load import load_config, read_config
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -16,7 +16,7 @@ from agent_peft.agents.wrappers import GRPOTrainerWrapper as GRPOTrainerWrapper
 from agent_peft.agents.wrappers import PPOTrainerWrapper as PPOTrainerWrapper
 from agent_peft.agents.wrappers import SFTTrainerWrapper as SFTTrainerWrapper
 from agent_peft.algorithms import Algorithm as Algorithm
-from agent_peft.configuration.loading import load_config as load_config
+from agent_peft.configuration.load import load_config as load_config
 from agent_peft.environments import Environment as Environment
 from agent_peft.environments import EnvironmentConfig as EnvironmentConfig
 from agent_peft.environments import Episode as Episode

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from agent_peft.lookup import nearest
 from agent_peft.types import AgentPeftError
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
+
+# What a key may do when a run resumes: a ``free`` one decides how the run computes, what it keeps and what it
+# measures, but never what it learns. An ``asked`` one decides what is learned, and changes only where the
+# user asks for it. A ``fixed`` one belongs to what has been made already; another value of it is another run.
+# A field declares its class as ``json_schema_extra``; else it has that of the section around it, at the top
+# ``asked``.
+Resume = Literal["free", "asked", "fixed"]
+FREE: dict[str, JsonValue] = {"resume": "free"}
+ASKED: dict[str, JsonValue] = {"resume": "asked"}
+FIXED: dict[str, JsonValue] = {"resume": "fixed"}
+FIXED_KIND: dict[str, JsonValue] = {"resume_kind": "fixed"}  # of a section: its ``kind`` is fixed
 
 
 class Config(BaseModel):

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from agent_peft.algorithms import ALGORITHMS, Algorithm, AnyAlgorithm, GrpoConfig
 from agent_peft.configuration import yaml12
-from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.load import read_config
 from agent_peft.configuration.run_config import resolved
 from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticConfig
 from agent_peft.lookup import without_imports

@@ -11,7 +11,7 @@ import torch
 
 from agent_peft.cli import run
 from agent_peft.configuration import machine as here
-from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.load import read_config
 from agent_peft.configuration.machine import machine, needs
 from agent_peft.environments.task_commands import generate_tasks
 from agent_peft.hardware import Memory

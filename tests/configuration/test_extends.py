@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_peft.configuration.loading import dump_config, load_config, read_config
+from agent_peft.configuration.load import dump_config, load_config, read_config
 from agent_peft.types import AgentPeftError
 
 BASE = """\

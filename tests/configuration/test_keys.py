@@ -10,7 +10,7 @@ import pytest
 from agent_peft.cli import run
 from agent_peft.configuration.explain import effective_values
 from agent_peft.configuration.keys import all_keys, description_of, in_words, markdown, sections
-from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.load import load_config
 from agent_peft.types import AgentPeftError
 
 DOCS = Path(__file__).parent.parent.parent / "docs"

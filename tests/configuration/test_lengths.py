@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from agent_peft.configuration.loading import Provenance, dump_config, read_config
+from agent_peft.configuration.load import Provenance, dump_config, read_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.types import AgentPeftError
 

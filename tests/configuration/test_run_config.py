@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from agent_peft.algorithms import ALGORITHMS
-from agent_peft.configuration.effective import load_for_evaluation
 from agent_peft.configuration.explain import effective_values, explain, facts
-from agent_peft.configuration.loading import dump_config, read_config
+from agent_peft.configuration.load import dump_config, load_for_evaluation, read_config
 from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.environments.arithmetic import ArithmeticConfig
 from agent_peft.policies.config import PretrainedConfig
@@ -59,35 +58,18 @@ def mistake(load, tmp_path):
 def test_the_top_is_the_only_stage(load):
     config, _ = load(ONE)
     (stage,) = config.stages
-    assert (stage.name, stage.algorithm.kind, stage.steps, stage.group_size, stage.tasks_per_step) == (
-        "grpo",
-        "grpo",
-        3,
-        8,
-        8,
-    )
-    assert stage.episodes_per_step == 64
+    assert (stage.name, stage.algorithm.kind, stage.steps) == ("grpo", "grpo", 3)
+    assert (stage.group_size, stage.tasks_per_step, stage.episodes_per_step) == (8, 8, 64)
     assert isinstance(config.environment, ArithmeticConfig)
     assert isinstance(config.policy, PretrainedConfig)
 
 
 def test_stages_override_the_top_key_by_key(load):
     config, _ = load(TWO)
-    sft, rl = config.stages
-    assert (sft.name, sft.group_size, sft.steps, sft.optimizer.learning_rate, sft.optimizer.weight_decay) == (
-        "sft",
-        1,
-        3,
-        1e-4,
-        0.1,
-    )
-    assert (rl.name, rl.group_size, rl.steps, rl.optimizer.learning_rate, rl.optimizer.weight_decay) == (
-        "rl",
-        8,
-        3,
-        3e-5,
-        0.1,
-    )
+    assert [
+        (s.name, s.group_size, s.steps, s.optimizer.learning_rate, s.optimizer.weight_decay)
+        for s in config.stages
+    ] == [("sft", 1, 3, 1e-4, 0.1), ("rl", 8, 3, 3e-5, 0.1)]
 
 
 def test_another_kind_replaces_the_mapping(load):
@@ -117,21 +99,13 @@ def test_supervised_stages_pass_over_what_is_for_rollouts(load):
 
 def test_evaluation_is_greedy_and_keeps_the_limits_of_training(load):
     text = ONE + "sampling: {temperature: 0.7, max_new_tokens: 32, max_tokens: 99, stop: [x]}\n" + HELDOUT
-    sampling = load(text)[0].evaluation.sampling
-    assert (sampling.temperature, sampling.max_new_tokens, sampling.max_tokens, sampling.stop) == (
-        0.0,
-        32,
-        99,
-        ("x",),
-    )
-    sampling = load(text + "  sampling: {max_tokens: 500}\n", "sampling.stop=[y]")[0].evaluation.sampling
-    assert (sampling.temperature, sampling.max_new_tokens, sampling.max_tokens, sampling.stop) == (
-        0.0,
-        32,
-        500,
-        ("y",),
-    )
-    assert load(text + "  sampling: {temperature: 1}\n")[0].evaluation.sampling.temperature == 1.0
+    for more, overrides, expected in (
+        ("", [], (0.0, 32, 99, ("x",))),
+        ("  sampling: {max_tokens: 500}\n", ["sampling.stop=[y]"], (0.0, 32, 500, ("y",))),
+        ("  sampling: {temperature: 1}\n", [], (1.0, 32, 99, ("x",))),
+    ):
+        found = load(text + more, *overrides)[0].evaluation.sampling
+        assert (found.temperature, found.max_new_tokens, found.max_tokens, found.stop) == expected
 
 
 def test_evaluation_keeps_the_limits_of_the_stage_that_it_follows(load, tmp_path):
@@ -610,7 +584,7 @@ MISTAKES = [
     ),
     (ONE, ("algorithm=rloo", "algorithm.kind=grpo"), "set the same key; give one of them"),
     # the file itself
-    (ONE + "steps: 4", (), "x.yaml:6: steps stands twice; keep one"),
+    (ONE + "steps: 4", (), "x.yaml:6: steps is set twice; keep one"),
     (ONE + "a: [", (), "x.yaml:6: is not YAML"),
 ]
 

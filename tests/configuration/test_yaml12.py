@@ -67,8 +67,8 @@ def test_anchors_and_merge_keys():
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("a: 1\nb: 2\na: 3", "x.yaml:3: a stands twice; keep one"),
-        ("a: {b: 1,\n b: 1}", "x.yaml:2: a.b stands twice; keep one"),
+        ("a: 1\nb: 2\na: 3", "x.yaml:3: a is set twice; keep one"),
+        ("a: {b: 1,\n b: 1}", "x.yaml:2: a.b is set twice; keep one"),
         ("a: [1", "x.yaml:1: is not YAML: "),
         ("a: b: c", "x.yaml:1: is not YAML: "),
         ("a: 1\n\tb: 2", "x.yaml:2: is not YAML: "),
@@ -79,7 +79,7 @@ def test_anchors_and_merge_keys():
         ),
         ('a: "C:\\models"', "begins an escape: write a path in single quotes, or with /"),
         ("a: *b", "x.yaml:1: is not YAML: "),
-        ("a: &b [*b]", "x.yaml:1: a.0 is an alias of what it stands in"),
+        ("a: &b [*b]", "is too much: 50,000 values and 50 levels are the most"),
         ("a: !!python/name:os.system x", "x.yaml:1: a has the tag"),
         ("a: !mine {b: 1}", "x.yaml:1: a has the tag !mine"),
         ("a: !!int x", "x.yaml:1: a has a tag that 'x' does not fit"),

@@ -6,7 +6,7 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.load import read_config
 from agent_peft.environments.chat import Chat, ChatConfig
 from agent_peft.environments.preferences import Preferences, PreferencesConfig
 from agent_peft.environments.task_commands import validate_tasks

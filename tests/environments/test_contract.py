@@ -11,7 +11,7 @@ import pytest
 from pydantic import ValidationError
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.load import load_config
 from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment
 from agent_peft.environments.http.messages import StepResponse

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from agent_peft.configuration.explain import effective_values
-from agent_peft.configuration.loading import dump_config, read_config
+from agent_peft.configuration.load import dump_config, read_config
 from agent_peft.environments import load_environment
 from agent_peft.environments.db_bench import environment as db_bench_environment
 from agent_peft.environments.gsm8k import (

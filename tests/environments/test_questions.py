@@ -8,7 +8,7 @@ import sys
 import pytest
 from pydantic import ValidationError
 
-from agent_peft.configuration.loading import dump_config, read_config
+from agent_peft.configuration.load import dump_config, read_config
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.environments import load_environment
 from agent_peft.environments.questions import Questions, QuestionsConfig

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agent_peft.batch import Batch, collate
 from agent_peft.configuration.explain import memory
-from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.load import read_config
 from agent_peft.policies import adapters
 from agent_peft.policies.config import LoraSettings, PretrainedConfig, ScratchConfig
 from agent_peft.policies.engine import weights

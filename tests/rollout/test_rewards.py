@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from agent_peft.configuration.explain import effective_values, explain
-from agent_peft.configuration.loading import dump_config, read_config
+from agent_peft.configuration.load import dump_config, read_config
 from agent_peft.configuration.run_config import resolved
 from agent_peft.rollout.rewards import TERMS, RewardConfig, price
 from agent_peft.types import AgentPeftError, Message, Outcome, StopReason, Task, Trajectory, Turn

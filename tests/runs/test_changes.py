@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 
-from agent_peft.configuration.loading import read_config
-from agent_peft.configuration.run_config import TrainConfig, resolved
+from agent_peft.configuration.load import read_config
+from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.runs import run as runs
-from agent_peft.runs.changes import read_earlier
 from agent_peft.runs.run import train
 from agent_peft.types import AgentPeftError
 
@@ -274,13 +273,3 @@ def test_a_run_of_an_earlier_version_goes_on(configure, monkeypatch, run_content
     (file.parent / "log.txt").unlink()
     train(configure())
     assert lasting(run_contents(Path("run"))) == lasting(run_contents(Path("whole")))
-
-
-def test_a_run_with_an_old_name_of_the_sandbox_is_read_with_the_new_one(configure, tmp_path):
-    config = configure(environment={"kind": "os_interaction", "generate": {"num_tasks": 1}})
-    text = dump(resolved(config))
-    (tmp_path / "config.yaml").write_text(text.replace("sandbox: oci", "sandbox: namespaces"))
-    earlier = read_earlier(tmp_path)
-    assert earlier is not None and earlier.config.environment.sandbox == "oci"
-    (change,) = earlier.changes(config, 0)
-    assert (change.key, change.rule) == ("environment.sandbox", "asked")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.load import load_config
 from agent_peft.runs.run import train
 from agent_peft.types import AgentPeftError
 

@@ -14,11 +14,14 @@ import pytest
 import torch
 
 from agent_peft.cli import run
-from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.load import read_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.policies.precision import Precision
 from agent_peft.runs import folder as folder_module
+from agent_peft.runs import layout
+from agent_peft.runs.branch import ORIGIN
 from agent_peft.runs.folder import Lock, clear, open_run_dir, with_dtype
+from agent_peft.runs.history import LOG
 from agent_peft.runs.run import train
 from agent_peft.types import AgentPeftError
 from tests.runs.conftest import Killed, killing
@@ -130,6 +133,11 @@ def test_a_start_that_is_killed_at_any_moment_is_no_folder_of_others(config, tmp
             open_run_dir(config, Lock(config.run_dir, stack), {})
         moments += 1
     assert moments > (20 if start != "new" else 3)
+
+
+def test_the_files_of_a_run_have_one_list():
+    assert set(folder_module.FOLDERS) == set(layout.FOLDERS)
+    assert folder_module.STOPPED in layout.FILES and LOG in layout.FILES and ORIGIN in layout.FILES
 
 
 def test_fresh_removes_only_what_a_run_wrote(config):

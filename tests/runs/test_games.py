@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.load import read_config
 from agent_peft.runs.run import train
 
 PAGE = (Path(__file__).parents[2] / "docs" / "games.md").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import agent_peft
-from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.load import read_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.runs import run as runs
@@ -126,7 +126,7 @@ def test_no_damage_of_the_record_ends_a_run(config, damage, caplog):
         elif damage == "other JSON":
             path.write_text('{"history": 3, "paths": [1], "process": 7}')
     if damage == "a folder":  # whose place is taken while the run continues
-        with History(Path("run"), {}) as history:
+        with History(Path("run")) as history:
             for name in ("run.json", "log.txt"):
                 Path("run", name).unlink(missing_ok=True)
                 Path("run", name).mkdir()

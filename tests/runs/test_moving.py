@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agent_peft.cli import run as command
-from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.load import read_config
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.policies.loading import load_policy
 from agent_peft.runs.run import train

@@ -10,7 +10,7 @@ import logging
 import pytest
 import torch
 
-from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.load import load_config
 from agent_peft.policies.engine.base import EngineStatistics
 from agent_peft.rollout.collector import Collection
 from agent_peft.runs import run as runs

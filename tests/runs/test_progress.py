@@ -15,7 +15,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.live import Live
 
-from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.load import load_config
 from agent_peft.policies.engine.base import EngineStatistics
 from agent_peft.rollout.collector import Collection
 from agent_peft.rollout.statistics import summarize

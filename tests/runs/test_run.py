@@ -14,7 +14,7 @@ from filelock import FileLock
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.load import read_config
 from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.policies.loading import load_policy
 from agent_peft.runs import evaluations

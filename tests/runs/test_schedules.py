@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.load import read_config
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.environments.arithmetic import Arithmetic
 from agent_peft.policies.engine import schedule

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from agent_peft.cli import run
-from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.load import read_config
 from agent_peft.configuration.yaml12 import dump, parse, plain
 from agent_peft.environments.arithmetic import ALPHABET
 from agent_peft.policies.loading import load_policy

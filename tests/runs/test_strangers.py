@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from agent_peft.cli import run
-from agent_peft.configuration.loading import read_config
-from agent_peft.configuration.relocation import FOLDERS
+from agent_peft.configuration.load import read_config
 from agent_peft.configuration.yaml12 import dump
+from agent_peft.runs.layout import FOLDERS
 from agent_peft.runs.run import train
 
 KINDS = ("link", "dangling link", "pipe", "device", "folder", "hard link")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.load import load_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments import load_environment
 from agent_peft.environments.digests import task_digest

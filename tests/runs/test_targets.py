@@ -13,7 +13,7 @@ import torch
 
 from agent_peft.cli import run
 from agent_peft.configuration import yaml12
-from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.load import read_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.policies.engine import load_sampler

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.load import load_config
 from agent_peft.configuration.run_config import TrajectoriesConfig, resolved
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.runs.reading import load_run
@@ -227,7 +227,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from agent_peft import files
-from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.load import read_config
 from agent_peft.runs.run import train
 
 class Torn:

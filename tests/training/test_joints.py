@@ -205,7 +205,7 @@ def test_under_dropout_the_ratio_still_tells_of_changed_weights(taught):
 
 
 def test_the_loss_of_demonstrations_is_their_cross_entropy(make_trainer, tmp_path):
-    from agent_peft.configuration.loading import read_config
+    from agent_peft.configuration.load import read_config
 
     path = tmp_path / "x.yaml"
     path.write_text(

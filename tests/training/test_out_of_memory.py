@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import PeftModel
 
-from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.load import read_config
 from agent_peft.environments.arithmetic import ALPHABET
 from agent_peft.policies import policy
 from agent_peft.policies.engine import kv_cache, load_sampler

@@ -13,7 +13,7 @@ import torch
 
 from agent_peft.algorithms import PpoConfig
 from agent_peft.batch import collate
-from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.load import read_config
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.policies.value_head import WEIGHTS
 from agent_peft.runs import run as runs

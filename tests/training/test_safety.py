@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from agent_peft.configuration.explain import effective_values, facts
-from agent_peft.configuration.loading import read_config
+from agent_peft.configuration.load import read_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.environments.arithmetic import Arithmetic, ArithmeticConfig

@@ -15,12 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from agent_peft.configuration.loading import dump_config
-from agent_peft.configuration.relocation import CONFIG, read_record
+from agent_peft.configuration.load import dump_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.files import MEGABYTE, open_regular, read_bytes, write_atomic
 from agent_peft.runs.folder import check_place
 from agent_peft.runs.history import state_of
+from agent_peft.runs.layout import CONFIG, read_record
 from agent_peft.types import AgentPeftError
 
 # next to the run directory, which holds nothing but the run: NAME.training.yaml, NAME.output.txt

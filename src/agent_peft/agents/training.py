@@ -16,8 +16,7 @@ from pydantic import Field, model_validator
 from agent_peft.agents.datasets import Dataset
 from agent_peft.algorithms import ALGORITHMS
 from agent_peft.config import Config
-from agent_peft.configuration.loading import load_config
-from agent_peft.configuration.relocation import CONFIG
+from agent_peft.configuration.load import load_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments import load_environment
 from agent_peft.lookup import nearest
@@ -30,6 +29,7 @@ from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.runs.changes import read_earlier
 from agent_peft.runs.checkpoint import checkpoints
 from agent_peft.runs.folder import Lock, dtype_of_run, recorded_dtype, with_dtype
+from agent_peft.runs.layout import CONFIG
 from agent_peft.runs.overview import summarize_run
 from agent_peft.runs.reading import load_run
 from agent_peft.types import AgentPeftError

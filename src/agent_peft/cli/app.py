@@ -26,7 +26,7 @@ WIDE = 10_000  # columns of a file or a pipe, where a table's lines are never br
 
 def complete_config(incomplete: str) -> list[str]:
     """The bundled configurations and the paths that a shell may complete a text to."""
-    from agent_peft.configuration.bundled import bundled_configs
+    from agent_peft.configuration import bundled_configs
 
     paths = [f"{path}/" if Path(path).is_dir() else path for path in glob(f"{escape(incomplete)}*")]
     return sorted([*(name for name in bundled_configs() if name.startswith(incomplete)), *paths])

@@ -48,7 +48,7 @@ def explain(
         _describe_machine(as_json)
         return
     from agent_peft.configuration.explain import explain
-    from agent_peft.configuration.loading import read_config
+    from agent_peft.configuration.load import read_config
     from agent_peft.lookup import without_imports
 
     with nullcontext(()) if trust else without_imports() as names:
@@ -65,18 +65,18 @@ def explain(
 
 
 def _describe_machine(as_json: bool) -> None:
-    from agent_peft.configuration.display import machine_lines, machine_table
+    from agent_peft.configuration.explain import rows_lines, rows_table
     from agent_peft.configuration.machine import machine
 
     offers = machine()
     if as_json:
         draw({"machine": offers})
     else:
-        draw_rows(machine_table(offers), machine_lines(offers))
+        draw_rows(rows_table("this machine", offers), rows_lines("machine ", offers))
 
 
 def _list_keys(prefixes: list[str], as_json: bool) -> None:
-    from agent_peft.configuration.display import keys_table
+    from agent_peft.configuration.explain import keys_table
     from agent_peft.configuration.keys import all_keys
 
     keys = all_keys(*prefixes)

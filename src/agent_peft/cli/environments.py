@@ -32,7 +32,7 @@ def generate(
     """Generate tasks with known answers. KEY=VALUE are keys of the environment's `generate` section, such as
     num_tasks=100 split=heldout; agent-peft explain --keys ENVIRONMENT lists them.
     """
-    from agent_peft.configuration.loading import parse_keys
+    from agent_peft.configuration.load import parse_keys
     from agent_peft.environments.task_commands import generate_tasks
     from agent_peft.files import write_json_atomic
 
@@ -52,7 +52,7 @@ def validate(environment: Kind, keys: Keys = None, as_json: AsJson = False) -> N
     """Replay the solution of every task, which must be correct, and replies that do nothing, which must not
     be. KEY=VALUE are keys of the environment, such as tasks=tasks.json. Exit code 1 if a task cannot be used.
     """
-    from agent_peft.configuration.loading import parse_keys
+    from agent_peft.configuration.load import parse_keys
 
     _validate(environment, parse_keys(keys or ()), as_json)
 
@@ -82,8 +82,7 @@ def serve(
     ] = 600.0,
 ) -> None:
     """Serve CONFIG's environments over HTTP, until SIGTERM or SIGINT."""
-    from agent_peft.configuration.effective import EFFECTIVE, refuse_ineffective
-    from agent_peft.configuration.loading import read_config
+    from agent_peft.configuration.load import EFFECTIVE, read_config, refuse_ineffective
     from agent_peft.environments import load_environment
     from agent_peft.environments.http.connection import read_token
     from agent_peft.environments.http.limits import Limits

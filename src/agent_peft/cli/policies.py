@@ -128,7 +128,7 @@ def _policies(targets: list[str], device: str | None, dtype: str | None) -> dict
 
 def _play(path: Path, task: str | None) -> None:
     from agent_peft.agents.play import play
-    from agent_peft.configuration.loading import read_config
+    from agent_peft.configuration.load import read_config
 
     own = path / "config.yaml"
     config = read_config(own if own.is_file() else path, check_files=not own.is_file())[0]

@@ -37,7 +37,7 @@ def train(
     ] = None,
 ) -> None:
     """Train the run that CONFIG describes, or resume it where it stopped."""
-    from agent_peft.configuration.loading import read_config
+    from agent_peft.configuration.load import read_config
     from agent_peft.runs.run import train
 
     train(read_config(config, overrides or ())[0], fresh=fresh, change=change, begin=begin)

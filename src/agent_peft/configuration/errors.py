@@ -12,8 +12,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from agent_peft.config import mismatch
+from agent_peft.configuration.keys import model_of, models_of
 from agent_peft.configuration.run_config import TrainConfig
-from agent_peft.configuration.schema import model_of, models_of
 from agent_peft.configuration.yaml12 import Leaf, Node, leaves
 from agent_peft.lookup import alike, nearest
 from agent_peft.training.stage import StageConfig

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 
-from agent_peft.configuration.disk import trajectories_in_words
-from agent_peft.configuration.display import lines_of, tables_of
-from agent_peft.configuration.keys import description_of
-from agent_peft.configuration.loading import Provenance
+from agent_peft.configuration.keys import Key, description_of
+from agent_peft.configuration.load import Provenance
 from agent_peft.configuration.machine import machine, needs
 from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.environments import load_environment
@@ -22,14 +23,25 @@ from agent_peft.environments.digests import shared_ids
 from agent_peft.hardware import choose_device, choose_threads
 from agent_peft.lookup import NotImportedError, may_import
 from agent_peft.policies.engine.weights import pays_off
-from agent_peft.policies.memory import MemoryModel, StageMemory, evaluation_memory, stage_memory
+from agent_peft.policies.memory import (
+    MemoryModel,
+    StageMemory,
+    evaluation_memory,
+    in_words,
+    stage_memory,
+)
 from agent_peft.policies.models.shape import shape_of
 from agent_peft.policies.precision import choose_precision
 from agent_peft.policies.sampling import LIMITS
+from agent_peft.printable import printable
 from agent_peft.rollout.evaluation import EvaluationConfig
 from agent_peft.training.stage import StageConfig
 
 UNKNOWN = "unknown (without --trust)"
+NO_SHAPE = "unknown: the model is a custom module, or it is not on this machine yet"
+TOKEN = 4 + 1 + 4 + 4 + 4  # token, mask, two log-probabilities, advantage
+TEXT = 5  # bytes of a token's text, as JSON holds it; twice as many or more in scripts that JSON escapes
+RECORD = 600  # bytes of a line without its text: seed, outcome, rewards
 
 
 @dataclass(frozen=True)
@@ -64,19 +76,29 @@ class Explanation:
         }
 
     def lines(self) -> Iterator[str]:
-        """The content for a file or a pipe: a value in each line, with tabs between the columns."""
-        return lines_of(self.values, self.facts, self.memory, self.needs, self.machine)
+        """A line for each value, with tabs between the columns. No line depends on another one."""
+        for path, (value, origin, description) in self.values.items():
+            yield _line(path, _as_text(value), origin, description)
+        yield from rows_lines("", self.facts)
+        for name, needed in self.memory.items():
+            yield _line(f"memory of {name}", in_words(needed.peak))
+        if not self.memory:
+            yield _line("memory", NO_SHAPE)
+        yield from rows_lines("needs ", self.needs)
+        yield from rows_lines("machine ", self.machine)
 
     def __rich__(self) -> RenderableType:
-        return tables_of(self.source, self.values, self.facts, self.memory, self.needs, self.machine)
+        return Group(
+            _values_table(self.source, self.values),
+            rows_table("what follows", self.facts),
+            _memory_table(self.memory),
+            rows_table("what the run needs of this machine", self.needs),
+            rows_table("this machine", self.machine),
+        )
 
 
 def explain(config: TrainConfig, provenance: Provenance) -> Explanation:
-    """Explain a configuration. The tasks are loaded to count them.
-
-    Raises:
-        AgentPeftError: the environment cannot be built.
-    """
+    """Explain a configuration. The tasks are loaded to count them."""
     with _opened(config) as (training, heldout):
         settled = config if training is None else config.with_steps(training.tasks)
         consequences = _facts(config, settled, training, heldout)
@@ -114,10 +136,8 @@ def facts(config: TrainConfig) -> dict[str, str]:
 def _facts(
     config: TrainConfig, settled: TrainConfig, training: Environment | None, heldout: Environment | None
 ) -> dict[str, str]:
-    """
-    Args:
-        settled: the configuration with the steps that its ``epochs`` take.
-        training: the environment; None if it is not trusted. ``heldout`` is that of the evaluation.
+    """``settled`` has the steps that the ``epochs`` of ``config`` take. An environment is None if it is not
+    trusted.
     """
     consequences = {"tasks": UNKNOWN if training is None else str(len(training.tasks))}
     updates: int | None = 0
@@ -160,11 +180,7 @@ def _of_a_step(stage: StageConfig) -> str:
 
 
 def _trips(stage: StageConfig, trip: int | None) -> str:
-    """How often a stage goes through its tasks.
-
-    Args:
-        trip: the tasks of one trip; None if they are unknown.
-    """
+    """How often a stage goes through its tasks; ``trip`` is the number of tasks of one trip."""
     if trip is None or stage.episodes_of is not None:
         return ""
     trips = f"{stage.steps * stage.tasks_per_step / trip:.3g} trips through the tasks"
@@ -270,3 +286,96 @@ def _flat(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _flat(inner, f"{prefix}{key}.")
         else:
             yield prefix + key, inner
+
+
+def step_bytes(episodes: int, tokens: int) -> int:
+    """Bytes of a step's files for episodes of that many tokens: arrays, and text as it is in English.
+
+    >>> step_bytes(64, 400)
+    601600
+    """
+    return episodes * (tokens * (TOKEN + TEXT) + RECORD)
+
+
+def trajectories_in_words(config: TrainConfig) -> str:
+    """The size of a run's trajectories, if every episode has ``sampling.max_tokens``."""
+    keep = config.trajectories
+    sizes = [
+        step_bytes((1 + stage.refill) * stage.episodes_per_step, stage.sampling.max_tokens)
+        for stage in config.stages
+        for _ in range(stage.steps)
+    ]
+    kept = sizes[:: keep.every]
+    if keep.last is not None:
+        kept = sorted(kept)[-keep.last :]
+    return (
+        f"at most about {in_words(max(sizes))} a step and {in_words(sum(kept))} in all, of {len(kept)} steps "
+        f"({TOKEN + TEXT} bytes for each token up to sampling.max_tokens)"
+    )
+
+
+def rows_lines(prefix: str, rows: Mapping[str, str]) -> Iterator[str]:
+    """A line for each row: its name behind ``prefix``, a tab, its text."""
+    for name, text in rows.items():
+        yield _line(f"{prefix}{name}", text)
+
+
+def rows_table(title: str, rows: Mapping[str, str]) -> Table:
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, value in rows.items():
+        table.add_row(Text(name), Text(value))
+    return table
+
+
+def _values_table(source: str, values: Mapping[str, tuple[Any, str, str]]) -> Table:
+    table = Table(title=source, title_justify="left")
+    table.add_column("key", no_wrap=True)
+    for heading in ("value", "from", "what it does"):
+        table.add_column(heading, overflow="fold")
+    section = ""
+    for path, (value, origin, description) in values.items():
+        stage = ".".join(path.split(".")[:2]) if path.startswith("stages.") else ""
+        if stage != section:
+            section = stage
+            table.add_section()
+            table.add_row(Text(stage, style="bold"), "", "", "")
+        table.add_row(
+            Text(path.removeprefix(f"{stage}.") if stage else path),
+            Text(_as_text(value)),
+            Text(origin.replace(source, Path(source).name), style="dim" if origin == "default" else ""),
+            Text(description),
+        )
+    return table
+
+
+def keys_table(keys: Sequence[Key]) -> Table:
+    table = Table("key", "of kind", "type", "default", "what it does")
+    for key in keys:
+        table.add_row(*map(Text, (key.path, key.kind, key.type, key.default, key.description)))
+    return table
+
+
+def _memory_table(memories: Mapping[str, StageMemory]) -> Table:
+    """The parts of the stage (or evaluation) with the largest peak, and the numbers that each comes from."""
+    table = Table(title="memory, at most", title_justify="left", show_header=False)
+    if not memories:
+        table.add_row(NO_SHAPE)
+        return table
+    largest = max(memories.values(), key=lambda memory: memory.peak)
+    phases = {"always": largest.always, "sampling": largest.sampling, "training": largest.training}
+    for phase, parts in phases.items():
+        for part in parts:
+            table.add_row(phase, part.name, in_words(part.size), Text(part.source))
+        table.add_section()
+    peaks = ", ".join(f"{in_words(memory.peak)} in {name}" for name, memory in memories.items())
+    reason = "always + the larger phase" + (f": {peaks}" if len(memories) > 1 else "")
+    table.add_row("peak", "", in_words(largest.peak), Text(reason))
+    return table
+
+
+def _as_text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _line(*columns: str) -> str:
+    return "\t".join(map(printable, columns))

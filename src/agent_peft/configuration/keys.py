@@ -9,8 +9,9 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -18,9 +19,12 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from agent_peft.algorithms import ALGORITHMS, AlgorithmConfig, algorithm_config_class
+from agent_peft.config import Resume, models_in
 from agent_peft.configuration.run_config import TrainConfig
-from agent_peft.configuration.schema import models_of
+from agent_peft.environments import ENVIRONMENTS, EnvironmentConfig, environment_config_class
 from agent_peft.lookup import nearest
+from agent_peft.training.stage import StageConfig
 from agent_peft.types import AgentPeftError
 
 TITLE = """# Keys of a configuration
@@ -44,6 +48,41 @@ _NAMES = {
 }
 _BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 
+CUSTOM = "custom"  # stands for every kind that a user's code defines
+# base classes whose subclasses a kind names: their rows, and the class of any kind
+_TABLES: Mapping[type, tuple[Mapping[str, type[BaseModel]], Callable[[object], type[BaseModel]]]] = {
+    EnvironmentConfig: (
+        {kind: environment.config_class for kind, environment in ENVIRONMENTS.items()},
+        environment_config_class,
+    ),
+    AlgorithmConfig: (ALGORITHMS, algorithm_config_class),
+}
+
+
+def models_of(annotation: Any) -> dict[str, type[BaseModel]]:
+    """The classes of a type's mappings, by their kind. A class without a kind has the kind ``""``.
+
+    >>> list(models_of(AlgorithmConfig))[:2]
+    ['reinforce', 'reinforce_plus_plus']
+    """
+    models = models_in(annotation)
+    if len(models) == 1:
+        return dict(_TABLES[models[0]][0]) if models[0] in _TABLES else {"": models[0]}
+    kinds = (model.model_fields["kind"].default for model in models)
+    return dict(zip((kind if isinstance(kind, str) else CUSTOM for kind in kinds), models, strict=True))
+
+
+def model_of(annotation: Any, kind: object = None) -> type[BaseModel] | None:
+    """The class of a type's mapping that has this kind; the first one if none has it."""
+    models = models_in(annotation)
+    if models and models[0] in _TABLES:
+        try:
+            return _TABLES[models[0]][1](kind)
+        except ValueError:
+            return None
+    by_kind: Mapping[Any, type[BaseModel]] = models_of(annotation)
+    return by_kind.get(kind) or next(iter(models), None)
+
 
 @dataclass(frozen=True)
 class Key:
@@ -66,7 +105,7 @@ class Key:
 
     @property
     def kind(self) -> str:
-        return "".join(re.findall(r":(\w+)", self.section)[-1:])
+        return _kind_of(self.section)
 
     @property
     def type(self) -> str:
@@ -111,9 +150,6 @@ def all_keys(*prefixes: str) -> list[Key]:
     """The keys below some prefixes; all keys if there are none. A prefix is a key path or a kind. The keys of
     ``evaluation.environment``, which are those of ``environment``, are left out.
 
-    Raises:
-        AgentPeftError: no key has such a prefix.
-
     >>> [key.name for key in all_keys("ranks")]
     ['timeout', 'allow_other_number']
     """
@@ -133,6 +169,33 @@ def all_keys(*prefixes: str) -> list[Key]:
             )
     wanted = {path_of(prefix) for prefix in prefixes}
     return [key for key in keys if not prefixes or wanted & {key.kind, *_parents(key.path)}]
+
+
+def resume_class(path: str) -> Resume:
+    """Whether a key may change when a run resumes (``config.Resume``); ``path`` is without ``stages.N``. A
+    key that no class here knows, such as one of a user's environment, has the class of its section.
+
+    >>> resume_class("engine.rows"), resume_class("algorithm.kind"), resume_class("algorithm.gamma")
+    ('free', 'fixed', 'asked')
+    """
+    classes = _resume_classes()
+    return next((classes[known] for known in _parents(path) if known in classes), "asked")
+
+
+@cache
+def _resume_classes() -> Mapping[str, Resume]:
+    return dict(_classes_in(TrainConfig, "", "asked"))
+
+
+def _classes_in(model: type[BaseModel], section: str, inherited: Resume) -> Iterator[tuple[str, Resume]]:
+    for name, field in model.model_fields.items():
+        declared: Any = field.json_schema_extra or {}
+        path, own = f"{section}{name}", declared.get("resume", inherited)
+        yield path, own
+        for inner in models_of(field.annotation).values():
+            yield from _classes_in(inner, "" if inner is StageConfig else f"{path}.", own)
+        if "resume_kind" in declared:
+            yield f"{path}.kind", declared["resume_kind"]
 
 
 def takes_value(annotation: Any) -> bool:
@@ -181,6 +244,10 @@ def path_of(name: str) -> str:
     return re.sub(r":\w+", "", name).removeprefix(".").removeprefix("stages.")
 
 
+def _kind_of(section: str) -> str:
+    return "".join(re.findall(r":(\w+)", section)[-1:])
+
+
 def in_words(annotation: Any) -> str:
     """A type as a user reads it.
 
@@ -205,7 +272,7 @@ def markdown() -> str:
     for section in sections():
         if section.name.startswith("evaluation.environment"):
             continue
-        path, kind = path_of(section.name) or "The top", "".join(re.findall(r":(\w+)", section.name)[-1:])
+        path, kind = path_of(section.name) or "The top", _kind_of(section.name)
         lines.append(f"## {path}" + (f" (kind: {kind})" if kind else "") + "\n")
         lines.append(summary(section.model) + "\n")
         if section.name == "stages":

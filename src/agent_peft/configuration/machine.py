@@ -55,10 +55,8 @@ def machine() -> dict[str, str]:
 
 
 def needs(config: TrainConfig, peak: int | None) -> dict[str, str]:
-    """What a configuration needs of this machine, and whether it is here, in words.
-
-    Args:
-        peak: the most memory that the run takes, in bytes; None if it is unknown.
+    """What a configuration needs of this machine, and whether it is here, in words. ``peak`` is the most
+    memory that the run takes, in bytes; None if it is unknown.
     """
     found = {}
     if isinstance(config.policy, PretrainedConfig):

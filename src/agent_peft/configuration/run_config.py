@@ -1,4 +1,4 @@
-"""The configuration of a run. Module ``loading`` says how a file becomes a ``TrainConfig``."""
+"""The configuration of a run. Module ``load`` makes a ``TrainConfig`` of a file."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
-from agent_peft.algorithms import AlgorithmConfig, UncheckedAlgorithmConfig
-from agent_peft.config import Config, first_error
+from agent_peft.algorithms import UncheckedAlgorithmConfig
+from agent_peft.config import FIXED_KIND, FREE, Config, first_error
 from agent_peft.configuration.trackers import AnyTracker
 from agent_peft.environments import ENVIRONMENTS, AnyEnvironment
 from agent_peft.environments.base import EnvironmentConfig
 from agent_peft.lookup import nearest
 from agent_peft.policies.config import PolicyConfig
 from agent_peft.policies.engine.base import EngineConfig
-from agent_peft.policies.sampling import DISTRIBUTION, LIMITS
+from agent_peft.policies.sampling import LIMITS
 from agent_peft.ranks import RanksConfig
 from agent_peft.rollout.evaluation import EvaluationConfig
 from agent_peft.rollout.statistics import METRICS
 from agent_peft.rollout.task_order import BySkillConfig
-from agent_peft.training.stage import StageConfig
+from agent_peft.training.stage import StageConfig, unused_keys
 from agent_peft.types import AgentPeftError, Task
 
 
@@ -76,30 +76,50 @@ class TrainConfig(Config):
 
     run_dir: Annotated[Path, AfterValidator(Path.expanduser)] = Field(
         description="folder that the run writes to, relative to the current folder; an interrupted run "
-        "continues there"
+        "continues there",
+        json_schema_extra=FREE,
     )
     seed: int = Field(
         default=0, description="decides tasks, order, sampled tokens and the weights of a model from scratch"
     )
     threads: int | None = Field(
-        default=None, ge=1, description="CPU threads of torch; null: one per core that this process may use"
+        default=None,
+        ge=1,
+        description="CPU threads of torch; null: one per core that this process may use",
+        json_schema_extra=FREE,
     )
-    policy: PolicyConfig = Field(description="the model that acts and is trained")
+    policy: PolicyConfig = Field(
+        description="the model that acts and is trained", json_schema_extra=FIXED_KIND
+    )
     environment: AnyEnvironment = Field(description="the tasks to train on")
     engine: EngineConfig = Field(
-        default=EngineConfig(), description="how the sampler uses memory and threads"
+        default=EngineConfig(),
+        description="how the sampler uses memory and threads",
+        json_schema_extra=FREE,
     )
     evaluation: EvaluationConfig | None = Field(
-        default=None, description="when the policy is measured, and on which tasks; null: never"
+        default=None,
+        description="when the policy is measured, and on which tasks; null: never",
+        json_schema_extra=FREE,
     )
-    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="when the run is saved")
+    checkpoint: CheckpointConfig = Field(
+        default=CheckpointConfig(), description="when the run is saved", json_schema_extra=FREE
+    )
     trajectories: Annotated[TrajectoriesConfig, BeforeValidator(_all)] = Field(
-        default=TrajectoriesConfig(), description="the steps whose trajectories stay on disk: all, or fewer"
+        default=TrajectoriesConfig(),
+        description="the steps whose trajectories stay on disk: all, or fewer",
+        json_schema_extra=FREE,
     )
     trackers: tuple[AnyTracker, ...] = Field(
-        default=(), description="programs and services that show the run's numbers while it trains"
+        default=(),
+        description="programs and services that show the run's numbers while it trains",
+        json_schema_extra=FREE,
     )
-    ranks: RanksConfig = Field(default=RanksConfig(), description="how processes train together (torchrun)")
+    ranks: RanksConfig = Field(
+        default=RanksConfig(),
+        description="how processes train together (torchrun)",
+        json_schema_extra=FREE,
+    )
     stages: tuple[StageConfig, ...] = Field(
         description="the stages in their order; without this key the keys of one stage stand at the top"
     )
@@ -188,10 +208,8 @@ class TrainConfig(Config):
             )
 
     def _check_evaluations(self, stage: StageConfig, first: int) -> None:
-        """Check that the policy is measured inside a stage that an evaluation may end.
-
-        Args:
-            first: the run's step at the stage's start.
+        """Check that the policy is measured inside a stage that begins at the run's step ``first`` and that
+        an evaluation may end.
         """
         every = self.evaluation.every if self.evaluation is not None else 0
         last = first + stage.steps - 1
@@ -204,9 +222,6 @@ class TrainConfig(Config):
     def with_steps(self, tasks: Sequence[Task]) -> TrainConfig:
         """This run with the steps that the ``epochs`` of its stages take, and the skills of their
         ``task_order``, for an environment of these tasks.
-
-        Raises:
-            AgentPeftError: a ``task_order`` is wrong, or the steps do not fit the other keys.
         """
         for stage in self.stages:
             stage.trip(tasks)  # an error now and not when the stage begins
@@ -226,35 +241,13 @@ class TrainConfig(Config):
         )
 
 
-def ineffective_keys(algorithm: AlgorithmConfig, learn_from: object = "demonstrations") -> dict[str, str]:
-    """The keys of a stage that have no effect with this algorithm, each with the reason."""
-    if isinstance(algorithm, UncheckedAlgorithmConfig):
-        return {}
-    reasons, drawn = dict[str, str](), [f"sampling.{key}" for key in DISTRIBUTION]
-    if not algorithm.facts.preferences:
-        reasons["episodes_of"] = "does not learn from preferences"
-    if algorithm.facts.on_policy:
-        reasons["learn_from"] = "learns from the policy's own episodes"
-    elif algorithm.facts.preferences:
-        keys = ("learn_from", "group_size", "mask_cut_actions", "replay_in_prompt", *drawn)
-        reasons |= dict.fromkeys(keys, "learns from preferences, and draws no tokens")
-    elif learn_from == "demonstrations":
-        keys = ("group_size", "mask_cut_actions", "replay_in_prompt", *drawn)
-        reasons |= dict.fromkeys(keys, "learns from demonstrations, in groups of one, and draws no tokens")
-    if not algorithm.facts.compares_groups:
-        reasons["refill"] = "does not compare the episodes of a task with each other"
-    if not algorithm.facts.needs_reference:
-        reasons["reference"] = "measures no KL (kl_coef is 0)"
-    return reasons
-
-
 def resolved(config: TrainConfig) -> dict[str, Any]:
     """Every effective value, as YAML can hold it. ``read_config`` of it gives an equal configuration."""
     content = config.model_dump(mode="json")
     for stage, values in zip(config.stages, content["stages"], strict=True):
         if stage.epochs is not None:
             del values["steps"]  # not known yet
-        for key in ineffective_keys(stage.algorithm, stage.learn_from):
+        for key in unused_keys(stage.algorithm, stage.learn_from):
             section, _, name = key.rpartition(".")
             del (values[section] if section else values)[name]
     if (

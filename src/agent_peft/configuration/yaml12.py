@@ -1,8 +1,8 @@
 """YAML 1.2 (core schema) with the line of each value.
 
 It differs from PyYAML's 1.1: ``1e-5`` is a number; ``yes``, ``no``, ``on`` and ``off`` are texts, not truth
-values; ``010`` is ten; dates and ``1:30`` are texts; a key that stands twice is an error. A document may come
-from a stranger, so its size is bounded, also after aliases are expanded.
+values; ``010`` is ten; dates and ``1:30`` are texts; a repeated key is an error. A document may come from a
+stranger, so its size is bounded, also after aliases are expanded.
 """
 
 from __future__ import annotations
@@ -19,13 +19,6 @@ from agent_peft.types import AgentPeftError
 MAX_CHARACTERS = 1 << 18  # of a document
 MAX_DEPTH = 50  # mappings and lists inside each other
 MAX_VALUES = 50_000  # aliases expanded
-MAX_INTEGER = 1 << 256  # in magnitude, exclusive
-
-_BACKSLASH = "; a backslash in double quotes begins an escape: write a path in single quotes, or with /"
-_ADVICE = {  # part of PyYAML's message -> what to do
-    "'\\t'": "; indent with spaces, not with tabs",
-    "escape": _BACKSLASH,
-}
 
 Scalar = str | int | float | bool | None
 Node: TypeAlias = "Leaf | dict[str, Node] | list[Node]"
@@ -46,26 +39,28 @@ class Leaf:
 
 
 def parse(text: str, source: str, path: tuple[str, ...] = (), *, lines: bool = True) -> Node:
-    """Parse the document in ``text``.
+    """Parse a document. It is refused if it is no YAML, repeats a key, has a tag or exceeds the bounds above.
 
     Args:
         source: the name of the document, for origins: ``source:line``.
-        path: the key path that the document stands at.
+        path: the key path of the whole document.
         lines: False leaves the line out of origins, for a document of one line.
-
-    Raises:
-        AgentPeftError: it is not YAML, a key stands twice, it has a tag, a value holds itself, or it exceeds
-            the bounds above.
     """
+    place = f"{source}: {'.'.join(path)}" if path else source
     if len(text) > MAX_CHARACTERS:
-        raise AgentPeftError(f"{source}: has {len(text):,} characters; {MAX_CHARACTERS:,} is the most")
+        raise AgentPeftError(f"{place}: has {len(text):,} characters; {MAX_CHARACTERS:,} is the most")
     try:
         root = yaml.compose(text, Loader=_Loader)
-    except (yaml.MarkedYAMLError, yaml.reader.ReaderError) as error:
-        raise AgentPeftError(_syntax(error, source, lines)) from error
+    except yaml.MarkedYAMLError as error:
+        advice = next((advice for part, advice in _ADVICE.items() if part in str(error.problem)), "")
+        line = f":{error.problem_mark.line + 1}" if lines and error.problem_mark else ""
+        raise AgentPeftError(f"{place}{line}: is not YAML: {error.problem}{advice}") from error
+    except yaml.reader.ReaderError as error:
+        character = f"#x{int(error.character):04x}"
+        raise AgentPeftError(f"{place}: is not text: it holds the character {character}") from error
     except Exception as error:  # of many kinds, such as OverflowError for an escape beyond Unicode
-        raise AgentPeftError(f"{source}: is not YAML: {error}") from error
-    return Leaf(None, source, ".".join(path)) if root is None else _Reader(source, lines).node(root, path)
+        raise AgentPeftError(f"{place}: is not YAML: {error}") from error
+    return Leaf(None, source, ".".join(path)) if root is None else _Reader(source, lines).read(root, path)
 
 
 def plain(node: Node) -> Any:
@@ -117,93 +112,55 @@ class _Dumper(yaml.SafeDumper):
 _Dumper.add_representer(str, _Dumper.represent_str)
 
 
-_SURROGATE = re.compile(r"[\ud800-\udfff]")
-_TAG = "tag:yaml.org,2002:"
-_RESOLVED = (  # https://yaml.org/spec/1.2.2/#1032-tag-resolution, and the merge key
-    ("null", r"~|null|Null|NULL|", "~nN"),
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
-    (
-        "float",
-        r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-        "-+.0123456789",
-    ),
-    ("merge", r"<<", "<"),
-)
-for _name, _pattern, _first in _RESOLVED:
-    for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(
-            _TAG + _name, re.compile(f"^(?:{_pattern})$"), [*_first, ""] if _name == "null" else list(_first)
-        )
-
-
 def _integer(text: str) -> int:
     number = int(text, 0) if text[:2] in ("0o", "0x") else int(text)
-    if abs(number) >= MAX_INTEGER:
+    if abs(number) >> 256:
         raise ValueError(text)
     return number
 
 
-def _float(text: str) -> float:
-    return float(re.sub(r"\.(?=[iInN])", "", text))  # .inf and .nan
-
-
-_SCALARS: dict[str, Callable[[str], Scalar]] = {
-    "str": str,
-    "merge": str,
-    "null": lambda text: None,
-    "bool": lambda text: {"true": True, "false": False}[text.lower()],
-    "int": _integer,
-    "float": _float,
+_SURROGATE = re.compile(r"[\ud800-\udfff]")
+_BACKSLASH = "; a backslash in double quotes begins an escape: write a path in single quotes, or with /"
+_ADVICE = {"'\\t'": "; indent with spaces, not with tabs", "escape": _BACKSLASH}  # part of PyYAML's message
+_TAG = "tag:yaml.org,2002:"
+_FLOAT = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+# https://yaml.org/spec/1.2.2/#1032-tag-resolution, and the merge key: the form of a scalar, the characters
+# that it begins with, and its value
+_SCALARS: dict[str, tuple[str, str, Callable[[str], Scalar]]] = {
+    "null": (r"~|null|Null|NULL|", "~nN", lambda text: None),
+    "bool": ("true|True|TRUE|false|False|FALSE", "tTfF", lambda t: {"true": True, "false": False}[t.lower()]),
+    "int": (r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789", _integer),
+    "float": (_FLOAT, "-+.0123456789", lambda text: float(re.sub(r"\.(?=[iInN])", "", text))),
+    "merge": (r"<<", "<", str),
 }
-
-
-def _syntax(error: yaml.MarkedYAMLError | yaml.reader.ReaderError, source: str, lines: bool) -> str:
-    if isinstance(error, yaml.reader.ReaderError):
-        return f"{source}: is not text: it holds the character #x{int(error.character):04x}"
-    where = f"{source}:{error.problem_mark.line + 1}" if lines and error.problem_mark else source
-    advice = next((advice for part, advice in _ADVICE.items() if part in str(error.problem)), "")
-    return f"{where}: is not YAML: {error.problem}{advice}"
+for _name, (_form, _first, _) in _SCALARS.items():
+    for _class in (_Loader, _Dumper):
+        _begins = [*_first, ""] if _name == "null" else list(_first)
+        _class.add_implicit_resolver(_TAG + _name, re.compile(f"^(?:{_form})$"), _begins)
 
 
 class _Reader:
     def __init__(self, source: str, lines: bool) -> None:
-        self._source = source
-        self._lines = lines
-        self._open: list[yaml.Node] = []  # the nodes around the present one
-        self._values = 0
+        self._source, self._lines, self._values = source, lines, 0
 
-    def node(self, node: yaml.Node, path: tuple[str, ...]) -> Node:
-        if any(node is other for other in self._open):
-            raise self._wrong(node, "is an alias of what it stands in", path)
+    def read(self, node: yaml.Node, path: tuple[str, ...]) -> Node:
         self._values += 1
-        if self._values > MAX_VALUES or len(self._open) > MAX_DEPTH:
-            raise self._wrong(
-                node,
-                f"is too much: {MAX_VALUES:,} values and {MAX_DEPTH} levels are the most, aliases expanded",
-                path,
-            )
+        if self._values > MAX_VALUES or len(path) > MAX_DEPTH:
+            bounds = f"{MAX_VALUES:,} values and {MAX_DEPTH} levels are the most, aliases expanded"
+            raise self._wrong(node, f"is too much: {bounds}", path)
         if isinstance(node, yaml.ScalarNode):
             return Leaf(self._scalar(node, path), self._origin(node), ".".join(path))
         if node.tag not in (_TAG + "map", _TAG + "seq"):
             raise self._wrong(node, f"has the tag {node.tag}; write the value itself", path)
-        self._open.append(node)
-        try:
-            if isinstance(node, yaml.SequenceNode):
-                return [self.node(child, (*path, str(place))) for place, child in enumerate(node.value)]
-            return self._mapping(node, path)
-        finally:
-            self._open.pop()
-
-    def _mapping(self, node: yaml.Node, path: tuple[str, ...]) -> dict[str, Node]:
-        own: dict[str, Node] = {}
-        merged: dict[str, Node] = {}
+        if isinstance(node, yaml.SequenceNode):
+            return [self.read(child, (*path, str(place))) for place, child in enumerate(node.value)]
+        own: Tree = {}
+        merged: Tree = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise self._wrong(key_node, "has a key that is not a text", path)
-            self._check_text(key_node, path)
-            key = key_node.value
-            value = self.node(value_node, (*path, key))
+            key = self._text(key_node, path)
+            value = self.read(value_node, (*path, key))
             if key_node.tag == _TAG + "merge":
                 for mapping in value if isinstance(value, list) else [value]:
                     if not isinstance(mapping, dict):
@@ -211,27 +168,27 @@ class _Reader:
                     for name, inherited in mapping.items():
                         merged.setdefault(name, inherited)
             elif key in own:
-                raise self._wrong(key_node, "stands twice; keep one", (*path, key))
+                raise self._wrong(key_node, "is set twice; keep one", (*path, key))
             else:
                 own[key] = value
         return {**merged, **own}
 
     def _scalar(self, node: yaml.ScalarNode, path: tuple[str, ...]) -> Scalar:
-        convert = _SCALARS.get(node.tag.removeprefix(_TAG))
-        if convert is None:
+        name = node.tag.removeprefix(_TAG)
+        if name not in (*_SCALARS, "str"):
             raise self._wrong(node, f"has the tag {node.tag}; write the value itself", path)
-        self._check_text(node, path)
+        text = self._text(node, path)
         try:
-            return convert(node.value)
+            return text if name == "str" else _SCALARS[name][2](text)
         except (ValueError, KeyError) as error:
-            text = node.value if len(node.value) <= 40 else f"{node.value[:37]}..."
-            raise self._wrong(
-                node, f"has a tag that {text!r} does not fit, or is a number beyond 256 bits", path
-            ) from error
+            short = text if len(text) <= 40 else f"{text[:37]}..."
+            fault = f"has a tag that {short!r} does not fit, or is a number beyond 256 bits"
+            raise self._wrong(node, fault, path) from error
 
-    def _check_text(self, node: yaml.ScalarNode, path: tuple[str, ...]) -> None:
+    def _text(self, node: yaml.ScalarNode, path: tuple[str, ...]) -> str:
         if _SURROGATE.search(node.value):
             raise self._wrong(node, "holds half of a character, a lone surrogate", path)
+        return str(node.value)
 
     def _origin(self, node: yaml.Node) -> str:
         return f"{self._source}:{node.start_mark.line + 1}" if self._lines else self._source

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import AfterValidator, Field
 
-from agent_peft.config import Config
+from agent_peft.config import ASKED, FIXED, FREE, Config
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 
@@ -23,11 +23,18 @@ def _check_device(device: str) -> str:
 
 
 # keys of every kind of policy
-Device = Annotated[str, AfterValidator(_check_device), Field(description="auto, cpu, cuda, cuda:1 …")]
-Packing = Annotated[bool, Field(description="train on the token trie; false pads")]
+Device = Annotated[
+    str,
+    AfterValidator(_check_device),
+    Field(description="auto, cpu, cuda, cuda:1 …", json_schema_extra=FREE),
+]
+Packing = Annotated[bool, Field(description="train on the token trie; false pads", json_schema_extra=FREE)]
 ActivationCheckpointing = Annotated[
     bool,
-    Field(description="uses less memory in training: the backward computes each layer again"),
+    Field(
+        description="uses less memory in training: the backward computes each layer again",
+        json_schema_extra=FREE,
+    ),
 ]
 
 
@@ -36,7 +43,13 @@ class LoraSettings(Config):
 
     rank: int = Field(default=16, gt=0, description="rank of the adapter's matrices")
     alpha: float = Field(default=32, gt=0, description="the adapter's change is scaled by alpha / rank")
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="on the adapter's input, in training only")
+    dropout: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="on the adapter's input, in training only",
+        json_schema_extra=ASKED,
+    )
     target_modules: Literal["all-linear"] | list[str] = Field(
         default="all-linear", description="names of linear layers; all-linear is all but the output layer"
     )
@@ -54,16 +67,22 @@ class PretrainedConfig(Config):
         default="auto",
         description="auto is bfloat16 where the device multiplies it natively and faster than float32; "
         "a run keeps the dtype that it began with",
+        json_schema_extra=FIXED,
     )
     device: Device = "auto"
-    lora: LoraSettings | None = Field(default=LoraSettings(), description="null trains every parameter")
+    lora: LoraSettings | None = Field(
+        default=LoraSettings(), description="null trains every parameter", json_schema_extra=FIXED
+    )
     adapter: Path | None = Field(
-        default=None, description="an adapter in PEFT's layout to start from, if policy.model is its model"
+        default=None,
+        description="an adapter in PEFT's layout to start from, if policy.model is its model",
+        json_schema_extra=FIXED,
     )
     merge_adapter: bool = Field(
         default=False,
         description="true adds the adapter that the policy starts from to the weights and trains a new one "
         "(or every parameter); false continues with that adapter",
+        json_schema_extra=FIXED,
     )
     packing: Packing = True
     activation_checkpointing: ActivationCheckpointing = False
@@ -75,12 +94,18 @@ class ScratchConfig(Config):
     kind: Literal["scratch"] = "scratch"
     architecture: dict[str, Any] = Field(
         description="a Transformers configuration with its model_type (or package.module:Class and its "
-        "arguments); vocab_size comes from the tokenizer"
+        "arguments); vocab_size comes from the tokenizer",
+        json_schema_extra=FIXED,
     )
-    alphabet: str = Field(description="the characters that the model reads and writes, each one a token")
-    dtype: Dtype = Field(default="auto", description="as for a pretrained model")
+    alphabet: str = Field(
+        description="the characters that the model reads and writes, each one a token",
+        json_schema_extra=FIXED,
+    )
+    dtype: Dtype = Field(default="auto", description="as for a pretrained model", json_schema_extra=FIXED)
     device: Device = "auto"
-    lora: LoraSettings | None = Field(default=None, description="null trains every parameter")
+    lora: LoraSettings | None = Field(
+        default=None, description="null trains every parameter", json_schema_extra=FIXED
+    )
     packing: Packing = True
     activation_checkpointing: ActivationCheckpointing = False
 

@@ -17,8 +17,6 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 
 from agent_peft.config import first_error
-from agent_peft.configuration.changes import Change
-from agent_peft.configuration.relocation import check_run_files
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.files import (
     MEGABYTE,
@@ -31,7 +29,7 @@ from agent_peft.files import (
 from agent_peft.policies.config import PolicyConfig, PretrainedConfig
 from agent_peft.policies.loading import save_start
 from agent_peft.policies.models.start import START, from_start, split_run, start_of
-from agent_peft.runs.changes import names, read_earlier
+from agent_peft.runs.changes import Change, changed_contents, names, read_earlier
 from agent_peft.runs.checkpoint import (
     checkpoint_step,
     checkpoints,
@@ -41,7 +39,8 @@ from agent_peft.runs.checkpoint import (
     save_checkpoint,
     sync_tree,
 )
-from agent_peft.runs.digests import Contents, changed_contents, read_contents
+from agent_peft.runs.digests import Contents, read_contents
+from agent_peft.runs.layout import check_run_files
 from agent_peft.runs.resume import measures_kl_to_its_start
 from agent_peft.types import AgentPeftError
 

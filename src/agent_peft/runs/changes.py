@@ -3,37 +3,60 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
 from agent_peft.algorithms.base import restore_algorithm
-from agent_peft.configuration import yaml12
-from agent_peft.configuration.changes import Change, compare, with_defaults
-from agent_peft.configuration.relocation import CONFIG, settle_paths
+from agent_peft.config import Resume
+from agent_peft.configuration import CONFIG, yaml12
+from agent_peft.configuration.keys import resume_class
+from agent_peft.configuration.paths import absolute, relocated
 from agent_peft.configuration.run_config import TrainConfig, resolved
-from agent_peft.environments.os_interaction.config import REPLACED
+from agent_peft.environments.digests import describe_change
 from agent_peft.files import MAX_JSONL_BYTES, MEGABYTE, parse_json, read_bytes, read_text
 from agent_peft.lookup import without_imports
 from agent_peft.policies.models.start import START
 from agent_peft.rollout.replays import FILE as REPLAYS
 from agent_peft.runs.checkpoint import STATE, Position
-from agent_peft.runs.digests import DIGESTS, Contents, changed_contents, read_contents
+from agent_peft.runs.digests import DIGESTS, EVALUATION, Contents, read_contents
 from agent_peft.runs.resume import newest_position
 from agent_peft.training.optimizer import learning_rate_factor
 from agent_peft.training.stage import StageConfig
 from agent_peft.training.state_file import load_state
 from agent_peft.types import AgentPeftError
 
+Rule = Resume | Literal["late"]  # late: a key of a stage that is done, where another value has no effect
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key with another value than before. ``rule`` holds for a run that is as far as this one.
+
+    >>> print(Change("engine.rows", 32, 16, "free"))
+    engine.rows 32 -> 16
+    """
+
+    key: str
+    old: Any
+    new: Any
+    rule: Rule
+    cause: str = ""  # why a fixed or late key cannot change
+
+    def __str__(self) -> str:
+        return f"{self.key} {_short(self.old)} -> {_short(self.new)}"
+
 
 @dataclass(frozen=True)
 class Earlier:
-    """The configuration that a run directory holds: its values as they are written there, and checked without
+    """The configuration of a run directory: its values as they are written there, and checked without
     importing the user's code.
     """
 
@@ -41,11 +64,10 @@ class Earlier:
     config: TrainConfig
 
     def changes(self, config: TrainConfig, done: int) -> list[Change]:
-        """The keys that differ in ``config``, for a run that has made ``done`` steps. Keys that are newer
-        than the run have their defaults there.
+        """The keys that differ in ``config``, for a run that has made ``done`` steps. A key that is newer
+        than the run has its default there.
         """
-        new = yaml12.plain(yaml12.parse(yaml12.dump(resolved(config)), CONFIG))
-        return compare(with_defaults(self.values, resolved(self.config), new), new, done)
+        return compare(self.values, absolute(config), done, resolved(self.config))
 
 
 def read_earlier(folder: Path) -> Earlier | None:
@@ -55,28 +77,11 @@ def read_earlier(folder: Path) -> Earlier | None:
         tree = yaml12.parse(read_text(file, "a YAML file", MEGABYTE, unlinked=1), str(file))
         if not isinstance(tree, dict):
             return None
-        stages = tree.get("stages")
-        settle_paths(file, tree, stages if isinstance(stages, list) else ())
         with without_imports():
-            values = yaml12.plain(tree)
-            content = json.dumps(_with_new_names(values))
-            return Earlier(values, TrainConfig.model_validate_json(content, strict=True))
+            values = yaml12.plain(relocated(tree, folder))
+            return Earlier(values, TrainConfig.model_validate_json(json.dumps(values), strict=True))
     except (AgentPeftError, ValidationError, ValueError, RecursionError):
         return None
-
-
-def _with_new_names(tree: Any) -> Any:
-    """Replace the values that have other names today."""
-    if isinstance(tree, list):
-        return [_with_new_names(each) for each in tree]
-    if not isinstance(tree, dict):
-        return tree
-    return {
-        key: REPLACED.get(value, value)
-        if key == "sandbox" and isinstance(value, str)
-        else _with_new_names(value)
-        for key, value in tree.items()
-    }
 
 
 def accept(
@@ -87,9 +92,6 @@ def accept(
     Args:
         asked: whether the user asked for changes of what is learned.
         contents: the digests of today's tasks and files; None compares none.
-
-    Raises:
-        AgentPeftError: one of them is refused.
     """
     position = newest_position(folder, earlier.config)
     changes = earlier.changes(config, position.steps)
@@ -122,10 +124,7 @@ def accept(
 
 
 def refuse_contents(folder: Path, edited: Sequence[Change], asked: bool) -> None:
-    """
-    Raises:
-        AgentPeftError: what the run learns from has changed, and the user did not ask for that.
-    """
+    """Refuse other contents that the run learns from, unless the user asked for changes."""
     if not asked and (deciding := [change for change in edited if change.rule != "free"]):
         what = "; ".join(f"{change.key}: {change.new}, and before {change.old}" for change in deciding)
         raise AgentPeftError(
@@ -135,11 +134,7 @@ def refuse_contents(folder: Path, edited: Sequence[Change], asked: bool) -> None
 
 
 def _started_anew(folder: Path, position: Position, config: TrainConfig) -> list[str]:
-    """Lines about state that the stage needs now and the checkpoint lacks, and about state that is dropped.
-
-    Raises:
-        AgentPeftError: the algorithm does not take the state, as its keys are now.
-    """
+    """Lines about state that the stage needs and the checkpoint lacks, and about state that is dropped."""
     if position.checkpoint is None or position.stage >= len(config.stages):
         return []
     stage, checkpoint = config.stages[position.stage], folder / "checkpoints" / position.checkpoint
@@ -169,10 +164,8 @@ def names(changes: Sequence[Change]) -> str:
 
 
 def _beyond_until(folder: Path, position: Position, old: TrainConfig, new: TrainConfig) -> list[str]:
-    """What is to be said where a stage gets more steps that ``until`` has ended.
-
-    Raises:
-        AgentPeftError: the same ``until`` would still end it.
+    """Lines about a stage that ``until`` has ended and that gets more steps. The same ``until`` would end it
+    again, so it is refused.
     """
     before, after = old.stages[position.stage], new.stages[position.stage]
     if position.checkpoint is None or before.until is None or after.steps <= before.steps:
@@ -222,3 +215,130 @@ those of 20; a run of 20 steps from the start would have learned something else
         f"the rates of {steps} steps, and the others get those of {stage.steps}; a run of {stage.steps} "
         "steps from the start would have learned something else"
     )
+
+
+def compare(
+    old: Mapping[str, Any], new: Mapping[str, Any], done: int, defaults: Mapping[str, Any] | None = None
+) -> list[Change]:
+    """The keys that differ between two resolved configurations.
+
+    Args:
+        done: the steps that the run has made with ``old``.
+        defaults: values of keys that ``old`` lacks.
+
+    >>> one = {"seed": 0, "policy": {"kind": "pretrained"}, "stages": [{"steps": 2}]}
+    >>> two = {"seed": 1, "policy": {"kind": "pretrained"}, "stages": [{"steps": 4}]}
+    >>> [(str(change), change.rule) for change in compare(one, two, done=2)]
+    [('seed 0 -> 1', 'asked'), ('stages.0.steps 2 -> 4', 'free')]
+    """
+    ends, later = (list(accumulate(stage["steps"] for stage in one["stages"])) for one in (old, new))
+    changes = []
+    for key, before, after in differences(old, new, defaults):
+        section, *rest = key.split(".")
+        if section == "stages":
+            rule, cause = _rule_in_stage(int(rest[0]), ".".join(rest[1:]), after, ends, later, done)
+        elif key == "seed" and new["policy"]["kind"] == "scratch":
+            rule, cause = "fixed", "decides the weights of the model from scratch"
+        elif section == "evaluation" and _ends_a_stage(new):
+            rule, cause = "asked", ""
+        else:
+            rule, cause = resume_class(key), "belongs to the weights that were trained"
+        changes.append(Change(key, before, after, rule, cause if rule in ("fixed", "late") else ""))
+    return changes
+
+
+def _ends_a_stage(content: Mapping[str, Any]) -> bool:
+    """Whether evaluations decide when a stage ends, and so what is learned."""
+    untils = (stage.get("until") or {} for stage in content["stages"])
+    return any(until.get("metric", "").startswith("evaluation.") for until in untils)
+
+
+def _rule_in_stage(
+    index: int, path: str, after: Any, ends: Sequence[int], later: Sequence[int], done: int
+) -> tuple[Rule, str]:
+    """The rule of a key in stage ``index``, and the cause if it cannot change. ``ends`` and ``later`` are the
+    run's steps at the end of each stage, before and after the change.
+    """
+    if index >= len(ends):
+        return "free", ""  # a stage that was added
+    first = ends[index - 1] if index else 0
+    if not path:
+        return ("fixed", "has begun") if first < done else ("asked", "")
+    rule: Rule = resume_class(path)
+    if path == "steps":
+        if first + after < done:
+            return "fixed", f"cannot be less than the {done - first} steps that are made"
+        if ends[index] <= done and index < len(ends) - 1:
+            return "fixed", "belongs to a stage that is done"
+        return ("free" if index == len(ends) - 1 and later[index] > ends[index] else "asked"), ""
+    if rule == "free":
+        return "free", ""
+    if rule == "fixed" and first < done:
+        return "fixed", "belongs to a stage that has begun"
+    if max(ends[index], later[index]) <= done:
+        return "late", "belongs to a stage that is done, where it has no effect"
+    return "asked", ""
+
+
+def differences(old: Any, new: Any, defaults: Any = None, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield each dotted key whose values differ, with both values. Two paths of one file do not differ.
+
+    >>> list(differences({"seed": 0, "stages": [{"steps": 1}]}, {"seed": 0, "stages": [{"steps": 2}]}))
+    [('stages.0.steps', 1, 2)]
+    """
+    lists = isinstance(old, list) and isinstance(new, list)
+    if lists and all(isinstance(item, dict) for item in (*old, *new)):
+        old, new, defaults = (
+            {str(place): item for place, item in enumerate(items or ())} for items in (old, new, defaults)
+        )
+    if isinstance(old, dict) and isinstance(new, dict):
+        absent = defaults if isinstance(defaults, dict) else {}
+        for name in dict.fromkeys([*old, *new]):
+            before, default = old.get(name, absent.get(name)), absent.get(name)
+            yield from differences(before, new.get(name), default, f"{key}.{name}" if key else name)
+    elif old != new and not (isinstance(old, str) and isinstance(new, str) and _same_file(old, new)):
+        yield key, old, new
+
+
+def changed_contents(old: Contents, new: Contents, config: TrainConfig, stage: int) -> list[Change]:
+    """The contents that differ, for a run that is in the stage of index ``stage``. What one of both does not
+    name, or what no later step uses, does not count.
+    """
+    changes = []
+    for name in new.keys() & old.keys():
+        before, now = old[name], new[name]
+        if isinstance(now, dict):
+            text = describe_change(before, now) if isinstance(before, dict) else "other tasks"
+            was = f"{before['number']} tasks" if isinstance(before, dict) and "number" in before else "others"
+        else:
+            text, was = (None if before == now else f"{now}"), f"{before}"
+        if text is not None and (rule := _rule(name, config, stage)) is not None:
+            changes.append(Change(name, was, text, rule))
+    return sorted(changes, key=lambda change: change.key)
+
+
+def _rule(name: str, config: TrainConfig, stage: int) -> Rule | None:
+    if name == EVALUATION:
+        decides = any(one.until is not None and one.until.of_evaluations for one in config.stages)
+        return "asked" if decides else "free"
+    if name == "demonstrations":
+        learning = (one for one in config.stages[stage:] if not one.samples and one.episodes_of is None)
+        return "asked" if any(learning) else None
+    if name.startswith("stages.") and int(name.split(".")[1]) < stage:
+        return None
+    return "asked"
+
+
+def _same_file(one: str, other: str) -> bool:
+    """Whether two paths are of one file. A run directory holds ``one`` as an absolute path."""
+    try:
+        if os.path.isabs(one) and os.path.abspath(os.path.expanduser(other)) == one:
+            return True  # also where it is gone
+        return os.path.samefile(one, other)
+    except (OSError, ValueError):
+        return False
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."

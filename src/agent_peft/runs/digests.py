@@ -10,12 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agent_peft.configuration.changes import Change, Rule
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments.base import Environment
 from agent_peft.environments.digests import (
     demonstrations_digest,
-    describe_change,
     digest,
     environment_digests,
 )
@@ -69,32 +67,3 @@ def read_contents(folder: Path) -> dict[str, Any]:
             f"{path}: is damaged ({error}); remove it, and the tasks of today count as those of the run"
         ) from error
     return content
-
-
-def changed_contents(old: Contents, new: Contents, config: TrainConfig, stage: int) -> list[Change]:
-    """The contents that differ, for a run that is in the stage of index ``stage``. What one of both does not
-    name, or what no later step uses, does not count.
-    """
-    changes = []
-    for name in new.keys() & old.keys():
-        before, now = old[name], new[name]
-        if isinstance(now, dict):
-            text = describe_change(before, now) if isinstance(before, dict) else "other tasks"
-            was = f"{before['number']} tasks" if isinstance(before, dict) and "number" in before else "others"
-        else:
-            text, was = (None if before == now else f"{now}"), f"{before}"
-        if text is not None and (rule := _rule(name, config, stage)) is not None:
-            changes.append(Change(name, was, text, rule))
-    return sorted(changes, key=lambda change: change.key)
-
-
-def _rule(name: str, config: TrainConfig, stage: int) -> Rule | None:
-    if name == EVALUATION:
-        decides = any(one.until is not None and one.until.of_evaluations for one in config.stages)
-        return "asked" if decides else "free"
-    if name == "demonstrations":
-        learning = (one for one in config.stages[stage:] if not one.samples and one.episodes_of is None)
-        return "asked" if any(learning) else None
-    if name.startswith("stages.") and int(name.split(".")[1]) < stage:
-        return None
-    return "asked"

@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from agent_peft.configuration import yaml12
-from agent_peft.configuration.changes import Change
-from agent_peft.configuration.relocation import CONFIG, FILES, FOLDERS, RECORD, check_run_files, read_record
-from agent_peft.configuration.run_config import TrainConfig, resolved
+from agent_peft.configuration.paths import absolute
+from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.files import MEGABYTE, locked, parse_json, read_text, write_atomic, write_json_atomic
 from agent_peft.policies.models.start import split_run
 from agent_peft.policies.precision import choose_precision
 from agent_peft.runs.branch import Origin, copy_origin, find_origin, is_origin, read_origin, write_origin
-from agent_peft.runs.changes import accept, read_earlier
+from agent_peft.runs.changes import Change, accept, read_earlier
 from agent_peft.runs.checkpoint import remove
 from agent_peft.runs.digests import DIGESTS, Contents
 from agent_peft.runs.history import first_record, is_record
+from agent_peft.runs.layout import CONFIG, FILES, FOLDERS, RECORD, check_run_files, read_record
 from agent_peft.types import AgentPeftError
 
 STOPPED = "stopped.json"  # exists after an update that was not finite has ended the run
@@ -147,7 +147,7 @@ def open_run_dir(
     if not is_record(read_record(folder)):
         write_json_atomic(folder / RECORD, first_record())  # before all else: see check_place
     if not begun:
-        write_atomic(folder / CONFIG, yaml12.dump(resolved(config)))
+        write_atomic(folder / CONFIG, yaml12.dump(absolute(config)))
     if origin is not None:
         write_origin(folder, origin)
         copy_origin(folder, origin)
@@ -156,7 +156,7 @@ def open_run_dir(
 
 def write_config(config: TrainConfig, contents: Contents) -> None:
     """Write the configuration and the digests with which the run has begun or resumed."""
-    write_atomic(config.run_dir / CONFIG, yaml12.dump(resolved(config)))
+    write_atomic(config.run_dir / CONFIG, yaml12.dump(absolute(config)))
     write_json_atomic(config.run_dir / DIGESTS, contents)
     (config.run_dir / STOPPED).unlink(missing_ok=True)
 

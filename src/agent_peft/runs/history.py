@@ -25,9 +25,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from agent_peft.configuration.relocation import RECORD, read_record
 from agent_peft.files import open_regular, write_json_atomic
 from agent_peft.printable import printable
+from agent_peft.runs.layout import RECORD, read_record
 from agent_peft.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -39,13 +39,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class History:
-    """Writes both files while it is entered. On exit it writes how the run has ended. ``paths`` are the
-    places of the configuration's relative paths, by key.
-    """
+    """Writes both files while it is entered. On exit it writes how the run has ended."""
 
-    def __init__(
-        self, folder: Path, paths: Mapping[str, str], origin: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, folder: Path, origin: Mapping[str, Any] | None = None) -> None:
         self.folder = folder
         self._log = _LogFile(folder / LOG)
         self._handlers: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
@@ -56,7 +52,6 @@ class History:
             "command": shlex.join(sys.argv),
             "folder": str(Path.cwd()),
             "from": origin,
-            "paths": dict(paths),
             "commit": _commit(),
             "versions": _versions(),
             "hardware": _hardware(),

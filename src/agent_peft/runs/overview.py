@@ -13,10 +13,10 @@ from typing import Any
 
 from rich.table import Table
 
-from agent_peft.configuration.relocation import CONFIG, RECORD, check_run_files, read_record
 from agent_peft.files import open_regular
 from agent_peft.rollout.statistics import other_settings
 from agent_peft.runs.history import state_of
+from agent_peft.runs.layout import CONFIG, RECORD, check_run_files, read_record
 from agent_peft.runs.reading import RunRecord
 from agent_peft.types import AgentPeftError
 

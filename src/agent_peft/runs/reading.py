@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agent_peft.configuration import yaml12
-from agent_peft.configuration.relocation import check_run_files
 from agent_peft.files import MAX_JSONL_BYTES, MEGABYTE, parse_json, read_bytes, read_text
 from agent_peft.lookup import nearest
 from agent_peft.rollout.statistics import EvaluationReport
+from agent_peft.runs.layout import check_run_files
 from agent_peft.types import AgentPeftError, Message, Outcome, StopReason
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from rich.console import Console
 
-from agent_peft.configuration.relocation import paths_of
-from agent_peft.configuration.run_config import TrainConfig, resolved
+from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment
 from agent_peft.environments.task_files.selection import warn_of_shared_tasks
@@ -43,9 +42,9 @@ from agent_peft.rollout.report_tables import skill_table, table
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.runs.best import STATISTICS
 from agent_peft.runs.branch import keep_start, started
-from agent_peft.runs.changes import note_on_schedule, refuse_contents
+from agent_peft.runs.changes import changed_contents, note_on_schedule, refuse_contents
 from agent_peft.runs.checkpoint import POSITION, Position, latest_checkpoint, remove_old, save_checkpoint
-from agent_peft.runs.digests import Contents, changed_contents, contents_of, read_contents, template_of
+from agent_peft.runs.digests import Contents, contents_of, read_contents, template_of
 from agent_peft.runs.evaluations import Evaluations
 from agent_peft.runs.folder import STOPPED, Lock, RunDir, dtype_of_run, open_run_dir, with_dtype, write_config
 from agent_peft.runs.history import History
@@ -114,7 +113,7 @@ def train(
         history: History | None = None
         if ranks.is_main:
             origin = None if opened.origin is None else asdict(opened.origin)
-            history = stack.enter_context(History(config.run_dir, paths_of(resolved(config)), origin))
+            history = stack.enter_context(History(config.run_dir, origin))
         schedules = Schedules(config.run_dir, config.engine, ranks)
         # the other ranks print nothing, and have no bar, which would swallow their warnings
         console = Console() if ranks.is_main else Console(quiet=True, force_terminal=False)

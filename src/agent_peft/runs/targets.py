@@ -12,9 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from agent_peft.configuration.effective import EFFECTIVE, load_for_evaluation, refuse_ineffective
-from agent_peft.configuration.loading import read_config
-from agent_peft.configuration.relocation import CONFIG, check_run_files
+from agent_peft.configuration.load import EFFECTIVE, load_for_evaluation, read_config, refuse_ineffective
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments import load_environment
 from agent_peft.hardware import explain_oom, set_threads
@@ -31,6 +29,7 @@ from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.runs.best import read_best
 from agent_peft.runs.checkpoint import checkpoint_step, checkpoints, latest_checkpoint
 from agent_peft.runs.folder import recorded_dtype, with_dtype
+from agent_peft.runs.layout import CONFIG, check_run_files
 from agent_peft.runs.progress import Progress
 from agent_peft.training.stage import StageConfig
 from agent_peft.types import AgentPeftError

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from agent_peft.algorithms import AnyAlgorithm, UncheckedAlgorithmConfig, mean_normalized
-from agent_peft.config import Config, first_error
+from agent_peft.algorithms import (
+    Algorithm,
+    AlgorithmConfig,
+    AnyAlgorithm,
+    UncheckedAlgorithmConfig,
+    mean_normalized,
+)
+from agent_peft.config import FIXED, FIXED_KIND, FREE, Config, first_error
 from agent_peft.policies.reference import ReferenceKind
 from agent_peft.policies.sampling import DISTRIBUTION, SamplingConfig
 from agent_peft.rollout.pairs import EPISODE_PAIR_METRICS, EpisodesOfConfig
@@ -31,11 +38,14 @@ MAX_EPISODES = 1_000_000  # of a step: a group, or groups
 class StageConfig(Config):
     """A part of a run with one algorithm. Supervised stages learn from demonstrations, in groups of one."""
 
-    algorithm: AnyAlgorithm = Field(description="how the policy learns from the episodes")
+    algorithm: AnyAlgorithm = Field(
+        description="how the policy learns from the episodes", json_schema_extra=FIXED_KIND
+    )
     name: str = Field(
         default_factory=lambda before: before["algorithm"].kind.rpartition(":")[2],
         min_length=1,
         description="name of the stage in metrics and files; default: the algorithm's kind",
+        json_schema_extra=FIXED,
     )
     learn_from: Literal["demonstrations", "successes"] = Field(
         default="demonstrations",
@@ -81,6 +91,7 @@ class StageConfig(Config):
         default=768,
         ge=1,
         description="maximum positions of one forward; changes time and memory, never the result",
+        json_schema_extra=FREE,
     )
     reference: ReferenceKind = Field(
         default="stage_start",
@@ -111,7 +122,9 @@ class StageConfig(Config):
         "take more than half of sampling.max_tokens; evaluations that follow the stage show them, too",
     )
     nonfinite: Literal["stop", "skip"] = Field(
-        default="stop", description="what happens at an update whose loss or gradient is NaN or infinite"
+        default="stop",
+        description="what happens at an update whose loss or gradient is NaN or infinite",
+        json_schema_extra=FREE,
     )
 
     @field_validator("name")
@@ -213,49 +226,34 @@ class StageConfig(Config):
         facts = self.algorithm.facts
         return self.steps * facts.update_epochs * facts.minibatches
 
+    def _sets(self, key: str) -> bool:
+        """Whether a key, such as ``sampling.top_p``, has another value than its default."""
+        section, _, name = key.rpartition(".")
+        model: Config = getattr(self, section) if section else self
+        default = (
+            type(model).model_fields[name].get_default(call_default_factory=True, validated_data=dict(model))
+        )
+        return bool(getattr(model, name) != default)
+
     @model_validator(mode="after")
     def _effective(self) -> StageConfig:
         if isinstance(self.algorithm, UncheckedAlgorithmConfig):
             return self  # its facts are not known
         kind, algorithm, sampling = self.algorithm.kind, self.algorithm.facts, self.sampling
-        if not self.samples and self.group_size != 1:
+        if self.learn_from == "successes" and algorithm.keeps_groups_whole and not algorithm.on_policy:
             raise ValueError(
-                f"group_size has no effect on {kind}, which learns from demonstrations in groups of one; "
-                "leave it out"
+                f"learn_from: successes leaves {kind} nothing to compare them with; take sft, or learn from "
+                "the episodes of a run (episodes_of)"
             )
-        if not self.samples and self.mask_cut_actions:
-            raise ValueError(
-                f"mask_cut_actions has no effect on {kind}, which learns from demonstrations; leave it out"
-            )
-        if not self.samples and self.replay_in_prompt:
-            raise ValueError(
-                f"replay_in_prompt has no effect on {kind}, which learns from demonstrations; leave it out"
-            )
-        if self.refill and not algorithm.compares_groups:
-            raise ValueError(
-                f"refill has no effect on {kind}, which does not compare the episodes of a task with each "
-                "other; leave it out"
-            )
+        for key, reason in unused_keys(self.algorithm, self.learn_from).items():
+            if self._sets(key):
+                raise ValueError(f"{key} has no effect on {kind}, which {reason}; leave it out")
         # terms may lift a return, and they are known only when episodes are there
         low = None if self.rewards.terms else self.rewards.price_below_0
         if getattr(algorithm, "advantage", None) is mean_normalized and low:
             raise ValueError(
                 f"{kind} divides by a group's mean return, as a rate of success, and rewards.{low} is "
                 "below 0; set it to 0"
-            )
-        if algorithm.on_policy and self.learn_from != "demonstrations":
-            raise ValueError(
-                f"learn_from has no effect on {kind}, which learns from the policy's own episodes; leave it "
-                "out"
-            )
-        if self.learn_from == "successes" and (algorithm.keeps_groups_whole or algorithm.preferences):
-            raise ValueError(
-                f"learn_from: successes leaves {kind} nothing to compare them with; take sft, or learn from "
-                "the episodes of a run (episodes_of)"
-            )
-        if self.episodes_of is not None and not algorithm.preferences:
-            raise ValueError(
-                f"episodes_of has no effect on {kind}, which does not learn from preferences; leave it out"
             )
         if self.episodes_of is not None and self.task_order != "shuffle":
             raise ValueError(
@@ -271,15 +269,6 @@ class StageConfig(Config):
             raise ValueError(
                 "sampling.temperature: 0 has no density to train on; set it above 0 (evaluation may use 0)"
             )
-        if not self.samples and (
-            drawn := [key for key in DISTRIBUTION if getattr(sampling, key) != getattr(SamplingConfig(), key)]
-        ):
-            raise ValueError(
-                f"sampling.{drawn[0]} has no effect on {kind}, which scores the whole distribution; "
-                "leave it out"
-            )
-        if "reference" in self.model_fields_set and not algorithm.needs_reference:
-            raise ValueError(f"reference has no effect on {kind} without a KL; leave it out")
         if algorithm.needs_reference and sampling.truncates:
             key = "top_p" if sampling.top_p < 1 else "top_k"
             raise ValueError(
@@ -299,6 +288,53 @@ class StageConfig(Config):
                 "other"
             )
         return self
+
+
+@dataclass(frozen=True)
+class Unused:
+    """Keys of a stage, and the algorithms on which they have no effect: ``when`` gets an algorithm and the
+    value of ``learn_from``. ``reason`` continues "The stage ...".
+    """
+
+    keys: tuple[str, ...]
+    when: Callable[[Algorithm, object], bool]
+    reason: str
+
+
+_OF_EPISODES = (
+    "group_size",
+    "mask_cut_actions",
+    "replay_in_prompt",
+    *(f"sampling.{k}" for k in DISTRIBUTION),
+)
+UNUSED = (
+    Unused(("episodes_of",), lambda it, _: not it.preferences, "does not learn from preferences"),
+    Unused(("learn_from",), lambda it, _: it.on_policy, "learns from the policy's own episodes"),
+    Unused(
+        ("learn_from", *_OF_EPISODES),
+        lambda it, _: bool(it.preferences) and not it.on_policy,
+        "learns from preferences, and draws no tokens",
+    ),
+    Unused(
+        _OF_EPISODES,
+        lambda it, source: not (it.on_policy or it.preferences) and source == "demonstrations",
+        "learns from demonstrations, in groups of one, and draws no tokens",
+    ),
+    Unused(
+        ("refill",),
+        lambda it, _: not it.compares_groups,
+        "does not compare the episodes of a task with each other",
+    ),
+    Unused(("reference",), lambda it, _: not it.needs_reference, "measures no KL (kl_coef is 0)"),
+)
+
+
+def unused_keys(algorithm: AlgorithmConfig, learn_from: object = "demonstrations") -> dict[str, str]:
+    """The keys of a stage that have no effect with this algorithm, each with the reason."""
+    if isinstance(algorithm, UncheckedAlgorithmConfig):
+        return {}
+    rows = (row for row in UNUSED if row.when(algorithm.facts, learn_from))
+    return {key: row.reason for row in rows for key in row.keys}
 
 
 class Stage(StageConfig):

@@ -3,7 +3,7 @@
 import pytest
 from transformers import AutoTokenizer
 
-from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.load import load_config
 from agent_peft.environments import load_environment
 from agent_peft.policies.models import bundled
 from agent_peft.policies.tokenization import ChatTokenizer

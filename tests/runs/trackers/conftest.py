@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.load import load_config
 
 
 @pytest.fixture

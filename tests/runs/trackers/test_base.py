@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_peft.configuration.loading import load_config
+from agent_peft.configuration.load import load_config
 from agent_peft.configuration.trackers import CustomTrackerConfig
 from agent_peft.rollout.statistics import summarize
 from agent_peft.runs.observers import Observer, RunStart

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agent_peft.configuration.relocation import TRACKERS
 from agent_peft.configuration.run_config import resolved
 from agent_peft.configuration.trackers import TrackerConfig
 from agent_peft.files import MEGABYTE, parse_json, read_text, write_json_atomic
 from agent_peft.printable import printable
 from agent_peft.rollout.statistics import EvaluationReport
+from agent_peft.runs.layout import TRACKERS
 from agent_peft.runs.observers import Observer, RunStart, RunStep
 from agent_peft.types import Group
 

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from agent_peft.configuration.changes import RULES, compare, rule_of, with_defaults
-from agent_peft.configuration.keys import all_keys
-
-
-def test_every_key_has_a_rule():
-    assert [key.path for key in all_keys() if rule_of(key.path) is None] == []
-    known = {key.path for key in all_keys()}
-    sections = {path.rpartition(".")[0] for path in known} | {"evaluation.environment"}
-    assert [key for key in RULES if key not in known and key.removesuffix(".*") not in sections] == []
+from agent_peft.configuration.keys import resume_class
+from agent_peft.runs.changes import compare, differences
 
 
 @pytest.mark.parametrize(
@@ -29,11 +22,18 @@ def test_every_key_has_a_rule():
         ("optimizer.learning_rate", "asked"),
         ("environment.num_tasks", "asked"),
         ("rewards.terms.0.weight", "asked"),
+        ("environment.a_users_own_key", "asked"),
+        ("environment.kind", "asked"),
+        ("algorithm.kind", "fixed"),
+        ("algorithm.kl_coef", "asked"),
+        ("policy.kind", "fixed"),
+        ("policy.model", "asked"),
+        ("policy.lora.dropout", "asked"),
         ("policy.lora.rank", "fixed"),
     ],
 )
-def test_the_rules_of_some_keys(key, rule):
-    assert rule_of(key) == rule
+def test_the_resume_class_of_some_keys(key, rule):
+    assert resume_class(key) == rule
 
 
 def run(*steps: int, **changes) -> dict:
@@ -102,4 +102,4 @@ def test_two_names_of_one_file_do_not_differ(tmp_path, monkeypatch):
 def test_a_key_that_is_newer_than_the_run_has_its_default_there():
     old, new = {"a": 1, "stages": [{"steps": 1}]}, {"a": 1, "b": 3, "stages": [{"steps": 1, "c": 5}]}
     defaults = {"a": 0, "b": 2, "stages": [{"steps": 1, "c": 5}]}
-    assert with_defaults(old, defaults, new) == {"a": 1, "b": 2, "stages": [{"steps": 1, "c": 5}]}
+    assert list(differences(old, new, defaults)) == [("b", 2, 3)]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from agent_peft.configuration.bundled import bundled_configs
-from agent_peft.configuration.loading import dump_config, load_config, read_config
-from agent_peft.configuration.reading import find_config
+from agent_peft.configuration import bundled_configs
+from agent_peft.configuration.load import dump_config, load_config, read_config
+from agent_peft.configuration.read import find_config
 from agent_peft.environments.arithmetic import ArithmeticConfig
 from agent_peft.policies.config import PretrainedConfig
 from agent_peft.training.optimizer import OptimizerConfig
