@@ -14,8 +14,7 @@ from pydantic import Field
 from agent_peft.environments.base import Environment, EnvironmentConfig
 from agent_peft.environments.contract import describe, quote
 from agent_peft.environments.games.reasoning_gym_faults import FAULTS
-from agent_peft.environments.graders import Grade
-from agent_peft.environments.questions import QuestionEpisode
+from agent_peft.environments.graders import Grade, QuestionEpisode
 from agent_peft.lookup import nearest
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, Message, Outcome, Task
