@@ -80,7 +80,7 @@ def load_environment(
         config = configured(loaded_class.config_class, {**settings, **keys, "kind": name})
     made = build(loaded_class, config)
     try:
-        check_tasks(made, config.kind)
+        check_tasks(made)
     except BaseException:
         made.close()
         raise

@@ -60,7 +60,7 @@ def _faults(environment: Environment, subject: str, faults: Iterator[str]) -> It
 
 
 def _tasks(environment: Environment, again: Environment) -> Iterator[str]:
-    check_tasks(environment, type(environment).__name__)
+    check_tasks(environment)
     for other in (environment, again):
         if list(islice(environment.tasks, 1000)) != list(islice(other.tasks, 1000)):
             yield (
