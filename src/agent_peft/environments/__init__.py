@@ -57,10 +57,6 @@ def load_environment(
             own; or a whole configuration, as a mapping with ``kind`` or as an object.
         keys: keys of its configuration.
 
-    Raises:
-        AgentPeftError: there is no such kind, a key or a value is wrong, the environment cannot be loaded, or
-            it has no tasks.
-
     >>> len(load_environment("arithmetic", digits=1, num_tasks=5).tasks)
     5
     """
@@ -88,11 +84,8 @@ def load_environment(
 
 
 def environment_class(kind: object) -> type[Environment]:
-    """Return the class of a kind: that of a row, or the subclass of ``Environment`` that
-    ``package.module:Class`` names. A class is its own kind.
-
-    Raises:
-        ValueError: there is none.
+    """The class of a kind: that of a row, or the subclass of ``Environment`` that ``package.module:Class``
+    names. A class is its own kind. Raises ValueError if there is none.
     """
     if isinstance(kind, str) and kind in ENVIRONMENTS:
         return ENVIRONMENTS[kind]
@@ -122,11 +115,7 @@ class UncheckedEnvironmentConfig(EnvironmentConfig):
 
 
 def environment_config_class(kind: object) -> type[EnvironmentConfig]:
-    """Return the class that configures environments of this kind.
-
-    Raises:
-        ValueError: there is no such kind.
-    """
+    """The class that configures environments of a kind. Raises ValueError if there is no such kind."""
     if isinstance(kind, str) and ":" in kind and not may_import(kind):
         return UncheckedEnvironmentConfig
     return environment_class(kind).config_class

@@ -132,11 +132,8 @@ class Environment(ABC):
     def episode(self, task: Task, seed: int) -> Episode:
         """Create an episode of ``task``. All randomness in it comes from ``seed``.
 
-        The task may come from a client of a server instead of from ``tasks``, so check all that the episode
-        relies on.
-
-        Raises:
-            AgentPeftError: the task is not of this environment's form.
+        The task may come from a client of a server instead of from ``tasks``: check all that the episode
+        relies on, and raise `AgentPeftError` if the task has another form.
         """
 
     def demonstration(self, task: Task) -> Sequence[str] | None:

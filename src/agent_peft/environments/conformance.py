@@ -27,13 +27,8 @@ NUM_THREADS = 4
 
 
 def violations_of(load: Callable[[], Environment]) -> list[str]:
-    """Try the rules on the first tasks of an environment.
-
-    Args:
-        load: loads the environment. It is called twice, because both must have the same tasks.
-
-    Returns:
-        One line for each broken rule: the task, the place, the fault, and what to do.
+    """Try the rules on the first tasks of an environment. Return one line for each broken rule: the task, the
+    place, the fault, and what to do. ``load`` is called twice: both environments must have the same tasks.
     """
     environment, again = load(), load()
     try:

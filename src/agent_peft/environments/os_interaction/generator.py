@@ -33,14 +33,9 @@ def generate(
     the first of more.
 
     Args:
-        num_tasks: how many.
-        seed: another seed gives other tasks.
         skills: some of `SKILLS` (default: all).
         split: ``train`` or ``heldout``, which share no name of a file, user or group, and no phrasing.
         combined: the share of tasks that ask for two or three things at once, between 0 and 1.
-
-    Raises:
-        AgentPeftError: an argument is wrong.
     """
     skills = tuple(skills or SKILLS)
     for skill in skills:

@@ -24,9 +24,6 @@ def matches(expected: Matches, answer: str) -> bool:
 
     >>> matches(Matches("log"), " log\\n"), matches(Matches(regex="^[0-9]+$"), "12")
     (True, True)
-
-    Raises:
-        InfrastructureError: no process could be started to search for the expression.
     """
     said = answer.strip() if expected.strip else answer
     return (

@@ -215,11 +215,8 @@ class Protocol:
     answer: str  # how to end with an answer
 
     def prompt(self, max_turns: int, answers: bool, system_prompt: str | None = None) -> str:
-        """The system message.
-
-        Args:
-            answers: whether the task has an answer.
-            system_prompt: a text with the same placeholders, in place of the protocol's own.
+        """The system message of a task, with or without an answer. ``system_prompt`` replaces the protocol's
+        text, with the same placeholders.
         """
         values = {
             "max_turns": max_turns,

@@ -29,13 +29,8 @@ class Replay:
 
 
 def replay(episode: Episode, actions: Sequence[str], pause: float = 0.0) -> Replay:
-    """Play one or more actions in a new episode until it is done, and close it.
-
-    Args:
-        pause: seconds to wait before the last action.
-
-    Raises:
-        ContractError: the episode returns what none may.
+    """Play one or more actions in a new episode until it is done, and close it. ``pause`` is the time before
+    the last action, in seconds.
     """
     try:
         messages, results = opening_of(episode), []

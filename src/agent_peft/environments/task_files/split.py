@@ -53,10 +53,6 @@ class Part:
 
     @classmethod
     def parse(cls, split: str) -> Part:
-        """
-        Raises:
-            ValueError: the split is written in another form, or a percentage is beyond 100.
-        """
         match = _SPLIT.fullmatch(split)
         if match is None:
             raise ValueError(f"{split!r:.60} is no split; {FORM}")
@@ -93,11 +89,7 @@ Limit = Annotated[
 
 
 def check_split_of_file(split: str | None, is_file: bool = True) -> None:
-    """Check that a split has an effect on a file, or on generated tasks, which take none.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Raise ValueError if a split has no effect on a file, or on generated tasks, which take none."""
     if split is None:
         return
     if not is_file:
