@@ -204,8 +204,7 @@ def test_a_class_gets_its_configuration_and_unknown_keys_are_errors(world: Any) 
     )
     assert load_environment({"kind": kind, "num_tasks": 5}).config.num_tasks == 5
     with pytest.raises(
-        AgentPeftError,
-        match=r"environment\.num_task: unknown key; did you mean 'num_tasks'\?",
+        AgentPeftError, match=r"environment\.num_task: unknown key; did you mean 'num_tasks'\?"
     ):
         load_environment({"kind": kind, "num_task": 5})
     with pytest.raises(AgentPeftError, match=r"environment\.num_tasks: must be a whole number"):
@@ -260,11 +259,7 @@ BEGINNING = {
     ),
     "no message": (START, "return []", r"Run\.start \({file}:16\) returned \[\]; give a list"),
     "a text": (START, "return '1+1='", r"Run\.start \({file}:16\) returned '1\+1='; give a list"),
-    "texts": (
-        START,
-        "return ['1+1=']",
-        r"Run\.start \({file}:16\) returned '1\+1='; give a list",
-    ),
+    "texts": (START, "return ['1+1=']", r"Run\.start \({file}:16\) returned '1\+1='; give a list"),
     "dicts": (
         START,
         "return [{'role': 'user', 'content': '1'}]",
@@ -348,10 +343,7 @@ ACTING = {
         "return StepResult('', True, Outcome.CORRECT, StopReason.FINISHED, score=2)",
         PLACE + r"a StepResult whose score is 2; give",
     ),
-    "observation": (
-        "return StepResult(None)",
-        PLACE + r"a StepResult whose observation is None; give",
-    ),
+    "observation": ("return StepResult(None)", PLACE + r"a StepResult whose observation is None; give"),
 }
 
 

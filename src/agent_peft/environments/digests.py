@@ -18,21 +18,8 @@ SPREAD = 64  # evenly spaced tasks that stand for a longer sequence
 _IDS = re.compile(r"(.*[_\W])?(id|idx|index|key|uid|uuid|qid)", re.IGNORECASE)  # columns that may hold ids
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # keys that choose tasks, or say how they are shown; the others say which world a seed or a number is of
-_CHOOSING = {
-    *(
-        "tasks",
-        "split",
-        "limit",
-        "num_tasks",
-        "seed",
-        "digits",
-        "environment",
-        "max_turns",
-        "answer",
-        "symbols",
-    ),
-    *("examples", "system_prompt", "prompt", "timeout", "patience", "token"),
-}
+_CHOOSING = {"tasks", "split", "limit", "num_tasks", "seed", "digits", "environment", "max_turns", "answer"}
+_CHOOSING |= {"symbols", "examples", "system_prompt", "prompt", "timeout", "patience", "token"}
 
 Digests = Mapping[str, Any]  # of a list of tasks, as ``digests_of`` returns them
 

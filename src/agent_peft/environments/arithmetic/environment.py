@@ -44,8 +44,7 @@ class ArithmeticConfig(EnvironmentConfig):
         default=3, description="digits of both operands; [low, high] mixes lengths, with a skill for each"
     )
     answer: Form = Field(
-        default="plain",
-        description="plain; reversed: last digit first; worked: reversed, after the work",
+        default="plain", description="plain; reversed: last digit first; worked: reversed, after the work"
     )
     symbols: bool = Field(default=False, description="whether ^ opens the question and $ closes the answer")
     system_prompt: Annotated[str, with_placeholders("operation")] = Field(

@@ -7,14 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agent_peft.environments.base import Environment, Episode, Inspection
-from agent_peft.environments.contract import (
-    describe,
-    open_episode,
-    opening_of,
-    place_of,
-    quote,
-    result_of,
-)
+from agent_peft.environments.contract import describe, open_episode, opening_of, place_of, quote, result_of
 from agent_peft.types import AgentPeftError, InfrastructureError, Message, Outcome, StepResult, Task
 
 NOTHINGS = ("",) * 100  # replies that do nothing, for an episode that does not end by itself
