@@ -84,9 +84,7 @@ def load_environment(
 
 
 def environment_class(kind: object) -> type[Environment]:
-    """The class of a kind: that of a row, or the subclass of ``Environment`` that ``package.module:Class``
-    names. A class is its own kind. Raises ValueError if there is none.
-    """
+    """The class of a kind: a row, a class, or ``package.module:Class``; ValueError if there is none."""
     if isinstance(kind, str) and kind in ENVIRONMENTS:
         return ENVIRONMENTS[kind]
     if isinstance(kind, type) or (isinstance(kind, str) and ":" in kind):
@@ -99,9 +97,7 @@ def environment_class(kind: object) -> type[Environment]:
 
 
 class UncheckedEnvironmentConfig(EnvironmentConfig):
-    """The configuration of an environment of the user's own while its code must not be imported: any key is
-    accepted, and checked when the environment is loaded.
-    """
+    """The configuration of a user's class that must not be imported: keys are checked when it is loaded."""
 
     model_config = ConfigDict(extra="allow")
 

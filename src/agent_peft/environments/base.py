@@ -41,9 +41,7 @@ class Episode(ABC):
 
     @abstractmethod
     def start(self) -> Sequence[Message]:
-        """Return the conversation's opening (system and user messages). It is called once, before the first
-        ``step``.
-        """
+        """Return the opening (system and user messages). It is called once, before the first ``step``."""
 
     @abstractmethod
     def step(self, action: str) -> StepResult:
@@ -123,9 +121,7 @@ class Environment(ABC):
 
     @property
     def sandboxed(self) -> bool:
-        """Whether an action can do no more than its episode allows. False where it can do everything that
-        the user of this process can.
-        """
+        """Whether an action is confined to its episode. If not, it can do all that our user can."""
         return True
 
     @abstractmethod

@@ -177,9 +177,7 @@ def message_list(place: str, value: Any, column: str) -> list[Any] | None:
 
 
 def read_messages(place: str, value: Any, column: str, role: Literal["user", "assistant"]) -> list[Message]:
-    """Messages, from a list of objects with role and content, or from a text, which is one message of
-    ``role``.
-    """
+    """Messages, from a list of objects with role and content, or from a text: one message of ``role``."""
     listed = message_list(place, value, column)
     if listed is None and isinstance(value, str) and value.strip():
         return [Message(role, value)]

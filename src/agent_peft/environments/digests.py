@@ -75,9 +75,7 @@ def _spread(tasks: Sequence[Task]) -> list[Task]:
 
 
 def shown_before(environment: Environment) -> list[str]:
-    """What an environment shows before each task, where it took that from a file or a server: a prompt with
-    examples (``gsm8k``), or examples (``remote``).
-    """
+    """What is shown before each task: a prompt with examples (``gsm8k``), or examples (``remote``)."""
     parts = (getattr(environment, name, None) for name in ("prompt", "examples"))
     return [repr(part) for part in parts if isinstance(part, str | tuple)]
 
@@ -88,9 +86,7 @@ def environment_digests(environment: Environment, number: int | None = None) -> 
 
 
 def digests_of(tasks: Sequence[Task]) -> dict[str, Any]:
-    """What ``describe_change`` compares: the number of tasks, and digests of their ids and contents in any
-    order, and of all of it in their order.
-    """
+    """The number of tasks, and digests of their ids and contents in any order, and of all in their order."""
     read = read_tasks(tasks)
     ids, contents = [task.id for task in read], [digest(dict(task.content)) for task in read]
     whole = [[*pair, list(task.skills)] for *pair, task in zip(ids, contents, read, strict=True)]
@@ -136,9 +132,7 @@ def _replies(environment: Environment, task: Task) -> Any:
 
 
 def shared_ids(training: Environment, heldout: Environment, number: int | None = None) -> list[str]:
-    """The ids of those among the first ``number`` tasks of ``heldout`` that ask what tasks of training ask,
-    whatever their ids and files are.
-    """
+    """The ids of those first ``number`` tasks of ``heldout`` that ask what tasks of training ask."""
     known = {_question(training, task) for task in read_tasks(training.tasks)}
     return [task.id for task in read_tasks(heldout.tasks[:number]) if _question(heldout, task) in known]
 

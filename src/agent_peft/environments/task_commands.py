@@ -16,9 +16,7 @@ from agent_peft.types import AgentPeftError
 
 
 def generate_tasks(kind: str, /, **keys: Any) -> Mapping[str, Mapping[str, Any]]:
-    """Generate the entries of a task file, by id. ``keys`` are those of the class's
-    ``task_files.generate_config``, such as ``num_tasks=100, split="heldout"``.
-    """
+    """The entries of a task file, by id. ``keys`` are those of the class's ``task_files.generate_config``."""
     generate, config_class = _operation(kind, "generate"), _class_of(kind).task_files.generate_config
     entries: Mapping[str, Mapping[str, Any]] = generate(**dict(configured(config_class, keys, "generate")))
     return entries

@@ -154,8 +154,8 @@ def is_text(space: Any) -> bool:
 
 
 def reader_of(space: Any, names: tuple[str, ...] | None) -> tuple[Callable[[str], Any], str]:
-    """A function that finds the action in a reply, or None, and a line on how to write one. ``names`` are
-    those of discrete actions in the order of their numbers; the last name in a reply counts, in any case.
+    """A function that finds the action in a reply, or None, and a line on how to write one. The last of the
+    ``names`` counts, in any case.
     """
     from gymnasium.spaces import Discrete, Text
 

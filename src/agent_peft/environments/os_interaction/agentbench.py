@@ -41,9 +41,7 @@ def check_shape(name: str, entry: Mapping[str, Any]) -> None:
 
 
 def read_problem(name: str, entry: Mapping[str, Any]) -> ShellProblem:
-    """Check an entry, and return its content. Raises `Unusable` if it needs an image, a language or a file
-    that is not here.
-    """
+    """Check an entry, and return its content. Raises `Unusable` if it needs what this machine lacks."""
     description = text_of(name, entry, "description")
     if not is_typable(description):
         raise wrong(name, "description", "a text without null characters and surrogates")

@@ -215,9 +215,7 @@ class Protocol:
     answer: str  # how to end with an answer
 
     def prompt(self, max_turns: int, answers: bool, system_prompt: str | None = None) -> str:
-        """The system message of a task, with or without an answer. ``system_prompt`` replaces the protocol's
-        text, with the same placeholders.
-        """
+        """The system message. ``system_prompt`` replaces the protocol's text, with its placeholders."""
         values = {
             "max_turns": max_turns,
             "ways": "three" if answers else "two",

@@ -129,9 +129,7 @@ def _json_rows(file: Path) -> Iterator[Any]:
 
 
 def _parquet_rows(file: Path) -> Iterator[Any]:
-    """Batch by batch, each of which is within the bound even if all of its rows hold the largest text that
-    the file can hold.
-    """
+    """Batch by batch, each within the bound even if all of its rows hold the largest text of the file."""
     import pyarrow.parquet as parquet
 
     with parquet.ParquetFile(file) as table:
@@ -175,9 +173,7 @@ def _unpacked(key: str, value: Any, structured: frozenset[str]) -> Any:
 
 
 def _snapshot(repository: str, patterns: list[str]) -> Path:
-    """A local copy of the files that match a pattern. Their size is checked before they are fetched, if the
-    hub lists it.
-    """
+    """A local copy of the files that match a pattern. Sizes that the hub lists are checked first."""
     from huggingface_hub import snapshot_download
 
     try:

@@ -22,9 +22,7 @@ class Replay:
 
 
 def replay(episode: Episode, actions: Sequence[str], pause: float = 0.0) -> Replay:
-    """Play one or more actions in a new episode until it is done, and close it. ``pause`` is the time before
-    the last action, in seconds.
-    """
+    """Play actions in a new episode until it is done, and close it; ``pause`` seconds before the last."""
     try:
         messages, results = opening_of(episode), []
         for number, action in enumerate(actions, 1):

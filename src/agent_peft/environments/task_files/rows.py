@@ -82,9 +82,7 @@ def read_table(source: Path | str, split: str | None) -> tuple[str, Sequence[Row
 
 
 def check_columns(source: Path | str, rows: Sequence[Row], columns: Mapping[str, str]) -> None:
-    """Check that every row is an object of JSON values, and that some row has each of ``columns``, which are
-    given by the keys that name them.
-    """
+    """Check that each row is an object of JSON values, and that some row has each column (by its key)."""
     known: dict[str, None] = {}
     for row in rows:
         if not isinstance(row.content, Mapping):

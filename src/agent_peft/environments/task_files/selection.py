@@ -54,9 +54,7 @@ def load_selected(
     generate: Callable[..., Mapping[str, Any]],
     task_of: Callable[[str, Any], Task],
 ) -> Sequence[Task]:
-    """Load the tasks of the file's part or of the generator, whose primary skill the configuration keeps.
-    ``generate`` takes the keys of ``config.generate``, and returns entries by their ids.
-    """
+    """The tasks of the part of the file, or of the generator, whose primary skill the configuration keeps."""
     if config.tasks is not None:
         tasks = part_of(read(config.tasks), config.split, config.tasks)
     else:
