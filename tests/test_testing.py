@@ -110,13 +110,13 @@ FAULTS = {
     "score": (
         "score=1.0",
         "score=1.5",
-        r"a StepResult whose score is 1\.5; give None, or a number from 0 to 1",
+        r"a StepResult whose score is 1\.5; give an agent_peft\.types\.StepResult",
     ),
-    "truth": ("score=1.0", "score=True", r"a StepResult whose score is True; give None, or a number"),
+    "truth": ("score=1.0", "score=True", r"a StepResult whose score is True; give an agent_peft"),
     "early score": (
         '"higher")',
         '"higher", score=-0.5)',
-        r"a StepResult whose score is -0\.5; give None, or a number",
+        r"a StepResult whose score is -0\.5; give an agent_peft",
     ),
     "raises": (
         'if action == "up":',

@@ -13,7 +13,7 @@ import agent_peft as ap
 from agent_peft import AgentPeftError, LLMConfig, RLTrainingTool, SimpleAgent
 from agent_peft.agents.serving.requests import ChatMessage, Tool
 from agent_peft.agents.serving.tools import plain_messages
-from agent_peft.environments.questions import QuestionEpisode
+from agent_peft.environments.graders import Grade, QuestionEpisode
 from agent_peft.environments.tool_calls import write_tool_call
 
 MODEL = "Qwen/Qwen3-0.6B"
@@ -124,8 +124,6 @@ class Conversations(ap.Environment):
         return [ap.Task("0"), ap.Task("1")]
 
     def episode(self, task, seed):
-        from agent_peft.environments.graders import Grade
-
         gold = self.replies[int(task.id)]
         return QuestionEpisode(self.openings[int(task.id)], lambda reply: Grade(reply == gold))
 

@@ -144,10 +144,9 @@ def test_a_wrong_conversation_is_one_line(table, row, told):
 
 
 def test_an_empty_table_is_one_line(table):
-    with pytest.raises(AgentPeftError, match="holds no conversation; give a file of rows"):
-        chat(table())
-    with pytest.raises(AgentPeftError, match="holds no pair; give a file of rows"):
-        preferences(table())
+    for kind in (chat, preferences):
+        with pytest.raises(AgentPeftError, match="holds no rows; give a file of rows"):
+            kind(table())
 
 
 @pytest.mark.parametrize(
@@ -282,7 +281,7 @@ def test_whole_conversations_share_their_prompt(table):
         (
             {"chosen": "a", "rejected": "b"},
             {"prompt": None},
-            "line 1: chosen must be a list of {role, content}, as there is no prompt; it is 'a'",
+            "line 1: chosen must be a list of {role, content}, not 'a'",
         ),
     ],
 )

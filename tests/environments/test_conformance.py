@@ -45,11 +45,7 @@ CASES = {
         {"tasks": PROBLEMS, "grader": "number", "split": "train[3:]"},
         "-1",
     ),
-    "chat": (
-        {"tasks": CONVERSATIONS},
-        {"tasks": CONVERSATIONS, "split": "train[1:]"},
-        "nothing of the kind",
-    ),
+    "chat": ({"tasks": CONVERSATIONS}, {"tasks": CONVERSATIONS, "split": "train[1:]"}, "nothing of the kind"),
     "preferences": (
         {"tasks": CONVERSATIONS},
         {"tasks": CONVERSATIONS, "split": "train[1:]"},

@@ -6,12 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_peft.environments.graders import (
-    check_grader,
-    check_pattern,
-    find_grader,
-    last_quantity,
-)
+from agent_peft.environments.graders import check_grader, check_pattern, find_grader, last_quantity
 from agent_peft.types import AgentPeftError, Task
 
 TASK = Task("t", content={"n": 3})

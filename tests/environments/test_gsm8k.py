@@ -305,7 +305,7 @@ def test_examples_from_a_file_never_show_a_task(tmp_path):
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("", "holds no problem"),
+        ("", "holds no rows"),
         ("nonsense\n", "line 1: is not JSON"),
         ('\n{"question": "q"}\n', "line 2: must be an object with two texts, question and answer"),
         ("[1]\n", "line 1: must be an object"),
@@ -382,7 +382,10 @@ def test_lines_end_where_json_lines_end(tmp_path):
             "environment.examples_from: there is no file or folder 'no.jsonl'",
         ),
         ("{tasks: 3}", "x.yaml:5: environment.tasks: must be"),
-        ("{split: test}", "environment.tasks is missing (a .jsonl file, or a hub id such as openai/gsm8k)"),
+        (
+            "{split: test}",
+            "environment.tasks is missing (a file of rows (.jsonl, .json, .csv or .parquet), or a hub id",
+        ),
     ],
 )
 def test_mistakes_in_a_configuration(tmp_path, written, told):

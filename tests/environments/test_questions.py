@@ -149,7 +149,7 @@ def test_parts_and_limits(table):
 @pytest.mark.parametrize(
     ("rows", "keys", "told"),
     [
-        ([], {}, "holds no question; give a file of rows"),
+        ([], {}, "holds no rows; give a file of rows"),
         (
             ROWS,
             {"answer": "gold"},
@@ -164,7 +164,7 @@ def test_parts_and_limits(table):
         (
             ROWS,
             {"prompt": "{questoin}"},
-            "prompt: there is no placeholder {questoin}; did you mean {question}?",
+            "there is no column 'questoin' for {questoin}; it has question, answer; did you mean 'question'?",
         ),
         ([*ROWS[:2], {"question": "q"}], {}, "line 3: has no answer (column 'answer'); give it one"),
         ([*ROWS[:2], {"question": "q", "answer": " "}], {}, "line 3: has no answer"),
@@ -184,7 +184,7 @@ def test_parts_and_limits(table):
         (
             [*ROWS[:2], ROWS[0]],
             {"id": "question"},
-            "line 3: its id '0+1=' is that of line 1, too; give each row an id of its own",
+            "line 3: the id '0+1=' is that of line 1; give each row its own",
         ),
         (
             [{"question": "q", "answer": 1, "n": None}],

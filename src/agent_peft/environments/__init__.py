@@ -57,10 +57,6 @@ def load_environment(
             own; or a whole configuration, as a mapping with ``kind`` or as an object.
         keys: keys of its configuration.
 
-    Raises:
-        AgentPeftError: there is no such kind, a key or a value is wrong, the environment cannot be loaded, or
-            it has no tasks.
-
     >>> len(load_environment("arithmetic", digits=1, num_tasks=5).tasks)
     5
     """
@@ -80,7 +76,7 @@ def load_environment(
         config = configured(loaded_class.config_class, {**settings, **keys, "kind": name})
     made = build(loaded_class, config)
     try:
-        check_tasks(made, config.kind)
+        check_tasks(made)
     except BaseException:
         made.close()
         raise
@@ -88,12 +84,7 @@ def load_environment(
 
 
 def environment_class(kind: object) -> type[Environment]:
-    """Return the class of a kind: that of a row, or the subclass of ``Environment`` that
-    ``package.module:Class`` names. A class is its own kind.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The class of a kind: a row, a class, or ``package.module:Class``; ValueError if there is none."""
     if isinstance(kind, str) and kind in ENVIRONMENTS:
         return ENVIRONMENTS[kind]
     if isinstance(kind, type) or (isinstance(kind, str) and ":" in kind):
@@ -106,9 +97,7 @@ def environment_class(kind: object) -> type[Environment]:
 
 
 class UncheckedEnvironmentConfig(EnvironmentConfig):
-    """The configuration of an environment of the user's own while its code must not be imported: any key is
-    accepted, and checked when the environment is loaded.
-    """
+    """The configuration of a user's class that must not be imported: keys are checked when it is loaded."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -122,11 +111,7 @@ class UncheckedEnvironmentConfig(EnvironmentConfig):
 
 
 def environment_config_class(kind: object) -> type[EnvironmentConfig]:
-    """Return the class that configures environments of this kind.
-
-    Raises:
-        ValueError: there is no such kind.
-    """
+    """The class that configures environments of a kind. Raises ValueError if there is no such kind."""
     if isinstance(kind, str) and ":" in kind and not may_import(kind):
         return UncheckedEnvironmentConfig
     return environment_class(kind).config_class

@@ -41,9 +41,7 @@ class Episode(ABC):
 
     @abstractmethod
     def start(self) -> Sequence[Message]:
-        """Return the conversation's opening (system and user messages). It is called once, before the first
-        ``step``.
-        """
+        """Return the opening (system and user messages). It is called once, before the first ``step``."""
 
     @abstractmethod
     def step(self, action: str) -> StepResult:
@@ -123,20 +121,15 @@ class Environment(ABC):
 
     @property
     def sandboxed(self) -> bool:
-        """Whether an action can do no more than its episode allows. False where it can do everything that
-        the user of this process can.
-        """
+        """Whether an action is confined to its episode. If not, it can do all that our user can."""
         return True
 
     @abstractmethod
     def episode(self, task: Task, seed: int) -> Episode:
         """Create an episode of ``task``. All randomness in it comes from ``seed``.
 
-        The task may come from a client of a server instead of from ``tasks``, so check all that the episode
-        relies on.
-
-        Raises:
-            AgentPeftError: the task is not of this environment's form.
+        The task may come from a client of a server instead of from ``tasks``: check all that the episode
+        relies on, and raise `AgentPeftError` if the task has another form.
         """
 
     def demonstration(self, task: Task) -> Sequence[str] | None:

@@ -13,27 +13,21 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
+from agent_peft.environments.base import Episode
 from agent_peft.environments.contract import ROLES
-from agent_peft.environments.task_files.rows import TableSource, check_columns, check_split, read_table
-from agent_peft.environments.task_files.selection import part_of
-from agent_peft.environments.task_files.split import Limit, Split
+from agent_peft.environments.tables import TableConfig, TableEnvironment
 from agent_peft.files import parse_json
 from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason, Task
 
-TABLE = "a file of rows (.jsonl, .json, .csv or .parquet), or a hub id such as owner/name"
 MESSAGES = "messages"
 _KEYS = ("role", "content", "from", "value")  # of messages, the last two in a form that is refused
 _SPELLED = re.compile(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
 
 
-class ChatConfig(EnvironmentConfig):
+class ChatConfig(TableConfig):
     """Conversations to imitate, in a table of your own. A row is a task, for supervised stages only."""
 
     kind: str = "chat"
-    tasks: TableSource = Field(description=TABLE)
-    split: Split = None
-    limit: Limit = None
     messages: str | None = Field(
         default=None,
         description="column of the conversation, a list of {role, content} with the roles system, user and "
@@ -51,7 +45,6 @@ class ChatConfig(EnvironmentConfig):
 
     @model_validator(mode="after")
     def _effective(self) -> ChatConfig:
-        check_split(self.tasks, self.split)
         if (self.prompt is None) != (self.completion is None):
             key, other = ("prompt", "completion") if self.prompt is None else ("completion", "prompt")
             raise ValueError(f"{key} is missing: {other} names a column of single exchanges, which has both")
@@ -61,40 +54,20 @@ class ChatConfig(EnvironmentConfig):
 
     @property
     def columns(self) -> dict[str, str]:
-        """The columns that the table must have, by their keys."""
         if self.prompt is None or self.completion is None:
             return {MESSAGES: self.messages or MESSAGES}
         return {"prompt": self.prompt, "completion": self.completion}
 
 
-class Chat(Environment):
+class Chat(TableEnvironment):
     """The environment. A task's content is ``{"messages": [{"role", "content"}, …]}``."""
 
     config_class = ChatConfig
     graded = False
+    config: ChatConfig
 
-    def __init__(self, config: ChatConfig) -> None:
-        """
-        Raises:
-            AgentPeftError: the table cannot be read, lacks a column, or a row is no conversation.
-        """
-        self.config: ChatConfig = config
-        name, rows = read_table(config.tasks, config.split)
-        if not rows:
-            raise AgentPeftError(f"{config.tasks}: holds no conversation; give a file of rows")
-        check_columns(config.tasks, rows, config.columns)
-        tasks = [
-            Task(
-                f"{name}:{row.number}",
-                content={MESSAGES: as_json(self._messages(f"{config.tasks}: {row.place}", row.content))},
-            )
-            for row in rows
-        ]
-        self._tasks = tuple(part_of(tasks, config.split, config.tasks)[: config.limit])
-
-    @property
-    def tasks(self) -> Sequence[Task]:
-        return self._tasks
+    def task(self, name: str, row: Mapping[str, Any], place: str) -> Task:
+        return Task(name, content={MESSAGES: as_json(self._messages(place, row))})
 
     def episode(self, task: Task, seed: int) -> ChatEpisode:
         messages = self._of(task)
@@ -113,18 +86,18 @@ class Chat(Environment):
     def _of(self, task: Task) -> list[Message]:
         return read_conversation(f"task {task.id!r:.50}", task.content.get(MESSAGES), MESSAGES)
 
-    def _messages(self, place: str, content: Mapping[str, Any]) -> list[Message]:
+    def _messages(self, place: str, row: Mapping[str, Any]) -> list[Message]:
         columns = self.config.columns
         if MESSAGES in columns:
-            return read_conversation(place, content.get(columns[MESSAGES]), columns[MESSAGES])
-        prompt = read_messages(place, content.get(columns["prompt"]), columns["prompt"], "user")
-        column = columns["completion"]
-        completion = read_messages(place, content.get(column), column, "assistant")
-        return check_turns(place, [*prompt, *completion], column)
+            return read_conversation(place, row.get(columns[MESSAGES]), columns[MESSAGES])
+        prompt, completion = columns["prompt"], columns["completion"]
+        messages = read_messages(place, row.get(prompt), prompt, "user")
+        messages += read_messages(place, row.get(completion), completion, "assistant")
+        return check_turns(place, messages, completion)
 
 
 class ChatEpisode(Episode):
-    """A conversation as it was recorded: whatever the reply, the recorded next message follows."""
+    """A recorded conversation: whatever the reply, the recorded next message follows."""
 
     def __init__(self, opening: Sequence[Message], following: Sequence[Message]) -> None:
         self._opening, self._following = opening, following
@@ -161,22 +134,14 @@ def as_json(messages: Sequence[Message]) -> list[dict[str, str]]:
 
 
 def read_conversation(place: str, value: Any, column: str) -> list[Message]:
-    """A whole conversation, from a list of objects with role and content.
-
-    Raises:
-        AgentPeftError: it is none; with its place, the message, and what belongs there.
-    """
+    """A whole conversation, from a list of objects with role and content."""
     if not isinstance(value, list) and message_list(place, value, column) is None:
         raise AgentPeftError(f"{place}: {column} must be a list of {{role, content}}, not {value!r:.50}")
     return check_turns(place, read_messages(place, value, column, "user"), column)
 
 
 def read_prompt(place: str, value: Any, column: str) -> list[Message]:
-    """The messages before a reply: a text, or a list of messages of which the user's is the last.
-
-    Raises:
-        AgentPeftError: as ``read_conversation``.
-    """
+    """The messages before a reply: a text, or a list of messages of which the user's is the last."""
     messages = read_messages(place, value, column, "user")
     if messages[-1].role != "user":
         raise AgentPeftError(
@@ -187,11 +152,8 @@ def read_prompt(place: str, value: Any, column: str) -> list[Message]:
 
 
 def message_list(place: str, value: Any, column: str) -> list[Any] | None:
-    """The list in a value of a table that is meant as messages, also where a table of CSV holds it as text of
-    JSON or Python; None where it is not.
-
-    Raises:
-        AgentPeftError: a text begins as such a list, and cannot be parsed.
+    """The list in a table's value that is meant as messages, also where CSV holds it as text of JSON or
+    Python; None where it is not. A text that begins as such a list and cannot be parsed is an error.
 
     >>> message_list("line 1", '[{"role": "user", "content": "1+1?"}]', "question")
     [{'role': 'user', 'content': '1+1?'}]
@@ -215,14 +177,7 @@ def message_list(place: str, value: Any, column: str) -> list[Any] | None:
 
 
 def read_messages(place: str, value: Any, column: str, role: Literal["user", "assistant"]) -> list[Message]:
-    """Messages, from a list of objects with role and content, or from a text, which is one message.
-
-    Args:
-        role: of a text.
-
-    Raises:
-        AgentPeftError: there is none, or one is no message of a role that can be trained.
-    """
+    """Messages, from a list of objects with role and content, or from a text: one message of ``role``."""
     listed = message_list(place, value, column)
     if listed is None and isinstance(value, str) and value.strip():
         return [Message(role, value)]
@@ -251,9 +206,6 @@ def read_messages(place: str, value: Any, column: str, role: Literal["user", "as
 def check_turns(place: str, messages: list[Message], column: str) -> list[Message]:
     """Return a conversation, if it begins with a system or user message, then user and assistant take turns,
     and an assistant message is the last.
-
-    Raises:
-        AgentPeftError: it does not.
     """
     expected = "user"
     for number, message in enumerate(messages, 1):

@@ -27,13 +27,8 @@ NUM_THREADS = 4
 
 
 def violations_of(load: Callable[[], Environment]) -> list[str]:
-    """Try the rules on the first tasks of an environment.
-
-    Args:
-        load: loads the environment. It is called twice, because both must have the same tasks.
-
-    Returns:
-        One line for each broken rule: the task, the place, the fault, and what to do.
+    """Try the rules on the first tasks of an environment. Return one line for each broken rule: the task, the
+    place, the fault, and what to do. ``load`` is called twice: both environments must have the same tasks.
     """
     environment, again = load(), load()
     try:
@@ -60,7 +55,7 @@ def _faults(environment: Environment, subject: str, faults: Iterator[str]) -> It
 
 
 def _tasks(environment: Environment, again: Environment) -> Iterator[str]:
-    check_tasks(environment, type(environment).__name__)
+    check_tasks(environment)
     for other in (environment, again):
         if list(islice(environment.tasks, 1000)) != list(islice(other.tasks, 1000)):
             yield (

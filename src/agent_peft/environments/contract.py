@@ -8,9 +8,8 @@ import inspect
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from enum import StrEnum
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -36,15 +35,6 @@ ROLES: tuple[str, ...] = get_args(Role)
 MAX_CHECKED_TASKS = 10_000  # a sequence that makes its tasks on access may have very many
 MAX_SHOWN = 60  # characters of a value in a message
 CALL = "a class is called with one argument, its configuration: def __init__(self, config)"
-TASKS = "give a list of agent_peft.types.Task(id, skills, content)"
-MESSAGES = (
-    'give a list of agent_peft.types.Message(role, content), such as [Message("user", "What is 1 + 1?")]'
-)
-RESULT = (
-    "give an agent_peft.types.StepResult: StepResult(observation), or at the end "
-    "StepResult('', True, outcome, stop_reason)"
-)
-OUTCOMES = "Outcome.CORRECT, Outcome.INCORRECT or Outcome.UNKNOWN; a graded result is the score, from 0 to 1"
 
 
 class ContractError(AgentPeftError):
@@ -55,14 +45,59 @@ class ContractError(AgentPeftError):
         self.place = place
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What a method must return: a class, a condition on each of its fields, and both in words."""
+
+    kind: type
+    text: str
+    fields: Mapping[str, Callable[[Any], bool]] = field(default_factory=dict)
+
+    def check(self, value: object, owner: object, method: str) -> None:
+        """Raise `ContractError` unless ``value``, returned by a method of ``owner``, is as expected."""
+        if not isinstance(value, self.kind):
+            raise self.error(quote(value), owner, method)
+        for name, fits in self.fields.items():
+            if not fits(part := getattr(value, name)):
+                raise self.error(f"a {self.kind.__name__} whose {name} is {quote(part)}", owner, method)
+
+    def error(self, fault: str, owner: object, method: str) -> ContractError:
+        return ContractError(place_in(owner, method), f"returned {fault}; give {self.text}")
+
+
+EPISODE = Expected(Episode, "an agent_peft.environments.Episode")
+TASK = Expected(
+    Task,
+    "a list of agent_peft.types.Task(id, skills, content) with a list of texts and a dict",
+    {
+        "id": lambda value: isinstance(value, str),
+        "skills": lambda value: not isinstance(value, str),
+        "content": lambda value: isinstance(value, Mapping),
+    },
+)
+MESSAGE = Expected(
+    Message,
+    f"a list of agent_peft.types.Message(role, content) with a role of {', '.join(ROLES)}, such as "
+    '[Message("user", "What is 1 + 1?")]',
+    {"role": lambda value: value in list(ROLES), "content": lambda value: isinstance(value, str)},
+)
+RESULT = Expected(
+    StepResult,
+    "an agent_peft.types.StepResult: StepResult(text), or at the end StepResult('', True, outcome, "
+    "stop_reason) with an Outcome and a StopReason; a grade from 0 to 1 is its score",
+    {
+        "observation": lambda value: isinstance(value, str),
+        "outcome": lambda value: isinstance(value, str) and value in list(Outcome),
+        "stop_reason": lambda value: value is None or (isinstance(value, str) and value in list(StopReason)),
+        "score": lambda value: value is None or (type(value) in (int, float) and 0 <= value <= 1),
+    },
+)
+
+
 def configured(
     config_class: type[AnyConfig], settings: Mapping[str, Any], place: str = "environment"
 ) -> AnyConfig:
-    """Return the configuration that a mapping describes.
-
-    Raises:
-        AgentPeftError: it does not fit; with the first wrong key, and the nearest one for an unknown key.
-    """
+    """Return the configuration that a mapping describes. An error names the first wrong key."""
     try:
         return config_class.model_validate(dict(settings))
     except ValidationError as error:
@@ -70,11 +105,7 @@ def configured(
 
 
 def build(environment_class: type[Environment], config: EnvironmentConfig) -> Environment:
-    """Call an environment's class with its configuration.
-
-    Raises:
-        AgentPeftError: the class fails.
-    """
+    """Call an environment's class with its configuration."""
     try:
         return environment_class(config)
     except (AgentPeftError, InfrastructureError):
@@ -87,118 +118,69 @@ def build(environment_class: type[Environment], config: EnvironmentConfig) -> En
 
 
 def refuse_class(environment: object) -> None:
-    """Refuse an environment's class where an environment belongs.
-
-    Raises:
-        AgentPeftError: it is a class.
-    """
+    """Raise if an environment's class is given in place of an environment."""
     if isinstance(environment, type):
         name = environment.__name__
         raise AgentPeftError(f"environment: {name} is a class; give agent_peft.load_environment({name})")
 
 
-def check_tasks(environment: Environment, kind: str) -> None:
-    """Check that there are tasks, that they are of class ``Task``, and that each has a different id: tasks of
-    one id would count as one.
-
-    Raises:
-        AgentPeftError: one of these does not hold.
-    """
-    place = f"environment {kind}: {place_in(environment, 'tasks')}"
+def check_tasks(environment: Environment) -> None:
+    """Check that there are tasks, and that each has a different id: tasks of one id would count as one."""
     try:
         tasks: Any = environment.tasks
-        if isinstance(tasks, str | Mapping) or not (
-            hasattr(tasks, "__len__") and hasattr(tasks, "__getitem__")
-        ):
-            raise ContractError(place, f"is {quote(tasks)}; {TASKS}")
+        listed = hasattr(tasks, "__len__") and hasattr(tasks, "__getitem__")
+        if not listed or isinstance(tasks, str | Mapping):
+            raise TASK.error(quote(tasks), environment, "tasks")
         count = len(tasks)
-        checked: Iterable[Any] = (
-            tasks if isinstance(tasks, list | tuple) or count <= MAX_CHECKED_TASKS else ()
-        )
-        ids = Counter(_checked_id(place, task) for task in checked)
+        if count == 0:
+            raise TASK.error("no tasks", environment, "tasks")
+        checked = tasks if isinstance(tasks, list | tuple) or count <= MAX_CHECKED_TASKS else ()
+        ids = Counter[str]()
+        for task in checked:
+            TASK.check(task, environment, "tasks")
+            ids[task.id] += 1
     except (AgentPeftError, InfrastructureError):
         raise
     except Exception as error:
-        where = place_of(error, type(environment))
-        raise AgentPeftError(f"{place}: {describe(error)}, at {where}; {TASKS}") from error
-    if count == 0:
-        raise ContractError(place, f"has no tasks; {TASKS}")
-    name, times = ids.most_common(1)[0] if ids else ("", 1)
-    if times > 1:
-        fault = f"has {times} tasks whose id is {quote(name)}, which would count as one"
-        raise ContractError(place, f"{fault}; give each task its own id")
+        fault = f"{describe(error)}, at {place_of(error, type(environment))}"
+        raise AgentPeftError(f"{place_in(environment, 'tasks')}: {fault}; give {TASK.text}") from error
+    for name, times in ids.most_common(1):
+        if times > 1:
+            fault = f"has {times} tasks whose id is {quote(name)}, which would count as one"
+            raise ContractError(place_in(environment, "tasks"), f"{fault}; give each task its own id")
 
 
 def open_episode(environment: Environment, task: Task, seed: int) -> Episode:
-    """Create an episode.
-
-    Raises:
-        ContractError: the environment returns no ``Episode``.
-    """
-    episode: Any = environment.episode(task, seed)
-    if not isinstance(episode, Episode):
-        fault = f"returned {quote(episode)}; give an agent_peft.environments.Episode"
-        raise ContractError(place_in(environment, "episode"), fault)
+    episode = environment.episode(task, seed)
+    EPISODE.check(episode, environment, "episode")
     return episode
 
 
 def opening_of(episode: Episode) -> list[Message]:
-    """Start an episode, and return its opening.
-
-    Raises:
-        ContractError: that is no conversation.
-    """
+    """Start an episode, and return its opening."""
     opening: Any = episode.start()
-    place = place_in(episode, "start")
-    if not isinstance(opening, Iterable) or isinstance(opening, str | bytes | Mapping):
-        raise ContractError(place, f"returned {quote(opening)}; {MESSAGES}")
-    messages = list(opening)
+    listed = isinstance(opening, Iterable) and not isinstance(opening, str | bytes | Mapping)
+    messages = list(opening) if listed else []
     if not messages:
-        raise ContractError(place, f"returned no message; {MESSAGES}")
+        raise MESSAGE.error(quote(opening), episode, "start")
     for message in messages:
-        if not isinstance(message, Message) or not isinstance(message.content, str):
-            raise ContractError(place, f"returned the message {quote(message)}; {MESSAGES}")
-        if message.role not in ROLES:
-            fault = f"returned a message of role {quote(message.role)}; a role is one of {', '.join(ROLES)}"
-            raise ContractError(place, fault)
+        MESSAGE.check(message, episode, "start")
     return messages
 
 
 def result_of(episode: Episode, action: str) -> StepResult:
-    """Act in an episode, and return its result.
-
-    Raises:
-        ContractError: that is no ``StepResult``, or holds what none may.
-    """
-    result: Any = episode.step(action)
-    place = place_in(episode, "step")
-    if not isinstance(result, StepResult):
-        raise ContractError(place, f"returned {quote(result)}; {RESULT}")
-    stop_reason, score = result.stop_reason, result.score
-    expected = {
-        "observation": (isinstance(result.observation, str), "a text, empty at the end"),
-        "outcome": (_is_one(result.outcome, Outcome), OUTCOMES),
-        "stop_reason": (
-            stop_reason is None or _is_one(stop_reason, StopReason),
-            "None, or a StopReason at the end",
-        ),
-        "score": (
-            score is None or (type(score) in (int, float) and 0 <= score <= 1),
-            "None, or a number from 0 to 1",
-        ),
-    }
-    for name, (valid, advice) in expected.items():
-        if not valid:
-            fault = f"returned a StepResult whose {name} is {quote(getattr(result, name))}; give {advice}"
-            raise ContractError(place, fault)
-    if type(result.outcome) is Outcome and (stop_reason is None or type(stop_reason) is StopReason):
+    """Act in an episode, and return its result. An outcome or a stop reason may be the text of one."""
+    result = episode.step(action)
+    RESULT.check(result, episode, "step")
+    outcome, stop_reason = result.outcome, result.stop_reason
+    if type(outcome) is Outcome and (stop_reason is None or type(stop_reason) is StopReason):
         return result
-    named = None if stop_reason is None else StopReason(stop_reason)  # a text of the same name is as good
-    return replace(result, outcome=Outcome(result.outcome), stop_reason=named)
+    reason = None if stop_reason is None else StopReason(stop_reason)
+    return replace(result, outcome=Outcome(outcome), stop_reason=reason)
 
 
 def quote(value: object) -> str:
-    """Return a value as one line of at most ``MAX_SHOWN`` characters."""
+    """The ``repr`` of a value, as one line of at most ``MAX_SHOWN`` characters."""
     try:
         return printable(repr(value), MAX_SHOWN)
     except Exception:  # its __repr__ raises
@@ -206,7 +188,7 @@ def quote(value: object) -> str:
 
 
 def describe(error: BaseException) -> str:
-    """Return the class and the text of an exception as one line."""
+    """The class and the text of an exception, as one line."""
     try:
         return f"{type(error).__name__}: {printable(error, 2 * MAX_SHOWN)}"
     except Exception:  # its __str__ raises
@@ -214,7 +196,7 @@ def describe(error: BaseException) -> str:
 
 
 def place_in(owner: object, name: str) -> str:
-    """Return the name and the source line of a method or property: ``Chat.step (chat.py:31)``."""
+    """The name and the source line of a method or property: ``Chat.step (chat.py:31)``."""
     member: Any = inspect.unwrap(getattr(type(owner), name))
     code = getattr(getattr(member, "fget", member), "__code__", None)
     return f"{type(owner).__name__}.{name}" + (
@@ -223,26 +205,10 @@ def place_in(owner: object, name: str) -> str:
 
 
 def place_of(error: BaseException, owner: type) -> str:
-    """Return the innermost line of the owner's file that an error passed through, or else the innermost line
-    of all.
-    """
+    """The innermost line of the owner's file that an error passed through, or else the innermost of all."""
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
         return owner.__name__
     own = getattr(sys.modules.get(owner.__module__), "__file__", None)
     frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1])
     return f"{Path(frame.filename).name}:{frame.lineno}"
-
-
-def _is_one(value: object, kind: type[StrEnum]) -> bool:
-    return isinstance(value, str) and value in list(map(str, kind))
-
-
-def _checked_id(place: str, task: Any) -> str:
-    if not isinstance(task, Task) or not isinstance(task.id, str):
-        raise ContractError(place, f"holds {quote(task)}; {TASKS}")
-    if isinstance(task.skills, str) or not isinstance(task.content, Mapping):
-        raise ContractError(
-            place, f"holds {quote(task)}: skills are a list of texts, and content is a dict; {TASKS}"
-        )
-    return task.id

@@ -18,21 +18,8 @@ SPREAD = 64  # evenly spaced tasks that stand for a longer sequence
 _IDS = re.compile(r"(.*[_\W])?(id|idx|index|key|uid|uuid|qid)", re.IGNORECASE)  # columns that may hold ids
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 # keys that choose tasks, or say how they are shown; the others say which world a seed or a number is of
-_CHOOSING = {
-    *(
-        "tasks",
-        "split",
-        "limit",
-        "num_tasks",
-        "seed",
-        "digits",
-        "environment",
-        "max_turns",
-        "answer",
-        "symbols",
-    ),
-    *("examples", "system_prompt", "prompt", "timeout", "patience", "token"),
-}
+_CHOOSING = {"tasks", "split", "limit", "num_tasks", "seed", "digits", "environment", "max_turns", "answer"}
+_CHOOSING |= {"symbols", "examples", "system_prompt", "prompt", "timeout", "patience", "token"}
 
 Digests = Mapping[str, Any]  # of a list of tasks, as ``digests_of`` returns them
 
@@ -88,9 +75,7 @@ def _spread(tasks: Sequence[Task]) -> list[Task]:
 
 
 def shown_before(environment: Environment) -> list[str]:
-    """What an environment shows before each task, where it took that from a file or a server: a prompt with
-    examples (``gsm8k``), or examples (``remote``).
-    """
+    """What is shown before each task: a prompt with examples (``gsm8k``), or examples (``remote``)."""
     parts = (getattr(environment, name, None) for name in ("prompt", "examples"))
     return [repr(part) for part in parts if isinstance(part, str | tuple)]
 
@@ -101,9 +86,7 @@ def environment_digests(environment: Environment, number: int | None = None) -> 
 
 
 def digests_of(tasks: Sequence[Task]) -> dict[str, Any]:
-    """What ``describe_change`` compares: the number of tasks, and digests of their ids and contents in any
-    order, and of all of it in their order.
-    """
+    """The number of tasks, and digests of their ids and contents in any order, and of all in their order."""
     read = read_tasks(tasks)
     ids, contents = [task.id for task in read], [digest(dict(task.content)) for task in read]
     whole = [[*pair, list(task.skills)] for *pair, task in zip(ids, contents, read, strict=True)]
@@ -149,9 +132,7 @@ def _replies(environment: Environment, task: Task) -> Any:
 
 
 def shared_ids(training: Environment, heldout: Environment, number: int | None = None) -> list[str]:
-    """The ids of those among the first ``number`` tasks of ``heldout`` that ask what tasks of training ask,
-    whatever their ids and files are.
-    """
+    """The ids of those first ``number`` tasks of ``heldout`` that ask what tasks of training ask."""
     known = {_question(training, task) for task in read_tasks(training.tasks)}
     return [task.id for task in read_tasks(heldout.tasks[:number]) if _question(heldout, task) in known]
 

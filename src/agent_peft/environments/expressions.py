@@ -113,23 +113,17 @@ def found(expression: str, text: str) -> bool:
 
     >>> found("^[0-9]+$", "12"), found("^(a+)+$", "a" * 40 + "!")
     (True, False)
-
-    Raises:
-        InfrastructureError: no process could be started.
     """
     reply = _ask(expression, text)
     return isinstance(reply, list) and bool(reply[1])
 
 
 def last_group(expression: str, text: str) -> str | None:
-    """The first group of an expression's last match in the text. None where there is none.
+    """The first group of an expression's last match in the text; None where there is none. Raises
+    TimeoutError if the expression takes too much time or memory.
 
     >>> last_group("is (.)", "it is a, it is b")
     'b'
-
-    Raises:
-        TimeoutError: the expression takes too much time or memory.
-        InfrastructureError: no process could be started.
     """
     reply = _ask(expression, text, every=True)
     if not isinstance(reply, list):
@@ -143,9 +137,6 @@ def fault(expression: str, group: bool = False) -> str | None:
 
     >>> fault("(")
     'missing ), unterminated subpattern at position 0'
-
-    Raises:
-        InfrastructureError: no process could be started.
     """
     if len(expression) > MAX_EXPRESSION:
         return f"it is longer than {MAX_EXPRESSION} characters"

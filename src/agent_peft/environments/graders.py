@@ -1,4 +1,4 @@
-"""Grading one reply: exactly, by its last number, by a pattern, or by a function of the user's own."""
+"""Episodes of one reply, and graders: exact, by the last number, by a pattern, or by a user's function."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import inspect
 import logging
 import numbers
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
 from agent_peft.environments import expressions
-from agent_peft.environments.quantities import last_number as last_number
+from agent_peft.environments.base import Episode
 from agent_peft.environments.quantities import last_quantity
-from agent_peft.environments.quantities import parse_number as parse_number
 from agent_peft.lookup import find, may_import, nearest
-from agent_peft.types import AgentPeftError, Task
+from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason, Task
 
 logger = logging.getLogger(__name__)
 
@@ -26,22 +25,42 @@ CUSTOM = "your own as package.module:function"
 
 @dataclass(frozen=True)
 class Grade:
-    """The grade of a reply. ``valid`` is false where the reply holds no answer; ``score`` is a grade from 0
-    to 1, where the grader has one.
+    """The grade of a reply. ``correct`` is None where it is not known; ``valid`` is False where the reply
+    holds no answer; ``score``, if the grader has one, is from 0 to 1.
 
     >>> Grade(correct=True).valid
     True
     """
 
-    correct: bool
+    correct: bool | None
     valid: bool = True
     score: float | None = None
 
 
 Grader = Callable[[str, Any, Task], Grade]
+OUTCOMES = {True: Outcome.CORRECT, False: Outcome.INCORRECT, None: Outcome.UNKNOWN}
 
 
-# -- graders -------------------------------------------------------------------------------------------------
+class QuestionEpisode(Episode):
+    """One question and one reply."""
+
+    def __init__(self, opening: Sequence[Message], grade: Callable[[str], Grade]) -> None:
+        self._opening, self._grade = opening, grade
+        self._over = False
+
+    def start(self) -> Sequence[Message]:
+        return self._opening
+
+    def step(self, action: str) -> StepResult:
+        if self._over:
+            raise RuntimeError("the episode is over")
+        self._over = True
+        grade = self._grade(action)
+        outcome = OUTCOMES[grade.correct]
+        return StepResult("", True, outcome, StopReason.FINISHED, grade.valid, grade.score)
+
+    def close(self) -> None:
+        self._over = True
 
 
 def plain(text: str) -> str:
@@ -115,11 +134,7 @@ BUILT_IN: dict[str, Grader | None] = {"exact": _exact, "number": _number, "regex
 
 
 def find_grader(name: str, pattern: str | None = None) -> Grader:
-    """Return the grader that a configuration names.
-
-    Raises:
-        AgentPeftError: a function of the user's own cannot be found.
-    """
+    """Return the grader that a configuration names."""
     if name == "regex":
         return _by_pattern(pattern or "()")
     try:
@@ -129,11 +144,7 @@ def find_grader(name: str, pattern: str | None = None) -> Grader:
 
 
 def check_grader(name: str) -> str:
-    """Return the name, if there is such a grader.
-
-    Raises:
-        ValueError: there is none, with the nearest one; or a function cannot be called as a grader is.
-    """
+    """Return the name; raise ValueError if there is no such grader, or a function takes other arguments."""
     if name in BUILT_IN:
         return name
     if ":" not in name:
@@ -144,11 +155,7 @@ def check_grader(name: str) -> str:
 
 
 def check_pattern(pattern: str | None) -> str | None:
-    """Return the pattern, if it is a regular expression with a group.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return the pattern; raise ValueError if it is no regular expression with a group."""
     if pattern is not None and (fault := expressions.fault(pattern, group=True)) is not None:
         if fault == expressions.NO_GROUP:
             raise ValueError(

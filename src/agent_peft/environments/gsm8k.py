@@ -18,15 +18,12 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
-from agent_peft.environments.base import Environment, EnvironmentConfig, TaskFiles
+from agent_peft.environments.base import TaskFiles
 from agent_peft.environments.chat import message_list
-from agent_peft.environments.graders import Grade
+from agent_peft.environments.graders import Grade, QuestionEpisode
 from agent_peft.environments.quantities import NUMBER, last_number, parse_number
-from agent_peft.environments.questions import QuestionEpisode
+from agent_peft.environments.tables import TableConfig, TableEnvironment
 from agent_peft.environments.task_files.download import HubSet, download
-from agent_peft.environments.task_files.rows import TableSource, check_split, read_table
-from agent_peft.environments.task_files.selection import part_of
-from agent_peft.environments.task_files.split import Limit, Split
 from agent_peft.environments.templates import fill, with_placeholders
 from agent_peft.seeding import generator
 from agent_peft.types import AgentPeftError, Message, Task
@@ -43,13 +40,10 @@ MAX_STEPS = 8  # problems with as many steps, or more, share a skill: there are 
 _ANNOTATION = re.compile(r"<<[^<>\n]*>>")
 
 
-class GSM8KConfig(EnvironmentConfig):
+class GSM8KConfig(TableConfig):
     """The problems, the number of solved ones in the prompt, and the format of the answer."""
 
     kind: str = "gsm8k"
-    tasks: TableSource = Field(description="a .jsonl file, or a hub id such as openai/gsm8k")
-    split: Split = None
-    limit: Limit = None
     offset: int = Field(default=0, ge=0, description="number of problems to skip")
     num_tasks: int | None = Field(
         default=None, ge=1, description="number of problems after the offset; null takes all"
@@ -89,7 +83,6 @@ class GSM8KConfig(EnvironmentConfig):
 
     @model_validator(mode="after")
     def _effective(self) -> GSM8KConfig:
-        check_split(self.tasks, self.split)
         for key in ("examples_from", "examples_seed"):
             if self.examples == 0 and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} has no effect with examples: 0; raise examples, or remove it")
@@ -122,20 +115,14 @@ class WordProblem:
         return f"steps_{steps}" if steps < MAX_STEPS else f"steps_{MAX_STEPS}+"
 
 
-class GSM8K(Environment):
-    """The environment. A task's id is its file (or split) and line, such as ``train:17``."""
-
+class GSM8K(TableEnvironment):
     config_class = GSM8KConfig
+    config: GSM8KConfig
     task_files = TaskFiles(download=partial(download, HUB_SET))
 
     def __init__(self, config: GSM8KConfig) -> None:
-        """
-        Raises:
-            AgentPeftError: the problems cannot be read, or there are too few for ``offset``, ``num_tasks`` or
-                ``examples``.
-        """
-        self.config: GSM8KConfig = config
-        problems = tuple(part_of(load_tasks(config.tasks, config.split), config.split, config.tasks))
+        self.config = config
+        problems = self.read(config.tasks, config.split)
         last = len(problems) if config.num_tasks is None else config.offset + config.num_tasks
         self._tasks = problems[config.offset : last]
         if last > len(problems) or not self._tasks:
@@ -151,9 +138,9 @@ class GSM8K(Environment):
         )
         self._pattern = answer_pattern(config.answer_format)
 
-    @property
-    def tasks(self) -> Sequence[Task]:
-        return self._tasks
+    def task(self, name: str, row: Mapping[str, Any], place: str) -> Task:
+        problem = read_entry(place, row)
+        return Task(name, (problem.skill,), {key: row[key] for key in ("question", "answer")})
 
     def episode(self, task: Task, seed: int) -> QuestionEpisode:
         problem = read_entry(task.id, task.content)
@@ -191,7 +178,7 @@ class GSM8K(Environment):
         if not config.examples:
             return []
         questions = {task.content["question"].strip() for task in self._tasks}
-        pool = left_out if config.examples_from is None else load_tasks(config.examples_from, None)
+        pool = left_out if config.examples_from is None else self.read(config.examples_from, None)
         usable = [
             task for task in pool if task.content["question"].strip() not in questions
         ]  # a problem never shows its own solution
@@ -223,35 +210,9 @@ def answer_pattern(answer_format: str) -> re.Pattern[str]:
     return re.compile(rf"{before or '^'}[ \t]*+({NUMBER})[ \t]*+{end}(?![0-9])", re.MULTILINE)
 
 
-def load_tasks(source: Path | str, split: str | None) -> tuple[Task, ...]:
-    """All problems of a table, or of a split of a hub id.
-
-    Raises:
-        AgentPeftError: it cannot be read, or an entry is not as it should be (its line is named).
-    """
-    name, rows = read_table(source, split)
-    tasks = []
-    for row in rows:
-        try:
-            problem = read_entry(row.place, row.content)
-        except AgentPeftError as error:
-            raise AgentPeftError(f"{source}: {error}") from error
-        content = {key: row.content[key] for key in ("question", "answer")}
-        tasks.append(Task(f"{name}:{row.number}", (problem.skill,), content))
-    if not tasks:
-        raise AgentPeftError(f"{source}: holds no problem; give a JSONL file of GSM8K entries")
-    return tuple(tasks)
-
-
-def read_entry(name: str, entry: Any) -> WordProblem:
-    """Check an entry, and return its content.
-
-    Raises:
-        AgentPeftError: with the entry's name and what belongs there.
-    """
-    if not isinstance(entry, Mapping) or not all(
-        isinstance(entry.get(key), str) for key in ("question", "answer")
-    ):
+def read_entry(name: str, entry: Mapping[str, Any]) -> WordProblem:
+    """The content of an entry, checked. ``name`` is for error messages."""
+    if not all(isinstance(entry.get(key), str) for key in ("question", "answer")):
         raise AgentPeftError(f"{name}: must be an object with two texts, question and answer")
     if message_list(name, entry["question"], "question") is not None:
         raise AgentPeftError(

@@ -9,25 +9,27 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
-from agent_peft.environments.chat import MESSAGES, TABLE, as_json, check_turns, read_messages, same_words
-from agent_peft.environments.task_files.rows import TableSource, check_columns, check_split, read_table
-from agent_peft.environments.task_files.selection import part_of
-from agent_peft.environments.task_files.split import Limit, Split
-from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason, Task
+from agent_peft.environments.chat import (
+    MESSAGES,
+    as_json,
+    check_turns,
+    read_conversation,
+    read_messages,
+    same_words,
+)
+from agent_peft.environments.graders import Grade, QuestionEpisode
+from agent_peft.environments.tables import TableConfig, TableEnvironment
+from agent_peft.types import AgentPeftError, Message, Task
 
 SIDES = ("chosen", "rejected")
 
 
-class PreferencesConfig(EnvironmentConfig):
+class PreferencesConfig(TableConfig):
     """Preferences, in a table of your own. A row is a task: a chosen and a rejected reply, or with ``label``
     one reply that is good or bad. A supervised stage learns the good replies.
     """
 
     kind: str = "preferences"
-    tasks: TableSource = Field(description=TABLE)
-    split: Split = None
-    limit: Limit = None
     prompt: str | None = Field(
         default="prompt",
         min_length=1,
@@ -59,7 +61,6 @@ class PreferencesConfig(EnvironmentConfig):
 
     @model_validator(mode="after")
     def _effective(self) -> PreferencesConfig:
-        check_split(self.tasks, self.split)
         if self.label is None and self.completion is not None:
             raise ValueError("completion has no effect without label; set label, or remove it")
         for side in SIDES if self.label is not None else ():
@@ -74,53 +75,23 @@ class PreferencesConfig(EnvironmentConfig):
             return {side: getattr(self, side) for side in SIDES}
         return {"completion": self.completion or ("completion" if self.prompt else MESSAGES)}
 
+    @property
+    def columns(self) -> dict[str, str]:
+        columns = {"prompt": self.prompt, **self.replies, "label": self.label}
+        return {key: column for key, column in columns.items() if column}
 
-class Preferences(Environment):
+
+class Preferences(TableEnvironment):
     """The environment. A task's content is ``{"prompt": [{"role", "content"}, …], "chosen": text, "rejected":
-    text}``, without one of the two where the row has a label.
+    text}``, without one of the two where the row has a label. A reply is correct if it is the chosen one,
+    incorrect if it is the rejected one, and unknown otherwise.
     """
 
     config_class = PreferencesConfig
     graded = False
+    config: PreferencesConfig
 
-    def __init__(self, config: PreferencesConfig) -> None:
-        """
-        Raises:
-            AgentPeftError: the table cannot be read, lacks a column, or a row is no preference.
-        """
-        self.config: PreferencesConfig = config
-        name, rows = read_table(config.tasks, config.split)
-        if not rows:
-            raise AgentPeftError(f"{config.tasks}: holds no pair; give a file of rows")
-        columns = {"prompt": config.prompt, **config.replies, "label": config.label}
-        check_columns(config.tasks, rows, {key: column for key, column in columns.items() if column})
-        tasks = [
-            Task(f"{name}:{row.number}", content=self._content(f"{config.tasks}: {row.place}", row.content))
-            for row in rows
-        ]
-        self._tasks = tuple(part_of(tasks, config.split, config.tasks)[: config.limit])
-
-    @property
-    def tasks(self) -> Sequence[Task]:
-        return self._tasks
-
-    def episode(self, task: Task, seed: int) -> PreferenceEpisode:
-        place = f"task {task.id!r:.50}"
-        prompt = read_messages(place, task.content.get("prompt"), "prompt", "user")
-        replies = {
-            side: _reply(place, prompt, task.content[side], side) for side in SIDES if side in task.content
-        }
-        if not replies:
-            raise AgentPeftError(f"{place}: has neither a chosen nor a rejected reply; give one")
-        return PreferenceEpisode(prompt, replies.get("chosen"), replies.get("rejected"))
-
-    def demonstration(self, task: Task) -> Sequence[str] | None:
-        return [task.content["chosen"]] if "chosen" in task.content else None
-
-    def rejection(self, task: Task) -> Sequence[str] | None:
-        return [task.content["rejected"]] if "rejected" in task.content else None
-
-    def _content(self, place: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    def task(self, name: str, row: Mapping[str, Any], place: str) -> Task:
         config, columns = self.config, self.config.replies
         if config.prompt is None:
             prompt = _shared_prompt(place, {column: row.get(column) for column in columns.values()})
@@ -129,37 +100,31 @@ class Preferences(Environment):
         replies = {side: _reply(place, prompt, row.get(column), column) for side, column in columns.items()}
         if config.label is not None:
             side = SIDES[0] if _is_good(place, row.get(config.label), config.label) else SIDES[1]
-            return {"prompt": as_json(prompt), side: replies["completion"]}
-        if same_words(replies["chosen"], replies["rejected"]):
+            replies = {side: replies["completion"]}
+        elif same_words(replies["chosen"], replies["rejected"]):
             raise AgentPeftError(f"{place}: {' and '.join(columns.values())} are the same; leave the row out")
-        return {"prompt": as_json(prompt), **replies}
+        return Task(name, content={"prompt": as_json(prompt), **replies})
 
+    def episode(self, task: Task, seed: int) -> QuestionEpisode:
+        place = f"task {task.id!r:.50}"
+        prompt = read_messages(place, task.content.get("prompt"), "prompt", "user")
+        replies = {
+            side: _reply(place, prompt, task.content[side], side) for side in SIDES if side in task.content
+        }
+        if not replies:
+            raise AgentPeftError(f"{place}: has neither a chosen nor a rejected reply; give one")
 
-class PreferenceEpisode(Episode):
-    """One prompt and one reply: correct if it is the chosen one, incorrect if it is the rejected one, and
-    unknown otherwise.
-    """
+        def grade(action: str) -> Grade:
+            side = next((side for side, reply in replies.items() if same_words(action, reply)), None)
+            return Grade(None if side is None else side == "chosen")
 
-    def __init__(self, prompt: Sequence[Message], chosen: str | None, rejected: str | None) -> None:
-        self._prompt, self._chosen, self._rejected = prompt, chosen, rejected
-        self._over = False
+        return QuestionEpisode(prompt, grade)
 
-    def start(self) -> Sequence[Message]:
-        return self._prompt
+    def demonstration(self, task: Task) -> Sequence[str] | None:
+        return [task.content["chosen"]] if "chosen" in task.content else None
 
-    def step(self, action: str) -> StepResult:
-        if self._over:
-            raise RuntimeError("the episode is over")
-        self._over = True
-        outcome = Outcome.UNKNOWN
-        if self._chosen is not None and same_words(action, self._chosen):
-            outcome = Outcome.CORRECT
-        elif self._rejected is not None and same_words(action, self._rejected):
-            outcome = Outcome.INCORRECT
-        return StepResult("", True, outcome, StopReason.FINISHED)
-
-    def close(self) -> None:
-        self._over = True
+    def rejection(self, task: Task) -> Sequence[str] | None:
+        return [task.content["rejected"]] if "rejected" in task.content else None
 
 
 def _reply(place: str, prompt: Sequence[Message], value: Any, column: str) -> str:
@@ -178,15 +143,7 @@ def _reply(place: str, prompt: Sequence[Message], value: Any, column: str) -> st
 
 def _shared_prompt(place: str, columns: Mapping[str, Any]) -> list[Message]:
     """The messages before the reply in conversations that differ in their last message alone."""
-    prompts = []
-    for column, value in columns.items():
-        if not isinstance(value, list):
-            raise AgentPeftError(
-                f"{place}: {column} must be a list of {{role, content}}, as there is no prompt; it is "
-                f"{value!r:.50}"
-            )
-        messages = check_turns(place, read_messages(place, value, column, "assistant"), column)
-        prompts.append(messages[:-1])
+    prompts = [read_conversation(place, value, column)[:-1] for column, value in columns.items()]
     if any(prompt != prompts[0] for prompt in prompts):
         raise AgentPeftError(
             f"{place}: {' and '.join(columns)} differ before their last message; give one prompt to both"

@@ -53,17 +53,8 @@ _AFTER = re.compile(
     re.VERBOSE,
 )
 _LATEX = dict.fromkeys([r"\,", r"\;", r"\:", "\\ ", "~"], " ") | dict.fromkeys([r"\times", r"\cdot"], "*")
-_LATEX |= {
-    r"\$": "$",
-    r"\%": "%",
-    "{,}": ",",
-    r"^\circ": "",
-    r"^{\circ}": "",
-    r"\left": "",
-    r"\right": "",
-    r"\!": "",
-    r"\pm": "±",
-}
+_LATEX |= dict.fromkeys([r"^\circ", r"^{\circ}", r"\left", r"\right", r"\!"], "")
+_LATEX |= {r"\$": "$", r"\%": "%", "{,}": ",", r"\pm": "±"}
 _LATEX |= dict.fromkeys([r"\dfrac", r"\tfrac", r"\cfrac"], r"\frac")
 _MARKUP = re.compile("|".join(map(re.escape, _LATEX)))
 _TEXT = re.compile(r"\\(?:text\w*|math\w+|mbox)\ ?\{([^{}]*)\}")

@@ -5,47 +5,33 @@ function.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, model_validator
 
-from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
 from agent_peft.environments.chat import message_list, read_prompt
 from agent_peft.environments.graders import (
     CUSTOM,
-    Grade,
+    QuestionEpisode,
     check_grader,
     check_pattern,
     find_grader,
     spelled,
 )
 from agent_peft.environments.quantities import last_quantity
+from agent_peft.environments.tables import TableConfig, TableEnvironment
 from agent_peft.environments.task_files.reading import MAX_ID_CHARS
-from agent_peft.environments.task_files.rows import (
-    Row,
-    TableSource,
-    check_columns,
-    check_split,
-    read_table,
-)
-from agent_peft.environments.task_files.selection import part_of
-from agent_peft.environments.task_files.split import Limit, Split
-from agent_peft.environments.templates import check_placeholders, fill, placeholders_of
-from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason, Task
+from agent_peft.environments.templates import fill, placeholders_of
+from agent_peft.types import AgentPeftError, Message, Task
 
 QUESTION = "question"  # the placeholder of the question, whatever its column is called
 
 
-class QuestionsConfig(EnvironmentConfig):
+class QuestionsConfig(TableConfig):
     """Questions of one turn, in a table of your own. A row is a task."""
 
     kind: str = "questions"
-    tasks: TableSource = Field(
-        description="a file of rows (.jsonl, .json, .csv or .parquet), or a hub id such as openai/gsm8k"
-    )
-    split: Split = None
-    limit: Limit = None
     question: str = Field(
         default="question",
         min_length=1,
@@ -83,7 +69,6 @@ class QuestionsConfig(EnvironmentConfig):
 
     @model_validator(mode="after")
     def _effective(self) -> QuestionsConfig:
-        check_split(self.tasks, self.split)
         if (self.grader == "regex") != (self.pattern is not None):
             raise ValueError(
                 "pattern is missing: grader: regex needs a regular expression"
@@ -99,41 +84,37 @@ class QuestionsConfig(EnvironmentConfig):
         return self
 
     @property
-    def placeholders(self) -> list[str]:
-        """The placeholders of both prompts."""
-        return placeholders_of(self.system_prompt) + placeholders_of(self.prompt)
+    def placeholders(self) -> dict[str, str]:
+        """The columns that both prompts show, by their placeholders."""
+        names = placeholders_of(self.system_prompt) + placeholders_of(self.prompt)
+        return {name: self.question if name == QUESTION else name for name in names}
 
     @property
     def columns(self) -> dict[str, str]:
-        """The columns that the table must have, by their keys."""
-        optional = {key: getattr(self, key) for key in ("id", "skills", "demonstration")}
-        return {
-            **({QUESTION: self.question} if QUESTION in self.placeholders else {}),
-            "answer": self.answer,
-            **{key: column for key, column in optional.items() if column is not None},
+        shown = {
+            name if name == QUESTION else f"{{{name}}}": column for name, column in self.placeholders.items()
         }
+        optional = {key: getattr(self, key) for key in ("id", "skills", "demonstration")}
+        named = {key: column for key, column in optional.items() if column is not None}
+        return {**shown, "answer": self.answer, **named}
 
 
-class Questions(Environment):
-    """The environment. A task's content is its row, so that a grader of the user's own may read all of it."""
+class Questions(TableEnvironment):
+    """The environment. A task's content is its row, so that a user's own grader may read all of it."""
 
     config_class = QuestionsConfig
+    config: QuestionsConfig
 
     def __init__(self, config: QuestionsConfig) -> None:
-        """
-        Raises:
-            AgentPeftError: the table cannot be read, lacks a column, or a row lacks its question or answer.
-        """
-        self.config: QuestionsConfig = config
         self._grade = find_grader(config.grader, config.pattern)
-        self._tasks = part_of(self._read(), config.split, config.tasks)[: config.limit]
+        super().__init__(config)
 
-    @property
-    def tasks(self) -> Sequence[Task]:
-        return self._tasks
+    def task(self, name: str, row: Mapping[str, Any], place: str) -> Task:
+        self._opening(place, row)  # it checks the row
+        return Task(self._id(name, row, place), self._skills(row, place), dict(row))
 
     def episode(self, task: Task, seed: int) -> QuestionEpisode:
-        opening = self._check(f"task {task.id!r:.50}", task.content)
+        opening = self._opening(f"task {task.id!r:.50}", task.content)
         answer = task.content[self.config.answer]
         return QuestionEpisode(opening, lambda reply: self._grade(reply, answer, task))
 
@@ -145,72 +126,18 @@ class Questions(Environment):
             return [spelled(task.content[self.config.answer])]
         return None
 
-    def _read(self) -> tuple[Task, ...]:
-        config = self.config
-        name, rows = read_table(config.tasks, config.split)
-        if not rows:
-            raise AgentPeftError(f"{config.tasks}: holds no question; give a file of rows")
-        check_columns(config.tasks, rows, config.columns)
-        columns = {column: None for row in rows for column in row.content}
-        for key in ("system_prompt", "prompt"):
-            try:
-                check_placeholders(getattr(config, key), [QUESTION, *columns])
-            except ValueError as error:
-                raise AgentPeftError(f"{config.tasks}: {key}: {error}") from error
-        tasks: dict[str, Task] = {}
-        places: dict[str, str] = {}
-        for row in rows:
-            place = f"{config.tasks}: {row.place}"
-            self._check(place, row.content)
-            task = Task(self._id(name, row), self._skills(place, row.content), dict(row.content))
-            if task.id in tasks:
-                raise AgentPeftError(
-                    f"{place}: its id {task.id!r:.50} is that of {places[task.id]}, too; give each row an id "
-                    "of its own"
-                )
-            tasks[task.id], places[task.id] = task, row.place
-        return tuple(tasks.values())
-
-    def _check(self, place: str, content: Mapping[str, Any]) -> tuple[Message, ...]:
-        """Check the values that a task cannot do without, and return its opening.
-
-        Raises:
-            AgentPeftError: one is missing, or is of a wrong type.
+    def _opening(self, place: str, row: Mapping[str, Any]) -> list[Message]:
+        """The messages that the policy reads, of a row whose answer and shown columns are checked. Where a
+        column holds messages, they come first, and ``prompt`` shows the last of them.
         """
-        config = self.config
-        answer = content.get(config.answer)
-        if answer is None or (isinstance(answer, str) and not answer.strip()):
-            raise AgentPeftError(f"{place}: has no answer (column {config.answer!r}); give it one")
-        if ":" not in config.grader and (
-            isinstance(answer, bool) or not isinstance(answer, str | int | float)
-        ):
-            raise AgentPeftError(
-                f"{place}: the answer {answer!r:.50} is neither a text nor a number, as grader: "
-                f"{config.grader} needs"
-            )
-        if config.grader == "number" and last_quantity(spelled(answer)) is None:
-            raise AgentPeftError(
-                f"{place}: the answer {answer!r:.50} holds no number, as grader: number needs"
-            )
-        for name in config.placeholders:
-            value = content.get(self._column(name))
+        self._check_answer(place, row.get(self.config.answer))
+        before, shown = list[Message](), dict[str, str]()
+        for name, column in self.config.placeholders.items():
+            value = row.get(column)
             if value is None or (name == QUESTION and (value in ([], {}) or not str(value).strip())):
                 raise AgentPeftError(
-                    f"{place}: has no {name!r}, which the prompt shows (column {self._column(name)!r}); give "
-                    "it one"
+                    f"{place}: has no {name!r}, which the prompt shows (column {column!r}); give it one"
                 )
-        return self._opening(place, content)
-
-    def _column(self, placeholder: str) -> str:
-        return self.config.question if placeholder == QUESTION else placeholder
-
-    def _opening(self, place: str, content: Mapping[str, Any]) -> tuple[Message, ...]:
-        """The messages that the policy reads. Where a column holds messages, they come first, and ``prompt``
-        shows the last of them.
-        """
-        before, shown = list[Message](), dict[str, str]()
-        for name in dict.fromkeys(self.config.placeholders):
-            column, value = self._column(name), content[self._column(name)]
             if message_list(place, value, column) is None:
                 shown[name] = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
                 continue
@@ -225,52 +152,40 @@ class Questions(Environment):
             raise AgentPeftError(
                 f"{place}: its messages begin with a system message, and system_prompt is another; remove one"
             )
-        opening = (*before, Message("user", fill(self.config.prompt, shown)))
-        return (Message("system", system), *opening) if system else opening
+        first = [Message("system", system)] if system else []
+        return [*first, *before, Message("user", fill(self.config.prompt, shown))]
 
-    def _id(self, name: str, row: Row) -> str:
+    def _check_answer(self, place: str, answer: Any) -> None:
+        grader, column = self.config.grader, self.config.answer
+        if answer is None or (isinstance(answer, str) and not answer.strip()):
+            raise AgentPeftError(f"{place}: has no answer (column {column!r}); give it one")
+        if ":" in grader:
+            return
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+            fault = "is neither a text nor a number"
+        elif grader == "number" and last_quantity(spelled(answer)) is None:
+            fault = "holds no number"
+        else:
+            return
+        raise AgentPeftError(f"{place}: the answer {answer!r:.50} {fault}, as grader: {grader} needs")
+
+    def _id(self, name: str, row: Mapping[str, Any], place: str) -> str:
         if self.config.id is None:
-            return f"{name}:{row.number}"
-        value = row.content.get(self.config.id)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, str | int)
-            or not 0 < len(str(value)) <= MAX_ID_CHARS
-        ):
-            raise AgentPeftError(
-                f"{self.config.tasks}: {row.place}: its id {value!r:.50} is no text of 1 to {MAX_ID_CHARS} "
-                f"characters and no whole number (column {self.config.id!r})"
-            )
-        return str(value)
+            return name
+        value = row.get(self.config.id)
+        if type(value) in (str, int) and 0 < len(str(value)) <= MAX_ID_CHARS:
+            return str(value)
+        raise AgentPeftError(
+            f"{place}: its id {value!r:.50} is no text of 1 to {MAX_ID_CHARS} characters and no whole number "
+            f"(column {self.config.id!r})"
+        )
 
-    def _skills(self, place: str, content: Mapping[str, Any]) -> tuple[str, ...]:
-        value = None if self.config.skills is None else content.get(self.config.skills)
+    def _skills(self, row: Mapping[str, Any], place: str) -> tuple[str, ...]:
+        value = None if self.config.skills is None else row.get(self.config.skills)
         skills = [value] if isinstance(value, str) else [] if value is None else value
-        if not isinstance(skills, list) or not all(isinstance(skill, str) for skill in skills):
-            raise AgentPeftError(
-                f"{place}: its skills {value!r:.50} are no text and no list of texts (column "
-                f"{self.config.skills!r})"
-            )
-        return tuple(skills)
-
-
-class QuestionEpisode(Episode):
-    """One question and one reply."""
-
-    def __init__(self, opening: Sequence[Message], grade: Callable[[str], Grade]) -> None:
-        self._opening, self._grade = opening, grade
-        self._over = False
-
-    def start(self) -> Sequence[Message]:
-        return self._opening
-
-    def step(self, action: str) -> StepResult:
-        if self._over:
-            raise RuntimeError("the episode is over")
-        self._over = True
-        grade = self._grade(action)
-        outcome = Outcome.CORRECT if grade.correct else Outcome.INCORRECT
-        return StepResult("", True, outcome, StopReason.FINISHED, grade.valid, grade.score)
-
-    def close(self) -> None:
-        self._over = True
+        if isinstance(skills, list) and all(isinstance(skill, str) for skill in skills):
+            return tuple(skills)
+        raise AgentPeftError(
+            f"{place}: its skills {value!r:.50} are no text and no list of texts (column "
+            f"{self.config.skills!r})"
+        )

@@ -16,15 +16,7 @@ from agent_peft.types import AgentPeftError
 
 
 def generate_tasks(kind: str, /, **keys: Any) -> Mapping[str, Mapping[str, Any]]:
-    """Generate the entries of a task file, by id.
-
-    Args:
-        kind: an environment that generates tasks, or ``package.module:Class``.
-        keys: those of the class's ``task_files.generate_config``, such as ``num_tasks=100, split="heldout"``.
-
-    Raises:
-        AgentPeftError: the environment generates no tasks, or a key or a value is wrong.
-    """
+    """The entries of a task file, by id. ``keys`` are those of the class's ``task_files.generate_config``."""
     generate, config_class = _operation(kind, "generate"), _class_of(kind).task_files.generate_config
     entries: Mapping[str, Mapping[str, Any]] = generate(**dict(configured(config_class, keys, "generate")))
     return entries
@@ -32,19 +24,13 @@ def generate_tasks(kind: str, /, **keys: Any) -> Mapping[str, Mapping[str, Any]]
 
 def validate_tasks(kind: str, /, **keys: Any) -> dict[str, Any]:
     """Replay every task's demonstration, which must be correct, and replies that do nothing, which must not,
-    through real episodes. A class of the user's own is checked by ``conformance``, too.
-
-    Args:
-        kind: an environment, or ``package.module:Class``.
-        keys: those of its configuration, such as ``tasks="tasks.json"``.
+    through real episodes. A class of the user's own is checked by ``conformance``, too. ``keys`` are those of
+    the environment's configuration, such as ``tasks="tasks.json"``.
 
     Returns:
         ``{"tasks", "gold_correct", "nothing_correct", "rejected": [{"id", "cause"}], "warnings": [{"id",
         "cause"}], "violations": [line]}``: three counts, the tasks that cannot be used, those whose
         evaluation has a weakness, and the breaches of the contract.
-
-    Raises:
-        AgentPeftError: the environment cannot be loaded, or a key or a value is wrong.
     """
     environment, violations = _class_of(kind), []
     if environment.task_files.inspect is not None:
@@ -76,11 +62,7 @@ def validate_tasks(kind: str, /, **keys: Any) -> dict[str, Any]:
 
 
 def download_tasks(kind: str, folder: Path | str) -> Sequence[Path]:
-    """Download the published tasks of an environment into ``folder``. Return the files.
-
-    Raises:
-        AgentPeftError: the environment has none, or the hub does not give them.
-    """
+    """Download the published tasks of an environment into ``folder``. Return the files."""
     files: Sequence[Path] = _operation(kind, "download")(Path(folder))
     return files
 

@@ -44,10 +44,7 @@ def placeholders_of(template: str) -> list[str]:
 
 
 def check_placeholders(template: str, names: Collection[str]) -> str:
-    """Return the template, if it has no other placeholders.
-
-    Raises:
-        ValueError: it has one; with the nearest one that there is.
+    """Return the template; raise ValueError if it has other placeholders, with the nearest one that there is.
 
     >>> check_placeholders("{max_turn} turns", ["max_turns"])
     Traceback (most recent call last):
@@ -62,10 +59,8 @@ def check_placeholders(template: str, names: Collection[str]) -> str:
 
 
 def with_placeholders(*names: str, needs: str | None = None) -> AfterValidator:
-    """The check of a configuration's key, for ``Annotated[str, with_placeholders("max_turns")]``.
-
-    Args:
-        needs: the placeholder without which all tasks would read alike.
+    """The check of a configuration's key, for ``Annotated[str, with_placeholders("max_turns")]``. Without the
+    placeholder ``needs``, all tasks would read alike.
     """
 
     def check(template: str) -> str:

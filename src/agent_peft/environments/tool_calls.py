@@ -28,14 +28,9 @@ class NotAToolCall(ValueError):
 
 
 def read_tool_call(reply: str, example: str) -> ToolCall:
-    """Understand a reply: one call, in ``<tool_call>`` tags, in a ```json block, or plain. The closing tag
-    may be absent, since it may be a stop string. Takes time linear in the reply.
-
-    Args:
-        example: a call that the agent may write, for the error.
-
-    Raises:
-        NotAToolCall: it is none.
+    """Parse a reply that is one call: in ``<tool_call>`` tags, in a ```json block, or plain. The closing tag
+    may be absent, since it may be a stop string. Takes time linear in the reply. Raises `NotAToolCall`, which
+    shows ``example``, a call that the agent may write.
 
     >>> read_tool_call('<tool_call>{"name": "bash", "arguments": {"command": "ls"}}</tool_call>', "")
     ToolCall(name='bash', arguments={'command': 'ls'})

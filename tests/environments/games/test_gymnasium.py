@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from agent_peft.environments import load_environment
-from agent_peft.environments.games.spaces import is_text, reader_of, score_of
+from agent_peft.environments.games.gymnasium import is_text, reader_of, score_of
 from agent_peft.testing import check_environment
 from agent_peft.types import AgentPeftError, Outcome, StopReason
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from agent_peft.environments import load_environment
-from agent_peft.environments.games.reasoning_gym_faults import FAULTS, RUNS
+from agent_peft.environments.games.reasoning_gym import FAULTS, RUNS
 from agent_peft.types import AgentPeftError, Outcome
 
 factory = pytest.importorskip("reasoning_gym.factory", reason="the extra reasoning-gym is not installed")

@@ -366,7 +366,7 @@ def test_whatever_an_environment_does_at_an_action_is_a_defect_and_frees_the_epi
     episode.start()
     told = {
         "nothing": r"task 'a': OddEpisode\.step \(test_strangers_tasks\.py:\d+\) returned None; give an agent_peft",  # noqa: E501
-        "bytes": r"returned a StepResult whose observation is b'bytes'; give a text",
+        "bytes": r"returned a StepResult whose observation is b'bytes'; give an agent_peft",
     }.get(action, "the environment raised")
     with caplog.at_level(logging.ERROR), pytest.raises(DefectError, match=told):
         episode.step(action)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from agent_peft.environments import db_bench, gsm8k, load_environment, os_interaction
+from agent_peft.environments import db_bench, load_environment, os_interaction
 from agent_peft.environments.db_bench.environment import HUB_SET
 from agent_peft.environments.task_files import download
 from agent_peft.environments.task_files.download import convert, read_rows
@@ -23,7 +23,7 @@ from agent_peft.types import AgentPeftError
 READERS = {
     "db_bench": db_bench.load_tasks,
     "os_interaction": os_interaction.load_tasks,
-    "gsm8k": lambda path: gsm8k.load_tasks(path, None),
+    "gsm8k": lambda path: load_environment("gsm8k", tasks=path),
     "questions": lambda path: load_environment("questions", tasks=path),
     "chat": lambda path: load_environment("chat", tasks=path),
     "preferences": lambda path: load_environment("preferences", tasks=path),
@@ -61,9 +61,7 @@ def read_or_refused(reader, path):
 def test_a_file_without_tasks_says_so(kind, content, suffix, tmp_path):
     path = tmp_path / f"t{suffix}"
     path.write_text(content)
-    with pytest.raises(
-        AgentPeftError, match=f"^{path}: holds no (entry|problem|question|conversation|pair); give a"
-    ):
+    with pytest.raises(AgentPeftError, match=f"^{path}: holds no (entry|rows); give a"):
         load_environment({"kind": kind, "tasks": path})
 
 

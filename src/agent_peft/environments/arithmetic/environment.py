@@ -11,10 +11,11 @@ from pydantic import Field, field_validator
 
 from agent_peft.environments.arithmetic.operations import backwards, find_operation
 from agent_peft.environments.arithmetic.problems import Problems, Split, count_problems
-from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
+from agent_peft.environments.base import Environment, EnvironmentConfig
+from agent_peft.environments.graders import Grade, QuestionEpisode
 from agent_peft.environments.templates import fill, with_placeholders
 from agent_peft.lookup import may_import
-from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason, Task
+from agent_peft.types import AgentPeftError, Message, Task
 
 ALPHABET = "0123456789+*-= ^$"  # every character of a prompt or an answer, for a character tokenizer
 
@@ -43,8 +44,7 @@ class ArithmeticConfig(EnvironmentConfig):
         default=3, description="digits of both operands; [low, high] mixes lengths, with a skill for each"
     )
     answer: Form = Field(
-        default="plain",
-        description="plain; reversed: last digit first; worked: reversed, after the work",
+        default="plain", description="plain; reversed: last digit first; worked: reversed, after the work"
     )
     symbols: bool = Field(default=False, description="whether ^ opens the question and $ closes the answer")
     system_prompt: Annotated[str, with_placeholders("operation")] = Field(
@@ -91,11 +91,6 @@ class Arithmetic(Environment):
     config_class = ArithmeticConfig
 
     def __init__(self, config: ArithmeticConfig) -> None:
-        """
-        Raises:
-            AgentPeftError: the split has fewer than ``num_tasks`` problems, or the operation has no worked
-                form.
-        """
         self.config: ArithmeticConfig = config
         self.operation = find_operation(config.operation)
         digits = config.digits if isinstance(config.digits, tuple) else (config.digits, config.digits)
@@ -121,13 +116,19 @@ class Arithmetic(Environment):
     def tasks(self) -> Sequence[Task]:
         return self._tasks
 
-    def episode(self, task: Task, seed: int) -> ArithmeticEpisode:
+    def episode(self, task: Task, seed: int) -> QuestionEpisode:
         a, b = read_operands(task)
         question = f"{'^' if self.config.symbols else ''}{a}{self.operation.symbol}{b}="
         system = fill(self.config.system_prompt, {"operation": self.skill})
         user = Message("user", fill(self.config.prompt, {"question": question}))
         opening = [*([Message("system", system)] if system else []), user]
-        return ArithmeticEpisode(opening, self._grammar, self._answer(task))
+        answer = self._answer(task)
+
+        def grade(reply: str) -> Grade:
+            match = self._grammar.fullmatch(reply.strip())
+            return Grade(match is not None and match[1] == answer, valid=match is not None)
+
+        return QuestionEpisode(opening, grade)
 
     def demonstration(self, task: Task) -> Sequence[str]:
         a, b = read_operands(task)
@@ -159,38 +160,10 @@ class Arithmetic(Environment):
 
 
 def read_operands(task: Task) -> tuple[int, int]:
-    """The two numbers of a task.
-
-    Raises:
-        AgentPeftError: they are not two natural numbers of at most ``MAX_DIGITS`` digits.
-    """
+    """The two numbers of a task, of at most ``MAX_DIGITS`` digits."""
     a, b = task.content.get("a"), task.content.get("b")
     if type(a) is int and type(b) is int and min(a, b) >= 0 and max(a, b) < 10**MAX_DIGITS:
         return a, b
     raise AgentPeftError(
         f"task {task.id!r:.50}: a and b must be whole numbers of at most {MAX_DIGITS} digits, from 0 on"
     )
-
-
-class ArithmeticEpisode(Episode):
-    """One turn. An action of another form is invalid, and incorrect like a wrong number."""
-
-    def __init__(self, opening: Sequence[Message], grammar: re.Pattern[str], answer: str) -> None:
-        self._opening, self._grammar, self._answer = opening, grammar, answer
-        self._over = False
-
-    def start(self) -> Sequence[Message]:
-        return self._opening
-
-    def step(self, action: str) -> StepResult:
-        if self._over:
-            raise RuntimeError("the episode is over")
-        self._over = True
-        match = self._grammar.fullmatch(action.strip())
-        outcome = Outcome.CORRECT if match and match[1] == self._answer else Outcome.INCORRECT
-        return StepResult(
-            "", done=True, outcome=outcome, stop_reason=StopReason.FINISHED, valid=match is not None
-        )
-
-    def close(self) -> None:
-        self._over = True

@@ -89,11 +89,7 @@ OPERATIONS = {
 
 
 def find_operation(name: str) -> Operation:
-    """A row of ``OPERATIONS``, or the ``Operation`` that ``package.module:NAME`` names.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """A row of ``OPERATIONS``, or the ``Operation`` that ``package.module:NAME`` names; else ValueError."""
     if ":" not in name:
         if name not in OPERATIONS:
             raise ValueError(

@@ -135,9 +135,7 @@ class Problems(Sequence[Task]):
         }
 
     def _turn(self, index: int) -> tuple[int, int]:
-        """Whose turn task ``index`` is: the digits of its operands, and how many such tasks came before
-        it.
-        """
+        """The digits of task ``index``, and how many such tasks came before it."""
         (low, high), used = self.digits, 0
         for shortest in range(low, high):
             lengths = high + 1 - shortest

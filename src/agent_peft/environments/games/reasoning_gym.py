@@ -13,14 +13,35 @@ from pydantic import Field
 
 from agent_peft.environments.base import Environment, EnvironmentConfig
 from agent_peft.environments.contract import describe, quote
-from agent_peft.environments.games.reasoning_gym_faults import FAULTS
-from agent_peft.environments.graders import Grade
-from agent_peft.environments.questions import QuestionEpisode
+from agent_peft.environments.graders import Grade, QuestionEpisode
 from agent_peft.lookup import nearest
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, Message, Outcome, Task
 
 PROMPT = "Think step by step. Then write the final answer between <answer> and </answer>."
+# faults of the datasets of version 0.1.25, which are taken only on request
+RUNS = "its scorer runs the agent's answer as Python code"  # with eval, or with sympy's parse_expr
+HASHES = "its problems change with PYTHONHASHSEED, so a run that is resumed would have others"
+FAULTS = {
+    "binary_matrix": RUNS,
+    "countdown": RUNS,
+    "intermediate_integration": RUNS,
+    "n_queens": RUNS,
+    "polynomial_multiplication": RUNS,
+    "puzzle24": RUNS,
+    "simple_integration": RUNS,
+    "spiral_matrix": RUNS,
+    "string_insertion": RUNS,
+    "isomorphic_strings": HASHES,
+    "knight_swap": HASHES,
+    "ransom_note": HASHES,
+    "word_ladder": HASHES,
+    "list_functions": "its problems change from load to load",
+    "coin_flip": "its scorer takes 0 for every probability below 1",
+    "complex_arithmetic": "its scorer takes nan for every number",
+    "game_of_life_halting": "its scorer takes every answer for the right one",
+}
+
 DATASET = "name of a dataset, a list of names, or a mapping of names to the parameters of each"
 
 

@@ -37,10 +37,6 @@ class TextArenaGame(gymnasium.Env[str, str]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        """
-        Raises:
-            ValueError: it is a game of several players, or its words are not there.
-        """
         super().reset(seed=seed)
         self._random = random.Random(seed).getstate()
         with self._own_random():

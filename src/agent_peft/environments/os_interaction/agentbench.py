@@ -35,22 +35,13 @@ def is_entry(entry: Mapping[str, Any]) -> bool:
 
 
 def check_shape(name: str, entry: Mapping[str, Any]) -> None:
-    """Check the form of an entry. An entry that is only unusable here passes.
-
-    Raises:
-        AgentPeftError: a value is wrong.
-    """
+    """Check the form of an entry. An entry that is only unusable here passes."""
     with contextlib.suppress(Unusable):
         read_problem(name, entry)
 
 
 def read_problem(name: str, entry: Mapping[str, Any]) -> ShellProblem:
-    """Check an entry, and return its content.
-
-    Raises:
-        Unusable: it needs an image, a language or a file that is not here.
-        AgentPeftError: the entry is not as it should be.
-    """
+    """Check an entry, and return its content. Raises `Unusable` if it needs what this machine lacks."""
     description = text_of(name, entry, "description")
     if not is_typable(description):
         raise wrong(name, "description", "a text without null characters and surrogates")
@@ -77,10 +68,7 @@ def read_problem(name: str, entry: Mapping[str, Any]) -> ShellProblem:
 
 def bring_files(entry: Any, folder: Path) -> Any:
     """The entry, with every script that it names as a file (below ``folder``) put in as code; those that are
-    not there stay named.
-
-    Raises:
-        RecursionError: it is nested too deeply.
+    not there stay named. Raises RecursionError if it is nested too deeply.
     """
     if isinstance(entry, Mapping):
         file = entry.get("file")

@@ -46,11 +46,6 @@ class OSInteraction(Environment):
     task_files = TaskFiles(generate, OSGenerateConfig, _inspect, partial(download, HUB_SET))
 
     def __init__(self, config: OSInteractionConfig) -> None:
-        """Load the tasks, and replay them if the configuration says so.
-
-        Raises:
-            AgentPeftError: the file is wrong, or no task can be used.
-        """
         self.config: OSInteractionConfig = config
         tasks = _load(config)
         replays = config.replay if config.replay is not None else config.tasks is not None
@@ -76,9 +71,7 @@ class OSInteraction(Environment):
         return demonstrate(read_problem(task.id, task.content), self.config)
 
     def _warn(self) -> None:
-        """Warn of capabilities that the sandboxes of this machine lack, and name the tasks that may need
-        them.
-        """
+        """Warn of capabilities that this machine's sandboxes lack, and name the tasks that may need them."""
         # the sandbox "none" has its own warning
         for lack in missing(self.config.sandbox) if self.config.sandbox != "none" else ():
             needing = [task.id for task in self._tasks if NEED_IDS.intersection(task.skills)]

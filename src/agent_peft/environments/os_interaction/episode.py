@@ -102,9 +102,7 @@ class OSEpisode(Episode):
                 self._sandbox.close()
 
     def _judge(self, error: MachineLost) -> StepResult:
-        """Grade an episode whose machine was lost. If a new machine works, the agent caused it, and the
-        episode is incorrect.
-        """
+        """Grade an episode whose machine was lost: incorrect if a new one works, as the agent caused it."""
         self.close()
         try:
             with build_sandbox(self._config.sandbox, self._config.limits, self._config.runtime) as other:
@@ -162,9 +160,7 @@ def begin(problem: ShellProblem, config: OSInteractionConfig, sandbox: Sandbox, 
 
 
 def demonstrate(problem: ShellProblem, config: OSInteractionConfig) -> tuple[str, ...] | None:
-    """Replies that solve the problem: the gold, and a finish, or an answer with the gold's output. None where
-    there is no gold.
-    """
+    """Replies that solve the problem: the gold, then a finish or the gold's output; None without a gold."""
     write = PROTOCOLS[config.protocol].write
     if isinstance(problem.evaluation, Matches) and problem.evaluation.answer is not None:
         return (write(Finish(problem.evaluation.answer)),)

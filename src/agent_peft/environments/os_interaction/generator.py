@@ -33,14 +33,9 @@ def generate(
     the first of more.
 
     Args:
-        num_tasks: how many.
-        seed: another seed gives other tasks.
         skills: some of `SKILLS` (default: all).
         split: ``train`` or ``heldout``, which share no name of a file, user or group, and no phrasing.
         combined: the share of tasks that ask for two or three things at once, between 0 and 1.
-
-    Raises:
-        AgentPeftError: an argument is wrong.
     """
     skills = tuple(skills or SKILLS)
     for skill in skills:
@@ -136,9 +131,7 @@ def make_entry(index: int, kinds: Sequence[Kind], split: str, rng: random.Random
 
 
 def _evaluation(pools: Names, end: Sequence[str], checks: Sequence[str]) -> str:
-    """The script that asks whether of the pools' names there is what should be in the ``end``, and whether
-    the checks hold.
-    """
+    """The script that checks which of the pools' names exist at the ``end``, and the other checks."""
     tops = [top.removeprefix("/") for top in pools.tops]
     patterns = {"tops": tops, "folders": pools.folders, "people": pools.users, "teams": pools.groups}
     paths = [word for word in end if word.startswith("/")]

@@ -34,14 +34,10 @@ def grade(
     brought that about.
 
     Args:
-        answer: what the agent said, None where it only finished.
+        answer: None where the agent only finished.
         sandbox: the agent's machine; it ends first.
-        run_example: what an example does where the agent has not been; called only if the evaluation asks for
-            it.
+        run_example: runs an example on a machine without the agent's changes; called only if needed.
         seconds: the time limit of each script.
-
-    Raises:
-        InfrastructureError: a sandbox failed.
     """
     evaluation = problem.evaluation
     if answer is not None and len(answer) > MAX_ANSWER:

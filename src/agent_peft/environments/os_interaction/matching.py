@@ -24,9 +24,6 @@ def matches(expected: Matches, answer: str) -> bool:
 
     >>> matches(Matches("log"), " log\\n"), matches(Matches(regex="^[0-9]+$"), "12")
     (True, True)
-
-    Raises:
-        InfrastructureError: no process could be started to search for the expression.
     """
     said = answer.strip() if expected.strip else answer
     return (
@@ -85,9 +82,7 @@ def _says_enough(said: str, true: str) -> bool:
 
 
 def _says_little_else(said: str, true: str) -> bool:
-    """Whether an answer has the words of the truth, as whole words, and few others; numbers and names are
-    counted apart.
-    """
+    """Whether an answer has the words of the truth and few others; numbers and names are counted apart."""
     words, wanted = ([word.strip(_AROUND) for word in text.split()] for text in (said, true))
     if len(words) > len(wanted) + _MORE_WORDS or not any(wanted):
         return False

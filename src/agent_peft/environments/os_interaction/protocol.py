@@ -215,12 +215,7 @@ class Protocol:
     answer: str  # how to end with an answer
 
     def prompt(self, max_turns: int, answers: bool, system_prompt: str | None = None) -> str:
-        """The system message.
-
-        Args:
-            answers: whether the task has an answer.
-            system_prompt: a text with the same placeholders, in place of the protocol's own.
-        """
+        """The system message. ``system_prompt`` replaces the protocol's text, with its placeholders."""
         values = {
             "max_turns": max_turns,
             "ways": "three" if answers else "two",

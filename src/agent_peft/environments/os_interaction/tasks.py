@@ -23,10 +23,6 @@ def load_tasks(path: Path) -> tuple[Task, ...]:
 
     Scripts that an AgentBench entry names as files are read from the task file's folder, so that a task holds
     all it needs.
-
-    Raises:
-        AgentPeftError: the file cannot be read, or an entry is not as it should be (the entry and the key are
-            named).
     """
     return read_tasks(
         path,
@@ -44,12 +40,7 @@ def _whole(name: str, entry: Any, folder: Path) -> Any:
 
 
 def task_of(name: str, entry: Any) -> Task:
-    """An entry as a task; its skills are those it names (AgentBench calls them labels), the primary one
-    first.
-
-    Raises:
-        AgentPeftError: the entry is not as it should be.
-    """
+    """An entry as a task; its skills are those it names (AgentBench calls them labels), the primary first."""
     if not isinstance(entry, Mapping):
         raise AgentPeftError(f"entry {name!r}: must be a JSON object, not {type(entry).__name__}")
     key = "labels" if agentbench.is_entry(entry) else "skill_list"
@@ -74,12 +65,7 @@ def by_rarity(skills: Iterable[str]) -> tuple[str, ...]:
 
 
 def read_problem(name: str, entry: Mapping[str, Any]) -> ShellProblem:
-    """Check an entry, and return its content.
-
-    Raises:
-        Unusable: it needs something that is not here.
-        AgentPeftError: with the entry's name, the key that is wrong, and what belongs there.
-    """
+    """Check an entry, and return its content. Raises `Unusable` if it needs something that is not here."""
     if agentbench.is_entry(entry):
         return agentbench.read_problem(name, entry)
     instruction = text_of(name, entry, "instruction")

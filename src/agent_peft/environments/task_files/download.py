@@ -38,20 +38,12 @@ MAX_BYTES = 64 * MEGABYTE  # of a set's files, and of a file's rows: a small fil
 
 
 def download(hub_set: HubSet, folder: Path) -> list[Path]:
-    """Fetch a set and write it into ``folder``. Return the files.
-
-    Raises:
-        AgentPeftError: the hub does not give the set, or the set has changed.
-    """
+    """Fetch a set and write it into ``folder``. Return the files."""
     return convert(hub_set, _snapshot(hub_set.repository, list(hub_set.files.values())), folder)
 
 
 def convert(hub_set: HubSet, snapshot: Path, folder: Path) -> list[Path]:
-    """Write a set's files from a local copy of its repository.
-
-    Raises:
-        AgentPeftError: the set has changed, or a file cannot be written.
-    """
+    """Write a set's files from a local copy of its repository."""
     for file, pattern in hub_set.files.items():
         files = _matching(snapshot, [pattern])
         if not files:
@@ -89,11 +81,7 @@ def _file_text(path: Path, rows: Sequence[Mapping[str, Any]], structured: frozen
 
 
 def hub_rows(repository: str, split: str) -> list[dict[str, Any]]:
-    """The rows of one split of a hub id, of its configuration ``main`` where it has several.
-
-    Raises:
-        AgentPeftError: the hub does not give it.
-    """
+    """The rows of one split of a hub id, of its configuration ``main`` where it has several."""
     forms = ("{place}{split}{suffix}", "{place}{split}-*{suffix}")  # train_extra.jsonl is another split
     patterns = [
         form.format(place=place, split=split, suffix=suffix)
@@ -111,12 +99,7 @@ def hub_rows(repository: str, split: str) -> list[dict[str, Any]]:
 
 
 def read_rows(files: Sequence[Path]) -> list[dict[str, Any]]:
-    """The rows of parquet and JSONL files, in order.
-
-    Raises:
-        AgentPeftError: one cannot be read, holds more than ``MAX_ROWS`` or ``MAX_BYTES``, or a row that is
-            no object.
-    """
+    """The rows of parquet and JSONL files, in order; at most ``MAX_ROWS``, and ``MAX_BYTES`` a file."""
     rows: list[dict[str, Any]] = []
     for file in files:
         try:
@@ -146,9 +129,7 @@ def _json_rows(file: Path) -> Iterator[Any]:
 
 
 def _parquet_rows(file: Path) -> Iterator[Any]:
-    """Batch by batch, each of which is within the bound even if all of its rows hold the largest text that
-    the file can hold.
-    """
+    """Batch by batch, each within the bound even if all of its rows hold the largest text of the file."""
     import pyarrow.parquet as parquet
 
     with parquet.ParquetFile(file) as table:
@@ -192,9 +173,7 @@ def _unpacked(key: str, value: Any, structured: frozenset[str]) -> Any:
 
 
 def _snapshot(repository: str, patterns: list[str]) -> Path:
-    """A local copy of the files that are like one of the patterns. Their size is checked before they are
-    fetched, if the hub tells it.
-    """
+    """A local copy of the files that match a pattern. Sizes that the hub lists are checked first."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -213,9 +192,7 @@ def _snapshot(repository: str, patterns: list[str]) -> Path:
 
 
 def _sizes_on_hub(repository: str, patterns: list[str]) -> list[int]:
-    """The bytes of each file that would be fetched; nothing if the hub does not tell, such as without a
-    network.
-    """
+    """The bytes of each file that would be fetched; none if the hub does not list them (no network)."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 

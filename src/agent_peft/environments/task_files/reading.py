@@ -23,10 +23,6 @@ def read_tasks(
         what: the environment's name, for messages.
         is_entry: tells an entry from an object of entries.
         task_of: makes a task of an id and an entry.
-
-    Raises:
-        AgentPeftError: the file cannot be read, or an entry is not as it should be (the entry and the key are
-            named).
     """
     text = read_text(path, f"a JSON file of {what} entries", MAX_FILE_BYTES)
     tasks: dict[str, Task] = {}
@@ -109,21 +105,13 @@ def list_of(name: str, holder: Mapping[str, Any], key: str) -> Sequence[Any]:
 
 
 def check_skills(skills: Sequence[str] | None, among: Sequence[str]) -> None:
-    """Check that all skills are known.
-
-    Raises:
-        ValueError: one is not; with the nearest one that is.
-    """
+    """Raise ValueError if a skill is not known, with the nearest one that is."""
     for skill in skills or ():
         if skill not in among:
             raise ValueError(f"{skill!r} is no skill here; {nearest(skill, among)}")
 
 
 def check_one_source(tasks: Path | None, generate: object) -> None:
-    """Check that a configuration names exactly one source of tasks.
-
-    Raises:
-        ValueError: it names both or none.
-    """
+    """Raise ValueError unless a configuration names exactly one source of tasks."""
     if (tasks is None) == (generate is None):
         raise ValueError("set exactly one of tasks (a file) and generate")

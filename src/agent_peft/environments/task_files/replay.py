@@ -7,14 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agent_peft.environments.base import Environment, Episode, Inspection
-from agent_peft.environments.contract import (
-    describe,
-    open_episode,
-    opening_of,
-    place_of,
-    quote,
-    result_of,
-)
+from agent_peft.environments.contract import describe, open_episode, opening_of, place_of, quote, result_of
 from agent_peft.types import AgentPeftError, InfrastructureError, Message, Outcome, StepResult, Task
 
 NOTHINGS = ("",) * 100  # replies that do nothing, for an episode that does not end by itself
@@ -29,14 +22,7 @@ class Replay:
 
 
 def replay(episode: Episode, actions: Sequence[str], pause: float = 0.0) -> Replay:
-    """Play one or more actions in a new episode until it is done, and close it.
-
-    Args:
-        pause: seconds to wait before the last action.
-
-    Raises:
-        ContractError: the episode returns what none may.
-    """
+    """Play actions in a new episode until it is done, and close it; ``pause`` seconds before the last."""
     try:
         messages, results = opening_of(episode), []
         for number, action in enumerate(actions, 1):

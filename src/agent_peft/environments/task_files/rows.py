@@ -46,11 +46,7 @@ TableSource = Annotated[str | Path, AfterValidator(file_or_hub_id)]
 
 
 def check_split(tasks: str | Path, split: str | None) -> None:
-    """Check that a split fits its source.
-
-    Raises:
-        ValueError: a hub id has none, or a file has no such split.
-    """
+    """Raise ValueError if a hub id has no split, or a file has another one than ``train``."""
     if isinstance(tasks, Path):
         check_split_of_file(split)
     elif split is None:
@@ -78,11 +74,7 @@ class Row:
 
 
 def read_table(source: Path | str, split: str | None) -> tuple[str, Sequence[Row]]:
-    """The rows of a file, or of a part of a hub id, and the name of their ids: the file's or the split's.
-
-    Raises:
-        AgentPeftError: it cannot be read.
-    """
+    """The rows of a file, or of a part of a hub id, and the name of their ids: the file's or the split's."""
     if isinstance(source, Path):
         return source.stem, list(_rows_of_file(source))
     name = Part.parse(split or "").name
@@ -90,14 +82,7 @@ def read_table(source: Path | str, split: str | None) -> tuple[str, Sequence[Row
 
 
 def check_columns(source: Path | str, rows: Sequence[Row], columns: Mapping[str, str]) -> None:
-    """Check that every row is an object of JSON values, and that some row has each column.
-
-    Args:
-        columns: the name of each column, by the key that names it.
-
-    Raises:
-        AgentPeftError: a row is none, or no row has a column; with the columns that there are.
-    """
+    """Check that each row is an object of JSON values, and that some row has each column (by its key)."""
     known: dict[str, None] = {}
     for row in rows:
         if not isinstance(row.content, Mapping):

@@ -54,16 +54,7 @@ def load_selected(
     generate: Callable[..., Mapping[str, Any]],
     task_of: Callable[[str, Any], Task],
 ) -> Sequence[Task]:
-    """Load the tasks of the file's part or of the generator, whose primary skill the configuration keeps.
-
-    Args:
-        read: reads a file of tasks.
-        generate: takes the keys of ``config.generate``; returns entries by their ids.
-        task_of: makes a task of an id and an entry.
-
-    Raises:
-        AgentPeftError: the file is wrong, or it has no task in this part or of these skills.
-    """
+    """The tasks of the part of the file, or of the generator, whose primary skill the configuration keeps."""
     if config.tasks is not None:
         tasks = part_of(read(config.tasks), config.split, config.tasks)
     else:
@@ -78,14 +69,7 @@ def load_selected(
 
 
 def part_of(tasks: Sequence[Task], split: str | None, source: Path | str) -> Sequence[Task]:
-    """The tasks that a split names.
-
-    Args:
-        source: the file or hub id, for the message.
-
-    Raises:
-        AgentPeftError: there is none.
-    """
+    """The tasks that a split names, at least one. ``source`` is the file or hub id, for the message."""
     part = tasks if split is None else Part.parse(split).of(tasks)
     if not part:
         raise AgentPeftError(
@@ -110,13 +94,8 @@ def warn_of_shared_tasks(training: Environment, heldout: Environment, number: in
 def select_usable(
     config: TaskSettings, tasks: Sequence[Task], causes: Iterable[str | None]
 ) -> tuple[tuple[Task, ...], tuple[Rejection, ...]]:
-    """Return the first ``config.limit`` usable tasks, and the rejections before them.
-
-    Args:
-        causes: of each task, why it cannot be used, or None. No more of them are consumed than are needed.
-
-    Raises:
-        AgentPeftError: no task can be used.
+    """Return the first ``config.limit`` usable tasks, and the rejections before them. ``causes`` has, for
+    each task, why it cannot be used, or None. No more of them are consumed than are needed.
     """
     usable: list[Task] = []
     rejected: list[Rejection] = []

@@ -18,59 +18,42 @@ Row = TypeVar("Row")
 FILE_SPLIT = "train"  # the name that the datasets library gives to the rows of a file
 FORM = "write train[:90%], train[90%:], train[:100] or train[-100:]"
 
-_SPLIT = re.compile(r"(\w+(?:[.-]\w+)*)(?:\[(?:(-?\d+)(%?))?:(?:(-?\d+)(%?))?\])?", re.ASCII)
-
-
-@dataclass(frozen=True)
-class Bound:
-    """The beginning or the end of a slice: a row, or a percentage of the rows; from the end if negative.
-
-    >>> Bound(-10, "%").of(50), Bound(70, "").of(50)
-    (45, 50)
-    """
-
-    number: int
-    unit: str
-
-    def of(self, rows: int) -> int:
-        """The row, from 0 to ``rows``. Percentages are rounded as the datasets library does."""
-        place = round(self.number * rows / 100) if self.unit else self.number
-        return min(max(place + rows * (place < 0), 0), rows)
+_SPLIT = re.compile(r"(\w+(?:[.-]\w+)*)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Part:
-    """The rows that a split names.
+    """The rows that a split names. A bound is a row or a percentage of the rows, from the end if negative;
+    empty is the first or the last row.
 
     >>> part, rest = Part.parse("train[:75%]"), Part.parse("train[75%:]")
-    >>> part.of(["a", "b", "c"]), rest.of(["a", "b", "c"])
-    (['a', 'b'], ['c'])
+    >>> part.of(["a", "b", "c"]), rest.of(["a", "b", "c"]), Part.parse("train[-1:]").of(["a", "b"])
+    (['a', 'b'], ['c'], ['b'])
     """
 
     name: str
-    first: Bound
-    last: Bound
+    first: str
+    last: str
 
     @classmethod
     def parse(cls, split: str) -> Part:
-        """
-        Raises:
-            ValueError: the split is written in another form, or a percentage is beyond 100.
-        """
         match = _SPLIT.fullmatch(split)
         if match is None:
             raise ValueError(f"{split!r:.60} is no split; {FORM}")
-        name, first, first_unit, last, last_unit = match.groups()
-        bounds = Bound(int(first or 0), first_unit or ""), Bound(int(last or 100), last_unit or "")
-        if last is None:
-            bounds = bounds[0], Bound(100, "%")
-        if any(bound.unit and abs(bound.number) > 100 for bound in bounds):
+        name, *bounds = match.groups(default="")
+        if any(bound.endswith("%") and abs(int(bound[:-1])) > 100 for bound in bounds):
             raise ValueError(f"{split!r:.60} names more than 100%; {FORM}")
         return cls(name, *bounds)
 
     def of(self, rows: Sequence[Row]) -> Sequence[Row]:
         """The rows of this part, in their order."""
-        return rows[self.first.of(len(rows)) : self.last.of(len(rows))]
+        return rows[_place(self.first or "0", len(rows)) : _place(self.last or "100%", len(rows))]
+
+
+def _place(bound: str, rows: int) -> int:
+    """The row of a bound, from 0 to ``rows``. Percentages are rounded as the datasets library does."""
+    place = round(int(bound[:-1]) * rows / 100) if bound.endswith("%") else int(bound)
+    return min(max(place + rows * (place < 0), 0), rows)
 
 
 def _is_split(split: str | None) -> str | None:
@@ -93,11 +76,7 @@ Limit = Annotated[
 
 
 def check_split_of_file(split: str | None, is_file: bool = True) -> None:
-    """Check that a split has an effect on a file, or on generated tasks, which take none.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Raise ValueError if a split has no effect on a file, or on generated tasks, which take none."""
     if split is None:
         return
     if not is_file:

@@ -99,9 +99,7 @@ class Kind:
 
 
 def _claims(value: str) -> set[str]:
-    """The values that no other slot may have. A file claims its folder, too, so that no other request lists,
-    makes or deletes it.
-    """
+    """The values that no other slot may have. A file claims its folder, too: no other request may use it."""
     return {value, value.parent} if isinstance(value, PathSlot) and value.count("/") == 3 else {value}
 
 
