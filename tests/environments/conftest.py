@@ -15,8 +15,9 @@ import pytest
 
 from agent_peft.environments.base import Environment
 from agent_peft.environments.db_bench.servers.private import find_program
-from agent_peft.environments.http.limits import Limits
-from agent_peft.environments.http.server import Address, Host
+from agent_peft.environments.http.guard import Limits
+from agent_peft.environments.http.server import Host
+from agent_peft.environments.http.transport import Address
 from agent_peft.sandbox.base import SandboxLimits
 from agent_peft.sandbox.build import build_sandbox
 from agent_peft.types import AgentPeftError
@@ -46,8 +47,8 @@ def running(
         host.stop()
         thread.join(60)
         assert not thread.is_alive()
-        assert not host.episodes.open
-    assert not [each for each in threading.enumerate() if host.episodes.server_id in each.name]
+        assert not host.sessions.open
+    assert not [each for each in threading.enumerate() if each.name.startswith(host.sessions.name)]
 
 
 @pytest.fixture

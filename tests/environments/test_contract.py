@@ -293,7 +293,7 @@ def test_a_mistake_at_the_beginning_comes_over_http_as_one_line(
     line, written, message = BEGINNING[mistake]
     host = serving({"train": load_environment({"kind": world((line, written))})})
     elsewhere = load_environment({"kind": "remote", "url": host.url})
-    with pytest.raises(AgentPeftError, match=rf"^{host.url}/reset: task 't0': {message.format(file=FILE)}"):
+    with pytest.raises(AgentPeftError, match=rf"^{host.url}: task 't0': {message.format(file=FILE)}"):
         collect(engine, elsewhere)
     elsewhere.close()
 

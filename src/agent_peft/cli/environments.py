@@ -78,15 +78,16 @@ def serve(
     token: Token = None,
     max_episodes: Annotated[int, typer.Option(min=1, help="maximum number of concurrent episodes")] = 1024,
     idle_seconds: Annotated[
-        float, typer.Option(min=1, help="close an episode after this many seconds without a request")
-    ] = 600.0,
+        float, typer.Option(min=1, help="close a session after this many seconds without a step")
+    ] = 3600.0,
 ) -> None:
     """Serve CONFIG's environments over HTTP, until SIGTERM or SIGINT."""
     from agent_peft.configuration.load import EFFECTIVE, read_config, refuse_ineffective
     from agent_peft.environments import load_environment
-    from agent_peft.environments.http.connection import read_token
-    from agent_peft.environments.http.limits import Limits
-    from agent_peft.environments.http.server import Address, serve
+    from agent_peft.environments.http.client import read_token
+    from agent_peft.environments.http.guard import Limits
+    from agent_peft.environments.http.server import serve
+    from agent_peft.environments.http.transport import Address
 
     settings = read_config(config, overrides or ())[0]
     refuse_ineffective("serve", overrides or (), EFFECTIVE["serve"])

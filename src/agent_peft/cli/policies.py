@@ -48,8 +48,8 @@ def serve_policy(
     SIGINT. A request names a policy as its model; base is the model under the first adapter.
     """
     from agent_peft.agents.serving.server import serve
-    from agent_peft.environments.http.connection import read_token
-    from agent_peft.environments.http.server import Address
+    from agent_peft.environments.http.client import read_token
+    from agent_peft.environments.http.transport import Address
     from agent_peft.policies.engine.base import EngineConfig
     from agent_peft.policies.engine.service import Service
 

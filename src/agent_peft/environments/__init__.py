@@ -23,8 +23,8 @@ from agent_peft.environments.db_bench import DBBench
 from agent_peft.environments.games.gymnasium import Gymnasium
 from agent_peft.environments.games.reasoning_gym import ReasoningGym
 from agent_peft.environments.gsm8k import GSM8K
-from agent_peft.environments.http.client import RemoteEnvironment
 from agent_peft.environments.http.openenv import OpenEnv
+from agent_peft.environments.http.remote import RemoteEnvironment
 from agent_peft.environments.os_interaction import OSInteraction
 from agent_peft.environments.preferences import Preferences
 from agent_peft.environments.questions import Questions

@@ -11,7 +11,7 @@ import torch
 
 from agent_peft.agents.serving.models import under
 from agent_peft.agents.serving.server import PolicyHost
-from agent_peft.environments.http.server import Address
+from agent_peft.environments.http.transport import Address
 from agent_peft.policies.config import LoraSettings
 from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.engine.service import Service

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from agent_peft.agents.serving.server import PolicyHost
-from agent_peft.environments.http.server import Address
+from agent_peft.environments.http.transport import Address
 from agent_peft.policies.engine import service
 from agent_peft.policies.engine.kv_cache import ROWS, TierCache
 from agent_peft.policies.engine.service import OpenDecoding

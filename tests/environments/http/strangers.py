@@ -4,11 +4,51 @@ sets.
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
+
+from websockets.sync.client import connect as connect_socket
+
+
+def until(condition: Callable[[], Any], seconds: float = 20) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return found
+
+
+class Session:
+    """What OpenEnv's client sends: ``{"type", "data"}`` over /ws."""
+
+    def __init__(self, socket: Any) -> None:
+        self.socket = socket
+
+    def send(self, kind: str, content: Any = None) -> None:
+        self.socket.send(json.dumps({"type": kind} | ({} if content is None else {"data": content})))
+
+    def receive(self, timeout: float = 20) -> Any:
+        return json.loads(self.socket.recv(timeout=timeout))
+
+    def ask(self, kind: str, content: Any = None) -> Any:
+        self.send(kind, content)
+        return self.receive()
+
+    def reset(self, **content: Any) -> Any:
+        return self.ask("reset", content)["data"]
+
+    def step(self, text: str, **more: Any) -> Any:
+        return self.ask("step", {"text": text, **more})["data"]
+
+
+@contextmanager
+def session(host: Any, **more: Any) -> Iterator[Session]:
+    with connect_socket(host.url.replace("http", "ws") + "/ws", proxy=None, **more) as opened:
+        yield Session(opened)
 
 
 def port_of(url: str) -> int:

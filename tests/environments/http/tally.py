@@ -69,13 +69,12 @@ class TallyEpisode(Episode):
 
 
 def main(port: str, log: str, tasks: str) -> None:
-    from agent_peft.environments.http.limits import Limits
-    from agent_peft.environments.http.server import Address, Host
+    from agent_peft.environments.http.guard import Limits
+    from agent_peft.environments.http.server import Host
+    from agent_peft.environments.http.transport import Address
 
     host = Host(
-        {"train": Tally({"log": Path(log), "tasks": int(tasks)})},
-        Address("127.0.0.1", int(port)),
-        Limits(),
+        {"train": Tally({"log": Path(log), "tasks": int(tasks)})}, Address("127.0.0.1", int(port)), Limits()
     )
     asyncio.run(host.run(lambda: print(host.url, flush=True)))
 

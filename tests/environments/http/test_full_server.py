@@ -7,7 +7,7 @@ from typing import Any
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from agent_peft.environments import load_environment
-from agent_peft.environments.http.limits import Limits
+from agent_peft.environments.http.guard import Limits
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.policy import Policy

@@ -18,8 +18,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from agent_peft.environments import load_environment
-from agent_peft.environments.http import messages
-from agent_peft.environments.http.connection import MAX_ANSWER_BYTES, DefectError
+from agent_peft.environments.http.client import MAX_ANSWER_BYTES, DefectError
 from agent_peft.types import AgentPeftError, InfrastructureError, StepResult
 from tests.environments.http.strangers import answering
 
@@ -30,13 +29,7 @@ TOLD = (AgentPeftError, InfrastructureError)
 
 
 def http(body, head, status=b"200 OK", headers=()):
-    found = re.search(rb"x-request-id: *(\S+)", head, re.IGNORECASE)
-    lines = [
-        b"HTTP/1.1 " + status,
-        b"X-Request-Id: " + (found[1] if found else b""),
-        b"Connection: close",
-        *headers,
-    ]
+    lines = [b"HTTP/1.1 " + status, b"Connection: close", *headers]
     return b"\r\n".join([*lines, b"Content-Length: %d" % len(body), b"", b""]) + body
 
 
@@ -183,13 +176,13 @@ RESET = {
     "observation": {"text": "go", "messages": [{"role": "user", "content": "go"}]},
     "reward": None,
     "done": False,
-    "metadata": {"episode_id": "E", "server_id": "s", "environment": "train", "task": "t"},
+    "metadata": {"episode_id": "e", "step_count": 0, "environment": "train", "task": "t", "done": False},
 }
 STEP = {
     "observation": {"text": "heard", "messages": []},
     "reward": None,
     "done": False,
-    "metadata": {"episode_id": "E", "index": 0, "outcome": "unknown", "stop_reason": None, "valid": True},
+    "metadata": {"episode_id": "e", "index": 0, "outcome": "unknown", "stop_reason": None, "valid": True},
 }
 
 
@@ -208,23 +201,46 @@ def put(content, path, value):
     return copied
 
 
+def frame(text, opcode=1):
+    size = len(text)
+    length = (
+        bytes([size])
+        if size < 126
+        else b"\x7e" + size.to_bytes(2, "big")
+        if size < 1 << 16
+        else b"\x7f" + size.to_bytes(8, "big")
+    )
+    return bytes([0x80 | opcode]) + length + text
+
+
 class Script:
-    """What is answered to each path; ``E`` stands for the episode's id."""
+    """What is answered to each path, and one frame for each message of a session."""
 
     def __init__(self):
-        self.answers = {}
+        self.pages, self.frames, self.handshake = {}, [], b""
 
     def __call__(self, line, head):
         path = head.split(b" ")[1].split(b"?")[0].decode()
-        length = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
-        body = head.partition(b"\r\n\r\n")[2]
-        while length and len(body) < int(length[1]):
-            body += line.recv(65536)
-        answer, status = self.answers.get(path, ({"status": "ok"}, b"200 OK"))
-        text = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-        if found := re.search(rb'"episode_id": ?"(\w+)"', body):
-            text = text.replace(b'"E"', b'"' + found[1] + b'"')
-        line.sendall(http(text, head, status))
+        if path != "/ws":
+            answer, status = self.pages.get(path, ({"actions": ["a"]}, b"200 OK"))
+            line.sendall(
+                http(answer if isinstance(answer, bytes) else json.dumps(answer).encode(), head, status)
+            )
+            return
+        key = re.search(rb"sec-websocket-key: (\S+)", head, re.IGNORECASE)[1]
+        accept = base64.b64encode(hashlib.sha1(key + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest())
+        switching = (
+            b"HTTP/1.1 101 Switching\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: "
+            + accept
+            + b"\r\n\r\n"
+        )
+        line.sendall(self.handshake or switching)
+        for answer in self.frames:
+            sent = line.recv(65536)
+            if not sent or sent[0] & 15 == 8:  # a close
+                return
+            line.sendall(answer)
+        line.recv(65536)
 
 
 @pytest.fixture(scope="module")
@@ -234,8 +250,14 @@ def scripted():
         yield script, url
 
 
-def play(script, url, kind="remote"):
-    """Loading, a demonstration and two steps: each ends in a result or one line."""
+def said(content, kind="observation"):
+    return frame(json.dumps({"type": kind, "data": content}).encode())
+
+
+def play(script, url, frames, tasks=(TASKS, b"200 OK"), demonstration=({"actions": ["a"]}, b"200 OK")):
+    """Loading, a demonstration and a step: each ends in a result or one line."""
+    script.pages = {"/tasks": tasks, "/demonstration": demonstration}
+    script.frames, script.handshake = frames, b""
     with suppress(*TOLD, DefectError):
         elsewhere = remote(url)
         try:
@@ -253,23 +275,21 @@ def play(script, url, kind="remote"):
             elsewhere.close()
 
 
+def put_somewhere(drawn, content, value):
+    return put(content, drawn.draw(st.sampled_from(list(places(content)))), value)
+
+
 @FUZZ
-@given(st.sampled_from(["/tasks", "/reset", "/step", "/demonstration", "/close"]), st.data(), values)
-def test_an_answer_that_one_thing_is_wrong_with(scripted, path, drawn, value):
-    script, url = scripted
-    right = {
-        "/tasks": TASKS,
-        "/reset": RESET,
-        "/step": STEP,
-        "/demonstration": {"actions": ["a"]},
-        "/close": {"status": "ok"},
-    }
-    script.answers = {name: (answer, b"200 OK") for name, answer in right.items()}
-    script.answers[path] = (
-        put(right[path], drawn.draw(st.sampled_from(list(places(right[path])))), value),
-        b"200 OK",
+@given(st.sampled_from(["tasks", "reset", "step", "demonstration"]), st.data(), values)
+def test_an_answer_that_one_thing_is_wrong_with(scripted, wrong, drawn, value):
+    right = {"tasks": TASKS, "reset": RESET, "step": STEP, "demonstration": {"actions": ["a"]}}
+    right[wrong] = put_somewhere(drawn, right[wrong], value)
+    play(
+        *scripted,
+        [said(right["reset"]), said(right["step"])],
+        (right["tasks"], b"200 OK"),
+        (right["demonstration"], b"200 OK"),
     )
-    play(script, url)
 
 
 @FUZZ
@@ -290,7 +310,7 @@ def test_an_answer_that_one_thing_is_wrong_with(scripted, path, drawn, value):
     ),
     values | st.binary(max_size=40),
 )
-@example(b"404 None", {"detail": ["x"], "code": ["unknown_episode"]})
+@example(b"404 None", {"detail": ["x"], "code": ["infrastructure"]})
 @example(b"404 None", {"detail": "\x1b[2J" + "x" * 10_000, "code": "mistake"})
 @example(b"502 Lost", [])
 @example(b"500 Broken", b"[" * 50_000)
@@ -298,55 +318,58 @@ def test_an_answer_that_one_thing_is_wrong_with(scripted, path, drawn, value):
 @example(b"200 OK", b"9" * 5000)
 def test_refusals_that_are_none(scripted, status, answer):
     script, url = scripted
-    script.answers = {
-        "/tasks": (TASKS, b"200 OK"),
-        "/reset": (RESET, b"200 OK"),
-        "/step": (answer, status),
-        "/close": (answer, status),
-    }
-    play(script, url)
-    script.answers = {"/tasks": (answer, status)}
+    play(script, url, [said(answer, "error") if isinstance(answer, dict) else said({}, "error")] * 2)
+    script.pages = {"/tasks": (answer, status)}
     with pytest.raises(AgentPeftError) as error:
         remote(url)
     one_line(error)
 
 
-def test_a_step_that_ends_without_a_reason_is_no_step(scripted):
+@pytest.fixture
+def playing(scripted):
+    """playing(frames): an episode of a server that answers with these."""
     script, url = scripted
-    script.answers = {
-        "/tasks": (TASKS, b"200 OK"),
-        "/reset": (RESET, b"200 OK"),
-        "/step": ({**STEP, "done": True}, b"200 OK"),
-    }
+    script.pages, script.handshake = {"/tasks": (TASKS, b"200 OK")}, b""
     elsewhere = remote(url)
-    episode = elsewhere.episode(elsewhere.tasks[0], 0)
-    episode.start()
-    with pytest.raises(AgentPeftError, match="a stop reason exactly when it is the last"):
-        episode.step("a")
-    episode.close()
-    script.answers["/reset"] = ({**RESET, "observation": {"text": "", "messages": []}}, b"200 OK")
-    with pytest.raises(AgentPeftError, match="begins without a message"):
-        elsewhere.episode(elsewhere.tasks[0], 0).start()
+
+    def begin(*frames):
+        script.frames = list(frames)
+        return elsewhere.episode(elsewhere.tasks[0], 0)
+
+    yield begin
     elsewhere.close()
 
 
-def test_a_defect_is_neither_a_mistake_nor_a_failure_of_the_world(scripted):
-    script, url = scripted
-    broken = {"detail": "the environment raised ZeroDivisionError: \x1b[2J", "code": messages.BROKEN}
-    script.answers = {
-        "/tasks": (TASKS, b"200 OK"),
-        "/reset": (RESET, b"200 OK"),
-        "/step": (broken, b"500 Broken"),
-    }
-    elsewhere = remote(url)
-    episode = elsewhere.episode(elsewhere.tasks[0], 0)
+def test_a_step_that_ends_without_a_reason_is_no_step(playing):
+    episode = playing(said(RESET), said({**STEP, "done": True}))
+    episode.start()
+    with pytest.raises(AgentPeftError, match="has a stop reason exactly when it is the last"):
+        episode.step("a")
+    episode.close()
+    episode = playing(said({**RESET, "observation": {"text": "", "messages": []}}))
+    with pytest.raises(AgentPeftError, match="begins without a message"):
+        episode.start()
+    episode.close()
+
+
+def test_an_answer_to_another_step_is_none(playing):
+    episode = playing(said(RESET), said(STEP), said(STEP))
+    episode.start()
+    episode.step("a")
+    with pytest.raises(InfrastructureError, match="another message"):
+        episode.step("b")
+    episode.close()
+
+
+def test_a_defect_is_neither_a_mistake_nor_a_failure_of_the_world(playing):
+    broken = {"message": "the environment raised ZeroDivisionError: \x1b[2J", "code": "EXECUTION_ERROR"}
+    episode = playing(said(RESET), said(broken, "error"))
     episode.start()
     with pytest.raises(DefectError, match="ZeroDivisionError") as error:
         episode.step("a")
     one_line(error)
     assert not isinstance(error.value, TOLD)
     episode.close()
-    elsewhere.close()
 
 
 @FUZZ
@@ -372,57 +395,8 @@ SCHEMA = {
 OBSERVED = {"type": "observation", "data": {"observation": {"text": "go"}, "reward": 0.5, "done": False}}
 
 
-def frame(text, opcode=1):
-    head = bytes([0x80 | opcode])
-    size = len(text)
-    return (
-        head
-        + (
-            bytes([size])
-            if size < 126
-            else b"\x7e" + size.to_bytes(2, "big")
-            if size < 1 << 16
-            else b"\x7f" + size.to_bytes(8, "big")
-        )
-        + text
-    )
-
-
-class OpenEnvScript:
-    """The page of the schema, and one frame for each message."""
-
-    def __init__(self):
-        self.schema, self.frames, self.handshake = b"", [], b""
-
-    def __call__(self, line, head):
-        if b"/schema" in head.split(b"\r\n")[0]:
-            line.sendall(http(self.schema, head))
-            return
-        key = re.search(rb"sec-websocket-key: (\S+)", head, re.IGNORECASE)[1]
-        accept = base64.b64encode(hashlib.sha1(key + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest())
-        switching = (
-            b"HTTP/1.1 101 Switching\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Accept: "
-            + accept
-            + b"\r\n\r\n"
-        )
-        line.sendall(self.handshake or switching)
-        for answer in self.frames:
-            said = line.recv(65536)
-            if not said or said[0] & 15 == 8:  # a close
-                return
-            line.sendall(answer)
-        line.recv(65536)
-
-
-@pytest.fixture(scope="module")
-def openenv():
-    script = OpenEnvScript()
-    with answering(script) as url:
-        yield script, url
-
-
 def play_openenv(script, url, schema, frames, handshake=b""):
-    script.schema, script.frames, script.handshake = schema, frames, handshake
+    script.pages, script.frames, script.handshake = {"/schema": (schema, b"200 OK")}, frames, handshake
     with suppress(*TOLD):
         environment = load_environment({"kind": "openenv", "url": url, "num_tasks": 1, "timeout": 2.0})
         episode = environment.episode(environment.tasks[0], 0)
@@ -436,7 +410,7 @@ def play_openenv(script, url, schema, frames, handshake=b""):
 
 @FUZZ
 @given(st.booleans(), st.data(), values)
-def test_an_openenv_answer_that_one_thing_is_wrong_with(openenv, in_schema, drawn, value):
+def test_an_openenv_answer_that_one_thing_is_wrong_with(scripted, in_schema, drawn, value):
     right = SCHEMA if in_schema else OBSERVED
     wrong = json.dumps(put(right, drawn.draw(st.sampled_from(list(places(right)))), value)).encode()
     right_frame = frame(json.dumps(OBSERVED).encode())
@@ -445,7 +419,7 @@ def test_an_openenv_answer_that_one_thing_is_wrong_with(openenv, in_schema, draw
         if in_schema
         else [drawn.draw(st.sampled_from([right_frame, frame(wrong)])), frame(wrong)]
     )
-    play_openenv(*openenv, wrong if in_schema else json.dumps(SCHEMA).encode(), frames)
+    play_openenv(*scripted, wrong if in_schema else json.dumps(SCHEMA).encode(), frames)
 
 
 @pytest.mark.parametrize(
@@ -465,10 +439,11 @@ def test_an_openenv_answer_that_one_thing_is_wrong_with(openenv, in_schema, draw
         b'{"type": "observation", "data": 3}',
     ],
 )
-def test_openenv_answers_that_are_none(openenv, data):
-    script, url = openenv
+def test_openenv_answers_that_are_none(scripted, data):
+    script, url = scripted
     right = frame(json.dumps(OBSERVED).encode())
-    script.schema, script.frames, script.handshake = json.dumps(SCHEMA).encode(), [right, frame(data)], b""
+    script.pages, script.handshake = {"/schema": (SCHEMA, b"200 OK")}, b""
+    script.frames = [right, frame(data)]
     environment = load_environment({"kind": "openenv", "url": url, "num_tasks": 1, "timeout": 2.0})
     episode = environment.episode(environment.tasks[0], 0)
     episode.start()
@@ -492,16 +467,16 @@ def test_openenv_answers_that_are_none(openenv, data):
         [b"\xff" * 200],
     ],
 )
-def test_frames_that_are_none(openenv, frames):
-    play_openenv(*openenv, json.dumps(SCHEMA).encode(), frames * 3)
+def test_frames_that_are_none(scripted, frames):
+    play_openenv(*scripted, json.dumps(SCHEMA).encode(), frames * 3)
 
 
 @pytest.mark.parametrize(
     "location", [b"http://[", b"ws://[", b"http://127.0.0.1:99999999/ws", b"ftp://x", b"\xff", b"/ws"]
 )
-def test_redirects_of_a_socket(openenv, location):
-    script, url = openenv
-    script.schema, script.frames = json.dumps(SCHEMA).encode(), []
+def test_redirects_of_a_socket(scripted, location):
+    script, url = scripted
+    script.pages, script.frames = {"/schema": (SCHEMA, b"200 OK")}, []
     script.handshake = b"HTTP/1.1 302 Found\r\nLocation: " + location + b"\r\nContent-Length: 0\r\n\r\n"
     with pytest.raises(AgentPeftError) as error:
         load_environment({"kind": "openenv", "url": url, "num_tasks": 1, "timeout": 2.0})

@@ -3,7 +3,7 @@
 import logging
 from importlib import import_module
 
-from agent_peft.environments.http.log_throttle import LINES, MESSAGE, TRACEBACK, LogThrottle, throttled
+from agent_peft.environments.http.guard import LINES, MESSAGE, TRACEBACK, LogThrottle, throttled
 from agent_peft.environments.http.server import LOGGERS
 
 logger = logging.getLogger("tests.throttled")

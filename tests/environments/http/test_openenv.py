@@ -1,72 +1,25 @@
 """OpenEnv both ways: its clients drive our server, and our client drives its servers."""
 
-import contextlib
 import json
 import logging
 import threading
 
 import pytest
-from websockets.exceptions import ConnectionClosedOK, InvalidStatus
-from websockets.sync.client import connect
 from websockets.sync.server import serve
 
 from agent_peft.environments import load_environment
-from agent_peft.environments.http.limits import Limits
+from agent_peft.environments.http.guard import Limits
 from agent_peft.types import AgentPeftError, InfrastructureError, Message, Outcome, StopReason
+from tests.environments.http.strangers import session
 
 SUMS = {"kind": "arithmetic", "num_tasks": 12, "digits": 1}
-
-
-@contextlib.contextmanager
-def session(host, **more):
-    """What OpenEnv's EnvClient says: {"type", "data"} over /ws. The answer to each message."""
-    with connect(host.url.replace("http", "ws") + "/ws", proxy=None, **more) as socket:
-
-        def ask(kind, content=None):
-            socket.send(json.dumps({"type": kind} | ({} if content is None else {"data": content})))
-            return json.loads(socket.recv(timeout=20))
-
-        ask.socket = socket
-        yield ask
-
-
-def test_an_openenv_client_drives_ours(serving):
-    host = serving({"train": load_environment(SUMS)})
-    with session(host) as ask:
-        assert ask("state") == {"type": "state", "data": {"episode_id": None, "step_count": 0}}
-        opened = ask("reset", {"seed": 3})
-        assert opened["type"] == "observation"
-        a, b = opened["data"]["observation"]["text"].rstrip("=").split("+")
-        done = ask("step", {"text": str(int(a) + int(b)), "metadata": {}})["data"]
-        assert (done["reward"], done["done"]) == (1.0, True)
-        assert ask("state")["data"]["step_count"] == 1
-        again = ask(
-            "reset",
-            {"seed": 3, "task": host.episodes.environments["train"].tasks[4].id, "episode_id": "mine"},
-        )["data"]
-        assert again["metadata"]["episode_id"] == "mine"
-        assert set(host.episodes.open) == {"mine"}
-        ask.socket.send(json.dumps({"type": "close"}))
-        with pytest.raises(ConnectionClosedOK):
-            ask.socket.recv(timeout=20)
-
-
-def test_a_session_ends_with_its_connection(serving):
-    host = serving({"train": load_environment(SUMS)})
-    with session(host) as ask:
-        ask("reset", {})
-        assert len(host.episodes.open) == 1
-    for _ in range(200):
-        if not host.episodes.open:
-            break
-        threading.Event().wait(0.02)
-    assert not host.episodes.open
 
 
 @pytest.mark.parametrize(
     ("sent", "code"),
     [
         ("{", "INVALID_JSON"),
+        (b"{}", "INVALID_JSON"),
         ("[" * 100_000, "INVALID_JSON"),
         ('"reset"', "UNKNOWN_TYPE"),
         ('{"type": "mcp"}', "UNKNOWN_TYPE"),
@@ -77,26 +30,11 @@ def test_a_session_ends_with_its_connection(serving):
     ],
 )
 def test_strangers_messages_are_answered_and_the_session_goes_on(serving, sent, code):
-    with session(serving({"train": load_environment(SUMS)})) as ask:
-        ask.socket.send(sent)
-        refused = json.loads(ask.socket.recv(timeout=20))
+    with session(serving({"train": load_environment(SUMS)})) as one:
+        one.socket.send(sent)
+        refused = one.receive()
         assert (refused["type"], refused["data"]["code"]) == ("error", code)
-        assert ask("reset", {"seed": 1})["type"] == "observation"
-
-
-def test_a_session_of_another_client_is_not_taken_over(serving):
-    host = serving({"train": load_environment(SUMS)})
-    with session(host) as mine, session(host) as other:
-        mine("reset", {"episode_id": "mine", "seed": 1})
-        assert other("reset", {"episode_id": "mine", "seed": 1})["data"]["code"] == "EXECUTION_ERROR"
-
-
-def test_sessions_need_the_token_too(serving):
-    host = serving({"train": load_environment(SUMS)}, token="s3cret")
-    with pytest.raises(InvalidStatus), session(host):
-        pass
-    with session(host, additional_headers={"Authorization": "Bearer s3cret"}) as ask:
-        assert ask("reset", {})["type"] == "observation"
+        assert one.ask("reset", {"seed": 1})["type"] == "observation"
 
 
 # -- the other way -------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -25,11 +25,12 @@ from hypothesis import strategies as st
 from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment, Episode
 from agent_peft.environments.http import messages
-from agent_peft.environments.http.connection import DefectError
-from agent_peft.environments.http.episodes import Episodes
-from agent_peft.environments.http.limits import Limits
+from agent_peft.environments.http.client import DefectError
+from agent_peft.environments.http.guard import Limits
 from agent_peft.environments.http.messages import Refusal
-from agent_peft.environments.http.server import Address, Host
+from agent_peft.environments.http.server import Host
+from agent_peft.environments.http.sessions import Session, Sessions
+from agent_peft.environments.http.transport import Address
 from agent_peft.types import (
     AgentPeftError,
     InfrastructureError,
@@ -39,6 +40,7 @@ from agent_peft.types import (
     StopReason,
     Task,
 )
+from tests.environments.http.strangers import session, until
 
 PRODUCTS = {"kind": "arithmetic", "operation": "multiplication", "num_tasks": 12, "digits": 2}
 DB = {"kind": "db_bench", "generate": {"num_tasks": 6}}
@@ -108,17 +110,15 @@ def world():
 
 def in_loop(world, scenario, **limits):
     async def run():
-        table = Episodes({"train": world}, replace(Limits(), **limits))
+        table = Sessions({"train": world}, replace(Limits(), **limits))
         try:
             return await scenario(table)
         finally:
+            for session in list(table.open):
+                await session.leave()
             await table.shutdown()
 
     return asyncio.run(run())
-
-
-def act(text, index=0, name="e"):
-    return messages.StepRequest(episode_id=name, index=index, action=messages.Action(text=text))
 
 
 # -- whole tasks ---------------------------------------------------------------------------------------------
@@ -135,10 +135,10 @@ def hosts(serving_all_along):
 @pytest.mark.parametrize("a", ["A" * 1000, None, 1.5, True, [1], -1, 10**9, 10**4000])
 @pytest.mark.parametrize("b", [2, 400_000])
 def test_operands_are_whole_numbers_of_a_few_digits(hosts, a, b):
-    task = {"id": "x", "content": {"a": a, "b": b}}
-    answer = httpx.post(f"{hosts['arithmetic'].url}/reset", json={"task": task}, trust_env=False, timeout=20)
-    assert (answer.status_code, answer.json()["code"]) == (422, "mistake")
-    assert "whole numbers of at most 9 digits" in answer.json()["detail"]
+    with session(hosts["arithmetic"]) as one:
+        refused = one.reset(task={"id": "x", "content": {"a": a, "b": b}})
+        assert refused["code"] == "VALIDATION_ERROR"
+        assert "whole numbers of at most 9 digits" in refused["message"]
 
 
 json_values = st.recursive(
@@ -174,181 +174,109 @@ def put(content, path, value):
 @given(st.sampled_from(["arithmetic", "db_bench", "gsm8k"]), st.data(), json_values)
 def test_a_task_that_one_thing_is_wrong_with_is_refused_or_played(hosts, kind, drawn, value):
     host = hosts[kind]
-    environment = host.episodes.environments["train"]
+    environment = host.sessions.environments["train"]
     task = drawn.draw(st.sampled_from(list(environment.tasks)[:5]))
     content = json.loads(json.dumps(task.content))
     content = put(content, drawn.draw(st.sampled_from(list(places(content)))), value)
-    with httpx.Client(base_url=host.url, trust_env=False, timeout=30) as api:
-        opened = api.post("/reset", json={"task": {"id": "x", "content": content}})
-        assert opened.status_code in (200, 422), opened.text
-        for index, action in enumerate(environment.demonstration(task) if opened.status_code == 200 else ()):
-            name = opened.json()["metadata"]["episode_id"]
-            stepped = api.post("/step", json={"episode_id": name, "index": index, "action": {"text": action}})
-            assert stepped.status_code in (200, 410), stepped.text
-        asked = api.post("/demonstration", json={"task": {"id": "x", "content": content}})
-        assert asked.status_code in (200, 422), asked.text
+    with session(host) as one:
+        opened = one.ask("reset", {"task": {"id": "x", "content": content}})
+        codes = ("VALIDATION_ERROR", "EXECUTION_ERROR")
+        assert opened["type"] == "observation" or opened["data"]["code"] in codes, opened
+        for action in environment.demonstration(task) if opened["type"] == "observation" else ():
+            stepped = one.ask("step", {"text": action})
+            assert stepped["type"] == "observation" or stepped["data"]["code"] in codes, stepped
+    asked = httpx.post(
+        f"{host.url}/demonstration",
+        json={"task": {"id": "x", "content": content}},
+        trust_env=False,
+        timeout=30,
+    )
+    assert asked.status_code in (200, 422), asked.text
+
+
+def whole(name, size):
+    return messages.ResetRequest(task=messages.TaskMessage(id=name, content={"x": "a" * size}))
 
 
 def test_a_task_may_have_so_many_bytes_and_all_of_them_together(world):
-    def whole(name, size):
-        return messages.ResetRequest(
-            episode_id=name, task=messages.TaskMessage(id=name, content={"x": "a" * size})
-        )
-
     async def scenario(table):
+        one, two, three, four, five = (Session(table) for _ in range(5))
         with pytest.raises(Refusal, match="1000 bytes at most"):
-            await table.reset(whole("long", 1000))
-        for name in "abc":
-            await table.reset(whole(name, 800))
+            await one.reset(whole("long", 1000))
+        for each in (one, two, three):
+            await each.reset(whole("a", 800))
         with pytest.raises(Refusal, match="whole tasks of all episodes") as refused:
-            await table.reset(whole("d", 800))
-        assert refused.value.status == 429
-        await table.reset(messages.ResetRequest(episode_id="e", task="a"))
-        await table.close("b")
-        await table.reset(whole("d", 800))
+            await four.reset(whole("d", 800))
+        assert refused.value.code == messages.FULL
+        await five.reset(messages.ResetRequest(task="a"))
+        await two.leave()
+        await four.reset(whole("d", 800))
         for content in ({"x": float("nan")}, {"x": "\ud800"}):
             with pytest.raises(Refusal, match="cannot be used here"):
-                await table.reset(messages.ResetRequest(task=messages.TaskMessage(id="odd", content=content)))
+                await five.reset(messages.ResetRequest(task=messages.TaskMessage(id="odd", content=content)))
 
     in_loop(world, scenario, task_bytes=1000, tasks_bytes=2700)
 
 
-def test_a_whole_task_by_a_socket_is_as_bounded(serving):
-    from websockets.sync.client import connect
-
-    host = serving({"train": load_environment(PRODUCTS)}, limits=Limits(task_bytes=1000))
-    with connect(host.url.replace("http", "ws") + "/ws", proxy=None) as socket:
-        socket.send(
-            json.dumps({"type": "reset", "data": {"task": {"id": "x", "content": {"a": "1" * 2000}}}})
-        )
-        refused = json.loads(socket.recv(timeout=20))["data"]
-        assert refused["code"] == "VALIDATION_ERROR"
-        assert "1000 bytes" in refused["message"]
-
-
 def test_of_an_episode_that_is_over_its_task_is_forgotten(world):
     class Content(dict):
-        """Of which it is known whether it is still there."""
+        """A content that can be referenced weakly."""
 
         __hash__ = object.__hash__
 
     there = weakref.WeakSet()
 
     async def play(table, number):
+        one = Session(table)
         task = messages.TaskMessage(id=str(number), content=Content(x="a" * 1000))
         there.add(task.content)
-        await table.reset(messages.ResetRequest(episode_id=str(number), task=task))
-        await (table.step(act("done", name=str(number))) if number % 2 else table.close(str(number)))
+        await one.reset(messages.ResetRequest(task=task))
+        await (one.step(messages.Action(text="done")) if number % 2 else one.leave())
+        return one
 
     async def scenario(table):
-        for number in range(20):
-            await play(table, number)
+        kept = [await play(table, number) for number in range(20)]
         gc.collect()
-        assert len(table.ended) == 20
         assert not there
-        assert (await table.step(act("done", name="1"))).done  # what a repeated request asks for is there
-        with pytest.raises(Refusal, match="over"):
-            await table.reset(
-                messages.ResetRequest(
-                    episode_id="1", task=messages.TaskMessage(id="1", content={"x": "a" * 1000})
-                )
-            )
+        assert not table.open
+        assert all(one.state.done for one in kept)
 
     in_loop(world, scenario)
-
-
-def test_answers_are_kept_in_bytes_not_only_in_number(world):
-    async def scenario(table):
-        for number in range(30):
-            name = str(number)
-            await table.reset(messages.ResetRequest(episode_id=name))
-            await table.step(act("x" * 1000, name=name))
-            with pytest.raises(Refusal):
-                await table.step(act("lost", 1, name))
-        for number in range(30, 60):
-            await table.reset(messages.ResetRequest(episode_id=str(number)))
-            await table.step(act("x" * 1000, name=str(number)))
-            table.open[str(number)].over = True
-            await table._free(table.open[str(number)])
-        assert table.ended_bytes <= 10_000
-        assert "59" in table.ended
-        assert "31" not in table.ended
-        assert table.ended_bytes == sum(record.answer_bytes for record in table.ended.values() if record)
-
-    in_loop(world, scenario, answers_bytes=10_000)
 
 
 # -- whose episodes ------------------------------------------------------------------------------------------
 
 
 def test_an_episode_belongs_to_the_client_that_began_it(serving, world):
+    """No message of another session reaches it, not even with its id."""
     host = serving({"train": world})
-    ann, bob = ({"x-client-id": name} for name in ("ann", "bob"))
-    with httpx.Client(base_url=host.url, trust_env=False) as api:
-        api.post("/reset", json={"episode_id": "e1"}, headers=ann)
-        step = {"episode_id": "e1", "index": 0, "action": {"text": "mine"}}
-        for answer in (
-            api.post("/step", json=step, headers=bob),
-            api.post("/step", json=step),
-            api.post("/close", json={"episode_id": "e1"}, headers=bob),
-            api.post("/reset", json={"episode_id": "e1"}, headers=bob),
-            api.get("/state", params={"episode_id": "e1"}, headers=bob),
+    with session(host) as ann, session(host) as bob:
+        ann.reset(episode_id="e1")
+        for kind, content in (
+            ("step", {"text": "theirs", "episode_id": "e1"}),
+            ("step", {"text": "theirs"}),
+            ("close", {"episode_id": "e1"}),
         ):
-            assert (answer.status_code, answer.json()["code"]) == (409, "conflict")
-        assert api.post("/step", json=step, headers=ann).json()["observation"]["text"] == "mine"
-        assert api.get("/state", params={"episode_id": "e1"}, headers=ann).json()["step_count"] == 1
-        api.post("/close", json={"episode_id": "e1"}, headers=ann)
-    assert world.open == 0
+            if kind == "close":
+                bob.send(kind, content)
+            else:
+                assert bob.ask(kind, content)["type"] == "error"
+        with session(host) as eve:
+            assert eve.reset(episode_id="e1")["metadata"]["episode_id"] == "e1"  # an episode of her own
+            assert eve.step("hers")["metadata"]["index"] == 0
+            assert ann.ask("state")["data"]["step_count"] == 0
+            assert ann.step("mine")["observation"]["text"] == "mine"
+    assert until(lambda: world.open == 0)
 
 
-def test_an_episode_that_takes_no_step_for_a_day_is_closed_though_its_client_speaks(world):
-    now = [0.0]
-
-    async def run():
-        table = Episodes({"train": world}, Limits(), clock=lambda: now[0])
-        await table.reset(messages.ResetRequest(episode_id="held"), "greedy")
-        await table.reset(messages.ResetRequest(episode_id="used"), "greedy")
-        for hour in range(1, 26):
-            now[0] = hour * 3600.0
-            table.touch("greedy")
-            await table.step(act("x", hour - 1, "used"), "greedy")
-            await table.reap()
-        assert set(table.open) == {"used"}
-        await table.shutdown()
-
-    asyncio.run(run())
-
-
-def test_a_close_does_not_wait_for_a_step_and_makes_room(serving, world):
-    host = serving({"train": world}, limits=Limits(episodes=1, threads=3))
-    with httpx.Client(base_url=host.url, trust_env=False, timeout=20) as api:
-        try:
-            for name in "ab":
-                assert api.post("/reset", json={"episode_id": name}).status_code == 200
-                with pytest.raises(httpx.ReadTimeout):
-                    api.post(
-                        "/step",
-                        json={"episode_id": name, "index": 0, "action": {"text": "wait"}},
-                        timeout=0.3,
-                    )
-                assert api.post("/close", json={"episode_id": name}).status_code == 200
-            assert api.post("/reset", json={"episode_id": "c"}).status_code == 200
-            api.post("/close", json={"episode_id": "c"})
-        finally:
-            world.gate.set()
-    end = time.monotonic() + 20
-    while host.episodes.open and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not host.episodes.open
-
-
-def test_closed_episodes_that_are_still_at_a_step_are_not_without_number(world):
+def test_episodes_without_a_client_that_are_still_at_a_step_are_not_without_number(world):
     async def scenario(table):
-        for name in "abc":
-            await table.reset(messages.ResetRequest(episode_id=name))
-            table.open[name].over = True
+        for _ in range(3):
+            left = Session(table)
+            await left.reset(messages.ResetRequest())
+            left.over = True
         with pytest.raises(Refusal, match="the most it may"):
-            await table.reset(messages.ResetRequest(episode_id="d"))
+            await Session(table).reset(messages.ResetRequest())
 
     in_loop(world, scenario, episodes=1, threads=2)
 
@@ -372,7 +300,7 @@ def test_whatever_an_environment_does_at_an_action_is_a_defect_and_frees_the_epi
         episode.step(action)
     assert re.search(told, caplog.text)
     assert world.open == 0
-    assert not host.episodes.open
+    assert not host.sessions.open
     episode.close()
     own = elsewhere.episode(
         Task("own", (), {"n": 2}), 0
@@ -403,7 +331,7 @@ def test_a_server_that_is_too_slow_is_an_infrastructure_failure_and_its_episode_
     elsewhere = load_environment({"kind": "remote", "url": host.url, "timeout": 0.5, "patience": 0.0})
     episode = elsewhere.episode(elsewhere.tasks[0], 7)
     episode.start()
-    with pytest.raises(InfrastructureError, match="Timeout"):
+    with pytest.raises(InfrastructureError, match="timed out"):
         episode.step("wait")
     episode.close()
     again = elsewhere.episode(elsewhere.tasks[0], 7)
@@ -411,10 +339,7 @@ def test_a_server_that_is_too_slow_is_an_infrastructure_failure_and_its_episode_
     assert again.step("done").outcome is Outcome.CORRECT
     again.close()
     world.gate.set()
-    end = time.monotonic() + 20
-    while host.episodes.open and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not host.episodes.open
+    assert until(lambda: not host.sessions.open)
     assert world.open == 0
     elsewhere.close()
 
@@ -423,12 +348,10 @@ def test_an_action_longer_than_any_context_is_an_action(serving, world):
     elsewhere = load_environment({"kind": "remote", "url": serving({"train": world}).url})
     episode = elsewhere.episode(elsewhere.tasks[0], 7)
     episode.start()
-    with pytest.raises(
-        InfrastructureError, match="more than 4194304 bytes"
-    ):  # the observation, which is the action
+    with pytest.raises(InfrastructureError, match="too big"):  # the observation, which is the action
         episode.step("\U0010ffff" * (messages.MAX_ACTION_CHARS + 5))
     episode.close()
-    assert world.open == 0
+    assert until(lambda: world.open == 0)
     elsewhere.close()
 
 
@@ -440,7 +363,7 @@ def test_an_environment_without_a_sandbox_is_served_with_a_token_only(world):
         Host({"train": world, "evaluation": Bare()}, Address("127.0.0.1", 0), Limits())
     host = Host({"train": Bare()}, Address("127.0.0.1", 0), Limits(), token="s3cret")
     host._socket.close()
-    host.episodes._threads.shutdown()
+    host.sessions._threads.shutdown()
 
 
 def test_what_the_shell_without_a_sandbox_says_of_itself():
@@ -481,8 +404,9 @@ def test_pages_are_bounded_in_bytes(serving, monkeypatch):
 STUCK = """\
 import sys, time
 from agent_peft.environments.base import Environment, Episode
-from agent_peft.environments.http.limits import Limits
-from agent_peft.environments.http.server import Address, serve
+from agent_peft.environments.http.guard import Limits
+from agent_peft.environments.http.transport import Address
+from agent_peft.environments.http.server import serve
 from agent_peft.types import Message, Task
 
 class Stuck(Environment, Episode):
@@ -510,13 +434,12 @@ def test_a_step_that_does_not_end_stops_neither_the_server_nor_its_end(action):
     ) as process:
         try:
             url = process.stdout.readline().split(" on ")[1].split(" ")[0]
-            with httpx.Client(base_url=url, trust_env=False, timeout=20) as api:
-                api.post("/reset", json={"episode_id": "e"})
-                with pytest.raises(httpx.ReadTimeout):
-                    api.post(
-                        "/step", json={"episode_id": "e", "index": 0, "action": {"text": action}}, timeout=0.5
-                    )
-                assert api.get("/health").status_code == 200
+            with session(SimpleNamespace(url=url)) as one:
+                one.reset()
+                one.send("step", {"text": action})
+                with pytest.raises(TimeoutError):
+                    one.receive(timeout=0.5)
+                assert httpx.get(f"{url}/health", trust_env=False, timeout=20).status_code == 200
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 1
             assert "a step that did not end" in process.stderr.read()
@@ -560,6 +483,7 @@ def play_hostile_replies(serving, episodes):
     before = descriptors = 0
     for number in range(episodes):
         if number == episodes // 2:
+            until(lambda: not any(host.sessions.connected for host in hosts))
             gc.collect()
             before, descriptors = resident(), len(os.listdir("/proc/self/fd"))
         environment = elsewhere[number % 3]
@@ -574,9 +498,10 @@ def play_hostile_replies(serving, episodes):
             if result.done:
                 break
         episode.close()
+    until(lambda: not any(host.sessions.connected for host in hosts))
     gc.collect()
     grown = resident() - before, len(os.listdir("/proc/self/fd")) - descriptors
-    assert not any(host.episodes.open for host in hosts)
+    assert until(lambda: not any(host.sessions.open for host in hosts))
     for environment in elsewhere:
         environment.close()
     return grown

@@ -17,29 +17,21 @@ from pathlib import Path
 import httpx
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
-from websockets.sync.client import connect as connect_socket
 
 from agent_peft.environments import load_environment
-from agent_peft.environments.http.limits import Limits
+from agent_peft.environments.http.guard import Limits
 from agent_peft.environments.http.transport import within_descriptors
-from tests.environments.http.strangers import ask, connect, hung_up, request, status
+from tests.environments.http.strangers import ask, connect, hung_up, request, session, status, until
 
 SUMS = {"kind": "arithmetic", "num_tasks": 500, "digits": 2}
 QUICK = Limits(head_seconds=0.3, body_seconds=0.3, keep_alive_seconds=1, answer_seconds=0.5)
-HALF_A_HEAD = b"POST /reset HTTP/1.1\r\nHost: localhost\r\n"
+HALF_A_HEAD = b"POST /demonstration HTTP/1.1\r\nHost: localhost\r\n"
 KEPT = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 HEAD = HALF_A_HEAD + b"Content-Type: application/json\r\nContent-Length: 9\r\n\r\n"
 
 
 def served(serving, limits, **more):
     return serving({"train": load_environment(SUMS)}, limits=limits, **more)
-
-
-def until(found, seconds=20):
-    end = time.monotonic() + seconds
-    while not found() and time.monotonic() < end:
-        time.sleep(0.05)
-    return found()
 
 
 @pytest.mark.parametrize(
@@ -115,7 +107,7 @@ def test_connections_that_are_busy_are_not_closed_for_others(serving):
 
 
 def test_connections_are_a_third_of_the_descriptors(monkeypatch):
-    for descriptors, most in ((256, 85), (1024, 341), (20000, 1024), (resource.RLIM_INFINITY, 1024), (3, 2)):
+    for descriptors, most in ((256, 85), (1024, 341), (20000, 1536), (resource.RLIM_INFINITY, 1536), (3, 2)):
         monkeypatch.setattr(
             resource, "getrlimit", lambda _, descriptors=descriptors: (descriptors, descriptors)
         )
@@ -156,70 +148,98 @@ def test_three_hundred_slow_connections_where_there_are_256_descriptors(tmp_path
 # -- WebSockets ----------------------------------------------------------------------------------------------
 
 
-def address(host):
-    return host.url.replace("http", "ws") + "/ws"
-
-
 def test_idle_websockets_are_closed(serving):
     host = served(serving, Limits(idle_seconds=0.5))
-    with (
-        connect_socket(address(host), proxy=None) as idle,
-        connect_socket(address(host), proxy=None) as begun,
-    ):
-        begun.send('{"type": "reset"}')
-        begun.recv(timeout=20)
-        for talking in (idle, begun):
+    with session(host) as idle, session(host) as playing:
+        playing.reset()
+        for each in (idle, playing):
             with pytest.raises(ConnectionClosed):
-                talking.recv(timeout=20)
-    assert until(lambda: not host.episodes.open)
+                each.socket.recv(timeout=20)
+    assert until(lambda: not host.sessions.open)
+
+
+def test_a_session_that_takes_no_step_is_closed_though_its_client_speaks(serving):
+    host = served(serving, Limits(idle_seconds=1.0))
+    with session(host) as held, session(host) as used:
+        held.reset()
+        used.reset()
+        with pytest.raises(ConnectionClosed):
+            for _ in range(200):
+                held.ask("state")
+                used.reset()
+                time.sleep(0.05)
+        assert used.ask("state")["data"]["step_count"] == 0
 
 
 def test_websockets_leave_room_for_requests_and_for_those_that_play(serving):
     host = served(serving, Limits(connections=8))
     with ExitStack() as stack:
-        playing = stack.enter_context(connect_socket(address(host), proxy=None))
-        playing.send('{"type": "reset", "data": {"seed": 1}}')
-        playing.recv(timeout=20)
+        playing = stack.enter_context(session(host))
+        playing.reset(seed=1)
         idle = []
         for _ in range(30):
             with suppress(InvalidStatus, ConnectionClosed):
-                idle.append(stack.enter_context(connect_socket(address(host), proxy=None)))
+                idle.append(stack.enter_context(session(host)))
         assert httpx.get(f"{host.url}/health", trust_env=False, timeout=20).status_code == 200
-        playing.send('{"type": "state"}')
-        assert json.loads(playing.recv(timeout=20))["data"]["step_count"] == 0
-        idle[-1].send('{"type": "reset"}')
-        assert json.loads(idle[-1].recv(timeout=20))["type"] == "observation"
+        assert playing.ask("state")["data"]["step_count"] == 0
+        assert idle[-1].ask("reset")["type"] == "observation"
         assert len(host._server.server_state.connections) <= 8
 
 
 def test_a_full_house_of_playing_websockets_refuses_another(serving):
     host = served(serving, Limits(connections=4))
     with ExitStack() as stack:
-        for _ in range(2):
-            playing = stack.enter_context(connect_socket(address(host), proxy=None))
-            playing.send('{"type": "reset"}')
-            playing.recv(timeout=20)
-        with pytest.raises(InvalidStatus):
-            stack.enter_context(connect_socket(address(host), proxy=None))
-    assert until(lambda: not host.episodes.open)
+        for _ in range(3):
+            stack.enter_context(session(host)).reset()
+        with pytest.raises(InvalidStatus) as refused:
+            stack.enter_context(session(host))
+        assert refused.value.response.status_code == 503
+    assert until(lambda: not host.sessions.open)
 
 
-@pytest.mark.parametrize("fragment", [b"", b"a"])
+@pytest.mark.parametrize("fragment", ["", "a"])
 def test_a_message_of_endless_fragments_is_cut(serving, fragment):
-    host = served(serving, Limits())
-    with connect_socket(address(host), proxy=None) as talking, pytest.raises(ConnectionClosed):
-        talking.send(iter(["a", *[fragment.decode()] * 5000]))
-        talking.recv(timeout=20)
+    with session(served(serving, Limits())) as one, pytest.raises(ConnectionClosed):
+        one.socket.send(iter(["a", *[fragment] * 5000]))
+        one.socket.recv(timeout=20)
+
+
+HANDSHAKE = (
+    b"GET /ws HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
+)
+
+
+def test_a_message_that_does_not_end_is_not_waited_for(serving):
+    """Unlike a session that only waits, and answers pings."""
+    host = served(serving, QUICK)
+    with session(host) as waiting, connect(host.url, HANDSHAKE) as line:
+        assert line.recv(1000).startswith(b"HTTP/1.1 101")
+        line.sendall(b"\x81\x85\0\0\0\0ab")  # two of five bytes
+        assert until(lambda: hung_up(line))
+        waiting.socket.ping()
+        assert waiting.ask("state")["type"] == "state"
+
+
+def test_messages_that_are_under_way_are_bounded_together(serving):
+    host = served(serving, Limits(messages_bytes=1000))
+    head, message = b"\x81\xfe" + (900).to_bytes(2, "big") + bytes(4), b'{"type": "state"}'.ljust(900)
+    with connect(host.url, HANDSHAKE) as slow, connect(host.url, HANDSHAKE) as late:
+        for line in (slow, late):
+            assert line.recv(1000).startswith(b"HTTP/1.1 101")
+        slow.sendall(head + message[:800])
+        assert until(lambda: host._server.config.incomplete > 700)
+        late.sendall(head + message[:800])
+        assert until(lambda: hung_up(late))
+        slow.sendall(message[800:])
+        assert b'"step_count":0' in slow.recv(1000)
+    assert until(lambda: host._server.config.incomplete == 0)
 
 
 def test_pings_that_are_not_read_about_fill_nothing(serving):
     host = served(serving, Limits(answer_seconds=1.0))
-    head = (
-        b"GET /ws HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-        b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n"
-    )
     ping = b"\x89\xfd" + b"\0\0\0\0" + b"x" * 125  # masked with nothing
-    with connect(host.url, head, timeout=3) as line:
+    with connect(host.url, HANDSHAKE, timeout=3) as line:
         assert line.recv(1000).startswith(b"HTTP/1.1 101")
         with suppress(OSError):
             for _ in range(500):

@@ -27,7 +27,8 @@ from agent_peft.agents.serving.replies import Replies, finish, problem_of, strea
 from agent_peft.agents.serving.requests import ChatRequest, CompletionRequest
 from agent_peft.agents.serving.tools import CLOSE
 from agent_peft.config import first_error
-from agent_peft.environments.http.app import (
+from agent_peft.environments.http.messages import Health, Refusal, one_line
+from agent_peft.environments.http.transport import (
     JSON,
     FastAPI,
     HTTPException,
@@ -35,7 +36,6 @@ from agent_peft.environments.http.app import (
     RequestValidationError,
     Response,
 )
-from agent_peft.environments.http.messages import Health, Refusal, one_line
 from agent_peft.version import __version__
 
 REFUSALS: dict[int | str, dict[str, Any]] = {

@@ -13,8 +13,8 @@ from agent_peft.agents.serving.choices import ChoiceStream
 from agent_peft.agents.serving.draws import Draw
 from agent_peft.agents.serving.prompts import sampling_of
 from agent_peft.agents.serving.requests import MAX_CHOICES, ChatRequest, CompletionRequest
-from agent_peft.environments.http.app import Request, StreamingResponse
 from agent_peft.environments.http.messages import Refusal, encode
+from agent_peft.environments.http.transport import Request, StreamingResponse
 from agent_peft.policies.engine.service import Service
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, InfrastructureError

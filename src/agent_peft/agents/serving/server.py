@@ -10,11 +10,8 @@ from dataclasses import replace
 
 from agent_peft.agents.serving.app import policy_app
 from agent_peft.agents.serving.replies import Replies, problem_of
-from agent_peft.environments.http.guard import Guard, is_loopback
-from agent_peft.environments.http.limits import Limits
-from agent_peft.environments.http.log_throttle import throttled
-from agent_peft.environments.http.server import Address, listen
-from agent_peft.environments.http.transport import Server, within_descriptors
+from agent_peft.environments.http.guard import Guard, Limits, is_loopback, throttled
+from agent_peft.environments.http.transport import Address, Server, listen, within_descriptors
 from agent_peft.policies.engine.service import Service
 from agent_peft.types import AgentPeftError
 

@@ -1,3 +1,1 @@
-"""Environments over HTTP: a server for any environment, and the clients that make one elsewhere look like
-one of ours.
-"""
+"""Environments over HTTP: a server for any environment, and environments whose episodes run on a server."""

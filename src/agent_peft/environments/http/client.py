@@ -1,306 +1,353 @@
-"""The client of ``agent-peft serve``: an environment that runs in another process or on another machine."""
+"""The client's side: requests to a server that is not trusted, and one WebSocket session per episode.
+
+Answers are read up to a limit, within a time limit, uncompressed, and checked.
+"""
 
 from __future__ import annotations
 
+import importlib
+import json
 import logging
-import threading
-import uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from typing import Annotated, overload
+import os
+import ssl
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing, suppress
+from http.cookiejar import CookieJar, DefaultCookiePolicy
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field
+from pydantic import BaseModel, ValidationError
 
-from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
+from agent_peft.config import first_error
 from agent_peft.environments.http import messages
-from agent_peft.environments.http.connection import MAX_PAGE_BYTES, Connection, DefectError, checked_url
-from agent_peft.types import AgentPeftError, InfrastructureError, Message, StepResult, Task
+from agent_peft.environments.http.guard import is_loopback
+from agent_peft.types import AgentPeftError, InfrastructureError
+
+if TYPE_CHECKING:
+    import httpx
+    from websockets.sync.client import ClientConnection
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+Answer = TypeVar("Answer", bound=BaseModel)
 
-TASKS_PER_PAGE = 16  # tasks in a page of very many, of which a step looks at a few
-MAX_CACHED_PAGES = 64  # such pages that are kept
-MAX_SET_BYTES = 256 << 20  # bytes of all tasks, where these are not very many
-PULSE_SECONDS = 60.0  # seconds between two signs of life
-PAGE_NODES = 4_000_000  # commas and brackets of a page
-
-
-class RemoteConfig(EnvironmentConfig):
-    """The server of an environment, and the time limits of requests."""
-
-    kind: str = "remote"
-    url: Annotated[str, AfterValidator(checked_url)] = Field(
-        description="address of the server, such as http://127.0.0.1:8000"
-    )
-    environment: str = Field(
-        default=messages.TRAIN, description="name of the environment on the server: train or evaluation"
-    )
-    token: str | None = Field(
-        default=None,
-        description="name of the environment variable that holds the server's token; null sends none",
-    )
-    timeout: float = Field(default=120.0, gt=0, description="time limit of one answer in seconds")
-    patience: float = Field(
-        default=30.0, ge=0, description="seconds for which an unanswered request is repeated"
-    )
-    examples: int = Field(default=0, ge=0, le=63, description="number of solved tasks shown before each task")
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # seconds between two attempts: doubled from the first to the longest
+BUSY = frozenset({502, 503, 504})  # of a proxy before the server, or of a server without room
+MAX_ANSWER_BYTES = 4 << 20  # more than any context holds
 
 
-class RemoteEnvironment(Environment):
-    """A served environment. Its tasks, seeds, demonstrations, results and errors are those of the environment
-    on the server.
+class DefectError(Exception):
+    """The served environment raised, and not because its world failed: a defect of its code."""
 
-    An unanswered request is sent again, and the server executes it once. An episode that the server has lost
-    (it was killed or restarted) raises ``InfrastructureError``. The collector then replays its actions in
-    another episode, and counts the episode as incorrect if that fails, too.
+
+class SessionRefusal(Exception):
+    """A server refuses a message of a session, with one of OpenEnv's codes."""
+
+    def __init__(self, code: str, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class _NoAnswer(Exception):
+    """The attempt may be repeated."""
+
+
+class _Full(_NoAnswer):
+    """The server has no room until other episodes end."""
+
+
+class Connection:
+    """The address of a server, and its HTTP connections. May be shared between threads.
+
+    Args:
+        token: name of the environment variable that holds it.
+        timeout: seconds for one answer.
+        patience: seconds within which an unanswered request, or a session for which there is no room, is
+            tried again.
     """
 
-    config_class = RemoteConfig
+    def __init__(self, url: str, token: str | None, timeout: float, patience: float = 0.0) -> None:
+        self.url, self.timeout, self.patience = url, timeout, patience
+        self.received = 0  # bytes of all HTTP answers
+        self.headers = {} if token is None else {"authorization": f"Bearer {read_token(token)}"}
+        self.local = is_loopback(urlsplit(url).hostname or "")  # then no proxy is used
+        self._down = False  # a request ran out of patience, so others try once
+        self._tls = ssl.create_default_context() if url.startswith("https") else None
+        self._httpx, self.websockets = _import("httpx"), _import("websockets.exceptions")
+        self._connect = _import("websockets.sync.client").connect
+        self.failures = (self.websockets.WebSocketException, OSError, EOFError)  # of a WebSocket
+        self._client: httpx.Client = self._httpx.Client(
+            base_url=url,
+            headers={"content-type": "application/json", "accept-encoding": "identity", **self.headers},
+            timeout=self._httpx.Timeout(timeout, connect=min(timeout, 10.0), pool=None),
+            limits=self._httpx.Limits(
+                max_connections=256, max_keepalive_connections=64, keepalive_expiry=60.0
+            ),
+            trust_env=not self.local,
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),  # none are kept
+        )
 
-    def __init__(self, config: RemoteConfig) -> None:
-        """Fetch the tasks.
+    def fetch(
+        self,
+        model: type[Answer],
+        path: str,
+        message: BaseModel | None = None,
+        params: Mapping[str, Any] | None = None,
+        most: int = MAX_ANSWER_BYTES,
+        nodes: int = messages.MAX_NODES,
+    ) -> Answer:
+        """Get an answer, or post a message that may be repeated.
+
+        Args:
+            most: bytes of the answer.
+            nodes: commas and brackets in it.
+        """
+        content = None if message is None else messages.encode(message)
+        request = self._client.build_request(
+            "GET" if content is None else "POST", path, content=content, params=params
+        )
+        return self.parse(model, self.attempt(lambda: self._send(request, path, most, nodes), path))
+
+    def attempt(self, call: Callable[[], T], path: str) -> T:
+        """Call until there is an answer, for ``patience`` seconds.
 
         Raises:
-            AgentPeftError: no server answers, or it refuses.
+            InfrastructureError: no answer came.
+            AgentPeftError: the server has had no room for too long.
         """
-        self.config: RemoteConfig = config
-        self.connection = Connection(config.url, config.token, config.timeout, config.patience)
-        self._presence = Presence(self.connection)
+        end = time.monotonic() + (0.0 if self._down else self.patience)
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                answer = call()
+                self._down = False
+                return answer
+            except _NoAnswer as error:
+                if time.monotonic() + pause > end:
+                    text = f"{self.url}{path}: {messages.one_line(error)}"
+                    if isinstance(error, _Full):
+                        tried = f" (asked again for {self.patience:g} s)" if self.patience else ""
+                        raise AgentPeftError(text + tried) from error
+                    self._down = True
+                    raise InfrastructureError(text) from error
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def parse(self, model: type[Answer], content: Any) -> Answer:
         try:
-            self._tasks = self._fetch_tasks()
-            self.examples = self._fetch_examples() if config.examples else ()
-        except DefectError as error:
-            self.connection.close()
-            raise AgentPeftError(str(error)) from error
-        except InfrastructureError as error:
-            self.connection.close()
+            return model.model_validate(content)
+        except ValidationError as error:
             raise AgentPeftError(
-                f"no server answers ({error}); start it with: agent-peft serve CONFIG"
+                f"{self.url}: the server has another version of agent-peft, or is another program "
+                f"({messages.one_line(first_error(error))})"
             ) from error
-        except BaseException:
-            self.connection.close()
-            raise
-        self._by_id = {task.id: task for task in self._tasks} if isinstance(self._tasks, tuple) else {}
 
-    @property
-    def tasks(self) -> Sequence[Task]:
-        return self._tasks
-
-    def episode(self, task: Task, seed: int) -> RemoteEpisode:
-        request = messages.ResetRequest(
-            # random, not derived from the seed: two runs of one seed must not share an episode
-            episode_id=uuid.uuid4().hex,
-            environment=self.config.environment,
-            task=self._name(task),
-            seed=seed,
-        )
-        examples = [example for example in self.examples if example.task != task.id][: self.config.examples]
-        return RemoteEpisode(
-            self.connection,
-            self._presence,
-            request,
-            [message.message() for example in examples for message in example.messages],
-        )
-
-    def demonstration(self, task: Task) -> Sequence[str] | None:
-        request = messages.DemonstrationRequest(environment=self.config.environment, task=self._name(task))
-        return self.connection.post("/demonstration", messages.Demonstration, request).replies()
+    def connect(self, stack: ExitStack) -> ClientConnection:
+        """Open a WebSocket that ``stack`` closes."""
+        parts = urlsplit(self.url)
+        address = f"{'ws' if self._tls is None else 'wss'}://{parts.netloc}{parts.path}/ws"
+        options: dict[str, Any] = {"proxy": None} if self.local else {}
+        try:
+            socket: ClientConnection = stack.enter_context(
+                self._connect(
+                    address,
+                    ssl=self._tls,
+                    additional_headers=self.headers,
+                    open_timeout=self.timeout,
+                    close_timeout=2.0,
+                    ping_interval=None,  # the server pings
+                    compression=None,
+                    max_size=MAX_ANSWER_BYTES,
+                    max_queue=1,
+                    **options,
+                )
+            )
+        except (*self.failures, ValueError) as error:  # a redirect may lead to an invalid URL
+            status = getattr(getattr(error, "response", None), "status_code", 0)
+            if status in (401, 403):
+                raise self._denied(str(error)) from error
+            raise _NoAnswer(f"connecting: {str(error) or type(error).__name__}") from error
+        return socket
 
     def close(self) -> None:
-        self._presence.stop()
-        self.connection.close()
+        self._client.close()
 
-    def _name(self, task: Task) -> str | messages.TaskMessage:
-        """The id of a served task; any other task whole."""
-        return task.id if self._by_id.get(task.id) == task else messages.TaskMessage.of(task)
-
-    def _fetch_tasks(self) -> Sequence[Task]:
-        """All tasks at once, or a sequence that fetches pages when there are very many."""
-        where, connection = {"environment": self.config.environment}, self.connection
-        tasks: list[Task] = []
-        while True:
-            page = connection.get(
-                "/tasks", messages.TaskPage, {**where, "offset": len(tasks)}, MAX_PAGE_BYTES, PAGE_NODES
-            )
-            if page.total > messages.MAX_LISTED_TASKS:
-                return RemoteTasks(connection, self.config.environment, range(page.total))
-            if connection.received > MAX_SET_BYTES:
-                raise AgentPeftError(
-                    f"{connection.url}: its tasks have more than {MAX_SET_BYTES >> 20} MiB; serve fewer"
-                )
-            tasks += [message.task() for message in page.tasks]
-            if len(tasks) >= page.total or not page.tasks:
-                return tuple(tasks)
-
-    def _fetch_examples(self) -> tuple[messages.Example, ...]:
-        """One example more than a prompt shows, because a task never shows its own solution."""
-        count = self.config.examples
-        examples = self.connection.get("/examples", messages.Examples, {"count": count + 1}).examples
-        if len(examples) <= count:
-            raise AgentPeftError(
-                f"{self.connection.url}: has {len(examples)} solved tasks, and examples + 1 are needed; "
-                f"set examples to {len(examples) - 1}"
-            )
-        return examples
-
-
-@dataclass(frozen=True, eq=False)
-class RemoteTasks(Sequence[Task]):
-    """A sequence of very many tasks. It fetches a page when one of its tasks is read.
-
-    Raises:
-        InfrastructureError: on reading, if the server does not answer, or sends fewer tasks than it has.
-    """
-
-    connection: Connection
-    environment: str
-    indices: range
-    pages: Callable[[int], tuple[Task, ...]] | None = field(default=None, repr=False)  # shared with slices
-
-    def __post_init__(self) -> None:
-        if self.pages is None:
-            object.__setattr__(self, "pages", lru_cache(maxsize=MAX_CACHED_PAGES)(self._fetch))
-
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> RemoteTasks: ...
-    def __getitem__(self, index: int | slice) -> Task | RemoteTasks:
-        if isinstance(index, slice):
-            return replace(self, indices=self.indices[index])
-        assert self.pages is not None
-        page, place = divmod(self.indices[index], TASKS_PER_PAGE)
-        return self.pages(page)[place]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def _fetch(self, page: int) -> tuple[Task, ...]:
-        where = {"environment": self.environment, "offset": page * TASKS_PER_PAGE, "limit": TASKS_PER_PAGE}
-        answer = self.connection.get("/tasks", messages.TaskPage, where)
-        if len(answer.tasks) != min(TASKS_PER_PAGE, len(self.indices) - page * TASKS_PER_PAGE):
+    def _send(self, request: httpx.Request, path: str, most: int, nodes: int) -> Any:
+        """Send once, and return the JSON of the answer."""
+        try:
+            response = self._client.send(request, stream=True)
+            with closing(response):
+                status, body = response.status_code, self._read(response, most)
+        except self._httpx.RequestError as error:
+            raise _NoAnswer(f"{type(error).__name__}: {error}".removesuffix(": ")) from error
+        self.received += len(body)
+        if status in BUSY and not body.startswith(b"{"):  # a proxy's page
+            raise _NoAnswer(f"HTTP {status}")
+        try:
+            content = messages.decode(body, nodes)
+        except ValueError as error:
             raise InfrastructureError(
-                f"{self.connection.url}: page {page} of its tasks has {len(answer.tasks)}"
-            )
-        return tuple(message.task() for message in answer.tasks)
+                f"{self.url}{path}: the answer (HTTP {status}) is not JSON: {messages.one_line(error)}"
+            ) from error
+        if status != 200:
+            raise self._refusal(path, status, content)
+        return content
+
+    def _refusal(self, path: str, status: int, content: Any) -> Exception:
+        problem = messages.ErrorAnswer(detail=f"HTTP {status}", code="")
+        with suppress(ValidationError):
+            problem = messages.ErrorAnswer.model_validate(content)
+        text = f"{self.url}{path}: {messages.one_line(problem.detail)}"
+        if problem.code == messages.INFRASTRUCTURE:
+            return InfrastructureError(text)
+        if problem.code == messages.BROKEN:
+            return DefectError(text)
+        if status in BUSY:
+            return _NoAnswer(problem.detail)
+        return self._denied(problem.detail) if status in (401, 403) else AgentPeftError(text)
+
+    def _denied(self, text: str) -> AgentPeftError:
+        hint = "name the environment variable that holds the server's token with token"
+        return AgentPeftError(f"{self.url}: {messages.one_line(text)}; {hint}")
+
+    def _read(self, response: httpx.Response, most: int) -> bytes:
+        if response.headers.get("content-encoding", "identity").lower() != "identity":
+            raise InfrastructureError(f"{self.url}: the answer is compressed, though identity was requested")
+        body, end = bytearray(), time.monotonic() + self.timeout
+        for piece in response.iter_raw():
+            body += piece
+            if len(body) > most:
+                raise InfrastructureError(f"{self.url}: the answer has more than {most} bytes")
+            if time.monotonic() > end:
+                raise self._httpx.ReadTimeout(f"the answer takes more than {self.timeout:g} s")
+        return bytes(body)
 
 
-class RemoteEpisode(Episode):
-    """An episode on the server. The index of a step identifies its request."""
+class _Envelope(BaseModel):
+    type: str
+    data: dict[str, Any] = {}
 
-    def __init__(
-        self,
-        connection: Connection,
-        presence: Presence,
-        request: messages.ResetRequest,
-        examples: Sequence[Message],
-    ) -> None:
-        self._connection, self._presence, self._request, self._examples = (
-            connection,
-            presence,
-            request,
-            examples,
-        )
-        self._name = request.episode_id or ""
-        self._server: str | None = None
+
+class _Error(BaseModel):
+    code: str = ""
+    message: str = "the server gave no reason"
+
+
+class ClientSession:
+    """The session of one episode. ``close`` may come from another thread at any time."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._stack = connection, ExitStack()
+        self._socket: ClientConnection | None = None
         self._started = self._over = False
-        self._steps = 0
 
-    def start(self) -> Sequence[Message]:
+    def reset(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Open the session, and return the answer to its reset.
+
+        Raises:
+            SessionRefusal: the server refuses it.
+            InfrastructureError: the connection fails.
+            AgentPeftError: the server has no room.
+        """
         if self._started or self._over:
             raise RuntimeError("the episode was started before")
         self._started = True
-        self._presence.add(self._name)
-        response = self._connection.post("/reset", messages.ResetResponse, self._request)
-        if response.metadata.episode_id != self._name:
-            raise InfrastructureError(f"{self._connection.url}: answered for another episode")
-        self._server = response.metadata.server_id
-        opening = response.messages()
-        if not opening:
-            raise AgentPeftError(
-                f"{self._connection.url}: an episode of {response.metadata.task!r:.50} begins without a "
-                "message"
-            )
-        leading = next(
-            (place for place, message in enumerate(opening) if message.role != "system"), len(opening)
-        )
-        # the examples' own system messages say what the opening's does
-        return [*opening[:leading], *(m for m in self._examples if m.role != "system"), *opening[leading:]]
+        return self._connection.attempt(lambda: self._open(content), "/ws")
 
-    def step(self, action: str) -> StepResult:
-        """Act. Only the first ``messages.MAX_ACTION_CHARS`` characters of an action are sent; this is longer
-        than any context.
+    def step(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to an action.
 
         Raises:
-            DefectError: the environment raised.
-            InfrastructureError: the world under it failed, or the server is lost.
+            SessionRefusal: the server refuses it.
+            InfrastructureError: the connection fails.
         """
-        if self._over or self._server is None:
+        if self._over or self._socket is None:
             raise RuntimeError(
                 "the episode is done or closed" if self._over else "the episode was not started"
             )
-        request = messages.StepRequest(
-            episode_id=self._name,
-            index=self._steps,
-            action=messages.Action(text=action[: messages.MAX_ACTION_CHARS]),
-            server_id=self._server,
-        )
-        response = self._connection.post("/step", messages.StepResponse, request)
-        if (response.metadata.episode_id, response.metadata.index) != (self._name, self._steps):
-            raise InfrastructureError(f"{self._connection.url}: answered for another step")
-        self._steps += 1
-        result = response.result()
-        if result.done:  # the server has freed it then
-            self._over = True
-            self._presence.remove(self._name)
-        return result
+        return self._ask("step", content)
 
     def close(self) -> None:
-        """Tell the server, if it answers. It closes idle episodes by itself. A step of another thread is
-        still answered.
-        """
-        self._presence.remove(self._name)
-        if self._started and not self._over:
-            try:
-                self._connection.post(
-                    "/close", messages.Pong, messages.CloseRequest(episode_id=self._name), patient=False
-                )
-            except (AgentPeftError, InfrastructureError, DefectError) as error:
-                logger.debug("episode %s is left to the server to close: %s", self._name, error)
         self._over = True
+        try:
+            self._stack.close()
+        except self._connection.failures as error:
+            logger.debug("%s: a session did not close well: %s", self._connection.url, error)
+
+    def _open(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        self._socket = self._connection.connect(self._stack)
+        if self._over:  # another thread has closed it meanwhile
+            self.close()
+            raise RuntimeError("the episode is done or closed")
+        try:
+            return self._ask("reset", content)
+        except _Full:
+            self._stack.close()
+            raise
+
+    def _ask(self, kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
+        url, connection = self._connection.url, self._connection
+        assert self._socket is not None
+        try:
+            # a server without room answers before it is asked, and closes
+            with suppress(connection.websockets.ConnectionClosed):
+                self._socket.send(json.dumps({"type": kind, "data": dict(content)}))
+            text = self._socket.recv(timeout=connection.timeout)
+            envelope = _Envelope.model_validate(messages.decode(text))
+            if envelope.type != "error":
+                return envelope.data
+            refusal = _Error.model_validate(envelope.data)
+        except connection.failures as error:
+            self.close()
+            raise InfrastructureError(
+                f"{url}: {kind}: {messages.one_line(error) or type(error).__name__}"
+            ) from error
+        except ValueError as error:  # pydantic's too
+            fault = first_error(error) if isinstance(error, ValidationError) else error
+            raise InfrastructureError(
+                f"{url}: {kind}: the answer cannot be read: {messages.one_line(fault)}"
+            ) from error
+        reason = messages.one_line(refusal.message)
+        if refusal.code == "CAPACITY_REACHED":
+            raise _Full(
+                f"{reason}; let the server hold as many sessions as there are episodes at once "
+                "(engine.rows, and a few), or set engine.rows lower"
+            )
+        if refusal.code in ("FACTORY_ERROR", "SESSION_ERROR"):
+            raise InfrastructureError(f"{url}: {reason}")
+        raise SessionRefusal(refusal.code, refusal.message)
 
 
-class Presence:
-    """Sends a sign of life once a minute while episodes are open. A policy may need more time for one reply
-    than a server waits for a silent client.
+def _import(name: str) -> Any:
+    """Import a module of the extra ``server``."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise messages.missing_extra(error.name or name) from error
+
+
+def read_token(variable: str) -> str:
+    """Return the token that an environment variable holds."""
+    token = os.environ.get(variable, "")
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        wrong = "is not set" if not token else "holds spaces, or characters that are not printable ASCII"
+        raise AgentPeftError(
+            f"token: the environment variable {variable!r} {wrong}; put the server's token there"
+        )
+    return token
+
+
+def checked_url(url: str) -> str:
+    """Return the URL without a slash at its end.
+
+    Raises:
+        ValueError: it is not the URL of a server.
+
+    >>> checked_url("http://127.0.0.1:8000/")
+    'http://127.0.0.1:8000'
     """
-
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._open: dict[str, None] = {}  # ids of episodes
-        self._lock, self._stopped = threading.Lock(), threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def add(self, episode: str) -> None:
-        with self._lock:
-            self._open[episode] = None
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="presence", daemon=True)
-                self._thread.start()
-
-    def remove(self, episode: str) -> None:
-        with self._lock:
-            self._open.pop(episode, None)
-
-    def stop(self) -> None:
-        self._stopped.set()
-
-    def _run(self) -> None:
-        while not self._stopped.wait(PULSE_SECONDS):
-            with self._lock:
-                episode = next(iter(self._open), None)
-            if episode is not None:
-                with suppress(AgentPeftError, InfrastructureError, DefectError):  # whoever steps is told
-                    self._connection.get("/state", messages.State, {"episode_id": episode}, patient=False)
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError(f"{url!r} is not the URL of a server; write it as http://HOST:PORT")
+    return url.rstrip("/")

@@ -1,18 +1,22 @@
-"""The guard in front of the application: who may send requests, how large, and how slowly. Plain ASGI."""
+"""Protection from clients that are not trusted: limits, who may send requests, and a throttled log."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import ipaddress
 import json
+import logging
 import re
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from agent_peft.environments.http import messages
-from agent_peft.environments.http.limits import Limits
 from agent_peft.environments.http.messages import Refusal
+from agent_peft.printable import printable
 
 Scope = MutableMapping[str, Any]
 Event = MutableMapping[str, Any]
@@ -24,7 +28,35 @@ _HOST = re.compile(
     r"(?:[A-Za-z][A-Za-z0-9+.-]*://)?(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]+)(?::[0-9]{1,5})?"
 )  # of Host or Origin
 
-FREE = frozenset({"/api/ping", "/health"})  # answered to everybody: they tell nothing
+FREE = frozenset({"/api/ping", "/health"})  # need no token: they reveal nothing
+LINES, SECONDS = 20, 60.0  # log lines of one place in the code, and in what time
+MESSAGE, TRACEBACK = 1000, 4000  # characters of a log line and of a traceback
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a server. Sizes are in bytes; ``action_chars`` is in characters.
+
+    >>> Limits(episodes=8).threads
+    64
+    """
+
+    episodes: int = 1024  # at once
+    idle_seconds: float = 3600.0  # until a session without a reset or a step is closed
+    threads: int = 64  # environments that act at once; more wait for their turn
+    message_bytes: int = 16 << 20  # of a session
+    messages_bytes: int = 128 << 20  # of all sessions' messages that are still incomplete
+    body_bytes: int = 1 << 20  # of a request
+    bodies_bytes: int = 128 << 20  # of all requests together
+    task_bytes: int = 1 << 20  # of a task that a reset brings
+    tasks_bytes: int = 64 << 20  # of such tasks of all episodes together
+    action_chars: int = messages.MAX_ACTION_CHARS
+    connections: int = 1536  # at once, three quarters of them sessions; fewer if descriptors are few
+    head_seconds: float = 10.0  # until a request has sent its header
+    body_seconds: float = 30.0  # until it has sent its body, or a session a message
+    answer_seconds: float = 120.0  # until a client has read its answer
+    keep_alive_seconds: float = 75.0  # until a connection that asks for nothing is closed
+    shutdown_seconds: float = 30.0  # that episodes get to finish a step when the server stops
 
 
 def _detail(refusal: Refusal) -> Mapping[str, Any]:
@@ -32,10 +64,10 @@ def _detail(refusal: Refusal) -> Mapping[str, Any]:
 
 
 class Guard:
-    """Refuses what is not allowed before the application sees it, and echoes the request's id.
+    """ASGI middleware that refuses what is not allowed before the application sees it.
 
     Args:
-        content_of: what a refusal's answer says, as JSON.
+        content_of: the JSON of a refusal.
     """
 
     def __init__(
@@ -47,56 +79,27 @@ class Guard:
     ) -> None:
         self.app, self.limits, self.content_of = app, limits, content_of
         self.expected = None if token is None else b"Bearer " + token.encode()
-        self.bodies = 0  # bytes of all requests that are under way
+        self.bodies = 0  # bytes of all current requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             return await self.app(scope, receive, send)
-        headers = dict(scope["headers"])
-        request_id = headers.get(messages.REQUEST_ID.encode(), b"")
-        echo = (
-            [(messages.REQUEST_ID.encode(), request_id)]
-            if 0 < len(request_id) <= 64 and request_id.isalnum()
-            else []
-        )
-
-        async def send_echo(event: Event) -> None:
-            if event["type"] == "http.response.start":
-                event["headers"] = [*event.get("headers", ()), *echo]
-            await send(event)
-
+        headers, body = dict(scope["headers"]), bytearray()
         try:
             _check_framing(scope, headers)
             self._allow(scope["path"], scope["headers"])
-            if scope["type"] == "websocket":
-                return await self.app(scope, receive, send)
+            if scope["type"] == "http":
+                await self._read(body, headers, receive)
+                receive = _replay(bytes(body), receive)
+            await self.app(scope, receive, send)
         except Refusal as refusal:
-            return await _refuse(scope["type"], refusal, send_echo, self.content_of)
-        body = bytearray()
-        try:
-            await self._read(body, scope["path"], headers, receive)
-            await self._answer(bytes(body), scope, receive, send_echo)
-        except Refusal as refusal:
-            await _refuse("http", refusal, send_echo, self.content_of)
+            await self._refuse(refusal, scope, send)
         finally:
             self.bodies -= len(body)
 
-    async def _answer(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        given = False
-
-        async def receive_body() -> Event:
-            nonlocal given
-            if given:
-                return await receive()  # the client's hanging up
-            given = True
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        await self.app(scope, receive_body, send)
-
     def _allow(self, path: str, headers: Sequence[tuple[bytes, bytes]]) -> None:
-        if self.expected is None:
-            # without a token, a web page that somebody looks at must not speak to his loopback
-            if b"host" not in dict(headers):  # HTTP/1.0 does not ask for one
+        if self.expected is None:  # block web pages, whose requests come from this machine, too
+            if b"host" not in dict(headers):  # HTTP/1.0 does not require one
                 raise Refusal(400, "invalid", "the header Host is missing")
             for name, value in headers:
                 if (name == b"origin" and not names_loopback(value)) or (
@@ -115,17 +118,13 @@ class Guard:
         ):
             raise Refusal(401, "token", "the header 'Authorization: Bearer TOKEN' is missing or wrong")
 
-    async def _read(
-        self, body: bytearray, path: str, headers: MutableMapping[bytes, bytes], receive: Receive
-    ) -> None:
-        """The whole body into ``body``, counted with those of all other requests.
+    async def _read(self, body: bytearray, headers: MutableMapping[bytes, bytes], receive: Receive) -> None:
+        """Read the whole body into ``body``, and count it with those of all other requests.
 
         Raises:
-            Refusal: it is too long, too slow, or has more in it than a request of ours.
+            Refusal: it is too long or too slow, or its JSON is too large.
         """
-        most = (
-            self.limits.body_bytes if path == "/step" else min(self.limits.body_bytes, self.limits.task_bytes)
-        )
+        most = self.limits.body_bytes
         announced = headers.get(b"content-length", b"0")
         if announced.isdigit() and int(announced[:20]) > most:
             raise Refusal(
@@ -160,9 +159,35 @@ class Guard:
         except ValueError as error:
             raise Refusal(422, "invalid", f"the body cannot be read: {error}") from error
 
+    async def _refuse(self, refusal: Refusal, scope: Scope, send: Send) -> None:
+        kind = "http.response" if scope["type"] == "http" else "websocket.http.response"
+        body = messages.encode(self.content_of(refusal))
+        length = str(len(body)).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", length),
+            (b"connection", b"close"),
+        ]
+        if refusal.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        await send({"type": f"{kind}.start", "status": refusal.status, "headers": headers})
+        await send({"type": f"{kind}.body", "body": body})
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Give the application a body that was read before it."""
+    pending = [body]
+
+    async def receive_body() -> Event:
+        if pending:
+            return {"type": "http.request", "body": pending.pop(), "more_body": False}
+        return await receive()  # the client disconnects
+
+    return receive_body
+
 
 def _check_framing(scope: Scope, headers: MutableMapping[bytes, bytes]) -> None:
-    """A proxy may see another end of such a request than we do, and pass a second, hidden one on."""
+    """Refuse a request whose end a proxy may see elsewhere, and so pass on a second, hidden request."""
     if b"transfer-encoding" in headers and (
         b"content-length" in headers or scope.get("http_version") == "1.0"
     ):
@@ -171,23 +196,8 @@ def _check_framing(scope: Scope, headers: MutableMapping[bytes, bytes]) -> None:
         )
 
 
-async def _refuse(
-    kind: str, refusal: Refusal, send: Send, content_of: Callable[[Refusal], Mapping[str, Any]]
-) -> None:
-    if kind == "websocket":
-        await send({"type": "websocket.close", "code": 1008, "reason": refusal.text[:100]})
-        return
-    body = messages.encode(content_of(refusal))
-    length = str(len(body)).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", length), (b"connection", b"close")]
-    if refusal.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await send({"type": "http.response.start", "status": refusal.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
 def names_loopback(value: bytes) -> bool:
-    """Whether a Host or an Origin names this machine to itself alone.
+    """Return whether a Host or an Origin names a loopback address.
 
     >>> [names_loopback(name) for name in (b"localhost:80", b"http://[::1]:80", b"[::1", b"null")]
     [True, True, False, False]
@@ -197,7 +207,7 @@ def names_loopback(value: bytes) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` names this machine to itself alone.
+    """Return whether ``host`` is a loopback address.
 
     >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "example.org")]
     [True, True, True, False, False]
@@ -208,3 +218,46 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+class LogThrottle(logging.Filter):
+    """Passes ``LINES`` lines of each place in the code in ``SECONDS``; the next line counts those left out.
+
+    Control characters of a message are escaped, and each line of a traceback begins with a bar, so that a
+    client's text forges no line.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._places: dict[tuple[str, int], tuple[float, int]] = {}  # -> when its time began, lines since
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        place, now = (record.pathname, record.lineno), self._clock()
+        start, lines = self._places.get(place, (now, 0))
+        left_out = ""
+        if now - start > SECONDS:
+            left_out = f" ({lines - LINES} more lines like this were left out)" if lines > LINES else ""
+            start, lines = now, 0
+        self._places[place] = start, lines + 1
+        if lines >= LINES:
+            return False
+        record.msg, record.args = printable(record.getMessage().strip(), MESSAGE) + left_out, ()
+        if record.exc_info:
+            text = logging.Formatter().formatException(record.exc_info)
+            text = text if len(text) <= TRACEBACK else "..." + text[-TRACEBACK:]  # the error is at its end
+            record.exc_text = "\n".join(f"| {printable(line)}" for line in text.splitlines())
+        return True
+
+
+@contextlib.contextmanager
+def throttled(names: Sequence[str]) -> Iterator[None]:
+    """Context manager: these loggers are throttled."""
+    throttle = LogThrottle()
+    for name in names:
+        logging.getLogger(name).addFilter(throttle)
+    try:
+        yield
+    finally:
+        for name in names:
+            logging.getLogger(name).removeFilter(throttle)

@@ -2,10 +2,8 @@
 
 An OpenEnv server answers with ``{observation, reward, done, metadata}``. Ours puts the facts into
 ``metadata`` (outcome, stop reason, validity, score). For OpenEnv's clients it also sets the reward: 1 for
-correct, 0 for incorrect, null where the outcome is unknown.
-
-Texts are JSON in ASCII with ``\\u`` escapes, so that every text of a policy arrives unchanged, also with lone
-surrogates.
+correct, 0 for incorrect, null where the outcome is unknown. JSON is ASCII with ``\\u`` escapes, so every text
+of a policy arrives unchanged, also with lone surrogates.
 """
 
 from __future__ import annotations
@@ -33,8 +31,6 @@ from agent_peft.files import unique_keys
 from agent_peft.printable import printable
 from agent_peft.types import AgentPeftError, Message, Outcome, Role, StepResult, StopReason, Task
 
-REQUEST_ID = "x-request-id"  # echoed, so that a response can never be taken for that of another request
-CLIENT_ID = "x-client-id"  # episodes of a client that still speaks are not idle
 # above this many tasks (arithmetic has up to 10^17), clients fetch pages when they need them, and send a
 # task's full content instead of its id
 MAX_LISTED_TASKS = 10_000
@@ -47,14 +43,17 @@ MAX_NODES = 200_000  # commas and brackets of a request; as Python's objects eac
 MAX_DEPTH = 100
 LINE = 500  # characters of a refusal
 
-# codes of refusals
-UNKNOWN = "unknown_episode"  # the server was restarted, or the episode was idle for too long
-ENDED = "episode_ended"
-CONFLICT = "conflict"  # another request under the same episode and index, or not the next index
+# codes of refusals; a session sends OpenEnv's code for each
 FULL = "full"
+CONFLICT = "conflict"  # a step without an episode, or after its end
 INFRASTRUCTURE = "infrastructure"  # the world under the environment failed
 BROKEN = "broken"  # the environment's code raised, which is a defect and not a failure of the world
-LOST = frozenset({UNKNOWN, ENDED, CONFLICT, INFRASTRUCTURE})  # the episode counts for nothing
+OPENENV_CODES = {
+    FULL: "CAPACITY_REACHED",
+    CONFLICT: "EXECUTION_ERROR",
+    INFRASTRUCTURE: "SESSION_ERROR",
+    BROKEN: "EXECUTION_ERROR",
+}  # all others are VALIDATION_ERROR
 
 _STRINGS = re.compile(
     rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)', re.DOTALL
@@ -75,16 +74,10 @@ def _is_object(value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _nothing(value: Any) -> Mapping[str, Any]:
-    _is_object(value)
-    return {}  # what is not read is not kept
-
-
 Text = Annotated[
     str, PlainValidator(_is_text), WithJsonSchema({"type": "string"})
 ]  # pydantic's own str refuses lone surrogates
 Object = Annotated[Mapping[str, Any], PlainValidator(_is_object), WithJsonSchema({"type": "object"})]
-Unread = Annotated[Mapping[str, Any], PlainValidator(_nothing), WithJsonSchema({"type": "object"})]
 Name = Annotated[str, Field(min_length=1, max_length=255)]
 Number = Annotated[float, Field(strict=True)]  # true and "1" are none
 TaskName = Annotated[str, Field(max_length=1000)]
@@ -118,11 +111,9 @@ class TaskMessage(_Message):
 
 
 class ResetRequest(_Message):
-    """Start an episode. A repeated request with the same ``episode_id`` gets the first answer again."""
+    """Start an episode. The session's previous one ends."""
 
-    episode_id: Name | None = Field(
-        default=None, description="chosen by the client; null lets the server choose"
-    )
+    episode_id: Name | None = Field(default=None, description="a label; null lets the server choose one")
     environment: Name = Field(default=TRAIN, description="one of those that GET /metadata names")
     task: TaskName | TaskMessage | None = Field(
         default=None, description="a task's id, or a whole one; null takes one by the seed, or the next"
@@ -134,24 +125,7 @@ class Action(_Message):
     """The agent's action."""
 
     text: Text
-    metadata: Unread = Field(default={}, description="not read")
-
-
-class StepRequest(_Message):
-    """Act. An index is executed once: a repeated request with the same action gets the first answer again."""
-
-    episode_id: Name
-    index: StrictInt = Field(ge=0, lt=2**31, description="0 for the first step of an episode")
-    action: Action
-    server_id: Name | None = Field(
-        default=None, description="from the answer to reset; a server that was started later refuses the step"
-    )
-
-
-class CloseRequest(_Message):
-    """Free an episode. The request may be repeated."""
-
-    episode_id: Name
+    metadata: Object = Field(default={}, description="not read")
 
 
 class DemonstrationRequest(_Message):
@@ -182,20 +156,21 @@ class Observation(_Message):
     messages: Annotated[tuple[ChatMessage, ...], First] = ()
 
 
-class ResetFacts(_Message):
-    """The facts of an episode that has begun."""
+class State(_Message):
+    """An episode, and how many steps it has taken."""
 
     episode_id: str
-    server_id: str
+    step_count: StrictInt
     environment: str
     task: str
+    done: StrictBool
 
 
 class ResetResponse(_Message):
     observation: Observation
     reward: Number | None = None
     done: StrictBool = False
-    metadata: ResetFacts
+    metadata: State
 
     def messages(self) -> Sequence[Message]:
         return [message.message() for message in self.observation.messages]
@@ -222,7 +197,7 @@ class StepResponse(_Message):
     @model_validator(mode="after")
     def _says_why_it_ended(self) -> StepResponse:
         if self.done != (self.metadata.stop_reason is not None):
-            raise ValueError("a step tells a stop reason exactly when it is the last")
+            raise ValueError("a step has a stop reason exactly when it is the last")
         return self
 
     @classmethod
@@ -245,16 +220,6 @@ class StepResponse(_Message):
         return StepResult(
             self.observation.text, self.done, facts.outcome, facts.stop_reason, facts.valid, facts.score
         )
-
-
-class State(_Message):
-    """OpenEnv's state: which episode, and how many steps it has taken."""
-
-    episode_id: str
-    step_count: StrictInt
-    environment: str
-    task: str
-    done: StrictBool
 
 
 class TaskPage(_Message):
@@ -294,30 +259,8 @@ class Examples(_Message):
     examples: Annotated[tuple[Example, ...], First]
 
 
-class Metadata(_Message):
-    """OpenEnv's metadata, and the environments that are served."""
-
-    name: str
-    description: str
-    version: str
-    server_id: str
-    environments: dict[str, StrictInt] = Field(description="the number of tasks of each")
-
-
-class Schemas(_Message):
-    """JSON schemas, as OpenEnv's clients ask for them."""
-
-    action: dict[str, Any]
-    observation: dict[str, Any]
-    state: dict[str, Any]
-
-
 class Health(_Message):
     status: Literal["healthy"] = "healthy"
-
-
-class Pong(_Message):
-    status: Literal["ok"] = "ok"
 
 
 class ErrorAnswer(_Message):

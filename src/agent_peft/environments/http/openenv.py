@@ -11,24 +11,19 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-from urllib.parse import urlsplit
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator
 
 from agent_peft.config import first_error
 from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
 from agent_peft.environments.http import messages
-from agent_peft.environments.http.connection import (
-    MAX_ANSWER_BYTES,
-    UNCOMPRESSED,
-    TooLong,
-    authorization,
+from agent_peft.environments.http.client import (
+    ClientSession,
+    Connection,
+    DefectError,
+    SessionRefusal,
     checked_url,
-    import_httpx,
-    is_local,
-    read_answer,
 )
 from agent_peft.seeding import derive
 from agent_peft.types import (
@@ -40,9 +35,6 @@ from agent_peft.types import (
     StopReason,
     Task,
 )
-
-if TYPE_CHECKING:
-    from websockets.sync.client import ClientConnection
 
 logger = logging.getLogger(__name__)
 
@@ -101,16 +93,15 @@ class OpenEnv(Environment):
     config_class = OpenEnvConfig
 
     def __init__(self, config: OpenEnvConfig) -> None:
-        """Read the server's schema, and check whether a seed decides an episode.
-
-        Raises:
-            AgentPeftError: no server answers, or its actions and observations are not texts.
-        """
+        """Read the server's schema, and check whether a seed decides an episode."""
         self.config: OpenEnvConfig = config
-        self._headers = authorization(config.token)
-        schema = self._schema()
-        self.action_key = config.action_key or _only_text(_object(schema.get("action")), config.url)
-        self.observation_key = config.observation_key or _text_key(_object(schema.get("observation")))
+        self.connection = Connection(config.url, config.token, config.timeout)
+        try:
+            schema = self.connection.fetch(Schema, "/schema")
+        except (InfrastructureError, DefectError) as error:
+            raise AgentPeftError(f"{config.url}: no OpenEnv server answers: {error}") from error
+        self.action_key = config.action_key or _only_text(_object(schema.action), config.url)
+        self.observation_key = config.observation_key or _text_key(_object(schema.observation))
         # within 31 bits, since servers hand it to NumPy
         seeds = [derive(config.seed, "openenv", number) >> 32 for number in range(config.num_tasks)]
         self._tasks = tuple(
@@ -135,25 +126,8 @@ class OpenEnv(Environment):
         value = observation.get(self.observation_key, "")
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
-    def connect(self) -> OpenEnvConnection:
-        return OpenEnvConnection(self.config, self._headers)
-
-    def _schema(self) -> Mapping[str, Any]:
-        httpx, config = import_httpx(), self.config
-        headers = {**UNCOMPRESSED, **self._headers}
-        try:
-            with (
-                httpx.Client(
-                    headers=headers, timeout=config.timeout, trust_env=not is_local(config.url)
-                ) as client,
-                client.stream("GET", f"{config.url}/schema") as response,
-            ):
-                response.raise_for_status()
-                return _object(messages.decode(read_answer(response, MAX_ANSWER_BYTES, config.timeout)))
-        except (httpx.HTTPError, TooLong, ValueError) as error:
-            raise AgentPeftError(
-                f"{config.url}: no OpenEnv server answers: {messages.one_line(error)}"
-            ) from error
+    def close(self) -> None:
+        self.connection.close()
 
     def _check_seeding(self) -> None:
         openings = []
@@ -177,22 +151,18 @@ class OpenEnvEpisode(Episode):
 
     def __init__(self, environment: OpenEnv, reset: Mapping[str, Any]) -> None:
         self._environment, self._reset = environment, reset
-        self._session: OpenEnvConnection | None = None
-        self._over = False
+        self._session = ClientSession(environment.connection)
         self._turns = 0
         self._rewards: list[float] = []
 
     def start(self) -> Sequence[Message]:
-        if self._over or self._session is not None:
-            raise RuntimeError("the episode was started before")
         config = self._environment.config
-        self._session = self._environment.connect()
-        if self._over:  # it was closed meanwhile, by another thread
-            self._session.close()
-            raise RuntimeError("the episode is done or closed")
-        answer = self._session.ask("reset", self._reset)
-        if answer.error is not None:
-            raise InfrastructureError(f"{config.url}: reset failed: {messages.one_line(answer.error)}")
+        try:
+            answer = self._read(self._session.reset(self._reset))
+        except SessionRefusal as refusal:
+            raise InfrastructureError(
+                f"{config.url}: reset failed: {messages.one_line(refusal)}"
+            ) from refusal
         text = "\n".join(
             part for part in (config.prompt, self._environment.show(answer.shown)) if part.strip()
         )
@@ -205,27 +175,31 @@ class OpenEnvEpisode(Episode):
         return [*system, Message("user", text)]
 
     def step(self, action: str) -> StepResult:
-        if self._over or self._session is None:
-            raise RuntimeError(
-                "the episode is done or closed" if self._over else "the episode was not started"
-            )
+        try:
+            answer = self._read(self._session.step({self._environment.action_key: _plain(action)}))
+            shown, valid = self._environment.show(answer.shown), True
+        except SessionRefusal as refusal:
+            answer, shown, valid = Answer(), str(refusal), False
         self._turns += 1
-        answer = self._session.ask("step", {self._environment.action_key: _plain(action)})
-        valid = answer.error is None
         if answer.reward is not None:
             self._rewards.append(answer.reward)
         if answer.done or self._turns >= self._environment.config.max_turns:
             self.close()
             reason = StopReason.FINISHED if answer.done else StopReason.TURN_LIMIT
             return StepResult("", True, self._outcome(), reason, valid)
-        return StepResult(
-            self._environment.show(answer.shown) if answer.error is None else answer.error, valid=valid
-        )
+        return StepResult(shown, valid=valid)
 
     def close(self) -> None:
-        self._over = True
-        if self._session is not None:
-            self._session.close()
+        self._session.close()
+
+    def _read(self, content: Mapping[str, Any]) -> Answer:
+        try:
+            return Answer.model_validate(content)
+        except ValidationError as error:
+            fault = messages.one_line(first_error(error))
+            raise InfrastructureError(
+                f"{self._environment.config.url}: the answer is not one of OpenEnv ({fault})"
+            ) from error
 
     def _outcome(self) -> Outcome:
         if not self._rewards:
@@ -236,107 +210,22 @@ class OpenEnvEpisode(Episode):
 
 
 class Answer(BaseModel):
-    """A server's answer to one message: an observation, or the cause of a refusal."""
+    """A server's answer to a reset or a step."""
 
     observation: Any = {}
     reward: float | None = Field(default=None, allow_inf_nan=False)
     done: bool | None = False
-    error: str | None = None
 
     @property
     def shown(self) -> Mapping[str, Any]:
         return self.observation if isinstance(self.observation, dict) else {"observation": self.observation}
 
 
-class _Envelope(BaseModel):
-    type: str
-    data: dict[str, Any] = {}
+class Schema(BaseModel):
+    """The JSON schemas of a server."""
 
-
-class _ErrorContent(BaseModel):
-    code: str = ""
-    message: str = "the server gave no reason"
-
-
-class OpenEnvConnection:
-    """A WebSocket to an OpenEnv server, with one answer for each message.
-
-    Raises:
-        InfrastructureError: from every method except ``close``, if the connection fails.
-        AgentPeftError: the server has no room for one more session.
-    """
-
-    def __init__(self, config: OpenEnvConfig, headers: Mapping[str, str]) -> None:
-        try:
-            from websockets.exceptions import ConnectionClosed, WebSocketException
-            from websockets.sync.client import connect
-        except ImportError as error:
-            raise messages.missing_extra("websockets") from error
-        self.url, self.timeout, self._failures = (
-            config.url,
-            config.timeout,
-            (WebSocketException, OSError, EOFError),
-        )
-        self._closed, self._stack = ConnectionClosed, ExitStack()
-        parts = urlsplit(config.url)
-        address = f"{'wss' if parts.scheme == 'https' else 'ws'}://{parts.netloc}{parts.path}/ws"
-        options: dict[str, Any] = {"proxy": None} if is_local(config.url) else {}
-        try:
-            self._socket: ClientConnection = self._stack.enter_context(
-                connect(
-                    address,
-                    additional_headers=dict(headers),
-                    open_timeout=config.timeout,
-                    close_timeout=2.0,
-                    compression=None,
-                    max_size=MAX_ANSWER_BYTES,
-                    max_queue=1,
-                    **options,
-                )
-            )
-        except (*self._failures, ValueError) as error:  # a redirect may lead to what is no URL
-            raise self._failed("connecting", error) from error
-
-    def ask(self, kind: str, content: Mapping[str, Any]) -> Answer:
-        try:
-            with suppress(self._closed):  # a server without room says so before it is asked, and hangs up
-                self._socket.send(json.dumps({"type": kind, "data": dict(content)}))
-            envelope = _Envelope.model_validate(messages.decode(self._socket.recv(timeout=self.timeout)))
-            if envelope.type == "error":
-                return self._refused(_ErrorContent.model_validate(envelope.data))
-            return Answer.model_validate({**envelope.data, "error": None})
-        except self._failures as error:
-            self.close()
-            raise self._failed(kind, error) from error
-        except ValidationError as error:
-            fault = messages.one_line(first_error(error))
-            raise InfrastructureError(
-                f"{self.url}: {kind}: the answer is not one of OpenEnv ({fault})"
-            ) from error
-        except ValueError as error:
-            raise InfrastructureError(
-                f"{self.url}: {kind}: the answer cannot be read: {messages.one_line(error)}"
-            ) from error
-
-    def close(self) -> None:
-        try:
-            self._stack.close()
-        except self._failures as error:
-            logger.debug("%s: a session did not close well: %s", self.url, error)
-
-    def _failed(self, kind: str, error: Exception) -> InfrastructureError:
-        return InfrastructureError(f"{self.url}: {kind}: {messages.one_line(error) or type(error).__name__}")
-
-    def _refused(self, refusal: _ErrorContent) -> Answer:
-        if refusal.code == "CAPACITY_REACHED":
-            raise AgentPeftError(
-                f"{self.url}: {messages.one_line(refusal.message)}; let the server hold as many sessions as "
-                "there are episodes at once "
-                "(engine.rows, and a few), or set engine.rows lower"
-            )
-        if refusal.code in ("FACTORY_ERROR", "SESSION_ERROR"):
-            raise InfrastructureError(f"{self.url}: {messages.one_line(refusal.message)}")
-        return Answer(error=refusal.message)
+    action: Any = None
+    observation: Any = None
 
 
 def _plain(text: str) -> str:

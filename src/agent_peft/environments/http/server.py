@@ -5,32 +5,40 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Annotated, Any
 
 from pydantic import BaseModel
 
 from agent_peft.environments.base import Environment
+from agent_peft.environments.contract import open_episode
 from agent_peft.environments.http import messages
-from agent_peft.environments.http.app import JSON, FastAPI, Header, Query, Response, WebSocket, new_app
-from agent_peft.environments.http.chat_history import MAX_EXAMPLES, ChatHistory
-from agent_peft.environments.http.episodes import PAGE, Episodes
-from agent_peft.environments.http.guard import Guard, is_loopback
-from agent_peft.environments.http.limits import Limits
-from agent_peft.environments.http.log_throttle import throttled
-from agent_peft.environments.http.openenv_session import Sessions
-from agent_peft.environments.http.transport import Server, within_descriptors
-from agent_peft.types import AgentPeftError
+from agent_peft.environments.http.guard import Guard, Limits, is_loopback, throttled
+from agent_peft.environments.http.messages import Refusal
+from agent_peft.environments.http.sessions import Sessions
+from agent_peft.environments.http.transport import (
+    JSON,
+    Address,
+    FastAPI,
+    Query,
+    Response,
+    Server,
+    WebSocket,
+    listen,
+    new_app,
+    within_descriptors,
+)
+from agent_peft.environments.task_files.replay import replay
+from agent_peft.seeding import derive
+from agent_peft.types import AgentPeftError, InfrastructureError, Message, Outcome, Task
 from agent_peft.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -38,53 +46,36 @@ logger = logging.getLogger(__name__)
 LOGGERS = (
     "uvicorn.error",
     "asyncio",
-    *(
-        f"agent_peft.environments.http.{name}"
-        for name in ("refusals", "episodes", "transport", "chat_history")
-    ),
+    *(f"agent_peft.environments.http.{name}" for name in ("server", "sessions", "transport")),
 )
 CLOSING = 10.0  # seconds for closing environments one of whose steps does not end
+PAGE = 500  # tasks in one answer
+MAX_EXAMPLES = 64  # LifelongAgentBench measures with up to 64
+MAX_TRIED = 1000  # tasks without a demonstration
 
-Client = Annotated[str | None, Header(alias=messages.CLIENT_ID, max_length=64)]
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": messages.ErrorAnswer}
-    for status in (400, 401, 403, 404, 408, 409, 410, 413, 415, 422, 429, 503)
+    for status in (400, 401, 403, 404, 408, 413, 415, 422, 429, 502, 503)
 }
 
 
-def environment_app(episodes: Episodes, history: ChatHistory) -> FastAPI:
+def environment_app(sessions: Sessions) -> FastAPI:
     """The environments' API. ``Guard`` protects it."""
-    sessions = Sessions(episodes)
     app = new_app(
         "Agent-PEFT environments",
-        "Reset, step and state as in OpenEnv (HTTP and the WebSocket /ws), and tasks.",
+        "Tasks over HTTP. Reset, step and state are messages of the WebSocket /ws, as in OpenEnv.",
     )
+    solved = SolvedExamples(sessions)
 
     def route(
-        method: str, path: str, model: type[Any], **more: Any
+        method: str, path: str, model: type[Any] | None
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        return app.api_route(path, methods=[method], response_model=model, responses=REFUSALS, **more)
+        return app.api_route(path, methods=[method], response_model=model, responses=REFUSALS)
 
-    @route("POST", "/reset", messages.ResetResponse)
-    async def reset(request: messages.ResetRequest | None = None, client: Client = None) -> Response:
-        """Start an episode. A repeated request gets the first answer again."""
-        return JSON(await episodes.reset(request or messages.ResetRequest(), client))
-
-    @route("POST", "/step", messages.StepResponse)
-    async def step(request: messages.StepRequest, client: Client = None) -> Response:
-        """Act. A repeated request with the same index gets the first answer again."""
-        return JSON(await episodes.step(request, client))
-
-    @route("POST", "/close", messages.Pong)
-    async def close(request: messages.CloseRequest, client: Client = None) -> Response:
-        """Free an episode. May be repeated."""
-        await episodes.close(request.episode_id, client)
-        return JSON(messages.Pong())
-
-    @route("GET", "/state", messages.State)
-    async def state(episode_id: Annotated[str, Query(max_length=255)], client: Client = None) -> Response:
-        """The number of steps of an episode, and whether it is done."""
-        return JSON(episodes.state(episode_id, client))
+    @route("POST", "/api/ping", None)
+    async def ping() -> Response:
+        """Whether the server answers."""
+        return JSON({"status": "ok"})
 
     @route("GET", "/tasks", messages.TaskPage)
     async def tasks(
@@ -96,7 +87,7 @@ def environment_app(episodes: Episodes, history: ChatHistory) -> FastAPI:
 
         Their contents may hold solutions: they are for trainers, not for agents.
         """
-        everything = episodes.environment(environment).tasks
+        everything = sessions.environment(environment).tasks
         page: list[messages.TaskMessage] = []
         size = 0
         for task in everything[offset : offset + limit]:
@@ -110,29 +101,23 @@ def environment_app(episodes: Episodes, history: ChatHistory) -> FastAPI:
     @route("POST", "/demonstration", messages.Demonstration)
     async def demonstration(request: messages.DemonstrationRequest) -> Response:
         """Actions that solve a task, or null where none are known."""
-        return JSON(messages.Demonstration.of(await episodes.demonstration(request)))
+        return JSON(messages.Demonstration.of(await sessions.demonstration(request)))
 
     @route("GET", "/examples", messages.Examples)
     async def examples(count: Annotated[int, Query(ge=1, le=MAX_EXAMPLES)] = 4) -> Response:
         """The first ``count`` solved tasks of the first environment, as conversations."""
-        return JSON(await history.examples(count))
+        return JSON(await solved.first(count))
 
-    @route("GET", "/metadata", messages.Metadata)
+    @route("GET", "/metadata", None)
     async def metadata() -> Response:
-        """The environments that are served."""
-        counts = {name: len(environment.tasks) for name, environment in episodes.environments.items()}
-        about = "Environments of Agent-PEFT; an action is {text}, an observation {text, messages}."
+        """The environments that are served, with their numbers of tasks."""
+        about = "Environments; an action is {text}, an observation {text, messages}."
+        counts = {name: len(served.tasks) for name, served in sessions.environments.items()}
         return JSON(
-            messages.Metadata(
-                name="agent-peft",
-                description=about,
-                version=__version__,
-                server_id=episodes.server_id,
-                environments=counts,
-            )
+            {"name": "agent-peft", "description": about, "version": __version__, "environments": counts}
         )
 
-    @route("GET", "/schema", messages.Schemas)
+    @route("GET", "/schema", None)
     async def schema() -> Response:
         """JSON schemas of actions, observations and states."""
         models: dict[str, type[BaseModel]] = {
@@ -148,30 +133,58 @@ def environment_app(episodes: Episodes, history: ChatHistory) -> FastAPI:
         return JSON(messages.Health())
 
     @app.websocket("/ws")
-    async def openenv(socket: WebSocket) -> None:
+    async def session(socket: WebSocket) -> None:
         await sessions.converse(socket)
 
     return app
 
 
-@dataclass(frozen=True)
-class Address:
-    """The address to listen on. Port 0 takes a free one.
-
-    >>> Address("127.0.0.1").port
-    8000
+class SolvedExamples:
+    """Demonstrations of the first environment's first tasks, for few-shot prompts. They are replayed, so that
+    the agent reads the environment's real answers.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
+    def __init__(self, sessions: Sessions) -> None:
+        self.sessions, self.environment = sessions, next(iter(sessions.environments.values()))
+        self._examples: list[messages.Example] = []
+        self._next = 0  # the task to try next
+        self._one_at_a_time = asyncio.Lock()
+
+    async def first(self, count: int) -> messages.Examples:
+        """Return the first ``count`` conversations; fewer if fewer tasks have a correct demonstration."""
+        async with self._one_at_a_time:
+            while len(self._examples) < count and self._next < min(len(self.environment.tasks), MAX_TRIED):
+                task = self.environment.tasks[self._next]
+                conversation = None
+                try:
+                    solve = partial(solved_conversation, self.environment, task)
+                    conversation = await self.sessions.in_thread(solve)
+                except InfrastructureError as error:
+                    raise Refusal(502, messages.INFRASTRUCTURE, str(error)) from error
+                except Exception:
+                    logger.exception("task %r: its demonstration could not be replayed", task.id)
+                self._next += 1
+                if conversation is not None:
+                    chat = tuple(messages.ChatMessage.of(message) for message in conversation)
+                    self._examples.append(messages.Example(task=task.id, messages=chat))
+        if not self._examples:
+            raise Refusal(
+                404, "no_examples", "the environment has no task with a demonstration that solves it"
+            )
+        return messages.Examples(examples=tuple(self._examples[:count]))
+
+
+def solved_conversation(environment: Environment, task: Task) -> list[Message] | None:
+    """Return the conversation of a task's demonstration, or None unless it solves the task."""
+    actions = environment.demonstration(task)
+    if not actions:
+        return None
+    replayed = replay(open_episode(environment, task, derive(0, "example", task.id)), actions)
+    return replayed.messages if replayed.results[-1].outcome is Outcome.CORRECT else None
 
 
 class Host:
-    """A server and its listening socket.
-
-    Raises:
-        AgentPeftError: an address is taken, or a token is needed.
-    """
+    """A server and its listening socket."""
 
     def __init__(
         self,
@@ -183,8 +196,7 @@ class Host:
         if token is None and not is_loopback(address.host):
             raise AgentPeftError(
                 f"{address.host} can be reached from other machines, so a token is needed: put one into an "
-                "environment variable "
-                "and name it with --token"
+                "environment variable and name it with --token"
             )
         for name, environment in environments.items():
             if token is None and not environment.sandboxed:
@@ -195,40 +207,30 @@ class Host:
                 )
         check_tasks(environments)
         limits = within_descriptors(limits)
-        self.episodes = Episodes(environments, limits)
-        history = ChatHistory(next(iter(environments.values())), self.episodes.in_thread)
+        self.sessions = Sessions(environments, limits)
         self._socket = listen(address)
-        self._server = Server(Guard(environment_app(self.episodes, history), limits, token), limits)
+        self._server = Server(Guard(environment_app(self.sessions), limits, token), limits)
         self._stopped: float | None = None
         host = f"[{address.host}]" if ":" in address.host else address.host
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
 
     async def run(self, ready: Callable[[], None] | None = None) -> None:
         """Serve until ``stop``, then close every episode. Episodes at a step that does not end stay in
-        ``episodes.open``.
+        ``sessions.open``.
         """
-        reaper = asyncio.create_task(self._reap())
         try:
             if ready is not None:
                 ready()
             with throttled(LOGGERS):
                 await self._server.serve([self._socket])
         finally:
-            reaper.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await reaper
             spent = 0.0 if self._stopped is None else time.monotonic() - self._stopped
-            await self.episodes.shutdown(max(0.0, self.episodes.limits.shutdown_seconds - spent))
+            await self.sessions.shutdown(max(0.0, self.sessions.limits.shutdown_seconds - spent))
 
     def stop(self) -> None:
         """Stop serving. Signal handlers and other threads may call this."""
         self._stopped = self._stopped or time.monotonic()
         self._server.should_exit = True
-
-    async def _reap(self) -> None:
-        while True:
-            await asyncio.sleep(min(self.episodes.limits.idle_seconds / 4, 15.0))
-            await self.episodes.reap()
 
 
 def serve(
@@ -236,10 +238,7 @@ def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT, then close everything. Print one line when the server listens.
 
-    Call this last: if a step does not end, the process is ended without it.
-
-    Raises:
-        AgentPeftError: an address is taken, or a token is needed.
+    Call this last: if a step does not end, the process exits without it.
     """
     try:
         host = Host(environments, address, limits, token)
@@ -260,13 +259,13 @@ def serve(
     except BaseException:
         _close(environments)
         raise
-    if not host.episodes.open:
+    if not host.sessions.open:
         _close(environments)
         return
     closing = threading.Thread(target=_close, args=(environments,), daemon=True)
     closing.start()
     closing.join(CLOSING)
-    logger.warning("%d episodes were at a step that did not end", len(host.episodes.open))
+    logger.warning("%d episodes were at a step that did not end", len(host.sessions.open))
     sys.stdout.flush()
     os._exit(1)  # Python would wait for their threads
 
@@ -277,11 +276,7 @@ def _close(environments: Mapping[str, Environment]) -> None:
 
 
 def check_tasks(environments: Mapping[str, Environment]) -> None:
-    """Check that every task can be written as JSON.
-
-    Raises:
-        AgentPeftError: one cannot.
-    """
+    """Refuse environments one of whose tasks is not JSON."""
     for name, environment in environments.items():
         for task in islice(environment.tasks, messages.MAX_LISTED_TASKS):
             try:
@@ -290,20 +285,3 @@ def check_tasks(environments: Mapping[str, Environment]) -> None:
                 raise AgentPeftError(
                     f"{name}: task {task.id!r:.200} cannot be sent: {messages.one_line(error)}"
                 ) from error
-
-
-def listen(address: Address) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    try:
-        if not 0 <= address.port < 1 << 16:
-            raise OSError(0, "a port is a number from 0 to 65535")
-        listening = socket.create_server((address.host, address.port), family=family, backlog=1024)
-    except OSError as error:
-        cause = os.strerror(error.errno) if error.errno else error.strerror  # create_server names the address
-        raise AgentPeftError(
-            f"cannot listen on {address.host}, port {address.port} ({cause}); set --host or --port"
-        ) from error
-    # accepted connections inherit it. Without it each answer, a head and a body, waits 40 ms for an
-    # acknowledgement
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listening

@@ -1,52 +1,142 @@
-"""Connections of the server: slow clients lose theirs, and there are never more than there are descriptors.
+"""uvicorn and FastAPI as the servers of this package use them: one-line refusals, and limits on connections.
 
 uvicorn limits the size of a request and the time of an idle connection. But it waits without end for the rest
-of a header and for a client that does not read its answer, and it accepts connections until no descriptor is
-left. An application cannot see these cases, so this module limits them.
+of a header and for a client that does not read, and it accepts connections until no descriptor is left. An
+application cannot see these cases, so this module limits them. It needs the extra ``server``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import resource
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
-from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from agent_peft.config import first_error
+from agent_peft.environments.http import messages
+from agent_peft.environments.http.guard import Limits
+from agent_peft.environments.http.messages import Refusal
+from agent_peft.types import AgentPeftError
+from agent_peft.version import __version__
 
-from agent_peft.environments.http.app import uvicorn
-from agent_peft.environments.http.limits import Limits
+try:  # the one place where the server's packages are imported
+    import h11
+    import uvicorn
+    from fastapi import FastAPI, Query, Request, Response, WebSocket, WebSocketDisconnect
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.responses import StreamingResponse
+    from starlette.exceptions import HTTPException
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+    from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+except ImportError as error:
+    raise messages.missing_extra(error.name or "fastapi") from error
+
+__all__ = [
+    "JSON",
+    "Address",
+    "FastAPI",
+    "HTTPException",
+    "Query",
+    "Request",
+    "RequestValidationError",
+    "Response",
+    "Server",
+    "StreamingResponse",
+    "WebSocket",
+    "WebSocketDisconnect",
+    "listen",
+    "new_app",
+    "within_descriptors",
+]
 
 logger = logging.getLogger(__name__)
 
-# connections, until those that are too many are closed; asyncio would take all that wait, a descriptor each
+# connections until surplus ones are closed; asyncio would accept all that wait, a descriptor each
 ACCEPTED = 8
 WAITING = 1024  # connections that the kernel keeps until they are accepted
 FRAGMENTS = 1000  # of one message of a WebSocket
-TICKS = 5  # of uvicorn, ten in a second, between two looks at the clocks
+TICKS = 5  # of uvicorn, ten in a second, between two checks of the clocks
 UNAVAILABLE = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 
 
-def within_descriptors(limits: Limits) -> Limits:
-    """With at most a third of the descriptors that this process may have for connections, since
-    environments need some too.
+class JSON(Response):
+    """An answer in ASCII. FastAPI's own would refuse lone surrogates."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return messages.encode(content)
+
+
+def new_app(title: str, description: str) -> FastAPI:
+    """Create an application whose errors are ``{"detail", "code"}``."""
+    app = FastAPI(title=title, description=description, version=__version__, redirect_slashes=False)
+
+    def problem(status: int, code: str, text: str, headers: Any = None) -> Response:
+        return JSON({"detail": text, "code": code}, status, headers=headers)
+
+    @app.exception_handler(Refusal)
+    async def refused(_: Request, refusal: Refusal) -> Response:
+        return problem(refusal.status, refusal.code, refusal.text)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return problem(422, "invalid", messages.one_line(first_error(error)))
+
+    @app.exception_handler(HTTPException)
+    async def other(_: Request, error: HTTPException) -> Response:
+        return problem(error.status_code, "http", str(error.detail), error.headers)
+
+    @app.exception_handler(Exception)
+    async def broken(_: Request, error: Exception) -> Response:
+        return problem(500, messages.BROKEN, f"internal error ({type(error).__name__}); see the server's log")
+
+    return app
+
+
+@dataclass(frozen=True)
+class Address:
+    """The address to listen on. Port 0 takes a free one.
+
+    >>> Address("127.0.0.1").port
+    8000
     """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+
+
+def listen(address: Address) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    try:
+        if not 0 <= address.port < 1 << 16:
+            raise OSError(0, "a port is a number from 0 to 65535")
+        listening = socket.create_server((address.host, address.port), family=family, backlog=WAITING)
+    except OSError as error:
+        cause = os.strerror(error.errno) if error.errno else error.strerror  # create_server names the address
+        raise AgentPeftError(
+            f"cannot listen on {address.host}, port {address.port} ({cause}); set --host or --port"
+        ) from error
+    # inherited by connections. Without it an answer of two packets waits 40 ms for an acknowledgement
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listening
+
+
+def within_descriptors(limits: Limits) -> Limits:
+    """Bound the connections by a third of this process's descriptors, since environments need some, too."""
     descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return (
-        limits
-        if descriptors < 0
-        else replace(limits, connections=max(2, min(limits.connections, descriptors // 3)))
-    )
+    if descriptors < 0:
+        return limits
+    return replace(limits, connections=max(2, min(limits.connections, descriptors // 3)))
 
 
 class Config(uvicorn.Config):
-    """uvicorn's, for an application that lives within ``limits``."""
+    """uvicorn's configuration for an application with these limits."""
 
     def __init__(self, app: Callable[..., Awaitable[None]], limits: Limits) -> None:
         super().__init__(
@@ -60,16 +150,18 @@ class Config(uvicorn.Config):
             server_header=False,
             proxy_headers=False,
             backlog=ACCEPTED,
-            ws_max_size=limits.body_bytes,
+            ws_max_size=limits.message_bytes,
             ws_per_message_deflate=False,
+            ws_ping_timeout=limits.answer_seconds,
             timeout_keep_alive=int(limits.keep_alive_seconds),
             timeout_graceful_shutdown=int(limits.shutdown_seconds) + 1,
         )
         self.limits = limits
+        self.incomplete = 0  # bytes of all sessions' messages that are not complete
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which also closes connections that wait for too long."""
+    """uvicorn's server, which also closes connections whose client is too slow."""
 
     def __init__(self, app: Callable[..., Awaitable[None]], limits: Limits) -> None:
         super().__init__(Config(app, limits))
@@ -84,12 +176,12 @@ class Server(uvicorn.Server):
             now = time.monotonic()
             for connection in list(self.server_state.connections):
                 if isinstance(connection, HTTPConnection | WebSocketConnection):
-                    connection.clock.look(connection.awaited, now)
+                    connection.clock.check(connection.awaited, now)
         return await super().on_tick(counter)
 
 
 class Clock:
-    """Runs while a client is waited for, and closes its connection when that takes too long."""
+    """Measures how long a client is waited for, and closes its connection after the limit."""
 
     def __init__(self, transport: asyncio.Transport, limits: Limits) -> None:
         self.transport = transport
@@ -102,11 +194,10 @@ class Clock:
         self.awaited: object = None
         self.since = time.monotonic()
 
-    def look(self, awaited: tuple[str, object] | None, now: float) -> None:
+    def check(self, awaited: tuple[str, object] | None, now: float) -> None:
         """
         Args:
-            awaited: what the client is to do next, and in which request; None where it is not the client who
-                is waited for.
+            awaited: the client's next action, and the request it is part of; None if the server acts.
         """
         if awaited is None or awaited != self.awaited:
             self.awaited, self.since = awaited, now
@@ -115,7 +206,12 @@ class Clock:
 
 
 class HTTPConnection(H11Protocol):
-    """HTTP/1.1."""
+    """HTTP/1.1 with limits on slow heads, bodies and readers, and on the number of connections.
+
+    The public settings do not reach these: ``timeout_keep_alive`` ends at a request's first byte,
+    ``limit_concurrency`` counts only requests whose head was read, and ``h11_max_incomplete_event_size``
+    bounds bytes, not time.
+    """
 
     def __init__(self, config: Config, *arguments: Any, **more: Any) -> None:
         super().__init__(config, *arguments, **more)
@@ -134,7 +230,7 @@ class HTTPConnection(H11Protocol):
             super().data_received(data)
 
     def send_400_response(self, msg: str) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:  # what it answers now goes nowhere
+        if self.cycle is not None and not self.cycle.response_complete:  # its answer is dropped
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -149,7 +245,7 @@ class HTTPConnection(H11Protocol):
 
     @property
     def awaited(self) -> tuple[str, object] | None:
-        """For what the client is waited for, and in which request."""
+        """The client's next action, and the request it is part of; None if the server acts."""
         if self.transport.is_closing():
             return "end", None
         if self.flow.write_paused:
@@ -161,7 +257,7 @@ class HTTPConnection(H11Protocol):
         return None
 
     def _make_room(self) -> bool:
-        """Close the connection whose client has been waited for the longest. Whether there is one."""
+        """Close the connection whose client has been waited for the longest. Return whether there is one."""
         waiting = [
             c
             for c in self.connections
@@ -180,15 +276,39 @@ class HTTPConnection(H11Protocol):
 
 
 class WebSocketConnection(WebSocketsSansIOProtocol):
-    """A WebSocket: ``openenv_session`` bounds how many there are, and how long they are idle."""
+    """A WebSocket with limits on slow messages and readers, empty fragments and unread pongs.
+
+    ``ws_max_size`` bounds one message in bytes, ``ws_ping_timeout`` finds a lost client: neither sees these.
+    """
 
     def __init__(self, config: Config, *arguments: Any, **more: Any) -> None:
         super().__init__(config, *arguments, **more)
-        self.limits, self.fragments = config.limits, 0
+        self.settings, self.incomplete = config, 0
+        self.fragments = self.fragment_bytes = 0  # of the current message
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.clock = Clock(self.transport, self.limits)
+        self.clock = Clock(self.transport, self.settings.limits)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._hold(0)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._hold(len(self.conn.reader.buffer) + self.fragment_bytes)
+        if self.settings.incomplete > self.settings.limits.messages_bytes:
+            self.transport.abort()
+
+    async def send(self, message: Any) -> None:
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body":  # a refusal, which uvicorn logs as an error
+            self.handshake_complete = True
+
+    def _hold(self, size: int) -> None:
+        """Count the bytes of a message that is not complete."""
+        self.settings.incomplete += size - self.incomplete
+        self.incomplete = size
 
     @property
     def awaited(self) -> tuple[str, object] | None:
@@ -196,19 +316,31 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
             return "end", None
         if not self.writable.is_set():
             return "reading", None
+        if self.incomplete and self.handshake_complete:
+            return "body", None
         return None if self.handshake_complete else ("head", None)
 
+    def handle_text(self, event: Any) -> None:
+        self.fragment_bytes += len(event.data)
+        super().handle_text(event)
+
+    def handle_bytes(self, event: Any) -> None:
+        self.fragment_bytes += len(event.data)
+        super().handle_bytes(event)
+
     def handle_cont(self, event: Any) -> None:
-        self.fragments += 1
-        if self.fragments > FRAGMENTS:  # empty ones are no part of the size that is bounded
+        self.fragments, self.fragment_bytes = self.fragments + 1, self.fragment_bytes + len(event.data)
+        if self.fragments > FRAGMENTS:  # empty ones do not count as bytes
             self.transport.abort()
             return
-        if event.fin:
-            self.fragments = 0
         super().handle_cont(event)
+
+    def send_receive_event_to_app(self) -> None:
+        self.fragments = self.fragment_bytes = 0
+        super().send_receive_event_to_app()
 
     def handle_ping(self) -> None:
         if self.writable.is_set():
             super().handle_ping()
         else:
-            self.conn.data_to_send()  # whoever reads nothing needs no answer; they would fill the memory
+            self.conn.data_to_send()  # drop the pong of a client that reads nothing
