@@ -16,7 +16,7 @@ from agent_peft.environments.db_bench.generator import (
     MIN_ANSWER_CHARS,
 )
 from agent_peft.environments.db_bench.protocol import PROTOCOLS, ProtocolName
-from agent_peft.environments.db_bench.servers.address import parse_address
+from agent_peft.environments.db_bench.servers.client import parse_address
 from agent_peft.environments.db_bench.syntax import SKILLS
 from agent_peft.environments.task_files.reading import check_one_source, check_skills
 from agent_peft.environments.task_files.split import Limit, Split, check_split_of_file

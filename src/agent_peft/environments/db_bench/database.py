@@ -114,6 +114,17 @@ class Database(Protocol):
         ...
 
 
+def text_refusal(sql: str) -> str | None:
+    """Why a text cannot be sent to a database at all, or None."""
+    if len(sql) > MAX_SQL:
+        return "the statement is too large"
+    try:
+        sql.encode()
+    except UnicodeEncodeError:
+        return "the statement is not valid Unicode"
+    return None
+
+
 def other_orders(rows: Sequence[Sequence[Cell]]) -> list[list[Sequence[Cell]]]:
     """The rows of a table in other orders. A statement that answers one of them in another way depends on the
     order in which rows happen to be stored, as where rows tie at a LIMIT.

@@ -9,7 +9,7 @@ from typing import Any
 
 from agent_peft.environments.db_bench import fork_server
 from agent_peft.environments.db_bench.channel import encode
-from agent_peft.environments.db_bench.database import MAX_SQL, DatabaseStopped, Executed, Row, Table
+from agent_peft.environments.db_bench.database import DatabaseStopped, Executed, Row, Table, text_refusal
 from agent_peft.environments.db_bench.fork_server import WorkerGone
 from agent_peft.types import AgentPeftError, StopReason
 
@@ -59,12 +59,8 @@ class IsolatedDatabase:
         self._worker.set_timeout(self._seconds + _GRACE_SECONDS)
 
     def execute(self, sql: str, seconds: float | None = None) -> Executed:
-        if len(sql) > MAX_SQL:
-            return Executed(error="the statement is too large")
-        try:
-            sql.encode()
-        except UnicodeEncodeError:
-            return Executed(error="the statement is not valid Unicode")
+        if (refusal := text_refusal(sql)) is not None:
+            return Executed(error=refusal)
         seconds = self._seconds if seconds is None else min(self._seconds, seconds)
         rows, changed, error, cut = self._ask(encode(["execute", sql, seconds]), seconds)
         return Executed(_as_rows(rows), changed, error, cut)
