@@ -37,7 +37,7 @@ from agent_peft.environments.db_bench import (  # noqa: E402
     DBBench,
     DBBenchConfig,
     GenerateConfig,
-    fork_server,
+    isolated,
     skills_of,
 )
 from agent_peft.environments.db_bench.generator import GENERATED_SKILLS, generate  # noqa: E402
@@ -214,7 +214,7 @@ def storms(episodes: int) -> dict[str, Any]:
             left = _left(database)
             environment.close()
             accounts.stop()
-            fork_server.stop()
+            isolated.stop()
             private._MEMORY_FOLDER, private._ROOM = place, room
             left["folders"] = len(
                 [*Path("/dev/shm").glob("agent-peft-server_*"), *(disk.glob("agent-peft-*") if disk else ())]

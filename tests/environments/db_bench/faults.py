@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agent_peft.environments.db_bench import DBBench, fork_server
+from agent_peft.environments.db_bench import DBBench, isolated
 from agent_peft.environments.db_bench.protocol import answer, operation
 from agent_peft.environments.db_bench.servers.accounts import server_of
 from agent_peft.environments.db_bench.servers.client import Client, ServerError, quoted
@@ -102,7 +102,7 @@ def cut_the_connection(episode: Any) -> None:
 
 def kill_the_fork_server(episode: Any) -> None:
     with suppress(OSError, AttributeError):
-        os.kill(fork_server._server._process.pid, signal.SIGKILL)
+        os.kill(isolated._server._process.pid, signal.SIGKILL)
 
 
 def fill(folder: Path, seconds: float = 0.5) -> Callable[[Any], None]:

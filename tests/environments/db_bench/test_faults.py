@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_peft.environments.db_bench import DBBench, DBBenchConfig, GenerateConfig, fork_server
+from agent_peft.environments.db_bench import DBBench, DBBenchConfig, GenerateConfig, isolated
 from agent_peft.environments.db_bench.servers import accounts
 from agent_peft.environments.db_bench.servers.accounts import server_of
 from agent_peft.environments.db_bench.servers.client import Client
@@ -51,7 +51,7 @@ def weather(database, episodes, every):
     assert sum(found.outcomes.values()) == episodes
     played.close()
     accounts.stop()
-    fork_server.stop()
+    isolated.stop()
     assert threading.active_count() <= threads
     assert not [name for name in folders() if f"_{os.getpid():x}_" in name]
     return found

@@ -1,7 +1,6 @@
 """A statement ends soon, touches nothing else, and never raises."""
 
 import resource
-import threading
 import time
 
 import pytest
@@ -198,23 +197,6 @@ def test_random_comes_from_the_seed():
         return rows
 
     assert draws(1) == draws(1) != draws(2)
-
-
-def test_threads_may_take_turns(database):
-    found = []
-    thread = threading.Thread(
-        target=lambda: found.append(database.execute("DELETE FROM t WHERE a > 0").changed)
-    )
-    thread.start()
-    thread.join()
-    assert found == [99]
-    assert database.table() == ((0, "x0"),)
-
-
-def test_close_is_idempotent():
-    database = open_database()
-    database.close()
-    database.close()
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from agent_peft.environments.db_bench import agentbench
 from agent_peft.environments.db_bench.config import DBBenchConfig, GenerateConfig
 from agent_peft.environments.db_bench.demonstrations import demonstrate
 from agent_peft.environments.db_bench.episode import DBBenchEpisode
-from agent_peft.environments.db_bench.fork_server import end_idle
 from agent_peft.environments.db_bench.generator import generate
 from agent_peft.environments.db_bench.inspection import inspect
+from agent_peft.environments.db_bench.isolated import end_idle
 from agent_peft.environments.db_bench.problem import SQLProblem
 from agent_peft.environments.db_bench.servers import accounts
 from agent_peft.environments.db_bench.tasks import generated_task, load_tasks, read_entry
