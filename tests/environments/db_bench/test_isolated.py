@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from agent_peft.environments.db_bench import DBBench, DBBenchConfig, GenerateConfig, isolated
+from agent_peft.environments.db_bench import DBBenchConfig, GenerateConfig, isolated
 from agent_peft.environments.db_bench import worker as worker_module
 from agent_peft.environments.db_bench.database import Column, DatabaseStopped, Table
 from agent_peft.environments.db_bench.episode import DBBenchEpisode
@@ -25,6 +25,7 @@ from agent_peft.environments.db_bench.tasks import read_entry
 from agent_peft.environments.db_bench.worker import Channel, encode
 from agent_peft.types import InfrastructureError, Outcome, StopReason
 
+from .faults import children, wait_until
 from .hostile_replies import COLUMNS, HOSTILE_EPISODES, ROWS
 from .hostile_replies import TABLE as NAME
 
@@ -59,17 +60,6 @@ def server():
     """The process that forks the workers."""
     open_database().close()
     return isolated._server._process.pid
-
-
-def children(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def wait_until(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -379,22 +369,6 @@ def test_a_hostile_episode_does_not_delay_the_others():
     assert time.monotonic() - begun < 20
 
 
-def test_many_episodes_at_once():
-    environment = DBBench(DBBenchConfig(generate=GenerateConfig(num_tasks=8)))
-
-    def play(i):
-        task = environment.tasks[i % len(environment.tasks)]
-        episode = environment.episode(task, i)
-        episode.start()
-        outcome = [episode.step(reply) for reply in environment.demonstration(task)][-1].outcome
-        episode.close()
-        return outcome
-
-    with ThreadPoolExecutor(64) as pool:
-        assert set(pool.map(play, range(64))) == {Outcome.CORRECT}
-    environment.close()
-
-
 def attack_and_count(alone, count):
     """How many descriptors, threads, bytes, processes and temporary files ``count`` hostile episodes
     leave.
@@ -446,10 +420,13 @@ def test_a_server_that_another_thread_closed_is_replaced(monkeypatch):
     isolated.stop()
 
 
-def test_a_worker_that_comes_back_after_the_server_was_closed_ends():
-    server = isolated.ForkServer()
-    worker = server.fork()
-    server.close()
-    server.take_back(worker)  # another thread read the server before it was closed
-    assert server.idle() is None
-    assert not worker.send(b"anything")
+def test_a_worker_that_comes_back_after_the_server_was_closed_is_used_again():
+    database = open_database()
+    isolated.stop()
+    database.close()
+    assert len(isolated._idle) == 1
+    other = open_database()
+    assert other.table() == TABLE.rows and isolated._server is None
+    other.close()
+    isolated.stop()
+    assert not isolated._idle

@@ -1,6 +1,5 @@
 """The servers of DB Bench: they end with us, leave nothing behind, and their faults are nobody's reward."""
 
-import json
 import os
 import shutil
 import signal
@@ -21,6 +20,8 @@ from agent_peft.environments.db_bench.servers.client import Address, Client, Ser
 from agent_peft.environments.db_bench.servers.database import ServerDatabase, refusal_of
 from agent_peft.types import AgentPeftError, InfrastructureError
 
+from .faults import children, left_on_the_server, wait_until
+
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 TABLE = Table("t", (Column("a", "INT"), Column("b", "TEXT")), tuple((i, f"x{i}") for i in range(100)))
 GENERATED = {"generate": {"num_tasks": 1}}
@@ -30,19 +31,8 @@ def open_database(seconds=2.0, seed=0):
     return ServerDatabase("mariadb", TABLE, seconds=seconds, seed=seed)
 
 
-def wait_until(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def watchdog():
     return server_of("mariadb").private._process.pid
-
-
-def children(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def is_stopped(pid):
@@ -60,18 +50,16 @@ def administrator():
 
 
 def left():
-    """The schemas and users that episodes have made, and the connections of such users. A server ends the
-    thread of a closed connection in its own time, so those have some seconds.
+    """What `left_on_the_server` finds, and the connections of episodes. A server ends the thread of a closed
+    connection in its own time, so those have some seconds.
     """
     client = administrator()
-    schemas = [row[0] for row in client.run("SHOW DATABASES") if row[0].startswith("ap_")]
-    users = [row[0] for row in client.run("SELECT User FROM mysql.user") if row[0].startswith("ap_")]
     count = "SELECT COUNT(*) FROM information_schema.PROCESSLIST WHERE user LIKE 'ap%'"
     end = time.monotonic() + 10
     while (threads := client.run(count)[0][0]) and time.monotonic() < end:
         time.sleep(0.02)
     client.close()
-    return schemas, users, threads
+    return (*left_on_the_server(), threads)
 
 
 @linux
@@ -492,7 +480,6 @@ def test_addresses(monkeypatch):
     assert parse_address("mysql://me:x@localhost?unix_socket=/run/s").socket == "/run/s"
 
 
-def test_errors_of_the_client_are_told_apart():
+def test_failures_of_the_server_are_told_apart():
     assert ServerError(2013, "").is_failure and not ServerError(1064, "").is_failure
     assert ServerError(1030, 'Got error 28 "No space left on device"').is_failure
-    assert json.dumps(str(ServerError(1, "x"))) == '"x"'

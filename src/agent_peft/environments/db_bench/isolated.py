@@ -1,8 +1,8 @@
 """SQLite in worker processes: whatever a statement does, it ends in time, and nothing else ends with it.
 
-Each process of ours has one fork server, started when first needed, and the workers that wait for work. It is
-not `multiprocessing`'s, whose children import the main module again: a script without a ``__main__`` guard
-fails in each of them, and one that imports torch takes seconds and 200 MB a worker.
+Each process that plays episodes has one fork server, started when first needed. It does not come from
+`multiprocessing`, whose children import the main module again: a script without a ``__main__`` guard fails in
+each of them, and one that imports torch takes seconds and 200 MB a worker.
 """
 
 from __future__ import annotations
@@ -58,12 +58,6 @@ class IsolatedDatabase:
     """
 
     def __init__(self, table: Table, *, seconds: float, steps: int, seed: int) -> None:
-        """As `SQLiteDatabase`.
-
-        Raises:
-            AgentPeftError: SQLite does not accept the table, or it is too large.
-            InfrastructureError: no worker can be started.
-        """
         self._seconds = min(seconds, _MAX_SECONDS)
         columns = [[column.name, column.type] for column in table.columns]
         try:
@@ -127,11 +121,7 @@ class Worker:
         self.set_timeout, self.close = channel.set_timeout, channel.close
 
     def ask(self, request: bytes) -> Any:
-        """Send a request, and wait for the answer.
-
-        Raises:
-            WorkerGone: there is none.
-        """
+        """Send a request, and return the answer. Raises `WorkerGone`."""
         self._owes = True
         try:
             self._channel.send(request)
@@ -153,8 +143,6 @@ class ForkServer:
     """The process that forks workers. It ends with us; a worker ends when its socket is closed."""
 
     def __init__(self) -> None:
-        self._idle: list[Worker] = []
-        self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
         command = [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parents[3])]
         libraries = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
@@ -177,51 +165,25 @@ class ForkServer:
             self.close()
             raise
 
-    def idle(self) -> Worker | None:
-        """A worker that waits for work, if there is one."""
-        with contextlib.suppress(IndexError):
-            return self._idle.pop()
-        return None
-
     def fork(self) -> Worker:
-        """A new worker.
-
-        Raises:
-            ConnectionError: the server is gone.
-            OSError: there are no more descriptors.
-        """
+        """A new worker. Raises ConnectionError if this process is gone, OSError without descriptors."""
         ours, theirs = socket.socketpair()
         try:
             with theirs:
                 socket.send_fds(self._caller, [b"w"], [theirs.fileno()])
         except BaseException as error:
             ours.close()
-            if self._closed:  # by another thread: its socket is no longer one
+            if self._caller.fileno() < 0:  # another thread has closed it
                 raise ConnectionError("it was closed") from error
             raise
         worker = Worker(Channel(ours))
         _workers.add(worker)
         return worker
 
-    def take_back(self, worker: Worker) -> None:
-        """Have a worker wait for more work, or end."""
-        if len(self._idle) < _MAX_IDLE and worker.send(_CLOSE):
-            self._idle.append(worker)
-            if self._closed:  # by another thread, which may have ended the others before this one came
-                self.end_idle()
-        else:
-            worker.close()
-
-    def end_idle(self) -> None:
-        while (worker := self.idle()) is not None:
-            worker.close()
-
     def close(self) -> None:
-        self._closed = True
         self._caller.close()
-        self.end_idle()
         if self._process is not None:
-            self._process.kill()  # the workers at work do not need it
+            self._process.kill()  # the workers do not need it
             self._process.wait()
 
     def detach(self) -> None:
@@ -233,54 +195,51 @@ class ForkServer:
 
 _lock = threading.Lock()
 _server: ForkServer | None = None
+_idle: list[Worker] = []
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
 
 
 def acquire(opening: bytes) -> tuple[Worker, Any]:
-    """A worker, and its answer to its first request.
-
-    Raises:
-        InfrastructureError: none can be started.
-    """
-    server = _running()
-    while (worker := server.idle()) is not None:  # it may have ended since
-        with contextlib.suppress(WorkerGone):
-            return worker, _ask_first(worker, opening)
+    """A worker, and its answer to its first request."""
+    with contextlib.suppress(IndexError):
+        while True:
+            with contextlib.suppress(WorkerGone):  # it may have ended since
+                return _first_answer(_idle.pop(), opening)
     cause = "they end at once"
     for _ in range(_ATTEMPTS):
         server = _running()
         try:
-            worker = server.fork()
-            return worker, _ask_first(worker, opening)
+            return _first_answer(server.fork(), opening)
+        except WorkerGone:
+            pass
         except ConnectionError as error:
             cause = str(error)
             _drop(server)
         except OSError as error:
             raise InfrastructureError(f"a process that runs SQL cannot be started: {error}") from error
-        except WorkerGone:
-            pass
     raise InfrastructureError(f"no process that runs SQL can be started: {cause}")
 
 
 def release(worker: Worker) -> None:
-    """Give a worker back: its database is dropped."""
-    if (server := _server) is None:
-        worker.close()
+    """Have a worker drop its database and wait for more work, or end."""
+    if len(_idle) < _MAX_IDLE and worker.send(_CLOSE):
+        _idle.append(worker)
     else:
-        server.take_back(worker)
+        worker.close()
 
 
 def end_idle() -> None:
     """End the workers that wait for work."""
-    if _server is not None:
-        _server.end_idle()
+    with contextlib.suppress(IndexError):
+        while True:
+            _idle.pop().close()
 
 
 @atexit.register
 def stop() -> None:
     """End this process's fork server and its idle workers. The next database starts another."""
-    if (server := _server) is not None:
-        _drop(server)
+    _drop(_server)
+    end_idle()
 
 
 def _running() -> ForkServer:
@@ -294,30 +253,31 @@ def _running() -> ForkServer:
         return _server
 
 
-def _drop(server: ForkServer) -> None:
+def _drop(server: ForkServer | None) -> None:
     global _server
     with _lock:
-        if _server is server:
+        if server is not None and _server is server:
             _server = None
             server.close()
 
 
-def _ask_first(worker: Worker, opening: bytes) -> Any:
+def _first_answer(worker: Worker, opening: bytes) -> tuple[Worker, Any]:
     try:
         worker.set_timeout(_START_SECONDS)
-        return worker.ask(opening)
+        return worker, worker.ask(opening)
     except BaseException:
         worker.close()
         raise
 
 
 def _after_fork() -> None:
-    """Release the parent's fork server in a forked process, because it ends with the parent."""
+    """Release the parent's processes in a forked process, because they end with the parent."""
     global _lock, _server
     _lock = threading.Lock()  # the other may be held by a thread that this process does not have
     if _server is not None:
         _server.detach()
         _server = None
+    _idle.clear()
     for worker in list(_workers):
         worker.close()
 

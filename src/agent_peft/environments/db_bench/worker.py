@@ -1,4 +1,4 @@
-"""The processes that run untrusted SQL: a fork server for each process of ours, and its workers.
+"""The processes that run untrusted SQL: each trainer process has a fork server, with its workers.
 
 Nothing in SQLite ends a statement for certain: a single call of a function may take minutes, and an aggregate
 all memory, between two calls of a progress handler. The kernel does: a worker that is late is killed by its
@@ -42,10 +42,8 @@ _DECODER = json.JSONDecoder(object_hook=lambda cell: bytes.fromhex(cell["hex"]))
 
 
 def encode(message: Any) -> bytes:
-    """A message of lists, texts, numbers, None and bytes, as it is sent: a line of JSON.
-
-    Raises:
-        ValueError: a number has too many digits.
+    """A message of lists, texts, numbers, None and bytes, as it is sent: a line of JSON. Raises ValueError if
+    a number has too many digits.
 
     >>> encode(["a", b"b"])
     b'["a",{"hex":"62"}]\\n'

@@ -47,14 +47,10 @@ _DENIED = {1044, 1045, 1142, 1227, 1410, 1698}
 
 
 class Server:
-    """One server, and the schemas of this process on it. Threads may share it."""
+    """One server, and the schemas of this process on it. Threads may share it. It raises `ServerError`."""
 
     def __init__(self, address: Address, private: PrivateServer | None = None) -> None:
-        """Connect, and remove what dead processes of this host have left on the server.
-
-        Raises:
-            InfrastructureError: the private server does not answer.
-        """
+        """Connect, and remove what dead processes of this host have left on the server."""
         self.address, self.private = address, private
         self.needs_ping = False  # a connection was lost: does the server still answer?
         self.is_retired = False  # it keeps memory: it takes no new schemas, and ends with its last one
@@ -99,11 +95,7 @@ class Server:
 
     @contextlib.contextmanager
     def administrator(self) -> Iterator[Client]:
-        """A connection of the account that makes the others. One that fails is not used again.
-
-        Raises:
-            ServerError: there is none, or a statement failed.
-        """
+        """A connection of the account that makes the others. One that fails is not used again."""
         connection = self._idle_connection() or Client(self.address, None, _SETTING, _SECONDS)
         try:
             yield connection
@@ -116,12 +108,7 @@ class Server:
             connection.close()
 
     def make(self) -> Address:
-        """Make a schema, and a user of the same name who has rights on it alone.
-
-        Raises:
-            AgentPeftError: the account may not make them.
-            ServerError: anything else.
-        """
+        """Make a schema, and a user of the same name who has rights on it alone."""
         name, password = f"{self._prefix}_{next(_numbers):x}", secrets.token_hex(16)
         self._names.add(name)
         user, schema = f"'{name}'@'{self._host}'", name.replace("_", r"\_")
@@ -154,21 +141,13 @@ class Server:
             self.stop()
 
     def remake(self, name: str) -> None:
-        """Make a schema empty.
-
-        Raises:
-            ServerError: it fails.
-        """
+        """Make a schema empty."""
         with self.administrator() as connection:
             connection.run(f"DROP DATABASE IF EXISTS {quoted(name)}")
             connection.run(f"CREATE DATABASE {quoted(name)} CHARACTER SET utf8mb4")
 
     def kill(self, name: str, thread: int) -> bool:
-        """End a user's connection, whatever it does. Returns whether it is gone.
-
-        Raises:
-            ServerError: the server does not answer.
-        """
+        """End a user's connection, whatever it does. Returns whether it is gone."""
         self._kill("CONNECTION", thread)
         for wait in (0.0, 0.005, 0.02, 0.1, *[0.25] * 20):
             time.sleep(wait)
@@ -266,12 +245,7 @@ _all: weakref.WeakSet[Server] = weakref.WeakSet()  # with those that are retired
 
 
 def server_of(database: str) -> Server:
-    """The server that ``database`` names (``mariadb``, or an address), started when first needed.
-
-    Raises:
-        AgentPeftError: it cannot be used.
-        InfrastructureError: the private one does not start.
-    """
+    """The server that ``database`` names (``mariadb``, or an address), started when first needed."""
     with _lock:
         server = _servers.get(database)
         if server is not None and (server.is_retired or not server.is_running):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from agent_peft.environments.db_bench.database import Cell, Row, size
+from agent_peft.environments.db_bench.database import Cell, Row, fetched
 from agent_peft.types import AgentPeftError
 
 _FORM = "write mysql://user:password@host:port, or mysql://user:password@localhost?unix_socket=/path"
@@ -115,11 +115,7 @@ class Client:
     def __init__(
         self, address: Address, schema: str | None = None, setting: str | None = None, seconds: float = 60.0
     ) -> None:
-        """Connect, run the ``setting``, and wait ``seconds`` for an answer.
-
-        Raises:
-            ServerError: the server does not answer, or refuses.
-        """
+        """Connect, and run the ``setting``. ``seconds``: how long an answer may take."""
         try:
             import pymysql
             from pymysql.constants import CLIENT
@@ -171,11 +167,11 @@ class Client:
                 if cursor.description is None:
                     cursor.close()
                     return Answer(None, changed=max(cursor.rowcount, 0))
-                rows, cut = _fetch(cursor, most_rows, most_bytes)
+                rows, cut = fetched(cursor.fetchall_unbuffered(), most_rows, most_bytes)
                 headers = tuple(column[0] for column in cursor.description)
                 if not cut:
                     cursor.close()
-                return Answer(headers, tuple(rows), 0, cut)
+                return Answer(headers, rows, 0, cut)
             finally:
                 # what is left unread would be read, for as long as it takes, when the cursor is deleted
                 if cursor._result is not None:
@@ -233,17 +229,6 @@ def _errors() -> Iterator[None]:
         raise ServerError(1300, "the result is not valid Unicode") from error
     except (OSError, struct.error, IndexError, AssertionError, RuntimeError, ValueError) as error:
         raise ServerError(2013, str(error)) from error
-
-
-def _fetch(cursor: Any, most_rows: int | None, most_bytes: int) -> tuple[list[Row], bool]:
-    """The rows of a cursor, and whether there are more."""
-    rows: list[Row] = []
-    for row in cursor.fetchall_unbuffered():
-        if len(rows) == most_rows or most_bytes < 0:
-            return rows, True
-        rows.append(row)
-        most_bytes -= size(row)
-    return rows, False
 
 
 def literal(cell: Cell) -> str:

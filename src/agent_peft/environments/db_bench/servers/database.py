@@ -169,11 +169,7 @@ class ServerDatabase:
         return InfrastructureError(f"the database server failed: {error}")
 
     def _reconnect(self) -> None:
-        """End the connection, with what runs on it, and open another.
-
-        Raises:
-            DatabaseStopped: it does not end.
-        """
+        """End the connection, with what runs on it, and open another."""
         client = self._running()
         client.cut()
         try:
