@@ -37,15 +37,13 @@ from agent_peft.environments.db_bench import (  # noqa: E402
     DBBench,
     DBBenchConfig,
     GenerateConfig,
-    fork_server,
+    isolated,
     skills_of,
 )
 from agent_peft.environments.db_bench.generator import GENERATED_SKILLS, generate  # noqa: E402
 from agent_peft.environments.db_bench.inspection import inspect  # noqa: E402
 from agent_peft.environments.db_bench.protocol import answer, operation  # noqa: E402
 from agent_peft.environments.db_bench.servers import accounts, private  # noqa: E402
-from agent_peft.environments.db_bench.servers.accounts import server_of  # noqa: E402
-from agent_peft.environments.db_bench.servers.client import Client  # noqa: E402
 from agent_peft.environments.db_bench.tasks import load_tasks, read_entry  # noqa: E402
 from tests.environments.db_bench import faults  # noqa: E402
 
@@ -214,7 +212,7 @@ def storms(episodes: int) -> dict[str, Any]:
             left = _left(database)
             environment.close()
             accounts.stop()
-            fork_server.stop()
+            isolated.stop()
             private._MEMORY_FOLDER, private._ROOM = place, room
             left["folders"] = len(
                 [*Path("/dev/shm").glob("agent-peft-server_*"), *(disk.glob("agent-peft-*") if disk else ())]
@@ -238,13 +236,8 @@ def storms(episodes: int) -> dict[str, Any]:
 def _left(database: str) -> dict[str, int]:
     if database == "sqlite":
         return {}
-    client = Client(server_of("mariadb").address)
-    left = {
-        "schemas": sum(str(row[0]).startswith("ap_") for row in client.run("SHOW DATABASES")),
-        "users": sum(str(row[0]).startswith("ap_") for row in client.run("SELECT User FROM mysql.user")),
-    }
-    client.close()
-    return left
+    schemas, users = faults.left_on_the_server()
+    return {"schemas": len(schemas), "users": len(users)}
 
 
 def _children() -> list[str]:

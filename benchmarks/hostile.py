@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 from agent_peft.environments import load_environment  # noqa: E402
 from agent_peft.environments.base import Environment  # noqa: E402
-from agent_peft.environments.db_bench import fork_server as databases  # noqa: E402
+from agent_peft.environments.db_bench import isolated as databases  # noqa: E402
 from agent_peft.sandbox.runtime import _FOUND  # noqa: E402
 from agent_peft.seeding import derive  # noqa: E402
 from agent_peft.types import Outcome  # noqa: E402

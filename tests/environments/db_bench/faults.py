@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agent_peft.environments.db_bench import DBBench, fork_server
+from agent_peft.environments.db_bench import DBBench, isolated
 from agent_peft.environments.db_bench.protocol import answer, operation
 from agent_peft.environments.db_bench.servers.accounts import server_of
 from agent_peft.environments.db_bench.servers.client import Client, ServerError, quoted
@@ -84,13 +84,31 @@ class Play:
     ended: str | None = None
 
 
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def left_on_the_server() -> tuple[list[str], list[str]]:
+    """The schemas and users of episodes."""
+    client = Client(server_of("mariadb").address)
+    schemas, users = client.run("SHOW DATABASES"), client.run("SELECT User FROM mysql.user")
+    client.close()
+    names = [[str(row[0]) for row in rows if str(row[0]).startswith("ap_")] for rows in (schemas, users)]
+    return names[0], names[1]
+
+
 def kill_the_server(episode: Any) -> None:
     """The private server dies while the agent's statement runs."""
-    private = server_of("mariadb").private
-    pid = private._process.pid
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+    for child in children(server_of("mariadb").private._process.pid):
         with suppress(OSError):
-            os.kill(int(child), signal.SIGKILL)
+            os.kill(child, signal.SIGKILL)
 
 
 def cut_the_connection(episode: Any) -> None:
@@ -102,7 +120,7 @@ def cut_the_connection(episode: Any) -> None:
 
 def kill_the_fork_server(episode: Any) -> None:
     with suppress(OSError, AttributeError):
-        os.kill(fork_server._server._process.pid, signal.SIGKILL)
+        os.kill(isolated._server._process.pid, signal.SIGKILL)
 
 
 def fill(folder: Path, seconds: float = 0.5) -> Callable[[Any], None]:

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from agent_peft.environments.db_bench import DBBench, DBBenchConfig, load_tasks
-from agent_peft.environments.db_bench.agentbench import answer_matches
+from agent_peft.environments.db_bench.grader import answer_matches
 from agent_peft.environments.db_bench.protocol import PROTOCOLS
 from agent_peft.environments.db_bench.tasks import read_entry, table_md5
 from agent_peft.environments.task_commands import validate_tasks

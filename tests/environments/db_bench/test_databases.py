@@ -11,10 +11,10 @@ from agent_peft.environments.db_bench import DBBench, DBBenchConfig, GenerateCon
 from agent_peft.environments.db_bench.database import Column, DatabaseStopped, Table
 from agent_peft.environments.db_bench.episode import DBBenchEpisode
 from agent_peft.environments.db_bench.isolated import IsolatedDatabase
-from agent_peft.environments.db_bench.problem import SQLProblem
 from agent_peft.environments.db_bench.protocol import answer, operation
 from agent_peft.environments.db_bench.servers.accounts import server_of
 from agent_peft.environments.db_bench.servers.database import ServerDatabase
+from agent_peft.environments.db_bench.tasks import SQLProblem
 from agent_peft.types import AgentPeftError, Outcome
 
 TABLE = Table("t", (Column("a", "INT"), Column("b", "TEXT")), tuple((i, f"x{i}") for i in range(100)))

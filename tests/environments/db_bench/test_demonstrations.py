@@ -1,4 +1,4 @@
-"""Demonstrations that make a mistake and repair it, and those that look at the table first."""
+"""Demonstrations that make a mistake and repair it."""
 
 from __future__ import annotations
 

@@ -6,12 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from agent_peft.environments.db_bench import DBBench, DBBenchConfig, GenerateConfig, fork_server
+from agent_peft.environments.db_bench import DBBench, DBBenchConfig, GenerateConfig, isolated
 from agent_peft.environments.db_bench.servers import accounts
-from agent_peft.environments.db_bench.servers.accounts import server_of
-from agent_peft.environments.db_bench.servers.client import Client
 
-from .faults import SECONDS, cut_the_connection, kill_the_fork_server, kill_the_server, storm
+from .faults import (
+    SECONDS,
+    cut_the_connection,
+    kill_the_fork_server,
+    kill_the_server,
+    left_on_the_server,
+    storm,
+)
 
 
 def environment(database):
@@ -22,14 +27,6 @@ def environment(database):
         max_turns=6,
     )
     return DBBench(config)
-
-
-def left_on_the_server():
-    client = Client(server_of("mariadb").address)
-    schemas = [row[0] for row in client.run("SHOW DATABASES") if row[0].startswith("ap_")]
-    users = [row[0] for row in client.run("SELECT User FROM mysql.user") if row[0].startswith("ap_")]
-    client.close()
-    return schemas, users
 
 
 def folders():
@@ -51,7 +48,7 @@ def weather(database, episodes, every):
     assert sum(found.outcomes.values()) == episodes
     played.close()
     accounts.stop()
-    fork_server.stop()
+    isolated.stop()
     assert threading.active_count() <= threads
     assert not [name for name in folders() if f"_{os.getpid():x}_" in name]
     return found

@@ -8,12 +8,10 @@ import pytest
 
 from agent_peft.environments.db_bench import skills_of
 from agent_peft.environments.db_bench.generation import (
-    aliases,
     english,
     grammar,
     mutation,
     plan,
-    rows,
     sampler,
     schemas,
     shapes,
@@ -209,7 +207,7 @@ def test_the_skills_of_a_shape_are_those_of_its_sql():
         if i % 3 == 0:
             shape = shapes.Shape("insert", where=1, copies=True, subqueries="nested")
         schema = schemas.draw_schema(rng)
-        cells = rows.draw_rows(schema, rng)
+        cells = schemas.draw_rows(schema, rng)
         scratch = Scratch(schema, cells)
         try:
             statement = plan.wrapped(sampler.Sampler(schema, cells, scratch.query, rng).statement(shape))
@@ -236,8 +234,8 @@ def test_no_alias_is_a_reserved_word():
     names = [name for entity in schemas.entities() for name in (f"{entity} id".replace(" ", "_"), entity)]
     for name in (*names, *schemas.attributes()):
         column = schemas.Column(schemas.Attribute(name, "name", "title", frozenset()), name)
-        assert not {aliases.other_name(column, rng) for _ in range(20)} & aliases.RESERVED
-    assert {"case", "match", "transaction", "rank"} <= aliases.RESERVED
+        assert not {sampler.other_name(column, rng) for _ in range(20)} & sampler.RESERVED
+    assert {"case", "match", "transaction", "rank"} <= sampler.RESERVED
 
 
 # -- tables --------------------------------------------------------------------------------------------------

@@ -13,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_peft.environments.db_bench import generate, primary_skill, skills_of
-from agent_peft.environments.db_bench.database import Column, Table, rounded
-from agent_peft.environments.db_bench.generation.english import plural
+from agent_peft.environments.db_bench.database import Column, Table
+from agent_peft.environments.db_bench.generation.english import ordinal, plural
+from agent_peft.environments.db_bench.generation.plan import skeleton_of_sql
 from agent_peft.environments.db_bench.generation.schemas import UNITS, attributes, entities, held_out
 from agent_peft.environments.db_bench.generation.shapes import HELD_OUT_PAIRS
-from agent_peft.environments.db_bench.generation.skeletons import skeleton_of_sql
+from agent_peft.environments.db_bench.generation.wording import _NUMBERS
 from agent_peft.environments.db_bench.generator import GENERATED_SKILLS, SPLITS
+from agent_peft.environments.db_bench.grader import rounded
 from agent_peft.environments.db_bench.sqlite import SQLiteDatabase
 from agent_peft.environments.db_bench.syntax import SKILLS, order_keys
 from agent_peft.environments.task_commands import validate_tasks
@@ -265,10 +267,10 @@ def test_the_sql_is_in_the_common_dialect(entries):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, 0), "at least 1"),
+        ((0, 0), "generate.num_tasks: .* greater than 0"),
         ((1, 0, ["joins"]), "joins"),
-        ((1, 0, ["insert"], "test"), "choose train, words, phrasing, composition or heldout"),
-        ((1, 0, ["insert"], "train", 1.5), "from 0 to 1"),
+        ((1, 0, ["insert"], "test"), "generate.split: .*'heldout'"),
+        ((1, 0, ["insert"], "train", 1.5), "generate.combined: .* less than or equal to 1"),
     ],
 )
 def test_wrong_arguments_are_told(arguments, message):
@@ -279,33 +281,21 @@ def test_wrong_arguments_are_told(arguments, message):
 @pytest.mark.parametrize(
     ("sql", "skills"),
     [
-        ("INSERT INTO t (a) VALUES (1)", {"insert"}),
-        ("UPDATE t SET a = 1 WHERE b = 2 AND c = 3", {"update", "where_multiple_conditions"}),
-        ("DELETE FROM t WHERE (a = 1 AND b = 2) OR c = 3", {"delete", "where_nested_conditions"}),
-        (
-            "SELECT a AS x FROM t AS y LIMIT 3 OFFSET 2",
-            {"select", "column_alias", "table_alias", "limit_and_offset"},
-        ),
-        (
-            "SELECT a FROM t WHERE b > (SELECT AVG(b) FROM t)",
-            {"select", "where_single_condition", "subquery_single"},
-        ),
+        ("INSERT INTO t (a) VALUES (1)", "insert"),
+        ("UPDATE t SET a = 1 WHERE b = 2 AND c = 3", "update where_multiple_conditions"),
+        ("DELETE FROM t WHERE (a = 1 AND b = 2) OR c = 3", "delete where_nested_conditions"),
+        ("SELECT a AS x FROM t AS y LIMIT 3 OFFSET 2", "limit_and_offset table_alias column_alias select"),
+        ("SELECT a FROM t WHERE b > (SELECT AVG(b) FROM t)", "subquery_single where_single_condition select"),
         (
             "SELECT a, b FROM t GROUP BY a, b HAVING MAX(c) - MIN(c) > 2 ORDER BY a, b DESC",
-            {
-                "select",
-                "group_by_multiple_columns",
-                "having_single_condition_with_aggregate",
-                "having_aggregate_calculation",
-                "order_by_multiple_columns_different_directions",
-            },
+            "having_aggregate_calculation having_single_condition_with_aggregate "
+            "order_by_multiple_columns_different_directions group_by_multiple_columns select",
         ),
-        ("this is no SQL (", set()),
+        ("this is no SQL (", ""),
     ],
 )
 def test_skills_of_a_statement(sql, skills):
-    assert set(skills_of(sql)) == skills
-    assert skills <= set(SKILLS)
+    assert skills_of(sql) == tuple(skills.split())
 
 
 def _columns(entry):
@@ -384,25 +374,10 @@ def _column_forms(header):
 
 
 def _number_forms(number):
-    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"]
-    ordinals = [
-        "zeroth",
-        "first",
-        "second",
-        "third",
-        "fourth",
-        "fifth",
-        "sixth",
-        "seventh",
-        "eighth",
-        "ninth",
-        "tenth",
-        "eleventh",
-    ]
     yield str(number)
     yield str(number + 1)  # an offset, told by the entry to start from
     if number < 11:
-        yield from (words[number], ordinals[number], ordinals[number + 1])
+        yield from (_NUMBERS[number], ordinal(number, True), ordinal(number + 1, True))
     if number == 1:
         yield from ("the first", "the one", "after skipping")
     if number in (2, 3):
@@ -417,7 +392,7 @@ def test_answers_are_as_short_as_asked():
     ]
     assert len(answers) == 40
     assert max(len(repr([tuple(row) for row in rows])) for rows in answers) <= 120
-    with pytest.raises(AgentPeftError, match="max_answer_chars must be at least 40, not 39"):
+    with pytest.raises(AgentPeftError, match=r"generate.max_answer_chars: .* 40"):
         generate(1, 0, max_answer_chars=39)
     with pytest.raises(AgentPeftError, match="for a larger max_answer_chars"):
         generate(60, 0, ["group_by_multiple_columns"], combined=0, max_answer_chars=40)

@@ -11,9 +11,9 @@ from agent_peft.environments.db_bench.grader import (
     answer_is_correct,
     answer_score,
     change_score,
+    read_literal,
     tables_are_equal,
 )
-from agent_peft.environments.db_bench.literals import read_literal
 from agent_peft.environments.db_bench.protocol import Answer, answer, parse_reply
 from agent_peft.environments.db_bench.syntax import order_keys
 

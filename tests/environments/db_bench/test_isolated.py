@@ -4,6 +4,7 @@ one another.
 
 import os
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -14,15 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from agent_peft.environments.db_bench import DBBench, DBBenchConfig, GenerateConfig, fork_server
-from agent_peft.environments.db_bench.channel import Channel, encode
+from agent_peft.environments.db_bench import DBBenchConfig, GenerateConfig, isolated
+from agent_peft.environments.db_bench import worker as worker_module
 from agent_peft.environments.db_bench.database import Column, DatabaseStopped, Table
 from agent_peft.environments.db_bench.episode import DBBenchEpisode
 from agent_peft.environments.db_bench.isolated import IsolatedDatabase
 from agent_peft.environments.db_bench.protocol import answer, operation
 from agent_peft.environments.db_bench.tasks import read_entry
+from agent_peft.environments.db_bench.worker import Channel, encode
 from agent_peft.types import InfrastructureError, Outcome, StopReason
 
+from .faults import children, wait_until
 from .hostile_replies import COLUMNS, HOSTILE_EPISODES, ROWS
 from .hostile_replies import TABLE as NAME
 
@@ -56,29 +59,18 @@ def open_database(table=TABLE, seconds=2.0, steps=20_000_000, seed=0):
 def server():
     """The process that forks the workers."""
     open_database().close()
-    return fork_server._server._process.pid
-
-
-def children(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def wait_until(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    return isolated._server._process.pid
 
 
 @pytest.fixture
 def alone():
     """A fork server that has no workers yet, and afterwards none any more."""
-    fork_server.stop()
+    isolated.stop()
     pid = server()
-    fork_server.end_idle()
+    isolated.end_idle()
     wait_until(lambda: not children(pid))
     yield pid
-    fork_server.stop()
+    isolated.stop()
 
 
 def memory(pid, field):
@@ -122,18 +114,6 @@ def test_every_value_comes_as_it_is():
     assert database.execute("SELECT x'', x'00ff', -0.0, 1e999").rows == (
         (b"", b"\0\xff", -0.0, float("inf")),
     )
-    database.close()
-
-
-def test_a_reset_database_is_as_it_was():
-    database = open_database()
-    draws = database.execute("SELECT random()").rows
-    for sql in ("CREATE TABLE u (a)", "DROP TABLE t"):
-        assert database.execute(sql).error is None
-    database.reset()
-    assert database.table() == TABLE.rows
-    assert database.execute("SELECT * FROM u").error == "no such table: u"
-    assert database.execute("SELECT random()").rows == draws
     database.close()
 
 
@@ -245,7 +225,7 @@ def test_what_is_abandoned_half_way_is_not_used_again(alone):
 def test_a_fork_server_that_died_is_replaced(alone):
     running = open_database()
     os.kill(alone, signal.SIGKILL)
-    fork_server.end_idle()
+    isolated.end_idle()
     assert running.table() == TABLE.rows  # the workers do not need it
     others = [open_database() for _ in range(3)]
     assert [database.table() for database in others] == [TABLE.rows] * 3
@@ -280,7 +260,7 @@ def test_a_worker_that_is_killed_makes_the_episode_incorrect(alone):
 
 
 def test_no_process_at_all_is_an_infrastructure_failure(monkeypatch):
-    fork_server.stop()
+    isolated.stop()
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(InfrastructureError, match="cannot be started"):
         DBBenchEpisode(PROBLEM, CONFIG, seed=0).start()
@@ -291,24 +271,25 @@ def test_no_process_at_all_is_an_infrastructure_failure(monkeypatch):
     open_database().close()
 
 
-def test_an_answer_of_the_worker_that_is_none_ends_the_database():
+def test_an_answer_of_the_worker_that_is_none_ends_the_database(monkeypatch):
     """Whatever comes over the socket: bytes that are no message, a message that is too long, or one that
     is nested too deeply.
     """
+    monkeypatch.setattr(worker_module, "_MAX_MESSAGE", 110_000)
     for sent in (
-        b"\0\0\0\5hello",
-        b"\xff" * 8,
+        b"hello\n",
+        b"\xff" * 8 + b"\n",
         encode(["x"])[:-1],
-        b"\0\1\x86\xa0" + b"[" * 100_000,
-        b"\0\0\0\2{}",
-        b"\0\0\0\x02\xff\xff",
+        b"[" * 100_000 + b"\n",
+        b"{}\n",
+        b"[" + b" " * 110_000 + b"]\n",
     ):
         database = open_database()
-        near, far = fork_server.socket.socketpair()
+        near, far = socket.socketpair()
+        database._worker.close()
+        database._worker = isolated.Worker(Channel(far))
         near.sendall(sent)
         near.close()
-        database._worker.close()
-        database._worker = fork_server.Worker(Channel(far))
         with pytest.raises(DatabaseStopped):
             database.execute("SELECT 1")
         database.close()
@@ -319,7 +300,7 @@ def test_an_answer_of_the_worker_that_is_none_ends_the_database():
 def test_nothing_outlives_us_even_if_we_are_killed(busy):
     script = f"""
 import os, signal, threading, time
-from agent_peft.environments.db_bench import fork_server
+from agent_peft.environments.db_bench import isolated
 from agent_peft.environments.db_bench.database import Column, Table
 from agent_peft.environments.db_bench.isolated import IsolatedDatabase
 databases = [IsolatedDatabase(Table("t", (Column("a", "INT"),), ((1,),)), seconds=0.5, steps=10**12, seed=0) for _ in range(3)]
@@ -327,7 +308,7 @@ databases[0].close()
 for sql in {ENDLESS!r} if {busy} else ():
     threading.Thread(target=databases[1].execute, args=(sql,)).start()
     time.sleep(0.2)
-pid = fork_server._server._process.pid
+pid = isolated._server._process.pid
 print(pid, *open(f"/proc/{{pid}}/task/{{pid}}/children").read().split(), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """  # noqa: E501
@@ -347,10 +328,10 @@ def test_a_fork_of_ours_has_databases_of_its_own(alone):
         status = 1
         try:
             mine = open_database()
-            if mine.table() == TABLE.rows and fork_server._server._process.pid != alone:
+            if mine.table() == TABLE.rows and isolated._server._process.pid != alone:
                 status = 0
             mine.close()
-            fork_server.stop()
+            isolated.stop()
         finally:
             os._exit(status)
     assert os.waitpid(pid, 0)[1] == 0
@@ -388,22 +369,6 @@ def test_a_hostile_episode_does_not_delay_the_others():
     assert time.monotonic() - begun < 20
 
 
-def test_many_episodes_at_once():
-    environment = DBBench(DBBenchConfig(generate=GenerateConfig(num_tasks=8)))
-
-    def play(i):
-        task = environment.tasks[i % len(environment.tasks)]
-        episode = environment.episode(task, i)
-        episode.start()
-        outcome = [episode.step(reply) for reply in environment.demonstration(task)][-1].outcome
-        episode.close()
-        return outcome
-
-    with ThreadPoolExecutor(64) as pool:
-        assert set(pool.map(play, range(64))) == {Outcome.CORRECT}
-    environment.close()
-
-
 def attack_and_count(alone, count):
     """How many descriptors, threads, bytes, processes and temporary files ``count`` hostile episodes
     leave.
@@ -421,7 +386,7 @@ def attack_and_count(alone, count):
                 if episode.step(reply).done:
                     break
             episode.close()
-        fork_server.end_idle()
+        isolated.end_idle()
         wait_until(lambda: not children(alone))
         counts.append(
             (len(os.listdir("/proc/self/fd")), threading.active_count(), memory(os.getpid(), "VmRSS"))
@@ -446,19 +411,22 @@ def test_a_thousand_hostile_episodes_leave_nothing(alone):
 
 
 def test_a_server_that_another_thread_closed_is_replaced(monkeypatch):
-    closed = fork_server.ForkServer()
+    closed = isolated.ForkServer()
     closed.close()
-    monkeypatch.setattr(fork_server, "_server", closed)
+    monkeypatch.setattr(isolated, "_server", closed)
     database = open_database()
     assert database.table() == TABLE.rows
     database.close()
-    fork_server.stop()
+    isolated.stop()
 
 
-def test_a_worker_that_comes_back_after_the_server_was_closed_ends():
-    server = fork_server.ForkServer()
-    worker = server.fork()
-    server.close()
-    server.take_back(worker)  # another thread read the server before it was closed
-    assert server.idle() is None
-    assert not worker.tell(b"anything")
+def test_a_worker_that_comes_back_after_the_server_was_closed_is_used_again():
+    database = open_database()
+    isolated.stop()
+    database.close()
+    assert len(isolated._idle) == 1
+    other = open_database()
+    assert other.table() == TABLE.rows and isolated._server is None
+    other.close()
+    isolated.stop()
+    assert not isolated._idle

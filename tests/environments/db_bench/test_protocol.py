@@ -189,27 +189,25 @@ def test_parsing_never_raises(reply):
         assert isinstance(protocol.parse(reply), Operation | Answer | MalformedReply)
 
 
-@pytest.mark.parametrize(
-    "piece",
-    [
-        "action ",
-        "action:",
-        "action:\n",
-        "final  ",
-        "Action: Answer ",
-        "`",
-        "```",
-        "Action: Operation\n```sql\n",
-        " ",
-        "*",
-        "\n ",
-        "{",
-        "<tool_call>",
-    ],
-)
-@pytest.mark.parametrize(
-    "head", ["", "Action: Answer\nFinal Answer: ", "Action: Operation\n```sql\n", "<tool_call>"]
-)
+SQL = "Action: Operation\n```sql\n"
+PIECES = [
+    "action ",
+    "action:",
+    "action:\n",
+    "final  ",
+    "Action: Answer ",
+    "`",
+    "```",
+    SQL,
+    " ",
+    "*",
+    "\n ",
+    "{",
+]
+
+
+@pytest.mark.parametrize("piece", [*PIECES, "<tool_call>"])
+@pytest.mark.parametrize("head", ["", "Action: Answer\nFinal Answer: ", SQL, "<tool_call>"])
 @pytest.mark.parametrize("protocol", PROTOCOLS.values(), ids=PROTOCOLS)
 def test_parsing_a_megabyte_is_quick(protocol, head, piece):
     reply = head + piece * (1_000_000 // len(piece))

@@ -1,6 +1,5 @@
 """The servers of DB Bench: they end with us, leave nothing behind, and their faults are nobody's reward."""
 
-import json
 import os
 import shutil
 import signal
@@ -15,13 +14,13 @@ from pydantic import ValidationError
 
 from agent_peft.environments.db_bench import DBBenchConfig
 from agent_peft.environments.db_bench.database import Column, Table
-from agent_peft.environments.db_bench.servers import accounts, owner, private
-from agent_peft.environments.db_bench.servers.accounts import Server, server_of
-from agent_peft.environments.db_bench.servers.address import Address, parse_address
-from agent_peft.environments.db_bench.servers.client import Client, ServerError
-from agent_peft.environments.db_bench.servers.database import ServerDatabase
-from agent_peft.environments.db_bench.servers.statements import refusal_of
+from agent_peft.environments.db_bench.servers import accounts, private
+from agent_peft.environments.db_bench.servers.accounts import FOLDER_PREFIX, Server, owned_name, server_of
+from agent_peft.environments.db_bench.servers.client import Address, Client, ServerError, parse_address
+from agent_peft.environments.db_bench.servers.database import ServerDatabase, refusal_of
 from agent_peft.types import AgentPeftError, InfrastructureError
+
+from .faults import children, left_on_the_server, wait_until
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 TABLE = Table("t", (Column("a", "INT"), Column("b", "TEXT")), tuple((i, f"x{i}") for i in range(100)))
@@ -32,19 +31,8 @@ def open_database(seconds=2.0, seed=0):
     return ServerDatabase("mariadb", TABLE, seconds=seconds, seed=seed)
 
 
-def wait_until(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def watchdog():
     return server_of("mariadb").private._process.pid
-
-
-def children(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def is_stopped(pid):
@@ -62,22 +50,21 @@ def administrator():
 
 
 def left():
-    """The schemas and users that episodes have made, and the connections of such users. A server ends the
-    thread of a closed connection in its own time, so those have some seconds.
+    """What `left_on_the_server` finds, and the connections of episodes. A server ends the thread of a closed
+    connection in its own time, so those have some seconds.
     """
     client = administrator()
-    schemas = [row[0] for row in client.run("SHOW DATABASES") if row[0].startswith("ap_")]
-    users = [row[0] for row in client.run("SELECT User FROM mysql.user") if row[0].startswith("ap_")]
     count = "SELECT COUNT(*) FROM information_schema.PROCESSLIST WHERE user LIKE 'ap%'"
     end = time.monotonic() + 10
     while (threads := client.run(count)[0][0]) and time.monotonic() < end:
         time.sleep(0.02)
     client.close()
-    return schemas, users, threads
+    return (*left_on_the_server(), threads)
 
 
 @linux
-def test_nothing_outlives_us_even_if_we_are_killed(mariadb):
+@pytest.mark.parametrize("as_nobody", [False, True])
+def test_nothing_outlives_us_even_if_we_are_killed(mariadb, as_nobody):
     script = """
 import os, signal, threading, time
 from agent_peft.environments.db_bench.database import Column, Table
@@ -91,12 +78,27 @@ pid = server.private._process.pid
 print(server.address.socket, pid, *open(f"/proc/{pid}/task/{pid}/children").read().split(), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    run = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    if as_nobody and (os.geteuid() != 0 or shutil.which("setpriv") is None):
+        pytest.skip("only root can be another user, and by setpriv")
+    other = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"]
+    other += ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]  # Python may be root's alone
+    command = [*(other if as_nobody else ()), sys.executable, "-c", script]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     assert run.returncode == -signal.SIGKILL
     socket, *pids = run.stdout.split()
     assert len(pids) == 2
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     wait_until(lambda: not Path(socket).parent.exists())
+
+
+def test_it_outlives_the_thread_that_started_it(mariadb):
+    accounts.stop()
+    thread = threading.Thread(target=lambda: open_database().close())
+    thread.start()
+    thread.join()
+    started = server_of("mariadb")
+    time.sleep(0.3)
+    assert server_of("mariadb") is started and started.is_running
 
 
 @linux
@@ -146,7 +148,7 @@ def test_a_server_that_is_killed_in_a_query_is_replaced(mariadb):
 @pytest.mark.slow
 def test_a_server_that_does_not_answer_is_replaced(mariadb, monkeypatch):
     monkeypatch.setattr(accounts, "_SECONDS", 1.0)
-    monkeypatch.setattr(accounts, "_DOUBT_SECONDS", 0.5)
+    monkeypatch.setattr(accounts, "_PING_SECONDS", 0.5)
     database = open_database(seconds=0.2)
     server_of("mariadb").close_idle()
     old = watchdog()
@@ -278,15 +280,12 @@ def test_what_is_not_even_sent(sql, refusal):
 
 def orphan(prefix):
     """A name that a process of this host has left, which has ended."""
-    script = "import runpy, sys; print(runpy.run_path(sys.argv[1])['owned_name'](sys.argv[2]) + '_1')"
-    run = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", script, owner.__file__, prefix], capture_output=True, text=True
-    )
-    return run.stdout.strip()
+    script = f"from {accounts.__name__} import owned_name; print(owned_name({prefix!r}) + '_1')"
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.strip()
 
 
 def test_what_dead_processes_left_is_removed(mariadb, tmp_path):
-    dead, living = orphan(accounts.PREFIX), owner.owned_name(accounts.PREFIX) + "_kept"
+    dead, living = orphan(accounts.PREFIX), owned_name(accounts.PREFIX) + "_kept"
     elsewhere = dead.replace(dead.split("_")[1], "ffffff")
     client = administrator()
     for name in (dead, living, elsewhere):
@@ -300,11 +299,11 @@ def test_what_dead_processes_left_is_removed(mariadb, tmp_path):
         client.run(f"DROP USER `{name}`@localhost")
     client.close()
 
-    for name in (orphan("agent-peft-server"), owner.owned_name("agent-peft-server") + "_x", "other"):
+    for name in (orphan(FOLDER_PREFIX), owned_name(FOLDER_PREFIX) + "_x", "other"):
         (tmp_path / name / "tables").mkdir(parents=True)
-    private.remove_orphans(tmp_path)
+    accounts.remove_orphans(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        [owner.owned_name("agent-peft-server") + "_x", "other"]
+        [owned_name(FOLDER_PREFIX) + "_x", "other"]
     )
 
 
@@ -337,7 +336,7 @@ def test_the_server_is_not_root_even_where_we_are(mariadb):
 def test_without_a_server_or_its_client_one_line_says_what_to_install(mariadb, monkeypatch):
     monkeypatch.setattr(private, "find_program", lambda *names: None)
     with pytest.raises(AgentPeftError, match=r"mariadb-server") as raised:
-        private.PrivateServer()
+        private.PrivateServer("name")
     assert "\n" not in str(raised.value)
     monkeypatch.setitem(sys.modules, "pymysql", None)
     with pytest.raises(AgentPeftError, match=r"pip install agent-peft\[mysql\]"):
@@ -392,6 +391,25 @@ def test_a_statement_that_takes_the_servers_memory_is_stopped(mariadb):
     attacker.close()
     neighbour.close()
     assert server_of("mariadb") is server
+
+
+def test_a_server_that_takes_all_memory_is_ended_and_another_takes_its_place(mariadb, monkeypatch):
+    database, place, old = open_database(), folder(), server_of("mariadb")
+    with monkeypatch.context() as patch:
+        patch.setattr(private, "_MOST_MEMORY", -1)
+        wait_until(lambda: not old.private.running and not place.exists())
+    with pytest.raises(InfrastructureError):
+        database.execute("SELECT 1")
+    database.close()
+    other = open_database()
+    assert other._server is not old and other.table() == TABLE.rows
+    other.close()
+
+
+def test_why_a_server_does_not_start(mariadb, monkeypatch):
+    monkeypatch.setattr(private, "_OPTIONS", private._OPTIONS + "no-such-option")
+    with pytest.raises(InfrastructureError, match=r"does not start: .*ERROR"):
+        private.PrivateServer(owned_name(FOLDER_PREFIX) + "_")
 
 
 @pytest.mark.parametrize(
@@ -462,8 +480,6 @@ def test_addresses(monkeypatch):
     assert parse_address("mysql://me:x@localhost?unix_socket=/run/s").socket == "/run/s"
 
 
-def test_errors_of_the_client_are_told_apart():
-    assert ServerError(2013, "").is_lost and not ServerError(1064, "").is_lost
-    assert ServerError(1969, "").is_stopped
-    assert ServerError(1030, 'Got error 28 "No space left on device"').is_exhausted
-    assert json.dumps(str(ServerError(1, "x"))) == '"x"'
+def test_failures_of_the_server_are_told_apart():
+    assert ServerError(2013, "").is_failure and not ServerError(1064, "").is_failure
+    assert ServerError(1030, 'Got error 28 "No space left on device"').is_failure

@@ -9,19 +9,16 @@ from pydantic import Field, field_validator, model_validator
 
 from agent_peft.config import Config
 from agent_peft.environments.base import EnvironmentConfig
-from agent_peft.environments.db_bench.generator import (
-    COMBINED,
-    GENERATED_SKILLS,
-    MAX_ANSWER_CHARS,
-    MIN_ANSWER_CHARS,
-)
 from agent_peft.environments.db_bench.protocol import PROTOCOLS, ProtocolName
-from agent_peft.environments.db_bench.servers.address import parse_address
+from agent_peft.environments.db_bench.servers.client import parse_address
 from agent_peft.environments.db_bench.syntax import SKILLS
 from agent_peft.environments.task_files.reading import check_one_source, check_skills
 from agent_peft.environments.task_files.split import Limit, Split, check_split_of_file
 from agent_peft.environments.templates import with_placeholders
 
+COMBINED = 0.75  # the share of tasks that show more than their skill needs
+MAX_ANSWER_CHARS = 400
+SplitName = Literal["train", "words", "phrasing", "composition", "heldout"]
 REPAIR_TURNS = 3  # a mistake, the statement, and the answer
 
 STATEMENT_STEPS = 20_000_000
@@ -41,7 +38,7 @@ class GenerateConfig(Config):
         description="primary skills of the tasks, which take them in turn; null draws skills as often as "
         "people need them",
     )
-    split: Literal["train", "words", "phrasing", "composition", "heldout"] = Field(
+    split: SplitName = Field(
         "train",
         description="train; words, phrasing or composition, which hold out one thing; or heldout, which "
         "holds out words and phrasing",
@@ -51,7 +48,7 @@ class GenerateConfig(Config):
     )
     max_answer_chars: int = Field(
         MAX_ANSWER_CHARS,
-        ge=MIN_ANSWER_CHARS,
+        ge=40,
         description="maximum characters of the rows that answer a question",
     )
     plain: bool = Field(
@@ -64,7 +61,7 @@ class GenerateConfig(Config):
     @field_validator("skills")
     @classmethod
     def _skills_are_known(cls, skills: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        check_skills(skills, GENERATED_SKILLS)
+        check_skills(skills, SKILLS)
         return skills
 
     @model_validator(mode="after")

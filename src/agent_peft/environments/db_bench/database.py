@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from decimal import ROUND_HALF_UP, Decimal
 from typing import Protocol
 
 from agent_peft.seeding import generator
@@ -53,7 +52,7 @@ class Executed:
     """The result of one statement: the ``rows`` of a query (None for other statements), the number of rows
     that it ``changed``, or the ``error`` as text.
 
-    ``cut`` says that there were more rows than were fetched.
+    ``cut``: there were more rows than were fetched.
 
     >>> Executed(rows=((1, "a"),)).error is None
     True
@@ -66,7 +65,7 @@ class Executed:
 
 
 class DatabaseStopped(Exception):
-    """A statement had to be ended together with its database, which is gone; ``reason`` says why. It is
+    """A statement had to be ended together with its database, which is gone, for the ``reason``. It is
     the statement's own doing.
     """
 
@@ -82,10 +81,8 @@ class Database(Protocol):
     """A throwaway database that holds the table of one task. Used by one thread at a time."""
 
     def execute(self, sql: str, seconds: float | None = None) -> Executed:
-        """Run one statement, whatever it is, within limits.
-
-        Args:
-            seconds: where they are fewer than those that every statement has.
+        """Run one statement, whatever it is, within limits: in ``seconds``, where they are fewer than those
+        of every statement.
 
         Raises:
             DatabaseStopped: it could only be ended with the database.
@@ -94,24 +91,30 @@ class Database(Protocol):
 
     def table(self) -> tuple[Row, ...] | None:
         """All rows of the task's table as it is now, read within the same limits. None if it is gone, has
-        other columns than at first, is far larger, or cannot be read in time.
-
-        Raises:
-            DatabaseStopped: reading could only be ended with the database.
+        other columns than at first, is far larger, or cannot be read in time. Raises as `execute`.
         """
         ...
 
     def reset(self) -> None:
-        """Make the database as it was at first: the same table, and the same random numbers to come.
-
-        Raises:
-            DatabaseStopped: it was gone before.
+        """Make the database as it was at first: the same table, and the same random numbers to come. Raises
+        `DatabaseStopped` if it was gone before.
         """
         ...
 
     def close(self) -> None:
         """Drop everything. May be called twice."""
         ...
+
+
+def text_refusal(sql: str) -> str | None:
+    """Why a text cannot be sent to a database at all, or None."""
+    if len(sql) > MAX_SQL:
+        return "the statement is too large"
+    try:
+        sql.encode()
+    except UnicodeEncodeError:
+        return "the statement is not valid Unicode"
+    return None
 
 
 def other_orders(rows: Sequence[Sequence[Cell]]) -> list[list[Sequence[Cell]]]:
@@ -124,18 +127,6 @@ def other_orders(rows: Sequence[Sequence[Cell]]) -> list[list[Sequence[Cell]]]:
     return [list(rows)[::-1], *(generator(0, "order", k).sample(rows, len(rows)) for k in range(4))]
 
 
-def rounded(cell: Cell) -> Cell:
-    """A number as it is shown: with four decimals, as MySQL's ``AVG`` has them, rounded half up. A number
-    below 0.1 keeps all its digits, since four decimals would not tell what it is.
-
-    >>> rounded(41.65625), rounded(7), rounded(1 / 3), rounded(0.00012345)
-    (41.6563, 7, 0.3333, 0.00012345)
-    """
-    if not isinstance(cell, float) or not 0.1 <= abs(cell) < 1e12:
-        return cell
-    return float(Decimal(repr(cell)).quantize(Decimal("0.0001"), ROUND_HALF_UP))
-
-
 def size(cells: Iterable[Cell]) -> int:
     """About how many bytes a row takes.
 
@@ -143,3 +134,14 @@ def size(cells: Iterable[Cell]) -> int:
     83
     """
     return 64 + sum(len(cell) if isinstance(cell, str | bytes) else 8 for cell in cells)
+
+
+def fetched(cursor: Iterable[Row], most_rows: int | None, most_bytes: int) -> tuple[tuple[Row, ...], bool]:
+    """The rows of a result within the limits, and whether there are more."""
+    rows: list[Row] = []
+    for row in cursor:
+        if len(rows) == most_rows or most_bytes < 0:
+            return tuple(rows), True
+        rows.append(row)
+        most_bytes -= size(row)
+    return tuple(rows), False

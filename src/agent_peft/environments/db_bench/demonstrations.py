@@ -10,14 +10,12 @@ from agent_peft.environments.base import Mistake
 from agent_peft.environments.db_bench.config import REPAIR_TURNS, DBBenchConfig
 from agent_peft.environments.db_bench.database import Database, DatabaseStopped
 from agent_peft.environments.db_bench.episode import open_database, replies_of
-from agent_peft.environments.db_bench.generation.aliases import RESERVED
 from agent_peft.environments.db_bench.generation.english import plural
 from agent_peft.environments.db_bench.generation.plan import name_sql
-from agent_peft.environments.db_bench.problem import SQLProblem
+from agent_peft.environments.db_bench.generation.sampler import RESERVED
 from agent_peft.environments.db_bench.protocol import PROTOCOLS
+from agent_peft.environments.db_bench.tasks import SQLProblem
 
-# how often small models make each mistake, where the statement allows it
-_KINDS = {"aggregate": 35, "plural": 27, "short": 15, "counted": 12, "range": 12, "table": 8, "where": 8}
 _PREFIXES = {"COUNT": "total", "SUM": "total", "AVG": "avg", "MAX": "max", "MIN": "min"}
 _NAME = r"(?:`[^`]+`|[A-Za-z_]\w*)"
 _AGGREGATE = re.compile(
@@ -29,10 +27,8 @@ _TOKEN = re.compile(rf"'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|{_NAME}")
 
 
 def demonstrate(problem: SQLProblem, config: DBBenchConfig, rng: random.Random) -> tuple[str, ...] | None:
-    """Replies that solve the problem, or None if the gold SQL does not run.
-
-    Args:
-        rng: draws whether a mistake comes first (``config.repairs``), and which one.
+    """Replies that solve the problem, or None if the gold SQL does not run. ``rng`` draws whether a mistake
+    comes first (``config.repairs``), and which one.
     """
     repairs = rng.random() < config.repairs
     protocol = PROTOCOLS[config.protocol]
@@ -50,10 +46,7 @@ def demonstrate(problem: SQLProblem, config: DBBenchConfig, rng: random.Random) 
 
 
 def _wrong_statement(problem: SQLProblem, database: Database, rng: random.Random) -> str | None:
-    """The gold SQL with one wrong name, which the database refuses. None if it refuses none of those tried.
-
-    The database is then as it was at first.
-    """
+    """The gold SQL with a mistake that the database refuses, or None. Each try is reset."""
     for wrong in wrong_statements(problem, rng):
         if database.execute(wrong).error is not None:
             return wrong
@@ -67,8 +60,8 @@ def wrong_statements(problem: SQLProblem, rng: random.Random) -> Iterator[str]:
     counted, and the condition of HAVING in WHERE.
     """
     # a weighted order without repetition (Efraimidis and Spirakis, 2006)
-    for kind in sorted(_KINDS, key=lambda kind: rng.random() ** (1 / _KINDS[kind]), reverse=True):
-        if (wrong := _MISTAKES[kind](problem, rng)) is not None and wrong != problem.sql:
+    for made in sorted(_MISTAKES, key=lambda made: rng.random() ** (1 / _MISTAKES[made]), reverse=True):
+        if (wrong := made(problem, rng)) is not None and wrong != problem.sql:
             yield wrong
 
 
@@ -150,12 +143,5 @@ def _bare(token: str) -> str:
     return token.strip("`").lower()
 
 
-_MISTAKES = {
-    "aggregate": _aggregate,
-    "plural": _plural,
-    "short": _short,
-    "counted": _counted,
-    "range": _range,
-    "table": _table,
-    "where": _where,
-}
+# how often small models make each mistake, where the statement allows it
+_MISTAKES = {_aggregate: 35, _plural: 27, _short: 15, _counted: 12, _range: 12, _table: 8, _where: 8}

@@ -9,16 +9,20 @@ from functools import partial
 from itertools import repeat
 
 from agent_peft.environments.base import Environment, Inspection, TaskFiles
-from agent_peft.environments.db_bench import agentbench
 from agent_peft.environments.db_bench.config import DBBenchConfig, GenerateConfig
 from agent_peft.environments.db_bench.demonstrations import demonstrate
 from agent_peft.environments.db_bench.episode import DBBenchEpisode
-from agent_peft.environments.db_bench.fork_server import end_idle
 from agent_peft.environments.db_bench.generator import generate
 from agent_peft.environments.db_bench.inspection import inspect
-from agent_peft.environments.db_bench.problem import SQLProblem
+from agent_peft.environments.db_bench.isolated import end_idle
 from agent_peft.environments.db_bench.servers import accounts
-from agent_peft.environments.db_bench.tasks import generated_task, load_tasks, read_entry
+from agent_peft.environments.db_bench.tasks import (
+    SQLProblem,
+    generated_task,
+    is_agentbench,
+    load_tasks,
+    read_entry,
+)
 from agent_peft.environments.task_files.download import HubSet, download
 from agent_peft.environments.task_files.selection import load_selected, select_usable
 from agent_peft.seeding import generator
@@ -56,11 +60,6 @@ class DBBench(Environment):
     task_files = TaskFiles(generate, GenerateConfig, _inspect, partial(download, HUB_SET))
 
     def __init__(self, config: DBBenchConfig) -> None:
-        """Load the tasks, and replay those of a file.
-
-        Raises:
-            AgentPeftError: the file is wrong, or no task can be used.
-        """
         self.config: DBBenchConfig = config
         self._lock = threading.Lock()
         self._problems: dict[str, SQLProblem] = {}  # of the tasks that were replayed
@@ -69,7 +68,7 @@ class DBBench(Environment):
         causes = repeat(None) if known_good else self._causes(tasks)
         self._tasks, self.rejected = select_usable(config, tasks, causes)
         self._by_id = {task.id: task for task in self._tasks}
-        self._problem(self._tasks[0])  # limits under which none can be solved are told at once
+        self._problem(self._tasks[0])  # limits under which none can be solved are an error at once
         results = [(task.content.get("answer_info") or {}).get("direct") or () for task in self._tasks]
         if long := sum(len(repr([*map(tuple, rows)])) > config.max_observation_chars for rows in results):
             logger.warning(
@@ -78,7 +77,7 @@ class DBBench(Environment):
                 long,
                 config.max_observation_chars,
             )
-        answers = [task for task in self._tasks if agentbench.is_entry(task.content)]
+        answers = [task for task in self._tasks if is_agentbench(task.content)]
         if silent := [task.id for task in answers if self.demonstration(task) is None]:
             logger.warning(
                 "db_bench: %d of AgentBench's questions have no demonstration, since their SQL does not give "
@@ -109,11 +108,7 @@ class DBBench(Environment):
             yield inspect(problem, self.config).cause
 
     def _problem(self, task: Task) -> SQLProblem:
-        """The content of a task, which is replayed if it is ours and was not before.
-
-        Raises:
-            AgentPeftError: it cannot be used.
-        """
+        """The content of a task, which is replayed if it is ours and was not before."""
         known = self._by_id.get(task.id)
         if known is None or not (known is task or known.content == task.content):
             return read_entry(task.id, task.content)

@@ -7,19 +7,20 @@ from collections.abc import Sequence
 
 from agent_peft.environments.base import Episode
 from agent_peft.environments.clock import Clock
-from agent_peft.environments.db_bench.agentbench import answer_matches
 from agent_peft.environments.db_bench.config import DBBenchConfig, system_prompt_of
-from agent_peft.environments.db_bench.database import Database, DatabaseStopped, Executed, Row, Table, rounded
+from agent_peft.environments.db_bench.database import Database, DatabaseStopped, Executed, Row, Table
 from agent_peft.environments.db_bench.grader import (
     answer_is_correct,
+    answer_matches,
     answer_score,
     change_score,
+    rounded,
     tables_are_equal,
 )
 from agent_peft.environments.db_bench.isolated import IsolatedDatabase
-from agent_peft.environments.db_bench.problem import SQLProblem
 from agent_peft.environments.db_bench.protocol import PROTOCOLS, Answer, MalformedReply, Protocol
 from agent_peft.environments.db_bench.servers.database import ServerDatabase
+from agent_peft.environments.db_bench.tasks import SQLProblem
 from agent_peft.environments.templates import fill
 from agent_peft.types import Message, Outcome, StepResult, StopReason
 
@@ -50,13 +51,6 @@ class DBBenchEpisode(Episode):
         self._lock = threading.RLock()  # a worker that is given back must not owe an answer
 
     def start(self) -> Sequence[Message]:
-        """See `Episode.start`.
-
-        Raises:
-            AgentPeftError: the task's table cannot be made: the database does not accept it, or it is too
-                large; or there is no database.
-            InfrastructureError: no process can be started that runs the SQL, or the server failed.
-        """
         table = self._problem.table
         with self._lock:
             if self._done or self._database is not None:
@@ -164,7 +158,7 @@ def replies_of(problem: SQLProblem, executed: Executed, protocol: Protocol) -> t
 
 def observation(executed: Executed, limit: int) -> str:
     """A statement's result as the agent reads it, in at most ``limit`` characters. Its numbers have at most
-    four decimals, since most tokens of a long fraction say nothing.
+    four decimals, since most tokens of a long fraction are noise.
 
     >>> observation(Executed(rows=((1, "a"),)), 400), observation(Executed(changed=3), 400)
     ("[(1, 'a')]", 'Done. 3 rows changed.')

@@ -17,7 +17,11 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agent_peft.environments.db_bench.database import Row, other_orders, rounded
+from pydantic import ValidationError
+
+from agent_peft.config import first_error
+from agent_peft.environments.db_bench.config import COMBINED, MAX_ANSWER_CHARS, GenerateConfig, SplitName
+from agent_peft.environments.db_bench.database import Row, other_orders
 from agent_peft.environments.db_bench.generation.conditions import Unsatisfiable
 from agent_peft.environments.db_bench.generation.grammar import Derivation, Side
 from agent_peft.environments.db_bench.generation.mutation import every_part_matters, is_determined
@@ -29,22 +33,19 @@ from agent_peft.environments.db_bench.generation.plan import (
     Statement,
     name_sql,
     qualified,
+    skeleton,
     sql,
     wrapped,
 )
-from agent_peft.environments.db_bench.generation.rows import draw_rows
 from agent_peft.environments.db_bench.generation.sampler import Sampler
-from agent_peft.environments.db_bench.generation.schemas import Schema, draw_schema
+from agent_peft.environments.db_bench.generation.schemas import Schema, draw_rows, draw_schema
 from agent_peft.environments.db_bench.generation.shapes import ALONE, Shape, shape_for
-from agent_peft.environments.db_bench.generation.skeletons import skeleton
+from agent_peft.environments.db_bench.grader import rounded
 from agent_peft.environments.db_bench.tasks import table_md5
 from agent_peft.seeding import derive, generator
 from agent_peft.types import AgentPeftError
 
 GENERATED_SKILLS = tuple(ALONE)
-COMBINED = 0.75  # the share of tasks that show more than their skill needs
-MAX_ANSWER_CHARS = 400
-MIN_ANSWER_CHARS = 40
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Split:
     composition: str = "train"
 
 
-SPLITS: dict[str, Split] = {
+SPLITS: dict[SplitName, Split] = {
     "train": Split(),
     "words": Split(words_held_out=True),
     "phrasing": Split(phrases="heldout"),
@@ -75,42 +76,26 @@ def generate(
     num_tasks: int,
     seed: int,
     skills: Sequence[str] | None = None,
-    split: str = "train",
+    split: SplitName = "train",
     combined: float = COMBINED,
     max_answer_chars: int = MAX_ANSWER_CHARS,
     plain: bool = False,
 ) -> dict[str, dict[str, Any]]:
-    """Entries by id. The same arguments give the same entries, and fewer are the first of more.
-
-    Args:
-        num_tasks: how many.
-        seed: another seed gives other tasks.
-        skills: some of `GENERATED_SKILLS`, which take turns as the primary skill (in a held-out composition:
-            as one of the skills). None: whatever people ask.
-        split: one of `SPLITS`.
-        combined: the share of tasks that may show other skills besides. 0: the clauses that the skill needs,
-            and no other. It has no effect without ``skills`` and on a held-out composition.
-        max_answer_chars: of the rows that answer a question, written as a list of tuples.
-        plain: small tables, columns called by their names, conditions that compare with a value, changes of
-            one value or one row, and each part said in its commonest way.
-
-    Raises:
-        AgentPeftError: an argument is wrong.
+    """Entries by id. The same arguments (`GenerateConfig`) give the same entries, and fewer are the first of
+    more. ``skills`` take turns as the primary skill, or in a held-out composition as one of the skills.
     """
-    for skill in skills or ():
-        if skill not in ALONE:
-            raise AgentPeftError(
-                f"no tasks can be generated for skill {skill!r}; choose among {', '.join(ALONE)}"
-            )
-    if split not in SPLITS:
-        *others, last = SPLITS
-        raise AgentPeftError(f"there is no split {split!r}; choose {', '.join(others)} or {last}")
-    if num_tasks < 1:
-        raise AgentPeftError(f"num_tasks must be at least 1, not {num_tasks}")
-    if max_answer_chars < MIN_ANSWER_CHARS:
-        raise AgentPeftError(f"max_answer_chars must be at least {MIN_ANSWER_CHARS}, not {max_answer_chars}")
-    if not 0 <= combined <= 1:
-        raise AgentPeftError(f"combined must be from 0 to 1, not {combined:g}")
+    try:
+        GenerateConfig(
+            num_tasks=num_tasks,
+            seed=seed,
+            skills=None if skills is None else tuple(skills),
+            split=split,
+            combined=combined,
+            max_answer_chars=max_answer_chars,
+            plain=plain,
+        )
+    except ValidationError as error:
+        raise AgentPeftError(first_error(error, "generate")) from None
     maker = TaskMaker(split, combined, max_answer_chars, plain)
     entries = {}
     for i in range(num_tasks):
@@ -142,7 +127,7 @@ class TaskMaker:
 
     def __init__(
         self,
-        split: str,
+        split: SplitName,
         combined: float = COMBINED,
         max_answer_chars: int = MAX_ANSWER_CHARS,
         plain: bool = False,
@@ -153,11 +138,7 @@ class TaskMaker:
         self._instructions: set[str] = set()
 
     def entry(self, index: int, skill: str | None, rng: random.Random) -> dict[str, Any]:
-        """The next task as an entry.
-
-        Raises:
-            AgentPeftError: none was found.
-        """
+        """The next task as an entry."""
         draft = self.draft(index, skill, rng)
         gold = sql(draft.statement) + ";"
         rows = [[rounded(cell) for cell in row] for row in draft.answer]
@@ -243,25 +224,20 @@ class TaskMaker:
         except Unsatisfiable:
             return None
         statement = wrapped(plan)
-        listed = isinstance(statement, Insert) and not isinstance(
-            statement.source, Select
-        )  # there are but two
-        if (
-            index is not None
-            and not listed
-            and self._skeletons[skeleton(statement)] > index // _TASKS_PER_REPEAT
-        ):
+        # an INSERT of values has but two skeletons
+        listed = isinstance(statement, Insert) and not isinstance(statement.source, Select)
+        most_repeats = None if index is None or listed else index // _TASKS_PER_REPEAT
+        if most_repeats is not None and self._skeletons[skeleton(statement)] > most_repeats:
             raise _Repeated
         answer = table.answer(statement)
-        if answer is None or not _is_worth_asking(
-            statement, answer, sampler.rows, most, self.max_answer_chars
-        ):
-            return None
-        if not every_part_matters(statement, answer, table.answer):
-            return None
-        if not is_determined(statement, sampler.schema.columns, table.answer):
-            return None
-        return (plan, answer) if _is_stable(statement, answer, sampler) else None
+        usable = (
+            answer is not None
+            and _is_worth_asking(statement, answer, sampler.rows, most, self.max_answer_chars)
+            and every_part_matters(statement, answer, table.answer)
+            and is_determined(statement, sampler.schema.columns, table.answer)
+            and _is_stable(statement, answer, sampler)
+        )
+        return (plan, answer) if usable and answer is not None else None
 
 
 def _is_stable(statement: Statement, answer: tuple[Row, ...], sampler: Sampler) -> bool:

@@ -2,41 +2,54 @@
 
 Two whole numbers are equal when they are; else numbers are equal within 1e-6 of each other, or, where the
 gold has at most four decimals (MySQL's AVG keeps no more), within half a unit of the fourth. In an answer,
-but not in a table, numbers are also right as observations show them (`database.rounded`), and ``'5'``,
+but not in a table, numbers are also right as observations show them (`rounded`), and ``'5'``,
 ``'$5'`` and ``5`` are equal.
 
-The score of an answer or of a change says how near it comes: the Dice coefficient of two multisets of rows
-(Dice, 1945), 2 Σ likeness / (n + m), where equal rows are alike by 1, and rows that are left over are paired,
-the most alike first, by the share of their cells that are equal.
+The score of an answer or of a change is its nearness to the gold: the Dice coefficient of two multisets of
+rows (Dice, 1945), 2 Σ likeness / (n + m), where equal rows are alike by 1, and rows that are left over are
+paired, the most alike first, by the share of their cells that are equal.
 """
 
 from __future__ import annotations
 
 import math
+import re
+import sys
 from collections import Counter
 from collections.abc import Sequence
+from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 
-from agent_peft.environments.db_bench.database import Cell, Row, rounded
-from agent_peft.environments.db_bench.literals import amount, read_literal
+from agent_peft.environments.db_bench.database import Cell, Row
 
 _MAX_ANSWER = 100_000  # characters: no gold is near it
 _MAX_PAIRS = 10_000  # of rows whose cells are compared; of more, only equal rows count
+_TOLERANCE = 1e-2  # of two numbers of AgentBench
+# what AgentBench takes for 0, but for the empty text: who writes nothing is never right
+_ZEROS = frozenset(["none", "null", "undefined", "nan", "inf", "infinity", "-inf", "-infinity"])
+_MAX_DEPTH = 8
+_MAX_DIGITS = 400  # a double has at most 309 before the point
+_BLANK = re.compile(r"\s*")
+_TOKEN = re.compile(
+    r"""(?P<open>[\[(])|(?P<close>[\])])|(?P<comma>,)
+    |(?P<string>'(?:[^'\\]|\\.|'')*+'|"(?:[^"\\]|\\.|"")*+")
+    |(?P<word>(?:null|none|true|false|[-+]?inf(?:inity)?)\b)
+    |(?P<number>(?:[-+]?\$?|\$[-+])(?:\d++(?:\.\d*+)?|\.\d++)(?:e[-+]?\d++)?(?![\w.]))""",
+    re.VERBOSE | re.IGNORECASE | re.DOTALL,
+)
+_THOUSANDS = re.compile(r"(?:[-+]?\$?|\$[-+])\d{1,3}(?:,\d{3})++(?:\.\d++)?(?![\w.])")
+_AMOUNT = re.compile(r"(?:[-+]?\$?|\$[-+])(?:(?:0|[1-9]\d*+|[1-9]\d{0,2}(?:,\d{3})++)(?:\.\d++)?|\.\d++)")
+_ESCAPE = re.compile(r"\\(U[0-9a-fA-F]{8}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|.)", re.DOTALL)
+_WORDS: dict[str, Cell] = {"null": None, "none": None, "true": 1, "false": 0}
+_WORDS |= {f"{sign}{word}": float(f"{sign}inf") for sign in ("", "+", "-") for word in ("inf", "infinity")}
+_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
 
 
 def answer_is_correct(text: str, gold: Sequence[Row], order: tuple[int, ...] | None) -> bool:
-    """Grade a final answer.
-
-    Args:
-        text: what the agent wrote after ``Final Answer:``. Tuples or lists, in Python or JSON; one row or one
-            column may be flat and one value bare. Nothing written is never right, not even for an empty
-            result: that is ``[]``.
-        gold: the rows it should show.
-        order: the columns by which they are sorted (`syntax.order_keys`), or None.
+    """Grade a final answer: tuples or lists, in Python or JSON; one row or one column may be flat and one
+    value bare. An empty text is never right, not even for an empty result: that is ``[]``. ``order``: the
+    columns that sort the gold (`syntax.order_keys`), or None.
     """
-    text = text.strip().strip("`").strip()
-    if not text or len(text) > _MAX_ANSWER:
-        return False
     exact = [_loose(row) for row in gold]
     shown = [tuple(map(rounded, row)) for row in exact]
     return any(
@@ -52,9 +65,6 @@ def answer_score(text: str, gold: Sequence[Row]) -> float:
     >>> answer_score("[(1, 'a')]", [(1, "a"), (2, "b")])
     0.6666666666666666
     """
-    text = text.strip().strip("`").strip()
-    if not text or len(text) > _MAX_ANSWER:
-        return 0.0
     exact = [_loose(row) for row in gold]
     readings = [[_loose(row) for row in rows] for rows in _readings(text, gold)]
     return max((_nearness(exact, rows) for rows in readings), default=0.0)
@@ -87,9 +97,43 @@ def tables_are_equal(actual: Sequence[Row] | None, expected: Sequence[Row] | Non
     )
 
 
+def answer_matches(text: str, labels: Sequence[str]) -> bool:
+    """Grade an answer as AgentBench does: as a set of texts, where thousands commas and percent signs do not
+    count, and numbers are equal within 0.01.
+
+    >>> answer_matches("[('1,250',), ('b',)]", ["b", "1250"]), answer_matches("2.0", ["2"])
+    (True, True)
+    """
+    answered = _values(text) if len(text) <= _MAX_ANSWER else []
+    answers, truth = list(map(_agentbench_text, answered)), list(map(_agentbench_text, labels))
+    if not answers or "" in answers:
+        return False
+    numbers, true_numbers = _all_numbers(answers), _all_numbers(truth)
+    if numbers is None or true_numbers is None:
+        return set(answers) == set(truth)
+    if len(numbers) != len(true_numbers):
+        return False
+    pairs = zip(sorted(numbers), sorted(true_numbers), strict=True)
+    return all(abs(a - b) <= _TOLERANCE for a, b in pairs)
+
+
+def rounded(cell: Cell) -> Cell:
+    """A number as it is shown: with four decimals, as MySQL's ``AVG`` has them, rounded half up. A number
+    below 0.1 keeps all its digits, since four decimals would lose most of them.
+
+    >>> rounded(41.65625), rounded(7), rounded(1 / 3), rounded(0.00012345)
+    (41.6563, 7, 0.3333, 0.00012345)
+    """
+    if not isinstance(cell, float) or not 0.1 <= abs(cell) < 1e12:
+        return cell
+    return float(Decimal(repr(cell)).quantize(Decimal("0.0001"), ROUND_HALF_UP))
+
+
 def _readings(text: str, gold: Sequence[Row]) -> list[list[Row]]:
     """All the row lists the text may mean, given the shape of the gold."""
-    readings = []
+    text, readings = text.strip().strip("`").strip(), []
+    if not text or len(text) > _MAX_ANSWER:
+        return []
     for thousands in (False, True):
         try:
             value = read_literal(text, thousands=thousands)
@@ -120,8 +164,7 @@ def _same(gold: list[Row], answered: list[Row], order: tuple[int, ...] | None) -
         _equal(a[key], b[key]) for a, b in zip(gold, answered, strict=True) for key in order
     ):
         return False
-    # rows that are equal to the letter first; those left over differ, if at all, by less than rounding can
-    # tell
+    # rows that are equal to the letter first; those left over differ by rounding errors, or are unequal
     missing, surplus = Counter(map(_typed, gold)), Counter(map(_typed, answered))
     left, right = list((missing - surplus).elements()), list((surplus - missing).elements())
     left, right = sorted(left, key=_sort_key), sorted(right, key=_sort_key)
@@ -214,3 +257,119 @@ def _equal(gold: Cell, answered: Cell) -> bool:
         and math.isclose(a, round(a, 4), rel_tol=1e-12)
         and abs(a - b) <= 5.0001e-5
     )
+
+
+def _values(text: str) -> list[Cell]:
+    """The values of an answer: those of a list, or of rows with one cell each; else the whole text is one."""
+    text = text.strip().strip("`").strip()
+    if not text.startswith(("[", "(")):
+        return [text.strip("'\"")]
+    try:
+        values = read_literal(text)
+    except ValueError:
+        return [text]
+    cells = [value[0] if isinstance(value, list) and len(value) == 1 else value for value in values]
+    return [] if any(isinstance(cell, list) for cell in cells) else cells
+
+
+def _agentbench_text(cell: Cell) -> str:
+    text = str(cell).strip().removesuffix("%").strip().replace(",", "")
+    return "0" if text.lower() in _ZEROS else text
+
+
+def _all_numbers(texts: Sequence[str]) -> list[float] | None:
+    try:
+        return list(map(float, texts))
+    except ValueError:
+        return None
+
+
+def read_literal(text: str, *, thousands: bool = False) -> Any:
+    """The value that ``text`` writes in Python or JSON: a cell, or lists of values (tuples become lists too);
+    ``thousands``: whether ``1,000`` between other values is one number. Linear in the text, without recursion
+    or evaluation.
+
+    Raises:
+        ValueError: the text is not such a value.
+
+    >>> read_literal("[(1, 'a'), (2, null)]"), read_literal("5, 'O''Hara'")
+    ([[1, 'a'], [2, None]], [5, "O'Hara"])
+    >>> read_literal("[(1,000)]", thousands=True)
+    [[1000]]
+    """
+    stack: list[list[Any]] = [[]]
+    brackets: list[str] = []
+    expects_value, comma, position = True, False, _skip_blank(text, 0)
+    while position < len(text):
+        match = (_THOUSANDS.match(text, position) if thousands else None) or _TOKEN.match(text, position)
+        if match is None:
+            raise ValueError(f"unexpected text at {position}")
+        kind, token = match.lastgroup or "number", match[0]
+        if kind == "comma":
+            if expects_value:
+                raise ValueError("a comma too many")
+            expects_value = comma = True
+        elif kind == "close":
+            if not brackets or brackets.pop() + token not in ("[]", "()"):
+                raise ValueError("brackets do not match")
+            closed = stack.pop()
+            stack[-1].append(closed)
+            expects_value = comma = False
+        elif not expects_value:
+            raise ValueError("a comma is missing")
+        elif kind == "open":
+            if len(brackets) == _MAX_DEPTH:
+                raise ValueError("brackets are nested too deeply")
+            brackets.append(token)
+            stack.append([])
+        else:
+            read = {"word": lambda word: _WORDS[word.lower()], "string": _string, "number": _number}[kind]
+            stack[-1].append(read(token))
+            expects_value = False
+        position = _skip_blank(text, match.end())
+    if brackets or not stack[0]:
+        raise ValueError("a bracket is left open" if brackets else "nothing is written")
+    top = stack[0]
+    return top[0] if len(top) == 1 and not comma else top
+
+
+def amount(text: str) -> int | float | None:
+    """The number that a text shows (``'5'``, ``'$5'``, ``'1,000,000'``, ``'-2.50'``), or None. ``'007'`` is
+    no number but a code.
+
+    >>> amount("$1,000"), amount("2.50"), amount("007")
+    (1000, 2.5, None)
+    """
+    text = text.strip()
+    return _number(text) if len(text) < _MAX_DIGITS and _AMOUNT.fullmatch(text) else None
+
+
+def _number(text: str) -> int | float:
+    text = text.replace(",", "").replace("$", "")
+    if len(text) > _MAX_DIGITS:
+        raise ValueError("a number has too many digits")
+    return int(text) if text.lstrip("+-").isdigit() else float(text)
+
+
+def _skip_blank(text: str, position: int) -> int:
+    match = _BLANK.match(text, position)
+    return match.end() if match else position
+
+
+def _string(token: str) -> str:
+    quote, inner = token[0], token[1:-1]
+    inner = inner.replace(quote * 2, quote)
+    if "\\" not in inner:
+        return inner
+    # JSON may write one character as two surrogates
+    return _ESCAPE.sub(_unescaped, inner).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _unescaped(match: re.Match[str]) -> str:
+    code = match[1]
+    if len(code) == 1:
+        return _ESCAPED.get(code, code)
+    number = int(code[1:], 16)
+    if number > sys.maxunicode:
+        raise ValueError(f"there is no character {code}")
+    return chr(number)

@@ -11,10 +11,9 @@ from agent_peft.environments.db_bench.config import DBBenchConfig
 from agent_peft.environments.db_bench.database import Cell, Row, other_orders
 from agent_peft.environments.db_bench.episode import DBBenchEpisode, one_line, replies_of, run_gold, shown
 from agent_peft.environments.db_bench.grader import answer_is_correct, tables_are_equal
-from agent_peft.environments.db_bench.problem import SQLProblem
 from agent_peft.environments.db_bench.protocol import PROTOCOLS
 from agent_peft.environments.db_bench.syntax import in_order_of, respelled, with_ties_broken
-from agent_peft.environments.db_bench.tasks import table_md5
+from agent_peft.environments.db_bench.tasks import SQLProblem, table_md5
 from agent_peft.environments.task_files.replay import replay
 from agent_peft.types import AgentPeftError, Outcome, StepResult, StopReason
 
@@ -37,8 +36,8 @@ def inspect(problem: SQLProblem, config: DBBenchConfig) -> Inspection:
 
 def _fault_of_gold(problem: SQLProblem, config: DBBenchConfig) -> str | None:
     if problem.labels is not None:  # its answer decides, whatever its SQL gives
-        told = PROTOCOLS[config.protocol].answer([(label,) for label in problem.labels])
-        correct = _replay(problem, config, (told,)).outcome is Outcome.CORRECT
+        reply = PROTOCOLS[config.protocol].answer([(label,) for label in problem.labels])
+        correct = _replay(problem, config, (reply,)).outcome is Outcome.CORRECT
         return None if correct else "its label is no answer"
     executed, table = run_gold(problem, config)
     if executed.error is not None:
@@ -54,7 +53,7 @@ def _fault_of_gold(problem: SQLProblem, config: DBBenchConfig) -> str | None:
             else "the gold SQL drops the table"
         )
     if problem.is_change and problem.md5 is not None and (table is None or table_md5(table) != problem.md5):
-        return "the gold SQL leaves another table than the stored md5 tells"
+        return "the gold SQL leaves another table than the stored md5 identifies"
     if not _is_determined(problem, config, table):
         return (
             "ties leave the answer open: the gold SQL gives another one where the table's rows are stored in "
@@ -79,7 +78,7 @@ def _is_determined(problem: SQLProblem, config: DBBenchConfig, table: Sequence[R
     # groups that tie come in one order, however the rows are stored
     broken = [with_ties_broken(problem.sql, headers, descending) for descending in (False, True)]
     if not all(sql is None or gives_answer(sql, rows) for sql in broken):
-        same = respelled(problem.sql)  # else the other statements say nothing
+        same = respelled(problem.sql)  # else sqlglot has changed the meaning
         if same is not None and gives_answer(same, rows):
             return False
     orders = other_orders(rows)

@@ -1,27 +1,51 @@
-"""A database in a worker process: whatever a statement does there, it ends in time, and
-takes nothing else with it.
+"""SQLite in worker processes: whatever a statement does, it ends in time, and nothing else ends with it.
+
+Each process that plays episodes has one fork server, started when first needed. It does not come from
+`multiprocessing`, whose children import the main module again: a script without a ``__main__`` guard fails in
+each of them, and one that imports torch takes seconds and 200 MB a worker.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
 import time
+import weakref
+from pathlib import Path
 from typing import Any
 
-from agent_peft.environments.db_bench import fork_server
-from agent_peft.environments.db_bench.channel import encode
-from agent_peft.environments.db_bench.database import MAX_SQL, DatabaseStopped, Executed, Row, Table
-from agent_peft.environments.db_bench.fork_server import WorkerGone
-from agent_peft.types import AgentPeftError, StopReason
+from agent_peft.environments.db_bench.database import DatabaseStopped, Executed, Row, Table, text_refusal
+from agent_peft.environments.db_bench.worker import Channel, encode
+from agent_peft.types import AgentPeftError, InfrastructureError, StopReason
 
 _MAX_TABLE = 4 << 20  # bytes of a table as JSON
 _MAX_SECONDS = 86_400.0
 # seconds after its limit that a statement's answer may take: the worker's own clock is the one that ends it
 _GRACE_SECONDS = 30.0
-_TABLE, _RESET = encode(["table"]), encode(["reset"])
+_MAX_IDLE = 64  # workers that wait: each takes about two megabytes
+_START_SECONDS = 60.0
+_ATTEMPTS = 3
+_TABLE, _RESET, _CLOSE = encode(["table"]), encode(["reset"]), encode(["close"])
+# The packages above the worker are only names in that process: ours import much, and the worker needs the
+# standard library alone.
+_START = """
+import sys, types
+folder, descriptor = sys.argv[1:]
+for name in ("agent_peft", "agent_peft.environments", "agent_peft.environments.db_bench"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = ["/".join([folder, *name.split(".")])]
+from agent_peft.environments.db_bench import worker
+worker.main(int(descriptor))
+"""
 
 
 class IsolatedDatabase:
-    """`Database` for SQL of strangers: a `SQLiteDatabase` in a worker.
+    """`Database` for untrusted SQL: a `SQLiteDatabase` in a worker.
 
     >>> from agent_peft.environments.db_bench.database import Column
     >>> table = Table("t", (Column("a", "INT"),), ((1,), (2,)))
@@ -34,12 +58,6 @@ class IsolatedDatabase:
     """
 
     def __init__(self, table: Table, *, seconds: float, steps: int, seed: int) -> None:
-        """As `SQLiteDatabase`.
-
-        Raises:
-            AgentPeftError: SQLite does not accept the table, or it is too large.
-            InfrastructureError: no worker can be started.
-        """
         self._seconds = min(seconds, _MAX_SECONDS)
         columns = [[column.name, column.type] for column in table.columns]
         try:
@@ -52,19 +70,15 @@ class IsolatedDatabase:
                 "can be used"
             )
         self._closed = False
-        self._worker, refusal = fork_server.acquire(opening)
+        self._worker, refusal = acquire(opening)
         if refusal is not None:
             self.close()
             raise AgentPeftError(refusal)
         self._worker.set_timeout(self._seconds + _GRACE_SECONDS)
 
     def execute(self, sql: str, seconds: float | None = None) -> Executed:
-        if len(sql) > MAX_SQL:
-            return Executed(error="the statement is too large")
-        try:
-            sql.encode()
-        except UnicodeEncodeError:
-            return Executed(error="the statement is not valid Unicode")
+        if (refusal := text_refusal(sql)) is not None:
+            return Executed(error=refusal)
         seconds = self._seconds if seconds is None else min(self._seconds, seconds)
         rows, changed, error, cut = self._ask(encode(["execute", sql, seconds]), seconds)
         return Executed(_as_rows(rows), changed, error, cut)
@@ -73,23 +87,199 @@ class IsolatedDatabase:
         return _as_rows(self._ask(_TABLE, self._seconds))
 
     def reset(self) -> None:
-        if self._closed or not self._worker.tell(_RESET):
+        if self._closed or not self._worker.send(_RESET):
             raise DatabaseStopped(StopReason.CRASHED)
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            fork_server.release(self._worker)
+            release(self._worker)
 
     def _ask(self, request: bytes, seconds: float) -> Any:
-        begun = time.monotonic()
+        start = time.monotonic()
         try:
             return self._worker.ask(request)
         except WorkerGone as error:
-            raise DatabaseStopped(
-                StopReason.TIMEOUT if time.monotonic() - begun > seconds else StopReason.CRASHED
-            ) from error
+            late = time.monotonic() - start > seconds
+            raise DatabaseStopped(StopReason.TIMEOUT if late else StopReason.CRASHED) from error
 
 
 def _as_rows(rows: list[list[Any]] | None) -> tuple[Row, ...] | None:
     return None if rows is None else tuple(map(tuple, rows))
+
+
+class WorkerGone(Exception):
+    """A worker died, or did not answer in time."""
+
+
+class Worker:
+    """One worker, from outside, which ends when it is closed. Used by one thread at a time."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._owes = False  # an answer: the caller was interrupted while it waited
+        self.set_timeout, self.close = channel.set_timeout, channel.close
+
+    def ask(self, request: bytes) -> Any:
+        """Send a request, and return the answer. Raises `WorkerGone`."""
+        self._owes = True
+        try:
+            self._channel.send(request)
+            answer = self._channel.receive()
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            raise WorkerGone from error
+        self._owes = False
+        return answer
+
+    def send(self, request: bytes) -> bool:
+        """Send a request that has no answer. Returns whether the worker took it, and owes none."""
+        with contextlib.suppress(OSError):
+            self._channel.send(request)
+            return not self._owes
+        return False
+
+
+class ForkServer:
+    """The process that forks workers. It ends with us; a worker ends when its socket is closed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        command = [sys.executable, "-I", "-S", "-c", _START, str(Path(__file__).parents[3])]
+        libraries = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+        self._caller, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    [*command, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    cwd="/",
+                    env={name: os.environ[name] for name in libraries if name in os.environ},
+                    start_new_session=True,  # an interrupt at the terminal is for us
+                )
+            self._caller.settimeout(_START_SECONDS)
+            if not self._caller.recv(1):
+                raise ConnectionError("it ended as it started")
+        except BaseException:
+            self.close()
+            raise
+
+    def fork(self) -> Worker:
+        """A new worker. Raises ConnectionError if this process is gone, OSError without descriptors."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                socket.send_fds(self._caller, [b"w"], [theirs.fileno()])
+        except BaseException as error:
+            ours.close()
+            if self._caller.fileno() < 0:  # another thread has closed it
+                raise ConnectionError("it was closed") from error
+            raise
+        worker = Worker(Channel(ours))
+        _workers.add(worker)
+        return worker
+
+    def close(self) -> None:
+        self._caller.close()
+        if self._process is not None:
+            self._process.kill()  # the workers do not need it
+            self._process.wait()
+
+    def detach(self) -> None:
+        """Release it in a fork of the process that it belongs to."""
+        self._caller.close()
+        if self._process is not None:
+            self._process.returncode = 0  # the parent waits for it
+
+
+_lock = threading.Lock()
+_server: ForkServer | None = None
+_idle: list[Worker] = []
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+def acquire(opening: bytes) -> tuple[Worker, Any]:
+    """A worker, and its answer to its first request."""
+    with contextlib.suppress(IndexError):
+        while True:
+            with contextlib.suppress(WorkerGone):  # it may have ended since
+                return _first_answer(_idle.pop(), opening)
+    cause = "they end at once"
+    for _ in range(_ATTEMPTS):
+        server = _running()
+        try:
+            return _first_answer(server.fork(), opening)
+        except WorkerGone:
+            pass
+        except ConnectionError as error:
+            cause = str(error)
+            _drop(server)
+        except OSError as error:
+            raise InfrastructureError(f"a process that runs SQL cannot be started: {error}") from error
+    raise InfrastructureError(f"no process that runs SQL can be started: {cause}")
+
+
+def release(worker: Worker) -> None:
+    """Have a worker drop its database and wait for more work, or end."""
+    if len(_idle) < _MAX_IDLE and worker.send(_CLOSE):
+        _idle.append(worker)
+    else:
+        worker.close()
+
+
+def end_idle() -> None:
+    """End the workers that wait for work."""
+    with contextlib.suppress(IndexError):
+        while True:
+            _idle.pop().close()
+
+
+@atexit.register
+def stop() -> None:
+    """End this process's fork server and its idle workers. The next database starts another."""
+    _drop(_server)
+    end_idle()
+
+
+def _running() -> ForkServer:
+    global _server
+    with _lock:
+        if _server is None:
+            try:
+                _server = ForkServer()
+            except OSError as error:
+                raise InfrastructureError(f"the process that runs SQL cannot be started: {error}") from error
+        return _server
+
+
+def _drop(server: ForkServer | None) -> None:
+    global _server
+    with _lock:
+        if server is not None and _server is server:
+            _server = None
+            server.close()
+
+
+def _first_answer(worker: Worker, opening: bytes) -> tuple[Worker, Any]:
+    try:
+        worker.set_timeout(_START_SECONDS)
+        return worker, worker.ask(opening)
+    except BaseException:
+        worker.close()
+        raise
+
+
+def _after_fork() -> None:
+    """Release the parent's processes in a forked process, because they end with the parent."""
+    global _lock, _server
+    _lock = threading.Lock()  # the other may be held by a thread that this process does not have
+    if _server is not None:
+        _server.detach()
+        _server = None
+    _idle.clear()
+    for worker in list(_workers):
+        worker.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)

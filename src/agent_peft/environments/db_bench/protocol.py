@@ -34,7 +34,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Answer:
-    """The agent is done, and says ``text`` (never blank).
+    """The agent is done, and answers ``text`` (never blank).
 
     >>> Answer("[(1,)]").text
     '[(1,)]'
@@ -45,7 +45,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class MalformedReply:
-    """The reply could not be understood; ``why`` tells the agent what to write.
+    """The reply could not be parsed. The agent reads ``why``, which shows what to write.
 
     >>> MalformedReply("Write one action.").why
     'Write one action.'

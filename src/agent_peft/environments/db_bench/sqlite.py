@@ -18,7 +18,16 @@ import sqlite3
 import time
 from collections.abc import Iterable
 
-from agent_peft.environments.db_bench.database import MAX_SQL, NO_STATEMENT, Cell, Executed, Row, Table, size
+from agent_peft.environments.db_bench.database import (
+    MAX_SQL,
+    NO_STATEMENT,
+    Cell,
+    Executed,
+    Row,
+    Table,
+    fetched,
+    size,
+)
 from agent_peft.seeding import generator
 from agent_peft.types import AgentPeftError
 
@@ -56,16 +65,8 @@ _REFUSED = {
     sqlite3.SQLITE_ANALYZE: "ANALYZE",
 }
 # printf's precision may run for seconds in one step; the others reach out of the database
-_REFUSED_FUNCTIONS = {
-    "printf",
-    "format",
-    "load_extension",
-    "fts3_tokenizer",
-    "readfile",
-    "writefile",
-    "edit",
-    "sqlite_log",
-}
+_REFUSED_FUNCTIONS = {"printf", "format", "load_extension", "fts3_tokenizer"}
+_REFUSED_FUNCTIONS |= {"readfile", "writefile", "edit", "sqlite_log"}
 _READING_PRAGMAS = {"table_info", "table_xinfo", "table_list", "index_list", "index_info"}
 
 
@@ -89,9 +90,6 @@ class SQLiteDatabase:
             seconds: the wall-clock limit of a statement.
             steps: its limit in SQLite machine steps; a million take about 10 ms.
             seed: what SQL's ``random()`` draws from.
-
-        Raises:
-            AgentPeftError: SQLite does not accept the table.
         """
         self._opening = (table, seed)
         self.seconds, self._steps = seconds, steps
@@ -143,7 +141,7 @@ class SQLiteDatabase:
         try:
             cursor = self._connection.execute(sql)
             try:
-                rows, cut = _fetch(cursor, _FETCHED_ROWS, _FETCHED_BYTES)
+                rows, cut = fetched(cursor, _FETCHED_ROWS, _FETCHED_BYTES)
                 is_query = cursor.description is not None
             finally:
                 cursor.close()
@@ -162,7 +160,7 @@ class SQLiteDatabase:
             try:
                 if tuple(column[0] for column in cursor.description) != table.headers:
                     return None
-                rows, cut = _fetch(cursor, None, _EXTRA_BYTES + sum(map(size, table.rows)))
+                rows, cut = fetched(cursor, None, _EXTRA_BYTES + sum(map(size, table.rows)))
             finally:
                 cursor.close()
         except (sqlite3.Error, MemoryError):
@@ -212,7 +210,7 @@ class SQLiteDatabase:
 
 
 class _Clock:
-    """Says when a statement has had enough."""
+    """Ends a statement by its time or its steps."""
 
     def __init__(self, seconds: float, steps: int) -> None:
         self._deadline, self._seconds = time.monotonic() + seconds, seconds
@@ -247,7 +245,7 @@ def expansions(sql: str) -> int:
     """An upper bound of how many queries SQLite will prepare for the common table expressions of a statement.
 
     ``a AS (…), b AS (… a, a), c AS (… b, b)`` doubles with every step, in memory, before any limit of
-    SQLite's is looked at. Every name that stands before ``AS (`` or ``(columns) AS (`` multiplies by how
+    SQLite's is looked at. Every name before ``AS (`` or ``(columns) AS (`` multiplies by how
     often it is used after that.
 
     >>> expansions("WITH a AS (SELECT 1), b AS (SELECT 1 FROM a x, a y) SELECT * FROM b")
@@ -292,17 +290,6 @@ def _defined(words: list[str]) -> Iterable[str]:
             j -= 1
         if j >= 0:
             yield words[j]
-
-
-def _fetch(cursor: sqlite3.Cursor, most_rows: int | None, most_bytes: int) -> tuple[tuple[Row, ...], bool]:
-    """The rows, and whether there are more."""
-    rows: list[Row] = []
-    for row in cursor:
-        if len(rows) == most_rows or most_bytes < 0:
-            return tuple(rows), True
-        rows.append(row)
-        most_bytes -= size(row)
-    return tuple(rows), False
 
 
 def _stored(row: Iterable[Cell]) -> int:

@@ -11,9 +11,8 @@ from sqlglot.parsers.mysql import MySQLParser
 
 from agent_peft.environments.db_bench.database import MAX_SQL
 
-logging.getLogger("sqlglot").setLevel(
-    logging.ERROR
-)  # it warns about dialects; what cannot be parsed is told by an exception
+# it warns about dialects; a statement that it cannot parse is an exception
+logging.getLogger("sqlglot").setLevel(logging.ERROR)
 
 # From the most to the least telling. What a statement does to the table comes first, then what is hardest
 # about it, and last what nearly every statement has. `primary_skill` is the first of this list that a task
@@ -82,13 +81,9 @@ def parse(sql: str) -> exp.Expr | None:
     try:
         tokens = dialect.tokenize(sql)
         parser = _Parser(dialect=dialect)
-        parser.steps_left = 500 + 20 * len(
-            tokens
-        )  # the statements of LifelongAgentBench take 1.5 for each token
+        parser.steps_left = 500 + 20 * len(tokens)  # LifelongAgentBench's statements take 1.5 for each token
         trees = parser.parse(tokens, sql)
-    except (
-        Exception
-    ):  # an odd statement makes sqlglot raise KeyError, AttributeError, RecursionError and more
+    except Exception:  # KeyError, AttributeError, RecursionError and more, for odd statements
         return None
     return trees[0] if trees else None
 
@@ -191,7 +186,7 @@ def order_keys(sql: str, headers: Sequence[str], width: int) -> tuple[int, ...] 
 
     Rows with equal keys may come in any order, so only the sequence of the keys can be graded. Where a key is
     not among the output columns its ties cannot be seen: then all ``width`` columns are named, and the order
-    counts as it stands.
+    counts.
 
     >>> order_keys("SELECT name, AVG(x) AS m FROM t GROUP BY name ORDER BY m DESC", ["name", "x"], 2)
     (1,)
@@ -203,7 +198,7 @@ def order_keys(sql: str, headers: Sequence[str], width: int) -> tuple[int, ...] 
     try:
         return _keys(tree, order, headers, width)
     except (RecursionError, ValueError):
-        return tuple(range(width))  # the order counts as it stands
+        return tuple(range(width))  # the order of the whole rows counts
 
 
 def _keys(tree: exp.Expr, order: exp.Expr, headers: Sequence[str], width: int) -> tuple[int, ...]:
@@ -253,18 +248,14 @@ def _select_skills(select: exp.Select) -> set[str]:
         names.add("group_by_single_column" if len(group.expressions) == 1 else "group_by_multiple_columns")
     if (having := select.args.get("having")) is not None:
         nodes = _own(having.this)
-        number = (
-            "multiple_conditions"
-            if any(isinstance(node, exp.Connector) for node in nodes)
-            else "single_condition"
-        )
-        names.add(f"having_{number}_with_aggregate")
+        several = any(isinstance(node, exp.Connector) for node in nodes)
+        names.add(f"having_{'multiple_conditions' if several else 'single_condition'}_with_aggregate")
         if any(isinstance(node, exp.Add | exp.Sub | exp.Mul | exp.Div) for node in nodes):
             names.add("having_aggregate_calculation")
     if (order := select.args.get("order")) is not None:
         directions = {bool(term.args.get("desc")) for term in order.expressions}
-        several = f"multiple_columns_{'same_direction' if len(directions) == 1 else 'different_directions'}"
-        names.add(f"order_by_{'single_column' if len(order.expressions) == 1 else several}")
+        columns = f"multiple_columns_{'same_direction' if len(directions) == 1 else 'different_directions'}"
+        names.add(f"order_by_{'single_column' if len(order.expressions) == 1 else columns}")
     if select.args.get("limit") is not None:
         names.add("limit_and_offset" if select.args.get("offset") else "limit_only")
     return names

@@ -1,11 +1,9 @@
-"""The processes that run strangers' SQL. One is started for each process of ours, and forks the others, the
-workers.
+"""The processes that run untrusted SQL: each trainer process has a fork server, with its workers.
 
 Nothing in SQLite ends a statement for certain: a single call of a function may take minutes, and an aggregate
-all memory, between two looks of a progress handler. The kernel does: a worker that is late dies of its own
-alarm, whatever it is doing; its memory is bounded, SQLite's by SQLite and the whole by the kernel; and it can
-open no file. It ends when the other end of its socket is closed, as it is when our process ends, however that
-is.
+all memory, between two calls of a progress handler. The kernel does: a worker that is late is killed by its
+own alarm, whatever it is doing; its memory is bounded, SQLite's by SQLite and the whole by the kernel; and it
+can open no file. It ends when the other end of its socket is closed, as it is when our process ends.
 
 macOS has no bound on a process's address space: there SQLite's own bound is the only one.
 
@@ -16,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import os
 import resource
 import signal
@@ -25,7 +24,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from agent_peft.environments.db_bench.channel import Channel, encode
 from agent_peft.environments.db_bench.database import Column, Table
 from agent_peft.environments.db_bench.sqlite import SQLiteDatabase
 from agent_peft.types import AgentPeftError
@@ -36,6 +34,54 @@ _OPEN_SECONDS = 60.0
 _HEAP_BYTES = 16 << 20  # what SQLite may hold: a table is at most a quarter of it
 _ADDRESS_BYTES = 256 << 20  # what the worker may hold above what it starts with
 _GROWTH_BYTES = 8 << 20  # a worker that has grown by more is not used again
+_MAX_MESSAGE = 1 << 26  # bytes
+_ENCODER = json.JSONEncoder(
+    default=lambda cell: {"hex": cell.hex()}, check_circular=False, separators=(",", ":")
+)
+_DECODER = json.JSONDecoder(object_hook=lambda cell: bytes.fromhex(cell["hex"]))
+
+
+def encode(message: Any) -> bytes:
+    """A message of lists, texts, numbers, None and bytes, as it is sent: a line of JSON. Raises ValueError if
+    a number has too many digits.
+
+    >>> encode(["a", b"b"])
+    b'["a",{"hex":"62"}]\\n'
+    """
+    return _ENCODER.encode(message).encode() + b"\n"
+
+
+class Channel:
+    """One end of a socket.
+
+    >>> near, far = map(Channel, socket.socketpair())
+    >>> near.send(encode(["a", 1.5, b"b"]))
+    >>> far.receive()
+    ['a', 1.5, b'b']
+    >>> near.close(), far.close()
+    (None, None)
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setblocking(True)  # whatever Python's default for sockets was set to
+        self._end, self._unread = end, b""
+        self.send, self.set_timeout, self.close = end.sendall, end.settimeout, end.close
+
+    def receive(self) -> Any:
+        """The next message.
+
+        Raises:
+            OSError: it did not come in time, or the other end was closed.
+            ValueError, LookupError, TypeError, RecursionError: it is not as `encode` writes one.
+        """
+        chunks, length = [self._unread], 0
+        while b"\n" not in chunks[-1]:
+            chunks.append(self._end.recv(1 << 16))
+            length += len(chunks[-1])
+            if not chunks[-1] or length > _MAX_MESSAGE:
+                raise ConnectionResetError("the other end was closed, or sent too much")
+        line, _, self._unread = b"".join(chunks).partition(b"\n")
+        return _DECODER.decode(line.decode())
 
 
 def main(descriptor: int) -> None:
@@ -69,7 +115,7 @@ def _work(end: socket.socket) -> None:
         _serve(Channel(end))
         status = 0
     finally:
-        os._exit(status)  # without a word: whoever waits finds the socket closed
+        os._exit(status)  # the caller finds the socket closed
 
 
 def _set_limits() -> None:
@@ -127,17 +173,13 @@ def _serve(channel: Channel) -> None:
 def _opened(
     name: str, columns: list[tuple[str, str]], rows: list[list[Any]], seconds: float, steps: int, seed: int
 ) -> SQLiteDatabase:
-    return SQLiteDatabase(
-        Table(name, tuple(Column(*column) for column in columns), rows),
-        seconds=seconds,
-        steps=steps,
-        seed=seed,
-    )
+    table = Table(name, tuple(Column(*column) for column in columns), rows)
+    return SQLiteDatabase(table, seconds=seconds, steps=steps, seed=seed)
 
 
 @contextlib.contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    """The kernel ends this process should it not be done in time."""
+    """The kernel ends this process if the block takes longer."""
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield

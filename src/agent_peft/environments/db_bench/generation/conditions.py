@@ -29,7 +29,11 @@ from agent_peft.environments.db_bench.generation.schemas import Column, Role, Sc
 from agent_peft.environments.db_bench.generation.shapes import Shape
 
 GROUPING: tuple[Role, ...] = ("category", "ref", "flag", "name")
-
+# what conditions are about: a role named twice counts twice
+_COMPARED: tuple[Role, ...] = (
+    *("category", "category", "total", "total", "measure", "date"),
+    *("date", "year", "flag", "name", "ref", "id"),
+)
 
 Query = Callable[[Select], Sequence[Row]]  # runs a query on the table
 
@@ -81,25 +85,7 @@ class ConditionSampler:
 
     def _atom(self, roles: Sequence[str] | None = None) -> Condition:
         """A comparison of a column with values near those in the table."""
-        column = self._take(
-            *(
-                roles
-                or (
-                    "category",
-                    "category",
-                    "total",
-                    "total",
-                    "measure",
-                    "date",
-                    "date",
-                    "year",
-                    "flag",
-                    "name",
-                    "ref",
-                    "id",
-                )
-            )
-        )
+        column = self._take(*(roles or _COMPARED))
         values = self._sorted(column)
         if self.plain:
             compares = column.type == "INT" and column.role not in ("id", "ref", "flag")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from agent_peft.environments.db_bench.generation.english import finished, ordinal, plural
-from agent_peft.environments.db_bench.generation.joining import listed
 from agent_peft.environments.db_bench.generation.plan import (
     Aggregate,
     Arithmetic,
@@ -19,7 +18,7 @@ from agent_peft.environments.db_bench.generation.plan import (
     Update,
 )
 from agent_peft.environments.db_bench.generation.schemas import Column, Schema
-from agent_peft.environments.db_bench.generation.wording import Wording, kind_of, plain
+from agent_peft.environments.db_bench.generation.wording import Wording, kind_of, listed, plain
 
 
 class Phrasing(Wording):

@@ -207,10 +207,8 @@ def _subqueries(drawn: str, where: int, having: int) -> Any:
 
 def shape_for(skill: str | None, combined: float, composition: str, rng: random.Random) -> Shape:
     """A shape whose primary skill is ``skill`` (None: any). A held-out combination only has to show it.
-
-    Args:
-        combined: the chance of further clauses beside those that the skill needs.
-        composition: ``any`` combination, ``train`` (no held-out pair) or ``heldout`` (one of them at least).
+    ``combined``: the chance of more clauses than the skill needs. ``composition``: ``any``, ``train``
+    (without a held-out pair) or ``heldout`` (with one of them at least).
     """
     alone = ALONE[skill] if skill is not None else None
     if alone is not None and composition != "heldout" and rng.random() >= combined:
@@ -239,47 +237,31 @@ _NOTHING = Shape()
 
 
 def _is_possible(shape: Shape) -> bool:
-    """Whether the clauses can stand together, after a skill's needs were forced upon them."""
+    """Whether the clauses fit together, after those that a skill needs were set."""
+    slots = shape.having if shape.statement == "select" else 0
+    if not shape.derived and _subqueries(shape.subqueries, shape.where, slots) != shape.subqueries:
+        return False
     if shape.statement == "select":
-        return (
-            not (shape.having and not shape.groups)
-            and not (shape.calculation and not shape.having)
-            and not (shape.aggregates and (shape.groups or shape.order or shape.limit))
-            and not (shape.limit and shape.groups and not shape.order)
-            and not (
+        ordered = shape.order or shape.limit
+        return not (
+            (shape.having and not shape.groups)
+            or (shape.calculation and not shape.having)
+            or (shape.aggregates and (shape.groups or ordered))
+            or (shape.limit and shape.groups and not shape.order)
+            or (
                 shape.derived
-                and (
-                    shape.having
-                    or shape.order
-                    or shape.limit
-                    or not shape.groups
-                    or shape.subqueries != "single"
-                )
-            )
-            and (
-                shape.derived or _subqueries(shape.subqueries, shape.where, shape.having) == shape.subqueries
+                and (shape.having or ordered or not shape.groups or shape.subqueries != "single")
             )
         )
-    plain = not (
-        shape.groups
-        or shape.having
-        or shape.derived
-        or shape.aggregates
-        or shape.column_alias
-        or shape.table_alias
-    )
+    if shape.groups or shape.having or shape.derived or shape.aggregates:
+        return False
+    if shape.column_alias or shape.table_alias:
+        return False
     if shape.statement == "insert":
-        return (
-            plain
-            and not shape.order
-            and not shape.limit
-            and (shape.copies or not (shape.where or shape.subqueries))
-        )
+        return not (shape.order or shape.limit) and (shape.copies or not (shape.where or shape.subqueries))
     return (
-        plain
-        and shape.limit != "offset"
+        shape.limit != "offset"
         and bool(shape.where)
         and bool(shape.order) == bool(shape.limit)
         and shape.order in ("", "single")
-        and _subqueries(shape.subqueries, shape.where, 0) == shape.subqueries
     )

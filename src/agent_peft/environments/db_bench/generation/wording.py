@@ -8,7 +8,6 @@ from typing import Any
 
 from agent_peft.environments.db_bench.generation.english import agreeing, is_plural, plural
 from agent_peft.environments.db_bench.generation.grammar import Derivation
-from agent_peft.environments.db_bench.generation.joining import joined, listed
 from agent_peft.environments.db_bench.generation.plan import (
     Aggregate,
     Among,
@@ -31,10 +30,7 @@ _NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eigh
 
 
 class Wording:
-    """The words for the parts of one statement. The style of values, dates and counts is drawn once.
-
-    Args:
-    """
+    """The words for the parts of one statement. The style of values, dates and counts is drawn once."""
 
     def __init__(self, schema: Schema, derivation: Derivation) -> None:
         self.schema, self.draw = schema, derivation
@@ -76,13 +72,9 @@ class Wording:
                 return self._expression(inner, many)
             case Aggregate("COUNT"):
                 text = self.draw.say("count", m=entity.plural, one=entity.name)
-                return (
-                    plural(text)
-                    if many and text.endswith("count")
-                    else re.sub("number of", "numbers of", text)
-                    if many and self.draw.chance(0.3)
-                    else text
-                )
+                if many and text.endswith("count"):
+                    return plural(text)
+                return text.replace("number of", "numbers of") if many and self.draw.chance(0.3) else text
             case Aggregate(function, Column() as column):
                 rule = {"AVG": "avg", "SUM": "sum", "MAX": "max", "MIN": "min"}[function]
                 if column.role == "date":
@@ -127,13 +119,9 @@ class Wording:
             month = day.strftime("%B")
             if self.date == "words":
                 return f"{month} {day.day}, {day.year}"
-            return (
-                f"{day.day} {month} {day.year}"
-                if self.date == "british"
-                else f"{self.quote}{value}{self.quote}"
-                if self.quote and not bare
-                else value
-            )
+            if self.date == "british":
+                return f"{day.day} {month} {day.year}"
+            return value if bare else f"{self.quote}{value}{self.quote}"
         return f"{self.quote}{value}{self.quote}" if isinstance(value, str) else str(value)
 
     def _count(self, number: int) -> str:
@@ -218,33 +206,18 @@ class Wording:
                 if any(text is None for text in texts) or any(isinstance(part, Junction) for part in parts):
                     return None
                 return joined(self.draw, condition, texts)  # type: ignore[arg-type]
-            case Comparison(Aggregate("COUNT"), operator, int() as number) if operator in (
-                ">",
-                "<",
-                ">=",
-                "<=",
-            ):
-                few = number == 1
-                return self.draw.say(
-                    f"{_RULES[operator]}_count",
-                    v=self._count(number),
-                    m=self.schema.entity.name if few else self.schema.entity.plural,
-                )
+            case Comparison(Aggregate("COUNT"), ">" | "<" | ">=" | "<=" as operator, int() as number):
+                noun = self.schema.entity.name if number == 1 else self.schema.entity.plural
+                return self.draw.say(f"{_RULES[operator]}_count", v=self._count(number), m=noun)
             case Comparison(left, "LIKE", str() as pattern):
-                return (
-                    self.draw.say(
-                        _like(pattern) + "_with", c=self._expression(left), v=self._value(pattern.strip("%"))
-                    )
-                    if _like(pattern) + "_with" in self.draw.rules
-                    else None
-                )
+                rule = _like(pattern) + "_with"
+                if rule not in self.draw.rules:
+                    return None
+                return self.draw.say(rule, c=self._expression(left), v=self._value(pattern.strip("%")))
             case Comparison(left, operator, right):
                 if isinstance(right, Scalar) and operator == "=":
-                    return (
-                        f"the {self._expression(right.query.outputs[0].expression)}"
-                        if right.query.where is None
-                        else None
-                    )
+                    extreme = right.query.outputs[0].expression
+                    return f"the {self._expression(extreme)}" if right.query.where is None else None
                 name = self._expression(left)
                 if isinstance(left, Column) and is_plural(name):
                     rule = f"{_RULES[operator]}_count"
@@ -330,13 +303,9 @@ def kind_of(first: Expression) -> str:
 
 
 def _like(pattern: str) -> str:
-    return (
-        "contains"
-        if pattern.startswith("%") and pattern.endswith("%")
-        else "starts"
-        if pattern.endswith("%")
-        else "ends"
-    )
+    if pattern.endswith("%"):
+        return "contains" if pattern.startswith("%") else "starts"
+    return "ends"
 
 
 def plain(rows: str) -> str:
@@ -346,3 +315,40 @@ def plain(rows: str) -> str:
 
 def _is_date(text: str) -> bool:
     return re.fullmatch(r"\d{4}-\d{2}-\d{2}", text) is not None
+
+
+def listed(draw: Derivation, texts: list[str], word: str = "and") -> str:
+    """Texts with commas and a word before the last one."""
+    if len(texts) == 1:
+        return texts[0]
+    comma = "," if len(texts) > 2 and draw.chance(0.6) else ""
+    return f"{', '.join(texts[:-1])}{comma} {word} {texts[-1]}"
+
+
+def joined(draw: Derivation, junction: Junction, texts: list[str]) -> str:
+    """Conditions joined so that it is clear which belong together."""
+    nested = [isinstance(part, Junction) for part in junction.parts]
+    if not any(nested):
+        if junction.connector == "OR":
+            return ("either " if draw.chance(0.6) else "") + listed(draw, texts, "or")
+        both = len(texts) == 2 and texts[0].startswith("the ") and draw.chance(0.03)
+        return ("both " if both else "") + listed(draw, texts, "and")
+    first, second = texts
+    if junction.connector == "OR":  # (a and b) or c
+        if draw.chance(0.25):
+            return " or ".join(_marked(texts, nested, "({})"))
+        return f"either {first}, or {second}" if draw.chance(0.6) else f"{first}, or else {second}"
+    texts = [
+        text.removeprefix("either ") if inner else text for text, inner in zip(texts, nested, strict=True)
+    ]
+    if draw.chance(0.25):
+        return " and ".join(_marked(texts, nested, "({})"))
+    first, second = _marked(texts, nested, "either {}")
+    if all(nested):
+        return f"{first}, and also {second}"
+    plain, choice = (second, first) if nested[0] else (first, second)
+    return f"{plain}, and {choice}" if draw.chance(0.5) else f"{plain} and, in addition, {choice}"
+
+
+def _marked(texts: list[str], nested: list[bool], form: str) -> list[str]:
+    return [form.format(text) if inner else text for text, inner in zip(texts, nested, strict=True)]

@@ -4,54 +4,60 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
+import hashlib
 import itertools
 import logging
 import os
+import re
 import secrets
+import shutil
+import socket
 import threading
 import time
-from collections import deque
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
-from agent_peft.environments.db_bench.servers.address import Address, parse_address
-from agent_peft.environments.db_bench.servers.client import Client, ServerError, quoted
-from agent_peft.environments.db_bench.servers.owner import is_orphan, owned_name
-from agent_peft.environments.db_bench.servers.private import PrivateServer
+from agent_peft.environments.db_bench.servers.client import (
+    Address,
+    Client,
+    ServerError,
+    parse_address,
+    quoted,
+)
+from agent_peft.environments.db_bench.servers.private import PrivateServer, place
 from agent_peft.types import AgentPeftError, InfrastructureError
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "ap"  # a user's name has at most 32 characters
+PREFIX = "ap"  # of a schema and its user, whose name has at most 32 characters
+FOLDER_PREFIX = "agent-peft-server"
 _RIGHTS = "SELECT, INSERT, UPDATE, DELETE, CREATE, DROP, ALTER, INDEX"
 _SETTING = "SET SESSION lock_wait_timeout = 5, sql_mode = 'NO_BACKSLASH_ESCAPES'"
 _MAX_IDLE = 32
-_SECONDS = 20.0  # for a statement of ours
-_DOUBT_SECONDS = 5.0
+_SECONDS = 20.0  # for a statement of the administrator
+_PING_SECONDS = 5.0
 _LOOK_SECONDS = 0.05  # between two looks at the server's memory
 _LOOKS_PER_SIZES = 5  # of them between two looks at the sizes of tables
-_KILL_SECONDS = 2.0  # until a killed statement has given its memory back
+_KILL_SECONDS = 2.0  # until a killed statement has freed its memory
 _numbers = itertools.count()
 _DENIED = {1044, 1045, 1142, 1227, 1410, 1698}
 
 
 class Server:
-    """One server, and what we have made on it. Threads may share it."""
+    """One server, and the schemas of this process on it. Threads may share it. It raises `ServerError`."""
 
     def __init__(self, address: Address, private: PrivateServer | None = None) -> None:
-        """Look at the server, and remove what dead processes of this host have left on it.
-
-        Raises:
-            AgentPeftError: the user's server does not answer, or refuses the account.
-            InfrastructureError: our own does not answer.
-        """
+        """Connect, and remove what dead processes of this host have left on the server."""
         self.address, self.private = address, private
         self.needs_ping = False  # a connection was lost: does the server still answer?
         self.is_retired = False  # it keeps memory: it takes no new schemas, and ends with its last one
         self.out_of_memory: set[int] = set()  # connections whose statement was stopped for it
         self._names: set[str] = set()  # of its schemas
+        self._pending: set[str] = set()  # those that could not be dropped
         self._idle: list[Client] = []
-        self._pending_drops: deque[str] = deque()  # names that could not be dropped yet
         self._prefix = owned_name(PREFIX)
         self._ended = threading.Event()
         try:
@@ -66,41 +72,31 @@ class Server:
             raise AgentPeftError(
                 f"database: the server {address.name} cannot be used as {address.user}: {error.message}"
             ) from error
-
         if private is not None:
             threading.Thread(target=self._watch, args=(private,), daemon=True, name="db_bench sizes").start()
 
     @property
     def is_running(self) -> bool:
-        """Whether our own server has not ended, as far as we know, and answers where that is in doubt."""
+        """Whether the private server has not ended, and answers where that is in doubt."""
         if self.private is None:
             return True
         if self.needs_ping and self.private.running:
             try:
-                Client(self.address, seconds=_DOUBT_SECONDS).close()
+                Client(self.address, seconds=_PING_SECONDS).close()
             except ServerError:
                 return False
             self.needs_ping = False
         return self.private.running
 
     @property
-    def is_idle(self) -> bool:
-        """Whether it has no schema of an episode."""
-        return not self._names
-
-    @property
     def is_full(self) -> bool:
-        """Whether the disk has no room for another table. Of a server that is not ours nobody knows."""
+        """Whether the private server's disk has no room for another table."""
         return self.private is not None and self.private.is_full
 
     @contextlib.contextmanager
     def administrator(self) -> Iterator[Client]:
-        """A connection of the account that makes the others. One that fails is not used again.
-
-        Raises:
-            ServerError: there is none, or a statement failed.
-        """
-        connection = self._idle_one() or Client(self.address, None, _SETTING, _SECONDS)
+        """A connection of the account that makes the others. One that fails is not used again."""
+        connection = self._idle_connection() or Client(self.address, None, _SETTING, _SECONDS)
         try:
             yield connection
         except BaseException:
@@ -112,21 +108,15 @@ class Server:
             connection.close()
 
     def make(self) -> Address:
-        """Make a schema, and a user of the same name who has rights on it alone.
-
-        Raises:
-            AgentPeftError: our account may not make them.
-            ServerError: anything else.
-        """
-        name = f"{self._prefix}_{next(_numbers):x}"
-        password = secrets.token_hex(16)
+        """Make a schema, and a user of the same name who has rights on it alone."""
+        name, password = f"{self._prefix}_{next(_numbers):x}", secrets.token_hex(16)
         self._names.add(name)
-        self._flush_drops()
+        user, schema = f"'{name}'@'{self._host}'", name.replace("_", r"\_")
         try:
             with self.administrator() as connection:
                 connection.run(f"CREATE DATABASE {quoted(name)} CHARACTER SET utf8mb4")
-                connection.run(f"CREATE USER {self._user(name)} IDENTIFIED BY '{password}'")
-                connection.run(f"GRANT {_RIGHTS} ON {quoted(_escaped(name))}.* TO {self._user(name)}")
+                connection.run(f"CREATE USER {user} IDENTIFIED BY '{password}'")
+                connection.run(f"GRANT {_RIGHTS} ON {quoted(schema)}.* TO {user}")
         except ServerError as error:
             self.drop(name)
             if error.code in _DENIED and self.private is None:
@@ -137,65 +127,51 @@ class Server:
             raise
         return replace(self.address, user=name, password=password)
 
-    def drop(self, name: str) -> None:
-        """Drop a schema and its user, now or, if the server does not let us, later."""
+    def drop(self, *names: str) -> None:
+        """Drop schemas and their users, with those that could not be dropped before."""
+        pending, self._pending = self._pending.union(names), set()
         try:
             with self.administrator() as connection:
-                self._drop(connection, name)
+                for name in pending:
+                    self._drop(connection, name)
         except (ServerError, AgentPeftError):
-            if self.is_running:
-                self._pending_drops.append(name)
-        self._names.discard(name)
-        if self.is_retired and self.is_idle:
+            self._pending |= pending
+        self._names.difference_update(names)
+        if self.is_retired and not self._names:
             self.stop()
 
     def remake(self, name: str) -> None:
-        """Make a schema empty.
-
-        Raises:
-            ServerError: it fails.
-        """
+        """Make a schema empty."""
         with self.administrator() as connection:
             connection.run(f"DROP DATABASE IF EXISTS {quoted(name)}")
             connection.run(f"CREATE DATABASE {quoted(name)} CHARACTER SET utf8mb4")
 
     def kill(self, name: str, thread: int) -> bool:
-        """End a user's connection, whatever it does. Returns whether it is gone.
-
-        Raises:
-            ServerError: the server does not answer.
-        """
-        with contextlib.suppress(ServerError), self.administrator() as connection:  # it may have ended
-            connection.run(f"KILL CONNECTION {thread}")
-        waiting = threading.Event()
+        """End a user's connection, whatever it does. Returns whether it is gone."""
+        self._kill("CONNECTION", thread)
         for wait in (0.0, 0.005, 0.02, 0.1, *[0.25] * 20):
-            waiting.wait(wait)
-            with self.administrator() as connection:
-                users = connection.run(
-                    f"SELECT COUNT(*) FROM information_schema.PROCESSLIST WHERE id = {thread} "
-                    f"AND user = '{name}'",
-                )
-            if users[0][0] == 0:
+            time.sleep(wait)
+            if not self._threads(f"id = {thread} AND user = '{name}'"):
                 return True
         return False
 
     def close_idle(self) -> None:
-        """Close the connections that nobody uses, after a last try to drop what is owed."""
-        self._flush_drops()
-        with contextlib.suppress(IndexError):
-            while True:
-                self._idle.pop().close()
+        """Close the connections that nobody uses, after a last try to drop schemas."""
+        self.drop()
+        while self._idle:
+            self._idle.pop().close()
 
     def stop(self) -> None:
-        """End it, if it is ours."""
-        self._ended.set()
-        if self.is_running:
-            self.close_idle()
-        if self.private is not None:
-            self.private.stop()
+        """Close its connections, and end it if it is private."""
+        if not self._ended.is_set():
+            self._ended.set()
+            if self.is_running:
+                self.close_idle()
+            if self.private is not None:
+                self.private.stop()
 
     def detach(self) -> None:
-        """Forget it, in a fork of the process that it belongs to."""
+        """Release it in a fork of the process that it belongs to."""
         for connection in self._idle:
             connection.cut()
         if self.private is not None:
@@ -205,50 +181,41 @@ class Server:
         """Stop statements whose tables or memory become too large, until the server is stopped. No setting of
         the server bounds all of its memory, and InnoDB ends the whole server when a disk is full.
         """
-        allowed = 1.0
         for look in itertools.count():
             if self._ended.wait(_LOOK_SECONDS):
                 return
             with contextlib.suppress(ServerError, AgentPeftError):
-                if private.extra_memory() > allowed:
-                    allowed = max(self._save_memory(private) + 0.1, 1.0)
+                if private.extra_memory() > 1 and not self.is_retired:
+                    self._free_memory(private)
                 for name in private.large_schemas(self._prefix) if look % _LOOKS_PER_SIZES == 0 else ():
-                    for thread in self._running(f"user = '{name}'"):
-                        self._kill_query(thread)
+                    for thread in self._threads(f"command = 'Query' AND user = '{name}'"):
+                        self._kill("QUERY", thread)
 
-    def _save_memory(self, private: PrivateServer) -> float:
-        """Stop the statement that has run for the longest time. A server that keeps the memory all the same
-        is retired. Returns what it keeps.
-        """
-        for thread in self._running(f"user LIKE '{_escaped(self._prefix)}%'")[:1]:
+    def _free_memory(self, private: PrivateServer) -> None:
+        """Stop the statement that has run for the longest time. A server that keeps the memory is retired."""
+        for thread in self._threads(f"command = 'Query' AND user LIKE '{self._prefix}%'")[:1]:
             logger.warning("database: a statement is stopped, since the server takes too much memory")
             self.out_of_memory.add(thread)
-            self._kill_query(thread)
+            self._kill("QUERY", thread)
             deadline = time.monotonic() + _KILL_SECONDS
-            while self._running(f"id = {thread}") and time.monotonic() < deadline:
+            while self._threads(f"command = 'Query' AND id = {thread}") and time.monotonic() < deadline:
                 self._ended.wait(_LOOK_SECONDS)
         self._ended.wait(_LOOK_SECONDS)
-        kept = private.extra_memory()
-        if kept > 1:
-            self.is_retired = True
-        return kept
+        self.is_retired = private.extra_memory() > 1
 
-    def _running(self, condition: str) -> list[int]:
-        """The connections that run a statement, the longest first."""
+    def _threads(self, condition: str) -> list[int]:
+        """The connections of which the condition holds, those with the longest statement first."""
         elapsed = "time_ms" if self.is_mariadb else "time"
+        query = f"SELECT id FROM information_schema.PROCESSLIST WHERE {condition} ORDER BY {elapsed} DESC"
         with self.administrator() as connection:
-            rows = connection.run(
-                f"SELECT id FROM information_schema.PROCESSLIST WHERE command = 'Query' AND {condition} "
-                f"ORDER BY {elapsed} DESC"
-            )
-        return [int(str(row[0])) for row in rows]
+            return [int(str(row[0])) for row in connection.run(query)]
 
-    def _kill_query(self, thread: int) -> None:
+    def _kill(self, what: str, thread: int) -> None:
         with contextlib.suppress(ServerError), self.administrator() as connection:  # it may have ended
-            connection.run(f"KILL QUERY {thread}")
+            connection.run(f"KILL {what} {thread}")
 
-    def _idle_one(self) -> Client | None:
-        """A connection that waits and lives: the server may have hung up on one that was idle for hours."""
+    def _idle_connection(self) -> Client | None:
+        """One that lives: the server may have closed a connection that was idle for hours."""
         with contextlib.suppress(IndexError):
             while True:
                 connection = self._idle.pop()
@@ -257,22 +224,13 @@ class Server:
                 connection.close()
         return None
 
-    def _flush_drops(self) -> None:
-        """Try once more to drop what could not be dropped."""
-        with contextlib.suppress(IndexError):
-            for _ in range(len(self._pending_drops)):
-                self.drop(self._pending_drops.popleft())
-
-    def _user(self, name: str) -> str:
-        return f"'{name}'@'{self._host}'"
-
     def _drop(self, connection: Client, name: str) -> None:
-        connection.run(f"DROP USER IF EXISTS {self._user(name)}")
+        connection.run(f"DROP USER IF EXISTS '{name}'@'{self._host}'")
         connection.run(f"DROP DATABASE IF EXISTS {quoted(name)}")
 
     def _remove_orphans(self, connection: Client) -> None:
         names = {str(row[0]) for row in connection.run("SHOW DATABASES")}
-        with contextlib.suppress(ServerError):  # it is not ours, and we may not read it
+        with contextlib.suppress(ServerError):  # the account may not read it
             names |= {str(row[0]) for row in connection.run("SELECT User FROM mysql.user")}
         orphans = sorted(name for name in names if is_orphan(name, PREFIX))
         for name in orphans:
@@ -283,42 +241,31 @@ class Server:
 
 _lock = threading.Lock()
 _servers: dict[str, Server] = {}
-_retired: list[Server] = []
+_all: weakref.WeakSet[Server] = weakref.WeakSet()  # with those that are retired
 
 
 def server_of(database: str) -> Server:
-    """The server that ``database`` names (``mariadb``, or an address), started when first needed.
-
-    Raises:
-        AgentPeftError: it cannot be used.
-        InfrastructureError: our own does not start.
-    """
+    """The server that ``database`` names (``mariadb``, or an address), started when first needed."""
     with _lock:
         server = _servers.get(database)
         if server is not None and (server.is_retired or not server.is_running):
-            logger.warning(
-                "database: the server %s; another is started",
-                "takes too much memory" if server.is_retired else "has ended",
-            )
-            _retire(_servers.pop(database))
+            why = "takes too much memory" if server.is_retired else "has ended"
+            logger.warning("database: the server %s; another is started", why)
+            if server.is_running:
+                server.drop()  # which ends it if it has no schema left
+            else:
+                server.stop()
             server = None
         if server is None:
             if database == "mariadb":
-                private = PrivateServer()
+                remove_orphans(place())
+                private = PrivateServer(owned_name(FOLDER_PREFIX) + "_")
                 server = Server(private.address, private)
             else:
                 server = Server(parse_address(database))
             _servers[database] = server
+            _all.add(server)
         return server
-
-
-def _retire(server: Server) -> None:
-    """Stop a server, now or with its last schema."""
-    _retired[:] = [old for old in _retired if old.is_running]
-    if server.is_idle or not server.is_running:
-        server.stop()
-    else:
-        _retired.append(server)
 
 
 def close_idle() -> None:
@@ -329,27 +276,67 @@ def close_idle() -> None:
 
 @atexit.register
 def stop() -> None:
-    """End this process's own server, and hang up on the others. The next database starts another."""
+    """End the private servers, and close the connections to others. The next database starts another."""
     with _lock:
-        while _servers:
-            _servers.popitem()[1].stop()
-        while _retired:
-            _retired.pop().stop()
+        _servers.clear()
+        for server in list(_all):
+            server.stop()
+            _all.discard(server)
 
 
-def _escaped(name: str) -> str:
-    """A schema's name in GRANT, where the underscore stands for any character."""
-    return name.replace("_", r"\_")
-
-
-def _forget() -> None:
-    """Forget the parent's servers in a forked process."""
+def _after_fork() -> None:
+    """Release the parent's servers in a forked process."""
     global _lock
     _lock = threading.Lock()  # the other may be held by a thread that this process does not have
-    for server in [*_servers.values(), *_retired]:
+    for server in list(_all):
         server.detach()
     _servers.clear()
-    _retired.clear()
+    _all.clear()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def remove_orphans(folder: Path) -> None:
+    """Remove the folders of processes that have ended together with their watchdogs."""
+    for path in folder.glob(f"{FOLDER_PREFIX}_*"):
+        if is_orphan(path.name, FOLDER_PREFIX):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def owned_name(prefix: str) -> str:
+    """A name of this process: the host (with its process namespace), the process id, and when it started."""
+    return f"{prefix}_{_host()}_{os.getpid():x}_{_start_of(os.getpid())}"
+
+
+def is_orphan(name: str, prefix: str) -> bool:
+    """Whether a process of this host made the name, and has ended.
+
+    >>> is_orphan(owned_name("x") + "_1", "x"), is_orphan("x_orders", "x")
+    (False, False)
+    """
+    match = re.fullmatch(rf"{prefix}_{_host()}_([0-9a-f]+)_([0-9a-z]+)(_.*)?", name)
+    return match is not None and _start_of(int(match[1], 16)) != match[2]
+
+
+@functools.cache
+def _host() -> str:
+    """Six digits that differ from host to host, and between containers, whose process ids mean others."""
+    namespace = os.stat("/proc/self/ns/pid").st_ino if os.path.exists("/proc/self/ns/pid") else 0
+    return hashlib.sha256(f"{socket.gethostname()} {namespace}".encode()).hexdigest()[:6]
+
+
+def _start_of(pid: int) -> str | None:
+    """When a process started, or only that it runs where there is no /proc; None if it has ended."""
+    if os.path.exists("/proc/self"):
+        with contextlib.suppress(OSError):
+            # the program's name, in parentheses, may hold anything
+            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+            return None if fields[0] in (b"Z", b"X") else f"{int(fields[19]):x}"
+        return None
+    with contextlib.suppress(PermissionError):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+    return "0"

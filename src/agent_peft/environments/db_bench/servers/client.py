@@ -1,26 +1,76 @@
-"""Connections to a server, with PyMySQL. No other module imports it."""
+"""Addresses of servers, and connections to them with PyMySQL, which no other module imports."""
 
 from __future__ import annotations
 
 import functools
+import os
 import socket
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
 
-from agent_peft.environments.db_bench.database import Cell, Row, size
-from agent_peft.environments.db_bench.servers.address import Address
+from agent_peft.environments.db_bench.database import Cell, Row, fetched
 from agent_peft.types import AgentPeftError
 
-LATE = -1  # our number for an answer that does not come in time
+_FORM = "write mysql://user:password@host:port, or mysql://user:password@localhost?unix_socket=/path"
+LATE = -1  # not MySQL's: the answer did not come in time
 _CONNECT_SECONDS = 20
-_LOST = {2003, 2006, 2013, 2014, 2055, 1053, 1927, 1077, 1079}  # the connection, or the server
-_NO_MEMORY_OR_CONNECTIONS = {1037, 1038, 1040, 1041, 1135, 1203}
+_FAILURES = {2003, 2006, 2013, 2014, 2055, 1053, 1927, 1077, 1079}  # the connection or the server is lost
+_FAILURES |= {1037, 1038, 1040, 1041, 1135, 1203, 1021}  # or there is no memory, connection or disk left
+_DISK_FULL = ("rrno: 28", "rrcode: 28", "No space left")
 _NO_DISK = {3, 1005, 1021, 1026, 1030, 1114}
-_STOPPED = {1969, 3024}  # by the server's clock
-_KILLED = 1317
+STOPPED = {1969, 3024}  # by the server's clock
+KILLED = 1317  # by KILL QUERY
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens, and the account that is used.
+
+    >>> Address(host="db", port=3307, user="me").name
+    'db:3307'
+    """
+
+    user: str
+    password: str = ""
+    host: str = "localhost"
+    port: int = 3306
+    socket: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.socket or f"{self.host}:{self.port}"
+
+
+def parse_address(url: str) -> Address:
+    """Read ``mysql://user:password@host:port`` or ``mysql://…?unix_socket=PATH``, or raise ValueError. The
+    password may also be in the environment variable ``MYSQL_PWD``.
+
+    >>> parse_address("mysql://me:p%40ss@db:3307").password
+    'p@ss'
+    """
+    try:
+        parts = urlsplit(url)
+        port = parts.port or 3306
+        query = parse_qs(parts.query, strict_parsing=True) if parts.query else {}
+    except ValueError as error:
+        raise ValueError(f"this is no address of a server ({error}); {_FORM}") from None
+    if parts.scheme != "mysql" or not parts.username or not (parts.hostname or "unix_socket" in query):
+        raise ValueError(f"this is no address of a server; {_FORM}")
+    if parts.path.strip("/") or parts.fragment:
+        raise ValueError("name no database: each episode gets one of its own; " + _FORM)
+    if set(query) - {"unix_socket"}:
+        raise ValueError(f"only unix_socket may be given after the question mark; {_FORM}")
+    return Address(
+        user=unquote(parts.username),
+        password=unquote(parts.password) if parts.password else os.environ.get("MYSQL_PWD", ""),
+        host=parts.hostname or "localhost",
+        port=port,
+        socket=query["unix_socket"][-1] if query else None,
+    )
 
 
 class ServerError(Exception):
@@ -31,30 +81,9 @@ class ServerError(Exception):
         self.code, self.message = code, message
 
     @property
-    def is_lost(self) -> bool:
-        """Whether the connection is gone."""
-        return self.code in _LOST
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the answer did not come in time."""
-        return self.code == LATE
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a limit of time ended the statement."""
-        return self.code in _STOPPED
-
-    @property
-    def is_killed(self) -> bool:
-        """Whether KILL QUERY ended the statement."""
-        return self.code == _KILLED
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether the server lacks memory or connections, or says that its disk is full."""
-        full = any(text in self.message for text in ("rrno: 28", "rrcode: 28", "No space left"))
-        return self.code in _NO_MEMORY_OR_CONNECTIONS or self.code == 1021 or full
+    def is_failure(self) -> bool:
+        """Whether the connection is lost, or the server lacks memory, connections or disk space."""
+        return self.code in _FAILURES or any(text in self.message for text in _DISK_FULL)
 
     @property
     def may_be_full(self) -> bool:
@@ -79,30 +108,14 @@ class Answer:
 
 
 class Client:
-    """A connection. Results are read row by row, and a change counts the rows that it matched. Used by one
-    thread at a time.
-
-    Attributes:
-        thread: its number on the server.
+    """A connection; ``thread`` is its number on the server. Results are read row by row, and a change counts
+    the rows that it matched. Used by one thread at a time.
     """
 
     def __init__(
-        self,
-        address: Address,
-        schema: str | None = None,
-        setting: str | None = None,
-        seconds: float = 60.0,
+        self, address: Address, schema: str | None = None, setting: str | None = None, seconds: float = 60.0
     ) -> None:
-        """Connect.
-
-        Args:
-            setting: a statement to begin with.
-            seconds: how long an answer may take.
-
-        Raises:
-            ServerError: the server does not answer, or refuses.
-            AgentPeftError: PyMySQL is not installed.
-        """
+        """Connect, and run the ``setting``. ``seconds``: how long an answer may take."""
         try:
             import pymysql
             from pymysql.constants import CLIENT
@@ -140,22 +153,11 @@ class Client:
         self.thread: int = self._connection.thread_id()
 
     def run(self, sql: str) -> tuple[Row, ...]:
-        """Run a statement of ours, and return all its rows.
-
-        Raises:
-            ServerError: it fails.
-        """
+        """All rows of a trusted statement. Raises `ServerError`."""
         return self.ask(sql, None, 1 << 40).rows
 
     def ask(self, sql: str, most_rows: int | None, most_bytes: int, seconds: float | None = None) -> Answer:
-        """Run a statement.
-
-        Args:
-            seconds: how long an answer may take from now on.
-
-        Raises:
-            ServerError: it fails.
-        """
+        """Run a statement; ``seconds``: how long an answer may take from now on. Raises `ServerError`."""
         if seconds is not None:
             self._connection._read_timeout = seconds
         with _errors():
@@ -165,18 +167,18 @@ class Client:
                 if cursor.description is None:
                     cursor.close()
                     return Answer(None, changed=max(cursor.rowcount, 0))
-                rows, cut = _fetch(cursor, most_rows, most_bytes)
+                rows, cut = fetched(cursor.fetchall_unbuffered(), most_rows, most_bytes)
                 headers = tuple(column[0] for column in cursor.description)
                 if not cut:
                     cursor.close()
-                return Answer(headers, tuple(rows), 0, cut)
+                return Answer(headers, rows, 0, cut)
             finally:
                 # what is left unread would be read, for as long as it takes, when the cursor is deleted
                 if cursor._result is not None:
                     cursor._result.unbuffered_active, cursor._result.connection = False, None
 
     def is_alive(self) -> bool:
-        """Whether the server still knows us."""
+        """Whether the server still answers."""
         try:
             self._connection.ping(reconnect=False)
         except Exception:
@@ -184,7 +186,7 @@ class Client:
         return True
 
     def cut(self) -> None:
-        """Close our end without a word to the server."""
+        """Close this end without a message to the server."""
         self._connection._force_close()
 
     def close(self) -> None:
@@ -196,12 +198,7 @@ class Client:
 
 
 def _socket(address: Address) -> socket.socket | None:
-    """A connected Unix socket; None where the server is reached otherwise. PyMySQL would leave it open where
-    nobody listens.
-
-    Raises:
-        ServerError: nobody listens.
-    """
+    """A connected Unix socket, which PyMySQL would leak where nobody listens; None for a network address."""
     if address.socket is None:
         return None
     end = socket.socket(socket.AF_UNIX)
@@ -232,17 +229,6 @@ def _errors() -> Iterator[None]:
         raise ServerError(1300, "the result is not valid Unicode") from error
     except (OSError, struct.error, IndexError, AssertionError, RuntimeError, ValueError) as error:
         raise ServerError(2013, str(error)) from error
-
-
-def _fetch(cursor: Any, most_rows: int | None, most_bytes: int) -> tuple[list[Row], bool]:
-    """The rows of a cursor, and whether there are more."""
-    rows: list[Row] = []
-    for row in cursor.fetchall_unbuffered():
-        if len(rows) == most_rows or most_bytes < 0:
-            return rows, True
-        rows.append(row)
-        most_bytes -= size(row)
-    return rows, False
 
 
 def literal(cell: Cell) -> str:

@@ -1,9 +1,11 @@
-"""`Database` on a server: its own schema and user, on one connection."""
+"""`Database` on a server: its own schema and user, on one connection, and which statements it refuses."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+
 from agent_peft.environments.db_bench.database import (
-    MAX_SQL,
     NO_STATEMENT,
     Cell,
     DatabaseStopped,
@@ -11,10 +13,19 @@ from agent_peft.environments.db_bench.database import (
     Row,
     Table,
     size,
+    text_refusal,
 )
 from agent_peft.environments.db_bench.servers.accounts import server_of
-from agent_peft.environments.db_bench.servers.client import Answer, Client, ServerError, literal, quoted
-from agent_peft.environments.db_bench.servers.statements import bare_statement, refusal_of
+from agent_peft.environments.db_bench.servers.client import (
+    KILLED,
+    LATE,
+    STOPPED,
+    Answer,
+    Client,
+    ServerError,
+    literal,
+    quoted,
+)
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, InfrastructureError, StopReason
 
@@ -30,23 +41,36 @@ _GRACE_SECONDS = 1.0  # after which a statement is ended from outside: the serve
 _SQL_MODE = "STRICT_TRANS_TABLES,ERROR_FOR_DIVISION_BY_ZERO,NO_ENGINE_SUBSTITUTION,NO_DIR_IN_CREATE"
 _PUBLIC_NAME = "db"  # what the agent reads where the server writes the schema's name
 
+# Strings and comments as MySQL reads them, then words (bare or quoted), and any other character.
+_TOKEN = re.compile(
+    r"""(?P<executable>/\*M?!)
+    |(?P<space>\s+|\#[^\n]*|--(?=[\s\x00-\x1f]|$)[^\n]*|/\*(?:[^*]|\*(?!/))*+(?:\*/|$))
+    |(?P<string>'(?:[^'\\]|\\.|'')*+'?|"(?:[^"\\]|\\.|"")*+"?)
+    |`(?P<quoted>(?:[^`]|``)*+)`?
+    |(?P<word>[\w$]+)
+    |(?P<other>.)""",
+    re.VERBOSE | re.DOTALL,
+)
+_ALLOWED = re.compile(
+    "select|with|values|table|insert|replace|update|delete|create|alter|drop|truncate|rename|show|describe|desc"
+    "|explain"
+)
+_NAMES = dict.fromkeys(("begin", "start", "commit", "rollback", "xa"), "a transaction") | {
+    "savepoint": "a savepoint"
+}
+# locks of the whole server, by which one episode could delay another, or signal to it
+_REFUSED_FUNCTIONS = re.compile(
+    "get_lock|release_lock|release_all_locks|is_free_lock|is_used_lock|service_(get_read|get_write|release)_locks"
+)
+
 
 class ServerDatabase:
-    """`Database` on MariaDB or MySQL. Only its own user, who has rights on its own schema alone, runs the SQL
-    of strangers.
+    """`Database` on MariaDB or MySQL (``mariadb``, or a server's address). The untrusted SQL is run by a user
+    who has rights on this schema alone. If the server fails, each method raises `InfrastructureError`.
     """
 
     def __init__(self, database: str, table: Table, *, seconds: float, seed: int) -> None:
-        """
-        Args:
-            database: ``mariadb``, or a server's address.
-            seconds: the wall-clock limit of a statement.
-            seed: what SQL's ``RAND()`` draws from.
-
-        Raises:
-            AgentPeftError: the server cannot be used, or does not accept the table.
-            InfrastructureError: the server fails.
-        """
+        """``seconds``: the wall-clock limit of a statement; ``seed``: of SQL's ``RAND()``."""
         self._table, self._seconds = table, seconds
         self._seeds = [derive(seed, "mysql", part) % (1 << 30) for part in (1, 2)]
         self._closed, self._stopped = False, False
@@ -63,68 +87,41 @@ class ServerDatabase:
                 self.close()
                 raise
         except ServerError as error:
-            raise self._lost(error) from error
+            raise self._failed(error) from error
 
     def execute(self, sql: str, seconds: float | None = None) -> Executed:
-        """See `Database.execute`.
-
-        Raises:
-            InfrastructureError: the server failed, or the connection was cut.
-        """
-        if len(sql) > MAX_SQL:
-            return Executed(error="the statement is too large")
-        try:
-            sql.encode()
-        except UnicodeEncodeError:
-            return Executed(error="the statement is not valid Unicode")
-        sql = bare_statement(sql)
-        if not sql:
-            return Executed(error=NO_STATEMENT)
-        if (refusal := refusal_of(sql)) is not None:
+        if (refusal := text_refusal(sql)) is None:
+            sql = bare_statement(sql)
+            refusal = refusal_of(sql) if sql else NO_STATEMENT
+        if refusal is not None:
             return Executed(error=refusal)
-        if self._stopped or self._client is None:
-            raise DatabaseStopped(StopReason.CRASHED)
         limit = self._seconds if seconds is None else min(self._seconds, seconds)
         try:
             answer = self._ask(sql, _FETCHED_ROWS, _FETCHED_BYTES, limit)
         except ServerError as error:
-            return Executed(error=self._told(error, limit))
+            return Executed(error=self._explained(error, limit))
         if answer.headers is None:
             return Executed(changed=answer.changed)
         return Executed(tuple(map(self._public_row, answer.rows)), cut=answer.cut)
 
     def table(self) -> tuple[Row, ...] | None:
-        """See `Database.table`.
-
-        Raises:
-            InfrastructureError: the server failed, or the connection was cut.
-        """
-        if self._stopped or self._client is None:
-            raise DatabaseStopped(StopReason.CRASHED)
         sql = f"SELECT * FROM {quoted(self._table.name)}"
         most = _EXTRA_BYTES + sum(map(size, self._table.rows))
         try:
             answer = self._ask(sql, None, most, self._seconds)
         except ServerError as error:
-            self._told(error, self._seconds)
+            self._explained(error, self._seconds)
             return None
         return None if answer.cut or answer.headers != self._table.headers else answer.rows
 
     def reset(self) -> None:
-        """See `Database.reset`.
-
-        Raises:
-            InfrastructureError: the server failed.
-        """
-        if self._stopped or self._client is None:
-            raise DatabaseStopped(StopReason.CRASHED)
+        self._running().close()
         try:
-            self._client.close()
             self._server.remake(self._name)
             self._open()
             self._fill()
         except ServerError as error:
-            raise self._lost(error) from error
+            raise self._failed(error) from error
 
     def close(self) -> None:
         if not self._closed:
@@ -134,51 +131,54 @@ class ServerDatabase:
             self._server.drop(self._name)
 
     def _ask(self, sql: str, most_rows: int | None, most_bytes: int, seconds: float) -> Answer:
-        assert self._client is not None
+        client = self._running()
         if seconds != self._limited_to:
-            self._client.run(self._limit(seconds))
+            client.run(self._limit(seconds))
             self._limited_to = seconds
-        answer = self._client.ask(sql, most_rows, most_bytes, seconds + min(seconds, _GRACE_SECONDS))
+        answer = client.ask(sql, most_rows, most_bytes, seconds + min(seconds, _GRACE_SECONDS))
         if answer.cut:
-            self._again()
+            self._reconnect()
         return answer
 
-    def _told(self, error: ServerError, seconds: float) -> str:
-        """What the agent reads of a statement that failed. What is not its doing is raised."""
-        if error.is_late:
-            self._again()
-        if error.is_late or error.is_stopped:
+    def _running(self) -> Client:
+        if self._stopped or self._client is None:
+            raise DatabaseStopped(StopReason.CRASHED)
+        return self._client
+
+    def _explained(self, error: ServerError, seconds: float) -> str:
+        """What the agent reads of a statement that failed. A failure of the server is raised."""
+        client = self._running()
+        if error.code == LATE:
+            self._reconnect()
+        if error.code == LATE or error.code in STOPPED:
             return f"the statement was stopped after {seconds:g} seconds"
-        if error.is_killed:
-            assert self._client is not None
-            if self._client.thread in self._server.out_of_memory:
-                self._server.out_of_memory.discard(self._client.thread)
+        if error.code == KILLED:
+            if client.thread in self._server.out_of_memory:
+                self._server.out_of_memory.discard(client.thread)
                 return "the statement was stopped: out of memory"
             return "the statement was stopped: its table is too large"
-        if error.is_lost or error.is_exhausted or (error.may_be_full and self._server.is_full):
-            raise self._lost(error) from error
+        if self._is_failure(error):
+            raise self._failed(error) from error
         return self._public(error.message)
 
-    def _lost(self, error: ServerError) -> InfrastructureError:
+    def _is_failure(self, error: ServerError) -> bool:
+        return error.is_failure or (error.may_be_full and self._server.is_full)
+
+    def _failed(self, error: ServerError) -> InfrastructureError:
         self._stopped = self._server.needs_ping = True
         return InfrastructureError(f"the database server failed: {error}")
 
-    def _again(self) -> None:
-        """End our connection, with what runs on it, and open another.
-
-        Raises:
-            DatabaseStopped: it does not end.
-            InfrastructureError: the server failed.
-        """
-        assert self._client is not None
-        self._client.cut()
+    def _reconnect(self) -> None:
+        """End the connection, with what runs on it, and open another."""
+        client = self._running()
+        client.cut()
         try:
-            if not self._server.kill(self._name, self._client.thread):
+            if not self._server.kill(self._name, client.thread):
                 self._stopped = True
                 raise DatabaseStopped(StopReason.TIMEOUT)
             self._open()
         except ServerError as error:
-            raise self._lost(error) from error
+            raise self._failed(error) from error
 
     def _open(self) -> None:
         one, two = self._seeds
@@ -196,40 +196,34 @@ class ServerDatabase:
         return f"SET SESSION max_execution_time = {max(round(seconds * 1000), 1)}"
 
     def _fill(self) -> None:
-        assert self._client is not None
-        name = quoted(self._table.name)
+        client, name = self._running(), quoted(self._table.name)
         columns = ", ".join(f"{quoted(column.name)} {column.type}" for column in self._table.columns)
         try:
-            self._client.run(f"CREATE TABLE {name} ({columns})")
+            client.run(f"CREATE TABLE {name} ({columns})")
             for values in self._batches():
-                self._client.run(f"INSERT INTO {name} VALUES {values}")
-        except ServerError as error:
-            if error.is_lost or error.is_exhausted or (error.may_be_full and self._server.is_full):
+                client.run(f"INSERT INTO {name} VALUES {values}")
+        except (ServerError, ValueError) as error:  # a number of too many digits, a lone surrogate
+            if isinstance(error, ServerError) and self._is_failure(error):
                 raise
             raise AgentPeftError(
-                f"the database does not accept the table {self._table.name!r}: {self._public(error.message)}"
+                f"the database does not accept the table {self._table.name!r}: {self._public(str(error))}"
             ) from error
 
-    def _batches(self) -> list[str]:
-        batches: list[list[str]] = [[]]
-        length = total = 0
-        for row in self._table.rows:
-            try:
-                values = f"({', '.join(map(literal, row))})"
-            except ValueError as error:
-                raise AgentPeftError(
-                    f"the database does not accept the table {self._table.name!r}: {error}"
-                ) from error
-            length, total = length + len(values), total + len(values)
-            if length > _INSERT_BYTES and batches[-1]:
-                batches.append([])
-                length = len(values)
-            batches[-1].append(values)
-        if total > 2 * _MAX_TABLE:  # a text takes two digits a byte
+    def _batches(self) -> Iterator[str]:
+        """The rows as SQL, in parts that one statement can insert."""
+        rows = [f"({', '.join(map(literal, row))})" for row in self._table.rows]
+        if sum(map(len, rows)) > 2 * _MAX_TABLE:  # a text takes two digits a byte
             raise AgentPeftError(
                 f"the table {self._table.name!r} is too large: at most {_MAX_TABLE} bytes can be used"
             )
-        return [", ".join(batch) for batch in batches if batch]
+        first = length = 0
+        for i, row in enumerate(rows):
+            if length + len(row) > _INSERT_BYTES and i > first:
+                yield ", ".join(rows[first:i])
+                first, length = i, 0
+            length += len(row)
+        if rows:
+            yield ", ".join(rows[first:])
 
     def _public(self, text: str) -> str:
         """A text without the schema's name, which differs from run to run."""
@@ -240,3 +234,44 @@ class ServerDatabase:
 
     def _public_cell(self, cell: Cell) -> Cell:
         return self._public(cell) if isinstance(cell, str) and self._name in cell else cell
+
+
+def bare_statement(sql: str) -> str:
+    """The text without the comments and semicolons before and after its statements.
+
+    >>> bare_statement("; SELECT 1 ;; -- one"), bare_statement("# none")
+    ('SELECT 1', '')
+    """
+    places = [
+        match.span() for match in _TOKEN.finditer(sql) if match.lastgroup != "space" and match[0] != ";"
+    ]
+    return sql[places[0][0] : places[-1][1]] if places else ""
+
+
+def refusal_of(sql: str) -> str | None:
+    """Why a statement is not sent, or None. The server refuses what the user has no right to. Refused here is
+    what needs no right, and would reach another episode or outlive the statement.
+
+    >>> refusal_of("SET autocommit = 0"), refusal_of("SELECT GET_LOCK('a', 9)")
+    ('SET is not allowed here', 'the function get_lock is not allowed here')
+    >>> refusal_of("SELECT 'get_lock(1)' -- one"), refusal_of("SELECT 1; SELECT 2")
+    (None, 'write one statement at a time')
+    """
+    tokens: list[tuple[str, str]] = []
+    for match in _TOKEN.finditer(sql):
+        kind = match.lastgroup or ""
+        if kind == "executable":
+            return "a comment that is executed is not allowed here"
+        if kind != "space":
+            tokens.append((kind, (match[kind] or "").lower()))
+    kind, word = next((token for token in tokens if token != ("other", "(")), ("", ""))
+    if kind != "word" or not (_ALLOWED.fullmatch(word) or word.isalpha()):
+        return None  # no statement begins so: the server's own error is better
+    if not _ALLOWED.fullmatch(word):
+        return f"{_NAMES.get(word, word.upper())} is not allowed here"
+    for (kind, text), following in zip(tokens, [*tokens[1:], ("", "")], strict=True):
+        if kind in ("word", "quoted") and _REFUSED_FUNCTIONS.fullmatch(text) and following == ("other", "("):
+            return f"the function {text} is not allowed here"
+        if (kind, text) == ("other", ";") and following[0]:
+            return "write one statement at a time"
+    return None
