@@ -195,7 +195,10 @@ def run_contents() -> Callable[[Path], dict[str, bytes]]:
             for path in sorted(folder.rglob("*"))
             if path.is_file() and path.name not in ("timing.jsonl", "run.json", "log.txt", ".lock")
         ]
-        return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+        found = {str(path.relative_to(folder)): path.read_bytes() for path in files}
+        if "config.yaml" in found:  # its paths are absolute
+            found["config.yaml"] = found["config.yaml"].replace(os.fsencode(folder.absolute().parent), b".")
+        return found
 
     return contents
 

@@ -27,6 +27,7 @@ from agent_peft.runs.changes import compare, differences
         ("algorithm.kind", "fixed"),
         ("algorithm.kl_coef", "asked"),
         ("policy.kind", "fixed"),
+        ("policy.architecture.n_layer", "fixed"),
         ("policy.model", "asked"),
         ("policy.lora.dropout", "asked"),
         ("policy.lora.rank", "fixed"),

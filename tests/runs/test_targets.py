@@ -235,7 +235,7 @@ def test_a_moved_run_goes_on_where_it_is_and_never_elsewhere(trained, run_conten
     assert run(["train", "moved/config.yaml"]) == 0
     assert not Path("run").exists()
     after = run_contents(Path("moved"))
-    assert "run_dir: moved" in after.pop("config.yaml").decode()
+    assert "run_dir: ./moved" in after.pop("config.yaml").decode()
     del before["config.yaml"]
     assert after == before
     shutil.copytree("moved", "copied")

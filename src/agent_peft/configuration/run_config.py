@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from agent_peft.algorithms import UncheckedAlgorithmConfig
-from agent_peft.config import FIXED_KIND, FREE, Config, first_error
+from agent_peft.config import FIXED, FREE, Config, first_error
 from agent_peft.configuration.trackers import AnyTracker
 from agent_peft.environments import ENVIRONMENTS, AnyEnvironment
 from agent_peft.environments.base import EnvironmentConfig
@@ -88,9 +88,7 @@ class TrainConfig(Config):
         description="CPU threads of torch; null: one per core that this process may use",
         json_schema_extra=FREE,
     )
-    policy: PolicyConfig = Field(
-        description="the model that acts and is trained", json_schema_extra=FIXED_KIND
-    )
+    policy: PolicyConfig = Field(description="the model that acts and is trained", json_schema_extra=FIXED)
     environment: AnyEnvironment = Field(description="the tasks to train on")
     engine: EngineConfig = Field(
         default=EngineConfig(),

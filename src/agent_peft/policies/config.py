@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import AfterValidator, Field
 
-from agent_peft.config import ASKED, FIXED, FREE, Config
+from agent_peft.config import ASKED, FREE, Config
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 
@@ -61,28 +61,23 @@ class PretrainedConfig(Config):
     kind: Literal["pretrained"] = "pretrained"
     model: str = Field(
         description="a bundled name (smollm2-135m, gemma3-270m), a folder, a .gguf file or a hub id; or what "
-        "was trained: a run directory, RUN:step_000012, a checkpoint or the folder of an adapter"
+        "was trained: a run directory, RUN:step_000012, a checkpoint or the folder of an adapter",
+        json_schema_extra=ASKED,  # the same model may lie elsewhere
     )
     dtype: Dtype = Field(
         default="auto",
         description="auto is bfloat16 where the device multiplies it natively and faster than float32; "
         "a run keeps the dtype that it began with",
-        json_schema_extra=FIXED,
     )
     device: Device = "auto"
-    lora: LoraSettings | None = Field(
-        default=LoraSettings(), description="null trains every parameter", json_schema_extra=FIXED
-    )
+    lora: LoraSettings | None = Field(default=LoraSettings(), description="null trains every parameter")
     adapter: Path | None = Field(
-        default=None,
-        description="an adapter in PEFT's layout to start from, if policy.model is its model",
-        json_schema_extra=FIXED,
+        default=None, description="an adapter in PEFT's layout to start from, if policy.model is its model"
     )
     merge_adapter: bool = Field(
         default=False,
         description="true adds the adapter that the policy starts from to the weights and trains a new one "
         "(or every parameter); false continues with that adapter",
-        json_schema_extra=FIXED,
     )
     packing: Packing = True
     activation_checkpointing: ActivationCheckpointing = False
@@ -94,18 +89,12 @@ class ScratchConfig(Config):
     kind: Literal["scratch"] = "scratch"
     architecture: dict[str, Any] = Field(
         description="a Transformers configuration with its model_type (or package.module:Class and its "
-        "arguments); vocab_size comes from the tokenizer",
-        json_schema_extra=FIXED,
+        "arguments); vocab_size comes from the tokenizer"
     )
-    alphabet: str = Field(
-        description="the characters that the model reads and writes, each one a token",
-        json_schema_extra=FIXED,
-    )
-    dtype: Dtype = Field(default="auto", description="as for a pretrained model", json_schema_extra=FIXED)
+    alphabet: str = Field(description="the characters that the model reads and writes, each one a token")
+    dtype: Dtype = Field(default="auto", description="as for a pretrained model")
     device: Device = "auto"
-    lora: LoraSettings | None = Field(
-        default=None, description="null trains every parameter", json_schema_extra=FIXED
-    )
+    lora: LoraSettings | None = Field(default=None, description="null trains every parameter")
     packing: Packing = True
     activation_checkpointing: ActivationCheckpointing = False
 

@@ -3,9 +3,9 @@
     config.yaml  metrics.jsonl  timing.jsonl  trajectories/step_*  checkpoints/step_*/
     evaluations/*  trackers/*
 
-All files except timing.jsonl, run.json, log.txt and trackers/* depend on the configuration alone: on a CPU, a
-run that is killed and started again writes the same bytes. With several ranks, only rank 0 reads and writes
-the files, and broadcasts what they hold.
+All files except timing.jsonl, run.json, log.txt and trackers/* depend on the configuration alone, and
+config.yaml also on the folder: on a CPU, a run that is killed and started again writes the same bytes. With
+several ranks, only rank 0 reads and writes the files, and broadcasts what they hold.
 """
 
 from __future__ import annotations

@@ -240,7 +240,8 @@ class StageConfig(Config):
         if isinstance(self.algorithm, UncheckedAlgorithmConfig):
             return self  # its facts are not known
         kind, algorithm, sampling = self.algorithm.kind, self.algorithm.facts, self.sampling
-        if self.learn_from == "successes" and algorithm.keeps_groups_whole and not algorithm.on_policy:
+        compares = algorithm.keeps_groups_whole or algorithm.preferences
+        if self.learn_from == "successes" and compares and not algorithm.on_policy:
             raise ValueError(
                 f"learn_from: successes leaves {kind} nothing to compare them with; take sft, or learn from "
                 "the episodes of a run (episodes_of)"
