@@ -142,3 +142,20 @@ def answering(answer: Callable[[socket.socket, bytes], Any]) -> Iterator[str]:
         listener.close()
         for thread in (accepting, *threads):
             thread.join(20)
+
+
+def places(content: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of each value in a JSON content."""
+    yield path
+    if isinstance(content, dict | list):
+        for key, inner in content.items() if isinstance(content, dict) else enumerate(content):
+            yield from places(inner, (*path, key))
+
+
+def put(content: Any, path: tuple[Any, ...], value: Any) -> Any:
+    """A copy of a JSON content with another value at a path."""
+    if not path:
+        return value
+    copied = dict(content) if isinstance(content, dict) else list(content)
+    copied[path[0]] = put(content[path[0]], path[1:], value)
+    return copied

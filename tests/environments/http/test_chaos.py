@@ -2,7 +2,6 @@
 twice, and no outcome is wrong.
 """
 
-import importlib.util
 import os
 import signal
 import subprocess
@@ -17,16 +16,11 @@ import pytest
 from agent_peft.environments import load_environment
 from agent_peft.seeding import derive
 from agent_peft.types import InfrastructureError, Outcome
+from tests.environments.http.chaos import FAULTS, ChaosProxy
+from tests.environments.http.tally import Tally
 
 HERE = Path(__file__).parent
 TASKS = 20
-
-
-def load_module(name):
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class Server:
@@ -70,9 +64,8 @@ def play(environment, number, lie):
 
 
 def storm(tmp_path, episodes, kills, trouble):
-    chaos = load_module("chaos")
     server = Server(tmp_path / "log")
-    proxy = chaos.ChaosProxy(server.port, trouble, seed=1)
+    proxy = ChaosProxy(server.port, trouble, seed=1)
     finished, turn = 0, threading.Condition()
 
     def one(number):
@@ -115,7 +108,7 @@ def storm(tmp_path, episodes, kills, trouble):
     assert set(starts.values()) <= {1, 2}  # a reset that is repeated starts the same episode again
     servers = {server for *_, server in done}
     assert len(servers) == kills + 1
-    assert all(proxy.met[fault] for fault in chaos.FAULTS)
+    assert all(proxy.met[fault] for fault in FAULTS)
     assert any(attempts > 1 for _, attempts in outcomes)
 
 
@@ -130,7 +123,7 @@ def test_a_thousand_episodes(tmp_path):
 
 def test_an_environment_that_counts_steps_sees_a_repeated_one(tmp_path):
     """That the tally would notice: the same episode, one number said twice."""
-    environment = load_module("tally").Tally({"log": tmp_path / "log", "tasks": 1})
+    environment = Tally({"log": tmp_path / "log", "tasks": 1})
     episode = environment.episode(environment.tasks[0], 0)
     episode.start()
     for said in ("0", "3", "3"):

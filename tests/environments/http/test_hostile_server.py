@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from agent_peft.environments import load_environment
 from agent_peft.environments.http.client import MAX_ANSWER_BYTES, DefectError
 from agent_peft.types import AgentPeftError, InfrastructureError, StepResult
-from tests.environments.http.strangers import answering
+from tests.environments.http.strangers import answering, places, put
 
 FUZZ = settings(
     max_examples=60, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
@@ -184,21 +184,6 @@ STEP = {
     "done": False,
     "metadata": {"episode_id": "e", "index": 0, "outcome": "unknown", "stop_reason": None, "valid": True},
 }
-
-
-def places(content, path=()):
-    yield path
-    if isinstance(content, dict | list):
-        for key, inner in content.items() if isinstance(content, dict) else enumerate(content):
-            yield from places(inner, (*path, key))
-
-
-def put(content, path, value):
-    if not path:
-        return value
-    copied = dict(content) if isinstance(content, dict) else list(content)
-    copied[path[0]] = put(content[path[0]], path[1:], value)
-    return copied
 
 
 def frame(text, opcode=1):

@@ -40,7 +40,7 @@ from agent_peft.types import (
     StopReason,
     Task,
 )
-from tests.environments.http.strangers import session, until
+from tests.environments.http.strangers import places, put, session, until
 
 PRODUCTS = {"kind": "arithmetic", "operation": "multiplication", "num_tasks": 12, "digits": 2}
 DB = {"kind": "db_bench", "generate": {"num_tasks": 6}}
@@ -150,22 +150,6 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=10), inner, max_size=4),
     max_leaves=12,
 )
-
-
-def places(content, path=()):
-    """Where something stands in a content."""
-    yield path
-    if isinstance(content, dict | list):
-        for key, inner in content.items() if isinstance(content, dict) else enumerate(content):
-            yield from places(inner, (*path, key))
-
-
-def put(content, path, value):
-    if not path:
-        return value
-    copied = dict(content) if isinstance(content, dict) else list(content)
-    copied[path[0]] = put(content[path[0]], path[1:], value)
-    return copied
 
 
 @settings(

@@ -107,11 +107,9 @@ class Guard:
                 ):
                     raise Refusal(403, "origin", "requests of web pages are not answered")
                 if name == b"host" and not names_loopback(value):
+                    host = value[:255].decode("latin-1")
                     raise Refusal(
-                        403,
-                        "origin",
-                        "this server is for this machine alone, and has no name such as "
-                        f"{value[:255].decode('latin-1')!r}",
+                        403, "origin", f"this server is for this machine alone, and not named {host!r}"
                     )
         elif path not in FREE and not hmac.compare_digest(
             dict(headers).get(b"authorization", b""), self.expected
@@ -127,11 +125,8 @@ class Guard:
         most = self.limits.body_bytes
         announced = headers.get(b"content-length", b"0")
         if announced.isdigit() and int(announced[:20]) > most:
-            raise Refusal(
-                413,
-                "too_long",
-                f"a request may have {most} bytes at most, this one has {announced[:20].decode()}",
-            )
+            length = announced[:20].decode()
+            raise Refusal(413, "too_long", f"a request may have {most} bytes at most, this one has {length}")
         try:
             async with asyncio.timeout(self.limits.body_seconds):
                 more = True
@@ -149,9 +144,8 @@ class Guard:
                             503, "busy", "the server reads as many bytes of requests as it may; ask again"
                         )
         except TimeoutError:
-            raise Refusal(
-                408, "too_slow", f"the request took more than {self.limits.body_seconds:g} s to send its body"
-            ) from None
+            slow = f"the request took more than {self.limits.body_seconds:g} s to send its body"
+            raise Refusal(408, "too_slow", slow) from None
         try:
             messages.decode(bytes(body))
         except (json.JSONDecodeError, UnicodeDecodeError):

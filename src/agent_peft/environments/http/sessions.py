@@ -76,10 +76,9 @@ class Sessions:
 
     def environment(self, name: str) -> Environment:
         if name not in self.environments:
+            choice = " or ".join(self.environments)
             raise Refusal(
-                404,
-                "unknown_environment",
-                f"there is no environment {name!r} here; choose {' or '.join(self.environments)}",
+                404, "unknown_environment", f"there is no environment {name!r} here; choose {choice}"
             )
         return self.environments[name]
 
@@ -121,18 +120,11 @@ class Sessions:
         held = sum(not each.over for each in self.open)
         # episodes without a client may finish a step
         if held >= limits.episodes or len(self.open) >= limits.episodes + limits.threads:
-            raise Refusal(
-                429,
-                messages.FULL,
-                f"the server holds {limits.episodes} episodes, the most it may; start it with a larger "
-                "--max-episodes, or ask for fewer at once",
-            )
+            most = f"the server holds {limits.episodes} episodes, the most it may"
+            raise Refusal(429, messages.FULL, f"{most}; start it with a larger --max-episodes")
         if size and size + sum(self.open.values()) > limits.tasks_bytes:
-            raise Refusal(
-                429,
-                messages.FULL,
-                f"the whole tasks of all episodes may have {limits.tasks_bytes} bytes at most; ask for fewer",
-            )
+            most = f"the whole tasks of all episodes may have {limits.tasks_bytes} bytes at most"
+            raise Refusal(429, messages.FULL, f"{most}; ask for fewer")
         self.open[session] = size
 
     async def shutdown(self, seconds: float | None = None) -> None:
@@ -212,11 +204,8 @@ class Sessions:
         except (ValueError, RecursionError) as error:
             raise Refusal(422, "mistake", f"task {task.id!r} cannot be used here ({error})") from error
         if size > self.limits.task_bytes:
-            raise Refusal(
-                413,
-                "too_long",
-                f"a task may have {self.limits.task_bytes} bytes at most, this one has {size}",
-            )
+            most = f"a task may have {self.limits.task_bytes} bytes at most"
+            raise Refusal(413, "too_long", f"{most}, this one has {size}")
         return size
 
 
@@ -253,10 +242,8 @@ class Session:
                 case "close":
                     return None
                 case _:
-                    return _error(
-                        f"there is no message of type {kind!r:.50}; send reset, step, state or close",
-                        "UNKNOWN_TYPE",
-                    )
+                    text = f"there is no message of type {kind!r:.50}; send reset, step, state or close"
+                    return _error(text, "UNKNOWN_TYPE")
         except ValidationError as error:
             return _error(messages.one_line(first_error(error)), "VALIDATION_ERROR")
         except Refusal as refusal:
@@ -292,12 +279,8 @@ class Session:
         if episode is None or state is None:
             raise Refusal(409, messages.CONFLICT, "there is no episode: send reset first")
         if len(action.text) > self.limits.action_chars:
-            raise Refusal(
-                413,
-                "too_long",
-                f"an action may have {self.limits.action_chars} characters at most, this one has "
-                f"{len(action.text)}",
-            )
+            most = f"an action may have {self.limits.action_chars} characters at most"
+            raise Refusal(413, "too_long", f"{most}, this one has {len(action.text)}")
         self.state = state.model_copy(update={"step_count": state.step_count + 1})
 
         def act() -> StepResult:
@@ -366,11 +349,8 @@ def refusal_of(error: BaseException, task: str, *, own: bool = False, acting: bo
     if own and not acting:
         return Refusal(422, "mistake", f"task {task!r} cannot be used here ({detail})")
     logger.error("task %r: the environment raised", task, exc_info=error)
-    return Refusal(
-        422 if own else 500,
-        messages.BROKEN,
-        f"the environment raised {detail} (task {task!r}; see the server's log)",
-    )
+    text = f"the environment raised {detail} (task {task!r}; see the server's log)"
+    return Refusal(422 if own else 500, messages.BROKEN, text)
 
 
 def _observation(response: BaseModel) -> dict[str, Any]:
