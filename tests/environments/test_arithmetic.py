@@ -4,13 +4,12 @@ from collections import Counter
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from agent_peft.environments import load_environment
 from agent_peft.environments.arithmetic import ALPHABET, OPERATIONS, Arithmetic, ArithmeticConfig, Operation
 from agent_peft.environments.arithmetic.operations import backwards, columns, partial_products
 from agent_peft.environments.arithmetic.problems import Permutation, count_problems, operands_of
-from agent_peft.types import AgentPeftError, Message, Outcome, StopReason, Task
+from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason, Task
 
 FORMS = ("plain", "reversed", "worked")
 
@@ -74,13 +73,7 @@ def test_one_problem_by_hand(operation, answer, symbols, question, gold):
     environment, task = arithmetic(operation=operation, answer=answer, symbols=symbols), problem(123, 456)
     assert environment.episode(task, seed=0).start() == [Message("user", question)]
     assert environment.demonstration(task) == [gold]
-    result = step(environment, task, f" {gold}\n")
-    assert (result.done, result.outcome, result.stop_reason, result.valid) == (
-        True,
-        Outcome.CORRECT,
-        StopReason.FINISHED,
-        True,
-    )
+    assert step(environment, task, f" {gold}\n") == StepResult("", True, Outcome.CORRECT, StopReason.FINISHED)
 
 
 @given(keys=configurations, place=st.integers(0, 2**70), wrong=st.integers(0, 10**19))
@@ -104,13 +97,8 @@ def test_gold_is_correct_and_any_other_number_is_not(keys, place, wrong):
 @pytest.mark.parametrize(
     ("action", "valid"),
     [
-        ("580", True),
-        ("0579", True),
-        ("-579", True),
-        ("", False),
-        ("579.", False),
-        ("５７９", False),
-        ("5 79", False),
+        *((reply, True) for reply in ("580", "0579", "-579")),
+        *((r, False) for r in ("", "579.", "５７９", "5 79")),
     ],
 )
 def test_all_but_the_exact_answer_is_incorrect(action, valid):
@@ -121,11 +109,7 @@ def test_all_but_the_exact_answer_is_incorrect(action, valid):
 @pytest.mark.parametrize(
     ("action", "outcome", "valid"),
     [
-        (
-            "804",
-            Outcome.CORRECT,
-            True,
-        ),  # the question ends with "=", so this stands where the answer is expected
+        ("804", Outcome.CORRECT, True),  # the question ends with "=", so the answer is expected here
         ("work of any kind\nis free=804", Outcome.CORRECT, True),
         ("=804", Outcome.CORRECT, True),
         ("804=805", Outcome.INCORRECT, True),  # the last number counts, and no other
@@ -172,9 +156,8 @@ def test_the_work_leads_to_the_answer(drawn):
     equations = partial_products(a, b, digits).split("=")
     sums = [sum(int(term[::-1]) for term in equation.split("+")) for equation in equations]
     assert sums[-1] == a * b
-    assert [int(equation.split("+")[0][::-1]) for equation in equations[1:]] == sums[
-        :-1
-    ]  # each begins with the sum before it
+    begins = [int(equation.split("+")[0][::-1]) for equation in equations[1:]]
+    assert begins == sums[:-1]  # each begins with the sum before it
 
 
 @pytest.mark.parametrize("worked", [columns, partial_products])
@@ -293,37 +276,22 @@ def test_nothing_is_listed_up_front():
 @pytest.mark.parametrize(
     ("keys", "told"),
     [
-        (
-            {"digits": 1, "num_tasks": 81},
-            "1-digit addition has only 80 problems in its train split: set num_tasks to at most 80, or raise",
-        ),
+        ({"digits": 1, "num_tasks": 81}, "1-digit addition has only 80 problems in its train"),
         (
             {"digits": [1, 2], "num_tasks": 1641, "split": "heldout"},
             "1- to 2-digit addition has only 1640 problems in its heldout split",
         ),
-        (
-            {"digits": [3, 2]},
-            r"environment.digits: .*\[3, 2\] is neither a number from 1 to 9 nor two of them, \[low, high\]",
-        ),
+        ({"digits": [3, 2]}, r"environment.digits: .*\[3, 2\] is neither a number from 1"),
         ({"digits": [2, 2]}, "environment.digits"),
         ({"digits": [1, 2, 3]}, "environment.digits"),
         ({"digits": 10}, "environment.digits: .*10 is neither"),
         ({"digits": 0}, "environment.digits: .*0 is neither"),
         ({"digits": "2"}, "environment.digits: .*'2' is neither"),
         ({"answer": "backwards"}, "environment.answer"),
-        (
-            {"operation": "division"},
-            "there is no operation 'division'; give addition, multiplication, or your own as package.module:NAME",  # noqa: E501
-        ),
+        ({"operation": "division"}, "there is no operation 'division'; give addition, multipl"),
         ({"operation": "nowhere:division"}, "'nowhere:division' cannot be imported"),
-        (
-            {"operation": "own_operations:nothing"},
-            "'own_operations:nothing' is a NoneType, not an agent_peft.*Operation; name one",
-        ),
-        (
-            {"operation": "own_operations:subtraction", "answer": "worked"},
-            "has no worked form; give its Operation one, or set answer",
-        ),
+        ({"operation": "own_operations:nothing"}, "'own_operations:nothing' is a NoneType, not"),
+        ({"operation": "own_operations:subtraction", "answer": "worked"}, "has no worked form"),
     ],
 )
 def test_mistakes_are_told_in_one_line(own, keys, told):
@@ -354,31 +322,3 @@ def test_a_result_that_is_no_whole_number_is_told(own):
     environment = arithmetic(operation=f"{own}:halves", digits=2)
     with pytest.raises(AgentPeftError, match=r"own_operations:halves of 11:13 is 5\.5, no whole number"):
         environment.demonstration(problem(11, 13, ":"))
-
-
-def test_the_old_key_is_gone():
-    with pytest.raises(ValidationError):
-        ArithmeticConfig(reversed=True)
-
-
-# -- episodes ------------------------------------------------------------------------------------------------
-
-
-def test_an_episode_is_one_turn():
-    environment = arithmetic()
-    episode = environment.episode(environment.tasks[0], seed=0)
-    episode.start()
-    episode.step("1")
-    with pytest.raises(RuntimeError, match="over"):
-        episode.step("1")
-    episode.close()
-    episode.close()
-
-
-def test_a_closed_episode_takes_no_action():
-    environment = arithmetic()
-    episode = environment.episode(environment.tasks[0], seed=0)
-    episode.start()
-    episode.close()
-    with pytest.raises(RuntimeError, match="over"):
-        episode.step("1")

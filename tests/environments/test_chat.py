@@ -81,15 +81,15 @@ def test_other_words_are_not_graded(table):
         assert play(environment, environment.tasks[0], actions)[1][-1].outcome is outcome
 
 
+REPLY = said("", "good day")[1:]
+
+
 @pytest.mark.parametrize(
     ("row", "keys"),
     [
         ({"prompt": "hello", "completion": "good day"}, {"prompt": "prompt", "completion": "completion"}),
         ({"prompt": "hello", "answer": "good day"}, {"prompt": "prompt", "completion": "answer"}),
-        (
-            {"prompt": said("hello"), "answer": said("", "good day")[1:]},
-            {"prompt": "prompt", "completion": "answer"},
-        ),
+        ({"prompt": said("hello"), "answer": REPLY}, {"prompt": "prompt", "completion": "answer"}),
         ({"talk": said("hello", "good day")}, {"messages": "talk"}),
     ],
 )
@@ -97,49 +97,48 @@ def test_other_columns(table, row, keys):
     assert chat(table(row), **keys).tasks[0].content == {"messages": said("hello", "good day")}
 
 
+CALL = {"role": "assistant", "tool_calls": [{}]}
+PAIR = {"prompt": "p", "chosen": "a", "rejected": "b"}
+LABELED = {"prompt": "p", "completion": "a"}
+
+
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("kind", "keys", "row", "message"),
     [
+        (chat, {}, {"message": LONG}, "there is no column 'messages' for messages; it has message; did you"),
+        (chat, {}, {"messages": "hello"}, "line 1: messages must be a list of {role, content}, not 'hello'"),
+        (chat, {}, {"messages": []}, "line 1: messages is empty"),
+        (chat, {}, {"messages": [{"from": "human", "value": "x"}]}, "line 1: messages: message 1 is {'from'"),
+        (chat, {}, {"messages": [*said("x"), {"role": "tool", "content": "3"}]}, "has the role 'tool'"),
+        (chat, {}, {"messages": [*said("x"), {**CALL, "content": None}]}, "message 2 has no text"),
+        (chat, {}, {"messages": [*said("x"), {**CALL, "content": "y"}]}, "message 2 calls tools"),
+        (chat, {}, {"messages": said("x", " ")}, "message 2 has no text as its content"),
+        (chat, {}, {"messages": said("x", "y", "z")}, "the last message is not the assistant's"),
+        (chat, {}, {"messages": said("x", "y")[1:]}, "message 1 is the assistant's where the user's is"),
+        (chat, {}, {"messages": [*said("x"), *said("x", "y")]}, "message 2 is the user's where the assist"),
+        (chat, {}, {"messages": [*said("x", "y"), *LONG]}, "message 3 is the system's where the user's is"),
+        (preferences, {}, {"prompt": "p", "chosen": "a"}, "there is no column 'rejected' for rejected"),
+        (preferences, {}, {**PAIR, "rejected": ""}, "line 1: rejected is empty"),
+        (preferences, {}, {**PAIR, "rejected": " a "}, "line 1: chosen and rejected are the same"),
+        (preferences, {}, {**PAIR, "chosen": said("other", "a")}, "chosen holds 2 messages that are not"),
+        (preferences, {}, {**PAIR, "prompt": said("p", "q")}, "chosen: message 3 is the assistant's where"),
+        (preferences, {}, {**PAIR, "prompt": None}, "line 1: prompt is empty"),
+        (preferences, {"label": "good"}, LABELED, "there is no column 'good' for label"),
+        (preferences, {"label": "good"}, {**LABELED, "good": "maybe"}, "good is 'maybe'; a label is true or"),
         (
-            {"message": LONG},
-            "there is no column 'messages' for messages; it has message; did you mean 'message'?",
+            preferences,
+            {"prompt": None},
+            {"chosen": said("p", "a"), "rejected": said("q", "b")},
+            "chosen and rejected differ before their last message",
         ),
-        ({"messages": "hello"}, "line 1: messages must be a list of {role, content}, not 'hello'"),
-        ({"messages": []}, "line 1: messages is empty; give a text, or a list of {role, content}"),
-        ({"messages": [{"from": "human", "value": "x"}]}, "line 1: messages: message 1 is {'from': 'human'"),
-        (
-            {"messages": [*said("x"), {"role": "tool", "content": "3"}]},
-            "line 1: messages: message 2 has the role 'tool'; a role is system, user, assistant (calls",
-        ),
-        (
-            {"messages": [*said("x"), {"role": "assistant", "content": None, "tool_calls": [{}]}]},
-            "line 1: messages: message 2 has no text as its content",
-        ),
-        (
-            {"messages": [*said("x"), {"role": "assistant", "content": "y", "tool_calls": [{}]}]},
-            "line 1: messages: message 2 calls tools, which are not trained",
-        ),
-        ({"messages": said("x", " ")}, "line 1: messages: message 2 has no text as its content"),
-        ({"messages": said("x", "y", "z")}, "line 1: messages: the last message is not the assistant's"),
-        (
-            {"messages": said("x", "y")[1:]},
-            "line 1: messages: message 1 is the assistant's where the user's is",
-        ),
-        (
-            {"messages": [*said("x"), *said("x", "y")]},
-            "line 1: messages: message 2 is the user's where the assist",
-        ),
-        (
-            {"messages": [*said("x", "y"), *LONG]},
-            "line 1: messages: message 3 is the system's where the user's is",
-        ),
+        (preferences, {"prompt": None}, PAIR, "chosen must be a list of {role, content}, not 'a'"),
     ],
 )
-def test_a_wrong_conversation_is_one_line(table, row, told):
+def test_a_wrong_row_is_one_line(table, kind, keys, row, message):
     path = table(row)
     with pytest.raises(AgentPeftError) as raised:
-        chat(path)
-    assert str(raised.value).startswith(f"{path}: {told}")
+        kind(path, **keys)
+    assert str(raised.value).startswith(f"{path}: ") and message in str(raised.value)
     assert "\n" not in str(raised.value)
 
 
@@ -150,19 +149,23 @@ def test_an_empty_table_is_one_line(table):
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("config_class", "keys", "message"),
     [
-        ({"prompt": "p"}, "completion is missing: prompt names a column"),
-        ({"completion": "p"}, "prompt is missing: completion names a column"),
+        (ChatConfig, {"prompt": "p"}, "completion is missing: prompt names a column"),
+        (ChatConfig, {"completion": "p"}, "prompt is missing: completion names a column"),
         (
+            ChatConfig,
             {"prompt": "p", "completion": "c", "messages": "m"},
-            "messages has no effect with prompt and completion",
+            "messages has no effect with prompt",
         ),
+        (PreferencesConfig, {"completion": "c"}, "completion has no effect without label"),
+        (PreferencesConfig, {"label": "good", "chosen": "c"}, "chosen has no effect with label"),
+        (PreferencesConfig, {"label": "good", "rejected": "c"}, "rejected has no effect with label"),
     ],
 )
-def test_keys_that_do_not_go_together(keys, told):
-    with pytest.raises(ValidationError, match=told):
-        ChatConfig(tasks="x.jsonl", **keys)
+def test_keys_that_do_not_go_together(config_class, keys, message):
+    with pytest.raises(ValidationError, match=message):
+        config_class(tasks="x.jsonl", **keys)
 
 
 def test_parts_and_limits(table):
@@ -178,11 +181,8 @@ def test_parts_and_limits(table):
     [
         {"prompt": "1+1=", "chosen": "2", "rejected": "3"},
         {"prompt": said("1+1="), "chosen": said("", "2")[1:], "rejected": said("", "3")[1:]},
-        {
-            "prompt": "1+1=",
-            "chosen": said("1+1=", "2"),
-            "rejected": said("1+1=", "3"),
-        },  # which repeat the prompt
+        # replies that repeat the prompt
+        {"prompt": "1+1=", "chosen": said("1+1=", "2"), "rejected": said("1+1=", "3")},
     ],
 )
 def test_a_pair_in_every_form(table, row):
@@ -196,43 +196,10 @@ def test_a_pair_in_every_form(table, row):
 
 def test_a_prompt_may_be_a_conversation(table):
     prompt = said("1+1=", "2", "2+1=", system="Add.")
-    environment = preferences(
-        table({"q": prompt, "good": "3", "bad": "4"}), prompt="q", chosen="good", rejected="bad"
-    )
-    assert [message.role for message in play(environment, environment.tasks[0], ["3"])[0]] == [
-        "system",
-        "user",
-        "assistant",
-        "user",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("row", "told"),
-    [
-        (
-            {"prompt": "p", "chosen": "a"},
-            "there is no column 'rejected' for rejected; it has prompt, chosen; set",
-        ),
-        ({"prompt": "p", "chosen": "a", "rejected": ""}, "line 1: rejected is empty; give a text, or a list"),
-        ({"prompt": "p", "chosen": "a", "rejected": " a "}, "line 1: chosen and rejected are the same"),
-        (
-            {"prompt": "p", "chosen": said("other", "a"), "rejected": "b"},
-            "line 1: chosen holds 2 messages that are not the prompt's; give one reply",
-        ),
-        (
-            {"prompt": said("p", "q"), "chosen": "a", "rejected": "b"},
-            "line 1: chosen: message 3 is the assistant's where the user's is expected",
-        ),
-        ({"prompt": None, "chosen": "a", "rejected": "b"}, "line 1: prompt is empty; give a text, or a list"),
-    ],
-)
-def test_a_wrong_pair_is_one_line(table, row, told):
-    path = table(row)
-    with pytest.raises(AgentPeftError) as raised:
-        preferences(path)
-    assert str(raised.value).startswith(f"{path}: {told}")
-    assert "\n" not in str(raised.value)
+    path = table({"q": prompt, "good": "3", "bad": "4"})
+    environment = preferences(path, prompt="q", chosen="good", rejected="bad")
+    opening, _ = play(environment, environment.tasks[0], ["3"])
+    assert [message.role for message in opening] == ["system", "user", "assistant", "user"]
 
 
 @pytest.mark.parametrize("label", [True, "true", 1, "1", " True "])
@@ -258,52 +225,6 @@ def test_whole_conversations_share_their_prompt(table):
     row = {"chosen": said("1+1=", "2", "2+1=", "3"), "rejected": said("1+1=", "2", "2+1=", "4")}
     (task,) = preferences(table(row), prompt=None).tasks
     assert task.content == {"prompt": said("1+1=", "2", "2+1="), "chosen": "3", "rejected": "4"}
-
-
-@pytest.mark.parametrize(
-    ("row", "keys", "told"),
-    [
-        (
-            {"prompt": "p", "completion": "a"},
-            {"label": "good"},
-            "there is no column 'good' for label; it has",
-        ),
-        (
-            {"prompt": "p", "completion": "a", "good": "maybe"},
-            {"label": "good"},
-            "line 1: good is 'maybe'; a label is true or false",
-        ),
-        (
-            {"chosen": said("p", "a"), "rejected": said("q", "b")},
-            {"prompt": None},
-            "line 1: chosen and rejected differ before their last message; give one prompt to both",
-        ),
-        (
-            {"chosen": "a", "rejected": "b"},
-            {"prompt": None},
-            "line 1: chosen must be a list of {role, content}, not 'a'",
-        ),
-    ],
-)
-def test_a_wrong_label_or_conversation_is_one_line(table, row, keys, told):
-    path = table(row)
-    with pytest.raises(AgentPeftError) as raised:
-        preferences(path, **keys)
-    assert str(raised.value).startswith(f"{path}: {told}")
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("keys", "told"),
-    [
-        ({"completion": "c"}, "completion has no effect without label"),
-        ({"label": "good", "chosen": "c"}, "chosen has no effect with label"),
-        ({"label": "good", "rejected": "c"}, "rejected has no effect with label"),
-    ],
-)
-def test_keys_of_preferences_that_do_not_go_together(keys, told):
-    with pytest.raises(ValidationError, match=told):
-        PreferencesConfig(tasks="x.jsonl", **keys)
 
 
 # -- what may learn from them --------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from pydantic import ValidationError
 
 from agent_peft.configuration.explain import effective_values
 from agent_peft.configuration.load import dump_config, read_config
-from agent_peft.environments import load_environment
 from agent_peft.environments.db_bench import environment as db_bench_environment
 from agent_peft.environments.gsm8k import (
     GSM8K,
@@ -31,7 +30,7 @@ from agent_peft.environments.gsm8k import (
 from agent_peft.environments.os_interaction import environment as os_environment
 from agent_peft.environments.task_commands import download_tasks
 from agent_peft.environments.task_files.download import convert
-from agent_peft.types import AgentPeftError, Message, Outcome, StopReason
+from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason
 
 OWN = Path(__file__).parent / "own_problems.jsonl"
 TOP = "run_dir: r\npolicy: {kind: pretrained, model: smollm2-135m}\nalgorithm: grpo\nsteps: 1\nenvironment: "
@@ -50,68 +49,43 @@ def step(environment, line, reply):
 # -- what is an answer ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("line", "reply"),
-    [
-        (1, "#### 7"),
-        (1, "3 + 4 = 7\n#### 7\n"),
-        (1, "####7"),
-        (1, "####   7.0 \r\n"),
-        (1, "#### 7."),
-        (1, "#### $7"),
-        (1, "#### 8\nNo: 3 + 4 is 7.\n#### 7"),  # the last one counts
-        (1, "#### 7\nThat is all."),
-        (1, "The answer is #### 7"),
-        (1, "#### 007"),
-        (2, "#### 1080"),
-        (2, "#### 1,080"),
-        (2, "#### $1,080.00"),
-        (3, "#### -13"),
-        (3, "#### −13"),
-        (3, "#### -$13"),
-        (3, "#### $-13"),
-        (3, "#### - 13"),
+RIGHT = {  # by the line of the problem
+    1: [
+        "#### 7", "3 + 4 = 7\n#### 7\n", "####7", "####   7.0 \r\n", "#### 7.", "#### $7",
+        "#### 7\nThat is all.", "#### 8\nNo: 3 + 4 is 7.\n#### 7", "The answer is #### 7", "#### 007",
     ],
-)
-def test_spelling_makes_no_difference(line, reply):
-    result = step(gsm8k(), line, reply)
-    assert (result.outcome, result.valid, result.done, result.stop_reason) == (
-        Outcome.CORRECT,
-        True,
-        True,
-        StopReason.FINISHED,
-    )
+    2: ["#### 1080", "#### 1,080", "#### $1,080.00"],
+    3: ["#### -13", "#### −13", "#### -$13", "#### $-13", "#### - 13"],
+}  # fmt: skip
+WRONG = {  # numbers in the format
+    1: ["#### -7", "#### 7.5", "#### 70", "#### 7\n#### 8"],
+    2: ["#### 1.080", "#### 1"],
+    3: ["#### 13"],
+}
+INVALID = {
+    1: [
+        "7", "#### seven", "#### 7 apples", "#### 3 + 4 = 7", "#### 7/1", "#### ７", "####\n7", "### 7",
+        "#### --7", "#### 1e1", "#### nan", "####", "",
+    ],
+    2: ["#### 10,80"],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("line", "reply", "valid"),
+    ("line", "reply", "outcome", "valid"),
     [
-        (3, "#### 13", True),  # the sign counts
-        (1, "#### -7", True),
-        (1, "#### 7.5", True),
-        (1, "#### 70", True),
-        (1, "#### 7\n#### 8", True),
-        (2, "#### 1.080", True),
-        (2, "#### 10,80", False),  # no thousands
-        (2, "#### 1", True),
-        (1, "7", False),
-        (1, "#### seven", False),
-        (1, "#### 7 apples", False),
-        (1, "#### 3 + 4 = 7", False),
-        (1, "#### 7/1", False),
-        (1, "#### ７", False),  # full-width digits
-        (1, "####\n7", False),
-        (1, "### 7", False),
-        (1, "#### --7", False),
-        (1, "#### 1e1", False),
-        (1, "#### nan", False),
-        (1, "####", False),
-        (1, "", False),
+        (line, reply, outcome, valid)
+        for replies, outcome, valid in (
+            (RIGHT, Outcome.CORRECT, True),
+            (WRONG, Outcome.INCORRECT, True),
+            (INVALID, Outcome.INCORRECT, False),
+        )
+        for line in replies
+        for reply in replies[line]
     ],
 )
-def test_what_is_no_right_answer(line, reply, valid):
-    result = step(gsm8k(), line, reply)
-    assert (result.outcome, result.valid) == (Outcome.INCORRECT, valid)
+def test_the_last_number_in_the_format_counts_in_any_spelling(line, reply, outcome, valid):
+    assert step(gsm8k(), line, reply) == StepResult("", True, outcome, StopReason.FINISHED, valid)
 
 
 def test_without_strictness_the_last_number_is_graded_and_stays_invalid():
@@ -171,15 +145,7 @@ def test_whatever_looks_like_an_answer_can_be_read(text):
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "#### " * 20_000,
-        "1,234" * 20_000,
-        "#### " + "1,234," * 20_000,
-        "-$ " * 30_000,
-        "\n" * 100_000,
-        "." * 100_000,
-    ],
+    "text", ["#### " * 20_000, "#### " + "1,234," * 20_000, "-$ " * 30_000, "\n" * 100_000, "." * 100_000]
 )
 def test_hostile_replies_take_linear_time(text):
     pattern = answer_pattern("#### {answer}")  # a quadratic pattern would take minutes here
@@ -243,26 +209,11 @@ def test_demonstrations_with_and_without_annotations():
 
 
 def test_tasks_know_how_many_steps_they_take(tmp_path):
-    assert [task.skills for task in gsm8k().tasks] == [
-        ("steps_1",),
-        ("steps_1",),
-        ("steps_3",),
-        ("steps_2",),
-        ("steps_2",),
-        ("steps_1",),
-    ]
-    long = tmp_path / "long.jsonl"
-    long.write_text(
-        "".join(
-            json.dumps({"question": f"q{n}", "answer": "a\n\n" * n + "#### 1"}) + "\n" for n in (0, 7, 8, 12)
-        )
-    )
-    assert [task.skills[0] for task in gsm8k(tasks=long).tasks] == [
-        "steps_0",
-        "steps_7",
-        "steps_8+",
-        "steps_8+",
-    ]
+    assert [task.skills for task in gsm8k().tasks] == [(f"steps_{n}",) for n in (1, 1, 3, 2, 2, 1)]
+    rows = [{"question": f"q{n}", "answer": "a\n\n" * n + "#### 1"} for n in (0, 7, 8, 12)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tasks = gsm8k(tasks=tmp_path / "long.jsonl").tasks
+    assert [task.skills[0] for task in tasks] == ["steps_0", "steps_7", "steps_8+", "steps_8+"]
 
 
 def test_examples_come_from_the_problems_left_out_and_are_the_same_in_every_episode():
@@ -284,18 +235,13 @@ def test_examples_come_from_the_problems_left_out_and_are_the_same_in_every_epis
 
 
 def test_examples_from_a_file_never_show_a_task(tmp_path):
-    environment = gsm8k(
-        num_tasks=4, examples=2, examples_from=OWN
-    )  # the first four of that file are the tasks
+    # the first four of that file are the tasks
+    environment = gsm8k(num_tasks=4, examples=2, examples_from=OWN)
     assert sum(task.content["question"] in environment.prompt for task in gsm8k().tasks[4:]) == 2
     assert not any(task.content["question"] in environment.prompt for task in environment.tasks)
-    with pytest.raises(
-        AgentPeftError, match=r"examples: 3, but only 2 problems of .*own_problems.jsonl are not tasks"
-    ):
+    with pytest.raises(AgentPeftError, match=r"examples: 3, but only 2 problems of .*own_problems.jsonl"):
         gsm8k(num_tasks=4, examples=3, examples_from=OWN)
-    with pytest.raises(
-        AgentPeftError, match="examples: 1, but only 0 problems are left out by num_tasks and offset"
-    ):
+    with pytest.raises(AgentPeftError, match="examples: 1, but only 0 problems are left out"):
         gsm8k(examples=1)
 
 
@@ -309,10 +255,7 @@ def test_examples_from_a_file_never_show_a_task(tmp_path):
         ("nonsense\n", "line 1: is not JSON"),
         ('\n{"question": "q"}\n', "line 2: must be an object with two texts, question and answer"),
         ("[1]\n", "line 1: must be an object"),
-        (
-            '{"question": "q", "answer": "72"}\n',
-            "line 1: needs a question, and an answer that ends with '#### ' and a number",
-        ),
+        ('{"question": "q", "answer": "72"}\n', "line 1: needs a question, and an answer that ends"),
         ('{"question": "q", "answer": "#### many"}\n', "line 1: needs a question, and an answer"),
         ('{"question": " ", "answer": "#### 1"}\n', "line 1: needs a question, and an answer"),
     ],
@@ -350,42 +293,17 @@ def test_lines_end_where_json_lines_end(tmp_path):
     ("written", "told"),
     [
         (f"{{tasks: {OWN}, split: test}}", "x.yaml:5: environment: split: a file has no split 'test'"),
-        (
-            "{tasks: openai/gsm8k}",
-            "split is missing: 'openai/gsm8k' is taken for a hub id (a file ends in .jsonl, .json, .csv",
-        ),
-        (
-            f"{{tasks: {OWN}, instruction: '{{answer_form}}'}}",
-            "environment.instruction: there is no placeholder {answer_form}; did you mean {answer_format}?",
-        ),
+        ("{tasks: openai/gsm8k}", "split is missing: 'openai/gsm8k' is taken for a hub id"),
+        (f"{{tasks: {OWN}, instruction: '{{answer_form}}'}}", "there is no placeholder {answer_form}"),
         (f"{{tasks: {OWN}, examples_from: {OWN}}}", "examples_from has no effect with examples: 0"),
         (f"{{tasks: {OWN}, examples_seed: 3}}", "examples_seed has no effect with examples: 0"),
-        (
-            f"{{tasks: {OWN}, answer_format: '####'}}",
-            "x.yaml:5: environment.answer_format: '####' must be one line with {answer} in it once",
-        ),
-        (
-            f"{{tasks: {OWN}, example: 3}}",
-            "x.yaml:5: environment.example: unknown key; did you mean 'environment.examples'?",
-        ),
-        (
-            f"{{tasks: {OWN}, num_task: 3}}",
-            "x.yaml:5: environment.num_task: unknown key; did you mean 'environment.num_tasks'?",
-        ),
-        (
-            f"{{tasks: {OWN}, num_tasks: 0}}",
-            "x.yaml:5: environment.num_tasks: must be greater than or equal to 1",
-        ),
-        ("{tasks: nowhere.jsonl}", "x.yaml:5: environment.tasks: there is no file or folder 'nowhere.jsonl'"),
-        (
-            f"{{tasks: {OWN}, examples: 1, examples_from: no.jsonl}}",
-            "environment.examples_from: there is no file or folder 'no.jsonl'",
-        ),
+        (f"{{tasks: {OWN}, answer_format: '####'}}", "environment.answer_format: '####' must be one"),
+        (f"{{tasks: {OWN}, example: 3}}", "environment.example: unknown key; did you mean"),
+        (f"{{tasks: {OWN}, num_tasks: 0}}", "environment.num_tasks: must be greater than or equal to 1"),
+        ("{tasks: nowhere.jsonl}", "environment.tasks: there is no file or folder 'nowhere.jsonl'"),
+        (f"{{tasks: {OWN}, examples: 1, examples_from: no.jsonl}}", "there is no file or folder"),
         ("{tasks: 3}", "x.yaml:5: environment.tasks: must be"),
-        (
-            "{split: test}",
-            "environment.tasks is missing (a file of rows (.jsonl, .json, .csv or .parquet), or a hub id",
-        ),
+        ("{split: test}", "environment.tasks is missing (a file of rows (.jsonl, .json, .csv or .parquet)"),
     ],
 )
 def test_mistakes_in_a_configuration(tmp_path, written, told):
@@ -439,41 +357,26 @@ def repository(tmp_path):
 
 def test_parquet_becomes_the_files_that_the_environment_reads(repository, tmp_path):
     written = convert(HUB_SET, repository, tmp_path / "out")
-    assert [path.relative_to(tmp_path / "out").as_posix() for path in written] == [
-        "train.jsonl",
-        "test.jsonl",
-    ]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "test.jsonl",
-        "train.jsonl",
-    ]  # nothing is left aside
+    assert written == [tmp_path / "out" / "train.jsonl", tmp_path / "out" / "test.jsonl"]
+    assert sorted((tmp_path / "out").iterdir()) == sorted(written)  # nothing is left aside
     train, test = (gsm8k(tasks=path).tasks for path in written)
     assert [task.content for task in (*train, *test)] == [task.content for task in gsm8k().tasks]
     assert (train[3].id, test[0].id) == ("train:4", "test:1")
 
 
 def test_the_other_set_gets_its_structures_back(tmp_path):
+    columns = [{"name": "a", "type": "INT"}]
     entry = {
         "sample_index": 8,
         "instruction": "[Add] a row.",
         "answer_info": {"direct": None, "md5": None, "sql": "INSERT INTO t VALUES (1, 'a')"},
-        "table_info": {
-            "name": "t",
-            "column_info_list": [{"name": "a", "type": "INT"}],
-            "row_list": "[[1, 'it''s'], [2, \"b\"]]",
-        },
+        "table_info": {"name": "t", "column_info_list": columns, "row_list": "[[1, 'it''s'], [2, \"b\"]]"},
         "skill_list": ["insert"],
     }
-    other = {
-        **entry,
-        "sample_index": 3,
-        "answer_info": {"direct": "[[1, null]]", "md5": None, "sql": "SELECT 1"},
-    }
-    system = {
-        "sample_index": 0,
-        "instruction": "x",
-        "evaluation_info": '{"evaluation_command_item": {"script": "[ -f a ]"}}',
-    }
+    answer = {"direct": "[[1, null]]", "md5": None, "sql": "SELECT 1"}
+    other = {**entry, "sample_index": 3, "answer_info": answer}
+    check = '{"evaluation_command_item": {"script": "[ -f a ]"}}'
+    system = {"sample_index": 0, "instruction": "x", "evaluation_info": check}
     for name, rows in {"db_bench": [entry, other], "os_interaction": [system]}.items():
         (tmp_path / "repository" / name).mkdir(parents=True)
         parquet.write_table(table(rows), tmp_path / "repository" / name / "train-00000-of-00001.parquet")
@@ -486,9 +389,7 @@ def test_the_other_set_gets_its_structures_back(tmp_path):
     assert found["8"]["instruction"] == "[Add] a row."
     assert found["3"]["answer_info"]["direct"] == [[1, None]]
     (os_interaction,) = convert(os_environment.HUB_SET, *places)
-    assert json.loads(os_interaction.read_text())["0"]["evaluation_info"] == {
-        "evaluation_command_item": {"script": "[ -f a ]"}
-    }
+    assert json.loads(os_interaction.read_text())["0"]["evaluation_info"] == json.loads(check)
 
 
 def test_a_set_that_has_changed_is_told(tmp_path):
@@ -511,8 +412,7 @@ def test_files_that_cannot_be_read_are_told(repository, tmp_path, monkeypatch):
     with monkeypatch.context() as context:
         context.setitem(sys.modules, "pyarrow.parquet", None)
         with pytest.raises(
-            AgentPeftError,
-            match=r"train-0.*parquet: reading parquet needs pyarrow: pip install 'agent-peft\[datasets\]'",
+            AgentPeftError, match=r"train-0.*parquet: reading parquet needs pyarrow: pip inst"
         ):
             convert(HUB_SET, repository, tmp_path / "out")
     (repository / "main" / "train-00000-of-00002.parquet").write_bytes(b"nonsense")
@@ -557,7 +457,3 @@ def test_a_hub_id_through_the_hubs_own_cache(repository, tmp_path):
     assert (
         found.stdout == f"wrote {tmp_path / 'out' / 'train.jsonl'}\nwrote {tmp_path / 'out' / 'test.jsonl'}\n"
     ), found.stderr
-
-
-def test_the_table_has_it():
-    assert isinstance(load_environment({"kind": "gsm8k", "tasks": str(OWN)}), GSM8K)

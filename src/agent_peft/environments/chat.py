@@ -6,7 +6,6 @@ are the recorded ones, and unknown otherwise.
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -16,7 +15,7 @@ from pydantic import Field, model_validator
 from agent_peft.environments.base import Episode
 from agent_peft.environments.contract import ROLES
 from agent_peft.environments.tables import TableConfig, TableEnvironment
-from agent_peft.files import parse_json
+from agent_peft.environments.task_files.reading import parse_literal
 from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason, Task
 
 MESSAGES = "messages"
@@ -160,15 +159,12 @@ def message_list(place: str, value: Any, column: str) -> list[Any] | None:
     """
     if isinstance(value, str) and _SPELLED.match(value):
         try:
-            value = parse_json(value)
-        except ValueError:
-            try:
-                value = ast.literal_eval(value.strip())  # literals only: it runs nothing
-            except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
-                raise AgentPeftError(
-                    f"{place}: {column} begins as a list of messages, and is not JSON: {value[:50]!r}; write "
-                    "the list as JSON"
-                ) from error
+            value = parse_literal(value)
+        except ValueError as error:
+            raise AgentPeftError(
+                f"{place}: {column} begins as a list of messages, and is not JSON: {value[:50]!r}; write the "
+                "list as JSON"
+            ) from error
     if isinstance(value, Mapping) and {"role", "content"} <= value.keys():
         value = [value]
     if not isinstance(value, list):

@@ -68,7 +68,7 @@ class Expected:
 EPISODE = Expected(Episode, "an agent_peft.environments.Episode")
 TASK = Expected(
     Task,
-    "a list of agent_peft.types.Task(id, skills, content) with a list of texts and a dict",
+    "a list of agent_peft.types.Task(id, skills, content): a text, a list of texts, and a dict",
     {
         "id": lambda value: isinstance(value, str),
         "skills": lambda value: not isinstance(value, str),

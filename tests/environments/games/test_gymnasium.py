@@ -151,10 +151,7 @@ def test_longer_names_come_first():
     [
         ({"id": "FrozenLak-v1"}, "environment.id: FrozenLak-v1: NameNotFound: .*FrozenLake"),
         ({"id": "no_such_module:Lake-v1"}, "no_such_module"),
-        (
-            {"id": "FrozenLake-v1", "make": {"slippery": 1}},
-            "environment.id: FrozenLake-v1: TypeError.*slippery",
-        ),
+        ({"id": "FrozenLake-v1", "make": {"slippery": 1}}, "FrozenLake-v1: TypeError.*slippery"),
         ({"id": "Pictures-v0"}, "Pictures-v0: ValueError: an observation is Box.*, which is no text"),
         ({"id": "Arms-v0"}, "Arms-v0: ValueError: an action is Box.*, which has no names"),
         ({**LAKE, "actions": ["left", "right"]}, "there are 4 actions, and 2 names in environment.actions"),
@@ -162,10 +159,7 @@ def test_longer_names_come_first():
         ({"id": "Echo-v0", "score": (1, 1)}, "environment.score: give .lowest, highest."),
         ({"id": "Echo-v0", "prompt": "Play."}, "environment.prompt: has no {observation}"),
         ({"id": "textarena/GuesTheNumber-v0"}, "NameNotFound: .*GuessTheNumber"),
-        (
-            {"id": "textarena/TicTacToe-v0"},
-            "TicTacToe-v0: ValueError: .* 2, .*; only games of one player can be",
-        ),
+        ({"id": "textarena/TicTacToe-v0"}, "TicTacToe-v0: .*; only games of one player can be"),
         ({"id": "textarena/GuessWho-v0"}, "OpenRouter API key"),
     ],
 )

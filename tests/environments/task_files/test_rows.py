@@ -81,14 +81,8 @@ def test_a_wrong_file_is_one_line_with_its_place(tmp_path, name, content, told):
     [
         ([{"question": "q", "answer": 1}, [1]], "row 2: must be an object with a value for each column"),
         ([{"question": "q", "answer": float("nan")}], "row 1: a value is not JSON"),
-        (
-            [{"question": "q", "anwser": 1}],
-            "there is no column 'answer' for key; it has question, anwser; did",
-        ),
-        (
-            [{"question": "q", "label": 1}],
-            "there is no column 'answer' for key; it has question, label; set key to",
-        ),
+        ([{"q": "q", "anwser": 1}], "there is no column 'answer' for key; it has q, anwser; did you mean"),
+        ([{"q": "q", "label": 1}], "there is no column 'answer' for key; it has q, label; set key to"),
     ],
 )
 def test_columns(tmp_path, content, told):

@@ -5,7 +5,6 @@ huggingface_hub comes with transformers; reading parquet needs pyarrow, the extr
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from agent_peft.environments.task_files.reading import parse_literal
 from agent_peft.files import MEGABYTE, parse_json, read_text, write_atomic
 from agent_peft.hub import hub_or_cache, why_not_given
 from agent_peft.types import AgentPeftError
@@ -161,14 +161,9 @@ def unpacked(row: Mapping[str, Any], structured: frozenset[str]) -> dict[str, An
 def _unpacked(key: str, value: Any, structured: frozenset[str]) -> Any:
     if isinstance(value, str) and key in structured:
         try:
-            value = parse_json(value)
-        except ValueError:
-            try:
-                value = ast.literal_eval(value)  # literals only: it runs nothing
-            except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
-                raise AgentPeftError(
-                    f"{key}: {value[:40]!r} is neither JSON nor a literal; the set has changed"
-                ) from error
+            value = parse_literal(value)
+        except ValueError as error:
+            raise AgentPeftError(f"{key}: {value[:40]!r} is {error}; the set has changed") from error
     return unpacked(value, structured) if isinstance(value, Mapping) else value
 
 

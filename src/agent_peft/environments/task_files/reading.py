@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,21 @@ def _line(path: Path, number: int, line: str) -> Any:
         return parse_json(line)
     except ValueError as error:
         raise AgentPeftError(f"{path}: line {number} is not JSON ({error})") from error
+
+
+def parse_literal(text: str) -> Any:
+    """Parse JSON or a Python literal; raise ValueError if it is neither.
+
+    >>> parse_literal('{"a": null}'), parse_literal("[(1, 'a')]")
+    ({'a': None}, [(1, 'a')])
+    """
+    try:
+        return parse_json(text)
+    except ValueError:
+        try:
+            return ast.literal_eval(text.strip())  # literals only: it runs nothing
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+            raise ValueError("neither JSON nor a literal") from error
 
 
 def wrong(name: str, key: str, expected: str) -> AgentPeftError:
