@@ -129,13 +129,13 @@ class Server:
 
     def drop(self, *names: str) -> None:
         """Drop schemas and their users, with those that could not be dropped before."""
-        pending, self._pending = self._pending.union(names), set()
         try:
             with self.administrator() as connection:
-                for name in pending:
+                for name in (*names, *self._pending):
                     self._drop(connection, name)
+                    self._pending.discard(name)
         except (ServerError, AgentPeftError):
-            self._pending |= pending
+            self._pending.update(names)
         self._names.difference_update(names)
         if self.is_retired and not self._names:
             self.stop()
@@ -158,8 +158,9 @@ class Server:
     def close_idle(self) -> None:
         """Close the connections that nobody uses, after a last try to drop schemas."""
         self.drop()
-        while self._idle:
-            self._idle.pop().close()
+        with contextlib.suppress(IndexError):
+            while True:
+                self._idle.pop().close()
 
     def stop(self) -> None:
         """Close its connections, and end it if it is private."""
