@@ -377,7 +377,7 @@ def test_one_rank_may_run_out_of_memory_alone(tmp_path, policy):
     assert all(line.pop("microbatch_halvings") == 0 for line in expected)
     assert (
         sum(line.pop("microbatch_halvings") for line in found)
-        == small.said.count("going on with microbatch_tokens=")
+        == small.said.count("continuing with microbatch_tokens=")
         > 0
     )
     for ours, theirs in zip(found, expected, strict=True):

@@ -127,7 +127,7 @@ def _resolve_algorithm(value: Any) -> Any:
         value = {"kind": value}
     if isinstance(value, Mapping):
         config_class = algorithm_config_class(value.get("kind"))
-        # JSON and strict: a text is no number; its mistakes keep their places in the whole configuration
+        # JSON and strict: no text becomes a number; its mistakes keep their places in the whole configuration
         value = config_class.model_validate_json(json.dumps(value, default=str), strict=True)
     if isinstance(value, AlgorithmConfig) and type(value) not in ALGORITHMS.values():
         _check_custom(value)

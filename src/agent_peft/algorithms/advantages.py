@@ -100,7 +100,7 @@ def generalized(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, gae
 
     The steps of the process are a trajectory's *sampled* tokens. Observations are skipped, so γ and λ count
     sampled tokens, and V(s_{t+1}) after a turn's last token is the value at the next turn's first. After the
-    last token V is 0, also where the episode was cut off: the reward for that stop reason says what it is
+    last token V is 0, also where the episode was cut off: the reward for that stop reason states what it is
     worth. λ = 1 gives the discounted rewards to come, minus the value.
 
     Args:

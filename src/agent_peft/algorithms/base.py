@@ -48,7 +48,7 @@ class Algorithm:
         on_policy: it learns from episodes of the policy itself; False: from demonstrations, in groups of one,
             or from preferences.
         preferences: those that it learns from: "pairs", groups of a chosen and a rejected trajectory, or
-            "labels", trajectories whose labels or returns say which are desirable.
+            "labels", trajectories whose labels or returns state which are desirable.
         needs_reference: the batch must hold ``reference_logprobs``.
         needs_scores: the batch must hold ``scored_logprobs``, too.
         needs_entropy: the policy's output must hold ``entropy``.
@@ -148,7 +148,7 @@ def averages(metrics: Mapping[str, Tensor]) -> dict[str, float]:
     but a ratio of 1 should still read 1.
 
     Extremes (…_min, …_max) are taken as they are. ``ratio_square`` becomes ``effective_sample_size``, the
-    share of the tokens that would tell as much if all their ratios were equal: mean(ρ)² / mean(ρ²) (Kish,
+    share of the tokens that would be worth as much if all their ratios were equal: mean(ρ)² / mean(ρ²) (Kish,
     1965). It is 1 on policy.
 
     >>> import torch

@@ -34,7 +34,7 @@ def score_function(
     """-Â log π: the REINFORCE gradient (Williams, 1992). It is right only for actions that were drawn from
     the policy that is updated.
 
-    Its value says nothing: with advantages of mean zero it stays near zero, however well the agent does.
+    Its value means nothing: with advantages of mean zero it stays near zero, however well the agent does.
     """
     return -advantages * logprobs, torch.zeros_like(mask)
 

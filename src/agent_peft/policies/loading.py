@@ -57,11 +57,11 @@ def load_policy(
         keys: more keys of ``policy``, such as ``dtype="float32"``, ``lora=None`` or ``adapter="folder"``.
     """
     config = policy_config(model, **keys)
-    beside = adapter = None
+    critic = adapter = None
     if config.kind == "pretrained":
         config, start = with_adapter(config), start_of(config)
         adapter = None if config.merge_adapter else start.adapter
-        beside = start.adapter or Path(start.model)
+        critic = start.adapter or Path(start.model)
     device, dtype = choose_device(config.device), choose_precision(config, fetch=True).dtype
     disable_progress_bar()  # type: ignore[no-untyped-call]  # Transformers shows one for each file
     tokenizer, base = _load_scratch(config, seed, dtype) if config.kind == "scratch" else _load(config, dtype)
@@ -78,8 +78,8 @@ def load_policy(
         policy = Policy(adapted, chat, config.packing, config.activation_checkpointing)
     if adapter is not None:
         adapters.load(policy.model, adapter)
-    if beside is not None:
-        policy.load_value_head(beside)
+    if critic is not None:
+        policy.load_value_head(critic)
     return policy
 
 
@@ -121,7 +121,7 @@ def policy_config(
 
 
 def _load(config: PretrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    """A tokenizer and a model, with the adapter added to its weights if ``merge_adapter`` says so."""
+    """A tokenizer and a model, with the adapter added to its weights if ``merge_adapter`` is set."""
     start = start_of(config)
     try:
         tokenizer, model = load_pretrained(resolve_model(start.model), dtype)

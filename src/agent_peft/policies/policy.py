@@ -97,7 +97,7 @@ class Policy(LanguageModel):
         return trained(self.model)
 
     def attach_value_head(self, *, detach: bool) -> ValueHead:
-        """Give the policy a critic that says 0 everywhere; one that is there already stays as it is.
+        """Give the policy a critic that returns 0 everywhere, unless it has one.
 
         Args:
             detach: the value loss trains the critic only, and not the model under it.

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 MIN_SPEEDUP = 1.25  # of bfloat16 on a CPU, since float32 is exact
 ROWS = 256  # of the timed products: between the rows of a decode step and those of a microbatch
-WIDEST = 16_384  # of the timed products: wider ones take more memory and tell no more
+WIDEST = 16_384  # of the timed products: wider ones take more memory and show no more
 TRIALS, SECONDS = 5, 0.1  # trials of each dtype, and seconds of each trial
 
 
@@ -48,8 +48,8 @@ def choose_precision(config: PretrainedConfig | ScratchConfig, *, fetch: bool = 
     bfloat16 that would be emulated gets a warning.
 
     Args:
-        fetch: where the size of the model decides, fetch what tells it: a bundled model, the converted GGUF
-            file or the configuration of a hub model. Otherwise a model that is not on this machine gets
+        fetch: where the size of the model decides, fetch what it follows from: a bundled model, the converted
+            GGUF file or the configuration of a hub model. Otherwise a model that is not on this machine gets
             float32, and the same configuration would get another dtype once it is there.
     """
     device = choose_device(config.device)
@@ -102,7 +102,7 @@ def speed_of_bf16(inputs: int, outputs: int, threads: int) -> float:
     compares the best of a few alternating trials.
 
     Args:
-        threads: the number of torch's threads; it only tells cached results apart.
+        threads: the number of torch's threads; it only distinguishes cached results.
     """
     best = {torch.float32: float("inf"), torch.bfloat16: float("inf")}
     products = {dtype: _product(dtype, inputs, outputs) for dtype in best}

@@ -54,7 +54,7 @@ def log_distribution(logits: Tensor, sampling: SamplingConfig, keep: Tensor | No
     Tokens outside the support get -inf. The most likely token is always inside.
 
     Args:
-        keep: (...) int64 tokens that stay in the support whatever the filter says. The trainer passes the
+        keep: (...) int64 tokens that stay in the support in spite of the filter. The trainer passes the
             sampled tokens: an update may have moved one of them out of the support, and its gradient must
             stay finite.
     """

@@ -15,8 +15,8 @@ trims.
 
 Some templates are not append-only: in a longer conversation they rewrite earlier turns (Qwen3 drops the
 thoughts of earlier assistant turns; Mistral moves the system message to the last user message).
-``append_only`` is then False. ``following`` keeps earlier turns as they were sampled, and a warning says so
-at the first time.
+``append_only`` is then False. ``following`` keeps earlier turns as they were sampled, and logs a warning the
+first time.
 
 Some templates write today's date (Llama 3.2). Here it is always ``models.tokenizer.DATE``, so that the same
 conversation has the same tokens tomorrow.

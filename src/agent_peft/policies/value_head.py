@@ -21,7 +21,7 @@ class ValueHead(nn.Module):
     """V(s_t) = w · x_t, where x_t is the last hidden state after tokens[:t], normalised to mean 0 and
     length 1.
 
-    w starts at zero, so that a new critic says 0. Hidden states differ in scale from model to model and
+    w starts at zero, so that a new critic returns 0. Hidden states differ in scale from model to model and
     have a few huge coordinates. Normalised, one learning rate suits all models, and the component that all
     states share (half of their length in SmolLM2) serves as the bias. All of it is computed in fp32.
 

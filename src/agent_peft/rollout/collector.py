@@ -131,7 +131,7 @@ class Collector:
         self.environment, self.engine, self.on_episode = environment, engine, on_episode
         self._logged: set[tuple[str, str]] = set()  # kinds of defects
         self._works = False  # an episode has ended without a defect
-        self._cut = False  # a warning has said that every episode of a step was cut
+        self._cut = False  # a warning was logged that every episode of a step was cut
 
     def collect(
         self,

@@ -230,18 +230,20 @@ class EpisodeConversation:
             self.defect(error)
         self.failure = error
 
-    def _replay(self, heard: list[Message]) -> None:
+    def _replay(self, replayed: list[Message]) -> None:
         assert self._episode is not None
         actions = [message for message in self.messages if message.role == "assistant"][-len(self.turns) :]
         for action in actions[:-1]:
-            if heard != self.messages[: len(heard)]:
+            if replayed != self.messages[: len(replayed)]:
                 break
-            heard = [*heard, action, Message("user", result_of(self._episode, action.content).observation)]
-        if heard != self.messages[:-1]:
-            raise InfrastructureError(
-                "its actions were replayed, and the world answered otherwise than before"
-            )
-        self.messages = heard
+            replayed = [
+                *replayed,
+                action,
+                Message("user", result_of(self._episode, action.content).observation),
+            ]
+        if replayed != self.messages[:-1]:
+            raise InfrastructureError("its actions were replayed, and the world answered differently")
+        self.messages = replayed
         self._step(actions[-1].content)
 
     def _step(self, text: str) -> Sequence[int] | None:
@@ -254,7 +256,7 @@ class EpisodeConversation:
             outcome = Outcome(result.outcome)
             stop_reason = result.stop_reason and StopReason(result.stop_reason)
             if stop_reason is StopReason.INFRASTRUCTURE:
-                raise InfrastructureError("the environment says that it failed")
+                raise InfrastructureError("the environment reports that it failed")
             self.turns[-1] = replace(turn, valid=bool(result.valid), score=result.score)
             if stop_reason is not None:
                 self.end(outcome, stop_reason)

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 FEW_TASKS = 30  # of an evaluation, whose interval is wide below it
 MEASURES = ("attempts", "num_tasks", "sampling")  # the keys that a single evaluation has
-# keys of environments that say where tasks come from; the tasks have their own digest
+# keys of environments for the place of the tasks; the tasks have their own digest
 PLACES = {"tasks", "url", "token", "examples_from"}
 
 
@@ -162,7 +162,7 @@ def evaluate(
 def _check_number(tasks: int) -> None:
     if tasks < FEW_TASKS:
         logger.warning(
-            "an evaluation on %d tasks tells little: a success of 50%% may be %.0f points off (95%%); "
+            "an evaluation on %d tasks is uncertain: a success of 50%% may be %.0f points off (95%%); "
             "measure on %d or more",
             tasks,
             100 * 0.98 / math.sqrt(tasks),  # 1.96 standard errors

@@ -1,5 +1,5 @@
 """Preferences to learn from: pairs of a chosen and a rejected trajectory, or single ones with returns that
-say which are desirable. They come from an environment, or from the episodes of a run.
+state which are desirable. They come from an environment, or from the episodes of a run.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class EpisodePairs:
 
     def collect(self, step: int) -> Collection:
         groups = [self.groups[int(task.id)] for task in self.order.at(step)]
-        # a step may have a group twice, and tells its trajectories apart
+        # a step may have a group twice, and its trajectories are distinguished by identity
         copies = [Group(group.task, [replace(t) for t in group.trajectories]) for group in groups]
         collection = Collection(copies, metrics=self.metrics)
         return with_mismatched(collection) if self.form == "labels" else collection

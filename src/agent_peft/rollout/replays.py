@@ -28,7 +28,7 @@ class Replay:
     '2'
     """
 
-    task: str  # the digest of what it asks
+    task: str  # its digest
     messages: tuple[Message, ...]
 
 

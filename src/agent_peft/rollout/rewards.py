@@ -24,7 +24,7 @@ from agent_peft.lookup import find, may_import, nearest
 from agent_peft.types import AgentPeftError, Outcome, StopReason, Trajectory
 
 WEIGHT = "the term is multiplied by this"
-LARGEST = 1e6  # of a price and of a term; fp32 has 24 bits, so it still tells rewards apart by 0.06
+LARGEST = 1e6  # of a price and of a term; fp32 has 24 bits, so rewards that differ by 0.06 stay different
 TOO_LARGE = f"beyond {LARGEST:,.0f} small rewards are lost next to it in float32; scale it down"
 WHEN = "whether the term counts in every episode or only in correct ones"
 
@@ -101,8 +101,8 @@ def length_penalty(config: LengthPenaltyConfig, trajectory: Trajectory) -> float
     L_cache this is DAPO's soft overlong punishment (Yu et al., 2025, equation 13).
 
     >>> from agent_peft.types import Task, Turn
-    >>> said = Trajectory(Task("t"), (Turn((1,), (2,) * 90, (-0.5,) * 90),))
-    >>> length_penalty(LengthPenaltyConfig(target_tokens=80, buffer_tokens=20), said)
+    >>> episode = Trajectory(Task("t"), (Turn((1,), (2,) * 90, (-0.5,) * 90),))
+    >>> length_penalty(LengthPenaltyConfig(target_tokens=80, buffer_tokens=20), episode)
     -0.5
     """
     buffer = config.buffer_tokens or config.target_tokens
@@ -113,13 +113,13 @@ def reasoning_steps(config: ReasoningStepsConfig, trajectory: Trajectory) -> flo
     """min(max_steps, number of different lines before the last).
 
     >>> from agent_peft.types import Message, Task
-    >>> said = Message("assistant", "48 / 2 = 24\\n48 + 24 = 72\\n\\n#### 72")
-    >>> reasoning_steps(ReasoningStepsConfig(), Trajectory(Task("t"), (), messages=(said,)))
+    >>> reply = Message("assistant", "48 / 2 = 24\\n48 + 24 = 72\\n\\n#### 72")
+    >>> reasoning_steps(ReasoningStepsConfig(), Trajectory(Task("t"), (), messages=(reply,)))
     2.0
     """
     replies = [message.content for message in trajectory.messages if message.role == "assistant"]
-    said = "\n".join(replies[-len(trajectory.turns) :])  # earlier ones are examples in the prompt
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    text = "\n".join(replies[-len(trajectory.turns) :])  # earlier ones are examples in the prompt
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     return float(min(config.max_steps, len(set(lines[:-1]))))
 
 
@@ -163,7 +163,7 @@ def custom_function(kind: str) -> Callable[[Trajectory], Any]:
         raise ValueError(
             f"{kind!r} cannot be called with a trajectory ({error}); write it as def f(trajectory)"
         ) from error
-    except ValueError:  # not all that is built in says what it takes
+    except ValueError:  # not every built-in has a signature
         pass
     return found  # type: ignore[no-any-return]
 

@@ -57,7 +57,7 @@ class SkillMatrix:
         """The measures that there are segments for, in the order of ``MEASURES``.
 
         The intervals (95 %, normal) are over held-out tasks, each compared with itself; the skills and their
-        order are given. They do not say how another seed of training would differ. Forgetting has none: the
+        order are given. They do not cover other seeds of training. Forgetting has none: the
         maximum over rows makes it too high by chance.
         """
         last, skills = len(self.rows) - 1, list(self.tasks)

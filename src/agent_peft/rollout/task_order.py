@@ -62,7 +62,7 @@ AnyOrder = Annotated[
 
 
 class Order(Protocol):
-    """Says which tasks a step takes."""
+    """Decides which tasks a step takes."""
 
     def at(self, step: int) -> list[Task]: ...
 

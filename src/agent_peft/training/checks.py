@@ -1,10 +1,10 @@
-"""Checks that are always on. A run whose numbers cannot be trusted stops, instead of going on with a warning.
+"""Checks that are always on. A run whose numbers cannot be trusted stops, instead of logging a warning.
 
 In fp32 sampler and trainer agree to a thousandth of a nat, so each token is compared. In 16 bits rounding
 alone makes them differ by some hundredths, and by up to half a nat for a single token. There, the *changes*
 of many tokens are compared together. Rounding depends on the weights, the temperature and the tokens, so
 before an alarm in 16 bits it is measured on the tokens in question: the present weights, in 16 bits and in
-fp32. A difference that is not larger is no fault.
+fp32. A difference that is not larger raises nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MIN_TEMPERATURE_SLOPE = 0.02  # of the difference on the log-probabilities: a te
 SIGMAS = 6.0  # standard errors
 PARTS = 8  # parts of the tokens, most of which must agree
 MEASURED_POSITIONS = 2048  # on which rounding is measured before an alarm
-# of the rounding's norm: a missing change that is not larger is no fault, and a tilt over many tokens
+# of the rounding's norm: a missing change that is not larger raises nothing, and a tilt over many tokens
 MIN_MISSING, MIN_TILTED = 2.0, 0.5
 
 

@@ -113,7 +113,7 @@ class Microbatching:
         self.halvings += 1
         self.tokens = max(1, min(self.tokens, positions) // 2)
         logger.warning(
-            "out of memory in a microbatch of %d tokens: going on with microbatch_tokens=%d",
+            "out of memory in a microbatch of %d tokens: continuing with microbatch_tokens=%d",
             positions,
             self.tokens,
         )

@@ -111,8 +111,8 @@ def describe(groups: list[Group], collection: Collection, sampled: bool = True) 
     limit) are shares of turns. Failures are counts.
 
     Args:
-        sampled: whether the policy has made the trajectories. The rewards of demonstrations say nothing about
-            it, so they are no metrics.
+        sampled: whether the policy has made the trajectories. The rewards of demonstrations do not measure
+            it, so they are left out.
     """
     trajectories: list[Trajectory] = [t for group in groups for t in group.trajectories]
     turns = sum(len(t.turns) for t in trajectories)

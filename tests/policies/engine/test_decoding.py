@@ -283,7 +283,7 @@ def test_the_smaller_number_of_rows_is_kept(make_policy, monkeypatch, caplog):
     fill(engine, monkeypatch, lambda number, rows: rows > 3)
     assert engine.generate(talks(), SAMPLING).row_halvings == 2
     assert [line for line in caplog.messages if "rows" in line] == [
-        f"out of memory while sampling: going on with engine.rows={rows}" for rows in (6, 3)
+        f"out of memory while sampling: continuing with engine.rows={rows}" for rows in (6, 3)
     ]
     assert engine.generate(talks(), SAMPLING).row_halvings == 0 and engine.rows == 3
 

@@ -27,6 +27,6 @@ def test_character_tokenizer(tmp_path):
         1,
         3 + 17,
     )
-    for wrong, told in (("", "at least one character"), ("01120", "'0', '1' stands there more than once")):
+    for wrong, told in (("", "at least one character"), ("01120", "'0', '1' is there more than once")):
         with pytest.raises(AgentPeftError, match=rf"policy\.alphabet: .*{told}"):
             character_tokenizer(wrong)

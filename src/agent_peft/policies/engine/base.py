@@ -62,7 +62,7 @@ class Conversation(Protocol):
 
     @property
     def prompt(self) -> Sequence[int] | None:
-        """The first tokens, or None where there is nothing to say. The sampler asks once, on a thread, and
+        """The first tokens, or None where there is nothing to sample. The sampler asks once, on a thread, and
         only when there is a row for the conversation or will soon be one, so this may open an environment.
         """
         ...

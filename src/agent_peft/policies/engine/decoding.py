@@ -138,7 +138,7 @@ class Decoding:
             ) from error
         self.capacity //= 2
         self.row_halvings += 1
-        logger.warning("out of memory while sampling: going on with engine.rows=%d", self.capacity)
+        logger.warning("out of memory while sampling: continuing with engine.rows=%d", self.capacity)
         for row in self.rows:
             row.length, row.prompt, row.action, row.logprobs = 0, None, [], []
         self.queue.extendleft(sorted(self.rows, key=lambda row: -row.number))

@@ -87,7 +87,7 @@ class _Tier:
 class TierCache(Cache):
     """Slots whose capacity is doubled when needed. A slot's own tokens begin where those of its parent end.
 
-    ``place`` says where the next forward over B rows writes. Values behind a row's last token are stale and
+    ``place`` sets where the next forward over B rows writes. Values behind a row's last token are stale and
     never attended to, so forgetting costs nothing.
 
     Args:
@@ -138,7 +138,7 @@ class TierCache(Cache):
             )
 
     def place(self, tier: int, slots: Sequence[int], positions: Tensor) -> Tensor:
-        """Say where the next forward writes, and return its attention mask.
+        """Set where the next forward writes, and return its attention mask.
 
         Args:
             slots: B slots of the tier; either all of them have a parent, or none has.

@@ -27,7 +27,7 @@ from agent_peft.policies.engine.kv_cache import COMMON, PROMPTS, ROWS, TierCache
 from agent_peft.policies.engine.schedule import Schedule
 from agent_peft.policies.engine.weights import sampling_weights, suits
 from agent_peft.policies.forward.attention import attempt
-from agent_peft.policies.models.positions import bound_of, fit
+from agent_peft.policies.models.positions import fit
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig, log_distribution
 from agent_peft.policies.tokenization import ChatTokenizer
@@ -96,7 +96,7 @@ class LocalEngine:
         """See ``Sampler.generate``. Out of memory, the engine continues with half the rows, for good."""
         if not conversations:
             return EngineStatistics()
-        sampling = fit(sampling, bound_of(self.policy.base.config))
+        sampling = fit(sampling, self.policy.bound)
         capacity = min(self.rows, self.config.rows_of(sampling.max_tokens), len(conversations))
         threads = DaemonThreads(self.config.environment_threads or capacity + AHEAD, "environment")
         give_back_memory()  # that training has left behind; below, that sampling has

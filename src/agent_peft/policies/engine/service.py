@@ -21,7 +21,6 @@ from agent_peft.policies.engine.decoding import Decoding, Row
 from agent_peft.policies.engine.kv_cache import ROWS
 from agent_peft.policies.engine.local import LocalEngine
 from agent_peft.policies.engine.weights import sampling_weights
-from agent_peft.policies.models.positions import bound_of
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig, draw, log_distribution
 from agent_peft.types import AgentPeftError, InfrastructureError
@@ -30,16 +29,14 @@ FIRST_TOKENS = 32  # of one action, for which a row has room at first
 
 
 class Request(Conversation, Protocol):
-    """A conversation of one action that brings its own sampling, and hears each token as it is drawn."""
+    """A conversation of one action that brings its own sampling, and receives each token as it is drawn."""
 
     sampling: SamplingConfig
     alternatives: int  # likeliest tokens to report with each drawn one
     cancelled: bool  # nobody waits for it any more, so its row becomes free after the next token
 
     def take(self, place: int, token: int, logprob: float, alternatives: Sequence[tuple[int, float]]) -> None:
-        """Hear the action's token at ``place``, on the thread that draws. After an out of memory, tokens come
-        again.
-        """
+        """Receive the action's token at ``place``, on the decoding thread; again after an out of memory."""
         ...
 
     def fail(self, error: BaseException) -> None:
@@ -186,8 +183,8 @@ class Service:
         self.config = config
         self.max_tokens = {}
         for name, policy in policies.items():
-            bound = bound_of(policy.base.config)
-            self.max_tokens[name] = min(max_tokens, max_tokens if bound is None else bound.positions)
+            positions = max_tokens if policy.bound is None else policy.bound.positions
+            self.max_tokens[name] = min(max_tokens, positions)
         self._engines = {name: LocalEngine(policy, config) for name, policy in policies.items()}
         self._arrivals: SimpleQueue[tuple[str, Request] | None] = SimpleQueue()
         self._decodings: dict[str, OpenDecoding] = {}

@@ -76,7 +76,7 @@ def suits(model: nn.Module) -> bool:
 
 
 def pays_off(device: torch.device, dtype: torch.dtype, weights: int) -> bool:
-    """Whether the format exists here and may be faster for so many weights. It is no public part of torch,
+    """Whether the format exists here and may be faster for so many weights. It is not a public part of torch,
     whose compiler uses it.
     """
     exists = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]

@@ -38,7 +38,7 @@ T = TypeVar("T")
 def attempt(work: Callable[[], T]) -> T | Exception:
     """The result of ``work``, or the exception with which the model refuses it.
 
-    Running out of memory says nothing about the model, so that error is raised.
+    Running out of memory is not a property of the model, so that error is raised.
 
     >>> attempt(lambda: 1), attempt(lambda: int("one"))
     (1, ValueError("invalid literal for int() with base 10: 'one'"))

