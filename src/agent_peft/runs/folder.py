@@ -201,7 +201,7 @@ def _check_stopped(folder: Path, config: TrainConfig, changes: Sequence[Change])
 
 def dtype_of_run(config: TrainConfig, fresh: bool, begin: str | None = None) -> str:
     """Return the dtype that a run computes in, with ``auto`` decided. A run that has begun, here or as the
-    run that it begins from, keeps its dtype, whatever a new measurement would say.
+    run that it begins from, keeps its dtype, whatever a new measurement would be.
     """
     if config.policy.dtype != "auto":
         return config.policy.dtype
