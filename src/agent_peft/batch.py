@@ -183,7 +183,7 @@ def _changed(mistake: Sequence[int], repair: Sequence[int]) -> range:
 
 def turn_starts(mask: Tensor) -> Tensor:
     """(B, T) bool: where each run of sampled tokens begins. Such a run is a turn, since a message of the
-    environment stands between two of them.
+    environment is between two of them.
 
     >>> turn_starts(torch.tensor([[False, True, False, True, True]])).tolist()
     [[False, True, False, True, False]]

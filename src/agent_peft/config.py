@@ -71,7 +71,7 @@ def first_error(error: Any, place: str = "", model: type[BaseModel] | None = Non
 
     Args:
         error: a ``ValidationError``, or anything else with its method ``errors``.
-        place: where the content stands, in front of the key path.
+        place: the path of the content, in front of the key path.
         model: the class that refused the content; with it, an unknown key gets advice.
 
     >>> try:
@@ -102,7 +102,7 @@ def first_error(error: Any, place: str = "", model: type[BaseModel] | None = Non
 
 
 def mismatch(value: Any, messages: Iterable[str]) -> str:
-    """Say what a value must be, from pydantic's messages about it.
+    """Return what a value must be, from pydantic's messages about it.
 
     >>> mismatch("few", ["Input should be a valid integer, unable to parse string as an integer"])
     'must be a whole number, got "few"'

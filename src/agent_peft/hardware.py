@@ -114,7 +114,7 @@ class Memory:
 
 def memory(root: Path = CGROUPS, own: Path = OWN_CGROUP, meminfo: Path = MEMINFO) -> Memory | None:
     """The machine's memory, or that which the control groups (version 2 or 1) of this process allow. None
-    where the system does not tell.
+    where the system does not report it.
     """
     kilobytes = dict(re.findall(r"^(\w+):\s+(\d+) kB$", _read(meminfo), re.MULTILINE))
     if not {"MemTotal", "MemAvailable"} <= kilobytes.keys():
@@ -164,7 +164,7 @@ def has_bf16(device: torch.device) -> bool:
 
 def take_peak(device: torch.device) -> int | None:
     """The peak of bytes since the last call: of tensors on the GPU, or of the whole process on a CPU. None
-    where the system does not tell.
+    where the system does not report it.
     """
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)

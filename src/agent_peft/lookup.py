@@ -130,7 +130,7 @@ def _edit(text: str, known: str) -> int:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a name that is no path here may be asked of the hub: ``name`` or ``owner/name``, of which
+    """Whether a name without a path here may be one of the hub: ``name`` or ``owner/name``, of which
     ``owner`` is neither a folder here nor ``runs``, the default folder of runs.
 
     >>> [is_hub_id(name) for name in ("gpt2", "openai/gsm8k", "./gpt2", "../a", "~/a", "/a", "a/b/c")]

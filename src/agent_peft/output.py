@@ -42,7 +42,7 @@ class Output:
 
 
 def discard(stream: Any) -> None:
-    """Send the rest of a stream to nowhere, so that flushing it at the end of the process is no error."""
+    """Send the rest of a stream to nowhere, so that flushing it at the end of the process cannot fail."""
     with suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

@@ -13,7 +13,7 @@ from rich.segment import Segment
 
 def printable(text: object, limit: int | None = None) -> str:
     r"""One line of a text, of at most ``limit`` characters. A backslash escape stands for each character that
-    has no shape of its own.
+    has no shape.
 
     >>> print(printable("a\x1b[31m\nb\u202ec é"))
     a\x1b[31m\nb\u202ec é

@@ -16,7 +16,7 @@ Role = Literal["system", "user", "assistant"]
 
 
 class AgentPeftError(Exception):
-    """A user's mistake or a broken contract. Its text is one line that says what to do. The command line
+    """A user's mistake or a broken contract. Its text is one line with what to do. The command line
     prints it without a traceback.
     """
 
@@ -42,7 +42,7 @@ class Outcome(StrEnum):
 class StopReason(StrEnum):
     """Why an episode ended."""
 
-    FINISHED = "finished"  # the agent said it was done
+    FINISHED = "finished"  # the agent ended the episode
     TURN_LIMIT = "turn_limit"  # it used all its turns without finishing
     TOKEN_LIMIT = "token_limit"  # it ran into the context limit: truncated
     TIMEOUT = "timeout"  # the environment's clock ran out
@@ -87,7 +87,7 @@ class StepResult:
     ``observation`` is the text the agent reads next, empty when ``done``. ``stop_reason`` is set exactly when
     ``done``; until then the outcome is UNKNOWN. ``valid`` is False when the action could not be understood
     (and the observation says why). ``score`` grades a finished episode between 0 and 1, and an earlier one
-    says how far the episode has come; it is None where the environment does not know.
+    is how far the episode has come; it is None where the environment does not know.
 
     >>> StepResult("[(1,)]").done
     False
@@ -111,10 +111,10 @@ class Turn:
     encoded again.
 
     ``logprobs[i]`` is the log-probability (nats) with which ``action[i]`` was sampled, under the sampling
-    temperature, top-p and top-k. ``cut`` says that a limit on tokens ended the action, not the policy.
-    ``mistake`` says that a demonstration shows the action as a mistake: it is read, and never trained. Of the
-    action after it, only what that action changes is trained.
-    ``score`` says how far the episode had come after it, where the environment told.
+    temperature, top-p and top-k. ``cut`` means that a limit on tokens ended the action, not the policy.
+    ``mistake`` means that a demonstration shows the action as a mistake: it is read, and never trained. Of
+    the action after it, only what that action changes is trained. ``score`` is how far the episode had come
+    after it, where the environment reports that.
 
     >>> Turn(observation=(5, 6), action=(7,), logprobs=(-0.1,)).action
     (7,)
@@ -137,7 +137,7 @@ class Turn:
 class Trajectory:
     """The record of an episode. It flattens to ``o1 y1 o2 y2 …`` with mask ``0 1 0 1`` (per token).
 
-    ``rewards`` has one reward per turn; their sum is the return, and ``reward_terms`` says what each term of
+    ``rewards`` has one reward per turn; their sum is the return, and ``reward_terms`` is what each term of
     the reward gave to it. ``score`` is the environment's grade between 0 and 1, or None. ``seed`` is the
     episode's: its world draws from ``derive(seed, "environment")``. ``messages`` is for people; training
     reads only ``turns``. ``desirable`` is the label of a preference; with None its return decides.

@@ -270,6 +270,7 @@ def test_a_run_of_an_earlier_version_goes_on(configure, monkeypatch, run_content
     text = file.read_text()
     begin = text.index("trajectories:")
     file.write_text(text[:begin] + text[text.index("ranks:", begin) :])
-    (file.parent / "log.txt").unlink()
+    for name in ("run.json", "log.txt"):
+        (file.parent / name).unlink()
     train(configure())
     assert lasting(run_contents(Path("run"))) == lasting(run_contents(Path("whole")))

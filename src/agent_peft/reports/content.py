@@ -184,7 +184,7 @@ def _columns(files: Sequence[tuple[EpisodeFile, Sequence[Facts]]]) -> dict[str, 
 def _acted(
     curves: Mapping[str, Any], training: Sequence[tuple[int, Sequence[Facts]]]
 ) -> list[tuple[int, Sequence[Facts]]]:
-    """The steps in which the policy acted. The success of demonstrations is none of its own."""
+    """The steps in which the policy acted. The success of demonstrations is not its success."""
     pairs = zip(curves["step"], curves["metrics"].get("reward", ()), strict=False)
     steps = {step for step, reward in pairs if reward is not None}
     return [(step, facts) for step, facts in training if step in steps]
@@ -333,7 +333,7 @@ def _seeds(configs: Sequence[Mapping[str, str]]) -> list[list[int]]:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The shortest ends of the paths that tell the runs apart.
+    """The shortest ends of the paths that differ between the runs.
 
     >>> _names([Path("/runs/a/seed0"), Path("/runs/b/seed0")])
     ['a/seed0', 'b/seed0']

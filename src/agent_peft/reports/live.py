@@ -74,7 +74,7 @@ class LiveReport:
 
 
 def _state(folder: Path) -> object:
-    """What tells whether a run has changed: its files, and whether its process is alive."""
+    """The state of a run: its files, and whether its process is alive."""
     files = []
     for place in (folder, folder / "trajectories", folder / "evaluations"):
         with suppress(OSError), os.scandir(place) as entries:

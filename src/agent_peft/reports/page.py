@@ -88,7 +88,7 @@ class Library:
         self._marks: dict[str, str] = {}
 
     def follow(self, content: Content) -> None:
-        """Go on with the runs as they are now."""
+        """Continue with the runs as they are now."""
         self._content = content
         self._marks.clear()
 
@@ -106,7 +106,7 @@ class Library:
         return self._marks[key]
 
     def text(self, key: str) -> str:
-        """The file ``key``; where it cannot be read, a text that says why."""
+        """The file ``key``; where it cannot be read, a text with the reason."""
         try:
             return encode(chunk(self._content.files[key], self._of(self._content.run_of(key))))
         except AgentPeftError as error:

@@ -33,7 +33,7 @@ class Best:
 
 
 def read_best(root: Path) -> Best | None:
-    """Return what ``root/best.json`` says; None where there is no such file."""
+    """Return the content of ``root/best.json``; None where there is no such file."""
     path = root / BEST
     if not path.is_file():
         return None

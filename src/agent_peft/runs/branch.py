@@ -136,7 +136,7 @@ def copy_origin(folder: Path, origin: Origin) -> None:
     newest = latest_checkpoint(root)
     if newest is not None and checkpoint_step(newest) >= origin.steps:
         return
-    for name in filter(None, (origin.start, origin.checkpoint)):  # the one that says how far the run is, last
+    for name in filter(None, (origin.start, origin.checkpoint)):  # the newest one last
         source = run / "checkpoints" / name
         if not source.is_dir():
             raise AgentPeftError(

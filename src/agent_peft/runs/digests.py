@@ -1,7 +1,7 @@
 """What a run learns from and measures, named by content: ``RUN/digests.json``.
 
 It holds digests of the tasks, the demonstrations, the tasks of the evaluation, the files of stages, and the
-policy's chat template. A run that resumes with other contents under the same keys is refused, or says so.
+policy's chat template. A run that resumes with other contents under the same keys is refused, or prints that.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A run directory: which run it holds, its lock, and how it begins, resumes or starts over.
 
-A folder with ``run.json`` belongs to a run, with all that lies at the places of a run's files (``FOLDERS``,
+A folder with a ``run.json`` belongs to a run, with all that lies at the places of a run's files (``FOLDERS``,
 ``FILES``). Links there are not followed, and everything else in the folder stays.
 """
 
@@ -165,11 +165,13 @@ def check_place(folder: Path) -> None:
     """Check that a folder is absent, empty or a run directory. Nothing is written.
 
     A run writes ``run.json`` first and never removes it. So a run that was killed at any moment is
-    recognized, and a folder with a configuration alone is the user's.
+    recognized, and a folder with a configuration alone is the user's. Where ``run.json`` is damaged, a
+    configuration with results is a run.
     """
     if not folder.is_dir() or is_record(read_record(folder)):
         return
-    if names := [name for name in sorted(os.listdir(folder)) if not _BEFORE.fullmatch(name)]:
+    names = [name for name in sorted(os.listdir(folder)) if not _BEFORE.fullmatch(name)]
+    if names and not (_has_results(folder) and read_earlier(folder) is not None):
         raise AgentPeftError(
             f"{folder}: holds {names[0]} and no {RECORD} of a run, so it is no run directory; set another "
             "run_dir"
@@ -199,7 +201,7 @@ def _check_stopped(folder: Path, config: TrainConfig, changes: Sequence[Change])
 
 def dtype_of_run(config: TrainConfig, fresh: bool, begin: str | None = None) -> str:
     """Return the dtype that a run computes in, with ``auto`` decided. A run that has begun, here or as the
-    run that it begins from, keeps its dtype, whatever a new measurement would say.
+    run that it begins from, keeps its dtype, whatever a new measurement would be.
     """
     if config.policy.dtype != "auto":
         return config.policy.dtype

@@ -88,7 +88,7 @@ class History:
         """
         self.record["history"].append({"time": _now(), "event": event, "step": step, **_jsonable(more)})
         self._write()
-        self._log.tell(logging.INFO, f"{event} at step {step}" + (f": {detail}" if detail else ""))
+        self._log.write(logging.INFO, f"{event} at step {step}" + (f": {detail}" if detail else ""))
 
     def _end(self, state: str, cause: str | None = None) -> None:
         self.record |= {"state": state, "process": None, "ended": _now()}
@@ -96,7 +96,7 @@ class History:
             cause = self.record["cause"] = printable(" ".join(cause.split()), LINE)
         self._write()
         level = logging.INFO if cause is None else logging.ERROR
-        self._log.tell(level, state + (f": {cause}" if cause else ""))
+        self._log.write(level, state + (f": {cause}" if cause else ""))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Write who ended the run, then let the signal end it as it would have."""
@@ -148,9 +148,9 @@ class _LogFile(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(Exception):  # a message of somebody else's code may not fit its arguments
-            self.tell(record.levelno, record.getMessage())
+            self.write(record.levelno, record.getMessage())
 
-    def tell(self, level: int, message: str) -> None:
+    def write(self, level: int, message: str) -> None:
         line = f"{_now()} {logging.getLevelName(level)} {printable(message.strip(), LINE)}\n"
         try:
             descriptor = open_regular(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -176,7 +176,7 @@ def _process() -> dict[str, Any]:
 
 
 def _birth(pid: int) -> str | None:
-    """When a process began, in the kernel's ticks, which tells it from a later one of the same number."""
+    """When a process began, in the kernel's ticks: a later one of the same number differs."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):  # another system, or it has ended

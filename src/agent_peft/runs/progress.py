@@ -277,7 +277,7 @@ class Dashboard:
             room = self.console.height - used - 3  # without the rule, its first line, and that of the prompt
             if room > 0:
                 parts += [Rule(style="dim"), self._line(first)]
-                # the end of an episode says more than its beginning
+                # the end of an episode matters more than its beginning
                 parts += [self._line(message, "dim") for message in messages[-room:]]
         parts += [self._line(f"! {text}", "yellow") for text in warnings]
         return Group(*parts)

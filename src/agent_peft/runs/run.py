@@ -350,8 +350,8 @@ class _Run:
             logger.warning("%s", note)
 
     def end_early(self, trainer: Trainer, index: int, first: int) -> None:
-        """End the stage here if its evaluations so far say so. The numbers of steps jump to its end, as with
-        an ``until`` of steps, and the next stage starts with the present policy.
+        """End the stage here if its evaluations so far decide so. The numbers of steps jump to its end, as
+        with an ``until`` of steps, and the next stage starts with the present policy.
 
         The reports on disk decide, so a run that is killed here ends the stage when it resumes.
         """

@@ -45,7 +45,7 @@ def kind_of(target: Path) -> Kind:
 
     ``run`` is a run directory, ``adapter`` a folder in the layout of PEFT. ``weights`` is a checkpoint that
     only a configuration can load: of a module of the user's own, or without a tokenizer. ``model`` is a
-    folder with both, or a name that is no path here: that of a bundled model or of one on the hub.
+    folder with both, or a name without a path here: that of a bundled model or of one on the hub.
     """
     if (target / CONFIG).is_file():
         check_run_files(target)
@@ -151,8 +151,8 @@ def _checkpoint(run: Path, name: str | None) -> Path:
 def load_target_config(
     target: Path, file: Path | None, overrides: Sequence[str], tasks: Path | None, attempts: int | None
 ) -> TrainConfig:
-    """Load the configuration to measure a target with: that of the run, or ``file`` if the target is no run,
-    with the changes of the command line.
+    """Load the configuration to measure a target with: that of the run, or ``file`` if the target is not a
+    run, with the changes of the command line.
     """
     kind, effective = kind_of(target), _effective("evaluate", target)
     if kind == "run":
@@ -259,8 +259,8 @@ def _replays(folder: Path, stage: StageConfig) -> tuple[Replay, ...]:
 
 
 def _load(target: Path, kind: Kind, config: TrainConfig, base: bool) -> Policy:
-    """Load a target that is no run. Weights go into the policy that ``config`` describes, and an adapter onto
-    its model; if ``policy.model`` there is a run or an adapter, onto the model that it was trained on.
+    """Load a target other than a run. Weights go into the policy that ``config`` describes, and an adapter
+    onto its model; if ``policy.model`` there is a run or an adapter, onto the model that it was trained on.
     """
     if kind == "model":
         machine = config.policy.model_dump(include={"dtype", "device", "packing"})
@@ -299,11 +299,8 @@ def check_empty(output: Path) -> None:
 def merge_run(
     run: str | Path, output: str | Path, checkpoint: str | None = None, config: TrainConfig | None = None
 ) -> None:
-    """Write the run's policy as one model, which Transformers loads without PEFT.
-
-    Args:
-        config: as in ``open_run``. The weights are read, and so written, in the dtype of the run, whatever
-            ``config`` says.
+    """Write the run's policy as one model, which Transformers loads without PEFT. The weights are read, and
+    so written, in the dtype of the run, not in that of ``config``.
     """
     run, output = Path(run), Path(output)
     check_empty(output)

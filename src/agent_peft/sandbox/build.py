@@ -25,7 +25,7 @@ def build_sandbox(kind: str, limits: SandboxLimits, runtime: str = "auto") -> Sa
 
 
 def state_of(kind: str) -> str:
-    """Say in words whether this computer can have sandboxes of this kind."""
+    """Describe whether this computer can have sandboxes of this kind."""
     try:
         if kind in ENGINES:
             return where(kind)
@@ -37,7 +37,7 @@ def state_of(kind: str) -> str:
 
 
 def missing(kind: str) -> tuple[str, ...]:
-    """List the features that sandboxes of this kind lack on this computer. Each line says how to get the
+    """List the features that sandboxes of this kind lack on this computer. Each line explains how to get the
     feature.
     """
     if kind == "none":

@@ -36,7 +36,7 @@ _UNPACK = 'cd "$1" && tar --extract --no-same-owner'
 
 @dataclass(frozen=True)
 class _Entry:
-    kind: bytes  # as find says it: f, d, l, …
+    kind: bytes  # as find prints it: f, d, l, …
     path: bytes  # absolute in the machine
     target: bytes  # of a link
     changed: bytes  # seconds since 1970

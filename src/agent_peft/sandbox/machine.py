@@ -35,7 +35,7 @@ WITHOUT_FILES = ("/bin/bash", "--noprofile", "--norc", "-c")
 
 
 def inside(argv: Sequence[str], before: str = "") -> list[str]:
-    """Return the arguments of a program that the runtime starts with streams of ours.
+    """Return the arguments of a program that the runtime starts with our streams.
 
     Args:
         before: lines of bash to run first.

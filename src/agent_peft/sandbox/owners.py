@@ -1,4 +1,4 @@
-"""The private folders in which processes of ours keep their machines' bundles and the runtime's state.
+"""The private folders in which our processes keep their machines' bundles and the runtime's state.
 
 Each process has a folder with a lock file. When a process has ended without removing its folder (kill -9),
 the next one of the same user ends what is left of its machines, and removes the folder.

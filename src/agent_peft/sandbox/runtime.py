@@ -332,7 +332,7 @@ def _sub_ids(path: str, user: int) -> tuple[int, int] | None:
 
 
 def explain_refusal(refusals: Sequence[str]) -> str:
-    """Say what most likely forbids machines here, and how to allow them."""
+    """Return what most likely forbids machines here, and how to allow them."""
 
     def read(path: str) -> str:
         try:

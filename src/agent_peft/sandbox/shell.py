@@ -1,4 +1,4 @@
-"""Running commands: one persistent bash, and scripts in processes of their own.
+"""Running commands: one persistent bash, and scripts in new processes.
 
 The shell is an interactive bash without a terminal, because only an interactive bash continues with its next
 line after an interrupt. It reads our lines from its input. Each line runs one command, and a line after it

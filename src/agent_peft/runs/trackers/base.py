@@ -1,4 +1,4 @@
-"""A tracker shows the numbers of a run elsewhere: on a server, in a database, in files of its own.
+"""A tracker shows the numbers of a run elsewhere: on a server, in a database, in its files.
 
 A run never waits for its trackers. Each has a thread and a bounded queue: the loop puts its numbers there,
 and leaves them out where the queue is full. A tracker that fails costs a warning, and nothing that is learned
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 THREAD = "tracker"  # begins the name of a tracker's thread
 QUEUE = 1024  # records that wait for a slow tracker
-ELSEWHERE = {"trajectories", "trajectories_every", "patience", "mode"}  # keys that do not say where
+ELSEWHERE = {"trajectories", "trajectories_every", "patience", "mode"}  # keys that are not part of the place
 TEXT = 20_000  # characters of a conversation in a table
 COLUMNS = ("step", "task", "skills", "outcome", "stop reason", "reward", "tokens", "conversation")
 
@@ -103,12 +103,12 @@ class _State:
     """What the run directory holds of a tracker, so that a resumed run continues there."""
 
     path: Path
-    target: Mapping[str, Any]  # the keys that say where the numbers go
+    target: Mapping[str, Any]  # the keys of the place where the numbers go
     id: str | None = None
     last: dict[str, int] = field(default_factory=dict)  # the newest step that was sent, by series
 
     def read(self) -> None:
-        """Take what the file says. One that is absent, damaged, or of another target says nothing."""
+        """Read the file, unless it is absent, damaged, or of another target."""
         with suppress(Exception):
             content = parse_json(read_text(self.path, "a JSON file", MEGABYTE, unlinked=2))
             last = {str(series): int(step) for series, step in content["last"].items()}
@@ -152,7 +152,7 @@ class TrackerThread(Observer):
         self._put(_Record("evaluation", step, evaluation_metrics(report), self._rows(step, report.groups)))
 
     def on_end(self) -> None:
-        """Wait for the thread, up to ``patience``, and say once what was not sent."""
+        """Wait for the thread, up to ``patience``, and log once what was not sent."""
         if self._thread is None or self._dead:
             return
         # the run calls this while the error that ended it passes through

@@ -96,7 +96,7 @@ class Wandb(Tracker):
             reinit="create_new",
             settings=settings,
         )
-        # W&B's own step only grows, and evaluations have steps of their own
+        # W&B's own step only grows, and evaluations have other steps
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         return str(self._run.id)
@@ -157,7 +157,7 @@ class Mlflow(Tracker):
             from mlflow.entities import Metric
         except ImportError as error:
             raise _absent("mlflow", error) from error
-        mute("urllib3.connectionpool")  # which tells of each try to reach a server
+        mute("urllib3.connectionpool")  # which logs each try to reach a server
         self._client_class, self._metric, self._config = MlflowClient, Metric, config
         self._client: Any = None
         self._id = ""
