@@ -13,7 +13,6 @@ It writes results/databases.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -22,32 +21,31 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from smoke import parse, skipped
+from measuring import ROOT, command_line, skipped
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from agent_peft.environments.db_bench import (  # noqa: E402
+from agent_peft.environments.db_bench import (
     DBBench,
     DBBenchConfig,
     GenerateConfig,
     fork_server,
     skills_of,
 )
-from agent_peft.environments.db_bench.generator import GENERATED_SKILLS, generate  # noqa: E402
-from agent_peft.environments.db_bench.inspection import inspect  # noqa: E402
-from agent_peft.environments.db_bench.protocol import answer, operation  # noqa: E402
-from agent_peft.environments.db_bench.servers import accounts, private  # noqa: E402
-from agent_peft.environments.db_bench.servers.accounts import server_of  # noqa: E402
-from agent_peft.environments.db_bench.servers.client import Client  # noqa: E402
-from agent_peft.environments.db_bench.tasks import load_tasks, read_entry  # noqa: E402
-from tests.environments.db_bench import faults  # noqa: E402
+from agent_peft.environments.db_bench.generator import GENERATED_SKILLS, generate
+from agent_peft.environments.db_bench.inspection import inspect
+from agent_peft.environments.db_bench.protocol import answer, operation
+from agent_peft.environments.db_bench.servers import accounts, private
+from agent_peft.environments.db_bench.servers.accounts import server_of
+from agent_peft.environments.db_bench.servers.client import Client
+from agent_peft.environments.db_bench.tasks import load_tasks, read_entry
+from tests.environments.db_bench import faults
 
 DATABASES = ["sqlite", "mariadb"]
 THREADS = 8
@@ -252,31 +250,32 @@ def _children() -> list[str]:
     return [pid for task in os.listdir(path) for pid in Path(f"{path}/{task}/children").read_text().split()]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--parts", default="skills,real,speed,faults")
-    parser.add_argument("--per-skill", type=int, default=50)
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--faults", type=int, default=500)
-    parser.add_argument("--tasks", type=Path, default=ROOT / "data/db_bench/entry_dict.json")
-    parser.add_argument("--agentbench", type=Path, default=ROOT / "data/dbbench_dev.jsonl")
-    options = parse(parser, arguments, per_skill=1, seconds=0.2, faults=4)
-    if options.quick and private.find_program("mariadbd", "mysqld") is None:
+def main() -> None:
+    given = command_line(
+        __doc__,
+        quick={"per_skill": 1, "seconds": 0.2, "faults": 4},
+        parts="skills,real,speed,faults",
+        per_skill=50,
+        seconds=10.0,
+        faults=500,
+        tasks=ROOT / "data/db_bench/entry_dict.json",
+        agentbench=ROOT / "data/dbbench_dev.jsonl",
+    )
+    if given.quick and private.find_program("mariadbd", "mysqld") is None:
         skipped("mariadb: neither mariadbd nor mysqld is on the search path")
         DATABASES.remove("mariadb")
-    file = options.results / "databases.json"
+    file = given.results / "databases.json"
     results = json.loads(file.read_text()) if file.exists() else {}
-    for part in options.parts.split(","):
+    paths = {"LifelongAgentBench": given.tasks, "AgentBench": given.agentbench}
+    work: dict[str, Callable[[], Any]] = {
+        "skills": lambda: skills(given.per_skill),
+        "real": lambda: {name: real(path) for name, path in paths.items() if path.is_file()},
+        "speed": lambda: speed(given.seconds),
+        "faults": lambda: storms(given.faults),
+    }
+    for part in given.parts.split(","):
         print(f"-- {part}", flush=True)
-        if part == "skills":
-            results[part] = skills(options.per_skill)
-        elif part == "real":
-            paths = {"LifelongAgentBench": options.tasks, "AgentBench": options.agentbench}
-            results[part] = {name: real(path) for name, path in paths.items() if path.is_file()}
-        elif part == "speed":
-            results[part] = speed(options.seconds)
-        else:
-            results[part] = storms(options.faults)
+        results[part] = work[part]()
         file.write_text(json.dumps(results, indent=1) + "\n")
 
 
