@@ -1,4 +1,4 @@
-"""Every key of every command has its effect, or is refused in one line. A key that is in no table here fails.
+"""Every key of every command has its effect, or is refused in one line. The keys are those of the schema.
 
 What a value does once it is in the configuration that a command works with, the tests of the part that reads
 it show.
@@ -31,132 +31,38 @@ from agent_peft.types import AgentPeftError
 
 # -- the keys of a configuration -----------------------------------------------------------------------------
 
-# What a section's keys have an effect on, next to train and explain, on which all have one. merge --evaluate
-# is as evaluate.
-ENVIRONMENT_KEYS = {
-    "arithmetic": "kind operation digits answer symbols system_prompt prompt split num_tasks seed",
-    "questions": "kind tasks split limit question answer id skills demonstration grader pattern "
-    "system_prompt prompt",
-    "chat": "kind tasks split limit messages prompt completion turns",
-    "preferences": "kind tasks split limit prompt chosen rejected label completion",
-    "db_bench": "kind tasks generate database skills split limit protocol system_prompt prompt max_turns "
-    "max_observation_chars repairs statement_seconds statement_steps episode_seconds",
-    "db_bench.generate": "num_tasks seed skills split combined max_answer_chars plain",
-    "gsm8k": "kind tasks split limit offset num_tasks examples examples_from examples_seed instruction "
-    "answer_format annotations strict",
-    "gymnasium": "kind id make actions score split num_tasks seed max_turns prompt",
-    "reasoning_gym": "kind dataset split num_tasks seed system_prompt accept_faults",
-    "os_interaction": "kind tasks generate skills split limit sandbox runtime protocol system_prompt prompt "
-    "max_turns max_observation_chars "
-    "command_timeout script_timeout episode_seconds replay replay_threads",
-    "os_interaction.generate": "num_tasks seed skills split combined",
-    "os_interaction.limits": "memory_mb processes file_size_mb cpu_seconds output_chars",
-    "openenv": "kind url num_tasks seed token max_turns threshold reward action_key observation_key "
-    "system_prompt prompt reset timeout",
-    "remote": "kind url environment token timeout patience examples",
+# The keys that a command other than train and explain reads; a path stands for all keys below it.
+# merge --evaluate is as evaluate.
+READ = {
+    "evaluate": "seed threads policy.model policy.device policy.dtype evaluation.environment "
+    "evaluation.sampling evaluation.attempts evaluation.num_tasks engine.rows engine.kv_tokens "
+    "engine.prefill_tokens engine.environment_threads engine.environment_seconds engine.overlap",
+    "merge": "policy.model policy.device",
+    "serve": "environment evaluation.environment",
 }
-KEYS: dict[str, dict[str, str]] = {
-    "": {"evaluate": "seed threads", "": "run_dir", "evaluate serve": "evaluation"},
-    "policy:pretrained": {
-        "evaluate merge": "model device",
-        "evaluate": "dtype",
-        "": "kind lora adapter merge_adapter packing activation_checkpointing",
-    },
-    "policy:pretrained.lora": {"": "rank alpha dropout target_modules"},
-    "policy:scratch": {
-        "evaluate merge": "device",
-        "evaluate": "dtype",
-        "": "kind architecture alphabet lora packing activation_checkpointing",
-    },
-    "policy:scratch.lora": {"": "rank alpha dropout target_modules"},
-    **{f"environment:{kind}": {"serve": keys} for kind, keys in ENVIRONMENT_KEYS.items()},
-    **{f"evaluation.environment:{kind}": {"evaluate serve": keys} for kind, keys in ENVIRONMENT_KEYS.items()},
-    "engine": {
-        "evaluate": "rows kv_tokens prefill_tokens environment_threads environment_seconds overlap",
-        "": "schedule",
-    },
-    "evaluation": {"evaluate": "attempts num_tasks", "": "at every"},
-    "evaluation.sampling": {"evaluate": "temperature top_p top_k max_new_tokens max_tokens stop"},
-    "checkpoint": {"": "every keep_last keep_best"},
-    "checkpoint.keep_best": {"": "metric mode"},
-    "trajectories": {"": "every last"},
-    **{
-        f"trackers:{kind}": {"": f"kind trajectories trajectories_every patience {keys}"}
-        for kind, keys in {
-            "custom": "",
-            "tensorboard": "",
-            "wandb": "project entity group mode",
-            "trackio": "project space",
-            "mlflow": "uri experiment",
-        }.items()
-    },
-    "ranks": {"": "timeout allow_other_number"},
-    "stages": {
-        "": "name steps epochs until tasks_per_step group_size microbatch_tokens reference mask_cut_actions "
-        "task_order refill replay_in_prompt learn_from episodes_of nonfinite"
-    },
-    "stages.task_order": {"": "kind steps skills"},
-    "stages.episodes_of": {"": "run stage"},
-    "stages.until": {"": "metric above below over patience"},
-    "stages.rewards": {
-        "": "correct incorrect unknown timeout turn_limit token_limit invalid_action cut_action score"
-    },
-    "stages.rewards.terms:custom": {"": "kind weight when"},
-    "stages.rewards.terms:length_penalty": {"": "kind weight when target_tokens buffer_tokens"},
-    "stages.rewards.terms:reasoning_steps": {"": "kind weight when max_steps"},
-    "stages.rewards.terms:format": {"": "kind weight when"},
-    "stages.optimizer": {
-        "": "learning_rate weight_decay betas epsilon max_grad_norm warmup_steps schedule min_lr_ratio"
-    },
-    "stages.sampling": {"": "temperature top_p top_k max_new_tokens max_tokens stop"},
-    "stages.algorithm:reinforce": {
-        "": "kind kl_coef reward_kl_coef entropy_coef baseline_momentum baseline_start turn_discount "
-        "weighting"
-    },
-    **{
-        f"stages.algorithm:{kind}": {"": f"kind reward_kl_coef entropy_coef update_epochs minibatches {keys}"}
-        for kind, keys in {
-            "reinforce_plus_plus": "group_baseline clip_low clip_high weighting",
-            "rloo": "kl_coef turn_discount weighting",
-            "grpo": "kl_coef clip_low clip_high dual_clip turn_discount weighting",
-            "dapo": "kl_coef clip_low clip_high dual_clip",
-            "dr_grpo": "kl_coef clip_low clip_high dual_clip constant_length",
-            "gspo": "kl_coef clip_low clip_high",
-            "cispo": "kl_coef clip_high",
-            "maxrl": "kl_coef weighting",
-            "policy_gradient": "kl_coef advantage baseline surrogate weighting clip_low clip_high dual_clip "
-            "baseline_momentum constant_length turn_discount",
-            "ppo": "kl_coef gamma gae_lambda normalize_advantages clip_low clip_high dual_clip value_clip "
-            "value_coef value_learning_rate value_trunk_gradient target_kl weighting",
-        }.items()
-    },
-    "stages.algorithm:sft": {"": "kind weighting"},
-    "stages.algorithm:dpo": {"": "kind beta loss"},
-    "stages.algorithm:kto": {"": "kind beta desirable_weight undesirable_weight threshold"},
-    "stages.algorithm:orpo": {"": "kind odds_coef"},
-    "stages.algorithm:simpo": {"": "kind beta gamma"},
+SECTIONS = {
+    section.name: [
+        f"{section.name}.{key.name}".removeprefix(".")
+        for key in section.keys
+        if takes_value(key.field.annotation)
+    ]
+    for section in sections()
 }
-FIELDS = {
-    f"{section}.{name}".removeprefix("."): set(commands.split())
-    for section, groups in KEYS.items()
-    for commands, names in groups.items()
-    for name in names.split()
-}
-assert len(FIELDS) == sum(len(names.split()) for groups in KEYS.values() for names in groups.values()), (
-    "a key is there twice"
-)
-
-
 FOUND = {
     f"{section.name}.{key.name}".removeprefix("."): key.field
     for section in sections()
     for key in section.keys
-    if takes_value(key.field.annotation)
 }
 
 
-def test_every_key_of_a_configuration_is_in_the_table():
-    assert sorted(FOUND) == sorted(FIELDS)
+def commands_of(key: str) -> set[str]:
+    """The commands that read a key, or one below it."""
+    path = re.sub(r":\w+", "", key)
+    return {
+        command
+        for command, keys in READ.items()
+        if any(f"{path}.".startswith(f"{one}.") or f"{one}.".startswith(f"{path}.") for one in keys.split())
+    }
 
 
 @pytest.fixture
@@ -402,11 +308,6 @@ def _split(overrides: str) -> list[str]:
     return re.split(r" (?=[\w.{}]+=)", overrides)
 
 
-CONFIGURED = [
-    key for key in FIELDS if not key.startswith(tuple(f"evaluation.environment:{kind}." for kind in UNGRADED))
-]
-
-
 def test_an_environments_key_may_be_called_as_an_environment(folder):
     """The server's name of it, which is no short form of a kind."""
     content = {**settings_for(""), "environment": ENVIRONMENT_OF["remote"]}
@@ -414,27 +315,29 @@ def test_an_environments_key_may_be_called_as_an_environment(folder):
     assert config.environment.environment == "evaluation"
 
 
-@pytest.mark.parametrize("section", KEYS)
+@pytest.mark.parametrize("section", [name for name, keys in SECTIONS.items() if keys])
 def test_keys_of_a_configuration(folder, section):
     """Each with another value, on the command line: a command works with that value, or refuses it and
     names the key.
     """
-    for key in (key for key in CONFIGURED if key.rpartition(".")[0] == section):
+    if section.startswith(tuple(f"evaluation.environment:{kind}" for kind in UNGRADED)):
+        pytest.skip("it has no outcomes to measure")
+    for key in SECTIONS[section]:
         file = write(settings_for(key), folder / "run" / "config.yaml")
         before = resolved(read_config(file)[0])
         path, overrides = overrides_of(key, before)
         assert at(resolved(read_config(file, overrides, warn=False)[0]), path) != at(before, path), overrides
-        if "evaluate" in FIELDS[key]:
+        reading = commands_of(key)
+        if "evaluate" in reading and key != "evaluation":  # without it the tasks are those of training
             measured = load_target_config(Path("run"), None, overrides, None, None)
-            if key != "evaluation":  # without it the tasks are those of training
-                assert at(resolved(measured), path) != at(before, path), overrides
-        for command in {"evaluate", "merge", "serve"} - FIELDS[key]:
+            assert at(resolved(measured), path) != at(before, path), overrides
+        for command in READ.keys() - reading:
             with pytest.raises(
                 AgentPeftError, match=rf"^command line: [\w.]+ has no effect on {command}; "
-            ) as told:
+            ) as refusal:
                 refuse_ineffective(command, overrides, EFFECTIVE[command])
-            assert str(told.value).split()[2].startswith(overrides[0].partition("=")[0])
-        for command in {"merge", "serve"} & FIELDS[key]:
+            assert str(refusal.value).split()[2].startswith(overrides[0].partition("=")[0])
+        for command in {"merge", "serve"} & reading:
             refuse_ineffective(command, overrides[:1], EFFECTIVE[command])
 
 
