@@ -24,9 +24,8 @@ import torch
 from measuring import command_line, show, table, write
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from agent_peft.environments import load_environment
-from agent_peft.environments.arithmetic import ALPHABET
-from agent_peft.environments.base import Environment, Episode
+from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticConfig
+from agent_peft.environments.base import Episode
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig, EngineStatistics, Sampler
 from agent_peft.policies.engine.schedule import Schedule
@@ -37,7 +36,7 @@ from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.rollout.collector import Collector
 from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.seeding import generator
-from agent_peft.types import Message, StepResult, Task
+from agent_peft.types import Task
 
 TURNS = 3
 
@@ -167,47 +166,29 @@ def measure(case: Case, rows: int, rounds: int) -> dict[str, Any]:
     }
 
 
-class Doors(Environment):
-    """Counts the open episodes of another environment."""
+class Doors(Arithmetic):
+    """Counts its open episodes."""
 
-    def __init__(self, inner: Environment) -> None:
-        self.inner, self.lock, self.open, self.peak = inner, threading.Lock(), 0, 0
-
-    @property
-    def tasks(self) -> Sequence[Task]:
-        return self.inner.tasks
+    def __init__(self, config: ArithmeticConfig) -> None:
+        super().__init__(config)
+        self.lock, self.open, self.peak = threading.Lock(), set[Episode](), 0
 
     def episode(self, task: Task, seed: int) -> Episode:
+        episode = super().episode(task, seed)
+        episode.close = lambda: self.open.discard(episode)  # an episode here has nothing else to close
         with self.lock:
-            self.open += 1
-            self.peak = max(self.peak, self.open)
-        return Counted(self.inner.episode(task, seed), self)
-
-
-class Counted(Episode):
-    def __init__(self, inner: Episode, doors: Doors) -> None:
-        self.inner, self.doors, self.closed = inner, doors, False
-
-    def start(self) -> Sequence[Message]:
-        return self.inner.start()
-
-    def step(self, action: str) -> StepResult:
-        return self.inner.step(action)
-
-    def close(self) -> None:
-        self.inner.close()
-        with self.doors.lock:
-            self.doors.open -= not self.closed
-        self.closed = True
+            self.open.add(episode)
+            self.peak = max(self.peak, len(self.open))
+        return episode
 
 
 def measure_doors(rows: int, tasks: int = 1319) -> dict[str, int]:
-    doors = Doors(load_environment({"kind": "arithmetic", "digits": 3, "num_tasks": tasks}))
+    doors = Doors(ArithmeticConfig(digits=3, num_tasks=tasks))
     policy = make_policy(16, 1)
     policy = Policy(policy.model, ChatTokenizer(character_tokenizer(ALPHABET)))
     engine = load_sampler(policy, EngineConfig(rows=rows))
     Collector(doors, engine).collect(doors.tasks, 1, SamplingConfig(max_new_tokens=8), RewardConfig(), 0)
-    return {"tasks": tasks, "rows": rows, "peak_open": doors.peak, "left_open": doors.open}
+    return {"tasks": tasks, "rows": rows, "peak_open": doors.peak, "left_open": len(doors.open)}
 
 
 def main() -> None:

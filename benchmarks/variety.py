@@ -266,10 +266,8 @@ def trigram_bits(train: Sequence[Sequence[str]], test: Sequence[Sequence[str]]) 
 # -- the table -----------------------------------------------------------------------------------------------
 
 
-def derivation_bits(num_tasks: int) -> float | None:
-    """Of the phrasing of a task, on average; None for a generator that does not tell."""
-    if not hasattr(generator, "TaskMaker"):
-        return None
+def derivation_bits(num_tasks: int) -> float:
+    """Of the phrasing of a task, on average."""
     maker = generator.TaskMaker("train")
     bits = [maker.draft(i, None, random.Random(derive(0, "variety", i))).bits for i in range(num_tasks)]
     return sum(bits) / num_tasks
