@@ -36,7 +36,7 @@ site: docs pictures  ## build the documentation's site in dist/site, without net
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 pictures: install  ## draw benchmarks/results/*.json into docs/pictures
-	$(VENV)/bin/python benchmarks/pictures.py
+	$(VENV)/bin/python benchmarks/figures.py --draw
 
 bench-smoke: install  ## run every benchmark with small sizes, to show that it still runs
 	$(VENV)/bin/python benchmarks/smoke.py

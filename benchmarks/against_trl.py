@@ -1,8 +1,8 @@
 """Compare a GRPO step of Agent-PEFT with one of TRL 1.16's GRPOTrainer on this machine's CPU: time, memory,
 and the floor of both.
 
-    python benchmarks/against_trl.py PART [--settings equal|defaults] [--pairs 3] [--peer-python PATH]
-    [--peer generate|continuous] [--peer-microbatch N] [--prompt N] ...
+    python benchmarks/against_trl.py PART [--settings equal|defaults] [--pairs 3] [--prompt 256]
+    [--threads 2] [--peer-python PATH] [--output FILE]
 
 PART is `step` (SmolLM2-135M with LoRA, one reply to a prompt of --prompt tokens), `episodes` (the same on
 generated DB Bench tasks with five turns) or `arithmetic` (the model of configs/adder_reinforce.yaml from
@@ -10,14 +10,12 @@ random weights). The program prints a table and writes the part to benchmarks/re
 Without --peer-python, it makes TRL's virtual environment in .venv-trl. Two ratios of the times are printed
 and stored: the ratio of the medians, which is the quotient of two columns, and the median of the pairs.
 
-Each side is a separate process and pauses while the other makes a step, so that every pair of steps is
-measured side by side. The first step of each side is left out. Our side does the same as `agent-peft train`:
-it reads a configuration file and steps through the Trainer.
-
-With `--settings defaults` each side keeps its own defaults: TRL bf16, the dtype of the checkpoint, gradient
-checkpointing, batches of 8 rows, its loss and its optimizer; ours `policy.dtype: auto` and the default
-engine and microbatches. Prompts, numbers of tokens and tasks, temperature, LoRA, the learning rate and the
-number of threads stay equal, because they define the work. The floor is of fp32, so it is left out there.
+Each side is a process (trl_sides.py) and pauses while the other makes a step, so that every pair of steps is
+measured in turn. The first step of each side is left out. Our side does the same as `agent-peft train`: it
+reads a configuration file and steps through the Trainer. A pair begins when the cores have been idle for a
+second, or after two minutes. The program ends if the numbers of sampled tokens of a pair differ by more than
+a twentieth. CPU seconds of other processes meanwhile are `others_cpu` (from /proc/stat), and are printed if
+they exceed a twentieth of the cores' time.
 
 Equal settings (the default): the weights and the tokenizer's folder; the prompts, token for token (this is
 checked); the number of sampled tokens (counted and printed); temperature 1 without top-p or top-k; GRPO
@@ -25,29 +23,26 @@ without KL, one AdamW update over all episodes of a step, gradients clipped at 1
 LoRA of rank 16 and alpha 32 on all linear layers; fp32 (TRL's default is bf16, here `bf16=False`); no
 gradient checkpointing (TRL's default is on); no dropout; the number of threads. Every second episode is
 worth 1 and the others 0, so that all of them have a gradient. The end token is one that SmolLM2 does not
-generate (`<issue_closed>`), so that every reply has the maximum length.
+generate (`<issue_closed>`), so that every reply has the maximum length. Our checks of each step (on-policy
+ratio, canary after the update) stay on.
+
+With `--settings defaults` each side keeps its own defaults: TRL bf16, the dtype of the checkpoint, gradient
+checkpointing, batches of 8 rows, its loss and its optimizer; ours `policy.dtype: auto` and the default
+engine and microbatches. Prompts, numbers of tokens and tasks, temperature, LoRA, the learning rate and the
+number of threads stay equal, because they define the work. The floor is of fp32, so it is left out there.
 
 Microbatches differ. Ours holds a group in `step` (prompt + 8 × 64 positions), 1,792 positions in `episodes`
-and 8,192 in `arithmetic`. TRL's holds --peer-microbatch rows: 8 (also a group) in `step` up to a prompt of
-256, 4 beyond it and in `episodes`, so that both sides fit into 24 GB together, and all 512 in `arithmetic`.
-TRL does not compute the old log-probabilities a second time with these settings (its default), and neither
-do we: ours are recorded during sampling. Our checks of each step (on-policy ratio, canary after the update)
-stay on.
+and 8,192 in `arithmetic`. TRL's holds 8 rows (also a group) in `step` up to a prompt of 256, 4 beyond it and
+in `episodes`, so that both sides fit into 24 GB together, and all 512 in `arithmetic`. Neither side computes
+the old log-probabilities a second time: TRL does not with these settings, and ours are recorded by sampling.
 
 `episodes`: both sides act in the same DBBench environment with the same observations. TRL gets it through
 `environment_factory`. A `response_template` turns every reply into a call of the one tool, since SmolLM2
 makes no valid calls. `max_tool_calling_iterations` ends the episode after the fifth reply, which neither
 side executes. TRL's max_completion_length holds for the whole episode, so `generation_kwargs` limits a turn.
 One difference remains: the tool's observation has the role `tool` there and `user` here. The chat template
-renders both equally.
-
-`arithmetic`: an episode may end early, at the end token. Both sides start from the same weights and draw
-their own tokens.
-
-A pair begins when the cores have been idle for a second, or after two minutes. The program ends if the
-numbers of sampled tokens of a pair differ by more than a twentieth, because the work was then not equal. The
-CPU seconds of other processes meanwhile are recorded as `others_cpu` (from /proc/stat), and printed if they
-exceed a twentieth of the cores' time.
+renders both equally. `arithmetic`: an episode may end early, at the end token. Both sides start from the same
+weights and draw their own tokens.
 
 The floor counts the multiply-adds of matrix products and attention, if every distinct token of the trie is
 computed once by the sampler and once forward and once backward by the trainer, with the output layer only at
@@ -62,18 +57,17 @@ import json
 import os
 import random
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import IO, Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from smoke import RESULTS, parse, skipped
+from measuring import RESULTS, ROOT, Limits, command_line, measure_limits, show, skipped, table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import set_verbosity_error
 
@@ -83,7 +77,7 @@ from agent_peft.policies.config import ScratchConfig
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.models.bundled import fetch
 
-HERE = Path(__file__).resolve().parent
+SIDES = ROOT / "benchmarks" / "trl_sides.py"
 TRL = ["trl==1.16.*", "sqlglot"]  # our environments, which run on TRL's side, too, need sqlglot
 END = "<issue_closed>"
 # One chat template for both sides: SmolLM2's frames, but plain text closes a reply, so that only END ends
@@ -119,54 +113,45 @@ SHAPES = {
     "episodes": (2, 8, 32, 5, 1536, 1792, 2048, 4),
     "arithmetic": (64, 8, 6, 1, 64, 8192, 8192, 512),
 }
+# what --quick runs: each part, and each of the settings
+QUICK = (("step", "equal"), ("episodes", "defaults"), ("arithmetic", "equal"))
 
 
 # -- settings of both sides ---------------------------------------------------------------------------------
 
 
-def prepare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def prepare(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return the settings of both sides. The model's folder and the prompts are in ``folder``."""
-    tasks, group, new, turns, most, positions, prefill, rows = SHAPES[arguments.part]
-    tasks, group, new = arguments.tasks or tasks, arguments.group or group, arguments.new_tokens or new
-    steps = arguments.pairs + 1
-    if arguments.part == "arithmetic":
+    tasks, group, new, turns, most, positions, prefill, rows = SHAPES[given.part]
+    rows = rows // 2 if given.part == "step" and given.prompt > 256 else rows
+    rows = 8 if given.settings == "defaults" else rows
+    if given.quick:
+        tasks, group, new, rows = 1, 4, 4, 4
+    steps = given.pairs + 1
+    if given.part == "arithmetic":
         model = folder / "model"
         policy, scratch = ADDER, load_policy(ScratchConfig(**ADDER), seed=0)
         scratch.save(model)
         scratch.chat.tokenizer.save_pretrained(model)
-        inner: dict[str, Any] = {
-            "kind": "arithmetic",
-            "operation": "addition",
-            "digits": 3,
-            "answer": "reversed",
-            "symbols": True,
-        }
+        inner: dict[str, Any] = {"kind": "arithmetic", "operation": "addition", "digits": 3}
+        inner |= {"answer": "reversed", "symbols": True}
     else:
         model = fetch("smollm2-135m")
-        if arguments.quick:
-            model = few_weights(model, folder / "few_weights")
-        model = never_ending(model, folder / "model")
-        policy = {
-            "kind": "pretrained",
-            "model": str(model),
-            "device": "cpu",
-            "dtype": "float32" if arguments.settings == "equal" else "auto",
-            "lora": {"rank": 16, "alpha": 32},
-        }
+        model = never_ending(few_weights(model, folder / "few") if given.quick else model, folder / "model")
+        dtype = "float32" if given.settings == "equal" else "auto"
+        policy = {"kind": "pretrained", "model": str(model), "device": "cpu", "dtype": dtype}
+        policy["lora"] = {"rank": 16, "alpha": 32}
         inner = {"kind": "db_bench", "generate": {"num_tasks": tasks * steps}, "max_turns": turns}
-    if arguments.part == "step":
-        written = [one_prompt(model, arguments.prompt, seed) for seed in range(tasks * steps)]
-        (folder / "prompts.json").write_text(json.dumps(written))
-        inner = {"kind": "paired_episodes:Prompts", "tasks": str(folder / "prompts.json")}
-        most, positions = arguments.prompt + new + 1, arguments.prompt + group * new
-        rows = rows if arguments.prompt <= 256 else rows // 2
-    if arguments.settings == "defaults":
-        rows = 8
+    if given.part == "step":
+        prompts = [one_prompt(model, given.prompt, seed) for seed in range(tasks * steps)]
+        (folder / "prompts.json").write_text(json.dumps(prompts))
+        inner = {"kind": "trl_sides:Prompts", "tasks": str(folder / "prompts.json")}
+        most, positions = given.prompt + new + 1, given.prompt + group * new
     environment = load_environment(inner)
     starts = [environment.episode(task, seed=0).start() for task in environment.tasks[: tasks * steps]]
     return {
-        "part": arguments.part,
-        "equal": arguments.settings == "equal",
+        "part": given.part,
+        "equal": given.settings == "equal",
         "folder": str(folder),
         "model": str(model),
         "environment": {"inner": inner},
@@ -179,16 +164,12 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "turns": turns,
         "max_tokens": most,
         "steps": steps,
-        "threads": arguments.threads,
+        "threads": given.threads,
         "seed": 0,
         "learning_rate": 1e-6,  # TRL's default: the policies hardly change, and so does the work
-        "microbatch_tokens": arguments.microbatch_tokens or positions,
+        "microbatch_tokens": positions,
         "prefill_tokens": prefill,
-        "microbatch": min(arguments.peer_microbatch or rows, tasks * group),
-        # by default it takes half of the memory; this is enough for every episode
-        "continuous": {"num_blocks": 4 * tasks * group, "max_batch_tokens": 2048}
-        if arguments.peer == "continuous"
-        else None,
+        "microbatch": min(rows, tasks * group),
     }
 
 
@@ -223,21 +204,9 @@ def few_weights(model: Path, folder: Path) -> Path:
 def one_prompt(model: Path, length: int, seed: int) -> list[dict[str, str]]:
     """Return a conversation of one message with exactly ``length`` tokens."""
     tokenizer = AutoTokenizer.from_pretrained(model)
-    words = [
-        " time",
-        " water",
-        " house",
-        " small",
-        " green",
-        " book",
-        " run",
-        " light",
-        " old",
-        " paper",
-        " river",
-        " music",
-    ]
-    chosen = [" " + random.Random(seed).choice(words).strip() for _ in range(length)]
+    nouns = ("time", "water", "house", "book", "light", "paper", "river", "music")
+    words = (*nouns, "small", "green", "run", "old")
+    chosen = [" " + random.Random(seed).choice(words) for _ in range(length)]
     random.Random(seed).shuffle(chosen)
     for size in range(length, 0, -1):
         messages = [{"role": "user", "content": "Go on:" + "".join(chosen[:size])}]
@@ -252,24 +221,18 @@ def one_prompt(model: Path, length: int, seed: int) -> list[dict[str, str]]:
 class Side:
     """The process of one side."""
 
-    def __init__(self, name: str, command: list[str], folder: Path, threads: int) -> None:
+    def __init__(self, name: str, python: str, folder: Path, threads: int) -> None:
         self.name, self.steps = name, []
         self._log: IO[str] = (folder / f"{name}.log").open("w+")
-        source = str(HERE.parent / "src")
-        own = {
-            "OMP_NUM_THREADS": str(threads),
-            "PYTHONPATH": source,
-            "HF_HUB_OFFLINE": "1",
-            "TRL_EXPERIMENTAL_SILENCE": "1",
-        }
+        own = {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1"}
+        own |= {"TRL_EXPERIMENTAL_SILENCE": "1", "TOKENIZERS_PARALLELISM": "false"}
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
-        self._process = subprocess.Popen(
-            command, text=True, env={**os.environ, **own, "TOKENIZERS_PARALLELISM": "false"}, **pipes
-        )
+        command = [python, str(SIDES), name, str(folder / "settings.json")]
+        self._process = subprocess.Popen(command, text=True, env={**os.environ, **own}, **pipes)
 
     def begin(self) -> None:
         """Wait until the model is loaded."""
-        first = self._hear()
+        first = self._read()
         self.trained, self.precision = first["trained"], first["precision"]
 
     def step(self) -> dict[str, Any]:
@@ -277,29 +240,22 @@ class Side:
         before = busy_seconds()
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
-        found = self._hear()
-        others = max(0.0, busy_seconds() - before - found["cpu"])
-        told = (
-            f"; others took {others:.1f} CPU-seconds"
-            if others > 0.05 * (os.cpu_count() or 1) * found["wall"]
-            else ""
+        step = self._read()
+        others = max(0.0, busy_seconds() - before - step["cpu"])
+        line = (
+            f"{self.name}: {step['wall']:.2f} s, {step['cpu']:.2f} CPU s, {step['peak_bytes'] / 1e9:.2f} GB"
         )
-        print(
-            f"{self.name}: {found['wall']:.2f} s, {found['cpu']:.2f} CPU-seconds, "
-            f"{found['peak_bytes'] / 1e9:.2f} GB{told}",
-            flush=True,
-        )
-        return {**found, "others_cpu": others}
+        busy = others > 0.05 * (os.cpu_count() or 1) * step["wall"]
+        print(line + (f"; others took {others:.1f} CPU s" if busy else ""), flush=True)
+        return {**step, "others_cpu": others}
 
-    def _hear(self) -> dict[str, Any]:
+    def _read(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             self._log.seek(0)
-            sys.exit(
-                f"{self.name} ended early, exit code {self._process.wait()} (-9: out of memory?):\n"
-                f"{self._log.read()[-4000:]}"
-            )
+            code = f"exit code {self._process.wait()} (-9: out of memory?)"
+            sys.exit(f"{self.name} ended early, {code}:\n{self._log.read()[-4000:]}")
         return json.loads(line)
 
     def close(self) -> None:
@@ -330,45 +286,21 @@ def wait_for_quiet(longest: float = 120.0) -> None:
 
 
 def peer_is_made() -> bool:
-    return (HERE.parent / ".venv-trl" / "made").exists()
+    return (ROOT / ".venv-trl" / "made").exists()
 
 
 def make_peer() -> str:
     """Make TRL's environment: PyTorch first, as `make install` does, the rest as in constraints.txt."""
-    root = HERE.parent
-    folder = root / ".venv-trl"
+    folder = ROOT / ".venv-trl"
     python = folder / "bin" / "python"
     if not peer_is_made():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         (folder / ".gitignore").write_text("*\n")
-        install = [str(python), "-m", "pip", "install", "--quiet", "-c", str(root / "constraints.txt")]
+        install = [str(python), "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt")]
         for wanted in (["torch==2.13.0"], [*TRL, "transformers", "peft", "pydantic", "PyYAML"]):
             subprocess.run([*install, *wanted], check=True)
         (folder / "made").touch()
     return str(python)
-
-
-def machine_speed(threads: int) -> tuple[float, float]:
-    """Return the multiply-adds per second of an fp32 matrix product and the bytes per second read from
-    memory, each the best of several tries.
-    """
-    torch.set_num_threads(threads)
-    a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
-    large = torch.randn(1 << 27)  # 512 MiB: no cache holds it
-
-    def best(work: Any, amount: float) -> float:
-        seconds = []
-        for _ in range(6):
-            clock = time.perf_counter()
-            work()
-            seconds.append(time.perf_counter() - clock)
-        return amount / min(seconds)
-
-    return best(lambda: a @ b, 2048**3), best(large.sum, large.numel() * 4)
-
-
-def median(steps: list[dict[str, Any]], key: str) -> float:
-    return statistics.median(float(step[key]) for step in steps)
 
 
 def without_paths(words: list[str]) -> list[str]:
@@ -377,53 +309,54 @@ def without_paths(words: list[str]) -> list[str]:
     return [word for i, word in enumerate(words) if not places & {i, i - 1}]
 
 
+def summary(side: Side) -> dict[str, float]:
+    """Medians over the steps of a side."""
+
+    def middle(of: Callable[[dict[str, Any]], float]) -> float:
+        return float(median(map(of, side.steps)))
+
+    episodes = sum(step["episodes"] for step in side.steps)
+    means = {key: sum(step[key] for step in side.steps) / episodes for key in ("sampled", "tokens", "turns")}
+    keys = ("wall", "cpu", "sampling_wall", "sampling_cpu", "others_cpu")
+    return {
+        **{key: middle(lambda step, key=key: step[key]) for key in keys},
+        "training_wall": middle(lambda step: step["wall"] - step["sampling_wall"]),
+        "training_cpu": middle(lambda step: step["cpu"] - step["sampling_cpu"]),
+        "episodes_per_second": middle(lambda step: step["episodes"] / step["wall"]),
+        "peak_bytes": max(step["peak_bytes"] for step in side.steps),
+        **{f"{key}_per_episode": mean for key, mean in means.items()},
+    }
+
+
 def summarize(
-    settings: dict[str, Any], sides: list[Side], speed: tuple[float, float], arguments: argparse.Namespace
+    settings: dict[str, Any], sides: list[Side], limits: Limits, given: argparse.Namespace
 ) -> dict[str, Any]:
     ours, peer = (side.steps for side in sides)
-    rows = {
-        side.name: {
-            **{key: median(side.steps, key) for key in ("wall", "cpu", "sampling_wall", "sampling_cpu")},
-            "training_wall": statistics.median(s["wall"] - s["sampling_wall"] for s in side.steps),
-            "training_cpu": statistics.median(s["cpu"] - s["sampling_cpu"] for s in side.steps),
-            "episodes_per_second": statistics.median(s["episodes"] / s["wall"] for s in side.steps),
-            "peak_bytes": max(s["peak_bytes"] for s in side.steps),
-            "sampled_per_episode": sum(s["sampled"] for s in side.steps)
-            / sum(s["episodes"] for s in side.steps),
-            "others_cpu": median(side.steps, "others_cpu"),
-            "tokens_per_episode": sum(s["tokens"] for s in side.steps)
-            / sum(s["episodes"] for s in side.steps),
-            "turns_per_episode": sum(s["turns"] for s in side.steps) / sum(s["episodes"] for s in side.steps),
-        }
-        for side in sides
-    }
-    least = {key: statistics.median(s["floor"][key] for s in ours) for key in ours[0]["floor"]}
-    least["seconds"] = max(least["multiply_adds"] / speed[0], least["bytes"] / speed[1])
+    rows = {side.name: summary(side) for side in sides}
+    least = {key: median(s["floor"][key] for s in ours) for key in ours[0]["floor"]}
+    least["seconds"] = max(2 * least["multiply_adds"] / limits.flops, least["bytes"] / limits.bytes)
     paired = [b["wall"] / a["wall"] for a, b in zip(ours, peer, strict=True)]
+    keys = ("part", "tasks_per_step", "group_size", "new_tokens", "turns", "threads", "microbatch_tokens")
     return {
-        "part": settings["part"],
-        "settings": arguments.settings,
+        **{key: settings[key] for key in keys},
+        "settings": given.settings,
         "command": " ".join(["python", "benchmarks/against_trl.py", *without_paths(sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
         "precision": {side.name: side.precision for side in sides},
         "prompt_tokens": len(ours[0]["prompts"][0]),
-        **{
-            key: settings[key]
-            for key in ("tasks_per_step", "group_size", "new_tokens", "turns", "threads", "microbatch_tokens")
-        },
-        "peer": arguments.peer,
+        "peer": "generate",
         "peer_microbatch_rows": settings["microbatch"],
         "pairs": len(paired),
         "ratio_of_medians": rows["trl"]["wall"] / rows["ours"]["wall"],
-        "median_of_pairs": statistics.median(paired),
+        "median_of_pairs": median(paired),
         "ratios": paired,
-        "cpu_ratio": statistics.median(b["cpu"] / a["cpu"] for a, b in zip(ours, peer, strict=True)),
+        "cpu_ratio": median(b["cpu"] / a["cpu"] for a, b in zip(ours, peer, strict=True)),
         "memory_ratio": rows["trl"]["peak_bytes"] / rows["ours"]["peak_bytes"],
         "updates_skipped": sum(s["skipped"] for s in ours),
         "sides": rows,
         "floor": least,
-        "multiply_adds_per_second": speed[0],
-        "bytes_per_second": speed[1],
+        "multiply_adds_per_second": limits.flops / 2,
+        "bytes_per_second": limits.bytes,
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "steps": {
@@ -433,62 +366,45 @@ def summarize(
     }
 
 
-def show(found: dict[str, Any]) -> Table:
-    least, title = (
-        found["floor"],
-        f"{found['part']}: {found['tasks_per_step']} tasks × {found['group_size']} episodes, prompt",
-    )
+def table_of(found: dict[str, Any]) -> object:
+    sides, least = found["sides"], found["floor"]
+    title = f"{found['part']}: {found['tasks_per_step']} tasks × {found['group_size']} episodes, prompt"
     title += f" {found['prompt_tokens']}, {found['turns']} × {found['new_tokens']} tokens, "
     title += f"{found['threads']} threads, {found['pairs']} pairs, {found['settings']} settings"
-    table = Table(
-        "median of a step",
-        "s",
-        "CPU s",
-        "sampling s",
-        "training s",
-        "episodes/s",
-        "peak GB",
-        "sampled",
-        "turns",
-        title=title,
-    )
-    for name, row in found["sides"].items():
-        cells = [f"{row[key]:.2f}" for key in ("wall", "cpu", "sampling_wall", "training_wall")]
-        cells += [f"{row['episodes_per_second']:.3f}", f"{row['peak_bytes'] / 1e9:.2f}"]
-        label = f"{name} ({found['precision'][name]})"
-        table.add_row(label, *cells, f"{row['sampled_per_episode']:.1f}", f"{row['turns_per_episode']:.2f}")
     keys = ("wall", "cpu", "sampling_wall", "training_wall")
-    quotients = [found["sides"]["trl"][key] / found["sides"]["ours"][key] for key in keys]
+    rows: list[list[object]] = []
+    for name, row in sides.items():
+        counts = row["peak_bytes"] / 1e9, row["sampled_per_episode"], row["turns_per_episode"]
+        label = f"{name} ({found['precision'][name]})"
+        rows.append([label, *(row[key] for key in keys), f"{row['episodes_per_second']:.3f}", *counts])
+    quotients = [sides["trl"][key] / sides["ours"][key] for key in keys]
     times = [f"{x:.2f} ×" for x in (*quotients, quotients[0], found["memory_ratio"])]
-    table.add_row("TRL / ours, ratio of medians", *times, "", "")
+    rows.append(["TRL / ours, ratio of medians", *times])
     paired = f"{found['median_of_pairs']:.2f} ×", f"{found['cpu_ratio']:.2f} ×"
-    table.add_row("TRL / ours, median of pairs", *paired, "", "", "", "", "", "")
+    rows.append(["TRL / ours, median of pairs", *paired])
     if found["settings"] == "equal":
         work = [f"{least['multiply_adds'] / 1e9:.0f} G multiply-adds", f"{least['bytes'] / 1e9:.1f} GB read"]
-        table.add_row("floor", f"{least['seconds']:.2f}", "", *work, "", "", "", "")
-    return table
+        rows.append(["floor", least["seconds"], "", *work])
+    columns = "median of a step|s|CPU s|sampling s|training s|episodes/s|peak GB|sampled|turns"
+    return table(columns, rows, title)
 
 
-def measure(arguments: argparse.Namespace, peer_python: str | None) -> None:
+def measure(given: argparse.Namespace, peer_python: str | None) -> None:
     """Measure one part, and write it. Without a peer, run our side alone."""
-    speed = machine_speed(arguments.threads)
+    torch.set_num_threads(given.threads)
+    limits = measure_limits()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        settings = prepare(arguments, folder)
+        settings = prepare(given, folder)
         (folder / "settings.json").write_text(json.dumps(settings))
-        commands = {"ours": [sys.executable, str(HERE / "our_side.py")]}
-        if peer_python is not None:
-            commands["trl"] = [peer_python, str(HERE / "trl_peer.py")]
-        sides = [
-            Side(name, [*command, str(folder / "settings.json")], folder, arguments.threads)
-            for name, command in commands.items()
-        ]
+        pythons = {"ours": sys.executable, **({"trl": peer_python} if peer_python else {})}
+        sides = [Side(name, python, folder, given.threads) for name, python in pythons.items()]
         for side in sides:
             side.begin()
         if len({side.trained for side in sides}) > 1:
             sys.exit(f"the sides train different numbers of parameters: {[side.trained for side in sides]}")
         for number in range(settings["steps"]):
-            if not arguments.quick:
+            if not given.quick:
                 wait_for_quiet()
             pair = [side.step() for side in sides]
             check_equal(number, pair)
@@ -499,14 +415,12 @@ def measure(arguments: argparse.Namespace, peer_python: str | None) -> None:
             side.close()
         if peer_python is None:
             return
-        found = summarize(settings, sides, speed, arguments)
-    Console(width=150).print(show(found))
-    prompt = [f"{arguments.prompt}"] if arguments.part == "step" else []
-    defaults = ["defaults"] if arguments.settings == "defaults" else []
-    name = " ".join([arguments.part, *prompt, arguments.peer, *defaults])
-    before = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
-    arguments.output.parent.mkdir(exist_ok=True)
-    arguments.output.write_text(json.dumps({**before, name: found}, indent=1, sort_keys=True) + "\n")
+        found = summarize(settings, sides, limits, given)
+    show(table_of(found))
+    parts = [given.part, *([str(given.prompt)] if given.part == "step" else []), "generate"]
+    name = " ".join([*parts, *(["defaults"] if given.settings == "defaults" else [])])
+    before = json.loads(given.output.read_text()) if given.output.exists() else {}
+    given.output.write_text(json.dumps({**before, name: found}, indent=1, sort_keys=True) + "\n")
 
 
 def check_equal(number: int, pair: list[dict[str, Any]]) -> None:
@@ -515,58 +429,39 @@ def check_equal(number: int, pair: list[dict[str, Any]]) -> None:
         if pair[0]["prompts"] != other["prompts"]:
             sys.exit(f"step {number}: the two sides read different prompts")
         if abs(pair[0]["sampled"] / other["sampled"] - 1) > 0.05:
-            sys.exit(
-                f"step {number}: ours sampled {pair[0]['sampled']} tokens, TRL {other['sampled']}: "
-                "the work was not equal"
-            )
+            counts = f"ours sampled {pair[0]['sampled']} tokens, TRL {other['sampled']}"
+            sys.exit(f"step {number}: {counts}: the work was not equal")
 
 
-# what --quick runs: each part, and each of the settings
-QUICK = (("step", "equal"), ("episodes", "defaults"), ("arithmetic", "equal"))
-
-
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def command(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    return command_line(
+        __doc__,
+        {"part": str},
+        arguments,
+        quick={"pairs": 1, "prompt": 64, "threads": 1},
+        settings={"choices": ["equal", "defaults"], "default": "equal"},
+        pairs=3,  # measured steps of each side, after one warm-up step
+        prompt=256,  # tokens, in part `step`
+        threads=2,
+        peer_python=str,
+        output=RESULTS / "against_trl.json",
     )
-    parser.add_argument("part", choices=SHAPES, nargs="?")
-    parser.add_argument("--settings", choices=["equal", "defaults"], default="equal")
-    parser.add_argument(
-        "--pairs", type=int, default=3, help="measured steps of each side, after one warm-up step"
-    )
-    parser.add_argument("--prompt", type=int, default=256, help="tokens of the prompt in part step")
-    parser.add_argument("--tasks", type=int)
-    parser.add_argument("--group", type=int)
-    parser.add_argument("--new-tokens", type=int)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--microbatch-tokens", type=int)
-    parser.add_argument("--peer-python")
-    parser.add_argument(
-        "--peer", choices=["generate", "continuous"], default="generate", help="sampling method of TRL"
-    )
-    parser.add_argument("--peer-microbatch", type=int, help="rows of TRL's microbatch")
-    parser.add_argument("--output", type=Path, default=RESULTS / "against_trl.json")
-    return parser
 
 
 def main() -> None:
-    arguments = parse(
-        parser(), pairs=1, prompt=64, tasks=1, group=4, new_tokens=4, threads=1, peer_microbatch=4
-    )
+    given = command()
     set_verbosity_error()
-    if not arguments.quick:
-        if arguments.part is None:
-            parser().error(f"name a part: {', '.join(SHAPES)}")
-        measure(arguments, arguments.peer_python or make_peer())
+    if not given.quick:
+        if given.part not in SHAPES:
+            sys.exit(f"name a part: {', '.join(SHAPES)}")
+        measure(given, given.peer_python or make_peer())
         return
-    peer_python = arguments.peer_python or (make_peer() if peer_is_made() else None)
+    peer_python = given.peer_python or (make_peer() if peer_is_made() else None)
     if peer_python is None:
         skipped("TRL's side: it is not installed; python benchmarks/against_trl.py PART makes .venv-trl")
     for part, settings in QUICK:
-        if arguments.part in (None, part):
-            measure(
-                argparse.Namespace(**{**vars(arguments), "part": part, "settings": settings}), peer_python
-            )
+        if given.part in (None, part):
+            measure(argparse.Namespace(**vars(given) | {"part": part, "settings": settings}), peer_python)
 
 
 if __name__ == "__main__":

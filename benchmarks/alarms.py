@@ -12,19 +12,17 @@ writes benchmarks/results/NAME.json.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from smoke import parse
+from measuring import command_line, show, table, write
 
 import agent_peft as ap
 from agent_peft.hardware import has_bf16
@@ -152,16 +150,8 @@ def run(
         except TrustError as error:
             alarm = str(error)
     name = "" if fault is None else fault.__name__
-    found = Run(
-        part,
-        setting,
-        name,
-        steps,
-        alarm,
-        max(mismatches),
-        surprisal,
-        time.perf_counter() - begin,
-    )
+    took = time.perf_counter() - begin
+    found = Run(part, setting, name, steps, alarm, max(mismatches), surprisal, took)
     print(f"{part:9} {setting:44} {name:18} {steps:4} steps {found.seconds:6.1f} s  {alarm[:90]}", flush=True)
     return found
 
@@ -249,39 +239,32 @@ PARTS = {"tiny": tiny, "smollm2": real, "memorise": memorise}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    given = command_line(
+        __doc__,
+        quick={"parts": ["tiny"], "families": ["llama"], "rates": [1e-2], "steps": 4},
+        parts={"nargs": "+", "choices": list(PARTS), "default": list(PARTS)},
+        families=["llama", "qwen3", "gemma3_text"],
+        rates=[3e-3, 1e-2],
+        steps=200,  # of a run of a tiny model
+        real_steps=60,
+        memorised=300,  # supervised steps
+        output="alarms",  # name of the file in results/
     )
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--families", nargs="+", default=["llama", "qwen3", "gemma3_text"])
-    parser.add_argument("--rates", nargs="+", type=float, default=[3e-3, 1e-2])
-    parser.add_argument("--steps", type=int, default=200, help="of a run of a tiny model")
-    parser.add_argument("--real-steps", type=int, default=60)
-    parser.add_argument("--memorised", type=int, default=300, help="supervised steps")
-    parser.add_argument("--output", default="alarms", help="name of the file in results/")
-    given = parse(parser, parts=["tiny"], families=["llama"], rates=[1e-2], steps=4)
     torch.set_num_threads(1)
-    runs = [found for part in given.parts for found in PARTS[part](given)]
-    table = Table("part", "fault", "runs", "steps", "stopped", "after steps", "seconds", title="bfloat16")
-    kinds = {(one.part, one.fault, "float32" in one.setting): None for one in runs}
-    for part, fault, exact in kinds:
-        same = [
-            one for one in runs if (one.part, one.fault, "float32" in one.setting) == (part, fault, exact)
-        ]
+    runs = [one for part in given.parts for one in PARTS[part](given)]
+    groups: dict[tuple[str, str, bool], list[Run]] = {}
+    for one in runs:
+        groups.setdefault((one.part, one.fault, "float32" in one.setting), []).append(one)
+    rows = []
+    for (part, fault, exact), same in groups.items():
         stopped = [one.steps for one in same if one.alarm]
-        table.add_row(
-            part,
-            (fault or "none") + (" (float32)" if exact else ""),
-            str(len(same)),
-            str(sum(one.steps for one in same)),
-            str(len(stopped)),
-            f"{min(stopped)} to {max(stopped)}" if stopped else "-",
-            f"{sum(one.seconds for one in same):.0f}",
-        )
-    Console().print(table)
-    content = {"native bfloat16": has_bf16(torch.device("cpu")), "torch": torch.__version__}
-    path = given.results / f"{given.output}.json"
-    path.write_text(json.dumps({**content, "runs": [asdict(one) for one in runs]}, indent=1) + "\n")
+        steps, took = sum(one.steps for one in same), sum(one.seconds for one in same)
+        after = f"{min(stopped)} to {max(stopped)}" if stopped else "-"
+        name = (fault or "none") + (" (float32)" if exact else "")
+        rows.append((part, name, len(same), steps, len(stopped), after, f"{took:.0f}"))
+    show(table("part|fault|runs|steps|stopped|after steps|seconds", rows, "bfloat16"))
+    content = {"native bfloat16": has_bf16(torch.device("cpu")), "runs": [asdict(one) for one in runs]}
+    write(given.results / f"{Path(given.output).name}.json", content)
 
 
 if __name__ == "__main__":

@@ -13,23 +13,28 @@ wrong one of each group. The preferences of kto and orpo are the environment's: 
 one.
 
 Prints a table, and writes benchmarks/results/algorithm_curves.json and docs/pictures/algorithm_curves.svg.
+
+    python benchmarks/algorithm_curves.py --refill [--seeds 0 1 2] [--steps 20]
+
+What collecting others in place of constant groups costs, and what it gives: after eight steps of
+demonstrations GRPO trains a model on 12 groups of 4 answers a step, without a refill and with one and three
+rounds. Prints the groups of a step that have a signal, the tokens that are sampled, and the share of correct
+answers in the last five steps, over all answers that were sampled.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
-from pictures import PICTURES, algorithm_curves, mean_of
-from rich.console import Console
-from rich.table import Table
-from smoke import parse
+from figures import PICTURES, algorithm_curves, mean_of
+from measuring import command_line, show, table
 
 from agent_peft.algorithms import ALGORITHMS
 from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticConfig
@@ -61,6 +66,7 @@ REQUIRED = {"dr_grpo": {"constant_length": 3}}  # keys without a default
 EVERY = 4  # steps, between two looks at a policy that samples nothing
 OWN_PAIRS = ("dpo", "simpo")  # a single wrong answer for each task says nothing of the other wrong ones
 ROUNDS = 4  # in which they sample again
+REFILLS = {"neither": {}, "refill: 1": {"refill": 1}, "refill: 3": {"refill": 3}}
 
 
 def stage(kind: str, steps: int, **keys: Any) -> StageConfig:
@@ -74,9 +80,13 @@ def acting(kind: str, steps: int) -> StageConfig:
     return stage(kind, steps, **groups, sampling={"max_new_tokens": 3}, rewards={"incorrect": 0.0})
 
 
+def small_policy(seed: int) -> Policy:
+    return load_policy(ScratchConfig(architecture=ARCHITECTURE, alphabet=ALPHABET, device="cpu"), seed)
+
+
 def begin(folder: Path, seed: int) -> None:
     """Write the model that all algorithms start from."""
-    policy = load_policy(ScratchConfig(architecture=ARCHITECTURE, alphabet=ALPHABET, device="cpu"), seed=seed)
+    policy = small_policy(seed)
     for _ in Trainer(policy, TASKS, stage("sft", 6, tasks_per_step=24), seed=seed):
         pass
     policy.save_merged(folder)
@@ -115,48 +125,69 @@ def curve(kind: str, folder: Path, steps: int, seed: int) -> list[tuple[int, flo
     return points
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="random seeds")
-    parser.add_argument("--steps", type=int, default=40, help="steps of each curve")
-    parser.add_argument("--kinds", nargs="+", choices=list(ALGORITHMS), default=list(ALGORITHMS))
-    arguments = parse(parser, seeds=[0], steps=4)
-    torch.set_num_threads(1)
-    begun, curves = time.process_time(), dict[str, list[list[tuple[int, float]]]]()
-    table = Table("algorithm", "first 4 points", "last 4 points", "last 4 points of each seed", "CPU s")
+def refill(seed: int, steps: int, keys: dict[str, Any]) -> list[Step]:
+    tasks, policy = Arithmetic(ArithmeticConfig(digits=1, num_tasks=48)), small_policy(seed)
+    general = {"tasks_per_step": 12, "sampling": {"max_new_tokens": 3}}
+    list(Trainer(policy, tasks, stage("sft", 8, **general), seed=seed))
+    return list(Trainer(policy, tasks, stage("grpo", steps, group_size=4, **general, **keys), seed=seed))
+
+
+def compare_refills(seeds: list[int], steps: int) -> None:
+    rows = []
+    for name, keys in REFILLS.items():
+        runs = [refill(seed, steps, keys) for seed in seeds]
+        every = [step for run in runs for step in run]
+        signal = mean(step.metrics["groups_with_signal"] * len(step.collection.kept) for step in every)
+        tokens = mean(step.collection.statistics.sampled for step in every)
+        ends = [mean(step.metrics["success"] for step in run[-5:]) for run in runs]
+        end = f"{mean(ends):.0%} ({', '.join(f'{end:.0%}' for end in ends)})"
+        rows.append((name, f"{signal:.1f}", f"{tokens:.0f}", f"{tokens / signal:.0f}", end))
+    show(table("|groups with a signal, of 12|tokens a step|tokens per such group|success at the end", rows))
+
+
+def compare_algorithms(seeds: list[int], steps: int, kinds: list[str], results: Path) -> None:
+    begin_at, curves, rows = time.process_time(), dict[str, list[list[tuple[int, float]]]](), []
     with tempfile.TemporaryDirectory() as temporary:
-        folders = {seed: Path(temporary) / str(seed) for seed in arguments.seeds}
+        folders = {seed: Path(temporary) / str(seed) for seed in seeds}
         for seed, folder in folders.items():
             begin(folder, seed)
-        for kind in arguments.kinds:
-            started = time.process_time()
-            runs = [curve(kind, folder, arguments.steps, seed) for seed, folder in folders.items()]
-            curves[kind] = runs
-            early, late = ([share for _, share in part] for part in (mean_of(runs)[:4], mean_of(runs)[-4:]))
-            each = ", ".join(f"{25 * sum(share for _, share in run[-4:]):.0f}" for run in runs)
-            table.add_row(
-                kind,
-                f"{100 * sum(early) / len(early):.0f} %",
-                f"{100 * sum(late) / len(late):.0f} %",
-                each,
-                f"{time.process_time() - started:.0f}",
-            )
-    file = arguments.results / "algorithm_curves.json"
+        for kind in kinds:
+            start = time.process_time()
+            runs = curves[kind] = [curve(kind, folder, steps, seed) for seed, folder in folders.items()]
+            ends = [[share for _, share in part] for part in (mean_of(runs)[:4], mean_of(runs)[-4:])]
+            each = ", ".join(f"{100 * mean(share for _, share in run[-4:]):.0f}" for run in runs)
+            shown = (f"{100 * mean(end):.0f} %" for end in ends)
+            rows.append((kind, *shown, each, f"{time.process_time() - start:.0f}"))
+    file = results / "algorithm_curves.json"
     before = json.loads(file.read_text()) if file.is_file() else {}
-    seconds = round(time.process_time() - begun)
-    if before.get("seeds") == arguments.seeds and len(curves) < len(ALGORITHMS):
+    spent = round(time.process_time() - begin_at)
+    if before.get("seeds") == seeds and len(curves) < len(ALGORITHMS):
         every = {**before["curves"], **curves}  # those of other kinds stay
         curves = {kind: every[kind] for kind in ALGORITHMS if kind in every}
-        seconds += before["cpu_seconds"]
-    content = {"seeds": arguments.seeds, "cpu_seconds": seconds, "curves": curves}
+        spent += before["cpu_seconds"]
+    content = {"seeds": seeds, "cpu_seconds": spent, "curves": curves}
     file.write_text(json.dumps(content) + "\n")
     picture = algorithm_curves(content)
-    if not arguments.quick:
-        PICTURES.mkdir(exist_ok=True)
+    if results.parent == PICTURES.parents[1] / "benchmarks":
         (PICTURES / "algorithm_curves.svg").write_text(picture)
-    Console(width=110).print(table)
+    show(table("algorithm|first 4 points|last 4 points|last 4 points of each seed|CPU s", rows))
+
+
+def main() -> None:
+    every = list(ALGORITHMS)
+    given = command_line(
+        __doc__,
+        quick={"seeds": [0], "steps": 4},
+        seeds=[0, 1, 2],
+        steps=int,  # of each curve; 40, and 20 with --refill
+        kinds={"nargs": "+", "choices": every, "default": every},
+        refill=False,
+    )
+    torch.set_num_threads(1)
+    if given.refill or given.quick:
+        compare_refills(given.seeds, given.steps or 20)
+    if not given.refill:
+        compare_algorithms(given.seeds, given.steps or 40, given.kinds, given.results)
 
 
 if __name__ == "__main__":

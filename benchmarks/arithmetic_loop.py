@@ -1,29 +1,25 @@
 """Compare a step of the arithmetic model's loop with a loop written by hand for this one case: 64 tasks × 8
 rollouts, REINFORCE.
 
-    python benchmarks/arithmetic_loop.py [--steps 8] [--threads 1] [--profile] [key=value ...]
+    python benchmarks/arithmetic_loop.py [--steps 8] [--threads 1] [--snapshot FOLDER] [key=value ...]
 
 Both loops start from one supervised snapshot (the configuration's first stage, about a minute) and alternate
 step by step. The hand-written loop is plain PyTorch on the same Transformers model: 512 rows that share
 nothing, a KV cache, multinomial draws until every row has ended, answers graded by string comparison, one
 padded forward, backward, clipping, AdamW. It checks nothing and records nothing. A second hand-written loop
-reads each prompt once. Our target is at most 1.3 times the first. The program prints tables and writes
-benchmarks/results/arithmetic_loop.json.
+reads each prompt once. Our target is at most 1.3 times the first. --snapshot names a folder that keeps the
+supervised snapshot. The program prints a table and writes benchmarks/results/arithmetic_loop.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measuring import Split, alternate, hot_spots, measure_limits, ratio, write
-from rich.console import Console
-from rich.table import Table
-from smoke import parse
+from measuring import ROOT, alternate, command_line, measure_limits, ratio, show, table, write
 from transformers import DynamicCache, PreTrainedModel
 
 from agent_peft.configuration.load import read_config
@@ -33,13 +29,11 @@ from agent_peft.environments.base import Environment
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.policy import Policy
-from agent_peft.training import checks
-from agent_peft.training import trainer as training
 from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Step, Trainer
 
-CONFIG = Path(__file__).resolve().parent.parent / "configs" / "adder_reinforce.yaml"
-BOUND = 1.3
+CONFIG = ROOT / "configs" / "adder_reinforce.yaml"
+TARGET = 1.3
 
 
 class HandWritten:
@@ -139,167 +133,80 @@ def warm_up(config: TrainConfig, policy: Policy, environment: Environment) -> fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    given = command_line(
+        __doc__,
+        {"overrides": []},
+        quick={"steps": 1, "overrides": ["stages.0.steps=2", "stages.1.tasks_per_step=4"]},
+        steps=8,  # timed steps of each loop
+        threads=1,  # as in the configuration
+        snapshot=Path,
     )
-    parser.add_argument("--steps", type=int, default=8, help="timed steps of each loop")
-    parser.add_argument("--threads", type=int, default=1, help="the configuration has 1")
-    parser.add_argument(
-        "--snapshot",
-        type=Path,
-        help="folder of the supervised snapshot, which is made if it does not exist",
-    )
-    parser.add_argument(
-        "--profile", action="store_true", help="also print the operators on which our step spends its time"
-    )
-    parser.add_argument("overrides", nargs="*")
-    small = ["stages.0.steps=2", "stages.1.tasks_per_step=4"]
-    arguments = parse(parser, steps=1, profile=True, overrides=small)
-    torch.set_num_threads(arguments.threads)
-    console = Console(width=150)
+    torch.set_num_threads(given.threads)
     limits = measure_limits()
-    config, _ = read_config(CONFIG, arguments.overrides)
-    environment = load_environment(config.environment)
-    policy = load_policy(config.policy, config.seed)
-    if arguments.snapshot is not None and arguments.snapshot.is_dir():
-        policy.load(arguments.snapshot)
+    config, _ = read_config(CONFIG, given.overrides)
+    environment, policy = load_environment(config.environment), load_policy(config.policy, config.seed)
+    if given.snapshot is not None and given.snapshot.is_dir():
+        policy.load(given.snapshot)
     else:
-        console.print(
-            f"supervised snapshot: surprisal {warm_up(config, policy, environment):.3f} nats a token"
-        )
-        if arguments.snapshot is not None:
-            policy.save(arguments.snapshot)
-    stage = config.stages[1]
-    models = {name: copy.deepcopy(policy.base) for name in ("by hand", "by hand, prompts read once")}
+        show(f"supervised snapshot: surprisal {warm_up(config, policy, environment):.3f} nats a token")
+        if given.snapshot is not None:
+            policy.save(given.snapshot)
+    stage, once = config.stages[1], "by hand, prompts read once"
     hands = {
-        name: HandWritten(model, policy, environment, stage, "once" in name) for name, model in models.items()
+        name: HandWritten(copy.deepcopy(policy.base), policy, environment, stage, name == once)
+        for name in ("by hand", once)
     }
-    trainer = build_trainer(config, 1, policy, environment)
-    steps = iter(trainer)
+    steps = iter(build_trainer(config, 1, policy, environment))
     last: list[Step] = []
 
     def our_step() -> None:
         last[:] = [next(steps)]
 
-    ways: dict[str, Callable[[], object]] = {
-        "ours": our_step,
-        **{name: hand.step for name, hand in hands.items()},
-    }
-    found = alternate(ways, arguments.steps)
+    ways: dict[str, Callable[[], object]] = {"ours": our_step}
+    ways |= {name: hand.step for name, hand in hands.items()}
+    times = alternate(ways, given.steps)
     step, hand = last[0], hands["by hand"]
     sequences = [list(t.tokens) for group in step.collection.groups for t in group.trajectories]
     nodes, tokens = policy.count_nodes(sequences), sum(map(len, sequences))
-
-    # operations per weight and token, including the output layer: 2 if it is read or sampled, 6 if trained
-    weights = sum(
-        p.numel()
-        for m in policy.base.modules()
-        if not isinstance(m, torch.nn.Embedding)
-        for p in m.parameters(recurse=False)
-    )
+    siblings = len(sequences) * (stage.group_size - 1) // stage.group_size  # whose prompts are not read again
     read = {
         "ours": step.collection.statistics.prefilled + step.collection.statistics.sampled,
         "by hand": hand.tokens,
-        "by hand, prompts read once": hand.tokens
-        - len(sequences) * len(hand.prompts[0]) * (stage.group_size - 1) // stage.group_size,
+        once: hand.tokens - siblings * len(hand.prompts[0]),
     }
-    trained = {"ours": nodes, "by hand": hand.tokens, "by hand, prompts read once": hand.tokens}
-    table = Table(
-        "",
-        "s a step",
-        "fastest",
-        "slowest",
-        "times by hand",
-        "tokens read",
-        "trained on",
-        "GFLOP",
-        "floor, s",
-        "success, %",
-    )
-    rows = []
-    for name, times in found.items():
-        work = weights * (2 * read[name] + 6 * trained[name])
-        success = step.metrics["success"] if name == "ours" else hands[name].success
+    # operations per weight and token, including the output layer: 2 if it is read or sampled, 6 if trained
+    embedded = {m for m in policy.base.modules() if isinstance(m, torch.nn.Embedding)}
+    modules = (m for m in policy.base.modules() if m not in embedded)
+    weights = sum(p.numel() for module in modules for p in module.parameters(recurse=False))
+    rows, shown = [], []
+    for name, own in times.items():
+        trained = nodes if name == "ours" else hand.tokens
+        work = weights * (2 * read[name] + 6 * trained)
         row = {
             "way": name,
-            "median": statistics.median(times),
-            "seconds": times,
-            "times_by_hand": ratio(times, found["by hand"]),
+            "median": statistics.median(own),
+            "seconds": own,
+            "times_by_hand": ratio(own, times["by hand"]),
             "tokens_read": read[name],
-            "tokens_trained": trained[name],
+            "tokens_trained": trained,
             "flops": work,
             "floor": work / limits.flops,
-            "success": success,
+            "success": step.metrics["success"] if name == "ours" else hands[name].success,
         }
         rows.append(row)
-        shown = [
-            f"{row['median']:.3f}",
-            f"{min(times):.3f}",
-            f"{max(times):.3f}",
-            f"{row['times_by_hand']:.2f}",
-            str(read[name]),
-        ]
-        table.add_row(
-            name,
-            *shown,
-            str(trained[name]),
-            f"{work / 1e9:.1f}",
-            f"{row['floor']:.3f}",
-            f"{100 * success:.0f}",
-        )
-    console.print(table)
-    console.print(
-        f"{tokens} tokens of {len(sequences)} trajectories are {nodes} nodes of the trie; {limits.text}"
+        sizes = read[name], trained, f"{work / 1e9:.1f}"
+        spread = row["median"], min(own), max(own), row["times_by_hand"]
+        shown.append((name, *spread, *sizes, f"{row['floor']:.3f}", f"{100 * row['success']:.0f}"))
+    columns = "|s a step|fastest|slowest|times by hand|tokens read|trained on|GFLOP|floor, s|success, %"
+    times_by_hand = rows[0]["times_by_hand"]
+    show(
+        table(columns, shown),
+        f"{tokens} tokens of {len(sequences)} trajectories are {nodes} nodes of the trie; {limits.text}",
+        f"target: at most {TARGET} times the hand-written loop: {times_by_hand:.2f}, "
+        f"{'met' if times_by_hand <= TARGET else 'MISSED'}",
     )
-
-    split = Split()
-    parts = {
-        "sampling (Sampler.generate)": (trainer.engine, "generate"),
-        "environments and chat tokens around it": (trainer.source.collector, "collect"),
-        "collating": (training, "collate_groups"),
-        "advantages": (trainer, "prepare"),
-        "counting nodes to cut microbatches": (policy, "count_nodes"),
-        "forward (Policy.forward)": (policy, "forward"),
-        "loss and metrics": (trainer.algorithm.__class__, "loss"),
-        "backward": (torch.Tensor, "backward"),
-        "clipping": (torch.nn.utils, "clip_grad_norm_"),
-        "optimizer": (trainer.optimizer, "step"),
-        "check: on policy": (checks, "assert_on_policy"),
-        "check: same policy": (checks.Canary, "after_update"),
-        "describing": (training, "describe"),
-    }
-    with split.watch(parts):
-        for _ in range(3):
-            with split.part("the rest"):
-                our_step()
-    total = sum(split.seconds.values())
-    table = Table("where our step's time goes", "ms", "percent")
-    for name, took in sorted(split.seconds.items(), key=lambda item: -item[1]):
-        table.add_row(name, f"{1000 * took / 3:.1f}", f"{100 * took / total:.1f}")
-    console.print(table)
-    content = {
-        "limits": vars(limits),
-        "rows": rows,
-        "tokens": tokens,
-        "nodes": nodes,
-        "overrides": arguments.overrides,
-    }
-    content |= {"split_ms": {name: 1000 * took / 3 for name, took in split.seconds.items()}}
-    if arguments.profile:
-        content["hot_spots"] = hot_spots(our_step)
-        console.print(
-            *(
-                f"{spot['percent']:5.1f} %  {spot['calls']:6d} x  {spot['operator']}"
-                for spot in content["hot_spots"]
-            ),
-            sep="\n",
-        )
-    ours_ratio = rows[0]["times_by_hand"]
-    console.print(
-        f"target: at most {BOUND} times the hand-written loop: {ours_ratio:.2f}, "
-        f"{'met' if ours_ratio <= BOUND else 'MISSED'}"
-    )
-    write(arguments.results, "arithmetic_loop", content)
+    content = {"rows": rows, "tokens": tokens, "nodes": nodes, "overrides": given.overrides}
+    write(given.results / "arithmetic_loop.json", {"limits": vars(limits), **content})
 
 
 if __name__ == "__main__":

@@ -1,51 +1,36 @@
-"""SQLite and MariaDB under DB Bench: do both give the same tasks, how fast are they, and what do faults do?
+"""SQLite and MariaDB under DB Bench: do both give the same tasks, and how fast are they?
 
-    python benchmarks/databases.py [--parts skills,real,speed,faults] [--per-skill 50] [--faults 500]
+    python benchmarks/databases.py [--parts skills real speed] [--per-skill 50] [--seconds 10]
         [--tasks data/db_bench/entry_dict.json] [--agentbench data/dbbench_dev.jsonl]
 
 ``skills``: of generated tasks of each skill, how many are valid on each database (the gold gives the stored
-rows or table, and doing nothing does not), and whether the skills read off the SQL are those asked for.
+rows or table, and doing nothing does not), and whether the skills read off the SQL are the requested ones.
 ``real``: the tasks of both files that can be used on each database, and why the others cannot. ``speed``:
-episodes a second of an agent with two statements and an answer, 8 at once. ``faults``: episodes with the
-faults of tests/environments/db_bench/faults.py; as root also with a disk that is full.
-It writes results/databases.json.
+episodes a second of an agent with two statements and an answer, 8 at once. It writes results/databases.json.
+Episodes with faults are in tests/environments/db_bench/test_faults.py.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
-import subprocess
-import sys
-import tempfile
+import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from smoke import parse, skipped
+from measuring import ROOT, command_line, show, skipped, table
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from agent_peft.environments.db_bench import (  # noqa: E402
-    DBBench,
-    DBBenchConfig,
-    GenerateConfig,
-    isolated,
-    skills_of,
-)
-from agent_peft.environments.db_bench.generator import GENERATED_SKILLS, generate  # noqa: E402
-from agent_peft.environments.db_bench.inspection import inspect  # noqa: E402
-from agent_peft.environments.db_bench.protocol import answer, operation  # noqa: E402
-from agent_peft.environments.db_bench.servers import accounts, private  # noqa: E402
-from agent_peft.environments.db_bench.tasks import load_tasks, read_entry  # noqa: E402
-from tests.environments.db_bench import faults  # noqa: E402
+from agent_peft.environments.db_bench import DBBench, DBBenchConfig, GenerateConfig, skills_of
+from agent_peft.environments.db_bench.generator import GENERATED_SKILLS, generate
+from agent_peft.environments.db_bench.inspection import inspect
+from agent_peft.environments.db_bench.protocol import answer, operation
+from agent_peft.environments.db_bench.tasks import load_tasks, read_entry
 
 DATABASES = ["sqlite", "mariadb"]
 THREADS = 8
@@ -56,23 +41,21 @@ def skills(per_skill: int) -> dict[str, Any]:
     entries = generate(per_skill * len(GENERATED_SKILLS), 0, GENERATED_SKILLS)
     rows = {skill: Counter[str]() for skill in GENERATED_SKILLS}
     for i, (name, entry) in enumerate(entries.items()):
-        row, problem = rows[GENERATED_SKILLS[i % len(GENERATED_SKILLS)]], read_entry(name, entry)
+        skill = GENERATED_SKILLS[i % len(GENERATED_SKILLS)]
+        row, problem = rows[skill], read_entry(name, entry)
         row["tasks"] += 1
         row["skills"] += set(skills_of(entry["answer_info"]["sql"])) == set(entry["skill_list"])
-        row["asked"] += GENERATED_SKILLS[i % len(GENERATED_SKILLS)] in entry["skill_list"]
+        row["asked"] += skill in entry["skill_list"]
         for database in DATABASES:
-            found = inspect(problem, DBBenchConfig(generate=GenerateConfig(num_tasks=1), database=database))
-            row[database] += found.cause is None
-            if found.cause is not None:
-                print(f"  {name} on {database}: {found.cause}\n    {problem.sql}")
-    print(f"{'skill':48} tasks  asked  skills equal  sqlite  mariadb")
-    for skill, row in rows.items():
-        print(
-            f"{skill:48} {row['tasks']:5}  {row['asked']:5}  {row['skills']:12}  {row['sqlite']:6}  "
-            f"{row['mariadb']:7}"
-        )
+            config = DBBenchConfig(generate=GenerateConfig(num_tasks=1), database=database)
+            cause = inspect(problem, config).cause
+            row[database] += cause is None
+            if cause is not None:
+                print(f"  {name} on {database}: {cause}\n    {problem.sql}")
     total = sum(rows.values(), Counter[str]())
-    print(f"{'all':48} {json.dumps(total)}")
+    keys = ("tasks", "asked", "skills", *DATABASES)
+    cells = ((skill, *(row[key] for key in keys)) for skill, row in {**rows, "all": total}.items())
+    show(table("skill|tasks|has it|skills equal|" + "|".join(DATABASES), cells))
     return {"skills": rows, "all": total}
 
 
@@ -96,14 +79,8 @@ def real(path: Path) -> dict[str, Any]:
         for task in tasks:
             problem = read_entry(task.id, task.content)
             if (cause := inspect(problem, config).cause) is not None:
-                kind = next(
-                    (
-                        name
-                        for pattern, name in CAUSES.items()
-                        if re.search(pattern, f"{cause} {problem.sql}")
-                    ),
-                    "other",
-                )
+                text = f"{cause} {problem.sql}"
+                kind = next((name for pattern, name in CAUSES.items() if re.search(pattern, text)), "other")
                 refused[task.id] = {"cause": kind, "told": cause, "sql": problem.sql}
         agreement = 1 - len(refused) / len(tasks)
         kinds = Counter(each["cause"] for each in refused.values())
@@ -117,19 +94,21 @@ def real(path: Path) -> dict[str, Any]:
 
 def _with_demonstrations(config: DBBenchConfig) -> dict[str, Any]:
     """AgentBench's tasks whose SQL gives the stored answer or table."""
-    environment = DBBench(config)
-    silent = [task.id for task in environment.tasks if environment.demonstration(task) is None]
-    environment.close()
-    print(f"  SQL that gives the label: {len(environment.tasks) - len(silent)}; that does not: {silent}")
-    return {"number": len(environment.tasks) - len(silent), "others": silent}
+    with closing(DBBench(config)) as environment:
+        silent = [task.id for task in environment.tasks if environment.demonstration(task) is None]
+        number = len(environment.tasks) - len(silent)
+    print(f"  SQL that gives the label: {number}; that does not: {silent}")
+    return {"number": number, "others": silent}
 
 
 def speed(seconds: float) -> dict[str, Any]:
     """Episodes a second of a scripted agent."""
-    found = {}
-    for database in DATABASES:
-        config = DBBenchConfig(generate=GenerateConfig(num_tasks=64, seed=1), database=database)
-        environment = DBBench(config)
+    return {database: _speed_of(database, seconds) for database in DATABASES}
+
+
+def _speed_of(database: str, seconds: float) -> dict[str, float]:
+    config = DBBenchConfig(generate=GenerateConfig(num_tasks=64, seed=1), database=database)
+    with closing(DBBench(config)) as environment, ThreadPoolExecutor(THREADS) as pool:
         scripts = []
         for task in environment.tasks:
             problem = read_entry(task.id, task.content)
@@ -137,139 +116,52 @@ def speed(seconds: float) -> dict[str, Any]:
             look = operation(f"SELECT * FROM `{problem.table.name}` LIMIT 3")
             scripts.append((task, (look, operation(problem.sql), last)))
 
-        def play(i: int, environment: DBBench = environment, scripts: Any = scripts) -> str:
+        def play(i: int) -> str:
             task, replies = scripts[i % len(scripts)]
-            episode = environment.episode(task, i)
-            episode.start()
-            result = [episode.step(reply) for reply in replies][-1]
-            episode.close()
-            return str(result.outcome)
+            with closing(environment.episode(task, i)) as episode:
+                episode.start()
+                return str([episode.step(reply) for reply in replies][-1].outcome)
 
-        with ThreadPoolExecutor(THREADS) as pool:
-            list(pool.map(play, range(64)))
-            begun, ran, outcomes = time.perf_counter(), 0, Counter[str]()
-            used = time.process_time()
-            while time.perf_counter() - begun < seconds:
-                outcomes.update(pool.map(play, range(ran, ran + 128)))
-                ran += 128
-            wall, used = time.perf_counter() - begun, time.process_time() - used
-        environment.close()
-        found[database] = {"episodes a second": ran / wall, "ms of our own CPU": 1000 * used / ran}
-        print(
-            f"{database}: {ran / wall:.0f} episodes a second ({THREADS} at once, 3 turns), "
-            f"{1000 * used / ran:.2f} ms of our process each; {dict(outcomes)}"
-        )
-    return found
-
-
-@contextmanager
-def small_disk(megabytes: int = 200) -> Iterator[Path | None]:
-    """A disk of our own, where we may mount one."""
-    folder = Path(tempfile.mkdtemp())
-    mounted = (
-        os.geteuid() == 0
-        and not subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)], capture_output=True
-        ).returncode
+        list(pool.map(play, range(64)))
+        begin, used, ran, outcomes = time.perf_counter(), time.process_time(), 0, Counter[str]()
+        while time.perf_counter() - begin < seconds:
+            outcomes.update(pool.map(play, range(ran, ran + 128)))
+            ran += 128
+        wall, used = time.perf_counter() - begin, time.process_time() - used
+    rate, milliseconds = ran / wall, 1000 * used / ran
+    print(
+        f"{database}: {rate:.0f} episodes a second ({THREADS} at once, 3 turns), "
+        f"{milliseconds:.2f} ms of our process each; {dict(outcomes)}"
     )
-    try:
-        if mounted:
-            folder.chmod(0o755)
-        yield folder if mounted else None
-    finally:
-        if mounted:
-            subprocess.run(["umount", "-l", str(folder)], check=False)
-        folder.rmdir()
+    return {"episodes a second": rate, "ms of our own CPU": milliseconds}
 
 
-def storms(episodes: int) -> dict[str, Any]:
-    """Episodes with faults, and what is left behind them."""
-    found = {}
-    for database in DATABASES:
-        with small_disk() as disk:
-            world: dict[str, Callable[[Any], None]] = {"fork server killed": faults.kill_the_fork_server}
-            place, room = private._MEMORY_FOLDER, private._ROOM
-            if database == "mariadb":
-                world = {
-                    "server killed in a query": faults.kill_the_server,
-                    "connection cut": faults.cut_the_connection,
-                }
-                if disk is not None:
-                    world["disk full"] = faults.fill(disk)
-                    private._MEMORY_FOLDER, private._ROOM = disk, 1
-                else:
-                    print("no disk can be mounted here, so none is full")
-            config = DBBenchConfig(
-                generate=GenerateConfig(num_tasks=40, seed=3),
-                database=database,
-                statement_seconds=faults.SECONDS,
-                max_turns=6,
-            )
-            environment = DBBench(config)
-            begun = time.perf_counter()
-            storm = faults.storm(environment, episodes, world, every=20)
-            wall = time.perf_counter() - begun
-            left = _left(database)
-            environment.close()
-            accounts.stop()
-            isolated.stop()
-            private._MEMORY_FOLDER, private._ROOM = place, room
-            left["folders"] = len(
-                [*Path("/dev/shm").glob("agent-peft-server_*"), *(disk.glob("agent-peft-*") if disk else ())]
-            )
-            left["processes"] = len(_children())
-        unexpected = storm.unexpected or "none"
-        print(f"{database}: {episodes} episodes in {wall:.0f} s; unexpected: {unexpected}; left: {left}")
-        for name, count in sorted(storm.outcomes.items()):
-            print(f"  {name:45} {count:4}   attempts that failed: {storm.failures[name.partition(':')[0]]}")
-        found[database] = {
-            "episodes": episodes,
-            "seconds": wall,
-            "outcomes": storm.outcomes,
-            "failed attempts": storm.failures,
-            "unexpected": storm.unexpected,
-            "left": left,
-        }
-    return found
-
-
-def _left(database: str) -> dict[str, int]:
-    if database == "sqlite":
-        return {}
-    schemas, users = faults.left_on_the_server()
-    return {"schemas": len(schemas), "users": len(users)}
-
-
-def _children() -> list[str]:
-    path = f"/proc/{os.getpid()}/task"
-    return [pid for task in os.listdir(path) for pid in Path(f"{path}/{task}/children").read_text().split()]
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--parts", default="skills,real,speed,faults")
-    parser.add_argument("--per-skill", type=int, default=50)
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--faults", type=int, default=500)
-    parser.add_argument("--tasks", type=Path, default=ROOT / "data/db_bench/entry_dict.json")
-    parser.add_argument("--agentbench", type=Path, default=ROOT / "data/dbbench_dev.jsonl")
-    options = parse(parser, arguments, per_skill=1, seconds=0.2, faults=4)
-    if options.quick and private.find_program("mariadbd", "mysqld") is None:
+def main() -> None:
+    every = ["skills", "real", "speed"]
+    given = command_line(
+        __doc__,
+        quick={"per_skill": 1, "seconds": 0.2},
+        parts={"nargs": "+", "choices": every, "default": every},
+        per_skill=50,
+        seconds=10.0,
+        tasks=ROOT / "data/db_bench/entry_dict.json",
+        agentbench=ROOT / "data/dbbench_dev.jsonl",
+    )
+    path = f"{os.environ['PATH']}:/usr/sbin:/usr/libexec"
+    if given.quick and not any(shutil.which(name, path=path) for name in ("mariadbd", "mysqld")):
         skipped("mariadb: neither mariadbd nor mysqld is on the search path")
         DATABASES.remove("mariadb")
-    file = options.results / "databases.json"
+    file = given.results / "databases.json"
     results = json.loads(file.read_text()) if file.exists() else {}
-    for part in options.parts.split(","):
+    paths = {"LifelongAgentBench": given.tasks, "AgentBench": given.agentbench}
+    work: dict[str, Callable[[], Any]] = {
+        "skills": lambda: skills(given.per_skill),
+        "real": lambda: {name: real(path) for name, path in paths.items() if path.is_file()},
+        "speed": lambda: speed(given.seconds),
+    }
+    for part in given.parts:
         print(f"-- {part}", flush=True)
-        if part == "skills":
-            results[part] = skills(options.per_skill)
-        elif part == "real":
-            paths = {"LifelongAgentBench": options.tasks, "AgentBench": options.agentbench}
-            results[part] = {name: real(path) for name, path in paths.items() if path.is_file()}
-        elif part == "speed":
-            results[part] = speed(options.seconds)
-        else:
-            results[part] = storms(options.faults)
+        results[part] = work[part]()
         file.write_text(json.dumps(results, indent=1) + "\n")
 
 

@@ -18,7 +18,6 @@ kinds stay. CPU seconds are those of the whole process, with one evaluation.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 from collections.abc import Sequence
@@ -26,9 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import smoke
-from rich.console import Console
-from rich.table import Table
+from measuring import command_line, show, table, tiny_model, write_rows
 from seeds import measure
 
 from agent_peft.configuration.yaml12 import dump, parse, plain
@@ -38,6 +35,7 @@ from agent_peft.runs.reading import read_report
 CONFIG = Path(__file__).with_suffix(".yaml")
 KINDS = ("reinforce", "rloo", "grpo", "dapo", "ppo", "dpo", "kto", "rloo_by_turn")
 STEPS = 6
+NAME = "db_bench"  # of the experiment in the file
 
 
 @dataclass(frozen=True)
@@ -118,77 +116,55 @@ def to_json(kind: str, seed: int, before: Trained, after: Trained) -> dict[str, 
     }
 
 
-def table_of(rows: Sequence[dict[str, Any]]) -> Table:
+def table_of(rows: Sequence[dict[str, Any]]) -> object:
     """A line for each algorithm, with the mean of its seeds' gains and Student's 95 % interval."""
-    columns = (
-        "algorithm",
-        "after, each seed",
-        "gain, each seed (p)",
-        "mean gain (95 %)",
-        "own, first and last",
-        "CPU s",
-    )
-    table = Table(
-        *columns, title="held-out success in percent after the same demonstrations", title_justify="left"
-    )
     before = {row["seed"]: row["before"] for row in rows}
-    table.add_row("(sft)", ", ".join(f"{100 * share:.1f}" for _, share in sorted(before.items())))
+    cells = [("(sft)", ", ".join(f"{100 * share:.1f}" for _, share in sorted(before.items())))]
     for kind in dict.fromkeys(row["kind"] for row in rows):
         own = sorted((row for row in rows if row["kind"] == kind), key=lambda row: row["seed"])
         gains = [Comparison(**row["gain"]) for row in own]
         mean = mean_over_tasks([100 * gain.difference for gain in gains])
         interval = "" if mean.low is None else f" ({mean.low:+.0f} to {mean.high:+.0f})"
         ends = [sum(row["own_success"][place] for row in own) / len(own) for place in (0, -1)]
-        table.add_row(
-            kind,
-            ", ".join(f"{100 * row['after']:.1f}" for row in own),
-            ", ".join(f"{100 * gain.difference:+.1f} ({gain.p:.1g})" for gain in gains),
-            f"{mean.value:+.1f}{interval}",
-            f"{100 * ends[0]:.0f}, {100 * ends[1]:.0f}",
-            ", ".join("?" if row["cpu_seconds"] is None else f"{row['cpu_seconds']:.0f}" for row in own),
-        )
-    return table
+        after = ", ".join(f"{100 * row['after']:.1f}" for row in own)
+        each = ", ".join(f"{100 * gain.difference:+.1f} ({gain.p:.1g})" for gain in gains)
+        cpu = ", ".join("?" if row["cpu_seconds"] is None else f"{row['cpu_seconds']:.0f}" for row in own)
+        first, last = (f"{100 * end:.0f}" for end in ends)
+        cells.append((kind, after, each, f"{mean.value:+.1f}{interval}", f"{first}, {last}", cpu))
+    columns = "algorithm|after, each seed|gain, each seed (p)|mean gain (95 %)|own, first and last|CPU s"
+    return table(columns, cells, "held-out success in percent after the same demonstrations")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--runs", type=Path, default=Path("runs/algorithms"))
-    parser.add_argument("overrides", nargs="*")
     small = [f"{part}generate.num_tasks=4" for part in ("environment.", "evaluation.environment.")]
-    small += [
-        "sampling.max_new_tokens=4",
-        "sampling.max_tokens=8192",
-        "threads=1",
-        "stages.0.tasks_per_step=4",
-    ]
-    given = smoke.parse(parser, seeds=[0], kinds=["rloo", "kto"], overrides=small)
+    small += ["sampling.max_new_tokens=4", "sampling.max_tokens=8192", "threads=1"]
+    given = command_line(
+        __doc__,
+        {"overrides": []},
+        quick={"seeds": [0], "kinds": ["rloo", "kto"], "overrides": [*small, "stages.0.tasks_per_step=4"]},
+        seeds=[0, 1, 2],
+        kinds={"nargs": "+", "choices": KINDS, "default": KINDS},
+        runs=Path("runs/algorithms"),
+    )
     demonstrations, _ = stages_of_the_file()
     start: dict[str, Any] = {}
     if given.quick:
-        start["policy"] = {"model": str(smoke.tiny_model(smoke.temporary_folder()))}
+        start["policy"] = {"model": tiny_model(given.results)}
         demonstrations["steps"] = 1
     file = given.results / "db_bench_algorithms.json"
+    rows = json.loads(file.read_text())[NAME]["rows"] if file.is_file() else []
     for seed in given.seeds:
         taught = given.runs / f"sft-{seed}"
         before = train(taught, seed, [demonstrations], given.overrides, **start)
         for kind in given.kinds:
-            run = given.runs / f"{kind}-{seed}"
-            policy = {"model": str(taught)}
-            after = train(
-                run, seed, stages_of(kind, run, 1 if given.quick else STEPS), given.overrides, policy=policy
-            )
-            row = to_json(kind, seed, before, after)
-            known = json.loads(file.read_text())["rows"] if file.is_file() else []
-            rows = [r for r in known if (r["kind"], r["seed"]) != (kind, seed)] + [row]
-            rows.sort(key=lambda r: (KINDS.index(r["kind"]), r["seed"]))
-            head = json.dumps({"cores": os.cpu_count(), "overrides": given.overrides})
-            lines = ",\n".join(json.dumps(r) for r in rows)  # one line per run
-            file.write_text(f'{head[:-1]}, "rows": [\n{lines}\n]}}\n')
-    Console(width=180).print(table_of(rows))
+            run, policy = given.runs / f"{kind}-{seed}", {"model": str(taught)}
+            stages = stages_of(kind, run, 1 if given.quick else STEPS)
+            after = train(run, seed, stages, given.overrides, policy=policy)
+            rows = [row for row in rows if (row["kind"], row["seed"]) != (kind, seed)]
+            rows.append(to_json(kind, seed, before, after))
+            rows.sort(key=lambda row: (KINDS.index(row["kind"]), row["seed"]))
+            write_rows(file, NAME, {"cores": os.cpu_count(), "overrides": given.overrides}, rows)
+    show(table_of(rows))
 
 
 if __name__ == "__main__":

@@ -1,23 +1,22 @@
 """The figures of README.md, and the tables of RESULTS.md that they come from, computed from results/*.json.
 
-    python benchmarks/figures.py
+    python benchmarks/figures.py [--draw]
 
-Prints every sentence and row as it must stand in the two pages, and which of them are not there: after a new
-measurement, copy those. tests/test_docs.py checks the same, and that README has no other figure.
+Prints every sentence and row as the two pages must have it, and which of them are missing: after a new
+measurement, copy those. tests/test_docs.py checks the same, and that README has no other figure. With --draw
+it writes docs/pictures/*.svg instead, which are light or dark as the reader's system is.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from smoke import HERE, RESULTS, parse
+from measuring import ROOT, command_line, read
 
-ROOT = HERE.parent
+PICTURES = ROOT / "docs" / "pictures"
 # what README says of a configuration, next to its figures
 AGENTS = {
     "quickstart": "SmolLM2-135M changes a database with SQL",
@@ -31,11 +30,6 @@ ON_CLOCK = {"quickstart"}  # their time is that of the clock
 FREE = ("threads=", "evaluation.at=")
 
 
-def read(name: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return content
-
-
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     columns = list(columns)
     lines = [
@@ -47,9 +41,14 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 # -- seeds.py ------------------------------------------------------------------------------------------------
 
 
+def recipe(name: str) -> dict[str, Any]:
+    """What seeds.py has measured of a configuration."""
+    return read("recipes")[name]
+
+
 def overrides_of(name: str) -> list[str]:
     """The overrides of a configuration's runs. A row's own ones must not change what is learned."""
-    content = read(name)
+    content = recipe(name)
     for row in content["rows"]:
         own = [override for override in row.get("overrides", ()) if not override.startswith(FREE)]
         assert not own, f"{name}: seed {row['seed']} ran with {own}, so the seeds have different settings"
@@ -64,11 +63,11 @@ def command_of(name: str) -> str:
 
 def moments_of(name: str) -> list[str]:
     """The names of the evaluations: base, after the first stage, after the second one."""
-    return list(max((row["success"] for row in read(name)["rows"]), key=len))
+    return list(max((row["success"] for row in recipe(name)["rows"]), key=len))
 
 
 def mean_success(name: str, moment: str) -> float:
-    rates = [row["success"][moment][0] for row in read(name)["rows"] if moment in row["success"]]
+    rates = [row["success"][moment][0] for row in recipe(name)["rows"] if moment in row["success"]]
     return 100 * statistics.mean(rates)
 
 
@@ -76,7 +75,7 @@ def minutes(name: str) -> float:
     """On the clock: the median run that measured the base model too, as the command does. Otherwise the mean
     CPU time of the runs that were not stopped.
     """
-    rows = read(name)["rows"]
+    rows = recipe(name)["rows"]
     if name in ON_CLOCK:
         return statistics.median(r["cost"]["seconds"] for r in rows if "base" in r["success"]) / 60
     known = [r["cost"]["cpu_seconds"] for r in rows if r["cost"]["cpu_seconds"] is not None]
@@ -102,23 +101,14 @@ def gain_of(row: Mapping[str, Any], moments: list[str]) -> str:
     return f"{difference:+.1f} ({low:+.0f} to {high:+.0f}), p {row['gain']['p']:.0e}"
 
 
-def seed_rows(name: str) -> list[list[str]]:
-    moments, rows = moments_of(name), []
-    for row in read(name)["rows"]:
+def seed_rows(name: str) -> Iterator[list[str]]:
+    moments = moments_of(name)
+    for row in recipe(name)["rows"]:
         rates = [percent(row["success"][m]) if m in row["success"] else "" for m in moments]
         rates[2] = f"**{rates[2]}**"
         cpu = row["cost"]["cpu_seconds"]
-        rows.append(
-            [
-                name,
-                str(row["seed"]),
-                *rates,
-                gain_of(row, moments),
-                "" if cpu is None else f"{cpu:,.0f}",
-                f"{row['cost']['training_seconds']:,.0f}",
-            ]
-        )
-    return rows
+        times = "" if cpu is None else f"{cpu:,.0f}", f"{row['cost']['training_seconds']:,.0f}"
+        yield [name, str(row["seed"]), *rates, gain_of(row, moments), *times]
 
 
 def seed_table(*names: str) -> str:
@@ -128,21 +118,13 @@ def seed_table(*names: str) -> str:
 
 def skill_table(name: str) -> str:
     _, taught, trained = moments_of(name)
-    rows = read(name)["rows"]
+    rows = recipe(name)["rows"]
     skills = list(rows[0]["by_skill"][taught])
-    return table(
-        ("seed", *skills),
-        (
-            [
-                str(row["seed"]),
-                *(
-                    f"{100 * row['by_skill'][taught][s]:.0f}, {100 * row['by_skill'][trained][s]:.0f}"
-                    for s in skills
-                ),
-            ]
-            for row in rows
-        ),
-    )
+
+    def pair(row: Mapping[str, Any], skill: str) -> str:
+        return ", ".join(f"{100 * row['by_skill'][moment][skill]:.0f}" for moment in (taught, trained))
+
+    return table(("seed", *skills), ([str(row["seed"]), *(pair(row, s) for s in skills)] for row in rows))
 
 
 # -- against_trl.py ------------------------------------------------------------------------------------------
@@ -216,7 +198,7 @@ def speed_sentence() -> str:
 
 def real_sentence() -> str:
     """Seeds 1 and 2 have one setting; seed 0 has another one."""
-    runs = [read(f"real_db_bench_seed{seed}") for seed in (1, 2)]
+    runs = [read("real_db_bench")[f"seed {seed}"] for seed in (1, 2)]
     (tasks,) = {report["success"]["tasks"] for run in runs for report in run.values()}
     taught, trained = (
         " and ".join(f"{100 * run[step]['success']['value']:.1f}" for run in runs)
@@ -266,15 +248,132 @@ def missing() -> list[str]:
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+# -- pictures ------------------------------------------------------------------------------------------------
+
+WIDTH, HEIGHT = 150, 100  # of a panel
+STYLE = """<style>
+text { fill: #222 } .frame { stroke: #bbb } .seed { stroke: #9ab } .mean { stroke: #036 } .bar { fill: #369 }
+.range { stroke: #222 }
+@media (prefers-color-scheme: dark) {
+  text { fill: #ddd } .frame { stroke: #666 } .seed { stroke: #578 } .mean { stroke: #8cf }
+  .bar { fill: #48b } .range { stroke: #ddd }
+}
+</style>"""
+
+Curve = list[tuple[int, float]]  # step, share of 1
+
+
+def svg(width: float, height: float, parts: list[str]) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+    return "\n".join([head + 'font-family="sans-serif" font-size="10">', STYLE, *parts, "</svg>"]) + "\n"
+
+
+def mean_of(curves: list[Curve]) -> Curve:
+    """The mean over the curves, at the steps that all of them have."""
+    shares = [dict(curve) for curve in curves]
+    steps = [step for step, _ in curves[0] if all(step in curve for curve in shares)]
+    return [(step, sum(curve[step] for curve in shares) / len(shares)) for step in steps]
+
+
+def panels(curves: dict[str, list[Curve]], caption: str, columns: int = 4) -> str:
+    """One panel for each name: a thin line for each seed, a thick one for their mean."""
+    left, top = 40, 30
+    parts = []
+    for number, (name, runs) in enumerate(curves.items()):
+        last = max(run[-1][0] for run in runs)
+        x, y = left + number % columns * (WIDTH + 30), top + number // columns * (HEIGHT + 50)
+
+        def line(points: Curve, kind: str, width: float, last: float = last) -> str:
+            places = " ".join(f"{WIDTH * x / last:.1f},{HEIGHT * (1 - y):.1f}" for x, y in points)
+            return f'<polyline class="{kind}" points="{places}" fill="none" stroke-width="{width}"/>'
+
+        parts.append(f'<g transform="translate({x},{y})">')
+        parts.append(f'<rect class="frame" width="{WIDTH}" height="{HEIGHT}" fill="none"/>')
+        parts.append(f'<text x="{WIDTH / 2}" y="-8" text-anchor="middle" font-weight="bold">{name}</text>')
+        parts += [line(run, "seed", 0.8) for run in runs]
+        parts.append(line(mean_of(runs), "mean", 2.5))
+        for share in (0, 50, 100):
+            parts.append(
+                f'<text x="-5" y="{HEIGHT * (1 - share / 100) + 4}" text-anchor="end">{share}</text>'
+            )
+        for step, place in ((0, 0), (last, WIDTH)):
+            parts.append(f'<text x="{place}" y="{HEIGHT + 14}" text-anchor="middle">{step}</text>')
+        parts.append("</g>")
+    bottom = top + -(-len(curves) // columns) * (HEIGHT + 50)
+    parts.append(f'<text x="{left}" y="{bottom - 4}">{caption}</text>')
+    return svg(left + min(columns, len(curves)) * (WIDTH + 30), bottom + 8, parts)
+
+
+def algorithm_curves(content: dict[str, Any]) -> str:
+    return panels(content["curves"], "% of sampled answers that are correct, by step")
+
+
+def heldout(row: dict[str, Any]) -> Curve:
+    """Step -> success on held-out tasks. A run measured at its stages' ends has these alone."""
+    measured = {name: rate[0] for name, rate in row["success"].items()}
+    if row["curve"]:
+        return [(0, measured["base"])] + [(int(step), share) for step, share in row["curve"].items()]
+    stages = [step["stage"] for step in row["steps"]]
+    ends = {stage: at for at, stage in enumerate(stages, 1)}
+    return [(0, measured["base"])] + [(at, measured[f"after_{stage}"]) for stage, at in ends.items()]
+
+
+def learning_curves(runs: dict[str, dict[str, Any]]) -> str:
+    curves = {name: [heldout(row) for row in content["rows"]] for name, content in runs.items()}
+    caption = "% of held-out tasks solved, by step, demonstrations first; a thin line for each seed"
+    return panels(curves, caption)
+
+
+NAMES = {"arithmetic": "one-turn sums", "episodes": "DB Bench episodes", "step": "one step"}
+
+
+def speed(content: dict[str, dict[str, Any]]) -> str:
+    """A bar for each comparison: how many times the peer's time is ours, with the range of the pairs."""
+    left, bar, gap, scale = 190, 16, 14, 60
+    parts = ['<text x="10" y="18" font-weight="bold">Seconds of TRL / ours, for the same step</text>']
+    for number, row in enumerate(content.values()):
+        y = 32 + number * (bar + gap)
+        name = NAMES[row["part"]] + (f", prompt {row['prompt_tokens']}" if row["part"] == "step" else "")
+        name += ", defaults" if row["settings"] == "defaults" else ""
+        width = scale * row["median_of_pairs"]
+        low, high = (left + scale * limit for limit in (min(row["ratios"]), max(row["ratios"])))
+        parts += [
+            f'<text x="{left - 8}" y="{y + 12}" text-anchor="end">{name}</text>',
+            f'<rect class="bar" x="{left}" y="{y}" width="{width:.1f}" height="{bar}"/>',
+            f'<path class="range" d="M{low:.1f},{y + bar / 2} H{high:.1f}" stroke-width="2"/>',
+            f'<text x="{max(high, left + width) + 8:.1f}" y="{y + 12}">'
+            f"{row['median_of_pairs']:.1f} times; memory {row['memory_ratio']:.1f} times</text>",
+        ]
+    bottom = 32 + len(content) * (bar + gap)
+    cores = next(iter(content.values()))["cores"]
+    parts.append(
+        f'<text x="10" y="{bottom + 8}">Bar: median of the pairs. Line: range. {cores} CPU cores.</text>'
     )
-    parse(parser)
-    print("\n\n".join([*readme(), *results()]))
-    lacking = missing()
-    print("\n\n" + ("\n\n".join(lacking) or "both pages have all of it"))
-    sys.exit(bool(lacking))
+    return svg(left + scale * 9, bottom + 18, parts)
+
+
+def pictures() -> dict[str, str]:
+    """Name -> SVG."""
+    runs = ("os_grpo", "os_ppo", "adder_fast", "multiplier_fast")
+    return {
+        "speed": speed(read("against_trl")),
+        "learning_curves": learning_curves({name: recipe(name) for name in runs}),
+        "algorithm_curves": algorithm_curves(read("algorithm_curves")),
+    }
+
+
+def main() -> None:
+    given = command_line(__doc__, draw=False)
+    if given.draw or given.quick:
+        folder = given.results if given.quick else PICTURES
+        folder.mkdir(exist_ok=True)
+        for name, text in pictures().items():
+            (folder / f"{name}.svg").write_text(text, encoding="utf-8")
+    if not given.draw:
+        print("\n\n".join([*readme(), *results()]))
+        lacking = missing()
+        print("\n\n" + ("\n\n".join(lacking) or "both pages have all of it"))
+        sys.exit(bool(lacking))
 
 
 if __name__ == "__main__":

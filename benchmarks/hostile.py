@@ -1,46 +1,51 @@
 """Play episodes of every environment with random hostile replies from the tests' corpora, and count what is
 left behind.
 
-    python benchmarks/hostile.py --episodes 1000
+    python benchmarks/hostile.py [--episodes 1000] [--environments NAME ...]
+    python benchmarks/hostile.py --attacks [--each 1]        # as root, 20 minutes
 
 For each environment it counts: the ends of the episodes; exceptions (target: none); processes, mounts,
 descriptors, temporary files and System V objects more than before (target: none); the trainer's memory after
 a fifth of the episodes and at the end (target: constant); and hostile replies that were graded as correct.
 It writes results/hostile.json.
+
+With --attacks it tries every attack of the tests' corpus as root and as ordinary users, with and without
+control groups. It prints counts, and writes results/attacks.json with the result of each attack in each case:
+held, bounded (the trainer ended the machine above its limits) or open; for honest work seen or refused.
 """
 
 from __future__ import annotations
 
 # ruff: noqa: E501 (a reply a word)
-import argparse
 import gc
 import json
 import os
 import random
+import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from smoke import RESULTS, no_sandbox, parse, skipped
+from measuring import ROOT, command_line, no_sandbox, skipped
+from sandbox import left_behind
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from agent_peft.environments import load_environment  # noqa: E402
-from agent_peft.environments.base import Environment  # noqa: E402
-from agent_peft.environments.db_bench import isolated as databases  # noqa: E402
-from agent_peft.sandbox.runtime import _FOUND  # noqa: E402
-from agent_peft.seeding import derive  # noqa: E402
-from agent_peft.types import Outcome  # noqa: E402
-from tests.environments.db_bench.hostile_replies import COLUMNS, HOSTILE_REPLIES, ROWS, TABLE  # noqa: E402
-from tests.environments.os_interaction import attacks  # noqa: E402
-from tests.environments.os_interaction.blind_replies import BLIND_REPLIES  # noqa: E402
+from agent_peft.environments import load_environment
+from agent_peft.environments.base import Environment
+from agent_peft.environments.db_bench import isolated as databases
+from agent_peft.sandbox.runtime import _FOUND
+from agent_peft.seeding import derive
+from agent_peft.types import Outcome
+from tests.environments.db_bench.hostile_replies import COLUMNS, HOSTILE_REPLIES, ROWS, TABLE
+from tests.environments.os_interaction import attacks
+from tests.environments.os_interaction.blind_replies import BLIND_REPLIES
 
 DIGITS = "9" * 5000
 TEXTS = (
@@ -52,71 +57,40 @@ TEXTS = (
 )  # fmt: skip
 
 
-def shell(command: str) -> str:
-    return f"Act: bash\n\n```bash\n{command}\n```"
-
-
-SHELL = tuple(
-    shell(command)
-    for command in (
-        *(r.command for r in attacks.REACHES),
-        *(t.command for t in attacks.TRICKS),
-        *(c for _, c in BLIND_REPLIES),
-    )
+COMMANDS = (
+    *(reach.command for reach in attacks.REACHES),
+    *(trick.command for trick in attacks.TRICKS),
+    *(command for _, command in BLIND_REPLIES),
 )
+SHELL = tuple(f"Act: bash\n\n```bash\n{command}\n```" for command in COMMANDS)
 
 
-def environments(folder: Path) -> dict[str, tuple[Environment, Sequence[str]]]:
-    problems = folder / "problems.jsonl"
-    problems.write_text(
-        "".join(
-            json.dumps({"question": f"{i} + {i}?", "answer": f"It is so.\n#### {2 * i}"}) + "\n"
-            for i in range(1, 41)
-        )
-    )
-    columns = [
-        {"name": name, "type": kind} for name, kind in zip(COLUMNS, ("INT", "TEXT", "INT"), strict=True)
-    ]
-    table = {"name": TABLE, "column_info_list": columns, "row_list": [list(row) for row in ROWS]}
-    tables = folder / "tables.json"
-    tables.write_text(
-        json.dumps(
-            {
-                str(i): {
-                    "instruction": f"Set the score of {i} to 5.",
-                    "table_info": table,
-                    "answer_info": {
-                        "sql": f"UPDATE {TABLE} SET score = 5 WHERE id = {i}",
-                        "direct": None,
-                        "md5": None,
-                    },
-                    "skill_list": ["update"],
-                }
-                for i in range(1, len(ROWS))
-            }
-        )
-    )
-    bounds: dict[str, Any] = {
-        "limits": {"memory_mb": 128, "processes": 40, "file_size_mb": 16, "cpu_seconds": 4}
-    }
-    bounds |= {"command_timeout": 4, "script_timeout": 6, "max_turns": 4}
+def entry(number: int) -> dict[str, Any]:
+    kinds = zip(COLUMNS, ("INT", "TEXT", "INT"), strict=True)
+    columns = [{"name": name, "type": kind} for name, kind in kinds]
+    sql = f"UPDATE {TABLE} SET score = 5 WHERE id = {number}"
     return {
-        "arithmetic": (load_environment({"kind": "arithmetic", "digits": 2, "num_tasks": 40}), TEXTS),
-        "gsm8k": (load_environment({"kind": "gsm8k", "tasks": str(problems)}), TEXTS),
-        "db_bench": (
-            load_environment({"kind": "db_bench", "tasks": str(tables)}),
-            (*HOSTILE_REPLIES, *TEXTS),
-        ),
-        "os_interaction": (
-            load_environment(
-                {
-                    "kind": "os_interaction",
-                    "generate": {"num_tasks": 58, "seed": 5, "split": "heldout"},
-                    **bounds,
-                }
-            ),
-            (*SHELL, *SHELL, *TEXTS),
-        ),
+        "instruction": f"Set the score of {number} to 5.",
+        "table_info": {"name": TABLE, "column_info_list": columns, "row_list": [list(row) for row in ROWS]},
+        "answer_info": {"sql": sql, "direct": None, "md5": None},
+        "skill_list": ["update"],
+    }
+
+
+def environments(folder: Path) -> dict[str, tuple[dict[str, Any], Sequence[str]]]:
+    """The settings of each environment, and replies for it."""
+    lines = ({"question": f"{i} + {i}?", "answer": f"It is so.\n#### {2 * i}"} for i in range(1, 41))
+    problems, tables = folder / "problems.jsonl", folder / "tables.json"
+    problems.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tables.write_text(json.dumps({str(i): entry(i) for i in range(1, len(ROWS))}))
+    limits = {"memory_mb": 128, "processes": 40, "file_size_mb": 16, "cpu_seconds": 4}
+    bounds = {"limits": limits, "command_timeout": 4, "script_timeout": 6, "max_turns": 4}
+    shells = {"num_tasks": 58, "seed": 5, "split": "heldout"}
+    return {
+        "arithmetic": ({"digits": 2, "num_tasks": 40}, TEXTS),
+        "gsm8k": ({"tasks": str(problems)}, TEXTS),
+        "db_bench": ({"tasks": str(tables)}, (*HOSTILE_REPLIES, *TEXTS)),
+        "os_interaction": ({"generate": shells, **bounds}, (*SHELL, *SHELL, *TEXTS)),
     }
 
 
@@ -125,28 +99,7 @@ def left() -> dict[str, int]:
     databases.stop()
     for runtime in _FOUND.values():
         runtime.result().finish()
-    waiting, processes = [os.getpid()], 0
-    while waiting:
-        pid = waiting.pop()
-        for task in Path(f"/proc/{pid}/task").glob("*") if Path(f"/proc/{pid}/task").exists() else ():
-            try:
-                children = (task / "children").read_text().split()
-            except OSError:
-                continue
-            processes += len(children)
-            waiting += map(int, children)
-    return {
-        "processes": processes,
-        "mounts": len(Path("/proc/self/mountinfo").read_text().splitlines()),
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "files": len(os.listdir(tempfile.gettempdir())) + len(os.listdir("/dev/shm")),
-        "bundles": len(list(Path(tempfile.gettempdir()).glob("agent-peft-machines-*/*/*/config.json"))),
-        "control_groups": len(list(Path("/sys/fs/cgroup").glob("*/agent-peft-*"))),
-        "ipc": sum(
-            len(Path(f"/proc/sysvipc/{name}").read_text().splitlines()) - 1 for name in ("shm", "sem", "msg")
-        ),
-        "threads": threading.active_count(),
-    }
+    return {**left_behind(), "files": len(os.listdir(tempfile.gettempdir())) + len(os.listdir("/dev/shm"))}
 
 
 def resident() -> float:
@@ -160,20 +113,13 @@ def play(environment: Environment, replies: Sequence[str], seed: int) -> str:
     task = environment.tasks[seed % len(environment.tasks)]
     finish = ("Act: finish", "Action: Answer\nFinal Answer: done")
     try:
-        episode = environment.episode(task, seed)
-        try:
+        with closing(environment.episode(task, seed)) as episode:
             episode.start()
-            for _ in range(rng.randint(1, 3)):
-                result = episode.step(rng.choice(replies))
-                if result.done:
-                    return f"{result.stop_reason}, {result.outcome}"
-            for reply in finish * 4:
+            for reply in (*(rng.choice(replies) for _ in range(rng.randint(1, 3))), *finish * 4):
                 result = episode.step(reply)
                 if result.done:
                     return f"{result.stop_reason}, {result.outcome}"
             return "continues"
-        finally:
-            episode.close()
     except Exception as error:
         return f"EXCEPTION {type(error).__name__}: {error}"[:200]
 
@@ -213,29 +159,60 @@ def settle() -> None:
             return
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--episodes", type=int, default=1000)
-    parser.add_argument("--threads", type=int, default=4)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--environments", nargs="*", help="play only these environments")
-    parser.add_argument("--output", type=Path, default=RESULTS / "hostile.json")
-    options = parse(parser, episodes=20)
+def play_all(given: Any) -> None:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         tempfile.tempdir = os.environ["TMPDIR"] = folder  # so that only our files are counted
         os.chmod(folder, 0o711)  # machines have users of their own, who must reach their files
-        for name, (environment, replies) in environments(Path(folder)).items():
-            if options.environments and name not in options.environments:
+        for name, (settings, replies) in environments(Path(folder)).items():
+            if given.environments and name not in given.environments:
                 continue
-            if options.quick and name == "os_interaction" and (lacks := no_sandbox()):
+            if given.quick and name == "os_interaction" and (lacks := no_sandbox()):
                 skipped(f"{name}: {lacks}")
                 continue
-            found[name] = run(name, environment, replies, options.episodes, options.threads, options.seed)
+            environment = load_environment({"kind": name, **settings})
+            found[name] = run(name, environment, replies, given.episodes, given.threads, given.seed)
             print(name, json.dumps(found[name], indent=2))
-    options.output.write_text(json.dumps(found, indent=2) + "\n")
+    (given.results / "hostile.json").write_text(json.dumps(found, indent=2) + "\n")
+
+
+def try_attacks(given: Any) -> None:
+    if (lacks := no_sandbox()) or os.geteuid() != 0:
+        skipped(f"the attacks: {lacks or 'only root can become another user'}")
+        return
+    report = {}
+    for case in attacks.CASES:
+        command = attacks.command_of(case)
+        if command is None:
+            skipped(f"{case}: no Python here can be run by an ordinary user")
+            continue
+        done = subprocess.run([*command, str(given.each)], stdout=subprocess.PIPE, text=True, cwd="/")
+        if done.returncode != 0:
+            sys.exit(f"{case}: the attacks did not run")
+        report[case] = json.loads(done.stdout)
+        results = report[case]["results"]
+        print(f"{case} ({report[case]['case']}): {dict(Counter(results.values()))}", flush=True)
+        for what, result in results.items():
+            if result not in ("held", "seen"):
+                print(f"    {result}: {what}")
+    (given.results / "attacks.json").write_text(json.dumps(report, indent=1) + "\n", "utf-8")
+
+
+def main() -> None:
+    given = command_line(
+        __doc__,
+        quick={"episodes": 20, "each": 40},
+        episodes=1000,
+        threads=4,
+        seed=0,
+        environments={"nargs": "*", "help": "play only these"},
+        attacks=False,
+        each=1,  # tries every so-many-th attack only
+    )
+    if given.attacks or given.quick:
+        try_attacks(given)
+    if not given.attacks:
+        play_all(given)
 
 
 if __name__ == "__main__":

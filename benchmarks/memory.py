@@ -12,17 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from smoke import parse, temporary_folder, tiny_model
+from measuring import command_line, show, table, tiny_model, write
 
 from agent_peft.batch import Batch, collate
 from agent_peft.hardware import take_peak
@@ -40,7 +36,6 @@ from agent_peft.training.optimizer import build_optimizer
 from agent_peft.training.stage import StageConfig
 from agent_peft.types import Task, Trajectory, Turn
 
-HERE = Path(__file__).resolve().parent
 POINTS: dict[str, dict[str, Any]] = {
     "lora": {},
     "lora, checkpointing": {"activation_checkpointing": True},
@@ -156,56 +151,45 @@ def measure(name: str, phase: str, settings: argparse.Namespace) -> dict[str, in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    given = command_line(
+        __doc__,
+        quick={"rows": 4, "max_tokens": 64, "microbatch_tokens": 128, "only": "lora on q and v"},
+        model="smollm2-135m",
+        rows=16,
+        max_tokens=512,
+        microbatch_tokens=768,
+        only=str,  # points whose name begins with this
+        point={"nargs": 2, "help": "a name and a phase, of which the program measures this one alone"},
     )
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--max-tokens", type=int, default=512)
-    parser.add_argument("--microbatch-tokens", type=int, default=768)
-    parser.add_argument("--only", help="only points whose name begins with this")
-    parser.add_argument("--point", nargs=2, help=argparse.SUPPRESS)
-    settings = parse(parser, rows=4, max_tokens=64, microbatch_tokens=128, only="lora on q and v")
-    if settings.quick and not settings.point:
-        sys.argv += ["--model", str(tiny_model(temporary_folder()))]
-    if settings.point:
-        print(json.dumps(measure(*settings.point, settings)))
+    if given.point:
+        print(json.dumps(measure(*given.point, given)))
         return
+    model = tiny_model(given.results) if given.quick else given.model
     results = []
-    table = Table(
-        "point",
-        "phase",
-        "predicted",
-        "measured",
-        "predicted / measured",
-        title=f"{settings.model}, peak memory in MB",
-    )
     for name in POINTS:
-        if settings.only and not name.startswith(settings.only):
+        if given.only and not name.startswith(given.only):
             continue
         for phase in ("sampling", "evaluation", "training"):
             if phase != "training" and "checkpointing" in name:
                 continue  # it has no effect there
-            command = [sys.executable, __file__, *sys.argv[1:], "--point", name, phase]
+            command = [sys.executable, __file__, *sys.argv[1:], "--model", model, "--point", name, phase]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 sys.exit(done.stderr)
-            found = json.loads(done.stdout.splitlines()[-1])
-            results.append({"point": name, "phase": phase, **found})
-            megabytes = (f"{found[key] / 1e6:.0f}" for key in ("predicted", "measured"))
-            table.add_row(name, phase, *megabytes, f"{found['predicted'] / found['measured']:.2f}")
-    Console().print(table)
-    if not settings.only or settings.quick:
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
-        content = {
-            "rows": settings.rows,
-            "max_tokens": settings.max_tokens,
-            "microbatch_tokens": settings.microbatch_tokens,
-            **versions,
-        }
-        (settings.results / "memory.json").write_text(
-            json.dumps({**content, "points": results}, indent=1) + "\n"
+            results.append({"point": name, "phase": phase, **json.loads(done.stdout.splitlines()[-1])})
+    rows = [
+        (
+            *(one["point"], one["phase"]),
+            *(f"{one[key] / 1e6:.0f}" for key in ("predicted", "measured")),
+            one["predicted"] / one["measured"],
         )
+        for one in results
+    ]
+    columns = "point|phase|predicted|measured|predicted / measured"
+    show(table(columns, rows, f"{given.model}, peak memory in MB"))
+    if not given.only or given.quick:
+        sizes = {key: vars(given)[key] for key in ("rows", "max_tokens", "microbatch_tokens")}
+        write(given.results / "memory.json", {**sizes, "points": results})
 
 
 if __name__ == "__main__":

@@ -2,30 +2,30 @@
 SELECTs apart from changes, by classes of skills, and by what failed.
 
     python benchmarks/real_db_bench.py RUN [--tasks data/db_bench/entry_dict.json] [--limit N]
-    [--at STEP ...] [--output FILE]
+    [--at STEP ...] [--name ENTRY]
     python benchmarks/real_db_bench.py --fit smollm2-135m [--tasks ...]
 
 Every run keeps the last checkpoint of each stage; ``--at`` names other checkpoints by their steps, and 0 is
 the base model. The agent reads the prompts that it was trained with. The limits are those of this file:
 ``--fit`` needs no run, and prints the shares of tasks whose demonstrations fit several limits. The program
-prints its tables after each checkpoint and writes benchmarks/results/real_db_bench.json.
+prints its tables after each checkpoint and writes an entry of
+benchmarks/results/real_db_bench.json, whose name is the run's if no other is named.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from smoke import RESULTS, parse, temporary_folder, tiny_run
+from measuring import ROOT, command_line, show, table, tiny_run
 
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments import load_environment
@@ -35,13 +35,13 @@ from agent_peft.environments.db_bench.tasks import read_entry
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.rollout.evaluation import EvaluationConfig, evaluate
-from agent_peft.rollout.report_tables import skill_table, table
+from agent_peft.rollout.report_tables import skill_table
+from agent_peft.rollout.report_tables import table as success_table
 from agent_peft.rollout.statistics import EvaluationReport, Rate, rate_of
 from agent_peft.runs.targets import open_run
 from agent_peft.types import Outcome, StopReason, Task, Trajectory
 
-HERE = Path(__file__).resolve().parent
-REAL = HERE.parent / "data/db_bench/entry_dict.json"  # written by `agent-peft download db_bench`
+REAL = ROOT / "data/db_bench/entry_dict.json"  # written by `agent-peft download db_bench`
 
 # 99 % of the real tasks fit them together, with SmolLM2's tokenizer (`--fit`)
 MAX_NEW_TOKENS, MAX_TOKENS, MAX_OBSERVATION_CHARS = 768, 2048, 1500
@@ -112,77 +112,52 @@ def ends(report: EvaluationReport) -> dict[str, int]:
     return {end: counts[end] for end in ENDS}
 
 
-def end_table(reports: Mapping[str, EvaluationReport]) -> Table:
-    rows = Table(title="how episodes ended", title_justify="left")
-    for name in ("", *reports):
-        rows.add_column(name, justify="right" if name else "left")
+def end_table(reports: Mapping[str, EvaluationReport]) -> object:
     columns = list(map(ends, reports.values()))
-    for end in ENDS:
-        shares = [column[end] / sum(column.values()) for column in columns]
-        rows.add_row(end, *(f"{share:.1%}" for share in shares))
-    return rows
+    rows = [(end, *(f"{column[end] / sum(column.values()):.1%}" for column in columns)) for end in ENDS]
+    return table("|" + "|".join(reports), rows, "how episodes ended")
 
 
-def class_table(reports: Mapping[str, EvaluationReport]) -> Table:
-    rows = Table(title="success by class (95 % interval)", title_justify="left")
-    for name in ("", "tasks", *reports):
-        rows.add_column(name, justify="right" if name else "left")
-    columns = list(map(class_rates, reports.values()))
+def class_table(reports: Mapping[str, EvaluationReport]) -> object:
+    columns, rows = list(map(class_rates, reports.values())), []
     for name in columns[0]:
         rates = [column.get(name) for column in columns]
         counts = "/".join(sorted({str(rate.tasks) for rate in rates if rate}))
-        rows.add_row(name, counts, *(rate.percent if rate else "" for rate in rates))
-    return rows
+        rows.append((name, counts, *(rate.percent if rate else "" for rate in rates)))
+    return table("|tasks|" + "|".join(reports), rows, "success by class (95 % interval)")
 
 
-def evaluate_run(run: Path, tasks: Path, limit: int | None, at: Sequence[int], output: Path) -> None:
+def evaluate_run(
+    run: Path, tasks: Path, limit: int | None, at: Sequence[int], output: Path, entry: str
+) -> None:
     config, policy = open_run(run, base=True)
     if config.threads:
         torch.set_num_threads(config.threads)
-    evaluation = EvaluationConfig(
-        environment=_environment(config, tasks, limit),
-        sampling=SamplingConfig(
-            temperature=0.0,
-            max_new_tokens=MAX_NEW_TOKENS,
-            max_tokens=MAX_TOKENS,
-            stop=config.stages[-1].sampling.stop,
-        ),
-    )
+    limits = {"max_new_tokens": MAX_NEW_TOKENS, "max_tokens": MAX_TOKENS}
+    sampling = SamplingConfig(temperature=0.0, **limits, stop=config.stages[-1].sampling.stop)
+    evaluation = EvaluationConfig(environment=_environment(config, tasks, limit), sampling=sampling)
+    known = json.loads(output.read_text()) if output.exists() else {}
     reports: dict[str, EvaluationReport] = {}
+    content: dict[str, Any] = {}
     with closing(load_environment(evaluation.environment)) as environment:
         for name, step in _moments(config, at).items():
             if step:
                 policy.load(run / "checkpoints" / f"step_{step:06d}")
-            reports[name] = evaluate(
-                load_sampler(policy, config.engine), environment, evaluation, config.seed
-            )
+            sampler = load_sampler(policy, config.engine)
+            report = reports[name] = evaluate(sampler, environment, evaluation, config.seed)
+            classes = {key: asdict(rate) for key, rate in class_rates(report).items()}
+            content[name] = {**report.to_json(), "ends": ends(report), "by_class": classes}
             # a long evaluation leaves what is done if it is interrupted
-            output.parent.mkdir(parents=True, exist_ok=True)
-            content = {
-                name: {
-                    **report.to_json(),
-                    "ends": ends(report),
-                    "by_class": {key: asdict(rate) for key, rate in class_rates(report).items()},
-                }
-                for name, report in reports.items()
-            }
-            output.write_text(json.dumps(content, indent=1) + "\n")
-            one = {name: reports[name]}
-            Console(width=140).print(f"{name}: {reports[name].summary}", class_table(one), end_table(one))
-    tables = table(reports), class_table(reports), end_table(reports), skill_table(reports)
-    Console(width=140).print(*tables)
+            output.write_text(json.dumps({**known, entry: content}, indent=1) + "\n")
+            one = {name: report}
+            show(f"{name}: {report.summary}", class_table(one), end_table(one))
+    show(success_table(reports), class_table(reports), end_table(reports), skill_table(reports))
 
 
 def _environment(config: TrainConfig, tasks: Path, limit: int | None) -> DBBenchConfig:
     """The real tasks, asked in the form that the run was trained in."""
-    changes = {
-        "tasks": tasks,
-        "generate": None,
-        "skills": None,
-        "split": None,
-        "limit": limit,
-        "max_observation_chars": MAX_OBSERVATION_CHARS,
-    }
+    changes = {"tasks": tasks, "generate": None, "skills": None, "split": None, "limit": limit}
+    changes["max_observation_chars"] = MAX_OBSERVATION_CHARS
     if not isinstance(config.environment, DBBenchConfig):
         raise SystemExit("this run was not trained on db_bench")
     return config.environment.model_copy(update=changes)
@@ -247,54 +222,48 @@ def lengths_of(model: str, tasks: Path, limit: int | None) -> list[Lengths]:
 
 
 def print_fit(lengths: Sequence[Lengths]) -> None:
-    rows = Table(title=f"share of {len(lengths)} tasks that fit", title_justify="left")
-    for name in ("limit", "value", "fit"):
-        rows.add_column(name, justify="right")
     limits: Sequence[tuple[str, Sequence[int], Callable[[Lengths], int]]] = (
         ("max_new_tokens", (72, 160, 192, 256, 512, 640, 768, 1024), lambda one: one.reply),
         ("max_tokens", (768, 1024, 1536, 2048), lambda one: one.total),
         ("max_observation_chars", (400, 600, 1000, 1500, 2000), lambda one: one.observation),
     )
+    rows = []
     for name, values, length in limits:
         for value in values:
-            rows.add_row(
-                name, str(value), f"{sum(length(one) <= value for one in lengths) / len(lengths):.1%}"
-            )
-        rows.add_row(name, "longest", str(max(map(length, lengths))))
+            share = sum(length(one) <= value for one in lengths) / len(lengths)
+            rows.append((name, value, f"{share:.1%}"))
+        rows.append((name, "longest", max(map(length, lengths))))
     together = sum(
         one.reply <= MAX_NEW_TOKENS and one.total <= MAX_TOKENS and one.observation <= MAX_OBSERVATION_CHARS
         for one in lengths
     )
-    rows.add_row(
-        "all of this file",
-        f"{MAX_NEW_TOKENS}, {MAX_TOKENS}, {MAX_OBSERVATION_CHARS}",
-        f"{together / len(lengths):.1%}",
-    )
-    Console().print(rows)
+    ours = f"{MAX_NEW_TOKENS}, {MAX_TOKENS}, {MAX_OBSERVATION_CHARS}"
+    rows.append(("all of this file", ours, f"{together / len(lengths):.1%}"))
+    show(table("limit|value|fit", rows, f"share of {len(lengths)} tasks that fit"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    given = command_line(
+        __doc__,
+        {"run": Path},
+        quick={"run": tiny_run},
+        tasks=REAL,
+        limit=int,
+        at={"type": int, "nargs": "+", "default": [], "metavar": "STEP", "help": "0 is the base model"},
+        name=str,
+        fit=str,  # the model whose tokenizer counts
     )
-    parser.add_argument("run", type=Path, nargs="?")
-    parser.add_argument("--tasks", type=Path, default=REAL)
-    parser.add_argument("--limit", type=int, default=None)
-    parser.add_argument("--at", type=int, nargs="+", default=[], metavar="STEP", help="0 is the base model")
-    parser.add_argument("--output", type=Path, default=RESULTS / "real_db_bench.json")
-    parser.add_argument("--fit", metavar="MODEL", help="whose tokenizer counts")
-    arguments = parse(parser)
-    if arguments.quick:
-        folder = temporary_folder()
-        arguments.run, arguments.tasks = tiny_run(folder), folder / "entries.json"
-        arguments.tasks.write_text(json.dumps(generate(2, 1)))
-        print_fit(lengths_of(str(folder / "tiny"), arguments.tasks, None))
-    if arguments.fit:
-        print_fit(lengths_of(arguments.fit, arguments.tasks, arguments.limit))
-    elif arguments.run is None:
-        parser.error("name a run, or --fit MODEL")
+    if given.quick:
+        given.tasks = given.results / "entries.json"
+        given.tasks.write_text(json.dumps(generate(2, 1)))
+        print_fit(lengths_of(str(given.results / "tiny"), given.tasks, None))
+    if given.fit:
+        print_fit(lengths_of(given.fit, given.tasks, given.limit))
+    elif given.run is None:
+        sys.exit("name a run, or --fit MODEL")
     else:
-        evaluate_run(arguments.run, arguments.tasks, arguments.limit, arguments.at, arguments.output)
+        output = given.results / "real_db_bench.json"
+        evaluate_run(given.run, given.tasks, given.limit, given.at, output, given.name or given.run.name)
 
 
 if __name__ == "__main__":

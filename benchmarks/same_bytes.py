@@ -12,20 +12,17 @@ already is read, not repeated. The program prints a table and exits with 1 if a 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
+from measuring import ROOT, command_line, show, table
 from safetensors.numpy import load_file
-from smoke import parse
 
-HERE = Path(__file__).parent.parent
 COMMON = ["evaluation=null", "policy.dtype=float32", "threads=1"]
 RUNS = {
     "quickstart": ["stages.0.steps=2", "stages.1.steps=2"],
@@ -77,35 +74,34 @@ def compare(before: Path, after: Path, names: list[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    given = command_line(
+        __doc__,
+        {"other": Path},  # the other checkout
+        quick={"other": ROOT, "only": ["adder_fast"]},  # this checkout with itself
+        keep=Path,  # folder of the runs; without it they are deleted
+        only={"nargs": "+", "choices": RUNS, "default": list(RUNS)},
     )
-    parser.add_argument("other", type=Path, nargs="?", help="the other checkout")
-    parser.add_argument("--keep", type=Path, help="folder of the runs; without it they are deleted")
-    parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
-    arguments = parse(parser, other=HERE, only=["adder_fast"])  # with --quick, this checkout with itself
-    if arguments.other is None:
-        parser.error("name the other checkout")
-    if arguments.quick:
+    if given.other is None:
+        sys.exit("name the other checkout")
+    if given.quick:
         RUNS["adder_fast"] = ["stages.0.steps=2", "stages.1.steps=2"]
-    table, failed = Table("configuration", "bytes of metrics", "metrics.jsonl", "trajectories/"), False
+    rows = []
     with tempfile.TemporaryDirectory() as temporary:
-        folder = (arguments.keep or Path(temporary)).absolute()
-        for name in arguments.only:
+        folder = (given.keep or Path(temporary)).absolute()
+        for name in given.only:
             before, after = folder / f"before_{name}", folder / f"after_{name}"
             if not (before / "metrics.jsonl").is_file():
-                train(arguments.other.absolute(), name, before, None)
-            subprocess.run(["rm", "-rf", str(after)], check=True)
-            train(HERE, name, after, before)
+                train(given.other.absolute(), name, before, None)
+            shutil.rmtree(after, ignore_errors=True)
+            train(ROOT, name, after, before)
             metrics = compare(before, after, ["metrics.jsonl"])
             folders = before / "trajectories", after / "trajectories"
             files = {path.name for folder in folders for path in folder.iterdir()}
             trajectories = compare(*folders, sorted(files))
             size = f"{(after / 'metrics.jsonl').stat().st_size:,}"
-            table.add_row(name, size, metrics or "equal", trajectories or "equal")
-            failed = failed or "DIFFERENT" in metrics + trajectories
-    Console(width=110).print(table)
-    sys.exit(failed)
+            rows.append((name, size, metrics or "equal", trajectories or "equal"))
+    show(table("configuration|bytes of metrics|metrics.jsonl|trajectories/", rows))
+    sys.exit("DIFFERENT" in str(rows))
 
 
 if __name__ == "__main__":

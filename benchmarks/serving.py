@@ -14,7 +14,6 @@ writes benchmarks/results/serving.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -22,7 +21,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,10 +29,7 @@ from typing import Any
 
 import httpx
 import torch
-from measuring import write
-from rich.console import Console
-from rich.table import Table
-from smoke import parse, skipped, temporary_folder, tiny_model
+from measuring import OneTurn, command_line, show, skipped, table, tiny_model, write
 
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig, Sampler
@@ -46,17 +42,11 @@ MAX_TOKENS = 2048
 
 
 @dataclass
-class Reply:
+class Reply(OneTurn):
     """A conversation of one action, and a client's answer."""
 
-    prompt: Sequence[int] = ()
-    seed: int = 0
-    action: Sequence[int] = ()
     first: float = 0.0  # seconds until the first token
     last: float = 0.0
-
-    def act(self, action: Sequence[int], logprobs: Sequence[float], room: int) -> None:
-        self.action = action
 
 
 @dataclass
@@ -105,15 +95,9 @@ def served(url: str, model: str, texts: Sequence[str], tokens: int, stream: bool
         httpx.Client(timeout=600, trust_env=False, limits=limits) as client,
         ThreadPoolExecutor(len(texts)) as threads,
     ):
+        same = {"model": model, "max_tokens": tokens, "stream": stream, "return_token_ids": True}
         bodies = [
-            {
-                "model": model,
-                "messages": [{"role": "user", "content": text}],
-                "max_tokens": tokens,
-                "seed": i,
-                "stream": stream,
-                "return_token_ids": True,
-            }
+            {**same, "messages": [{"role": "user", "content": text}], "seed": i}
             for i, text in enumerate(texts)
         ]
         return list(threads.map(lambda body: ask(client, url, body), bodies))
@@ -147,73 +131,63 @@ def stopped(group: int | None) -> Iterator[None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--other", help="address of another server, with /v1")
-    parser.add_argument("--other-model", default="model")
-    parser.add_argument("--other-group", type=int, help="process group of that server")
-    given = parse(parser, clients=2, tokens=4, rounds=1, threads=1)
-    if given.quick:
-        given.model = str(tiny_model(temporary_folder()))
+    given = command_line(
+        __doc__,
+        quick={"clients": 2, "tokens": 4, "rounds": 1, "threads": 1, "model": tiny_model},
+        model="smollm2-135m",
+        clients=32,
+        tokens=64,
+        rounds=3,
+        threads=2,
+        other=str,  # address of another server, with /v1
+        other_model="model",
+        other_group=int,  # process group of that server
+    )
     if given.other is None:
         skipped("another server: --other names none")
     torch.set_num_threads(given.threads)
     policy = load_policy(given.model, lora=None, dtype="float32", device="cpu")
     sampler = load_sampler(policy, EngineConfig(rows=given.clients))
     ways = {OWN: Way(), WHOLE: Way(), STREAMED: Way(), **({OTHER: Way()} if given.other else {})}
+    expected: list[Reply] = []
     with server(given.model, given.clients, given.threads) as url:
-        for number in range(-1, given.rounds):  # the first round warms up
+        calls: dict[str, Callable[[list[str]], list[Reply]]] = {
+            OWN: lambda texts: own(sampler, texts, given.tokens),
+            WHOLE: lambda texts: served(url, "model", texts, given.tokens, stream=False),
+            STREAMED: lambda texts: served(url, "model", texts, given.tokens, stream=True),
+            OTHER: lambda texts: served(given.other, given.other_model, texts, given.tokens, stream=False),
+        }
+        for number in range(-1, given.rounds):
             texts = questions(number, given.clients)
-            expected: list[Reply] = []
             for name, way in ways.items():
                 with stopped(None if name == OTHER else given.other_group):
-                    begun = time.perf_counter()
-                    if name == OWN:
-                        replies = expected = own(sampler, texts, given.tokens)
-                    elif name == OTHER:
-                        replies = served(given.other, given.other_model, texts, given.tokens, stream=False)
-                    else:
-                        replies = served(url, "model", texts, given.tokens, stream=name == STREAMED)
-                    seconds = time.perf_counter() - begun
-                if number < 0:
-                    continue
-                way.seconds.append(seconds)
-                way.tokens += sum(len(reply.action) for reply in replies)
-                way.replies += replies
-                way.equal += sum(
-                    list(reply.action) == list(one.action)
-                    for reply, one in zip(replies, expected, strict=True)
-                )
-    table = Table(title=f"{given.model}, {given.clients} clients, up to {given.tokens} tokens each")
-    for heading in ("way", "tokens/s", "of the own", "equal replies", "first token s", "whole reply s"):
-        table.add_column(heading)
-    results = {}
+                    begin = time.perf_counter()
+                    replies = calls[name](texts)
+                    seconds = time.perf_counter() - begin
+                if name == OWN:
+                    expected = replies
+                if number >= 0:  # the first round warms up
+                    pairs = zip(replies, expected, strict=True)
+                    way.seconds.append(seconds)
+                    way.tokens += sum(len(reply.action) for reply in replies)
+                    way.replies += replies
+                    way.equal += sum(list(reply.action) == list(one.action) for reply, one in pairs)
+    results, rows = {}, []
     for name, way in ways.items():
         rate, base = (w.tokens / sum(w.seconds) for w in (way, ways[OWN]))
         first, last = (
             statistics.median(times) if any(times := [getattr(r, key) for r in way.replies]) else None
             for key in ("first", "last")
         )
-        results[name] = {
-            "tokens_per_second": rate,
-            "of_own": rate / base,
-            "equal": way.equal,
-            "replies": len(way.replies),
-            "median_first_token_s": first if name == STREAMED else None,
-            "median_reply_s": last,
-            "seconds": way.seconds,
-        }
-        times = [
-            "" if value is None else f"{value:.2f}" for value in (results[name]["median_first_token_s"], last)
-        ]
-        table.add_row(name, f"{rate:.0f}", f"{rate / base:.2f}", f"{way.equal}/{len(way.replies)}", *times)
-    Console().print(table)
+        first = first if name == STREAMED else None
+        speed = {"tokens_per_second": rate, "of_own": rate / base, "seconds": way.seconds}
+        times = {"median_first_token_s": first, "median_reply_s": last}
+        results[name] = {**speed, **times, "equal": way.equal, "replies": len(way.replies)}
+        rows.append((name, f"{rate:.0f}", rate / base, f"{way.equal}/{len(way.replies)}", first, last))
+    title = f"{given.model}, {given.clients} clients, up to {given.tokens} tokens each"
+    show(table("way|tokens/s|of the own|equal replies|first token s|whole reply s", rows, title))
     settings = {name: value for name, value in vars(given).items() if name != "results"}
-    write(given.results, "serving", {"settings": settings, "ways": results})
+    write(given.results / "serving.json", {"settings": settings, "ways": results})
 
 
 if __name__ == "__main__":

@@ -12,9 +12,6 @@ benchmarks/results/slow_environments.json.
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import sys
 import threading
 import time
@@ -24,14 +21,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from smoke import parse
+from measuring import command_line, show, table, write
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from agent_peft.environments import load_environment
-from agent_peft.environments.arithmetic import ALPHABET
-from agent_peft.environments.base import Environment, Episode
+from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticConfig
+from agent_peft.environments.base import Episode
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig, EngineStatistics, Sampler
 from agent_peft.policies.engine.schedule import Schedule
@@ -42,7 +36,7 @@ from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.rollout.collector import Collector
 from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.seeding import generator
-from agent_peft.types import Message, StepResult, Task
+from agent_peft.types import Task
 
 TURNS = 3
 
@@ -119,9 +113,8 @@ def make_policy(hidden: int, layers: int) -> Policy:
         eos_token_id=2,
     )
     torch.manual_seed(0)
-    return Policy(
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), ChatTokenizer(tokenizer)
-    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return Policy(model, ChatTokenizer(tokenizer))
 
 
 def run(
@@ -148,9 +141,8 @@ def environments_alone(case: Case, rows: int, clock: int) -> float:
 def measure(case: Case, rows: int, rounds: int) -> dict[str, Any]:
     engine = load_sampler(make_policy(case.hidden, case.layers), EngineConfig(rows=rows))
     alone = environments_alone(case, rows, clock=0)
-    pairs = [
-        (run(engine, case, slow=False), run(engine, case)) for _ in range(rounds)
-    ]  # side by side, so that noise affects both
+    # in turn, so that noise affects both
+    pairs = [(run(engine, case, slow=False), run(engine, case)) for _ in range(rounds)]
     pairs.sort(key=lambda pair: pair[1][0] / max(pair[0][0], alone))
     (decoding, plain, tokens), (seconds, statistics, expected) = pairs[len(pairs) // 2]
     waiting = run(engine, case, schedule=())[0] if case.most < 1 else None
@@ -174,90 +166,57 @@ def measure(case: Case, rows: int, rounds: int) -> dict[str, Any]:
     }
 
 
-class Doors(Environment):
-    """Counts the open episodes of another environment."""
+class Doors(Arithmetic):
+    """Counts its open episodes."""
 
-    def __init__(self, inner: Environment) -> None:
-        self.inner, self.lock, self.open, self.peak = inner, threading.Lock(), 0, 0
-
-    @property
-    def tasks(self) -> Sequence[Task]:
-        return self.inner.tasks
+    def __init__(self, config: ArithmeticConfig) -> None:
+        super().__init__(config)
+        self.lock, self.open, self.peak = threading.Lock(), set[Episode](), 0
 
     def episode(self, task: Task, seed: int) -> Episode:
+        episode = super().episode(task, seed)
+        episode.close = lambda: self.open.discard(episode)  # an episode here has nothing else to close
         with self.lock:
-            self.open += 1
-            self.peak = max(self.peak, self.open)
-        return Counted(self.inner.episode(task, seed), self)
-
-
-class Counted(Episode):
-    def __init__(self, inner: Episode, doors: Doors) -> None:
-        self.inner, self.doors, self.closed = inner, doors, False
-
-    def start(self) -> Sequence[Message]:
-        return self.inner.start()
-
-    def step(self, action: str) -> StepResult:
-        return self.inner.step(action)
-
-    def close(self) -> None:
-        self.inner.close()
-        with self.doors.lock:
-            self.doors.open -= not self.closed
-        self.closed = True
+            self.open.add(episode)
+            self.peak = max(self.peak, len(self.open))
+        return episode
 
 
 def measure_doors(rows: int, tasks: int = 1319) -> dict[str, int]:
-    doors = Doors(load_environment({"kind": "arithmetic", "digits": 3, "num_tasks": tasks}))
+    doors = Doors(ArithmeticConfig(digits=3, num_tasks=tasks))
     policy = make_policy(16, 1)
     policy = Policy(policy.model, ChatTokenizer(character_tokenizer(ALPHABET)))
     engine = load_sampler(policy, EngineConfig(rows=rows))
     Collector(doors, engine).collect(doors.tasks, 1, SamplingConfig(max_new_tokens=8), RewardConfig(), 0)
-    return {"tasks": tasks, "rows": rows, "peak_open": doors.peak, "left_open": doors.open}
+    return {"tasks": tasks, "rows": rows, "peak_open": doors.peak, "left_open": len(doors.open)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    given = command_line(
+        __doc__,
+        quick={"rows": 8, "rounds": 1, "only": "tiny model, 0.3 s"},
+        rows=64,
+        rounds=3,  # the median is printed
+        only=str,  # cases whose name begins with this
     )
-    parser.add_argument("--rows", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3, help="number of rounds; the median is printed")
-    parser.add_argument("--only", help="only cases whose name begins with this")
-    settings = parse(parser, rows=8, rounds=1, only="tiny model, 0.3 s")
     torch.set_num_threads(1)
-    headings = (
-        "decoding alone",
-        "environments alone",
-        "together",
-        "/ the larger",
-        "engine waited",
-        "late answers",
-        "waiting for each",
+    chosen = [case for case in cases(given.rows) if case.name.startswith(given.only or "")]
+    found = [measure(case, given.rows, given.rounds) for case in chosen]
+    keys = ("name", "decoding", "environments", "seconds", "ratio", "waited", "late", "waiting_for_each")
+    columns = "case|decoding alone|environments alone|together|/ the larger|sampler waited|late answers"
+    rows = ([result[key] for key in keys] for result in found)
+    show(table(f"{columns}|waiting for each", rows, f"{given.rows} rows, three turns, seconds"))
+    doors = measure_doors(given.rows)
+    counts = (
+        "{tasks} tasks with {rows} rows: at most {peak_open} episodes were open, and {left_open} are open now"
     )
-    table = Table("case", *headings, title=f"{settings.rows} rows, three turns, seconds")
-    found = []
-    for case in cases(settings.rows):
-        if settings.only and not case.name.startswith(settings.only):
-            continue
-        result = measure(case, settings.rows, settings.rounds)
-        found.append(result)
-        numbers = (f"{result[key]:.2f}" for key in ("decoding", "environments", "seconds", "ratio", "waited"))
-        waiting = result["waiting_for_each"]
-        table.add_row(case.name, *numbers, str(result["late"]), "" if waiting is None else f"{waiting:.2f}")
-    Console(width=170).print(table)
-    print("each run was repeated with other latencies, following its schedule: the same bytes")
-    doors = measure_doors(settings.rows)
-    print(
-        "{tasks} tasks with {rows} rows: at most {peak_open} episodes were open, "
-        "and {left_open} are open now".format(**doors)
+    show(
+        "each run was repeated with other latencies, following its schedule: the same bytes",
+        counts.format(**doors),
     )
-    if not settings.only or settings.quick:
-        versions = {"python": platform.python_version(), "torch": torch.__version__}
-        (settings.results / "slow_environments.json").write_text(
-            json.dumps({"rows": settings.rows, **versions, "cases": found, "evaluation": doors}, indent=1)
-            + "\n"
-        )
+    if not given.only or given.quick:
+        content = {"rows": given.rows, "cases": found, "evaluation": doors}
+        write(given.results / "slow_environments.json", content)
 
 
 if __name__ == "__main__":

@@ -19,22 +19,14 @@ segment, to show that all of it runs.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import resource
 import string
-import subprocess
-import sys
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from smoke import RESULTS, parse
+from measuring import RESULTS, TINY, command_line, show, table, write
+from seeds import lines_of, train
 
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.rollout.skill_matrix import MEASURES, SkillMatrix
@@ -45,20 +37,6 @@ from agent_peft.runs.targets import load_run
 
 SKILLS = ("insert", "update", "delete", "where_single_condition", "order_by_single_column", "limit_only")
 CONDITIONS = ("lora", "replay", "both")
-TINY = {
-    "kind": "scratch",
-    "alphabet": string.printable,
-    "device": "cpu",
-    "architecture": {
-        "model_type": "llama",
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 4096,
-    },
-    "lora": {"rank": 2},
-}
 
 
 @dataclass(frozen=True)
@@ -95,6 +73,8 @@ class Measured:
 def configuration(condition: str, seed: int, sizes: Sizes, run: Path) -> dict[str, Any]:
     """The run of one condition."""
     quick = not sizes.model
+    tiny = {"kind": "scratch", "alphabet": string.printable, "device": "cpu", "lora": {"rank": 2}}
+    tiny["architecture"] = TINY
     tasks = 8 * sizes.warm_up + len(SKILLS) * sizes.steps * sizes.tasks_per_step
 
     def environment(number: int, split: str, seed: int) -> dict[str, Any]:
@@ -105,7 +85,7 @@ def configuration(condition: str, seed: int, sizes: Sizes, run: Path) -> dict[st
     return {
         "run_dir": str(run),
         "seed": seed,
-        "policy": TINY if quick else {"kind": "pretrained", "model": sizes.model, "lora": {"rank": 16}},
+        "policy": tiny if quick else {"kind": "pretrained", "model": sizes.model, "lora": {"rank": 16}},
         "environment": environment(max(tasks, len(SKILLS)), "train", seed),
         "evaluation": {
             "environment": environment(sizes.heldout * len(SKILLS), "words", 1000),
@@ -144,39 +124,19 @@ def measure(condition: str, seed: int, sizes: Sizes, run: Path, overrides: Seque
     run.parent.mkdir(parents=True, exist_ok=True)
     file = run.with_suffix(".yaml")
     file.write_text(dump(configuration(condition, seed, sizes, run)))
-    before, clock = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    command = [sys.executable, "-m", "agent_peft", "train", str(file), *overrides]
-    if not (run / "cost.json").is_file():
-        subprocess.run(command, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        cost = {"cpu_seconds": cpu, "seconds": time.perf_counter() - clock}
-        (run / "cost.json").write_text(json.dumps(cost) + "\n")
+    cost = asdict(train(file, run, overrides))
     warm_up = load_run(run).stages[0].steps
     reports = [evaluation.report for evaluation in RunRecord(run).evaluations.values()]
-    measured = [record for path in (run / "evaluations").glob("*.jsonl") for record in _lines(path)]
-    acted = [
-        record
-        for path in (run / "trajectories").glob("*.jsonl")
-        for record in _lines(path)
-        if record["step"] >= warm_up
-    ]
-    skills = {record["task"]: record["skills"][0] for record in measured}
-    timing = [line for line in _lines(run / "timing.jsonl") if line["step"] >= warm_up]
-    cost = json.loads((run / "cost.json").read_text())
-    cost["seconds_of_a_step"] = sum(line["seconds"] for line in timing) / len(timing)
-    return Measured(
-        condition,
-        seed,
-        skill_matrices(load_run(run), reports, skills)["stream"],
-        _tokens(acted),
-        _tokens(measured),
-        cost,
+    measured = [record for path in (run / "evaluations").glob("*.jsonl") for record in lines_of(path)]
+    acted = [line for path in (run / "trajectories").glob("*.jsonl") for line in lines_of(path)]
+    acted, timing = (
+        [line for line in lines if line["step"] >= warm_up]
+        for lines in (acted, lines_of(run / "timing.jsonl"))
     )
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    skills = {record["task"]: record["skills"][0] for record in measured}
+    cost["seconds_of_a_step"] = sum(line["seconds"] for line in timing) / len(timing)
+    matrix = skill_matrices(load_run(run), reports, skills)["stream"]
+    return Measured(condition, seed, matrix, _tokens(acted), _tokens(measured), cost)
 
 
 def _tokens(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -187,28 +147,25 @@ def _tokens(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-def table_of(rows: Sequence[Measured]) -> Table:
+def table_of(rows: Sequence[Measured]) -> object:
     """A column for each condition: means over seeds, with Student's 95 % interval where there are several."""
-    table = Table(title="one skill after another: means over seeds (95 %)", title_justify="left")
     conditions = list(dict.fromkeys(row.condition for row in rows))
-    for name in ("", *conditions):
-        table.add_column(name, justify="right" if name else "left")
-    table.add_row("seeds", *(str(sum(row.condition == name for row in rows)) for name in conditions))
-
-    def add(name: str, of: Any) -> None:
-        means = (mean_over_tasks([of(row) for row in rows if row.condition == c]) for c in conditions)
-        table.add_row(name, *(_text(mean) for mean in means))
-
-    for name in MEASURES:
-        add(name, lambda row, name=name: row.matrix.measures()[name].value)
-    add("success before", lambda row: _success(row.matrix, 0))
+    of: dict[str, Callable[[Measured], float]] = {
+        name: lambda row, name=name: row.matrix.measures()[name].value for name in MEASURES
+    }
+    of["success before"] = lambda row: _success(row.matrix, 0)
     for part in ("training", "evaluation"):
         for what in ("read", "written"):
-            name = f"tokens {what}, an episode of {part}"
-            add(name, lambda row, part=part, what=what: getattr(row, part)[what])
-    add("seconds of a step", lambda row: row.cost["seconds_of_a_step"])
-    add("CPU seconds in all", lambda row: row.cost["cpu_seconds"])
-    return table
+            of[f"tokens {what}, an episode of {part}"] = lambda row, a=part, b=what: getattr(row, a)[b]
+    of["seconds of a step"] = lambda row: row.cost["seconds_of_a_step"]
+    if all(row.cost["cpu_seconds"] is not None for row in rows):
+        of["CPU seconds in all"] = lambda row: row.cost["cpu_seconds"]
+    counts = [sum(row.condition == condition for row in rows) for condition in conditions]
+    cells = [("seeds", *counts)]
+    for name, value in of.items():
+        means = (mean_over_tasks([value(row) for row in rows if row.condition == c]) for c in conditions)
+        cells.append((name, *map(_text, means)))
+    return table("|" + "|".join(conditions), cells, "one skill after another: means over seeds (95 %)")
 
 
 def _text(mean: Mean) -> str:
@@ -241,48 +198,38 @@ def to_json(row: Measured) -> dict[str, Any]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def main() -> None:
+    given = command_line(
+        __doc__,
+        {"overrides": []},
+        quick={"seeds": [0], "overrides": ["threads=1"]},
+        seeds=[0, 1, 2],
+        conditions={"nargs": "+", "choices": CONDITIONS, "default": CONDITIONS},
+        model="smollm2-135m",
+        warm_up=8,  # supervised steps of 8 demonstrations
+        steps=3,  # of each skill
+        tasks_per_step=16,
+        heldout=6,  # tasks of each skill
+        replays=4,
+        runs=Path("runs/streams"),
+        output=RESULTS / "streams.json",
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=CONDITIONS)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--warm-up", type=int, default=8, help="supervised steps of 8 demonstrations")
-    parser.add_argument("--steps", type=int, default=3, help="of each skill")
-    parser.add_argument("--tasks-per-step", type=int, default=16)
-    parser.add_argument("--heldout", type=int, default=6, help="tasks of each skill")
-    parser.add_argument("--replays", type=int, default=4)
-    parser.add_argument("--runs", type=Path, default=Path("runs/streams"))
-    parser.add_argument("--output", type=Path, default=RESULTS / "streams.json")
-    parser.add_argument("overrides", nargs="*")
-    given = parse(parser, arguments, seeds=[0], overrides=["threads=1"])
-    sizes = Sizes(
-        given.model,
-        given.warm_up,
-        given.steps,
-        given.tasks_per_step,
-        given.heldout,
-        given.replays,
-        max_new_tokens=96,
-    )
-    console, rows = Console(width=180), list[Measured]()
+    names = ("model", "warm_up", "steps", "tasks_per_step", "heldout", "replays")
+    sizes = Sizes(*(vars(given)[name] for name in names), max_new_tokens=96)
+    sizes = Sizes.quick() if given.quick else sizes
+    rows = list[Measured]()
     for seed in given.seeds:
         for condition in given.conditions:
             run = given.runs / f"{condition}-{seed}"
-            rows.append(
-                measure(condition, seed, Sizes.quick() if given.quick else sizes, run, given.overrides)
-            )
-            console.print(f"{condition}, seed {seed}", rows[-1].matrix.table())
+            rows.append(measure(condition, seed, sizes, run, given.overrides))
+            show(f"{condition}, seed {seed}", rows[-1].matrix.table())
             content = {
-                "cores": os.cpu_count(),
-                "sizes": vars(Sizes.quick() if given.quick else sizes),
+                "sizes": vars(sizes),
                 "overrides": given.overrides,
                 "rows": [to_json(row) for row in rows],
             }
-            given.output.parent.mkdir(parents=True, exist_ok=True)
-            given.output.write_text(json.dumps(content, indent=1) + "\n")
-    console.print(table_of(rows))
+            write(given.output, content)
+    show(table_of(rows))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 group, while groups, prompts and turns grow.
 
     python benchmarks/training.py [--short] [--rounds 3] [--threads 2] [--microbatch-tokens 8192]
-    [--model smollm2-135m] [--profile]
+    [--model smollm2-135m]
 
 The model has SmolLM2-135M's shapes and random weights, but 3 of its 30 layers and a tenth of its vocabulary,
 so that every part keeps its share of the time and the table takes minutes. One point is repeated with the
@@ -13,22 +13,30 @@ medians of paired ratios.
 
 Our target is 85 % of the ratio of tokens if that ratio is 2 or more, and never more than 3 % slower than
 padded rows. The floor is the minimum of operations of both ways (attention only to visible tokens) at the
-rate of this machine's matrix products. The program prints tables and writes
+rate of this machine's matrix products. --short has 7 of the 17 points, without the whole model; groups of
+more than 8,000 padded tokens have one round fewer. The program prints tables and writes
 benchmarks/results/training.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from measuring import Limits, Split, alternate, hot_spots, measure_limits, ratio, write
-from rich.console import Console
-from rich.table import Table
-from smoke import parse
+from measuring import (
+    Limits,
+    alternate,
+    command_line,
+    linear_weights,
+    measure_limits,
+    ratio,
+    show,
+    table,
+    write,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agent_peft.batch import Batch, collate
@@ -124,11 +132,8 @@ def tenth(model: str) -> Policy:
 
 def pieces(policy: Policy, batch: Batch, rows: list[int], budget: int) -> Iterator[Batch]:
     """Halve a group until each part fits, as the trainer does."""
-    if (
-        len(rows) > 1
-        and policy.count_nodes([batch.tokens[row, : int(batch.lengths[row])].tolist() for row in rows])
-        > budget
-    ):
+    sequences = [batch.tokens[row, : int(batch.lengths[row])].tolist() for row in rows]
+    if len(rows) > 1 and policy.count_nodes(sequences) > budget:
         yield from pieces(policy, batch, rows[: len(rows) // 2], budget)
         yield from pieces(policy, batch, rows[len(rows) // 2 :], budget)
     else:
@@ -150,42 +155,24 @@ def operations(policy: Policy, batch: Batch, packed: bool) -> float:
     five backward over the visible pairs.
     """
     lora = sum(p.numel() for p in policy.trainable_parameters())
-    frozen = (
-        sum(
-            p.numel()
-            for m in policy.decoder.modules()
-            if isinstance(m, torch.nn.Linear)
-            for p in m.parameters()
-        )
-        - lora
-    )
+    frozen = linear_weights(policy) - lora
     shape = policy.base.config
+    width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     sequences = [batch.tokens[row, : int(batch.lengths[row])].tolist() for row in range(len(batch))]
-    depths = (
-        build_trie(sequences).positions
-        if packed
-        else [depth for sequence in sequences for depth in range(len(sequence))]
-    )
-    attention = (
-        14
-        * shape.num_hidden_layers
-        * shape.num_attention_heads
-        * shape.head_dim
-        * sum(depth + 1 for depth in depths)
-    )
+    padded = [depth for sequence in sequences for depth in range(len(sequence))]
+    depths = build_trie(sequences).positions if packed else padded
+    pairs = sum(depth + 1 for depth in depths)
+    attention = 14 * shape.num_hidden_layers * shape.num_attention_heads * width * pairs
     head = 4 * shape.hidden_size * shape.vocab_size * int(batch.action_mask.sum())
     return float(len(depths) * (4 * frozen + 6 * lora) + attention + head)
 
 
-def measure(policy: Policy, point: Point, rounds: int, budget: int, limits: Limits) -> dict[str, object]:
+def measure(policy: Policy, point: Point, rounds: int, budget: int, limits: Limits) -> dict[str, Any]:
     batch = point.batch(policy.base.config.vocab_size)
     padding = Policy(policy.model, policy.chat, packing=False)
     ours, plain = (train(way, batch, budget) for way in (policy, padding))
-    times = alternate(
-        {"packed": lambda: train(policy, batch, budget), "padded": lambda: train(padding, batch, budget)},
-        rounds,
-        warm_up=False,
-    )
+    ways = {"packed": lambda: train(policy, batch, budget), "padded": lambda: train(padding, batch, budget)}
+    times = alternate(ways, rounds, warm_up=False)
     found = ratio(times["padded"], times["packed"])
     needed = {name: operations(policy, batch, name == "packed") for name in times}
     return {
@@ -204,116 +191,50 @@ def measure(policy: Policy, point: Point, rounds: int, budget: int, limits: Limi
     }
 
 
-def show(title: str, rows: list[dict[str, object]]) -> Table:
-    table = Table(
-        rows[0]["sweep"],
-        "padded tokens",
-        "nodes",
-        "ideal",
-        "by operations",
-        "measured",
-        "of ideal",
-        "bound",
-        title=title,
-    )
-    for name in ("packed, s", "floor", "padded, s", "floor", "gradients apart"):
-        table.add_column(name)
+def table_of(title: str, rows: list[dict[str, Any]]) -> object:
+    cells = []
     for row in rows:
-        cells = [str(row[name]) for name in ("value", "padded_tokens", "nodes")]
-        cells += [f"{row[name]:.2f}" for name in ("ideal", "ideal_operations", "measured", "of_ideal")]
-        cells.append("held" if row["holds"] else "MISSED")
-        for way in ("packed", "padded"):
-            cells += [f"{statistics.median(row['seconds'][way]):.2f}", f"{row['floor'][way]:.2f}"]
-        table.add_row(*cells, f"{row['gradients_apart']:.0e}")
-    return table
+        ratios = (row[name] for name in ("ideal", "ideal_operations", "measured", "of_ideal"))
+        times = [(statistics.median(row["seconds"][way]), row["floor"][way]) for way in ("packed", "padded")]
+        target = "met" if row["holds"] else "MISSED"
+        sizes = row["value"], row["padded_tokens"], row["nodes"]
+        cells.append([*sizes, *ratios, target, *times[0], *times[1], f"{row['gradients_apart']:.0e}"])
+    columns = f"{rows[0]['sweep']}|padded tokens|nodes|ideal|by operations|measured|of ideal|target"
+    return table(columns + "|packed, s|floor|padded, s|floor|gradients apart", cells, title)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    given = command_line(
+        __doc__,
+        quick={"short": True, "rounds": 1, "threads": 1},
+        short=False,
+        rounds=3,
+        threads=2,
+        microbatch_tokens=8192,
+        model="smollm2-135m",
     )
-    parser.add_argument("--short", action="store_true", help="7 of 17 points, without the whole model")
-    parser.add_argument(
-        "--rounds", type=int, default=3, help="rounds; one fewer for groups of more than 8,000 padded tokens"
-    )
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--microbatch-tokens", type=int, default=8192)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument(
-        "--profile",
-        action="store_true",
-        help="also print where the time of the group of 8 goes, packed and padded",
-    )
-    arguments = parse(parser, short=True, rounds=1, threads=1, profile=True)
-    torch.set_num_threads(arguments.threads)
-    console, limits = Console(width=170), measure_limits()
-    policy = tenth(arguments.model)
-    train(
-        policy,
-        Point("warm-up", 0, 2, 1, 32, 32, 32).batch(policy.base.config.vocab_size),
-        arguments.microbatch_tokens,
-    )
-    sweeps: dict[str, list[dict[str, object]]] = {}
-    for point in points(arguments.short):
-        if arguments.quick and point.padded > 1600:
-            continue
-        rounds = max(1, arguments.rounds - (point.padded > 8000))
-        sweeps.setdefault(point.sweep, []).append(
-            measure(policy, point, rounds, arguments.microbatch_tokens, limits)
-        )
-    common = Point("group", 8, size=8, turns=1, observed=256, sampled=64, shared=256)
-    content: dict[str, object] = {"limits": vars(limits), "microbatch_tokens": arguments.microbatch_tokens}
+    torch.set_num_threads(given.threads)
+    limits, policy, budget = measure_limits(), tenth(given.model), given.microbatch_tokens
+    warm_up = Point("warm-up", 0, 2, 1, 32, 32, 32)
+    train(policy, warm_up.batch(policy.base.config.vocab_size), budget)
+    sweeps: dict[str, list[dict[str, Any]]] = {}
+    for point in points(given.short):
+        if not given.quick or point.padded <= 1600:
+            rounds = max(1, given.rounds - (point.padded > 8000))
+            row = measure(policy, point, rounds, budget, limits)
+            sweeps.setdefault(point.sweep, []).append(row)
+    content: dict[str, object] = {"limits": vars(limits), "microbatch_tokens": budget}
     for name, rows in sweeps.items():
-        console.print(show(f"{name} (a tenth of {arguments.model})", rows))
-    if not arguments.short:
-        whole = measure(
-            load_policy(PretrainedConfig(model=arguments.model, dtype="float32"), 0),
-            common,
-            arguments.rounds,
-            arguments.microbatch_tokens,
-            limits,
-        )
-        console.print(show(f"the whole of {arguments.model}", [whole]))
-        content["whole"] = whole
-    console.print(limits.text)
-    missed = [
-        f"{row['sweep']} {row['value']}" for rows in sweeps.values() for row in rows if not row["holds"]
-    ]
-    console.print(f"bounds: {'held everywhere' if not missed else 'MISSED at ' + ', '.join(missed)}")
+        show(table_of(f"{name} (a tenth of {given.model})", rows))
+    if not given.short:
+        whole = load_policy(PretrainedConfig(model=given.model, dtype="float32"), 0)
+        common = Point("group", 8, size=8, turns=1, observed=256, sampled=64, shared=256)
+        content["whole"] = measure(whole, common, given.rounds, budget, limits)
+        show(table_of(f"the whole of {given.model}", [content["whole"]]))
     content["rows"] = [row for rows in sweeps.values() for row in rows]
-    write(arguments.results, "training", content)
-    if arguments.profile:
-        content["profile"] = profile(policy, common, arguments.microbatch_tokens, console)
-        write(arguments.results, "training", content)
-
-
-def profile(policy: Policy, point: Point, budget: int, console: Console) -> dict[str, object]:
-    """Print where the time goes: parts, then operators."""
-    batch = point.batch(policy.base.config.vocab_size)
-    found: dict[str, object] = {}
-    for name, way in {"packed": policy, "padded": Policy(policy.model, policy.chat, packing=False)}.items():
-        split = Split()
-        parts = {
-            "layout": (policy, "lay_out"),
-            "decoder": (way.decoder, "forward"),
-            "head": (policy, "logprobs_of_targets"),
-            "forward, the rest": (way, "forward"),
-            "backward": (torch.Tensor, "backward"),
-        }
-        with split.watch(parts), split.part("the rest"):
-            train(way, batch, budget)
-        total = sum(split.seconds.values())
-        console.print(
-            f"{name}: "
-            + ", ".join(f"{part} {100 * took / total:.1f} %" for part, took in split.seconds.items())
-        )
-        spots = hot_spots(lambda way=way: train(way, batch, budget))
-        console.print(
-            *(f"{spot['percent']:5.1f} %  {spot['calls']:6d} x  {spot['operator']}" for spot in spots),
-            sep="\n",
-        )
-        found[name] = {"seconds": split.seconds, "operators": spots}
-    return found
+    missed = [f"{row['sweep']} {row['value']}" for row in content["rows"] if not row["holds"]]
+    show(limits.text, f"target: {'met everywhere' if not missed else 'MISSED at ' + ', '.join(missed)}")
+    write(given.results / "training.json", content)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ of a completion.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -39,11 +38,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from smoke import parse, skipped
+from measuring import ROOT, command_line, skipped
 from torch import Tensor
 
-HERE = Path(__file__).resolve().parent
-OUTPUT = HERE.parent / "tests" / "algorithms" / "trl_1_16.json"
+OUTPUT = ROOT / "tests" / "algorithms" / "trl_1_16.json"
 COMMAND = "python benchmarks/trl_losses.py"
 GROUP = 3
 
@@ -492,12 +490,7 @@ def show(cases: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--peer-python", help="Python with TRL 1.16; otherwise that of .venv-trl, which is made"
-    )
-    parser.add_argument("--output", type=Path, default=OUTPUT)
-    arguments = parse(parser)
+    arguments = command_line(__doc__, peer_python=str, output=OUTPUT)
     if importlib.util.find_spec("trl") is None:
         if (python := arguments.peer_python) is None:
             from against_trl import make_peer, peer_is_made

@@ -345,6 +345,8 @@ def benchmark_commands() -> list[str]:
     pages = [DOCS.parent / "README.md", DOCS.parent / "benchmarks/RESULTS.md", *sorted(DOCS.rglob("*.md"))]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages if page.name != "log.md")
     inline = re.findall(r"`python\s+(benchmarks/[^`]+)`", text)
+    claims = re.findall(r"\| `(\w+\.py[^`]*)` \| \d{4}-", text)  # RESULTS begins with a table of them
+    inline += [f"benchmarks/{command}" for command in claims]
     return [*inline, *re.findall(r"^ +python (benchmarks/[^#\n]+)", text, re.MULTILINE)]
 
 
@@ -357,7 +359,8 @@ def test_every_command_of_a_benchmark_names_a_script_that_takes_these_arguments(
         source = (DOCS.parent / path).read_text(encoding="utf-8")
         for argument in arguments:
             if argument.startswith("--"):
-                assert argument == "--quick" or f'"{argument}"' in source, f"{command}: {argument}"
+                option = argument.removeprefix("--").replace("-", "_")
+                assert option == "quick" or f" {option}=" in source, f"{command}: {argument}"
         if path == "benchmarks/seeds.py" and "NAME" not in command:
             flag = next(
                 (at for at, argument in enumerate(arguments) if argument == "--seeds"), len(arguments)
@@ -370,8 +373,8 @@ def test_every_command_of_a_benchmark_names_a_script_that_takes_these_arguments(
 def test_the_commands_of_the_comparison_with_trl_are_those_that_the_results_record(figures):
     for name, found in figures.read("against_trl").items():
         path, *arguments = shlex.split(found["command"].removeprefix("python "))
-        given = benchmark("against_trl").parser().parse_args(arguments)
-        parts = [given.part, *([str(given.prompt)] if given.part == "step" else []), given.peer]
+        given = benchmark("against_trl").command(arguments)
+        parts = [given.part, *([str(given.prompt)] if given.part == "step" else []), "generate"]
         assert path == "benchmarks/against_trl.py"
         assert name == " ".join([*parts, *(["defaults"] if given.settings == "defaults" else [])])
         assert given.pairs == len(found["ratios"])
@@ -388,7 +391,7 @@ def test_every_benchmark_is_in_the_smoke_run():
     }
     assert set(smoke.scripts()) == mains - {"smoke"} - smoke.DRIVEN.keys()
     for name in smoke.scripts():
-        assert re.search(r"\bparse\(\s*parser\b|\"--quick\"", files[name]), f"{name}.py has no --quick"
+        assert "command_line(" in files[name], f"{name}.py has no --quick"
     for name, driver in smoke.DRIVEN.items():
         assert driver in smoke.scripts() and f'"{name}.py"' in files[driver]
 

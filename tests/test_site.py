@@ -46,10 +46,8 @@ def test_the_navigation_names_every_page_once():
 
 def test_every_picture_of_the_results_is_drawn_from_the_json_that_is_there(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    for name, text in loaded("benchmarks/pictures.py").pictures().items():
-        assert (DOCS / "pictures" / f"{name}.svg").read_text(encoding="utf-8") == text, (
-            "python benchmarks/pictures.py"
-        )
+    for name, text in loaded("benchmarks/figures.py").pictures().items():
+        assert (DOCS / "pictures" / f"{name}.svg").read_text(encoding="utf-8") == text, "make pictures"
 
 
 def test_every_picture_is_light_and_dark():

@@ -33,7 +33,7 @@ def gpu_benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield module
-    for name in ("gpu_benchmark", "gpu_models", "measuring", "training"):
+    for name in ("gpu_benchmark", "measuring", "training"):
         sys.modules.pop(name, None)
 
 
