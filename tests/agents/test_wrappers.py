@@ -190,7 +190,7 @@ def test_any_callable_prices_the_episodes_of_a_run(place):
     assert (trainer.save_model("copy") / "adapter_config.json").is_file()
     with pytest.raises(AgentPeftError, match="is no empty folder"):
         trainer.save_model("copy")
-    code = "import agent_peft.agents.callables as kept; kept.length"
+    code = "import agent_peft.agents.rewards as kept; kept.length"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "is of the Python program that trained" in done.stderr
 
@@ -248,7 +248,7 @@ def test_one_configuration_for_two_trainers_keeps_both_runs(place):
     ("keys", "says"),
     [
         ({"model_nam": MODEL}, "model_nam: unknown key; did you mean 'model_name'?"),
-        ({"model_name": MODEL, "num_epochs": -1}, "num_train_epochs: must be greater than 0"),
+        ({"model_name": MODEL, "num_epochs": -1}, "num_epochs: must be greater than 0"),
         ({"model_name": MODEL, "num_epochs": 1, "num_train_epochs": 1}, "are one key"),
         ({"config": ap.TrainingConfig(model_name=MODEL), "seed": 1}, "seed: is a key of config"),
         ({"model_name": MODEL, "reward_fn": "accuracy"}, "is no function"),

@@ -8,13 +8,12 @@ from typing import Any, ClassVar
 
 from pydantic import ValidationError
 
-from agent_peft.agents.callables import keep
 from agent_peft.agents.datasets import find_dataset
-from agent_peft.agents.rewards import as_term, code_digest, function_name, prices_of
-from agent_peft.agents.training import TrainingConfig, make_room, result_of, run_configuration
+from agent_peft.agents.keys import TrainingConfig
+from agent_peft.agents.rewards import as_term, keep, prices_of
+from agent_peft.agents.training import carry_out, config_from
 from agent_peft.config import first_error
 from agent_peft.runs.checkpoint import latest_checkpoint
-from agent_peft.runs.run import train
 from agent_peft.types import AgentPeftError
 
 
@@ -22,8 +21,7 @@ class SFTTrainerWrapper:
     """Learns from the solutions of a dataset.
 
     Attributes:
-        config: how it trains.
-        result: what the run directory says after ``train``; None before.
+        result: what ``train`` has returned; None before.
     """
 
     algorithm: ClassVar[str] = "sft"
@@ -33,33 +31,26 @@ class SFTTrainerWrapper:
         Args:
             config: how to train, or instead of it its keys: ``model_name``, ``output_dir``, ``num_epochs`` …
             dataset: of ``create_sft_dataset``; or anything that this function takes as ``dataset``.
-
-        Raises:
-            AgentPeftError: a key or the dataset is wrong.
         """
-        self.config = _settings(config, keys)
+        if config is not None and keys:
+            raise AgentPeftError(f"{next(iter(keys))}: is a key of config, which is given, too; set it there")
+        try:
+            self.config = config or TrainingConfig.model_validate(keys)
+        except ValidationError as error:
+            raise AgentPeftError(first_error(error, "", TrainingConfig)) from error
         self.dataset = find_dataset(dataset, folder=Path(self.config.output_dir).parent / "datasets")
         self.result: dict[str, Any] | None = None
 
     def train(self) -> dict[str, Any]:
-        """Train to the end, and return what the run directory says of it: ``accuracy``, ``metrics``,
+        """Train to the end, and return what the run directory contains: ``accuracy``, ``metrics``,
         ``checkpoint`` and more. An earlier training of another kind in ``output_dir`` is kept next to it.
-
-        Raises:
-            AgentPeftError: the model cannot be loaded, or the configuration does not fit it.
         """
-        config = run_configuration(self.config, self.algorithm, self.dataset, self._rewards())
-        moved = make_room(config)
-        train(config)
-        self.result = result_of(config.run_dir) | ({"earlier_training_moved_to": moved} if moved else {})
+        self.result = carry_out(config_from(self.config, self.algorithm, self.dataset, self._rewards()))
         return self.result
 
     def save_model(self, output_dir: str | Path | None = None) -> Path:
         """The folder of what was trained, in PEFT's layout or as a model. With ``output_dir`` it is copied to
-        that folder.
-
-        Raises:
-            AgentPeftError: nothing was trained yet, or ``output_dir`` is no empty folder.
+        that folder, which must be new or empty.
         """
         folder = latest_checkpoint(Path(self.config.output_dir) / "checkpoints")
         if folder is None:
@@ -91,9 +82,6 @@ class GRPOTrainerWrapper(SFTTrainerWrapper):
         Args:
             reward_fn: None or ``create_accuracy_reward()`` gives 1 for a right answer; or any callable of
                 ``completions`` and the columns of the dataset that returns one number for each.
-
-        Raises:
-            AgentPeftError: a key, the dataset or the reward is wrong.
         """
         super().__init__(config, dataset, **keys)
         self.reward_fn = reward_fn
@@ -102,22 +90,10 @@ class GRPOTrainerWrapper(SFTTrainerWrapper):
     def _rewards(self) -> dict[str, Any] | None:
         if self._term is None:
             return prices_of(self.reward_fn)
-        kind = keep(f"{function_name(self.reward_fn)}_{code_digest(self.reward_fn)}", self._term)
-        return {"correct": 0.0, "incorrect": 0.0, "terms": [{"kind": kind}]}
+        return {"correct": 0.0, "incorrect": 0.0, "terms": [{"kind": keep(self.reward_fn, self._term)}]}
 
 
 class PPOTrainerWrapper(GRPOTrainerWrapper):
     """Learns from its own attempts, with PPO and a critic on the policy's last layer."""
 
     algorithm = "ppo"
-
-
-def _settings(config: TrainingConfig | None, keys: dict[str, Any]) -> TrainingConfig:
-    if config is not None and keys:
-        raise AgentPeftError(f"{next(iter(keys))}: is a key of config, which is given, too; set it there")
-    if config is not None:
-        return config
-    try:
-        return TrainingConfig.model_validate(keys)
-    except ValidationError as error:
-        raise AgentPeftError(first_error(error, "", TrainingConfig)) from error
