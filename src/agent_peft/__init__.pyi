@@ -12,9 +12,9 @@ from agent_peft.agents.rewards import evaluate_rewards as evaluate_rewards
 from agent_peft.agents.simple_agent import LLMConfig as LLMConfig
 from agent_peft.agents.simple_agent import SimpleAgent as SimpleAgent
 from agent_peft.agents.tool import RLTrainingTool as RLTrainingTool
-from agent_peft.agents.wrappers import GRPOTrainerWrapper as GRPOTrainerWrapper
-from agent_peft.agents.wrappers import PPOTrainerWrapper as PPOTrainerWrapper
-from agent_peft.agents.wrappers import SFTTrainerWrapper as SFTTrainerWrapper
+from agent_peft.agents.training import GRPOTrainerWrapper as GRPOTrainerWrapper
+from agent_peft.agents.training import PPOTrainerWrapper as PPOTrainerWrapper
+from agent_peft.agents.training import SFTTrainerWrapper as SFTTrainerWrapper
 from agent_peft.algorithms import Algorithm as Algorithm
 from agent_peft.configuration.loading import load_config as load_config
 from agent_peft.environments import Environment as Environment

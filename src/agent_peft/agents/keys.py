@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from agent_peft.agents.datasets import NAMES, Form
-from agent_peft.agents.rewards import REWARDS, MathRewardFunction, reward_named
+from agent_peft.agents.rewards import REWARDS, MathRewardFunction
 from agent_peft.config import Config, first_error
 from agent_peft.environments.task_files.download import MAX_ROWS
 from agent_peft.environments.task_files.reading import MAX_FILE_BYTES
@@ -185,9 +185,8 @@ def check(given: Mapping[str, Any]) -> Parameters:
         parameters = Parameters.model_validate(dict(given))
     except ValidationError as error:
         raise AgentPeftError(first_error(error, "", Parameters)) from error
-    takes = ", ".join(sorted(TAKES[action]))
-    refuse(parameters, parameters.model_fields_set - TAKES[action] - {"action"},
-           f"action {action}, which takes {takes}")  # fmt: skip
+    place = f"action {action}, which takes {', '.join(sorted(TAKES[action]))}"
+    refuse(parameters, parameters.model_fields_set - TAKES[action] - {"action"}, place)
     return parameters
 
 
@@ -200,8 +199,13 @@ def refuse(given: Parameters, keys: set[str], where: str) -> None:
 
 
 def reward_of(given: Parameters) -> MathRewardFunction:
-    """The reward that the parameters name."""
+    """The reward that the parameters name. No other text is ever taken for code."""
+    if given.reward not in REWARDS:
+        raise AgentPeftError(
+            f"reward: there is no {given.reward!r:.80}; {nearest(given.reward, list(REWARDS))} (a reward "
+            "here is one of these names, and never code; in Python, GRPOTrainerWrapper takes any function as "
+            "reward_fn)"
+        )
     numbers = _OF_REWARD.get(given.reward, set())
-    if given.reward in REWARDS:
-        refuse(given, _REWARD - {"reward"} - numbers, f"reward {given.reward}")
-    return reward_named(given.reward, **{name: getattr(given, name) for name in numbers})
+    refuse(given, _REWARD - {"reward"} - numbers, f"reward {given.reward}")
+    return REWARDS[given.reward](**{name: getattr(given, name) for name in numbers})

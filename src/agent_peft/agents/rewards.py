@@ -14,7 +14,6 @@ from agent_peft.config import first_error
 from agent_peft.environments.graders import plain, spelled
 from agent_peft.environments.gsm8k import GOLD_MARK, answer_pattern
 from agent_peft.environments.quantities import last_quantity, parse_number
-from agent_peft.lookup import nearest
 from agent_peft.rollout.rewards import RewardConfig, price
 from agent_peft.types import AgentPeftError, Message, Outcome, Task, Trajectory, Turn
 
@@ -139,16 +138,6 @@ REWARDS: dict[str, Callable[..., MathRewardFunction]] = {  # by the names that a
 }
 
 
-def reward_named(name: str, **numbers: Any) -> MathRewardFunction:
-    """The reward of a name in ``REWARDS``. No other text is ever taken for code."""
-    if name not in REWARDS:
-        raise AgentPeftError(
-            f"reward: there is no {name!r:.80}; {nearest(name, list(REWARDS))} (a reward here is one of "
-            "these names, and never code; in Python, GRPOTrainerWrapper takes any function as reward_fn)"
-        )
-    return REWARDS[name](**numbers)
-
-
 def prices_of(reward: Any) -> dict[str, Any] | None:
     """The keys of ``rewards`` that a reward is; None where it is a function of the user's own."""
     ours = ("__call__", "extract_answer", "compare_answers", "is_right")
@@ -206,7 +195,7 @@ def as_term(reward: Any) -> Callable[[Trajectory], float]:
     """
     if not callable(reward):
         raise AgentPeftError(
-            f"reward_fn: {reward!r:.60} is no function; give one of completions and ground_truth, such as "
+            f"reward_fn: {reward!r:.60} is not a function; give one of completions and ground_truth, such as "
             "create_accuracy_reward()"
         )
     parameters = inspect.signature(reward).parameters.values()

@@ -113,13 +113,13 @@ class RLTrainingTool:
             reward_of(given).rewards if own else None,
             given.kl_coef,
         )
-        told = {
+        facts = {
             "algorithm": given.algorithm,
             "model_name": model,
             "dataset": dataset.name,
             "measured_on": _measured(dataset, config.evaluation.num_tasks if config.evaluation else 0),
         }
-        return told | training.carry_out(config, given.background)
+        return facts | training.carry_out(config, given.background)
 
     def _load_dataset(self, given: Parameters) -> dict[str, Any]:
         if given.model_name is not None:

@@ -1,18 +1,23 @@
-"""From the keys of a training to a run, and from a run directory to numbers."""
+"""From the keys of a training to a run, and from a run directory to numbers; and trainers as classes."""
 
 from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import ValidationError
 
 from agent_peft.agents.background import begin
-from agent_peft.agents.datasets import Dataset
-from agent_peft.agents.keys import TrainingKeys
+from agent_peft.agents.datasets import Dataset, find_dataset
+from agent_peft.agents.keys import TrainingConfig, TrainingKeys
+from agent_peft.agents.rewards import as_term, keep, prices_of
 from agent_peft.algorithms import ALGORITHMS
+from agent_peft.config import first_error
 from agent_peft.configuration.loading import load_config
 from agent_peft.configuration.relocation import CONFIG
 from agent_peft.configuration.run_config import TrainConfig
@@ -25,7 +30,7 @@ from agent_peft.policies.models.start import start_of
 from agent_peft.rollout.evaluation import evaluate
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.runs.changes import read_earlier
-from agent_peft.runs.checkpoint import checkpoints
+from agent_peft.runs.checkpoint import checkpoints, latest_checkpoint
 from agent_peft.runs.folder import dtype_of_run, recorded_dtype, settle_dtype
 from agent_peft.runs.lock import Lock
 from agent_peft.runs.overview import summarize_run
@@ -129,11 +134,11 @@ def carry_out(config: TrainConfig, background: bool = False) -> dict[str, Any]:
     other settings in ``run_dir`` is moved aside.
     """
     moved = make_room(config)
-    told: dict[str, Any] = {} if moved is None else {"earlier_training_moved_to": moved}
+    result: dict[str, Any] = {} if moved is None else {"earlier_training_moved_to": moved}
     if background:
-        return told | {"output_dir": str(config.run_dir), **begin(config)}
+        return result | {"output_dir": str(config.run_dir), **begin(config)}
     train(config)
-    return told | result_of(config.run_dir)
+    return result | result_of(config.run_dir)
 
 
 def make_room(config: TrainConfig) -> str | None:
@@ -180,7 +185,7 @@ def progress_of(folder: Path) -> dict[str, Any]:
     record, summary = load_run(folder), summarize_run(folder)
     latest = record.metrics[-1] if record.metrics else {}
     newest = checkpoints(folder / "checkpoints")
-    told = {
+    result = {
         "output_dir": str(folder),
         "state": summary.state,
         "cause": summary.cause,
@@ -191,18 +196,18 @@ def progress_of(folder: Path) -> dict[str, Any]:
         "checkpoint": str(newest[-1]) if newest else None,
         "metrics": {name: value for name, value in latest.items() if name not in ("step", "stage")},
     }
-    return {name: value for name, value in told.items() if value is not None}
+    return {name: value for name, value in result.items() if value is not None}
 
 
 def result_of(folder: Path) -> dict[str, Any]:
     """``progress_of``, and the accuracies that the run has measured."""
     reports = {name: one.report for name, one in load_run(folder).evaluations.items()}
-    told = progress_of(folder) | {"evaluations": {name: accuracy_of(one) for name, one in reports.items()}}
+    result = progress_of(folder) | {"evaluations": {name: accuracy_of(one) for name, one in reports.items()}}
     if "base" in reports:
-        told["accuracy_before"] = reports["base"].success.value
+        result["accuracy_before"] = reports["base"].success.value
     if later := [report for name, report in reports.items() if name != "base"]:
-        told["accuracy"] = later[-1].success.value
-    return told
+        result["accuracy"] = later[-1].success.value
+    return result
 
 
 def report_of(folder: Path, points: int = 20) -> dict[str, Any]:
@@ -222,3 +227,88 @@ def accuracy_of(report: EvaluationReport) -> dict[str, Any]:
     """The share of right answers, its 95 % interval, and the number of tasks."""
     success = report.success
     return {"accuracy": success.value, "low": success.low, "high": success.high, "tasks": success.tasks}
+
+
+# -- trainers ------------------------------------------------------------------------------------------------
+
+
+class SFTTrainerWrapper:
+    """Learns from the solutions of a dataset.
+
+    Attributes:
+        result: what ``train`` has returned; None before.
+    """
+
+    algorithm: ClassVar[str] = "sft"
+
+    def __init__(self, config: TrainingConfig | None = None, dataset: Any = "gsm8k", **keys: Any) -> None:
+        """
+        Args:
+            config: how to train, or instead of it its keys: ``model_name``, ``output_dir``, ``num_epochs`` …
+            dataset: of ``create_sft_dataset``; or anything that this function takes as ``dataset``.
+        """
+        if config is not None and keys:
+            raise AgentPeftError(f"{next(iter(keys))}: is a key of config, which is given, too; set it there")
+        try:
+            self.config = config or TrainingConfig.model_validate(keys)
+        except ValidationError as error:
+            raise AgentPeftError(first_error(error, "", TrainingConfig)) from error
+        self.dataset = find_dataset(dataset, folder=Path(self.config.output_dir).parent / "datasets")
+        self.result: dict[str, Any] | None = None
+
+    def train(self) -> dict[str, Any]:
+        """Train to the end, and return what the run directory contains: ``accuracy``, ``metrics``,
+        ``checkpoint`` and more. An earlier training of another kind in ``output_dir`` is kept next to it.
+        """
+        self.result = carry_out(config_from(self.config, self.algorithm, self.dataset, self._rewards()))
+        return self.result
+
+    def save_model(self, output_dir: str | Path | None = None) -> Path:
+        """The folder of what was trained, in PEFT's layout or as a model. With ``output_dir`` it is copied to
+        that folder, which must be new or empty.
+        """
+        folder = latest_checkpoint(Path(self.config.output_dir) / "checkpoints")
+        if folder is None:
+            raise AgentPeftError(f"{self.config.output_dir}: has no checkpoint yet; call train() first")
+        if output_dir is None:
+            return folder
+        target = Path(output_dir)
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise AgentPeftError(f"{target}: exists and is not an empty folder; name another folder")
+        return Path(shutil.copytree(folder, target, dirs_exist_ok=True))
+
+    def _rewards(self) -> dict[str, Any] | None:
+        return None
+
+
+class GRPOTrainerWrapper(SFTTrainerWrapper):
+    """Learns from groups of graded attempts, with GRPO."""
+
+    algorithm = "grpo"
+
+    def __init__(
+        self,
+        config: TrainingConfig | None = None,
+        dataset: Any = "gsm8k",
+        reward_fn: Any = None,
+        **keys: Any,
+    ) -> None:
+        """
+        Args:
+            reward_fn: None or ``create_accuracy_reward()`` gives 1 for a right answer; or any callable of
+                ``completions`` and the columns of the dataset that returns one number for each.
+        """
+        super().__init__(config, dataset, **keys)
+        self.reward_fn = reward_fn
+        self._term = None if reward_fn is None or prices_of(reward_fn) is not None else as_term(reward_fn)
+
+    def _rewards(self) -> dict[str, Any] | None:
+        if self._term is None:
+            return prices_of(self.reward_fn)
+        return {"correct": 0.0, "incorrect": 0.0, "terms": [{"kind": keep(self.reward_fn, self._term)}]}
+
+
+class PPOTrainerWrapper(GRPOTrainerWrapper):
+    """Learns from graded attempts, with PPO and a critic on the policy's last layer."""
+
+    algorithm = "ppo"
