@@ -38,8 +38,6 @@ from xml.etree import ElementTree
 
 import torch
 import transformers
-from agent_peft.configuration.memory import MemoryModel, stage_memory
-from agent_peft.policies.models.character_tokenizer import character_tokenizer
 from measuring import RESULTS, ROOT, OneTurn, command_line, generation, show, skipped, table
 from training import Point, operations
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
@@ -51,8 +49,10 @@ from agent_peft.policies.config import LoraSettings, PretrainedConfig
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.loading import load_policy
+from agent_peft.policies.memory import MemoryModel, stage_memory
 from agent_peft.policies.models.bundled import cached
 from agent_peft.policies.models.shape import ModelShape, measure
+from agent_peft.policies.models.tokenizer import character_tokenizer
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer

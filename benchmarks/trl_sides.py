@@ -159,8 +159,8 @@ def peak_bytes() -> int:
 
 def ours(settings: dict[str, Any], turnstile: Turnstile) -> None:
     import torch
-    from agent_peft.configuration.loading import read_config
 
+    from agent_peft.configuration.load import read_config
     from agent_peft.configuration.yaml12 import dump
     from agent_peft.policies.engine import load_sampler
     from agent_peft.policies.loading import load_policy

@@ -3,6 +3,7 @@
 from agent_peft import testing as testing
 from agent_peft.agents.datasets import create_rl_dataset as create_rl_dataset
 from agent_peft.agents.datasets import create_sft_dataset as create_sft_dataset
+from agent_peft.agents.keys import TrainingConfig as TrainingConfig
 from agent_peft.agents.rewards import MathRewardFunction as MathRewardFunction
 from agent_peft.agents.rewards import create_accuracy_reward as create_accuracy_reward
 from agent_peft.agents.rewards import create_length_penalty_reward as create_length_penalty_reward
@@ -11,10 +12,9 @@ from agent_peft.agents.rewards import evaluate_rewards as evaluate_rewards
 from agent_peft.agents.simple_agent import LLMConfig as LLMConfig
 from agent_peft.agents.simple_agent import SimpleAgent as SimpleAgent
 from agent_peft.agents.tool import RLTrainingTool as RLTrainingTool
-from agent_peft.agents.training import TrainingConfig as TrainingConfig
-from agent_peft.agents.wrappers import GRPOTrainerWrapper as GRPOTrainerWrapper
-from agent_peft.agents.wrappers import PPOTrainerWrapper as PPOTrainerWrapper
-from agent_peft.agents.wrappers import SFTTrainerWrapper as SFTTrainerWrapper
+from agent_peft.agents.training import GRPOTrainerWrapper as GRPOTrainerWrapper
+from agent_peft.agents.training import PPOTrainerWrapper as PPOTrainerWrapper
+from agent_peft.agents.training import SFTTrainerWrapper as SFTTrainerWrapper
 from agent_peft.algorithms import Algorithm as Algorithm
 from agent_peft.configuration.load import load_config as load_config
 from agent_peft.environments import Environment as Environment

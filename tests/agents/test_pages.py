@@ -1,4 +1,4 @@
-"""The pages on training by agents: all their Python blocks run, with a tiny model and a local dataset."""
+"""The page on training by agents: all its Python blocks run, with a tiny model and a local dataset."""
 
 from __future__ import annotations
 
@@ -8,25 +8,26 @@ from pathlib import Path
 
 import pytest
 
-from agent_peft.agents.parameters import ACTIONS
-from agent_peft.agents.training import TrainingConfig
+from agent_peft.agents.keys import TAKES, TrainingConfig
 
-DOCS = Path(__file__).parents[2] / "docs"
-
-
-def program(page):
-    return "\n".join(
-        re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(encoding="utf-8"), re.M | re.S)
-    )
+PAGE = (Path(__file__).parents[2] / "docs/helloagents.md").read_text(encoding="utf-8")
+SECTIONS = {text.partition("\n")[0]: text for text in re.split(r"^## ", PAGE, flags=re.M)[1:]}
 
 
-@pytest.mark.parametrize("page", ["datasets.md", "reward_functions.md", "trainers.md", "helloagents.md"])
-def test_the_program_of_a_page_runs(page, place):
-    exec(compile(program(page), page, "exec"), {})
+def program(*headings):
+    text = "\n".join(SECTIONS[heading] for heading in headings)
+    return compile("\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)), headings[0], "exec")
+
+
+@pytest.mark.parametrize(
+    "heading", ["Trainers", "Datasets", "Reward functions", "What differs from HelloAgents"]
+)
+def test_the_program_of_a_section_runs(heading, place):
+    exec(program(heading), {})
 
 
 @pytest.mark.slow
-def test_the_program_of_the_page_on_the_tool_runs(place, endpoint, calling, check_numbers):
+def test_the_program_of_the_section_on_the_tool_runs(place, endpoint, calling, check_numbers):
     endpoint(
         [
             calling("rl_training", action="status", output_dir="./output/grpo"),
@@ -34,13 +35,12 @@ def test_the_program_of_the_page_on_the_tool_runs(place, endpoint, calling, chec
         ]
     )
     scope = {}
-    exec(compile(program("training_tool.md"), "training_tool.md", "exec"), scope)
+    exec(program("The training tool", "SimpleAgent"), scope)
     check_numbers(json.loads(scope["sft"]))
     check_numbers(json.loads(scope["grpo"]))
 
 
-def test_the_pages_name_every_action_and_every_key():
-    text = (DOCS / "training_tool.md").read_text(encoding="utf-8")
-    assert all(f"| `{action}` |" in text for action in ACTIONS)
-    text = (DOCS / "trainers.md").read_text(encoding="utf-8")
+def test_the_page_names_every_action_and_every_key():
+    assert all(f"| `{action}` |" in SECTIONS["The training tool"] for action in TAKES)
+    text = SECTIONS["Trainers"]
     assert all(f"`{key}`" in text or f"    {key}=" in text for key in TrainingConfig.model_fields)

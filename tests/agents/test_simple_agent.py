@@ -11,8 +11,7 @@ import pytest
 
 import agent_peft as ap
 from agent_peft import AgentPeftError, LLMConfig, RLTrainingTool, SimpleAgent
-from agent_peft.agents.serving.requests import ChatMessage, Tool
-from agent_peft.agents.serving.tools import plain_messages
+from agent_peft.agents.serving.conversation import ChatMessage, Tool, plain_messages
 from agent_peft.environments.graders import Grade, QuestionEpisode
 from agent_peft.environments.tool_calls import write_tool_call
 

@@ -69,26 +69,6 @@ def test_columns_are_known_by_their_usual_names(place, question, answer):
     assert row["ground_truth"] == "Lima" and "Peru" in row["prompt"]
 
 
-@pytest.mark.parametrize(
-    ("rows", "says"),
-    [
-        ([], "has no rows"),
-        (7, "int is none"),
-        ([7], "row 1: is no mapping"),
-        (
-            [{"text": "hello"}],
-            "has no text or number as question (its columns are text); name one of them question",
-        ),
-        ([{"question": "1?", "answer": float("nan")}], "a value is not JSON"),
-        ([{"question": "1?", "answer": "\ud800"}], "a value is not JSON"),
-    ],
-)
-def test_rows_that_cannot_be_used_are_one_line(place, rows, says):
-    with pytest.raises(AgentPeftError) as caught:
-        ap.create_sft_dataset(rows)
-    assert says in str(caught.value) and "\n" not in str(caught.value)
-
-
 def conversational(answer="2"):
     prompt = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
     return {"prompt": prompt, "answer": answer}
@@ -106,22 +86,31 @@ def test_conversational_rows_are_read_as_messages(place, answer):
 
 
 @pytest.mark.parametrize(
-    ("row", "says"),
+    ("rows", "says"),
     [
+        ([], "has no rows"),
+        (7, "int is none"),
+        ([7], "row 1: is no mapping"),
+        ([{"text": "hello"}], "as question (its columns are text); name one of them question"),
+        ([{"question": "1?", "answer": float("nan")}], "a value is not JSON"),
+        ([{"question": "1?", "answer": "\ud800"}], "a value is not JSON"),
         (
-            {"prompt": [{"role": "assistant", "content": "1"}]},
+            [conversational() | {"prompt": [{"role": "assistant", "content": "1"}]}],
             "row 1: prompt: the last message is the assistant",
         ),
-        ({"prompt": [{"role": "user"}]}, "row 1: prompt: message 1 has no text as its content"),
         (
-            {"completion": conversational()["prompt"]},
+            [conversational() | {"prompt": [{"role": "user"}]}],
+            "row 1: prompt: message 1 has no text as its content",
+        ),
+        (
+            [conversational() | {"completion": conversational()["prompt"]}],
             "row 1: completion must be a text, or one message of the",
         ),
     ],
 )
-def test_wrong_conversational_rows_are_one_line(place, row, says):
+def test_rows_that_cannot_be_used_are_one_line(place, rows, says):
     with pytest.raises(AgentPeftError) as caught:
-        GRPOTrainerWrapper(dataset=[conversational() | row], output_dir="out", **SHORT)
+        SFTTrainerWrapper(dataset=rows, output_dir="out", **SHORT)
     assert says in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -188,9 +177,9 @@ def test_any_callable_prices_the_episodes_of_a_run(place):
     assert all(one[1] == one[3] for one in seen) and seen[0][4] == ["answer", "completion"]
     assert trainer.save_model() == Path("out/grpo/checkpoints/step_000001")
     assert (trainer.save_model("copy") / "adapter_config.json").is_file()
-    with pytest.raises(AgentPeftError, match="is no empty folder"):
+    with pytest.raises(AgentPeftError, match="is not an empty folder"):
         trainer.save_model("copy")
-    code = "import agent_peft.agents.callables as kept; kept.length"
+    code = "import agent_peft.agents.rewards as kept; kept.length"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "is of the Python program that trained" in done.stderr
 
@@ -248,10 +237,10 @@ def test_one_configuration_for_two_trainers_keeps_both_runs(place):
     ("keys", "says"),
     [
         ({"model_nam": MODEL}, "model_nam: unknown key; did you mean 'model_name'?"),
-        ({"model_name": MODEL, "num_epochs": -1}, "num_train_epochs: must be greater than 0"),
+        ({"model_name": MODEL, "num_epochs": -1}, "num_epochs: must be greater than 0"),
         ({"model_name": MODEL, "num_epochs": 1, "num_train_epochs": 1}, "are one key"),
         ({"config": ap.TrainingConfig(model_name=MODEL), "seed": 1}, "seed: is a key of config"),
-        ({"model_name": MODEL, "reward_fn": "accuracy"}, "is no function"),
+        ({"model_name": MODEL, "reward_fn": "accuracy"}, "is not a function"),
     ],
 )
 def test_a_wrong_key_is_one_line(place, keys, says):

@@ -1,5 +1,5 @@
-"""Trainings in processes of their own: begun with ``agent-peft train``, told of by their run directory, and
-stopped by a signal to the process that holds its lock.
+"""Trainings in the background: ``agent-peft train`` in another process. ``stop`` sends a signal to the
+process that holds the lock of the run directory.
 """
 
 from __future__ import annotations
@@ -35,17 +35,15 @@ _children: list[subprocess.Popen[bytes]] = []
 
 def begin(config: TrainConfig) -> dict[str, Any]:
     """Train in its own process, which outlives this one. Return as soon as it has its run directory.
-
-    Raises:
-        AgentPeftError: it ended before that; with its message.
+    If it ends before that, its message is the error.
     """
     folder = config.run_dir
     check_place(folder)
-    request = _beside(folder, REQUEST)
+    request = _next_to(folder, REQUEST)
     dump_config(config, request)
-    write_atomic(_beside(folder, OUTPUT), "")  # nothing that was there is written to
+    write_atomic(_next_to(folder, OUTPUT), "")  # nothing that was there is written to
     command = [sys.executable, "-m", "agent_peft", "train", str(request)]
-    with open(open_regular(_beside(folder, OUTPUT), os.O_WRONLY), "wb") as output:
+    with open(open_regular(_next_to(folder, OUTPUT), os.O_WRONLY), "wb") as output:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
@@ -64,18 +62,15 @@ def begin(config: TrainConfig) -> dict[str, Any]:
 
 
 def state(folder: Path) -> str:
-    """The state of a run. A process that has ended is not taken for one that runs."""
+    """The state of a run."""
     for child in _children:
-        child.poll()  # the system forgets a child only when it is asked for its end
+        child.poll()  # a child that has ended counts as a process until it is polled
     return state_of(read_record(folder))
 
 
 def stop(folder: Path) -> str:
-    """Ask the process that trains in a run directory to end, and wait for it. Return the run's state. The
-    same training continues later from its newest checkpoint.
-
-    Raises:
-        AgentPeftError: no process trains there, or not on this machine, or it does not end.
+    """Stop the process that trains in a run directory, wait for its end, and return the run's state. The same
+    training continues later from its newest checkpoint.
     """
     if (now := state(folder)) != "running":
         raise AgentPeftError(f"{folder}: is not running (it is {now}), so there is nothing to stop")
@@ -128,16 +123,16 @@ def _holds(pid: int, lock: Path) -> bool:
     return False
 
 
-def _beside(folder: Path, name: str) -> Path:
+def _next_to(folder: Path, name: str) -> Path:
     return folder.with_name(f"{folder.name}.{name}")
 
 
 def _last_line(folder: Path) -> str:
     with suppress(AgentPeftError):
-        text = read_bytes(_beside(folder, OUTPUT), "its output", 64 * MEGABYTE, unlinked=1)
+        text = read_bytes(_next_to(folder, OUTPUT), "its output", 64 * MEGABYTE, unlinked=1)
         if lines := text[-4000:].decode(errors="replace").strip().splitlines():
             return lines[-1].removeprefix("agent-peft: ")
-    return f"it printed nothing (see {_beside(folder, OUTPUT)})"
+    return f"it printed nothing (see {_next_to(folder, OUTPUT)})"
 
 
 def _wait(is_done: Callable[[], bool], seconds: float) -> bool:

@@ -7,8 +7,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from agent_peft.agents.serving.draws import Draw
-from agent_peft.agents.serving.text import TextStream
+from agent_peft.agents.serving.choices import Draw, TextStream
 from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.engine.service import Service
 from agent_peft.policies.policy import Policy
@@ -22,7 +21,7 @@ CLEAR, EXIT = "/clear", "/exit"
 
 @dataclass(frozen=True)
 class ChatSettings:
-    """How the policy is spoken to.
+    """The system message, and how replies are drawn.
 
     >>> ChatSettings(temperature=0.0).system is None
     True
@@ -36,7 +35,7 @@ class ChatSettings:
 
 
 class Dialogue:
-    """A policy and what was said so far, as tokens: what was sampled is never encoded again."""
+    """A conversation with a policy, as tokens: what was sampled is never encoded again."""
 
     def __init__(self, service: Service, settings: ChatSettings) -> None:
         self.service, self.settings = service, settings
@@ -49,11 +48,7 @@ class Dialogue:
         self.tokens, self._action = [], []
 
     def reply(self, text: str) -> Generator[str, None, None]:
-        """Say something, and yield the parts of the reply as they come. Closed early, the reply ends there.
-
-        Raises:
-            AgentPeftError: the tokenizer cannot encode the text, or the conversation is too long.
-        """
+        """Yield the parts of the reply to a message as they come. Closed early, the reply ends there."""
         settings, limit = self.settings, self.service.max_tokens[NAME]
         if self.tokens:
             prompt = [*self.tokens, *self._action, *self.chat.following(text, self._action)]
@@ -100,11 +95,8 @@ def converse(
     say: Callable[[str], None],
     warn: Callable[[str], None],
 ) -> None:
-    """Answer each of the lines, until they end or one is ``/exit``.
-
-    Args:
-        say: gets the parts of the replies, each of which ends with a line break.
-        warn: gets what the policy has not said.
+    """Answer each of the lines, until they end or one is ``/exit``. ``say`` gets the parts of the replies,
+    each of which ends with a line break; ``warn`` gets messages that are not the policy's.
     """
     with closing(Service({NAME: policy}, EngineConfig(rows=1), settings.max_tokens)) as service:
         dialogue = Dialogue(service, settings)
@@ -113,8 +105,7 @@ def converse(
                 return
             if line.strip() == CLEAR:
                 dialogue.clear()
-                continue
-            if not line.strip():
+            if line.strip() in ("", CLEAR):
                 continue
             with closing(dialogue.reply(line)) as parts:
                 try:

@@ -6,30 +6,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, overload
 
 from agent_peft.environments import Environment, load_environment
-from agent_peft.environments.chat import message_list, read_messages, read_prompt
+from agent_peft.environments.chat import as_json, message_list, read_messages, read_prompt
 from agent_peft.environments.graders import spelled
 from agent_peft.environments.gsm8k import GOLD_MARK
 from agent_peft.environments.quantities import last_quantity
-from agent_peft.environments.task_files.reading import MAX_FILE_BYTES
+from agent_peft.environments.task_files.download import MAX_ROWS
 from agent_peft.environments.task_files.rows import SUFFIXES, file_or_hub_id, read_table
-from agent_peft.files import MEGABYTE, write_atomic
+from agent_peft.files import write_atomic
 from agent_peft.lookup import nearest
-from agent_peft.types import AgentPeftError, Task
+from agent_peft.types import AgentPeftError, Message, Task
 
 Form = Literal["sft", "rl"]
 GSM8K_HUB = "openai/gsm8k"
 GSM8K_FOLDER = Path("data/gsm8k")  # where `agent-peft download gsm8k` writes it
 NAMES = ("gsm8k", "arithmetic", "db_bench")
 CUSTOM = "a file of rows (.jsonl, .json, .csv or .parquet), or a hub id"
-MAX_ROWS = 1_000_000
 COLUMNS = {  # what a column is -> the names that it may have, the first ones first
     "question": ("question", "prompt", "problem", "instruction", "input"),
     "completion": ("completion", "response", "output", "solution", "full_answer"),
@@ -42,11 +42,11 @@ class Dataset(Sequence[dict[str, Any]]):
     """Tasks to train on, and their rows.
 
     Attributes:
-        name: what a user calls them.
         environment: the keys of the environment that asks and grades them.
         heldout: those of an environment to measure on; None where nothing is held out.
         form: the rows: ``prompt``, ``completion`` and ``text`` (sft), or ``prompt`` and ``ground_truth``
-        (rl). model_name: prompts are as the chat template of this model writes them; None leaves them plain.
+            (rl).
+        model_name: its chat template writes the prompts; None leaves them plain.
 
     >>> rows = Dataset("arithmetic", {"kind": "arithmetic", "digits": 1, "num_tasks": 2}, form="rl")
     >>> len(rows), sorted(rows[0])
@@ -61,10 +61,6 @@ class Dataset(Sequence[dict[str, Any]]):
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """
-        Raises:
-            AgentPeftError: the tasks cannot be read.
-        """
         with closing(load_environment(self.environment)) as environment:
             render = _plain if self.model_name is None else _template_of(self.model_name)
             return [_row(environment, task, self.form, render) for task in environment.tasks]
@@ -98,9 +94,6 @@ def create_sft_dataset(
         split: ``train``, ``test``, or a part such as ``train[:90%]``.
         max_samples: the most tasks; None takes all.
         model_name: writes the prompts with this model's chat template.
-
-    Raises:
-        AgentPeftError: there is no such dataset, it is too large, or its columns are not known.
     """
     return find_dataset(dataset, split, max_samples, "sft", model_name)
 
@@ -111,8 +104,8 @@ def create_rl_dataset(
     max_samples: int | None = None,
     model_name: str | None = None,
 ) -> Dataset:
-    """Tasks with answers to grade by: rows of ``prompt`` and ``ground_truth``. The arguments and errors are
-    those of ``create_sft_dataset``.
+    """Tasks with answers to grade by: rows of ``prompt`` and ``ground_truth``. The arguments are those of
+    ``create_sft_dataset``.
     """
     return find_dataset(dataset, split, max_samples, "rl", model_name)
 
@@ -125,63 +118,58 @@ def find_dataset(
     model_name: str | None = None,
     folder: Path = Path("datasets"),
 ) -> Dataset:
-    """
-    Args:
-        folder: where rows of memory and of a file are written in the form of our environments, under a name
-            that their content decides.
-
-    Raises:
-        AgentPeftError: as ``create_sft_dataset``.
+    """A dataset as ``create_sft_dataset`` takes it. Rows of memory and of a file are written to ``folder``
+    in the form of our environments, under a name that their content decides.
     """
     if isinstance(dataset, Dataset):
         return dataset
     if max_samples is not None and not 0 < max_samples <= MAX_ROWS:
         raise AgentPeftError(f"max_samples: must be from 1 to {MAX_ROWS:,}, got {max_samples!r:.40}")
+    name, heldout = "rows" if not isinstance(dataset, str | Path) else str(dataset), None
     if not isinstance(dataset, str | Path):
-        return _of_rows("rows", _rows_in_memory(dataset), split, max_samples, form, model_name, folder)
-    name = str(dataset)
-    if name in NAMES:
+        keys = _of_rows(name, _rows_in_memory(dataset), split, folder) | {"limit": max_samples}
+    elif name in _NAMED:
         keys, heldout = _NAMED[name](split, max_samples)
-        return Dataset(name, keys, heldout, form, model_name)
-    source = file_or_hub_id(name)
-    if isinstance(source, Path) and source.suffix not in SUFFIXES:
-        raise AgentPeftError(f"dataset: there is no {name!r:.80}; {nearest(name, NAMES, CUSTOM)}")
-    if source == GSM8K_HUB:
-        keys = _gsm8k_keys(GSM8K_HUB, split, max_samples)
-        return Dataset(name, keys, _heldout_of_hub(split), form, model_name)
-    content = [row.content for row in read_table(source, split)[1]]
-    part = split if isinstance(source, Path) else "train"  # the hub has cut out the split's rows already
-    return _of_rows(name, content, part, max_samples, form, model_name, folder)
+    else:
+        source = file_or_hub_id(name)
+        if isinstance(source, Path) and source.suffix not in SUFFIXES:
+            raise AgentPeftError(f"dataset: there is no {name!r:.80}; {nearest(name, NAMES, CUSTOM)}")
+        content = [row.content for row in read_table(source, split)[1]]
+        part = split if isinstance(source, Path) else "train"  # the hub has cut out the split's rows already
+        keys = _of_rows(name, content, part, folder) | {"limit": max_samples}
+    return Dataset(name, keys, heldout, form, model_name)
 
 
-# -- by name -------------------------------------------------------------------------------------------------
+# -- by name: the environment to train in, and the one to measure on -----------------------------------------
+
+_Keys = dict[str, Any]
 
 
-def _gsm8k(split: str, max_samples: int | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def _gsm8k(split: str, max_samples: int | None) -> tuple[_Keys, _Keys | None]:
     name, _, part = split.partition("[")
     file, test = GSM8K_FOLDER / f"{name}.jsonl", GSM8K_FOLDER / "test.jsonl"
     if name not in ("train", "test") or not file.is_file():  # a split names no other file
-        return _gsm8k_keys(GSM8K_HUB, split, max_samples), _heldout_of_hub(split)
+        return _gsm8k_of_hub(split, max_samples)
     keys = _gsm8k_keys(str(file), f"train[{part}" if part else None, max_samples)
-    return keys, _gsm8k_keys(str(test), None, None) if test.is_file() and name != "test" else None
+    return keys, _gsm8k_keys(str(test), None) if test.is_file() and name != "test" else None
 
 
-def _heldout_of_hub(split: str) -> dict[str, Any] | None:
-    """The test split of the hub, where nothing of it is trained on."""
-    return None if split.partition("[")[0] == "test" else _gsm8k_keys(GSM8K_HUB, "test", None)
+def _gsm8k_of_hub(split: str, max_samples: int | None) -> tuple[_Keys, _Keys | None]:
+    keys = _gsm8k_keys(GSM8K_HUB, split, max_samples)
+    return keys, None if split.partition("[")[0] == "test" else _gsm8k_keys(GSM8K_HUB, "test")
 
 
-def _gsm8k_keys(tasks: str, split: str | None, limit: int | None) -> dict[str, Any]:
+def _gsm8k_keys(tasks: str, split: str | None, limit: int | None = None) -> _Keys:
     return {"kind": "gsm8k", "tasks": tasks, "split": split, "limit": limit, "strict": False}
 
 
-def _arithmetic(split: str, max_samples: int | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def _arithmetic(split: str, max_samples: int | None) -> tuple[_Keys, _Keys | None]:
     keys = {"kind": "arithmetic", "digits": 1, "num_tasks": max_samples}
     heldout = {"kind": "arithmetic", "digits": 1, "split": "heldout"}
     return (heldout, None) if _is_test(split) else (keys, heldout)
 
 
-def _db_bench(split: str, max_samples: int | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def _db_bench(split: str, max_samples: int | None) -> tuple[_Keys, _Keys | None]:
     skills = ["insert", "update", "delete", "where_single_condition"]  # as the quickstart configuration
     base = {"skills": skills, "combined": 0, "max_answer_chars": 120}
     rest = {"kind": "db_bench", "max_turns": 3, "max_observation_chars": 400}
@@ -196,10 +184,10 @@ def _is_test(split: str) -> bool:
     return split != "train"
 
 
-_NAMED = {"gsm8k": _gsm8k, "arithmetic": _arithmetic, "db_bench": _db_bench}
+_NAMED = {"gsm8k": _gsm8k, GSM8K_HUB: _gsm8k_of_hub, "arithmetic": _arithmetic, "db_bench": _db_bench}
 
 
-# -- rows of one's own ---------------------------------------------------------------------------------------
+# -- own rows ------------------------------------------------------------------------------------------------
 
 
 def _rows_in_memory(dataset: Any) -> list[Any]:
@@ -208,85 +196,56 @@ def _rows_in_memory(dataset: Any) -> list[Any]:
             f"dataset: {type(dataset).__name__} is none; give a name, a file, a list of mappings, or a "
             "Dataset of the datasets library"
         )
-    rows: list[Any] = []
-    for row in dataset:
-        if len(rows) == MAX_ROWS:
-            raise AgentPeftError(f"dataset: has more than {MAX_ROWS:,} rows; take a part of it")
-        rows.append(dict(row) if isinstance(row, Mapping) else row)
+    rows = list(islice(dataset, MAX_ROWS + 1))
+    if len(rows) > MAX_ROWS:
+        raise AgentPeftError(f"dataset: has more than {MAX_ROWS:,} rows; take a part of it")
     return rows
 
 
-def _of_rows(
-    name: str,
-    content: Sequence[Any],
-    split: str,
-    max_samples: int | None,
-    form: Form,
-    model_name: str | None,
-    folder: Path,
-) -> Dataset:
-    """The environment of rows: preferences if they have chosen and rejected replies or labels, that of GSM8K
-    if their answers are written like its, else questions.
+def _of_rows(name: str, content: Sequence[Any], split: str, folder: Path) -> dict[str, Any]:
+    """Write rows for an environment, which checks them when it reads them, and return its keys: preferences
+    if they have chosen and rejected replies or labels, GSM8K if their answers are written like its, else
+    questions.
     """
     if not content:
         raise AgentPeftError(f"dataset {name}: has no rows")
     first = content[0] if isinstance(content[0], Mapping) else {}
-    preferences = {"chosen", "rejected"} <= first.keys() or "label" in first
-    rows = [
-        dict(row) if preferences and isinstance(row, Mapping) else _known(f"{name}: row {number}", row)
-        for number, row in enumerate(content, 1)
-    ]
-    if preferences:
+    if {"chosen", "rejected"} <= first.keys() or "label" in first:
+        rows = [dict(row) if isinstance(row, Mapping) else row for row in content]
         keys: dict[str, Any] = {"kind": "preferences", "label": "label" if "label" in first else None}
-    elif all(
-        isinstance(row["question"], str) and isinstance(row["answer"], str) and GOLD_MARK in row["answer"]
-        for row in rows
-    ):
-        rows = [{"question": row["question"], "answer": row["answer"]} for row in rows]
-        keys = {"kind": "gsm8k", "strict": False}
     else:
-        numbers = all(last_quantity(spelled(row["answer"])) is not None for row in rows)
-        keys = {
-            "kind": "questions",
-            "grader": "number" if numbers else "exact",
-            "demonstration": "completion",
-        }
+        rows = [_known(f"{name}: row {number}", row) for number, row in enumerate(content, 1)]
+        texts = all(isinstance(row["question"], str) and isinstance(row["answer"], str) for row in rows)
+        if texts and all(GOLD_MARK in row["answer"] for row in rows):
+            rows = [{"question": row["question"], "answer": row["answer"]} for row in rows]
+            keys = {"kind": "gsm8k", "strict": False}
+        else:
+            numbers = all(last_quantity(spelled(row["answer"])) is not None for row in rows)
+            grader = "number" if numbers else "exact"
+            keys = {"kind": "questions", "grader": grader, "demonstration": "completion"}
     try:
         text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-        text.encode()
+        file = folder / f"rows-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
     except (TypeError, ValueError) as error:
         raise AgentPeftError(
             f"dataset {name}: a value is not JSON ({error!s:.80}); give texts and numbers"
         ) from error
-    if len(text.encode()) > MAX_FILE_BYTES:
-        raise AgentPeftError(
-            f"dataset {name}: is larger than {MAX_FILE_BYTES // MEGABYTE} MB, which is the most that is "
-            "read; take a part of it"
-        )
-    file = folder / f"rows-{hashlib.sha256(text.encode()).hexdigest()[:12]}.jsonl"
     try:
         write_atomic(file, text)  # also if it is there: it may hold something else
     except OSError as error:
         raise AgentPeftError(f"{file}: cannot be written ({error.strerror})") from error
-    part = None if split == "train" else split
-    return Dataset(
-        name, keys | {"tasks": str(file), "split": part, "limit": max_samples}, None, form, model_name
-    )
+    return keys | {"tasks": str(file), "split": None if split == "train" else split}
 
 
 def _known(place: str, row: Any) -> dict[str, Any]:
-    """A row with the columns question, answer and completion.
-
-    Raises:
-        AgentPeftError: one is missing.
-    """
+    """A row with the columns question, answer and completion."""
     if not isinstance(row, Mapping):
         raise AgentPeftError(f"{place}: is no mapping from columns to values")
     known = {}
     for column, names in COLUMNS.items():
         name = next((name for name in names if row.get(name) is not None), column)
         known[column] = _text_or_prompt(place, row.get(name), name, column)
-    question, answer = known["question"], known["answer"]
+    question, completion, answer = known.values()
     is_prompt = isinstance(question, str | list)
     if not is_prompt or isinstance(answer, bool) or not isinstance(answer, str | int | float):
         wrong = "answer" if is_prompt else "question"
@@ -294,13 +253,11 @@ def _known(place: str, row: Any) -> dict[str, Any]:
             f"{place}: has no text or number as {wrong} (its columns are {', '.join(map(str, row)):.200}); "
             f"name one of them {' or '.join(COLUMNS[wrong][:3])}"
         )
-    completion = known["completion"]
-    known["completion"] = completion if isinstance(completion, str) else spelled(answer)
-    return known
+    return known | {"completion": completion if isinstance(completion, str) else spelled(answer)}
 
 
 def _text_or_prompt(place: str, value: Any, name: str, column: str) -> Any:
-    """A value of a row. Messages of a question are checked, and those of a reply are its text."""
+    """A value of a row. The messages of a question stay messages, and those of a reply become its text."""
     listed = message_list(place, value, name)
     if listed is None:
         return None if isinstance(value, list) else value
@@ -319,22 +276,20 @@ def _text_or_prompt(place: str, value: Any, name: str, column: str) -> Any:
 def _row(environment: Environment, task: Task, form: Form, render: Any) -> dict[str, Any]:
     with closing(environment.episode(task, 0)) as episode:
         prompt = render(episode.start())
-    gold = environment.demonstration(task)
+    solution = "\n".join(environment.demonstration(task) or ())
     if form == "sft":
-        completion = "\n".join(gold or ())
-        return {"id": task.id, "prompt": prompt, "completion": completion, "text": f"{prompt}\n{completion}"}
-    answer = task.content.get("answer", "\n".join(gold or ()))
-    truth = (
-        spelled(answer).rpartition(GOLD_MARK)[2].strip() if isinstance(answer, str | int | float) else answer
-    )
+        return {"id": task.id, "prompt": prompt, "completion": solution, "text": f"{prompt}\n{solution}"}
+    truth = task.content.get("answer", solution)
+    if isinstance(truth, str | int | float):
+        truth = spelled(truth).rpartition(GOLD_MARK)[2].strip()
     return {"id": task.id, "prompt": prompt, "ground_truth": truth}
 
 
-def _plain(messages: Sequence[Any]) -> str:
+def _plain(messages: Sequence[Message]) -> str:
     return "\n\n".join(message.content for message in messages)
 
 
-def _template_of(model_name: str) -> Any:
+def _template_of(model_name: str) -> Callable[[Sequence[Message]], str]:
     """What writes messages as a model reads them."""
     from transformers import AutoTokenizer
 
@@ -353,8 +308,9 @@ def _template_of(model_name: str) -> Any:
     if not tokenizer.chat_template:
         return _plain
 
-    def render(messages: Sequence[Any]) -> str:
-        plain = [{"role": message.role, "content": message.content} for message in messages]
-        return str(tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True))
+    def render(messages: Sequence[Message]) -> str:
+        return str(
+            tokenizer.apply_chat_template(as_json(messages), tokenize=False, add_generation_prompt=True)
+        )
 
     return render

@@ -23,8 +23,8 @@ class Person:
 
     Args:
         show: gets the text of all tokens that the policy would read next, control tokens included.
-        ask: gives a reply, or None at the end of the input.
-        warn: gets what is to be said about a reply.
+        ask: returns a reply, or None at the end of the input.
+        warn: gets a remark on a reply.
     """
 
     def __init__(
@@ -46,11 +46,7 @@ class Person:
         sampling: SamplingConfig,
         schedule: Schedule | None = None,
     ) -> EngineStatistics:
-        """See ``Sampler.generate``.
-
-        Raises:
-            AgentPeftError: the input ends before a conversation does.
-        """
+        """See ``Sampler.generate``."""
         read = drawn = 0
         for conversation in conversations:
             news, length = conversation.prompt, 0
@@ -101,22 +97,14 @@ def play(
     warn: Callable[[str], None],
 ) -> Trajectory:
     """Play an episode of a configuration's environment, with the limits and the rewards of its last stage.
-
-    Args:
-        task: its id; None takes the first.
-
-    Raises:
-        AgentPeftError: there is no such task, the input ends too early, or the environment failed.
+    ``task`` is an id; None takes the first.
     """
     stage = config.stages[-1]
     with closing(load_environment(config.environment)) as environment:
-        chosen = (
-            environment.tasks[0]
-            if task is None
-            else next((one for one in environment.tasks if one.id == task), None)
-        )
+        tasks = environment.tasks
+        chosen = tasks[0] if task is None else next((one for one in tasks if one.id == task), None)
         if chosen is None:
-            ids = [one.id for one in environment.tasks[:10_000]]
+            ids = [one.id for one in tasks[:10_000]]
             raise AgentPeftError(f"--task: there is no {task!r}; {nearest(str(task), ids)}")
         person = Person(load_policy(config.policy, config.seed).chat, show, ask, warn)
         seed = derive(config.seed, "play")

@@ -14,13 +14,11 @@ from agent_peft.config import first_error
 from agent_peft.environments.graders import plain, spelled
 from agent_peft.environments.gsm8k import GOLD_MARK, answer_pattern
 from agent_peft.environments.quantities import last_quantity, parse_number
-from agent_peft.lookup import nearest
 from agent_peft.rollout.rewards import RewardConfig, price
 from agent_peft.types import AgentPeftError, Message, Outcome, Task, Trajectory, Turn
 
 RewardFunction = Callable[..., Sequence[float]]
 
-REWARDS = ("accuracy", "length_penalty", "step")  # the names that a tool may give
 _MARKED = answer_pattern(f"{GOLD_MARK} {{answer}}")
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 
@@ -36,10 +34,6 @@ class MathRewardFunction:
     """
 
     def __init__(self, rewards: Mapping[str, Any] | None = None) -> None:
-        """
-        Raises:
-            AgentPeftError: a key of ``rewards`` is wrong.
-        """
         self.rewards = {"correct": 1.0, "incorrect": 0.0, **(rewards or {})}
         try:
             self._config = RewardConfig.model_validate(self.rewards)
@@ -50,12 +44,8 @@ class MathRewardFunction:
         """The reward of each reply.
 
         Args:
-            completions: the replies.
-            columns: ``ground_truth``, the right answers; and ``completion_ids``, the tokens of each reply.
-                Without them a length is counted in words and marks.
-
-        Raises:
-            AgentPeftError: there are not as many right answers as replies.
+            columns: ``ground_truth``, the right answer to each; and ``completion_ids``, its tokens. Without
+                them a length is counted in words and marks.
         """
         truths = columns.get("ground_truth")
         if truths is None or len(truths) != len(completions):
@@ -103,8 +93,8 @@ class MathRewardFunction:
     def _price(self, completion: str, ground_truth: Any, tokens: Sequence[Any]) -> float:
         outcome = Outcome.CORRECT if self.is_right(completion, ground_truth) else Outcome.INCORRECT
         turn = Turn((), (0,) * len(tokens), (0.0,) * len(tokens))
-        said = (Message("assistant", completion),)
-        return price(Trajectory(Task("reply"), (turn,), said, outcome), self._config).reward
+        messages = (Message("assistant", completion),)
+        return price(Trajectory(Task("reply"), (turn,), messages, outcome), self._config).reward
 
 
 def create_accuracy_reward() -> MathRewardFunction:
@@ -117,9 +107,6 @@ def create_length_penalty_reward(
 ) -> MathRewardFunction:
     """The base reward, less up to ``penalty_weight`` for a right answer of more than ``max_length`` tokens:
     all of it from twice that length on.
-
-    Raises:
-        AgentPeftError: a number is out of range, or the base is not one of ours.
     """
     return _with_term(base_reward_fn, kind="length_penalty", weight=penalty_weight, target_tokens=max_length)
 
@@ -129,9 +116,6 @@ def create_step_reward(
 ) -> MathRewardFunction:
     """The base reward, and ``step_bonus`` for each line of reasoning before a right answer, for at most
     ``max_steps`` different ones.
-
-    Raises:
-        AgentPeftError: a number is out of range, or the base is not one of ours.
     """
     return _with_term(base_reward_fn, kind="reasoning_steps", weight=step_bonus, max_steps=max_steps)
 
@@ -140,30 +124,18 @@ def _with_term(base: MathRewardFunction | None, **term: Any) -> MathRewardFuncti
     base = base or MathRewardFunction()
     if prices_of(base) is None:
         raise AgentPeftError(
-            f"base_reward_fn: {function_name(base)!r} is a function of your own; add the term in that "
+            f"base_reward_fn: {_name_of(base)!r} is a function of your own; add the term in that "
             "function, or give a reward of create_accuracy_reward, create_length_penalty_reward or "
             "create_step_reward"
         )
     return MathRewardFunction({**base.rewards, "terms": [*base.rewards.get("terms", ()), term]})
 
 
-def reward_named(name: object, **numbers: Any) -> MathRewardFunction:
-    """The reward of a name in ``REWARDS``. No other text is ever taken for code.
-
-    Raises:
-        AgentPeftError: there is none of this name.
-    """
-    makers: dict[str, Callable[..., MathRewardFunction]] = {
-        "accuracy": create_accuracy_reward,
-        "length_penalty": create_length_penalty_reward,
-        "step": create_step_reward,
-    }
-    if not isinstance(name, str) or name not in makers:
-        raise AgentPeftError(
-            f"reward: there is no {name!r:.80}; {nearest(name, REWARDS)} (a reward here is one of these "
-            "names, and never code; in Python, GRPOTrainerWrapper takes any function as reward_fn)"
-        )
-    return makers[name](**numbers)
+REWARDS: dict[str, Callable[..., MathRewardFunction]] = {  # by the names that a tool may give
+    "accuracy": create_accuracy_reward,
+    "length_penalty": create_length_penalty_reward,
+    "step": create_step_reward,
+}
 
 
 def prices_of(reward: Any) -> dict[str, Any] | None:
@@ -176,14 +148,35 @@ def prices_of(reward: Any) -> dict[str, Any] | None:
     return None
 
 
-def function_name(reward: Any) -> str:
+_TERMS: dict[str, Callable[[Trajectory], float]] = {}
+
+
+def keep(reward: Any, term: Callable[[Trajectory], float]) -> str:
+    """Keep a reward's term as long as the program runs. Return its name in a configuration:
+    ``agent_peft.agents.rewards:NAME``.
+    """
+    name = f"{_name_of(reward)}_{_code_digest(reward)}"
+    _TERMS[name] = term
+    return f"{__name__}:{name}"
+
+
+def __getattr__(name: str) -> Callable[[Trajectory], float]:
+    """A kept term. Another process has none."""
+    if name not in _TERMS:
+        raise AttributeError(
+            f"the reward function {name} is of the Python program that trained; call its trainer again there"
+        )
+    return _TERMS[name]
+
+
+def _name_of(reward: Any) -> str:
     name = getattr(reward, "__name__", None) or type(reward).__name__
     return re.sub(r"\W", "_", name)
 
 
-def code_digest(reward: Any) -> str:
-    """A few letters that tell functions of one name apart, so that another function is another training.
-    Values that a function takes from around it, and attributes of a callable object, are not seen.
+def _code_digest(reward: Any) -> str:
+    """A few letters that differ between functions of one name, so that another function is another training.
+    Values that a function takes from around it, and attributes of a callable object, have no part in it.
     """
 
     def parts(code: Any) -> Any:
@@ -191,21 +184,18 @@ def code_digest(reward: Any) -> str:
         return code.co_code.hex(), code.co_names, inner
 
     code = getattr(reward, "__code__", None) or getattr(type(reward).__call__, "__code__", None)
-    told = None if code is None else (parts(code), getattr(reward, "__defaults__", None))
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:8]
+    content = None if code is None else (parts(code), getattr(reward, "__defaults__", None))
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:8]
 
 
 def as_term(reward: Any) -> Callable[[Trajectory], float]:
-    """A function of replies as a term of a run's reward, which is called with one episode at a time. Besides
-    ``completions`` it gets, as far as it takes them, ``prompts``, ``completion_ids``, ``ground_truth`` and
-    the columns of the task, each in a list.
-
-    Raises:
-        AgentPeftError: it cannot be called.
+    """A function of replies as a term of a run's reward, which is called with one episode at a time. In
+    addition to ``completions`` it gets, as far as it takes them, ``prompts``, ``completion_ids``,
+    ``ground_truth`` and the columns of the task, each in a list.
     """
     if not callable(reward):
         raise AgentPeftError(
-            f"reward_fn: {reward!r:.60} is no function; give one of completions and ground_truth, such as "
+            f"reward_fn: {reward!r:.60} is not a function; give one of completions and ground_truth, such as "
             "create_accuracy_reward()"
         )
     parameters = inspect.signature(reward).parameters.values()
@@ -213,20 +203,20 @@ def as_term(reward: Any) -> Callable[[Trajectory], float]:
     names = {one.name for one in parameters}
 
     def term(trajectory: Trajectory) -> float:
-        said = [message.content for message in trajectory.messages if message.role == "assistant"]
-        asked = [message.content for message in trajectory.messages if message.role != "assistant"]
+        replies = [message.content for message in trajectory.messages if message.role == "assistant"]
+        others = [message.content for message in trajectory.messages if message.role != "assistant"]
         answer = trajectory.task.content.get("answer")
         if isinstance(answer, str) and GOLD_MARK in answer:
             answer = answer.rpartition(GOLD_MARK)[2].strip()
         columns = {
             **{name: [value] for name, value in trajectory.task.content.items()},
-            "prompts": ["\n\n".join(asked)],
+            "prompts": ["\n\n".join(others)],
             "completion_ids": [[token for turn in trajectory.turns for token in turn.action]],
             "ground_truth": [answer],
         }
         columns.pop("completions", None)
         known = {name: value for name, value in columns.items() if takes_all or name in names}
-        reply = "\n".join(said[len(said) - len(trajectory.turns) :])  # those before are examples
+        reply = "\n".join(replies[len(replies) - len(trajectory.turns) :])  # those before are examples
         values = list(reward([reply], **known))
         if len(values) != 1:
             raise ValueError(f"it returned {len(values)} rewards for one reply")
@@ -240,9 +230,6 @@ def evaluate_rewards(
 ) -> dict[str, float]:
     """The rewards of replies in numbers: ``mean_reward``, ``min_reward``, ``max_reward``, ``std_reward``,
     ``accuracy`` (the share of right answers) and ``count``.
-
-    Raises:
-        AgentPeftError: there are no replies, or not one right answer for each.
 
     >>> evaluate_rewards(["4", "5"], ["4", "4"])["accuracy"]
     0.5

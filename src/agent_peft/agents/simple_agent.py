@@ -1,4 +1,4 @@
-"""An agent that plans calls of tools and reports, on any OpenAI-compatible endpoint or a policy of ours."""
+"""An agent that plans calls of tools and reports, on any OpenAI-compatible endpoint or a local policy."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pydantic import Field
 from agent_peft.config import Config
 from agent_peft.types import AgentPeftError
 
+_Json = dict[str, Any]
+_Model = Callable[[list[_Json], list[_Json]], _Json]  # (messages, functions) -> the next message
 MAX_RESULT = 20_000  # characters of a tool's result that the model reads
 SYSTEM_PROMPT = (
     "You are {name}. You may call tools. Call one when the request needs it, read its result, and then "
@@ -72,9 +74,6 @@ class SimpleAgent:
         Args:
             llm_config: the model; None takes gpt-4o-mini at the endpoint of the environment.
             max_steps: replies of the model in one ``run``.
-
-        Raises:
-            AgentPeftError: two tools have one name, or ``max_steps`` is below 1.
         """
         self.name, self.max_steps = name, max_steps
         self.llm_config = llm_config or LLMConfig(model="gpt-4o-mini")
@@ -85,11 +84,8 @@ class SimpleAgent:
         self.messages: list[dict[str, Any]] = []
 
     def run(self, text: str) -> str:
-        """Do what a text asks, and return the answer. When the limit is reached, the answer says so, with the
-        last result of a tool.
-
-        Raises:
-            AgentPeftError: the endpoint cannot be reached or refuses; or the local model cannot be loaded.
+        """Carry out a request, and return the answer. At the limit of replies it is the last result of a
+        tool.
         """
         self.messages = [
             {"role": "system", "content": self.system_prompt},
@@ -107,15 +103,17 @@ class SimpleAgent:
         return f"Stopped after {self.max_steps} replies without an answer. The last result of a tool: {last}"
 
     @cached_property
-    def _functions(self) -> list[dict[str, Any]]:
-        told = [(tool.name, tool.description, tool.schema) for tool in self.tools.values()]
+    def _functions(self) -> list[_Json]:
         return [
-            {"type": "function", "function": {"name": name, "description": text, "parameters": schema}}
-            for name, text, schema in told
+            {
+                "type": "function",
+                "function": {"name": tool.name, "description": tool.description, "parameters": tool.schema},
+            }
+            for tool in self.tools.values()
         ]
 
     @cached_property
-    def _reply(self) -> Callable[[list[dict[str, Any]], list[dict[str, Any]]], dict[str, Any]]:
+    def _reply(self) -> _Model:
         return _local(self.llm_config) if self.llm_config.local else _endpoint(self.llm_config)
 
     def _call(self, name: str, arguments: str) -> str:
@@ -127,9 +125,7 @@ class SimpleAgent:
         return self.tools[name].run(arguments)[:MAX_RESULT]
 
 
-def _endpoint(
-    config: LLMConfig,
-) -> Callable[[list[dict[str, Any]], list[dict[str, Any]]], dict[str, Any]]:
+def _endpoint(config: LLMConfig) -> _Model:
     try:
         import openai
     except ImportError as error:
@@ -142,7 +138,7 @@ def _endpoint(
     except openai.OpenAIError as error:
         raise AgentPeftError(f"LLMConfig: {_line(error)}") from error
 
-    def reply(messages: list[dict[str, Any]], functions: list[dict[str, Any]]) -> dict[str, Any]:
+    def reply(messages: list[_Json], functions: list[_Json]) -> _Json:
         keys: dict[str, Any] = {"tools": functions} if functions else {}
         if config.temperature is not None:
             keys["temperature"] = config.temperature
@@ -164,45 +160,35 @@ def _endpoint(
             for call in message.tool_calls or ()
             if call.type == "function"
         ]
-        said: dict[str, Any] = {"role": "assistant", "content": message.content}
-        return said | ({"tool_calls": calls} if calls else {})
+        return _message(message.content, calls)
 
     return reply
 
 
-def _local(
-    config: LLMConfig,
-) -> Callable[[list[dict[str, Any]], list[dict[str, Any]]], dict[str, Any]]:
-    """A policy of ours, which reads and writes calls as ``serve-policy`` does."""
+def _local(config: LLMConfig) -> _Model:
+    """A policy in this process, which reads and writes calls as ``serve-policy`` does."""
+    from agent_peft.agents.serving.choices import written
+    from agent_peft.agents.serving.conversation import ChatMessage, Tool, plain_messages, split_calls
     from agent_peft.agents.serving.models import load_target
-    from agent_peft.agents.serving.requests import ChatMessage, Tool
-    from agent_peft.agents.serving.tools import plain_messages, split_calls
     from agent_peft.policies.engine import load_sampler
     from agent_peft.policies.generation import generate
 
     sampler = load_sampler(load_target(config.model))
     limits = {"temperature": config.temperature or 0.0, "max_new_tokens": config.max_tokens}
 
-    def reply(messages: list[dict[str, Any]], functions: list[dict[str, Any]]) -> dict[str, Any]:
+    def reply(messages: list[_Json], functions: list[_Json]) -> _Json:
         tools = [Tool.model_validate(function) for function in functions]
         plain = plain_messages([ChatMessage.model_validate(message) for message in messages], tools)
         room = len(sampler.chat.opening(plain)) + config.max_tokens
         (text,) = generate(sampler, [plain], limits | {"max_tokens": room}, seed=len(messages))
-        said, calls = split_calls(text, tools)
-        written = [
-            {
-                "id": f"call_{len(messages)}_{number}",
-                "type": "function",
-                "function": {
-                    "name": call.name,
-                    "arguments": json.dumps(dict(call.arguments), ensure_ascii=False),
-                },
-            }
-            for number, call in enumerate(calls)
-        ]
-        return {"role": "assistant", "content": said} | ({"tool_calls": written} if written else {})
+        content, calls = split_calls(text, tools)
+        return _message(content, [call.model_dump() for call in written(calls)])
 
     return reply
+
+
+def _message(content: str | None, calls: list[_Json]) -> _Json:
+    return {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
 
 
 def _line(error: Exception) -> str:

@@ -1,4 +1,5 @@
-"""The tool with which an agent trains: JSON in, JSON out, and never an exception.
+"""The tool with which an agent trains: JSON in, JSON out, and never an exception. ``serve`` offers it over
+the Model Context Protocol.
 
 It reads and writes below one folder only, runs no code that a parameter names, and removes nothing: a
 training never overwrites another one.
@@ -16,16 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from agent_peft.agents.datasets import NAMES
-from agent_peft.agents.parameters import (
-    ACTIONS,
+from agent_peft.agents.keys import (
     OWN_ATTEMPTS,
+    TAKES,
     Parameters,
-    changed,
     check,
     content_of,
+    refuse,
     reward_of,
+    schema,
 )
 from agent_peft.types import AgentPeftError, InfrastructureError, TrustError
+from agent_peft.version import __version__
 
 SHOWN_ROWS = 3
 _UNSEEN = re.compile(r"[\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]")
@@ -56,42 +59,37 @@ class RLTrainingTool:
     def __init__(self, root: str | os.PathLike[str] = ".") -> None:
         """
         Args:
-            root: the folder that every path must lie in. Relative paths are relative to the current folder.
+            root: every path must lie in it. Relative paths are relative to the current folder.
         """
         self._root = Path(root).expanduser().resolve()
 
     @property
     def schema(self) -> dict[str, Any]:
         """The JSON schema of the parameters."""
-        schema = Parameters.model_json_schema()
-        return {"type": "object", "properties": schema["properties"], "additionalProperties": False}
+        return schema()
 
     def run(self, parameters: Mapping[str, Any] | str) -> str:
-        """Do what the parameters say. Return JSON with ``status``: ``success``, or ``error`` with a
-        ``message`` that says what to do.
-
-        Args:
-            parameters: as ``schema`` says, as a mapping or as JSON.
+        """Carry out a call. Return JSON with ``status``: ``success``, or ``error`` with a ``message`` that
+        explains what to do. The parameters of ``schema`` may be a mapping or JSON.
         """
         action: Any = None
         try:
             given = content_of(parameters)
             action = given.get("action", "train")
             checked = check(given)
-            told = {"status": "success", "action": action, **_DO[checked.action](self, checked)}
+            result = {"status": "success", "action": action, **_DO[checked.action](self, checked)}
         except AgentPeftError as error:
-            told = _failure(action, str(error))
+            result = _failure(action, str(error))
         except (TrustError, InfrastructureError) as error:
-            told = _failure(action, f"the training failed: {error}")
+            result = _failure(action, f"the training failed: {error}")
         except MemoryError:
-            told = _failure(action, "there is not enough memory; take a smaller model or batch_size")
+            result = _failure(action, "there is not enough memory; take a smaller model or batch_size")
         except OSError as error:
-            told = _failure(
-                action, f"{error.filename or 'a file'}: {error.strerror or error}; name another folder"
-            )
+            place = error.filename or "a file"
+            result = _failure(action, f"{place}: {error.strerror or error}; name another folder")
         except Exception as error:
-            told = _failure(action, f"unforeseen: {type(error).__name__}: {error}")
-        return _written(told)
+            result = _failure(action, f"unforeseen: {type(error).__name__}: {error}")
+        return _written(result)
 
     # -- actions ---------------------------------------------------------------------------------------------
 
@@ -100,36 +98,28 @@ class RLTrainingTool:
         if output == self._root:
             raise AgentPeftError("output_dir: is the allowed folder itself; name a new folder in it")
 
-        from agent_peft.agents import background, training
-        from agent_peft.runs.run import train
+        from agent_peft.agents import training
 
-        own = training.learns_from_attempts(given.algorithm)
-        if not own and (useless := sorted(changed(given) & OWN_ATTEMPTS)):
-            raise AgentPeftError(
-                f"{useless[0]}: has no effect with algorithm {given.algorithm}, which learns from what the "
-                "dataset shows; leave it out"
-            )
+        own = training.facts_of(given.algorithm).on_policy
+        if not own:
+            place = f"algorithm {given.algorithm}, which learns from what the dataset shows"
+            refuse(given, OWN_ATTEMPTS, place)
         model = self._model(given)
         dataset = self._dataset(given, given.split or "train", output.parent / "datasets")
-        taken = set(training.TrainingConfig.model_fields) | {"num_epochs", "batch_size"}
-        keys = {name: getattr(given, name) for name in given.model_fields_set & taken}
-        settings = training.TrainingConfig(**keys | {"model_name": model, "output_dir": self._shown(output)})
-        rewards = reward_of(given).rewards if own else None
-        more = {} if given.kl_coef is None else {"kl_coef": given.kl_coef}
-        config = training.run_configuration(settings, given.algorithm, dataset, rewards, more)
-        earlier = training.make_room(config)
-        told = {
+        config = training.config_from(
+            given.model_copy(update={"output_dir": self._shown(output)}),
+            given.algorithm,
+            dataset,
+            reward_of(given).rewards if own else None,
+            given.kl_coef,
+        )
+        facts = {
             "algorithm": given.algorithm,
             "model_name": model,
             "dataset": dataset.name,
             "measured_on": _measured(dataset, config.evaluation.num_tasks if config.evaluation else 0),
         }
-        if earlier is not None:
-            told["earlier_training_moved_to"] = earlier
-        if given.background:
-            return told | {"output_dir": str(config.run_dir), **background.begin(config)}
-        train(config)
-        return told | training.result_of(config.run_dir)
+        return facts | training.carry_out(config, given.background)
 
     def _load_dataset(self, given: Parameters) -> dict[str, Any]:
         if given.model_name is not None:
@@ -152,13 +142,7 @@ class RLTrainingTool:
 
         model = self._model(given)
         dataset = self._dataset(given, given.split or _test_of(given.dataset), self._root / "datasets")
-        settings = training.TrainingConfig(
-            model_name=model,
-            max_new_tokens=given.max_new_tokens,
-            seed=given.seed,
-            eval_samples=given.max_samples,
-        )
-        report = training.measure(model, dataset, settings)
+        report = training.measure(given, dataset, given.max_samples)
         return {
             "model_name": model,
             "dataset": dataset.name,
@@ -167,35 +151,19 @@ class RLTrainingTool:
             "cut_replies": report.cut_actions,
         }
 
-    def _status(self, given: Parameters) -> dict[str, Any]:
+    def _run(self, given: Parameters) -> dict[str, Any]:
+        """Status, stop and report."""
         from agent_peft.agents import background, training
 
         folder = self._path("output_dir", given.output_dir)
-        background.state(folder)
-        return training.progress_of(Path(self._shown(folder)))
-
-    def _stop(self, given: Parameters) -> dict[str, Any]:
-        from agent_peft.agents import background, training
-
-        folder = self._path("output_dir", given.output_dir)
-        background.stop(folder)
-        return training.progress_of(Path(self._shown(folder)))
-
-    def _report(self, given: Parameters) -> dict[str, Any]:
-        from agent_peft.agents import background, training
-
-        folder = self._path("output_dir", given.output_dir)
-        background.state(folder)
-        return training.report_of(Path(self._shown(folder)))
+        background.stop(folder) if given.action == "stop" else background.state(folder)
+        shown = training.report_of if given.action == "report" else training.progress_of
+        return shown(Path(self._shown(folder)))
 
     # -- parameters ------------------------------------------------------------------------------------------
 
     def _path(self, key: str, text: str) -> Path:
-        """The absolute path of a text, without links.
-
-        Raises:
-            AgentPeftError: it is outside of the allowed folder.
-        """
+        """The absolute path of a text, without links. Outside of the allowed folder it is an error."""
         try:
             path = Path(text).expanduser().resolve()
         except (OSError, RuntimeError, ValueError) as error:
@@ -262,9 +230,7 @@ _DO: dict[str, Callable[[RLTrainingTool, Parameters], dict[str, Any]]] = {
     "load_dataset": RLTrainingTool._load_dataset,
     "create_reward": RLTrainingTool._create_reward,
     "evaluate": RLTrainingTool._evaluate,
-    "status": RLTrainingTool._status,
-    "stop": RLTrainingTool._stop,
-    "report": RLTrainingTool._report,
+    **dict.fromkeys(("status", "stop", "report"), RLTrainingTool._run),
 }
 
 
@@ -295,13 +261,13 @@ def _measured(dataset: Any, number: int | None) -> str:
 
 
 def _failure(action: Any, message: str) -> dict[str, Any]:
-    known = action if action in ACTIONS else None
+    known = action if isinstance(action, str) and action in TAKES else None
     return {"status": "error", "action": known, "message": " ".join(message.split())[:2000]}
 
 
-def _written(told: dict[str, Any]) -> str:
+def _written(result: dict[str, Any]) -> str:
     """JSON as any parser reads it, without characters that would move a terminal's cursor."""
-    text = json.dumps(_finite(told), indent=2, ensure_ascii=False, default=str)
+    text = json.dumps(_finite(result), indent=2, ensure_ascii=False, default=str)
     return _UNSEEN.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
@@ -311,3 +277,49 @@ def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _finite(inner) for name, inner in value.items()}
     return [_finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def serve(root: Path) -> None:
+    """Serve the tool over the Model Context Protocol, on standard input and output, until the client leaves.
+    Whatever a training prints is written to standard error.
+    """
+    try:
+        import anyio
+        from mcp.server.stdio import stdio_server
+    except ImportError as error:
+        raise AgentPeftError(
+            "agent-peft mcp needs the SDK of the Model Context Protocol, which is not installed; pip install "
+            "'agent-peft[agents]'"
+        ) from error
+    if not root.is_dir():
+        raise AgentPeftError(f"{root}: there is no such folder (seen from {Path.cwd()}); name another")
+    server = _mcp_server(RLTrainingTool(root))
+
+    async def main() -> None:
+        async with stdio_server() as (reading, writing):
+            await server.run(reading, writing, server.create_initialization_options())
+
+    anyio.run(main)
+
+
+def _mcp_server(tool: RLTrainingTool) -> Any:
+    """A server with one tool. Each call has its own thread, so a long training blocks no other call."""
+    import anyio.to_thread
+    import mcp
+    from mcp.server.lowlevel import Server
+
+    described = mcp.Tool(name=tool.name, description=tool.description, input_schema=tool.schema)
+
+    async def list_tools(context: Any, parameters: Any) -> Any:
+        return mcp.ListToolsResult(tools=[described])
+
+    async def call_tool(context: Any, parameters: Any) -> Any:
+        if parameters.name != tool.name:
+            text, failed = f"there is no tool {parameters.name!r:.80}; call {tool.name}", True
+        else:
+            text = await anyio.to_thread.run_sync(tool.run, parameters.arguments or {})
+            failed = text.startswith('{\n  "status": "error"')
+        content = mcp.types.TextContent(type="text", text=text)
+        return mcp.types.CallToolResult(content=[content], is_error=failed)
+
+    return Server("agent-peft", version=__version__, on_list_tools=list_tools, on_call_tool=call_tool)

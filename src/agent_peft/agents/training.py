@@ -1,21 +1,23 @@
-"""From a few parameters to the configuration of a run, and from a run directory to numbers. Nothing is
-trained here: ``agent_peft.runs.run.train`` does that.
-"""
+"""From the keys of a training to a run, and from a run directory to numbers; and trainers as classes."""
 
 from __future__ import annotations
 
 import math
 import os
+import shutil
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import ValidationError
 
-from agent_peft.agents.datasets import Dataset
+from agent_peft.agents.background import begin
+from agent_peft.agents.datasets import Dataset, find_dataset
+from agent_peft.agents.keys import TrainingConfig, TrainingKeys
+from agent_peft.agents.rewards import as_term, keep, prices_of
 from agent_peft.algorithms import ALGORITHMS
-from agent_peft.config import Config
+from agent_peft.config import first_error
 from agent_peft.configuration.load import load_config
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments import load_environment
@@ -27,115 +29,44 @@ from agent_peft.policies.models.start import start_of
 from agent_peft.rollout.evaluation import evaluate
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.runs.changes import read_earlier
-from agent_peft.runs.checkpoint import checkpoints
+from agent_peft.runs.checkpoint import checkpoints, latest_checkpoint
 from agent_peft.runs.folder import Lock, dtype_of_run, recorded_dtype, with_dtype
 from agent_peft.runs.layout import CONFIG
 from agent_peft.runs.overview import summarize_run
 from agent_peft.runs.reading import load_run
+from agent_peft.runs.run import train
 from agent_peft.types import AgentPeftError
 
 MAX_EVALUATED = 100  # tasks of an evaluation that nobody has sized
 PROMPT_ROOM = 1024  # tokens of an episode in addition to one reply
-_SHORT = {"num_epochs": "num_train_epochs", "batch_size": "per_device_train_batch_size"}
 
 
-class TrainingConfig(Config):
-    """How a trainer trains. ``num_epochs`` and ``batch_size`` are short names of two keys.
+def facts_of(algorithm: str) -> Any:
+    """The facts of an algorithm.
 
-    >>> TrainingConfig(model_name="smollm2-135m", num_epochs=3).num_train_epochs
-    3.0
+    >>> facts_of("ppo").on_policy
+    True
     """
-
-    model_name: str = Field(
-        min_length=1,
-        max_length=500,
-        description="a bundled name (smollm2-135m, gemma3-270m), a hub id, a folder, or the output_dir of an "
-        "earlier training, which is then gone on with",
-    )
-    output_dir: str = Field(default="./output", min_length=1, max_length=500, description="folder of the run")
-    num_train_epochs: float = Field(
-        default=1.0, gt=0, le=10_000, description="number of trips through the tasks; short: num_epochs"
-    )
-    per_device_train_batch_size: int = Field(
-        default=4, ge=1, le=4096, description="number of tasks of one step; short: batch_size"
-    )
-    learning_rate: float | None = Field(
-        default=None, gt=0, le=1, description="null: 2e-4 with LoRA, 2e-5 for all parameters"
-    )
-    use_lora: bool = Field(default=True, description="whether an adapter is trained, or every parameter")
-    lora_r: int | None = Field(
-        default=None, ge=1, le=4096, description="rank; null: that of the adapter it continues with, or 16"
-    )
-    lora_alpha: float | None = Field(
-        default=None, gt=0, description="null: that of the adapter it continues with, or 32"
-    )
-    gradient_checkpointing: bool = Field(default=False, description="less memory, and more time")
-    num_generations: int = Field(
-        default=8,
-        ge=1,
-        le=1024,
-        description="replies to each task (not with sft, which learns from solutions)",
-    )
-    max_new_tokens: int = Field(default=256, ge=1, le=32_768, description="maximum tokens of a reply")
-    temperature: float = Field(default=1.0, gt=0, le=10, description="of the replies that are learned from")
-    eval_samples: int | None = Field(
-        default=None,
-        ge=0,
-        le=1_000_000,
-        description="number of tasks to measure accuracy on, before and after; 0 measures none; null: as "
-        f"many as are trained on, at most {MAX_EVALUATED}",
-    )
-    seed: int = Field(default=0, description="decides the order of tasks and the tokens that are drawn")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _long_names(cls, keys: Any) -> Any:
-        if not isinstance(keys, Mapping):
-            return keys
-        twice = [short for short, long in _SHORT.items() if short in keys and long in keys]
-        if twice:
-            raise ValueError(f"{twice[0]} and {_SHORT[twice[0]]} are one key; give one of them")
-        return {_SHORT.get(name, name): value for name, value in keys.items()}
+    if algorithm not in ALGORITHMS:
+        raise AgentPeftError(
+            f"algorithm: there is no {algorithm!r:.80}; {nearest(algorithm, ALGORITHMS.keys())}"
+        )
+    return ALGORITHMS[algorithm]().facts
 
 
-def check_algorithm(name: object) -> str:
-    """
-    Raises:
-        AgentPeftError: it is no row of ``ALGORITHMS``.
-
-    >>> check_algorithm("ppo")
-    'ppo'
-    """
-    if not isinstance(name, str) or name not in ALGORITHMS:
-        raise AgentPeftError(f"algorithm: there is no {name!r:.80}; {nearest(name, ALGORITHMS.keys())}")
-    return name
-
-
-def learns_from_attempts(algorithm: str) -> bool:
-    """
-    Raises:
-        AgentPeftError: there is no such algorithm.
-    """
-    return ALGORITHMS[check_algorithm(algorithm)]().facts.on_policy
-
-
-def run_configuration(
-    settings: TrainingConfig,
+def config_from(
+    keys: TrainingKeys,
     algorithm: str,
     dataset: Dataset,
     rewards: Mapping[str, Any] | None = None,
-    algorithm_keys: Mapping[str, Any] | None = None,
+    kl_coef: float | None = None,
 ) -> TrainConfig:
     """The configuration of a run with one stage.
 
     Args:
         rewards: keys of ``rewards``; None takes 1 for a right answer and 0 for a wrong one.
-        algorithm_keys: keys of the algorithm, such as ``kl_coef``.
-
-    Raises:
-        AgentPeftError: a key is wrong, or the model or the tasks are not there.
     """
-    facts = ALGORITHMS[check_algorithm(algorithm)]().facts
+    facts = facts_of(algorithm)
     preferences = dataset.environment["kind"] == "preferences"
     if bool(facts.preferences) != preferences and (facts.preferences or facts.on_policy):
         raise AgentPeftError(
@@ -145,32 +76,28 @@ def run_configuration(
             else f"algorithm: {algorithm} learns from graded attempts, and the preferences of {dataset.name} "
             "grade none; take dpo, orpo, simpo or kto"
         )
-    rate = settings.learning_rate or (2e-4 if settings.use_lora else 2e-5)
-    sampling: dict[str, Any] = {
-        "max_new_tokens": settings.max_new_tokens,
-        "max_tokens": settings.max_new_tokens + PROMPT_ROOM,
-    }
+    sampling = _sampling(keys)
     stage: dict[str, Any] = {
-        "algorithm": {"kind": algorithm, **(algorithm_keys or {})},
-        "epochs": settings.num_train_epochs,
-        "tasks_per_step": settings.per_device_train_batch_size,
+        "algorithm": {"kind": algorithm} | ({} if kl_coef is None else {"kl_coef": kl_coef}),
+        "epochs": keys.num_epochs,
+        "tasks_per_step": keys.batch_size,
         "rewards": dict(rewards or {"correct": 1.0, "incorrect": 0.0}),
-        "optimizer": {"learning_rate": rate},
+        "optimizer": {"learning_rate": keys.learning_rate or (2e-4 if keys.use_lora else 2e-5)},
         "sampling": sampling,
     }
     if facts.on_policy:
-        stage["group_size"] = settings.num_generations
-        stage["sampling"] = sampling | {"temperature": settings.temperature}
+        stage["group_size"] = keys.num_generations
+        sampling["temperature"] = keys.temperature
     evaluation = None
-    if settings.eval_samples != 0 and not preferences:
-        measured = dataset.heldout or dataset.environment
-        number = settings.eval_samples or min(MAX_EVALUATED, _count(dataset.environment))
-        evaluation = {"environment": dict(measured), "num_tasks": number}
+    if keys.eval_samples != 0 and not preferences:
+        with closing(load_environment(dataset.environment)) as environment:
+            number = keys.eval_samples or min(MAX_EVALUATED, len(environment.tasks))
+        evaluation = {"environment": dict(dataset.heldout or dataset.environment), "num_tasks": number}
     return load_config(
         {
-            "run_dir": settings.output_dir,
-            "seed": settings.seed,
-            "policy": _policy(settings),
+            "run_dir": keys.output_dir,
+            "seed": keys.seed,
+            "policy": _policy(keys),
             "environment": dict(dataset.environment),
             "evaluation": evaluation,
             "stages": [stage],
@@ -178,34 +105,44 @@ def run_configuration(
     )
 
 
-def _policy(settings: TrainingConfig) -> dict[str, Any]:
-    keys: dict[str, Any] = {
+def _sampling(keys: TrainingKeys) -> dict[str, Any]:
+    return {"max_new_tokens": keys.max_new_tokens, "max_tokens": keys.max_new_tokens + PROMPT_ROOM}
+
+
+def _policy(keys: TrainingKeys) -> dict[str, Any]:
+    policy = {
         "kind": "pretrained",
-        "model": settings.model_name,
-        "activation_checkpointing": settings.gradient_checkpointing,
+        "model": keys.model_name,
+        "activation_checkpointing": keys.gradient_checkpointing,
     }
-    if settings.use_lora:
-        lora = {"rank": settings.lora_r, "alpha": settings.lora_alpha}
-        if given := {key: value for key, value in lora.items() if value is not None}:
-            keys["lora"] = given
-        return keys
-    if settings.lora_r is not None or settings.lora_alpha is not None:
+    lora = {"rank": keys.lora_r, "alpha": keys.lora_alpha}
+    given = {key: value for key, value in lora.items() if value is not None}
+    if keys.use_lora:
+        return policy | ({"lora": given} if given else {})
+    if given:
         raise AgentPeftError("lora_r and lora_alpha have no effect with use_lora: false; leave them out")
-    adapted = start_of(PretrainedConfig(model=settings.model_name)).adapter is not None
-    return keys | {"lora": None, "merge_adapter": adapted}
+    return policy | {"lora": None, "merge_adapter": _has_adapter(str(keys.model_name))}
 
 
-def _count(environment: Mapping[str, Any]) -> int:
-    with closing(load_environment(environment)) as loaded:
-        return len(loaded.tasks)
+def _has_adapter(model_name: str) -> bool:
+    return start_of(PretrainedConfig(model=model_name)).adapter is not None
+
+
+def carry_out(config: TrainConfig, background: bool = False) -> dict[str, Any]:
+    """Train, and return ``result_of`` the run; in the background return as soon as it has begun. A run with
+    other settings in ``run_dir`` is moved aside.
+    """
+    moved = make_room(config)
+    result: dict[str, Any] = {} if moved is None else {"earlier_training_moved_to": moved}
+    if background:
+        return result | {"output_dir": str(config.run_dir), **begin(config)}
+    train(config)
+    return result | result_of(config.run_dir)
 
 
 def make_room(config: TrainConfig) -> str | None:
     """Move a run with other settings out of ``run_dir``, to the first free name ``run_dir-1``, ``-2``, …
     Return its new place. A run with the same settings stays, and continues.
-
-    Raises:
-        AgentPeftError: it is running, or it is the model of the new run.
     """
     folder = config.run_dir
     earlier = read_earlier(folder) if (folder / CONFIG).is_file() else None
@@ -229,38 +166,25 @@ def make_room(config: TrainConfig) -> str | None:
     return str(place_of)
 
 
-def measure(model_name: str, dataset: Dataset, settings: TrainingConfig) -> EvaluationReport:
-    """Measure a model, greedily, on the tasks of a dataset.
-
-    Raises:
-        AgentPeftError: the model or the tasks are not there.
-    """
-    run = Path(model_name).expanduser()
-    adapted = start_of(PretrainedConfig(model=model_name)).adapter is not None
-    policy = load_policy(
-        model_name, dtype=recorded_dtype(run) or "auto", lora=LoraSettings() if adapted else None
-    )
-    sampling = {
-        "max_new_tokens": settings.max_new_tokens,
-        "max_tokens": settings.max_new_tokens + PROMPT_ROOM,
-    }
+def measure(keys: TrainingKeys, dataset: Dataset, number: int | None) -> EvaluationReport:
+    """Measure a model, greedily, on the first tasks of a dataset; None takes ``MAX_EVALUATED``."""
+    name = str(keys.model_name)
+    lora = LoraSettings() if _has_adapter(name) else None
+    policy = load_policy(name, dtype=recorded_dtype(Path(name).expanduser()) or "auto", lora=lora)
     with closing(load_environment(dataset.environment)) as environment:
-        number = settings.eval_samples or MAX_EVALUATED
-        keys = {"num_tasks": min(number, len(environment.tasks)), "sampling": sampling}
-        return evaluate(load_sampler(policy), environment, keys, settings.seed)
+        number = min(number or MAX_EVALUATED, len(environment.tasks))
+        settings = {"num_tasks": number, "sampling": _sampling(keys)}
+        return evaluate(load_sampler(policy), environment, settings, keys.seed)
 
 
 def progress_of(folder: Path) -> dict[str, Any]:
-    """The state of a run, from its directory: ``running``, ``done``, ``failed``, ``interrupted`` or
-    ``killed``.
-
-    Raises:
-        AgentPeftError: the folder is no run directory.
+    """The state of a run (``running``, ``done``, ``failed``, ``interrupted`` or ``killed``), its steps and
+    its last metrics.
     """
     record, summary = load_run(folder), summarize_run(folder)
     latest = record.metrics[-1] if record.metrics else {}
     newest = checkpoints(folder / "checkpoints")
-    told = {
+    result = {
         "output_dir": str(folder),
         "state": summary.state,
         "cause": summary.cause,
@@ -271,30 +195,22 @@ def progress_of(folder: Path) -> dict[str, Any]:
         "checkpoint": str(newest[-1]) if newest else None,
         "metrics": {name: value for name, value in latest.items() if name not in ("step", "stage")},
     }
-    return {name: value for name, value in told.items() if value is not None}
+    return {name: value for name, value in result.items() if value is not None}
 
 
 def result_of(folder: Path) -> dict[str, Any]:
-    """What ``progress_of`` says, and the accuracies that the run has measured.
-
-    Raises:
-        AgentPeftError: the folder is no run directory, or it is damaged.
-    """
+    """``progress_of``, and the accuracies that the run has measured."""
     reports = {name: one.report for name, one in load_run(folder).evaluations.items()}
-    told = progress_of(folder) | {"evaluations": {name: accuracy_of(one) for name, one in reports.items()}}
+    result = progress_of(folder) | {"evaluations": {name: accuracy_of(one) for name, one in reports.items()}}
     if "base" in reports:
-        told["accuracy_before"] = reports["base"].success.value
+        result["accuracy_before"] = reports["base"].success.value
     if later := [report for name, report in reports.items() if name != "base"]:
-        told["accuracy"] = later[-1].success.value
-    return told
+        result["accuracy"] = later[-1].success.value
+    return result
 
 
 def report_of(folder: Path, points: int = 20) -> dict[str, Any]:
-    """What ``result_of`` says, the configuration, and the course of the metrics at about ``points`` steps.
-
-    Raises:
-        AgentPeftError: as ``result_of``.
-    """
+    """``result_of``, the configuration, and the course of the metrics at about ``points`` steps."""
     record = load_run(folder)
     metrics = record.metrics
     every = max(1, math.ceil(len(metrics) / points))
@@ -310,3 +226,88 @@ def accuracy_of(report: EvaluationReport) -> dict[str, Any]:
     """The share of right answers, its 95 % interval, and the number of tasks."""
     success = report.success
     return {"accuracy": success.value, "low": success.low, "high": success.high, "tasks": success.tasks}
+
+
+# -- trainers ------------------------------------------------------------------------------------------------
+
+
+class SFTTrainerWrapper:
+    """Learns from the solutions of a dataset.
+
+    Attributes:
+        result: what ``train`` has returned; None before.
+    """
+
+    algorithm: ClassVar[str] = "sft"
+
+    def __init__(self, config: TrainingConfig | None = None, dataset: Any = "gsm8k", **keys: Any) -> None:
+        """
+        Args:
+            config: how to train, or instead of it its keys: ``model_name``, ``output_dir``, ``num_epochs`` …
+            dataset: of ``create_sft_dataset``; or anything that this function takes as ``dataset``.
+        """
+        if config is not None and keys:
+            raise AgentPeftError(f"{next(iter(keys))}: is a key of config, which is given, too; set it there")
+        try:
+            self.config = config or TrainingConfig.model_validate(keys)
+        except ValidationError as error:
+            raise AgentPeftError(first_error(error, "", TrainingConfig)) from error
+        self.dataset = find_dataset(dataset, folder=Path(self.config.output_dir).parent / "datasets")
+        self.result: dict[str, Any] | None = None
+
+    def train(self) -> dict[str, Any]:
+        """Train to the end, and return what the run directory contains: ``accuracy``, ``metrics``,
+        ``checkpoint`` and more. An earlier training of another kind in ``output_dir`` is kept next to it.
+        """
+        self.result = carry_out(config_from(self.config, self.algorithm, self.dataset, self._rewards()))
+        return self.result
+
+    def save_model(self, output_dir: str | Path | None = None) -> Path:
+        """The folder of what was trained, in PEFT's layout or as a model. With ``output_dir`` it is copied to
+        that folder, which must be new or empty.
+        """
+        folder = latest_checkpoint(Path(self.config.output_dir) / "checkpoints")
+        if folder is None:
+            raise AgentPeftError(f"{self.config.output_dir}: has no checkpoint yet; call train() first")
+        if output_dir is None:
+            return folder
+        target = Path(output_dir)
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise AgentPeftError(f"{target}: exists and is not an empty folder; name another folder")
+        return Path(shutil.copytree(folder, target, dirs_exist_ok=True))
+
+    def _rewards(self) -> dict[str, Any] | None:
+        return None
+
+
+class GRPOTrainerWrapper(SFTTrainerWrapper):
+    """Learns from groups of graded attempts, with GRPO."""
+
+    algorithm = "grpo"
+
+    def __init__(
+        self,
+        config: TrainingConfig | None = None,
+        dataset: Any = "gsm8k",
+        reward_fn: Any = None,
+        **keys: Any,
+    ) -> None:
+        """
+        Args:
+            reward_fn: None or ``create_accuracy_reward()`` gives 1 for a right answer; or any callable of
+                ``completions`` and the columns of the dataset that returns one number for each.
+        """
+        super().__init__(config, dataset, **keys)
+        self.reward_fn = reward_fn
+        self._term = None if reward_fn is None or prices_of(reward_fn) is not None else as_term(reward_fn)
+
+    def _rewards(self) -> dict[str, Any] | None:
+        if self._term is None:
+            return prices_of(self.reward_fn)
+        return {"correct": 0.0, "incorrect": 0.0, "terms": [{"kind": keep(self.reward_fn, self._term)}]}
+
+
+class PPOTrainerWrapper(GRPOTrainerWrapper):
+    """Learns from graded attempts, with PPO and a critic on the policy's last layer."""
+
+    algorithm = "ppo"

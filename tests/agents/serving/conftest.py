@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -46,6 +48,15 @@ def policies() -> dict[str, Policy]:
     with torch.no_grad():  # the argmax never ends a reply; other draws do
         policy.base.lm_head.weight[sorted(policy.chat.end_of_turn)] = 0
     return {"trained": policy, "base": under(policy)}
+
+
+# one for all tests, since it takes a while to make; it keeps no connection
+CLIENT = httpx.Client(timeout=60, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
+USER = [{"role": "user", "content": "1+2="}]
+
+
+def post(url: str, path: str = "chat/completions", headers: dict[str, str] | None = None, **body: Any) -> Any:
+    return CLIENT.post(f"{url}/v1/{path}", json=body, headers=headers)
 
 
 class Running:

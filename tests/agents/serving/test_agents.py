@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from agent_peft import LLMConfig, RLTrainingTool, SimpleAgent
-from agent_peft.agents.serving.requests import ChatMessage, Tool
-from agent_peft.agents.serving.tools import plain_messages
+from agent_peft.agents.serving.conversation import ChatMessage, Tool, plain_messages
 from agent_peft.environments.tool_calls import write_tool_call
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.policy import Policy

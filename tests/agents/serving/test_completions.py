@@ -7,20 +7,17 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
-import httpx
 import pytest
 
-from agent_peft.agents.serving.prompts import text_prompt
+from agent_peft.agents.serving.conversation import text_prompt
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.seeding import derive
 from agent_peft.types import Message
 
-openai = pytest.importorskip("openai")
+from .conftest import CLIENT, USER, post
 
-# one for all tests, since it takes a while to make; it keeps no connection
-CLIENT = httpx.Client(timeout=60, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
-USER = [{"role": "user", "content": "1+2="}]
+openai = pytest.importorskip("openai")
 
 
 class Alone:
@@ -45,10 +42,6 @@ sampler_of = cache(load_sampler)
 
 def opening(policy, text="1+2="):
     return policy.chat.opening([Message("user", text)])
-
-
-def post(url, path="chat/completions", **body):
-    return CLIENT.post(f"{url}/v1/{path}", json=body)
 
 
 def chunks_of(answer):
@@ -128,6 +121,29 @@ def test_a_stream_is_the_whole_answer_in_parts(serving, policies, tools):
         assert told == pytest.approx(expected, abs=1e-4)
         assert [part["finish_reason"] for part in parts if part["finish_reason"]] == [choice["finish_reason"]]
     assert chunks[0]["prompt_token_ids"] == whole["prompt_token_ids"]
+
+
+def test_answers_are_those_of_the_classes_of_openai(serving):
+    """Its client does not check what it parses, so each answer is validated here, in strict mode."""
+    from openai import types
+
+    url, keys = serving().url, {"max_tokens": 24, "seed": 5, "n": 2, "return_token_ids": True}
+    chat = keys | {"messages": USER, "logprobs": True, "top_logprobs": 2}
+    text = keys | {"prompt": ["ab", "cd"], "logprobs": 2}
+    streamed = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = chunks_of(post(url, **chat, **streamed))
+    parts = chunks_of(post(url, "completions", **text, **streamed))
+    for choice in (choice for part in parts for choice in part["choices"]):
+        choice["finish_reason"] = choice["finish_reason"] or "stop"  # null in a stream, which the class lacks
+    for kind, answers in (
+        (types.chat.ChatCompletion, [post(url, **chat).json()]),
+        (types.chat.ChatCompletionChunk, chunks),
+        (types.Completion, [post(url, "completions", **text).json(), *parts]),
+        (types.Model, CLIENT.get(f"{url}/v1/models").json()["data"]),
+    ):
+        assert answers
+        for answer in answers:
+            kind.model_validate_json(json.dumps(answer), strict=True)
 
 
 def test_choices_are_seeded_and_a_stop_string_is_no_part_of_the_text(serving, policies):

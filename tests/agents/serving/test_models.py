@@ -72,7 +72,7 @@ def test_adapters_beside_their_model(tmp_path, policies):
     for wrong, words in (
         ([targets[0], targets[0]], "two policies are named 'a'"),
         ([f"{tmp_path}/nothing"], "there is no run directory"),
-        ([f"{tmp_path}/a:best"], "is no run directory"),
+        ([f"{tmp_path}/a:best"], "is not a run directory"),
     ):
         with pytest.raises(AgentPeftError, match=words):
             load_policies(wrong, {"device": "cpu"})

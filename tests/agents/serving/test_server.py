@@ -17,14 +17,9 @@ from agent_peft.policies.engine.kv_cache import ROWS, TierCache
 from agent_peft.policies.engine.service import OpenDecoding
 from agent_peft.types import AgentPeftError
 
-# one for all tests, since it takes a while to make; it keeps no connection
-CLIENT = httpx.Client(timeout=60, trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
-USER = [{"role": "user", "content": "1+2="}]
+from .conftest import CLIENT, USER, post
+
 ENDLESS = {"messages": USER, "temperature": 0, "max_tokens": 6000}  # the argmax runs in a circle
-
-
-def post(url, path="chat/completions", headers=None, **body):
-    return CLIENT.post(f"{url}/v1/{path}", json=body, headers=headers)
 
 
 def wait_until(condition):

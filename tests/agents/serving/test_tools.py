@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from agent_peft.agents.serving.choices import ChoiceStream, Wish, chat_choice
-from agent_peft.agents.serving.draws import Draw
-from agent_peft.agents.serving.requests import ChatMessage, Tool
-from agent_peft.agents.serving.tools import plain_messages, split_calls
+from agent_peft.agents.serving.choices import ChoiceStream, Draw
+from agent_peft.agents.serving.conversation import ChatMessage, Tool, plain_messages, split_calls
+from agent_peft.agents.serving.messages import ChatRequest
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.types import AgentPeftError, Message
 
+types = pytest.importorskip("openai.types")
 LS = Tool.model_validate({"type": "function", "function": {"name": "ls", "parameters": {"type": "object"}}})
 CALL = '<tool_call>\n{"name": "ls", "arguments": {"name": "a b"}}\n</tool_call>'
 
@@ -64,21 +64,24 @@ def test_calls_and_content_are_told_apart_also_in_a_stream(policies, text, conte
     assert split_calls(text, [LS])[0] == content
     chat = policies["base"].chat
     draw = Draw((1,), 0, SamplingConfig(), on_change=lambda _: None, streamed=True)
-    wish = Wish(tools=(LS,))
-    stream, deltas = ChoiceStream(0, draw, chat, wish), []
+    request = ChatRequest(messages=messages({"role": "user", "content": "x"}), tools=[LS])
+    stream, parts = ChoiceStream(0, draw, chat, request), []
     for place, token in enumerate(chat.action_tokens(text)):
         draw.take(place, token, -0.5, ())
-        deltas += stream.chat_deltas()
-        assert not any(delta.finish_reason for delta in deltas)
+        parts += stream.parts()
+        assert not any(part.finish_reason for part in parts)
     draw.act((), (), 0)
-    deltas += stream.chat_deltas()
-    assert "".join(delta.delta.content or "" for delta in deltas) == content
-    calls = deltas[-1].delta.tool_calls or []
+    parts += stream.parts()
+    assert "".join(part.delta.content for part in parts) == content
+    calls = parts[-1].delta.tool_calls or []
     assert [call.function.name for call in calls] == names
     assert [call.index for call in calls] == list(range(len(names)))
-    whole = chat_choice(0, draw, chat, wish)
+    whole = ChoiceStream(0, draw, chat, request).whole()
     assert whole.message.content == (content if content.strip() or not names else None)
-    assert whole.finish_reason == deltas[-1].finish_reason == ("tool_calls" if names else "stop")
+    assert whole.finish_reason == parts[-1].finish_reason == ("tool_calls" if names else "stop")
+    types.chat.ChatCompletionMessage.model_validate(whole.message.model_dump(), strict=True)
+    for part in parts:
+        types.chat.chat_completion_chunk.ChoiceDelta.model_validate(part.delta.model_dump(), strict=True)
     for call in whole.message.tool_calls or ():
         assert isinstance(json.loads(call.function.arguments), dict)
         assert "index" not in call.model_dump()
@@ -87,11 +90,12 @@ def test_calls_and_content_are_told_apart_also_in_a_stream(policies, text, conte
 def test_a_stream_holds_back_what_may_begin_a_stop_string(policies):
     chat = policies["base"].chat
     draw = Draw((1,), 0, SamplingConfig(stop=("abc",)), on_change=lambda _: None, streamed=True)
-    stream, parts = ChoiceStream(0, draw, chat, Wish(stops=("abc",))), []
+    request = ChatRequest(messages=messages({"role": "user", "content": "x"}), stop="abc")
+    stream, parts = ChoiceStream(0, draw, chat, request), []
     for place, token in enumerate(chat.action_tokens("xababc")):
         draw.take(place, token, -0.5, ())
-        parts.append("".join(delta.delta.content or "" for delta in stream.chat_deltas()))
+        parts.append("".join(part.delta.content for part in stream.parts()))
     draw.act((), (), 0)
     assert parts[:6] == ["x", "", "", "ab", "", ""]
-    (last,) = stream.chat_deltas()
-    assert last.delta.content is None and last.finish_reason == "stop"
+    (last,) = stream.parts()
+    assert last.delta.content == "" and last.finish_reason == "stop"

@@ -1,156 +1,270 @@
-"""The choices of an answer: replies as text, with their calls, tokens and log-probabilities."""
+"""The choices of an answer: replies that are under way, as text, with their calls, tokens and
+log-probabilities.
+"""
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
-from agent_peft.agents.serving.answers import (
-    Alternative,
-    ChatChoice,
-    ChatDelta,
+from agent_peft.agents.serving.conversation import OPEN, Call, CalledFunction, may_be_call, split_calls
+from agent_peft.agents.serving.messages import (
     ChatLogprobs,
-    CompletionChoice,
+    ChatRequest,
+    Choice,
     CompletionLogprobs,
-    Delta,
+    CompletionRequest,
     FinishReason,
+    Logprob,
     Reply,
-    TokenLogprob,
 )
-from agent_peft.agents.serving.draws import Draw, Drawn
-from agent_peft.agents.serving.requests import Call, CalledFunction, Tool
-from agent_peft.agents.serving.text import TextStream, reply_text
-from agent_peft.agents.serving.tools import OPEN, may_be_call, split_calls
 from agent_peft.environments.tool_calls import ToolCall
+from agent_peft.policies.sampling import SamplingConfig, StopMatcher
 from agent_peft.policies.tokenization import ChatTokenizer
+from agent_peft.types import InfrastructureError
+
+UNFINISHED = "\ufffd"  # what a decoder writes for a part of a character
+MEMORY = 16  # tokens that are decoded again with a new one, since a token's text may depend on its neighbours
 
 
-@dataclass(frozen=True)
-class Wish:
-    """What a request wants of its choices.
+class Drawn(NamedTuple):
+    """A token, its log-probability in nats, and the likeliest tokens in its place with theirs."""
 
-    >>> Wish(token_ids=True).logprobs
-    False
+    token: int
+    logprob: float
+    alternatives: Sequence[tuple[int, float]]
+
+
+class Draw:
+    """One reply to one prompt: a ``Request`` of the engine, whose thread draws it.
+
+    Args:
+        alternatives: how many likeliest tokens to record with each drawn one.
+        streamed: call ``on_change`` at each token, and not only at the end.
+        on_change: called on the engine's thread.
     """
 
-    stops: tuple[str, ...] = ()
-    tools: tuple[Tool, ...] = ()
-    logprobs: bool = False
-    token_ids: bool = False
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        seed: int,
+        sampling: SamplingConfig,
+        on_change: Callable[[Draw], None],
+        alternatives: int = 0,
+        streamed: bool = False,
+    ) -> None:
+        self.tokens_before, self.seed, self.sampling = tuple(prompt), seed, sampling
+        self.alternatives, self.streamed, self._on_change = alternatives, streamed, on_change
+        self.cancelled = self.ended = False
+        self.error: BaseException | None = None
+        self.drawn: list[Drawn] = []
+
+    @property
+    def prompt(self) -> Sequence[int] | None:
+        if self.cancelled:
+            self._end()
+            return None
+        return self.tokens_before
+
+    @property
+    def tokens(self) -> list[int]:
+        return [drawn.token for drawn in self.drawn]
+
+    def take(self, place: int, token: int, logprob: float, alternatives: Sequence[tuple[int, float]]) -> None:
+        if place < len(self.drawn):
+            if token != self.drawn[place].token:  # of two almost equal ones, rounding has taken the other
+                self.fail(InfrastructureError("the memory was too small for a moment; ask again"))
+            return
+        self.drawn.append(Drawn(token, logprob, alternatives))
+        if self.streamed:
+            self._on_change(self)
+
+    def act(self, action: Sequence[int], logprobs: Sequence[float], room: int) -> None:
+        self._end()
+
+    def fail(self, error: BaseException) -> None:
+        if not self.ended:
+            self.error, self.cancelled = error, True
+            self._end()
+
+    def _end(self) -> None:
+        if not self.ended:
+            self.ended = True
+            self._on_change(self)
+
+    def is_cut(self, chat: ChatTokenizer) -> bool:
+        """Whether a limit, and not the policy or a stop string, has ended the reply."""
+        matcher = StopMatcher([text.encode() for text in self.sampling.stop], chat.token_bytes)
+        return not any(matcher.push(token) or token in chat.end_of_turn for token in self.tokens)
 
 
-def chat_choice(index: int, draw: Draw, chat: ChatTokenizer, wish: Wish) -> ChatChoice:
-    """A whole message."""
-    content, calls = _split(reply_text(chat, draw.tokens, wish.stops), wish)
-    return ChatChoice(
-        index=index,
-        message=Reply(
-            content=content if content.strip() or not calls else None,
-            tool_calls=_calls(calls, indexed=False) if calls else None,
-        ),
-        logprobs=_chat_logprobs(draw.drawn, chat) if wish.logprobs else None,
-        finish_reason=_reason(draw, chat, calls),
-        token_ids=draw.tokens if wish.token_ids else None,
-    )
+def reply_text(chat: ChatTokenizer, tokens: Sequence[int], stops: Sequence[str]) -> str:
+    """The text of a whole reply, up to the first stop string."""
+    text = chat.decode_action(tokens)
+    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
 
 
-def completion_choice(index: int, draw: Draw, chat: ChatTokenizer, wish: Wish) -> CompletionChoice:
-    """A whole continuation."""
-    return CompletionChoice(
-        index=index,
-        text=reply_text(chat, draw.tokens, wish.stops),
-        logprobs=_completion_logprobs(draw.drawn, chat, 0) if wish.logprobs else None,
-        finish_reason=_reason(draw, chat, ()),
-        token_ids=draw.tokens if wish.token_ids else None,
-        prompt_token_ids=list(draw.tokens_before) if wish.token_ids else None,
-    )
+class TextStream:
+    """The parts of a reply's text, each as soon as it is certain: whole characters, and nothing that may be
+    the beginning of a stop string. Together they are ``reply_text``.
+    """
+
+    def __init__(self, chat: ChatTokenizer, stops: Sequence[str]) -> None:
+        self._chat, self._stops = chat, stops
+        self._hidden = chat.end_of_turn.union(chat.tokenizer.all_special_ids)  # at a reply's end
+        self._tokens: list[int] = []
+        self._begin = self._read = 0  # the decoded tokens are those before ``_read``
+        self._pending = ""
+        self._stopped = False
+        self.sent = ""
+
+    def push(self, token: int) -> str:
+        """The text that is certain since the last call."""
+        self._tokens.append(token)
+        if self._stopped or token in self._hidden:
+            return ""
+        before = self._decode(self._tokens[self._begin : self._read])
+        now = self._decode(self._tokens[self._begin :])
+        if len(now) <= len(before) or now.endswith(UNFINISHED):
+            return ""
+        self._begin, self._read = max(self._begin, len(self._tokens) - MEMORY), len(self._tokens)
+        self._pending += now[len(before) :]
+        if places := [place for stop in self._stops if (place := self._pending.find(stop)) >= 0]:
+            self._stopped = True  # ``finish`` finds the first of them
+            self._pending = self._pending[: min(places)]
+        held = 0 if self._stopped else self._held()
+        certain = self._pending[: len(self._pending) - held]
+        self._pending = self._pending[len(certain) :]
+        self.sent += certain
+        return certain
+
+    def finish(self) -> str:
+        """The rest."""
+        whole = reply_text(self._chat, self._tokens, self._stops)
+        rest, self.sent = whole[len(self.sent) :], whole
+        return rest
+
+    def _held(self) -> int:
+        """The length of the longest end of the text with which a stop string begins."""
+        longest = min(max(map(len, self._stops), default=1) - 1, len(self._pending))
+        ends = (self._pending[-length:] for length in range(longest, 0, -1))
+        return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stops)), 0)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        text = self._chat.tokenizer.decode(
+            list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str)
+        return text
 
 
 class ChoiceStream:
-    """One choice, part by part. Calls come whole, at the end."""
+    """One choice, whole or part by part. Calls come whole, at the end."""
 
-    def __init__(self, index: int, draw: Draw, chat: ChatTokenizer, wish: Wish) -> None:
-        self.index, self.draw, self.chat, self.wish = index, draw, chat, wish
-        self.over = False
-        self._text = TextStream(chat, (*wish.stops, OPEN) if wish.tools else wish.stops)
-        self._held, self._sent, self._read, self._offset = "", "", 0, 0
+    def __init__(
+        self, index: int, draw: Draw, chat: ChatTokenizer, request: ChatRequest | CompletionRequest
+    ) -> None:
+        self.index, self.draw, self.chat, self.request = index, draw, chat, request
+        self.over = self._begun = False
+        self._is_message = isinstance(request, ChatRequest)
+        self._text = TextStream(chat, (*request.stops, OPEN) if request.offered else request.stops)
+        self._held, self._sent, self._read, self._offset = "", 0, 0, 0
 
-    def chat_deltas(self) -> list[ChatDelta]:
-        """What is new of a message; the last one has a finish reason."""
+    def whole(self) -> Choice:
+        """All of a reply that has ended."""
+        return self._choice(*self._news(), whole=True)
+
+    def parts(self) -> list[Choice]:
+        """What is new. The first part of a message has its role, the last part has a finish reason."""
+        parts = []
+        if self._is_message and not self._begun:
+            parts.append(Choice(index=self.index, delta=Reply(role="assistant", content="")))
         text, drawn, reason, calls = self._news()
-        if not (text or reason or (drawn and self._tells_tokens)):
-            return []
-        return [
-            ChatDelta(
-                index=self.index,
-                delta=Delta(content=text or None, tool_calls=_calls(calls, indexed=True) if calls else None),
-                logprobs=_chat_logprobs(drawn, self.chat) if self.wish.logprobs else None,
-                finish_reason=reason,
-                token_ids=[one.token for one in drawn] if self.wish.token_ids else None,
-            )
-        ]
-
-    def completion_parts(self) -> list[CompletionChoice]:
-        """What is new of a continuation; the last part has a finish reason."""
-        first = not self._read
-        text, drawn, reason, _ = self._news()
-        if not (text or reason or (drawn and self._tells_tokens)):
-            return []
-        logprobs = _completion_logprobs(drawn, self.chat, self._offset) if self.wish.logprobs else None
-        self._offset += sum(map(len, logprobs.tokens)) if logprobs else 0
-        return [
-            CompletionChoice(
-                index=self.index,
-                text=text,
-                logprobs=logprobs,
-                finish_reason=reason,
-                token_ids=[one.token for one in drawn] if self.wish.token_ids else None,
-                prompt_token_ids=list(self.draw.tokens_before) if first and self.wish.token_ids else None,
-            )
-        ]
-
-    @property
-    def _tells_tokens(self) -> bool:
-        return self.wish.logprobs or self.wish.token_ids
+        if text or reason or (drawn and (self.request.has_logprobs or self.request.return_token_ids)):
+            parts.append(self._choice(text, drawn, reason, calls, whole=False))
+        self._begun = True
+        return parts
 
     def _news(self) -> tuple[str, Sequence[Drawn], FinishReason | None, Sequence[ToolCall]]:
         ended = self.draw.ended  # asked for first: what is drawn before it is in ``drawn``
         drawn = self.draw.drawn[self._read :]
         self._read += len(drawn)
-        self._held += "".join(self._text.push(one.token) for one in drawn)
-        reason: FinishReason | None = None
-        calls: Sequence[ToolCall] = ()
         if ended:
-            whole = reply_text(self.chat, self.draw.tokens, self.wish.stops)
-            content, calls = _split(whole, self.wish)
-            text, self._held = content[len(self._sent) :], ""
-            reason, self.over = _reason(self.draw, self.chat, calls), True
-        elif self.wish.tools and not self._sent and may_be_call(self._held):
-            text = ""
+            text, calls = reply_text(self.chat, self.draw.tokens, self.request.stops), list[ToolCall]()
+            if self.request.offered:
+                text, calls = split_calls(text, self.request.offered)
+            self.over = True
+            reason: FinishReason = "length" if self.draw.is_cut(self.chat) else "stop"
+            return text[self._sent :], drawn, "tool_calls" if calls else reason, calls
+        self._held += "".join(self._text.push(one.token) for one in drawn)
+        if self.request.offered and not self._sent and may_be_call(self._held):
+            return "", drawn, None, ()
+        text, self._held = self._held, ""
+        self._sent += len(text)
+        return text, drawn, None, ()
+
+    def _choice(
+        self,
+        text: str,
+        drawn: Sequence[Drawn],
+        reason: FinishReason | None,
+        calls: Sequence[ToolCall],
+        whole: bool,
+    ) -> Choice:
+        choice = Choice(index=self.index, finish_reason=reason)
+        if not self._is_message:
+            choice.text = text
+        elif whole:
+            content = text if text.strip() or not calls else None
+            choice.message = Reply(role="assistant", content=content, tool_calls=written(calls) or None)
         else:
-            text, self._held = self._held, ""
-        self._sent += text
-        return text, drawn, reason, calls
+            choice.delta = Reply(content=text, tool_calls=written(calls, indexed=True) or None)
+        if self.request.has_logprobs:
+            choice.logprobs = self._chat_logprobs(drawn) if self._is_message else self._logprobs(drawn)
+        if self.request.return_token_ids:
+            choice.token_ids = [one.token for one in drawn]
+            if not self._is_message and not self._begun:
+                choice.prompt_token_ids = list(self.draw.tokens_before)
+        return choice
+
+    def _chat_logprobs(self, drawn: Sequence[Drawn]) -> ChatLogprobs:
+        def logprob(token: int, value: float, others: list[Logprob] | None = None) -> Logprob:
+            raw = self.chat.token_bytes(token)
+            text = raw.decode("utf-8", "replace")
+            return Logprob(token=text, logprob=value, bytes=list(raw), top_logprobs=others)
+
+        return ChatLogprobs(
+            content=[
+                logprob(one.token, one.logprob, [logprob(*other) for other in one.alternatives])
+                for one in drawn
+            ]
+        )
+
+    def _logprobs(self, drawn: Sequence[Drawn]) -> CompletionLogprobs:
+        def text(token: int) -> str:
+            return self.chat.token_bytes(token).decode("utf-8", "replace")
+
+        texts = [text(one.token) for one in drawn]
+        *offsets, self._offset = accumulate(map(len, texts), initial=self._offset)
+        return CompletionLogprobs(
+            tokens=texts,
+            token_logprobs=[one.logprob for one in drawn],
+            # of two tokens of one text the likelier
+            top_logprobs=[
+                {text(token): value for token, value in reversed(one.alternatives)} for one in drawn
+            ],
+            text_offset=offsets,
+        )
 
 
-def _split(text: str, wish: Wish) -> tuple[str, list[ToolCall]]:
-    return split_calls(text, wish.tools) if wish.tools else (text, [])
-
-
-def _reason(draw: Draw, chat: ChatTokenizer, calls: Sequence[ToolCall]) -> FinishReason:
-    if calls:
-        return "tool_calls"
-    return "length" if draw.is_cut(chat) else "stop"
-
-
-def _calls(calls: Sequence[ToolCall], indexed: bool) -> list[Call]:
+def written(calls: Sequence[ToolCall], indexed: bool = False) -> list[Call]:
+    """Calls as OpenAI's API writes them."""
     return [
-        Call.model_construct(
+        Call.model_construct(  # the policy's text is not checked
             id=f"call_{secrets.token_hex(12)}",
-            type="function",
             function=CalledFunction.model_construct(
                 name=call.name, arguments=json.dumps(dict(call.arguments))
             ),
@@ -158,36 +272,3 @@ def _calls(calls: Sequence[ToolCall], indexed: bool) -> list[Call]:
         )
         for number, call in enumerate(calls)
     ]
-
-
-def _alternative(token: int, logprob: float, chat: ChatTokenizer) -> Alternative:
-    raw = chat.token_bytes(token)
-    return Alternative(token=raw.decode("utf-8", "replace"), logprob=logprob, bytes=list(raw))
-
-
-def _chat_logprobs(drawn: Sequence[Drawn], chat: ChatTokenizer) -> ChatLogprobs:
-    return ChatLogprobs(
-        content=[
-            TokenLogprob(
-                **_alternative(one.token, one.logprob, chat).model_dump(),
-                top_logprobs=[_alternative(*other, chat) for other in one.alternatives],
-            )
-            for one in drawn
-        ]
-    )
-
-
-def _completion_logprobs(drawn: Sequence[Drawn], chat: ChatTokenizer, offset: int) -> CompletionLogprobs:
-    texts = [chat.token_bytes(one.token).decode("utf-8", "replace") for one in drawn]
-    return CompletionLogprobs(
-        tokens=texts,
-        token_logprobs=[one.logprob for one in drawn],
-        top_logprobs=[
-            {  # of two tokens of one text the likelier
-                chat.token_bytes(token).decode("utf-8", "replace"): value
-                for token, value in reversed(one.alternatives)
-            }
-            for one in drawn
-        ],
-        text_offset=list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
-    )

@@ -27,9 +27,6 @@ def load_policies(targets: Sequence[str], machine: Mapping[str, str]) -> dict[st
         targets: each a run directory, ``RUN:best``, ``RUN:step_000012``, an adapter or a model; after
             ``NAME=`` under this name, otherwise under the last part of its path.
         machine: the keys ``device`` and ``dtype`` of ``policy``, where they are to differ.
-
-    Raises:
-        AgentPeftError: there is no such target, or two of them have one name.
     """
     policies: dict[str, Policy] = {}
     for text in targets:
@@ -48,7 +45,7 @@ def load_policies(targets: Sequence[str], machine: Mapping[str, str]) -> dict[st
 
 
 def kind_of_model(target: str) -> bool:
-    """Whether a target is the name of a model, and no path here."""
+    """Whether a target is the name of a model, and not a path."""
     return not Path(split_checkpoint(target)[0]).exists()
 
 
@@ -64,11 +61,7 @@ def split_checkpoint(target: str) -> tuple[str, str | None]:
 
 
 def load_target(target: str, machine: Mapping[str, str] | None = None) -> Policy:
-    """The policy of a run directory, ``RUN:CHECKPOINT``, an adapter or a model.
-
-    Raises:
-        AgentPeftError: there is none, or it needs a configuration to be loaded.
-    """
+    """The policy of a run directory, ``RUN:CHECKPOINT``, an adapter or a model."""
     folder, checkpoint = split_checkpoint(target)
     machine = machine or {}
     kind = kind_of(Path(folder))
@@ -77,19 +70,18 @@ def load_target(target: str, machine: Mapping[str, str] | None = None) -> Policy
         policy = policy_config(config.policy, **machine)
         return open_run(folder, checkpoint, config=config.model_copy(update={"policy": policy}))[1]
     if checkpoint is not None:
-        raise AgentPeftError(f"{folder}: is no run directory, so it has no checkpoint {checkpoint}")
+        raise AgentPeftError(f"{folder}: is not a run directory, so it has no checkpoint {checkpoint}")
     if kind == "weights":
         raise AgentPeftError(
             f"{folder}: only a run's configuration can load these weights; name the run, and the checkpoint "
             "as RUN:step_000012"
         )
-    if kind == "adapter":
-        return load_policy({"model": folder, **machine})
-    return load_policy({"model": folder, "lora": None, **machine})
+    lora = {} if kind == "adapter" else {"lora": None}
+    return load_policy({"model": folder, **lora, **machine})
 
 
 def share_weights(policy: Policy, others: Sequence[Policy]) -> None:
-    """Keep the weights that ``others`` have, too, where they lie there."""
+    """Take the tensors of ``others`` for weights that are equal."""
     known: dict[str, torch.nn.Parameter] = {}
     for other in others:
         for name, parameter in other.base.named_parameters():

@@ -1,28 +1,325 @@
-"""The server of ``agent-peft serve-policy``."""
+"""The server of ``agent-peft serve-policy``: OpenAI's API over the policies of a ``Service``. It needs the
+extra ``server``.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import secrets
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
-from agent_peft.agents.serving.app import policy_app
-from agent_peft.agents.serving.replies import Replies, problem_of
+from pydantic import BaseModel
+
+from agent_peft.agents.serving.choices import ChoiceStream, Draw
+from agent_peft.agents.serving.conversation import plain_messages, text_prompt
+from agent_peft.agents.serving.messages import (
+    MAX_CHOICES,
+    Answer,
+    ChatRequest,
+    CompletionRequest,
+    ErrorAnswer,
+    Model,
+    Models,
+    Usage,
+    sampling_of,
+)
+from agent_peft.config import first_error
 from agent_peft.environments.http.guard import Guard, Limits, is_loopback, throttled
-from agent_peft.environments.http.transport import Address, Server, listen, within_descriptors
+from agent_peft.environments.http.messages import Health, Refusal, encode, one_line
+from agent_peft.environments.http.transport import (
+    JSON,
+    Address,
+    FastAPI,
+    HTTPException,
+    Request,
+    RequestValidationError,
+    Response,
+    Server,
+    StreamingResponse,
+    listen,
+    within_descriptors,
+)
 from agent_peft.policies.engine.service import Service
-from agent_peft.types import AgentPeftError
+from agent_peft.seeding import derive
+from agent_peft.types import AgentPeftError, InfrastructureError
+from agent_peft.version import __version__
+
+logger = logging.getLogger(__name__)
 
 LOGGERS = (
     "uvicorn.error",
     "asyncio",
-    "agent_peft.agents.serving.replies",
+    __name__,
     "agent_peft.policies.engine.service",
     "agent_peft.environments.http.transport",
 )
 GRACE = 10.0  # seconds that replies get to end when the server stops
+KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorAnswer} for status in (400, 401, 403, 404, 405, 408, 413, 422, 429, 503)
+}
+STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {}}, "description": "whole, or as server-sent events"}
+}
+
+
+def problem_of(refusal: Refusal) -> dict[str, object]:
+    """The content of a refusal, as OpenAI's clients read it."""
+    kind = KINDS.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error")
+    return {"error": {"message": refusal.text, "type": kind, "param": None, "code": refusal.code}}
+
+
+class Replies:
+    """The replies that are under way.
+
+    Args:
+        most: replies at once, those that wait for a row included.
+    """
+
+    def __init__(self, service: Service, most: int) -> None:
+        self.service, self.most = service, most
+        self.stopping = False
+        self.under_way: set[Draw] = set()
+        self._seed, self._requests = secrets.randbits(63), 0
+
+    def name_of(self, model: str | None) -> str:
+        """The name of the policy that a request means."""
+        names = list(self.service.policies)
+        name = names[0] if model is None else model
+        if name not in names:
+            there = ", ".join(names)
+            raise Refusal(404, "model_not_found", f"there is no model {name[:200]!r}; there is: {there}")
+        return name
+
+    async def answer(
+        self,
+        request: ChatRequest | CompletionRequest,
+        http: Request,
+        prompts: Callable[[], Sequence[Sequence[int]]],
+    ) -> Response:
+        """Draw the replies of a request, and answer with all of them, or with a stream.
+
+        Args:
+            prompts: makes the tokens of each prompt, on a thread.
+        """
+        name, is_chat = self.name_of(request.model), isinstance(request, ChatRequest)
+        draws, changed = await self._begin(request, name, prompts)
+        chat = self.service.policies[name].chat
+        choices = [ChoiceStream(number, draw, chat, request) for number, draw in enumerate(draws)]
+        kind = "chat.completion" + ".chunk" * request.stream if is_chat else "text_completion"
+        id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+        head: dict[str, Any] = {"id": id, "object": kind, "created": int(time.time()), "model": name}
+        prompt: dict[str, Any] = {}
+        if is_chat and request.return_token_ids:
+            prompt["prompt_token_ids"] = list(draws[0].tokens_before)
+        if not request.stream:
+            await _finish(draws, changed, http)
+            usage = _usage(draws, request.n)
+            return JSON(Answer(**head, choices=[one.whole() for one in choices], usage=usage, **prompt))
+
+        async def events() -> AsyncIterator[bytes]:
+            try:
+                while not all(choice.over for choice in choices):
+                    _check(draws)
+                    for choice in choices:
+                        if choice.over or not (choice.draw.drawn or choice.draw.ended):
+                            continue
+                        for part in choice.parts():
+                            first = prompt if part.delta is not None and part.delta.role else {}
+                            yield _event(Answer(**head, choices=[part], **first))
+                    if not all(choice.over for choice in choices):
+                        await changed.wait()
+                        changed.clear()
+                if request.has_usage:
+                    yield _event(Answer(**head, choices=[], usage=_usage(draws, request.n)))
+                yield b"data: [DONE]\n\n"
+            except Refusal as refusal:
+                yield _event(problem_of(refusal))
+            finally:  # also if the client hangs up: its rows become free
+                _cancel(draws)
+
+        headers = {"Cache-Control": "no-cache"}
+        return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+
+    async def _begin(
+        self,
+        request: ChatRequest | CompletionRequest,
+        name: str,
+        prompts: Callable[[], Sequence[Sequence[int]]],
+    ) -> tuple[list[Draw], asyncio.Event]:
+        """Let the replies of a request join. The event is set when one has ended, and in a stream at each
+        token.
+        """
+        try:
+            openings = await asyncio.to_thread(prompts)
+        except AgentPeftError as error:
+            raise Refusal(400, "invalid", str(error)) from error
+        limit, members = self.service.max_tokens[name], range(request.n or 1)
+        samplings = [sampling_of(request, len(opening), limit) for opening in openings]
+        if (count := len(openings) * len(members)) > MAX_CHOICES:
+            raise Refusal(400, "invalid", f"a request has {MAX_CHOICES} choices at most, this one {count}")
+        if self.stopping:
+            raise Refusal(503, "stopping", "the server is stopping")
+        if (busy := len(self.under_way)) + count > self.most:
+            raise Refusal(429, "busy", f"{busy} replies of {self.most} are under way; ask again later")
+        self._requests += 1
+        seed = derive(self._seed, self._requests) if request.seed is None else request.seed
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def wake(draw: Draw) -> None:
+            if draw.ended:
+                self.under_way.discard(draw)
+            changed.set()
+
+        def on_change(draw: Draw) -> None:
+            try:
+                loop.call_soon_threadsafe(wake, draw)
+            except RuntimeError:
+                logger.debug("a reply has ended after the event loop")
+
+        pairs = [pair for pair in zip(openings, samplings, strict=True) for _ in members]
+        seeds = [seed, *(derive(seed, "choice", choice) for choice in range(1, count))]
+        draws = [
+            Draw(opening, each, sampling, on_change, request.alternatives, request.stream)
+            for (opening, sampling), each in zip(pairs, seeds, strict=True)
+        ]
+        self.under_way.update(draws)
+        for draw in draws:
+            self.service.submit(name, draw)
+        return draws, changed
+
+    def stop(self) -> None:
+        """Refuse new requests, and cut those that are under way."""
+        self.stopping = True
+        for draw in list(self.under_way):
+            draw.fail(InfrastructureError("the server is stopping"))
+
+
+async def _finish(draws: Sequence[Draw], changed: asyncio.Event, http: Request) -> None:
+    """Wait until all have ended. If the client hangs up, their rows become free."""
+    gone = asyncio.ensure_future(_hung_up(http))
+    gone.add_done_callback(lambda _: changed.set())
+    try:
+        while not all(draw.ended for draw in draws):
+            changed.clear()
+            await changed.wait()
+            if gone.done():
+                raise Refusal(499, "hung_up", "the client has hung up")  # which nobody reads
+    finally:
+        gone.cancel()
+        _cancel(draws)
+    _check(draws)
+
+
+async def _hung_up(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _check(draws: Sequence[Draw]) -> None:
+    """Refuse a request of which a reply has failed."""
+    for draw in draws:
+        if isinstance(draw.error, AgentPeftError | InfrastructureError):  # out of memory, or stopping
+            raise Refusal(503, "unavailable", str(draw.error))
+        if draw.error is not None:
+            logger.error("the sampler has failed", exc_info=draw.error)
+            text = f"the sampler has failed ({type(draw.error).__name__}); see the server's log"
+            raise Refusal(500, "broken", text)
+
+
+def _cancel(draws: Sequence[Draw]) -> None:
+    for draw in draws:
+        draw.cancelled = True
+
+
+def _event(part: BaseModel | Mapping[str, Any]) -> bytes:
+    return b"data: " + encode(part) + b"\n\n"
+
+
+def _usage(draws: Sequence[Draw], siblings: int | None) -> Usage:
+    """The tokens that were read and drawn; the choices of one prompt read it once."""
+    read = sum(len(draw.tokens_before) for draw in draws[:: siblings or 1])
+    drawn = sum(len(draw.drawn) for draw in draws)
+    return Usage(prompt_tokens=read, completion_tokens=drawn, total_tokens=read + drawn)
+
+
+def policy_app(replies: Replies) -> FastAPI:
+    """The API. ``Guard`` protects it."""
+    app = FastAPI(
+        title="Agent-PEFT policies",
+        description="Chat and text completions, as OpenAI's and vLLM's clients ask for them.",
+        version=__version__,
+        redirect_slashes=False,
+    )
+    service, created = replies.service, int(time.time())
+
+    def refuse(refusal: Refusal, headers: Mapping[str, str] | None = None) -> Response:
+        return JSON(problem_of(refusal), refusal.status, headers=headers)
+
+    @app.exception_handler(Refusal)
+    async def refused(_: Request, refusal: Refusal) -> Response:
+        return refuse(refusal)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        return refuse(Refusal(400, "invalid", one_line(first_error(error))))
+
+    @app.exception_handler(HTTPException)
+    async def other(_: Request, error: HTTPException) -> Response:
+        return refuse(Refusal(error.status_code, "http", str(error.detail)), error.headers)
+
+    @app.exception_handler(Exception)
+    async def broken(_: Request, error: Exception) -> Response:
+        return refuse(
+            Refusal(500, "broken", f"internal error ({type(error).__name__}); see the server's log")
+        )
+
+    @app.post("/v1/chat/completions", response_model=Answer, responses=REFUSALS | STREAM)
+    async def chat_completions(request: ChatRequest, http: Request) -> Response:
+        """The policy's next message in a conversation."""
+        chat = service.policies[replies.name_of(request.model)].chat
+        return await replies.answer(
+            request, http, lambda: [chat.opening(plain_messages(request.messages, request.offered))]
+        )
+
+    @app.post("/v1/completions", response_model=Answer, responses=REFUSALS | STREAM)
+    async def completions(request: CompletionRequest, http: Request) -> Response:
+        """The policy's continuation of texts or tokens, which no chat template frames."""
+        policy = service.policies[replies.name_of(request.model)]
+        return await replies.answer(
+            request, http, lambda: [text_prompt(prompt, policy) for prompt in request.prompts]
+        )
+
+    @app.get("/v1/models", response_model=Models, responses=REFUSALS)
+    async def models() -> Response:
+        """The names that a request may give as ``model``."""
+        return JSON(Models(data=[model_of(name) for name in service.policies]))
+
+    @app.get("/v1/models/{model:path}", response_model=Model, responses=REFUSALS)
+    async def model(model: str) -> Response:
+        """One model."""
+        return JSON(model_of(replies.name_of(model)))
+
+    @app.get("/health", response_model=Health)
+    async def health() -> Response:
+        """Whether the server runs."""
+        return JSON(Health())
+
+    def model_of(name: str) -> Model:
+        return Model(id=name, created=created, max_model_len=service.max_tokens[name])
+
+    return app
 
 
 class PolicyHost:
@@ -30,9 +327,6 @@ class PolicyHost:
 
     Args:
         most: replies at once, those that wait for a row included.
-
-    Raises:
-        AgentPeftError: an address is taken, or a token is needed.
     """
 
     def __init__(
@@ -72,11 +366,7 @@ class PolicyHost:
 
 
 def serve(service: Service, address: Address, most: int, token: str | None = None) -> None:
-    """Serve until SIGTERM or SIGINT, and end the service. Print one line when the server listens.
-
-    Raises:
-        AgentPeftError: as ``PolicyHost``.
-    """
+    """Serve until SIGTERM or SIGINT, and end the service. Print one line when the server listens."""
     try:
         host = PolicyHost(service, address, most, token)
 

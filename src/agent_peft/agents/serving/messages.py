@@ -1,4 +1,4 @@
-"""The requests of clients: OpenAI's, and of vLLM's additions ``top_k`` and the token ids.
+"""OpenAI's requests and answers, with vLLM's ``top_k`` and token ids.
 
 A key that would have no effect here is refused, so that nobody takes a reply for another than it is. The
 default of OpenAI's API (or of vLLM's) is accepted for any key that they have, since it changes nothing.
@@ -6,13 +6,12 @@ default of OpenAI's API (or of vLLM's) is accepted for any key that they have, s
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
-    FailFast,
+    BaseModel,
     Field,
-    JsonValue,
     StrictBool,
     StrictFloat,
     StrictInt,
@@ -20,24 +19,31 @@ from pydantic import (
     model_validator,
 )
 
-from agent_peft.config import Config
+from agent_peft.agents.serving.conversation import (
+    CLOSE,
+    Call,
+    ChatMessage,
+    First,
+    NotRead,
+    Optional,
+    Text,
+    Tool,
+    Wire,
+)
+from agent_peft.environments.http.messages import Refusal
+from agent_peft.policies.sampling import SamplingConfig
 
 MAX_CHOICES = 64  # replies of one request
 MAX_ALTERNATIVES = 20
 MAX_STOPS = 16
 MAX_STOP_CHARS = 200
 COLDEST = 0.01  # below it logits overflow; 0 is the argmax
+COMPLETION_TOKENS = 16  # of a continuation, where a request names no limit
 
-
-class _FailFast(FailFast):
-    """One that a union of types accepts, which needs a hash."""
-
-    __hash__ = object.__hash__
-
-
-First = _FailFast()  # of a million wrong items only the first is an error
 Token = Annotated[StrictInt, Field(ge=0, lt=2**31)]
-Text = Annotated[str, Field(strict=True)]
+Tokens = Annotated[tuple[Token, ...], First, Field(min_length=1)]
+Count = Annotated[StrictInt, Field(ge=1, lt=2**31)]
+Alternatives = Annotated[StrictInt, Field(ge=0, le=MAX_ALTERNATIVES)]
 Stop = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = Annotated[tuple[Stop, ...], First, Field(max_length=MAX_STOPS)]
 
@@ -48,91 +54,17 @@ def _not_lukewarm(temperature: float) -> float:
     return temperature
 
 
-class _Wire(Config):
-    @model_validator(mode="before")
-    @classmethod
-    def _has_few_keys(cls, content: Any) -> Any:
-        if isinstance(content, dict) and len(content) > 100:  # each unknown one is an error that takes memory
-            raise ValueError("has more than 100 keys")
-        return content
-
-
-class Function(_Wire):
-    """A function that the policy may call. ``parameters`` is its JSON schema."""
-
-    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
-    description: str | None = None
-    parameters: dict[str, JsonValue] | None = None
-    strict: Literal[False] | None = None
-
-
-class Tool(_Wire):
-    type: Literal["function"]
-    function: Function
-
-
-class CalledFunction(_Wire):
-    name: Text
-    arguments: Text = Field(description="a JSON object, as text")
-
-
-class Call(_Wire):
-    """A call of a function by the policy."""
-
-    id: Text = ""
-    type: Literal["function"] = "function"
-    function: CalledFunction
-    index: StrictInt | None = Field(
-        default=None, exclude_if=lambda index: index is None, description="not read"
-    )
-
-
-class TextPart(_Wire):
-    type: Literal["text"]
-    text: Text
-
-
-class ChatMessage(_Wire):
-    """One message. An assistant's may be sent as the server gave it."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[tuple[TextPart, ...], First] | None = None
-    name: Text | None = Field(default=None, description="not read")
-    tool_calls: Annotated[tuple[Call, ...], First, Field(max_length=100)] | None = None
-    tool_call_id: Text | None = Field(
-        default=None, description="not read: results follow their calls in order"
-    )
-    refusal: Text | None = None
-    audio: None = None
-    function_call: None = None
-    annotations: tuple[()] | None = None
-
-    @model_validator(mode="after")
-    def _says_something(self) -> ChatMessage:
-        if self.tool_calls and self.role != "assistant":
-            raise ValueError(f"a message of the role {self.role} has no tool_calls")
-        if self.content is None and not self.tool_calls and self.role != "assistant":
-            raise ValueError(f"a message of the role {self.role} needs a content")
-        return self
-
-    @property
-    def text(self) -> str:
-        if isinstance(self.content, tuple):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
-
-
-class StreamOptions(_Wire):
+class StreamOptions(Wire):
     include_usage: StrictBool = Field(default=False, description="a last chunk with the numbers of tokens")
     include_obfuscation: Literal[False] | None = None
 
 
-class TextFormat(_Wire):
+class TextFormat(Wire):
     type: Literal["text"]
 
 
-class _Request(_Wire):
-    """What both kinds of requests share."""
+class _Request(Wire):
+    """The keys that both kinds of requests share."""
 
     model: str | None = Field(
         default=None, max_length=1000, description="one of GET /v1/models; null is the first"
@@ -157,9 +89,9 @@ class _Request(_Wire):
         default=None, description="also send prompt_token_ids, and the token_ids exactly as sampled"
     )
     # without an effect on a reply
-    user: str | None = Field(default=None, description="not read")
-    safety_identifier: str | None = Field(default=None, description="not read")
-    prompt_cache_key: str | None = Field(default=None, description="not read")
+    user: NotRead[str] = None
+    safety_identifier: NotRead[str] = None
+    prompt_cache_key: NotRead[str] = None
     # only the values that change nothing
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
@@ -205,6 +137,11 @@ class _Request(_Wire):
     def stops(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else self.stop or ()
 
+    @property
+    def has_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
 
 class ChatRequest(_Request):
     """A conversation; the policy writes the next message."""
@@ -217,10 +154,10 @@ class ChatRequest(_Request):
     parallel_tool_calls: StrictBool | None = Field(
         default=None, description="false ends the reply after the first call"
     )
-    max_tokens: StrictInt | None = Field(default=None, ge=1, lt=2**31, description="of the reply")
-    max_completion_tokens: StrictInt | None = Field(default=None, ge=1, lt=2**31)
+    max_tokens: Count | None = Field(default=None, description="of the reply")
+    max_completion_tokens: Count | None = None
     logprobs: StrictBool | None = None
-    top_logprobs: StrictInt | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
+    top_logprobs: Alternatives | None = None
     response_format: TextFormat | None = None
     store: Literal[False] | None = None
     modalities: tuple[Literal["text"]] | None = None
@@ -238,11 +175,32 @@ class ChatRequest(_Request):
         for key in ("tool_choice", "parallel_tool_calls"):
             if getattr(self, key) is not None and not self.tools:
                 raise ValueError(f"{key} needs tools")
-        if None not in (self.max_tokens, self.max_completion_tokens) and (
-            self.max_tokens != self.max_completion_tokens
-        ):
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise ValueError("max_tokens and max_completion_tokens are one limit; give one of them")
         return self
+
+    @property
+    def offered(self) -> tuple[Tool, ...]:
+        """The tools that the policy may call."""
+        return () if self.tool_choice == "none" else self.tools or ()
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        once = self.offered and self.parallel_tool_calls is False
+        return (*super().stops, CLOSE) if once else super().stops
+
+    @property
+    def most_new(self) -> int | None:
+        """The limit of a reply; None leaves all that there is room for."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def has_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
+    @property
+    def alternatives(self) -> int:
+        return self.top_logprobs or 0
 
 
 class CompletionRequest(_Request):
@@ -250,16 +208,12 @@ class CompletionRequest(_Request):
 
     prompt: (
         Text
-        | Annotated[tuple[Token, ...], First, Field(min_length=1)]
+        | Tokens
         | Annotated[tuple[Text, ...], First, Field(min_length=1, max_length=MAX_CHOICES)]
-        | Annotated[
-            tuple[Annotated[tuple[Token, ...], First, Field(min_length=1)], ...],
-            First,
-            Field(min_length=1, max_length=MAX_CHOICES),
-        ]
+        | Annotated[tuple[Tokens, ...], First, Field(min_length=1, max_length=MAX_CHOICES)]
     ) = Field(description="a text, tokens, or a list of these")
-    max_tokens: StrictInt | None = Field(default=None, ge=1, lt=2**31, description="null is 16")
-    logprobs: StrictInt | None = Field(default=None, ge=0, le=MAX_ALTERNATIVES)
+    max_tokens: Count | None = Field(default=None, description="null is 16")
+    logprobs: Alternatives | None = None
     echo: Literal[False] | None = None
     suffix: None = None
     best_of: StrictInt | None = Field(default=None, ge=1, description="1, or as many as n: the best of all")
@@ -272,8 +226,132 @@ class CompletionRequest(_Request):
 
     @property
     def prompts(self) -> tuple[str | tuple[int, ...], ...]:
-        if isinstance(self.prompt, str):
-            return (self.prompt,)
-        if isinstance(self.prompt[0], int):
-            return (self.prompt,)
-        return self.prompt
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return (self.prompt,) if one else self.prompt  # type: ignore[return-value]
+
+    offered: ClassVar[tuple[Tool, ...]] = ()
+
+    @property
+    def most_new(self) -> int:
+        return self.max_tokens or COMPLETION_TOKENS
+
+    @property
+    def has_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    @property
+    def alternatives(self) -> int:
+        return self.logprobs or 0
+
+
+def sampling_of(request: ChatRequest | CompletionRequest, prompt: int, limit: int) -> SamplingConfig:
+    """How the replies to a prompt of so many tokens are drawn. ``limit`` is of both together."""
+    room, most_new = limit - prompt, request.most_new
+    if room < max(1, most_new or 1):
+        wanted = f"the prompt has {prompt} tokens" + (f", and the reply may have {most_new}" * bool(most_new))
+        raise Refusal(
+            400, "context_length_exceeded", f"{wanted}; together they may have {limit}; ask for fewer"
+        )
+    return SamplingConfig(
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        top_k=max(0, request.top_k or 0),
+        max_new_tokens=most_new or room,
+        max_tokens=limit,
+        stop=request.stops,
+    )
+
+
+# -- answers -------------------------------------------------------------------------------------------------
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class Logprob(BaseModel):
+    """A token's log-probability in nats, under the distribution that it was drawn from, and the likeliest
+    tokens in its place.
+    """
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: Optional[list[Logprob]] = None
+
+
+class ChatLogprobs(BaseModel):
+    content: list[Logprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(BaseModel):
+    """Log-probabilities in nats; ``text_offset`` counts characters from the reply's first one."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class Reply(BaseModel):
+    """A message of the policy, or the part of it that is new."""
+
+    role: Optional[Literal["assistant"]] = None
+    content: str | None
+    tool_calls: Optional[list[Call]] = None
+
+
+class Choice(BaseModel):
+    """One reply: a ``message``, in a stream its ``delta``, or the ``text`` of a continuation."""
+
+    index: int
+    message: Optional[Reply] = None
+    delta: Optional[Reply] = None
+    text: Optional[str] = None
+    logprobs: ChatLogprobs | CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    token_ids: Optional[list[int]] = None
+    prompt_token_ids: Optional[list[int]] = None
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class Answer(BaseModel):
+    """A whole answer, or in a stream a part of it."""
+
+    id: str
+    object: Literal["chat.completion", "chat.completion.chunk", "text_completion"]
+    created: int
+    model: str
+    choices: list[Choice]
+    usage: Optional[Usage] = None
+    prompt_token_ids: Optional[list[int]] = None
+
+
+class Model(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["agent-peft"] = "agent-peft"
+    max_model_len: int
+
+
+class Models(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Model]
+
+
+class Problem(BaseModel):
+    """The cause of a refusal in one line."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str
+
+
+class ErrorAnswer(BaseModel):
+    error: Problem
