@@ -147,7 +147,7 @@ def test_totals_that_are_not_true(pages):
 
 
 def test_all_tasks_together_are_bounded(monkeypatch):
-    monkeypatch.setattr("agent_peft.environments.http.client.MAX_SET_BYTES", 10_000)
+    monkeypatch.setattr("agent_peft.environments.http.remote.MAX_SET_BYTES", 10_000)
     page = json.dumps({"total": 9999, "tasks": [{"id": "t", "content": {"x": "a" * 900}}]}).encode()
     with (
         answering(lambda line, head: line.sendall(http(page, head))) as url,
