@@ -51,7 +51,7 @@ from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.memory import MemoryModel, stage_memory
 from agent_peft.policies.models.bundled import cached
-from agent_peft.policies.models.shape import ModelShape, measure
+from agent_peft.policies.models.shape import ModelShape, measure_shape
 from agent_peft.policies.models.tokenizer import character_tokenizer
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
@@ -157,7 +157,7 @@ def random_policy(bench: Bench, settings: Mapping[str, Any]) -> tuple[Policy, Mo
     torch.manual_seed(0)
     with bench.device:
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPE).eval()
-    shape = measure(model, LORA)
+    shape = measure_shape(model, LORA)
     chat = ChatTokenizer(character_tokenizer(ALPHABET))
     return counting(Policy(adapters.attach(model, LORA, 0), chat)), shape
 
@@ -286,7 +286,9 @@ def training(
 def real_policy(bench: Bench, name: str) -> tuple[Policy, ModelShape]:
     config = PretrainedConfig(model=name, dtype="bfloat16", device=str(bench.device))
     with torch.device("meta"):
-        shape = measure(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(cached(name)))), LORA)
+        shape = measure_shape(
+            AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(cached(name)))), LORA
+        )
     return counting(load_policy(config, 0)), shape
 
 

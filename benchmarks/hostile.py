@@ -96,7 +96,7 @@ def environments(folder: Path) -> dict[str, tuple[dict[str, Any], Sequence[str]]
 
 def left() -> dict[str, int]:
     """Count what could stay behind, except the databases' fork server, which is stopped first."""
-    databases.stop()
+    databases.stop_workers()
     for runtime in _FOUND.values():
         runtime.result().finish()
     return {**left_behind(), "files": len(os.listdir(tempfile.gettempdir())) + len(os.listdir("/dev/shm"))}

@@ -26,7 +26,7 @@ from measuring import ROOT, command_line, show, table, write_rows
 
 from agent_peft.rollout.statistics import Comparison, EvaluationReport, paired_test
 from agent_peft.runs.reading import RunRecord
-from agent_peft.runs.targets import load_run
+from agent_peft.runs.targets import run_config
 
 TRAINING = ("stage", "success", "reward", "surprisal", "explained_variance", "value_loss", "approx_kl")
 TRAINING += ("clip_fraction", "epochs_done")
@@ -70,7 +70,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 def measure(config: Path, seed: int, run: Path, overrides: Sequence[str]) -> Measured:
     cost = train(config, run, [f"seed={seed}", *overrides])
-    names = ["base", *(f"after_{stage.name}" for stage in load_run(run).stages)]
+    names = ["base", *(f"after_{stage.name}" for stage in run_config(run).stages)]
     found = {name: evaluation.report for name, evaluation in RunRecord(run).evaluations.items()}
     curve = {
         int(name.removeprefix("step_")): report.success.value

@@ -33,7 +33,7 @@ from agent_peft.rollout.skill_matrix import MEASURES, SkillMatrix
 from agent_peft.rollout.statistics import Mean, mean_over_tasks
 from agent_peft.runs.evaluations import skill_matrices
 from agent_peft.runs.reading import RunRecord
-from agent_peft.runs.targets import load_run
+from agent_peft.runs.targets import run_config
 
 SKILLS = ("insert", "update", "delete", "where_single_condition", "order_by_single_column", "limit_only")
 CONDITIONS = ("lora", "replay", "both")
@@ -125,7 +125,7 @@ def measure(condition: str, seed: int, sizes: Sizes, run: Path, overrides: Seque
     file = run.with_suffix(".yaml")
     file.write_text(dump(configuration(condition, seed, sizes, run)))
     cost = asdict(train(file, run, overrides))
-    warm_up = load_run(run).stages[0].steps
+    warm_up = run_config(run).stages[0].steps
     reports = [evaluation.report for evaluation in RunRecord(run).evaluations.values()]
     measured = [record for path in (run / "evaluations").glob("*.jsonl") for record in lines_of(path)]
     acted = [line for path in (run / "trajectories").glob("*.jsonl") for line in lines_of(path)]
@@ -135,7 +135,7 @@ def measure(condition: str, seed: int, sizes: Sizes, run: Path, overrides: Seque
     )
     skills = {record["task"]: record["skills"][0] for record in measured}
     cost["seconds_of_a_step"] = sum(line["seconds"] for line in timing) / len(timing)
-    matrix = skill_matrices(load_run(run), reports, skills)["stream"]
+    matrix = skill_matrices(run_config(run), reports, skills)["stream"]
     return Measured(condition, seed, matrix, _tokens(acted), _tokens(measured), cost)
 
 

@@ -37,13 +37,13 @@ from sqlglot import exp
 from agent_peft.batch import collate
 from agent_peft.environments import load_environment
 from agent_peft.environments.db_bench import DBBench, DBBenchConfig, generate, generator
-from agent_peft.environments.db_bench.syntax import parse
+from agent_peft.environments.db_bench.syntax import parse_sql
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.rollout.demonstrations import demonstrate
 from agent_peft.rollout.rewards import RewardConfig
-from agent_peft.runs.targets import load_run
+from agent_peft.runs.targets import run_config
 from agent_peft.seeding import derive
 from agent_peft.types import Trajectory
 
@@ -55,7 +55,7 @@ Entry = Mapping[str, Any]
 
 def skeleton(sql: str) -> str:
     """The statement without its names, values and aliases; lists of names or values collapse."""
-    tree = parse(sql)
+    tree = parse_sql(sql)
     assert tree is not None, sql
 
     def bare(node: exp.Expr) -> exp.Expr:
@@ -80,7 +80,7 @@ def skeleton(sql: str) -> str:
 
 def features(sql: str) -> frozenset[str]:
     """What a statement is made of, clause by clause."""
-    tree = parse(sql)
+    tree = parse_sql(sql)
     assert tree is not None, sql
     found = {type(tree).__name__}
     query = tree.expression if isinstance(tree, exp.Insert) else tree
@@ -341,7 +341,7 @@ def nats_of(run: Path, scored: int, real: Path, longest: int) -> dict[int, dict[
     """Mean nats of a gold SQL by set of tasks, at each checkpoint that the run has kept; at 0, without an
     adapter. Demonstrations have at most ``longest`` tokens.
     """
-    config = load_run(run)
+    config = run_config(run)
     policy = load_policy(config.policy, config.seed)
     sets = {
         "fresh" if split == "train" else split: _demonstrations(

@@ -127,9 +127,9 @@ def test_quotas_of_control_groups(tmp_path, files, own, quota):
 def test_the_memory_that_this_process_may_use(tmp_path, files, own, expected):
     root, group = make_tree(tmp_path, files, own)
     (tmp_path / "meminfo").write_text("MemTotal:  8000 kB\nMemFree:  1 kB\nMemAvailable:  6000 kB\n")
-    found = hardware.memory(root, group, tmp_path / "meminfo")
+    found = hardware.total_memory(root, group, tmp_path / "meminfo")
     assert (found.total / 1024, found.free / 1024) == expected
-    assert hardware.memory(root, group, tmp_path / "nothing") is None
+    assert hardware.total_memory(root, group, tmp_path / "nothing") is None
 
 
 # -- bfloat16 ------------------------------------------------------------------------------------------------

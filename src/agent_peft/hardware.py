@@ -112,7 +112,7 @@ class Memory:
     free: int
 
 
-def memory(root: Path = CGROUPS, own: Path = OWN_CGROUP, meminfo: Path = MEMINFO) -> Memory | None:
+def total_memory(root: Path = CGROUPS, own: Path = OWN_CGROUP, meminfo: Path = MEMINFO) -> Memory | None:
     """The machine's memory, or that which the control groups (version 2 or 1) of this process allow. None
     where the system does not report it.
     """

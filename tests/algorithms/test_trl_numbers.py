@@ -30,7 +30,7 @@ from agent_peft.algorithms import (
     SftConfig,
     SimpoConfig,
 )
-from agent_peft.algorithms.preference import Replies, ipo
+from agent_peft.algorithms.preference import Side, ipo
 from agent_peft.batch import Batch, PolicyOutput, collate
 from agent_peft.types import Task, Trajectory, Turn
 
@@ -274,7 +274,7 @@ def test_trls_ipo_compares_means_over_tokens():
     mask = batch.action_mask
     tokens = mask.sum(1)
     sides = [
-        Replies((leaf * mask).sum(1)[rows] / tokens[rows], tokens[rows], (reference / tokens)[rows])
+        Side((leaf * mask).sum(1)[rows] / tokens[rows], tokens[rows], (reference / tokens)[rows])
         for reference in [batch.reference_logprobs.sum(1)]
         for rows in (slice(0, 3), slice(3, 6))
     ]

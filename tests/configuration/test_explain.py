@@ -144,7 +144,7 @@ def test_a_sandbox_that_cannot_be_is_a_line_and_no_error(monkeypatch):
     ],
 )
 def test_the_memory_that_a_run_needs(monkeypatch, free, said):
-    monkeypatch.setattr(here, "memory", lambda: Memory(10 * 10**9, free * 10**9))
+    monkeypatch.setattr(here, "total_memory", lambda: Memory(10 * 10**9, free * 10**9))
     config = read_config("quickstart", ["policy.device=cpu"])[0]
     assert needs(config, 3 * 10**9)["memory"] == said
     assert needs(config, 11 * 10**9)["memory"].endswith(

@@ -9,7 +9,7 @@ import pytest
 
 from agent_peft.cli import run
 from agent_peft.configuration.explain import effective_values
-from agent_peft.configuration.keys import all_keys, description_of, in_words, markdown, sections
+from agent_peft.configuration.keys import all_keys, description_of, markdown, sections, type_in_words
 from agent_peft.configuration.load import load_config
 from agent_peft.types import AgentPeftError
 
@@ -73,9 +73,9 @@ def test_defaults_are_those_of_the_section_they_stand_in():
 
 
 def test_types_in_words():
-    assert in_words(int | None) == "whole number or null"
-    assert in_words(tuple[float, float]) == "list of number, number"
-    assert in_words(dict[str, int]) == "mapping"
+    assert type_in_words(int | None) == "whole number or null"
+    assert type_in_words(tuple[float, float]) == "list of number, number"
+    assert type_in_words(dict[str, int]) == "mapping"
 
 
 def test_every_value_that_explain_shows_is_described():

@@ -24,7 +24,7 @@ from agent_peft.policies.config import LoraSettings, ScratchConfig
 from agent_peft.policies.engine import kv_cache, load_sampler
 from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.engine.shared_attention import PrefixGroups, group_by_prefix
-from agent_peft.policies.models.pretrained import build
+from agent_peft.policies.models.pretrained import build_model
 from agent_peft.policies.models.shape import scratch_architecture
 from agent_peft.policies.models.tokenizer import character_tokenizer
 from agent_peft.policies.policy import Policy
@@ -80,7 +80,7 @@ def make_policy(
     config = ScratchConfig(architecture={**ARCHITECTURE, **architecture}, alphabet=ALPHABET)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = build(scratch_architecture(config, tokenizer), getattr(torch, dtype)).to(device)
+        model = build_model(scratch_architecture(config, tokenizer), getattr(torch, dtype)).to(device)
     if lora is not None:
         model = adapters.attach(model, lora, 0)
     draw = torch.Generator().manual_seed(1)

@@ -25,7 +25,7 @@ from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.engine.weights import sampling_weights
 from agent_peft.policies.forward.layers import fuse_activations
 from agent_peft.policies.memory import MemoryModel, stage_memory
-from agent_peft.policies.models.shape import measure, shape_of
+from agent_peft.policies.models.shape import measure_shape, shape_of
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer
@@ -75,7 +75,7 @@ def model_of(
     model: PreTrainedModel, lora: LoraSettings | None, recomputes: bool = False, tiled: bool = False
 ) -> MemoryModel:
     rank, dropout = (None, False) if lora is None else (lora.rank, lora.dropout > 0)
-    return MemoryModel(measure(model, lora), model.dtype.itemsize, rank, dropout, recomputes, tiled)
+    return MemoryModel(measure_shape(model, lora), model.dtype.itemsize, rank, dropout, recomputes, tiled)
 
 
 def make_batch(length: int, count: int = 4) -> Batch:

@@ -105,7 +105,7 @@ def test_auto_is_the_same_before_and_after_the_model_is_fetched(features, monkey
 
 def test_auto_reads_the_configuration_of_a_hub_model(features, monkeypatch, tiny):
     asked = []
-    monkeypatch.setattr(precision, "read_config", asked.append)
+    monkeypatch.setattr(precision, "read_model_config", asked.append)
     choose_precision(PretrainedConfig(model="nobody/nothing", device="cpu"), fetch=True)
     assert asked == ["nobody/nothing"]
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from agent_peft.reports.content import read_content
-from agent_peft.reports.page import encode, write_report
+from agent_peft.reports.page import embedded_json, write_report
 from agent_peft.rollout.statistics import paired_test, rate_of
 from agent_peft.runs.reading import load_run
 from agent_peft.types import AgentPeftError, Group, Task
@@ -291,7 +291,7 @@ def test_a_folder_that_is_no_run(tmp_path):
 
 
 def test_half_a_character_is_encoded():
-    assert json.loads(encode("\ud800")) == "\ud800"
+    assert json.loads(embedded_json("\ud800")) == "\ud800"
 
 
 def test_the_program_of_the_page_on_reports(disk, tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from agent_peft.configuration.keys import resume_class
-from agent_peft.runs.changes import compare, differences
+from agent_peft.runs.changes import changed_keys, differing_keys
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def run(*steps: int, **changes) -> dict:
 
 
 def rules(old: dict, new: dict, done: int) -> dict[str, str]:
-    return {change.key: change.rule for change in compare(old, new, done)}
+    return {change.key: change.rule for change in changed_keys(old, new, done)}
 
 
 @pytest.mark.parametrize(
@@ -103,4 +103,4 @@ def test_two_names_of_one_file_do_not_differ(tmp_path, monkeypatch):
 def test_a_key_that_is_newer_than_the_run_has_its_default_there():
     old, new = {"a": 1, "stages": [{"steps": 1}]}, {"a": 1, "b": 3, "stages": [{"steps": 1, "c": 5}]}
     defaults = {"a": 0, "b": 2, "stages": [{"steps": 1, "c": 5}]}
-    assert list(differences(old, new, defaults)) == [("b", 2, 3)]
+    assert list(differing_keys(old, new, defaults)) == [("b", 2, 3)]

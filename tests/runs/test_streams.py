@@ -17,7 +17,7 @@ from agent_peft.environments.digests import task_digest
 from agent_peft.rollout.skill_matrix import MEASURES
 from agent_peft.runs.evaluations import due_evaluations, skill_matrices
 from agent_peft.runs.run import train
-from agent_peft.runs.targets import evaluate_target, load_run, merge_run
+from agent_peft.runs.targets import evaluate_target, merge_run, run_config
 from agent_peft.types import AgentPeftError
 
 SKILLS, SIZE = ("odd", "even", "big"), 4  # tasks of each
@@ -87,7 +87,7 @@ def trained(run_dir) -> list[list[str]]:
 
 def test_one_skill_after_another_with_an_evaluation_after_each_and_the_matrix(settings, tmp_path, capsys):
     reports = train(load_config(settings))
-    config = load_run(tmp_path / "run")
+    config = run_config(tmp_path / "run")
     assert config.stages[0].task_order.skills == SKILLS and config.stages[0].steps == 6
     assert [{name.split("-")[0] for name in step} for step in trained(tmp_path / "run")] == [
         {skill} for skill in SKILLS for _ in range(2)
@@ -222,7 +222,7 @@ def test_a_checkpoint_is_measured_with_its_replays(replaying, tmp_path, caplog):
         assert measured.settings == reports[name].settings and measured.settings["replay_in_prompt"] == 2
     assert not caplog.records
     merge_run(run, tmp_path / "merged")
-    evaluate_target(tmp_path / "merged", load_run(run))
+    evaluate_target(tmp_path / "merged", run_config(run))
     told = [record.getMessage() for record in caplog.records]
     assert told == [
         f"{tmp_path / 'merged'}: holds no successful episodes (replays.json), so replay_in_prompt: 2 shows "

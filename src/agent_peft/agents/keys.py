@@ -198,7 +198,7 @@ def refuse(given: Parameters, keys: set[str], where: str) -> None:
             raise AgentPeftError(f"{name}: has no effect with {where}; leave it out")
 
 
-def reward_of(given: Parameters) -> MathRewardFunction:
+def named_reward(given: Parameters) -> MathRewardFunction:
     """The reward that the parameters name. No other text is ever taken for code."""
     if given.reward not in REWARDS:
         raise AgentPeftError(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from agent_peft.config import first_error
-from agent_peft.environments.graders import plain, spelled
+from agent_peft.environments.graders import normalized, spelled
 from agent_peft.environments.gsm8k import GOLD_MARK, answer_pattern
 from agent_peft.environments.quantities import last_quantity, parse_number
 from agent_peft.rollout.rewards import RewardConfig, price
@@ -81,7 +81,7 @@ class MathRewardFunction:
         truth = spelled(ground_truth).rpartition(GOLD_MARK)[2]
         expected, found = last_quantity(truth), last_quantity(answer)
         if expected is None:
-            return plain(answer) == plain(truth)
+            return normalized(answer) == normalized(truth)
         return found is not None and found.equals(expected)
 
     def is_right(self, completion: str, ground_truth: Any) -> bool:

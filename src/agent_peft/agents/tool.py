@@ -23,8 +23,8 @@ from agent_peft.agents.keys import (
     Parameters,
     check,
     content_of,
+    named_reward,
     refuse,
-    reward_of,
     schema,
 )
 from agent_peft.types import AgentPeftError, InfrastructureError, TrustError
@@ -100,7 +100,7 @@ class RLTrainingTool:
 
         from agent_peft.agents import training
 
-        own = training.facts_of(given.algorithm).on_policy
+        own = training.report_facts(given.algorithm).on_policy
         if not own:
             place = f"algorithm {given.algorithm}, which learns from what the dataset shows"
             refuse(given, OWN_ATTEMPTS, place)
@@ -110,7 +110,7 @@ class RLTrainingTool:
             given.model_copy(update={"output_dir": self._shown(output)}),
             given.algorithm,
             dataset,
-            reward_of(given).rewards if own else None,
+            named_reward(given).rewards if own else None,
             given.kl_coef,
         )
         facts = {
@@ -135,14 +135,14 @@ class RLTrainingTool:
         }
 
     def _create_reward(self, given: Parameters) -> dict[str, Any]:
-        return {"reward": given.reward, "rewards": reward_of(given).rewards}
+        return {"reward": given.reward, "rewards": named_reward(given).rewards}
 
     def _evaluate(self, given: Parameters) -> dict[str, Any]:
         from agent_peft.agents import training
 
         model = self._model(given)
         dataset = self._dataset(given, given.split or _test_of(given.dataset), self._root / "datasets")
-        report = training.measure(given, dataset, given.max_samples)
+        report = training.measure_run(given, dataset, given.max_samples)
         return {
             "model_name": model,
             "dataset": dataset.name,

@@ -41,10 +41,10 @@ MAX_EVALUATED = 100  # tasks of an evaluation that nobody has sized
 PROMPT_ROOM = 1024  # tokens of an episode in addition to one reply
 
 
-def facts_of(algorithm: str) -> Any:
+def report_facts(algorithm: str) -> Any:
     """The facts of an algorithm.
 
-    >>> facts_of("ppo").on_policy
+    >>> report_facts("ppo").on_policy
     True
     """
     if algorithm not in ALGORITHMS:
@@ -66,7 +66,7 @@ def config_from(
     Args:
         rewards: keys of ``rewards``; None takes 1 for a right answer and 0 for a wrong one.
     """
-    facts = facts_of(algorithm)
+    facts = report_facts(algorithm)
     preferences = dataset.environment["kind"] == "preferences"
     if bool(facts.preferences) != preferences and (facts.preferences or facts.on_policy):
         raise AgentPeftError(
@@ -129,7 +129,7 @@ def _has_adapter(model_name: str) -> bool:
 
 
 def carry_out(config: TrainConfig, background: bool = False) -> dict[str, Any]:
-    """Train, and return ``result_of`` the run; in the background return as soon as it has begun. A run with
+    """Train, and return the result of the run; in the background return as soon as it has begun. A run with
     other settings in ``run_dir`` is moved aside.
     """
     moved = make_room(config)
@@ -137,7 +137,7 @@ def carry_out(config: TrainConfig, background: bool = False) -> dict[str, Any]:
     if background:
         return result | {"output_dir": str(config.run_dir), **begin(config)}
     train(config)
-    return result | result_of(config.run_dir)
+    return result | training_result(config.run_dir)
 
 
 def make_room(config: TrainConfig) -> str | None:
@@ -166,7 +166,7 @@ def make_room(config: TrainConfig) -> str | None:
     return str(place_of)
 
 
-def measure(keys: TrainingKeys, dataset: Dataset, number: int | None) -> EvaluationReport:
+def measure_run(keys: TrainingKeys, dataset: Dataset, number: int | None) -> EvaluationReport:
     """Measure a model, greedily, on the first tasks of a dataset; None takes ``MAX_EVALUATED``."""
     name = str(keys.model_name)
     lora = LoraSettings() if _has_adapter(name) else None
@@ -198,7 +198,7 @@ def progress_of(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in result.items() if value is not None}
 
 
-def result_of(folder: Path) -> dict[str, Any]:
+def training_result(folder: Path) -> dict[str, Any]:
     """``progress_of``, and the accuracies that the run has measured."""
     reports = {name: one.report for name, one in load_run(folder).evaluations.items()}
     result = progress_of(folder) | {"evaluations": {name: accuracy_of(one) for name, one in reports.items()}}
@@ -210,13 +210,13 @@ def result_of(folder: Path) -> dict[str, Any]:
 
 
 def report_of(folder: Path, points: int = 20) -> dict[str, Any]:
-    """``result_of``, the configuration, and the course of the metrics at about ``points`` steps."""
+    """``training_result``, the configuration, and the course of the metrics at about ``points`` steps."""
     record = load_run(folder)
     metrics = record.metrics
     every = max(1, math.ceil(len(metrics) / points))
     shown = [*metrics[:-1:every], *metrics[-1:]]
     names = ("step", "stage", "success", "reward", "loss", "surprisal", "action_tokens", "kl")
-    return result_of(folder) | {
+    return training_result(folder) | {
         "configuration": record.config,
         "course": [{name: one[name] for name in names if name in one} for one in shown],
     }

@@ -29,7 +29,7 @@ PAIR_METRICS = (
 
 
 @dataclass(frozen=True)
-class Replies:
+class Side:
     """One side of P pairs, or B single replies."""
 
     logprobs: Tensor  # (P,) log π(y | x), the sum over the tokens
@@ -49,14 +49,14 @@ class Replies:
         return self.logprobs / self.tokens
 
 
-PairLoss = Callable[[Replies, Replies], tuple[Tensor, Tensor, Tensor]]
+PairLoss = Callable[[Side, Side], tuple[Tensor, Tensor, Tensor]]
 """(chosen, rejected) -> (loss, reward of the chosen, reward of the rejected), (P,) each"""
 
 
 def dpo(beta: float) -> PairLoss:
     """-log σ(β log-ratio of the chosen - β log-ratio of the rejected) (Rafailov et al., 2023, equation 7)."""
 
-    def loss(chosen: Replies, rejected: Replies) -> tuple[Tensor, Tensor, Tensor]:
+    def loss(chosen: Side, rejected: Side) -> tuple[Tensor, Tensor, Tensor]:
         rewards = beta * chosen.log_ratio, beta * rejected.log_ratio
         return -logsigmoid(rewards[0] - rewards[1]), *rewards
 
@@ -68,7 +68,7 @@ def ipo(beta: float) -> PairLoss:
     τ).
     """
 
-    def loss(chosen: Replies, rejected: Replies) -> tuple[Tensor, Tensor, Tensor]:
+    def loss(chosen: Side, rejected: Side) -> tuple[Tensor, Tensor, Tensor]:
         ratios = chosen.log_ratio, rejected.log_ratio
         return (ratios[0] - ratios[1] - 1 / (2 * beta)).square(), beta * ratios[0], beta * ratios[1]
 
@@ -80,11 +80,11 @@ def orpo(odds_coef: float) -> PairLoss:
     probabilities and odds = P / (1 - P) (Hong et al., 2024, equations 6 and 7).
     """
 
-    def log_odds(replies: Replies) -> Tensor:
+    def log_odds(replies: Side) -> Tensor:
         logp = replies.mean_logprob.clamp(max=-CERTAIN)
         return logp - (-torch.expm1(logp)).log()
 
-    def loss(chosen: Replies, rejected: Replies) -> tuple[Tensor, Tensor, Tensor]:
+    def loss(chosen: Side, rejected: Side) -> tuple[Tensor, Tensor, Tensor]:
         odds = log_odds(chosen), log_odds(rejected)
         return -chosen.mean_logprob - odds_coef * logsigmoid(odds[0] - odds[1]), *odds
 
@@ -96,7 +96,7 @@ def simpo(beta: float, gamma: float) -> PairLoss:
     6).
     """
 
-    def loss(chosen: Replies, rejected: Replies) -> tuple[Tensor, Tensor, Tensor]:
+    def loss(chosen: Side, rejected: Side) -> tuple[Tensor, Tensor, Tensor]:
         rewards = beta * chosen.mean_logprob, beta * rejected.mean_logprob
         return -logsigmoid(rewards[0] - rewards[1] - gamma), *rewards
 
@@ -258,21 +258,19 @@ class Kto(Algorithm):
         return loss, metrics
 
 
-def _replies(output: PolicyOutput, batch: Batch) -> Replies:
+def _replies(output: PolicyOutput, batch: Batch) -> Side:
     """The trajectories of a batch, (B,) each."""
     mask, reference = batch.action_mask, batch.reference_logprobs
-    return Replies(
+    return Side(
         logprobs=(output.logprobs * mask).sum(1),
         tokens=mask.sum(1).clamp(min=1).float(),
         reference=None if reference is None else (reference * mask).sum(1),
     )
 
 
-def _select(replies: Replies, rows: Tensor) -> Replies:
+def _select(replies: Side, rows: Tensor) -> Side:
     reference = replies.reference
-    return Replies(
-        replies.logprobs[rows], replies.tokens[rows], None if reference is None else reference[rows]
-    )
+    return Side(replies.logprobs[rows], replies.tokens[rows], None if reference is None else reference[rows])
 
 
 def _sides(batch: Batch) -> tuple[Tensor, Tensor]:

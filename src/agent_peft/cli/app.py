@@ -67,7 +67,7 @@ def _root(
         print(context.get_help())
 
 
-def draw(content: Any) -> None:
+def print_output(content: Any) -> None:
     """Print a mapping as JSON, and a table to fit the terminal; in a pipe its lines are never broken."""
     from rich.console import Console
 
@@ -80,11 +80,11 @@ def draw(content: Any) -> None:
         console.print(Printable(content))
 
 
-def draw_rows(renderable: Any, lines: Iterable[str]) -> None:
+def print_rows(renderable: Any, lines: Iterable[str]) -> None:
     """Print something that rich can draw on a terminal, and ``lines`` to a file or a pipe."""
     from rich.console import Console
 
     if Console().is_terminal:
-        draw(renderable)
+        print_output(renderable)
     else:
         print("\n".join(lines))

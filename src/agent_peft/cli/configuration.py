@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from agent_peft.cli.app import LINE, AsJson, draw, draw_rows
+from agent_peft.cli.app import LINE, AsJson, print_output, print_rows
 from agent_peft.printable import printable
 
 
@@ -54,9 +54,9 @@ def explain(
     with nullcontext(()) if trust else without_imports() as names:
         explanation = explain(*read_config(Path(config), overrides or ()))
     if as_json:
-        draw({**explanation.to_json(), "not_run": list(names)})
+        print_output({**explanation.to_json(), "not_run": list(names)})
         return
-    draw_rows(explanation, explanation.lines())
+    print_rows(explanation, explanation.lines())
     if names:
         print(
             f"not run and not checked: {printable(', '.join(names), LINE)}; this is code that CONFIG names, "
@@ -70,9 +70,9 @@ def _describe_machine(as_json: bool) -> None:
 
     offers = machine()
     if as_json:
-        draw({"machine": offers})
+        print_output({"machine": offers})
     else:
-        draw_rows(rows_table("this machine", offers), rows_lines("machine ", offers))
+        print_rows(rows_table("this machine", offers), rows_lines("machine ", offers))
 
 
 def _list_keys(prefixes: list[str], as_json: bool) -> None:
@@ -81,7 +81,7 @@ def _list_keys(prefixes: list[str], as_json: bool) -> None:
 
     keys = all_keys(*prefixes)
     names = ("path", "kind", "type", "default", "description")
-    draw(
+    print_output(
         {"keys": [{name: getattr(key, name) for name in names} for key in keys]}
         if as_json
         else keys_table(keys)

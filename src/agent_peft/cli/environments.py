@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from agent_peft.cli.app import LINE, AsJson, ConfigFile, Host, Overrides, Port, Token, draw
+from agent_peft.cli.app import LINE, AsJson, ConfigFile, Host, Overrides, Port, Token, print_output
 from agent_peft.printable import printable
 from agent_peft.types import AgentPeftError
 
@@ -103,7 +103,7 @@ def _validate(environment: str, keys: Mapping[str, Any], as_json: bool) -> None:
 
     report = validate_tasks(environment, **keys)
     if as_json:
-        draw(report)
+        print_output(report)
     else:
         print(
             f"{report['tasks']} tasks: {report['gold_correct']} golds are correct, "

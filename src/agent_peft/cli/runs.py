@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agent_peft.cli.app import AsJson, ConfigFile, Overrides, complete_config, draw
+from agent_peft.cli.app import AsJson, ConfigFile, Overrides, complete_config, print_output
 from agent_peft.types import AgentPeftError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def evaluate(
     if output is not None:
         write_evaluation(output.resolve() / "evaluation.json", report)
     if as_json:
-        draw(report.to_json())
+        print_output(report.to_json())
     else:
         _show_tables({" ".join(filter(None, (report.run, report.checkpoint))): report})
 
@@ -114,7 +114,7 @@ def merge(
         "merged": evaluate_target(output, settings),
     }
     if as_json:
-        draw({name: report.to_json() for name, report in reports.items()})
+        print_output({name: report.to_json() for name, report in reports.items()})
     else:
         _show_tables(reports)
 
@@ -130,13 +130,13 @@ def runs(
 
     summaries = [summarize_run(run) for run in find_runs(folder)]
     if as_json:
-        draw({"runs": [asdict(summary) for summary in summaries]})
+        print_output({"runs": [asdict(summary) for summary in summaries]})
     else:
-        draw(overview(summaries))
+        print_output(overview(summaries))
 
 
 def _show_tables(reports: dict[str, EvaluationReport]) -> None:
     from agent_peft.rollout.report_tables import skill_table, table
 
-    draw(table(reports))
-    draw(skill_table(reports))
+    print_output(table(reports))
+    print_output(skill_table(reports))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from agent_peft.cli.app import AsJson, draw
+from agent_peft.cli.app import AsJson, print_output
 from agent_peft.printable import printable
 from agent_peft.types import AgentPeftError
 
@@ -34,12 +34,12 @@ def show(
     episodes, place = _episodes(run, step, evaluation)
     matches = _fitting(episodes, task, attempt, place)
     if as_json:
-        draw({"episodes": [_json(episode) for episode in matches]})
+        print_output({"episodes": [_json(episode) for episode in matches]})
     elif len(matches) == 1 or (task is not None and attempt is not None):
         for episode in matches:
-            draw(_drawn(episode, place))
+            print_output(_drawn(episode, place))
     else:
-        draw(_list(matches, place))
+        print_output(_list(matches, place))
         print("add --task and --attempt to see one of them")
 
 

@@ -115,7 +115,7 @@ class Key:
             for part in self.field.metadata
             if (bound := getattr(part, name, None)) is not None
         )
-        name, null, _ = in_words(self.field.annotation).partition(" or null")
+        name, null, _ = type_in_words(self.field.annotation).partition(" or null")
         return " ".join((name, *bounds)) + null
 
 
@@ -136,7 +136,7 @@ def sections() -> Iterator[Section]:
 def _sections(model: type[BaseModel], name: str, default: BaseModel | None) -> Iterator[Section]:
     defaults = {key: _default(field, default, key) for key, field in model.model_fields.items()}
     keys = (
-        Key(name, key, field, _text(defaults[key]), describe(model, key))
+        Key(name, key, field, _text(defaults[key]), describe_key(model, key))
         for key, field in model.model_fields.items()
     )
     yield Section(name, model, tuple(keys))
@@ -213,7 +213,7 @@ def summary(model: type[BaseModel]) -> str:
     return " ".join((inspect.getdoc(model) or "").partition("\n\n")[0].split()).replace("``", "`")
 
 
-def describe(model: type[BaseModel], key: str) -> str:
+def describe_key(model: type[BaseModel], key: str) -> str:
     """The description of a key of a class; of ``kind``, what that kind is. Nothing for an unknown key."""
     field = model.model_fields.get(key)
     description = field.description if field is not None else ""
@@ -228,7 +228,7 @@ def description_of(config: BaseModel, path: str) -> str:
     description = ""
     for part in path.split("."):
         if isinstance(value, BaseModel):
-            description, value = describe(type(value), part), getattr(value, part, None)
+            description, value = describe_key(type(value), part), getattr(value, part, None)
         else:
             description = ""
             value = value[int(part)] if isinstance(value, Sequence) and part.isdecimal() else None
@@ -248,22 +248,22 @@ def _kind_of(section: str) -> str:
     return "".join(re.findall(r":(\w+)", section)[-1:])
 
 
-def in_words(annotation: Any) -> str:
+def type_in_words(annotation: Any) -> str:
     """A type as a user reads it.
 
-    >>> in_words(tuple[str, ...] | None)
+    >>> type_in_words(tuple[str, ...] | None)
     'list of text or null'
     """
     arguments, origin = get_args(annotation), get_origin(annotation)
     if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(map(in_words, arguments)))
+        return " or ".join(dict.fromkeys(map(type_in_words, arguments)))
     if origin is Literal:
         return " or ".join(map(json.dumps, arguments))
     if origin in (tuple, list):
-        return "list of " + ", ".join(in_words(part) for part in arguments if part is not ...)
+        return "list of " + ", ".join(type_in_words(part) for part in arguments if part is not ...)
     if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel | Mapping)):
         return "mapping"
-    return _NAMES.get(annotation) or (in_words(arguments[0]) if arguments else str(annotation))
+    return _NAMES.get(annotation) or (type_in_words(arguments[0]) if arguments else str(annotation))
 
 
 def markdown() -> str:

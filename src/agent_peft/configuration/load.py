@@ -33,16 +33,16 @@ from agent_peft.configuration.paths import at_home, exists, run_of
 from agent_peft.configuration.read import (
     COMMAND_LINE,
     TOP,
-    Content,
+    Layers,
     Overrides,
     Source,
     Switches,
-    merge,
+    merge_trees,
     nested,
     override,
     parse_overrides,
-    read_content,
     read_overrides,
+    read_source,
     stage_keys,
     tree_of,
 )
@@ -120,7 +120,7 @@ def read_config(
         check_files: whether the files that the run reads must exist.
         warn: whether to log which keys of ``source`` an override of a ``kind`` keeps and drops.
     """
-    content = at_home(read_content(source))
+    content = at_home(read_source(source))
     general, specific = read_overrides(overrides, len(content.items or [{}]))
     return _load(content, general, specific, check_files, warn)
 
@@ -140,7 +140,7 @@ def load_for_evaluation(
         attempts: short for ``evaluation.attempts``.
         effective: the keys that an override may set.
     """
-    content = at_home(read_content(path))
+    content = at_home(read_source(path))
     general, specific = read_overrides(overrides, len(content.items or [{}]))
     given = [leaf.path for tree in (general, *specific) for _, leaf in leaves(tree)]
     training, evaluation = content.top.get("environment"), content.top.get("evaluation")
@@ -161,7 +161,9 @@ def load_for_evaluation(
             raise AgentPeftError(
                 f"{COMMAND_LINE}: --{key.rpartition('.')[2]} and {key} set the same key; give one of them"
             )
-        general = merge(general, nested(key.split("."), tree_of(value, COMMAND_LINE, tuple(key.split(".")))))
+        general = merge_trees(
+            general, nested(key.split("."), tree_of(value, COMMAND_LINE, tuple(key.split("."))))
+        )
     config = _load(content, general, specific)[0]
     _refuse_ineffective("evaluate", given, (*effective, "environment") if measures_training else effective)
     if "seed" in given and config.policy.kind == "scratch":
@@ -212,7 +214,7 @@ def parse_keys(texts: Sequence[str]) -> dict[str, Any]:
     """
     tree: Tree = {}
     for _, keys, node in parse_overrides(texts, COMMAND_LINE, short_forms=()):
-        tree = merge(tree, nested(keys, node))
+        tree = merge_trees(tree, nested(keys, node))
     return cast(dict[str, Any], plain(tree))
 
 
@@ -220,7 +222,7 @@ def parse_keys(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _load(
-    content: Content, general: Tree, specific: Sequence[Tree], check_files: bool = True, warn: bool = True
+    content: Layers, general: Tree, specific: Sequence[Tree], check_files: bool = True, warn: bool = True
 ) -> tuple[TrainConfig, Provenance]:
     switches: Switches = {}
     top, over = (
@@ -259,9 +261,7 @@ def _load(
     return config, Provenance(content.name, origins)
 
 
-def _merge_stages(
-    content: Content, general: Tree, specific: Sequence[Tree], switches: Switches
-) -> list[Tree]:
+def _merge_stages(content: Layers, general: Tree, specific: Sequence[Tree], switches: Switches) -> list[Tree]:
     """Merge each stage from the defaults at the top, its item, the overrides of all stages and its own. A key
     without an effect is refused where its stage or every stage has no use for it, and else left out.
     """

@@ -18,11 +18,11 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments.base import EnvironmentConfig
-from agent_peft.hardware import Memory, choose_device, choose_threads, has_bf16, memory
+from agent_peft.hardware import Memory, choose_device, choose_threads, has_bf16, total_memory
 from agent_peft.policies.config import PretrainedConfig
 from agent_peft.policies.memory import in_words
 from agent_peft.policies.models.bundled import BUNDLED, cached
-from agent_peft.sandbox.build import state_of
+from agent_peft.sandbox.build import describe_sandbox
 from agent_peft.version import __version__
 
 PACKAGE = "agent-peft"
@@ -36,7 +36,7 @@ MAX_MODELS = 20  # names of models from the hub
 
 def machine() -> dict[str, str]:
     """What this machine offers, in words, by name."""
-    threads, room = choose_threads(None), memory()
+    threads, room = choose_threads(None), total_memory()
     path = f"{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin"  # where servers often are
     return {
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -45,7 +45,7 @@ def machine() -> dict[str, str]:
         "devices": ", ".join(_devices()),
         "threads": f"{threads.number} ({threads.reason})",
         "memory": UNKNOWN if room is None else in_words(room.total),
-        **{f"sandbox: {kind}": state_of(kind) for kind in SANDBOXES},
+        **{f"sandbox: {kind}": describe_sandbox(kind) for kind in SANDBOXES},
         **{name: shutil.which(name, path=path) or NOT_HERE for name in DATABASES},
         **{f"extra: {name}": state for name, state in _extras()},
         **{name: _version(name) or NOT_HERE for name in OTHERS},
@@ -61,7 +61,7 @@ def needs(config: TrainConfig, peak: int | None) -> dict[str, str]:
     found = {}
     if isinstance(config.policy, PretrainedConfig):
         found["model"] = f"{config.policy.model}: {_model(config.policy.model)}"
-    device, room = choose_device(config.policy.device), memory()
+    device, room = choose_device(config.policy.device), total_memory()
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         room = Memory(total, total)
@@ -146,4 +146,4 @@ def _sandbox(key: str, environment: EnvironmentConfig) -> dict[str, str]:
     kind = getattr(environment, "sandbox", None)
     if not isinstance(kind, str) or kind == "none":
         return {}
-    return {f"{key}.sandbox": f"{kind}: {state_of(kind)}"}
+    return {f"{key}.sandbox": f"{kind}: {describe_sandbox(kind)}"}

@@ -12,7 +12,7 @@ from typing import Any, cast
 from pydantic import BaseModel
 
 from agent_peft.configuration import CONFIG, RECORD
-from agent_peft.configuration.read import Content
+from agent_peft.configuration.read import Layers
 from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.configuration.yaml12 import Leaf, Node, Tree, plain
 from agent_peft.policies.models.bundled import BUNDLED
@@ -48,7 +48,7 @@ def run_of(file: Path) -> Path | None:
     return folder if file.name == CONFIG and is_run else None
 
 
-def at_home(content: Content) -> Content:
+def at_home(content: Layers) -> Layers:
     """The same content; of a run's configuration, as seen from where the run directory is now."""
     if (folder := run_of(Path(content.name))) is None:
         return content

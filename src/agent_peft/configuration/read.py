@@ -45,7 +45,7 @@ TOP: Models = (TrainConfig, StageConfig)
 
 
 @dataclass(frozen=True)
-class Content:
+class Layers:
     """The content of a source on the files that it extends, with the short forms written out.
 
     Attributes:
@@ -78,19 +78,19 @@ def find_config(name: str | PathLike[str]) -> Path:
     return bundled[path.name]
 
 
-def read_content(source: Source) -> Content:
+def read_source(source: Source) -> Layers:
     """Read a source and all files that it extends."""
     if isinstance(source, Mapping):
         return _extended("configuration", tree_of(source, "configuration"), Path(), (), [])
     return _read(find_config(source), (), [])
 
 
-def _read(path: Path, chain: tuple[Path, ...], read: list[Path]) -> Content:
+def _read(path: Path, chain: tuple[Path, ...], read: list[Path]) -> Layers:
     root = parse(read_text(path, "a YAML file", MEGABYTE), str(path))
     return _extended(str(path), root, path.parent, (*chain, path.resolve()), read)
 
 
-def _extended(name: str, root: Node, folder: Path, chain: tuple[Path, ...], read: list[Path]) -> Content:
+def _extended(name: str, root: Node, folder: Path, chain: tuple[Path, ...], read: list[Path]) -> Layers:
     """``folder`` is that of the file, ``chain`` the files that extend each other down to this one, ``read``
     all files so far that another one extends.
     """
@@ -101,8 +101,8 @@ def _extended(name: str, root: Node, folder: Path, chain: tuple[Path, ...], read
             f"{name}: {fault}; write at least run_dir, policy, environment, algorithm and steps"
         )
     top = _expanded({key: node for key, node in root.items() if key != "extends"})
-    content = Content(name, top, _pop_stages(top, name))
-    base: Content | None = None
+    content = Layers(name, top, _pop_stages(top, name))
+    base: Layers | None = None
     for leaf in _extended_names(root["extends"], name) if "extends" in root else ():
         read.append(_find_extended(leaf, folder, chain))
         if len(read) > MAX_FILES:
@@ -112,12 +112,12 @@ def _extended(name: str, root: Node, folder: Path, chain: tuple[Path, ...], read
     return content if base is None else _onto(base, content)
 
 
-def _onto(base: Content, over: Content) -> Content:
+def _onto(base: Layers, over: Layers) -> Layers:
     items = over.items
     if items is None and base.items is not None:
         items = [override(item, stage_keys(over.top), TOP) for item in base.items]
     below = {leaf for tree in (base.top, *(base.items or ())) for _, leaf in leaves(tree)}
-    return Content(
+    return Layers(
         over.name, override(base.top, over.top, TOP), items, base.inherited | over.inherited | below
     )
 
@@ -214,7 +214,7 @@ Switches = dict[str, tuple[list[str], list[str]]]
 
 
 def override(base: Tree, over: Tree, models: Models = (), switches: Switches | None = None) -> Tree:
-    """As ``merge``, of keys of a stage: ``steps`` and ``epochs`` replace each other.
+    """As ``merged``, of keys of a stage: ``steps`` and ``epochs`` replace each other.
 
     >>> of = lambda text: parse(text, "x")
     >>> base = of("{steps: 9, environment: {kind: arithmetic, digits: 2, num_tasks: 5}}")
@@ -223,10 +223,10 @@ def override(base: Tree, over: Tree, models: Models = (), switches: Switches | N
     """
     replaced = {ALTERNATIVES.get(key) for key, node in over.items() if plain(node) is not None}
     kept = {key: node for key, node in base.items() if key not in replaced}
-    return merge(kept, over, models, switches)
+    return merge_trees(kept, over, models, switches)
 
 
-def merge(base: Tree, over: Tree, models: Models = (), switches: Switches | None = None) -> Tree:
+def merge_trees(base: Tree, over: Tree, models: Models = (), switches: Switches | None = None) -> Tree:
     """Return ``over`` on ``base``, merged key by key. A mapping of another kind replaces the one below it.
 
     Args:
@@ -235,9 +235,9 @@ def merge(base: Tree, over: Tree, models: Models = (), switches: Switches | None
 
     >>> of = lambda text: parse(text, "x")
     >>> base = of("{algorithm: {kind: grpo, clip_low: 0.1}}")
-    >>> plain(merge(base, of("{algorithm: {kind: rloo}}")))
+    >>> plain(merge_trees(base, of("{algorithm: {kind: rloo}}")))
     {'algorithm': {'kind': 'rloo'}}
-    >>> plain(merge(base, of("{algorithm: {kl_coef: 1}}")))
+    >>> plain(merge_trees(base, of("{algorithm: {kl_coef: 1}}")))
     {'algorithm': {'kind': 'grpo', 'clip_low': 0.1, 'kl_coef': 1}}
     """
     merged = {**base, **over}
@@ -255,7 +255,7 @@ def merge(base: Tree, over: Tree, models: Models = (), switches: Switches | None
                 if switches is not None and (kept or dropped):
                     switches.setdefault(kind.path.removesuffix(".kind"), (kept, dropped))
                 below = {**shared, "kind": above["kind"]}
-            merged[key] = merge(below, above, [model], switches)
+            merged[key] = merge_trees(below, above, [model], switches)
         elif key == "kind" and plain(below) == plain(above):
             merged[key] = below  # repeating it overrides nothing
     return merged
@@ -290,7 +290,7 @@ def read_overrides(overrides: Overrides, num_stages: int) -> tuple[Tree, list[Tr
     origin = ARGUMENT if isinstance(overrides, Mapping) else COMMAND_LINE
     for text, keys, node in parse_overrides(overrides, origin):
         if keys[0] != "stages":
-            general = merge(general, _expanded(nested(keys, node)))
+            general = merge_trees(general, _expanded(nested(keys, node)))
             continue
         place = int(keys[1]) if len(keys) > 2 and keys[1].isdecimal() else None
         if place is None:
@@ -301,7 +301,7 @@ def read_overrides(overrides: Overrides, num_stages: int) -> tuple[Tree, list[Tr
             raise AgentPeftError(
                 f"{origin}: stages.{place} is out of range: the last stage is stages.{num_stages - 1}"
             )
-        specific[place] = merge(specific[place], _expanded(nested(keys[2:], node)))
+        specific[place] = merge_trees(specific[place], _expanded(nested(keys[2:], node)))
     return general, specific
 
 

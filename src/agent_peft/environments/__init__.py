@@ -18,7 +18,7 @@ from agent_peft.environments.base import (
     TaskFiles,
 )
 from agent_peft.environments.chat import Chat
-from agent_peft.environments.contract import build, check_tasks, configured
+from agent_peft.environments.contract import check_ids, configured, construct
 from agent_peft.environments.db_bench import DBBench
 from agent_peft.environments.games.gymnasium import Gymnasium
 from agent_peft.environments.games.reasoning_gym import ReasoningGym
@@ -74,9 +74,9 @@ def load_environment(
     else:
         name = kind if isinstance(kind, str) else f"{loaded_class.__module__}:{loaded_class.__qualname__}"
         config = configured(loaded_class.config_class, {**settings, **keys, "kind": name})
-    made = build(loaded_class, config)
+    made = construct(loaded_class, config)
     try:
-        check_tasks(made)
+        check_ids(made)
     except BaseException:
         made.close()
         raise

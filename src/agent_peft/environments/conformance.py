@@ -9,15 +9,15 @@ from itertools import islice
 
 from agent_peft.environments.base import Environment, Mistake
 from agent_peft.environments.contract import (
-    check_tasks,
-    describe,
+    check_ids,
+    error_text,
     open_episode,
     opening_of,
     place_in,
     place_of,
     quote,
 )
-from agent_peft.environments.task_files.replay import Replay, inspect, replay
+from agent_peft.environments.task_files.replay import GoldReplay, inspect, replay
 from agent_peft.types import AgentPeftError, Outcome, Task
 
 MAX_TASKS = 4  # that are tried; validation replays the demonstrations of all tasks
@@ -51,11 +51,11 @@ def _faults(environment: Environment, subject: str, faults: Iterator[str]) -> It
             yield f"{subject}: {fault}"
     except Exception as error:
         where = "" if isinstance(error, AgentPeftError) else f", at {place_of(error, type(environment))}"
-        yield f"{subject}: {error if not where else describe(error) + where}"
+        yield f"{subject}: {error if not where else error_text(error) + where}"
 
 
 def _tasks(environment: Environment, again: Environment) -> Iterator[str]:
-    check_tasks(environment)
+    check_ids(environment)
     for other in (environment, again):
         if list(islice(environment.tasks, 1000)) != list(islice(other.tasks, 1000)):
             yield (
@@ -114,8 +114,8 @@ def _junk(environment: Environment, task: Task) -> Iterator[str]:
         except Exception as error:
             where = place_of(error, type(environment))
             yield (
-                f"the action {quote(action)} raises {describe(error)}, at {where}; answer every text with a "
-                "StepResult, such as StepResult('Write a number.', valid=False)"
+                f"the action {quote(action)} raises {error_text(error)}, at {where}; answer every text with "
+                "a StepResult, such as StepResult('Write a number.', valid=False)"
             )
             return
         if result.outcome is Outcome.CORRECT:
@@ -158,7 +158,7 @@ def _threads(environment: Environment, tasks: Sequence[Task]) -> Iterator[str]:
             return
 
 
-def _play(environment: Environment, task: Task, actions: Sequence[str]) -> Replay:
+def _play(environment: Environment, task: Task, actions: Sequence[str]) -> GoldReplay:
     return replay(open_episode(environment, task, seed=0), actions)
 
 

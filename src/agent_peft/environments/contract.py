@@ -104,7 +104,7 @@ def configured(
         raise AgentPeftError(first_error(error, place, config_class)) from error
 
 
-def build(environment_class: type[Environment], config: EnvironmentConfig) -> Environment:
+def construct(environment_class: type[Environment], config: EnvironmentConfig) -> Environment:
     """Call an environment's class with its configuration."""
     try:
         return environment_class(config)
@@ -113,7 +113,7 @@ def build(environment_class: type[Environment], config: EnvironmentConfig) -> En
     except Exception as error:
         where = place_of(error, environment_class)
         raise AgentPeftError(
-            f"{environment_class.__name__} cannot be made: {describe(error)}, at {where}; {CALL}"
+            f"{environment_class.__name__} cannot be made: {error_text(error)}, at {where}; {CALL}"
         ) from error
 
 
@@ -124,7 +124,7 @@ def refuse_class(environment: object) -> None:
         raise AgentPeftError(f"environment: {name} is a class; give agent_peft.load_environment({name})")
 
 
-def check_tasks(environment: Environment) -> None:
+def check_ids(environment: Environment) -> None:
     """Check that there are tasks, and that each has a different id: tasks of one id would count as one."""
     try:
         tasks: Any = environment.tasks
@@ -142,7 +142,7 @@ def check_tasks(environment: Environment) -> None:
     except (AgentPeftError, InfrastructureError):
         raise
     except Exception as error:
-        fault = f"{describe(error)}, at {place_of(error, type(environment))}"
+        fault = f"{error_text(error)}, at {place_of(error, type(environment))}"
         raise AgentPeftError(f"{place_in(environment, 'tasks')}: {fault}; give {TASK.text}") from error
     for name, times in ids.most_common(1):
         if times > 1:
@@ -187,7 +187,7 @@ def quote(value: object) -> str:
         return f"a {type(value).__name__}"
 
 
-def describe(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """The class and the text of an exception, as one line."""
     try:
         return f"{type(error).__name__}: {printable(error, 2 * MAX_SHOWN)}"

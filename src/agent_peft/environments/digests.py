@@ -62,7 +62,7 @@ def task_digest(task: Task) -> str:
     return digest(content or task.id)
 
 
-def read_tasks(tasks: Sequence[Task]) -> Sequence[Task]:
+def tasks_to_digest(tasks: Sequence[Task]) -> Sequence[Task]:
     """The tasks of a list. Of a sequence with very many tasks that are made or fetched one by one, such as
     those of a server, ``SPREAD`` of them.
     """
@@ -87,7 +87,7 @@ def environment_digests(environment: Environment, number: int | None = None) -> 
 
 def digests_of(tasks: Sequence[Task]) -> dict[str, Any]:
     """The number of tasks, and digests of their ids and contents in any order, and of all in their order."""
-    read = read_tasks(tasks)
+    read = tasks_to_digest(tasks)
     ids, contents = [task.id for task in read], [digest(dict(task.content)) for task in read]
     whole = [[*pair, list(task.skills)] for *pair, task in zip(ids, contents, read, strict=True)]
     parts = {"ids": sorted(ids), "contents": sorted(contents), "order": whole}
@@ -133,8 +133,8 @@ def _replies(environment: Environment, task: Task) -> Any:
 
 def shared_ids(training: Environment, heldout: Environment, number: int | None = None) -> list[str]:
     """The ids of those first ``number`` tasks of ``heldout`` that ask what tasks of training ask."""
-    known = {_question(training, task) for task in read_tasks(training.tasks)}
-    return [task.id for task in read_tasks(heldout.tasks[:number]) if _question(heldout, task) in known]
+    known = {_question(training, task) for task in tasks_to_digest(training.tasks)}
+    return [task.id for task in tasks_to_digest(heldout.tasks[:number]) if _question(heldout, task) in known]
 
 
 def _question(environment: Environment, task: Task) -> str:

@@ -63,11 +63,11 @@ class QuestionEpisode(Episode):
         self._over = True
 
 
-def plain(text: str) -> str:
+def normalized(text: str) -> str:
     """A text as ``exact`` compares it: its white space is one blank between words, and a letter is one
     character however it is composed (Unicode's NFC). Case and punctuation count.
 
-    >>> plain(" New\\n York ")
+    >>> normalized(" New\\n York ")
     'New York'
     """
     return unicodedata.normalize("NFC", " ".join(text.split()))
@@ -83,7 +83,7 @@ def spelled(answer: object) -> str:
 
 
 def _exact(reply: str, answer: Any, task: Task) -> Grade:
-    return Grade(plain(reply) == plain(spelled(answer)), valid=bool(reply.strip()))
+    return Grade(normalized(reply) == normalized(spelled(answer)), valid=bool(reply.strip()))
 
 
 def _number(reply: str, answer: Any, task: Task) -> Grade:
@@ -98,7 +98,9 @@ def _by_pattern(pattern: str) -> Grader:
         except TimeoutError:
             _warn_of_time(pattern)
             found = None
-        return Grade(found is not None and plain(found) == plain(spelled(answer)), valid=found is not None)
+        return Grade(
+            found is not None and normalized(found) == normalized(spelled(answer)), valid=found is not None
+        )
 
     return grade
 

@@ -94,7 +94,7 @@ class WordProblem:
     """The content of an entry. ``number`` is spelled as in the data, with thousands commas; ``reasoning``
     holds one step a line.
 
-    >>> read_entry("t", {"question": "3 + 4?", "answer": "3 + 4 = <<3+4=7>>7\\n#### 7"})
+    >>> read_question("t", {"question": "3 + 4?", "answer": "3 + 4 = <<3+4=7>>7\\n#### 7"})
     WordProblem(question='3 + 4?', reasoning='3 + 4 = <<3+4=7>>7', number='7')
     """
 
@@ -139,17 +139,17 @@ class GSM8K(TableEnvironment):
         self._pattern = answer_pattern(config.answer_format)
 
     def task(self, name: str, row: Mapping[str, Any], place: str) -> Task:
-        problem = read_entry(place, row)
+        problem = read_question(place, row)
         return Task(name, (problem.skill,), {key: row[key] for key in ("question", "answer")})
 
     def episode(self, task: Task, seed: int) -> QuestionEpisode:
-        problem = read_entry(task.id, task.content)
+        problem = read_question(task.id, task.content)
         system = [Message("system", self.prompt)] if self.prompt else []
         opening = [*system, Message("user", problem.question)]
         return QuestionEpisode(opening, partial(self._grade, problem))
 
     def demonstration(self, task: Task) -> Sequence[str]:
-        return [self._solution(read_entry(task.id, task.content))]
+        return [self._solution(read_question(task.id, task.content))]
 
     def answer_of(self, reply: str) -> tuple[Decimal | None, bool]:
         """The number of a reply, if there is one, and whether it is in the format."""
@@ -193,7 +193,7 @@ class GSM8K(TableEnvironment):
                 "examples_from"
             )
         examples = generator(config.examples_seed, "gsm8k", "examples").sample(usable, config.examples)
-        return [read_entry(task.id, task.content) for task in examples]
+        return [read_question(task.id, task.content) for task in examples]
 
 
 def answer_pattern(answer_format: str) -> re.Pattern[str]:
@@ -210,7 +210,7 @@ def answer_pattern(answer_format: str) -> re.Pattern[str]:
     return re.compile(rf"{before or '^'}[ \t]*+({NUMBER})[ \t]*+{end}(?![0-9])", re.MULTILINE)
 
 
-def read_entry(name: str, entry: Mapping[str, Any]) -> WordProblem:
+def read_question(name: str, entry: Mapping[str, Any]) -> WordProblem:
     """The content of an entry, checked. ``name`` is for error messages."""
     if not all(isinstance(entry.get(key), str) for key in ("question", "answer")):
         raise AgentPeftError(f"{name}: must be an object with two texts, question and answer")

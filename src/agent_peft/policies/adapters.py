@@ -29,9 +29,9 @@ from agent_peft.policies.forward.lora_linear import FusedLoraConv1D, FusedLoraLi
 from agent_peft.policies.models.adapter_files import (
     CONFIG,
     WEIGHTS,
+    lora_settings,
     read_adapter_config,
     read_tensors,
-    settings_of,
 )
 from agent_peft.policies.models.shape import config_here
 from agent_peft.policies.models.start import START, own_base
@@ -212,7 +212,7 @@ def fold_in(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """Add the adapter in a folder to the weights of ``model`` (in place), in fp32 and rounded once. All
     parameters can be trained afterwards.
     """
-    adapted = attach(model, settings_of(folder, dropout=0.0), seed=0)
+    adapted = attach(model, lora_settings(folder, dropout=0.0), seed=0)
     load(adapted, folder)
     with torch.no_grad():
         for _, layer in lora_layers(adapted):

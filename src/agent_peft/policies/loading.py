@@ -21,7 +21,7 @@ from agent_peft.policies.config import PretrainedConfig, ScratchConfig
 from agent_peft.policies.models.adapter_files import read_adapter_config
 from agent_peft.policies.models.bundled import BUNDLED, resolve_model
 from agent_peft.policies.models.custom_module import build_custom
-from agent_peft.policies.models.pretrained import build, ends_of, load_pretrained
+from agent_peft.policies.models.pretrained import build_model, ends_of, load_pretrained
 from agent_peft.policies.models.shape import is_custom, scratch_architecture
 from agent_peft.policies.models.start import own_base, portable, start_of, with_adapter
 from agent_peft.policies.models.tokenizer import character_tokenizer
@@ -146,4 +146,4 @@ def _load_scratch(
         if is_custom(config):
             model: PreTrainedModel = build_custom(config.architecture, len(tokenizer))
             return tokenizer, model.to(dtype)  # type: ignore[arg-type]  # its decorator hides self
-        return tokenizer, build(scratch_architecture(config, tokenizer), dtype)
+        return tokenizer, build_model(scratch_architecture(config, tokenizer), dtype)

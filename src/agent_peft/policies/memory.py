@@ -138,7 +138,7 @@ class MemoryModel:
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryPart:
     """One use of memory, and the numbers that its size comes from."""
 
     name: str
@@ -150,9 +150,9 @@ class Part:
 class StageMemory:
     """The parts of a stage or an evaluation, at most: as if every episode had the maximum length."""
 
-    always: tuple[Part, ...]
-    sampling: tuple[Part, ...]  # on top while it samples; empty if the stage learns from demonstrations
-    training: tuple[Part, ...]  # on top while it trains; empty in an evaluation
+    always: tuple[MemoryPart, ...]
+    sampling: tuple[MemoryPart, ...]  # on top while it samples; empty if the stage learns from demonstrations
+    training: tuple[MemoryPart, ...]  # on top while it trains; empty in an evaluation
 
     @property
     def peak(self) -> int:
@@ -209,67 +209,67 @@ def evaluation_memory(model: MemoryModel, evaluation: EvaluationSizes, engine: E
     )
 
 
-def _always(model: MemoryModel) -> Iterator[Part]:
+def _always(model: MemoryModel) -> Iterator[MemoryPart]:
     shape, trained = model.shape, model.trained
-    yield Part("weights", shape.parameters * model.width, f"{shape.parameters:,} × {model.width} bytes")
+    yield MemoryPart("weights", shape.parameters * model.width, f"{shape.parameters:,} × {model.width} bytes")
     if model.rank is None:
         name, copies = ("fp32 weights, gradient, AdamW", 4) if model.narrow else ("gradient, AdamW", 3)
-        yield Part(name, copies * trained * FP32, f"{trained:,} × {copies} × {FP32} bytes")
+        yield MemoryPart(name, copies * trained * FP32, f"{trained:,} × {copies} × {FP32} bytes")
     else:
-        yield Part(
+        yield MemoryPart(
             "adapter, gradient, AdamW",
             4 * trained * FP32,
             f"{trained:,} of rank {model.rank} × 4 × {FP32} bytes",
         )
 
 
-def _reference(model: MemoryModel, stage: StageSizes) -> Iterator[Part]:
+def _reference(model: MemoryModel, stage: StageSizes) -> Iterator[MemoryPart]:
     """A frozen copy of the trained parameters. The base model needs none: it is the policy with its adapter
     off.
     """
     if stage.copies_reference:
         width = model.width if model.rank is None else FP32
-        yield Part("reference", model.trained * width, f"{model.trained:,} × {width} bytes")
+        yield MemoryPart("reference", model.trained * width, f"{model.trained:,} × {width} bytes")
 
 
 def _sampling(
     model: MemoryModel, sampling: SamplingConfig, engine: EngineConfig, episodes: int
-) -> Iterator[Part]:
+) -> Iterator[MemoryPart]:
     shape = model.shape
     if model.reordered:
-        yield Part(
+        yield MemoryPart(
             "weights in the sampler's layout",
             shape.multiplied * model.width,
             f"{shape.multiplied:,} × {model.width} bytes",
         )
     elif model.adapted and not model.narrow:
         folded = shape.layers * sum(linear.inputs * linear.outputs for linear in model.adapted)
-        yield Part(
+        yield MemoryPart(
             "weights with the adapter folded in",
             folded * model.width,
             f"{folded:,} × {model.width} bytes",
         )
     rows = min(engine.rows_of(sampling.max_tokens), episodes)
     saved = rows * sampling.max_tokens * model.kv_bytes
-    yield Part(
+    yield MemoryPart(
         "keys and values",
         saved,
         f"{rows} rows × {sampling.max_tokens:,} positions × {model.kv_bytes:,} bytes",
     )
     read = max(engine.prefill_tokens, sampling.max_tokens)
     wide = 4 * (model.middle + shape.hidden) * model.width
-    yield Part("a prefill", read * wide, f"{read:,} positions × {wide:,} bytes")
+    yield MemoryPart("a prefill", read * wide, f"{read:,} positions × {wide:,} bytes")
     # logits and log-probabilities in fp32, running sums in fp64
     distribution = shape.vocabulary * (24 + 20 * sampling.truncates)
-    yield Part("distributions", rows * distribution, f"{rows} rows × {distribution:,} bytes")
+    yield MemoryPart("distributions", rows * distribution, f"{rows} rows × {distribution:,} bytes")
 
 
-def _training(model: MemoryModel, stage: StageSizes) -> Iterator[Part]:
+def _training(model: MemoryModel, stage: StageSizes) -> Iterator[MemoryPart]:
     longest = stage.sampling.max_tokens
     positions = min(max(stage.microbatch_tokens, longest), stage.episodes_per_step * longest)
     saved = model.saved_bytes(positions, longest)
     layer = model.shape.hidden * model.width if model.checkpoints else model.layer_bytes(positions, longest)
-    yield Part(
+    yield MemoryPart(
         "activations of a microbatch",
         saved,
         f"{positions:,} positions × {model.shape.layers} layers × {layer:,} bytes, and masks",
@@ -288,7 +288,7 @@ def _training(model: MemoryModel, stage: StageSizes) -> Iterator[Part]:
         ("the update", update, "AdamW's step, once the activations are gone"),
         key=lambda row: row[1],
     )
-    yield Part(name, size, source)
+    yield MemoryPart(name, size, source)
 
 
 def in_words(size: int) -> str:

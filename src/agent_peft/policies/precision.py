@@ -16,7 +16,7 @@ from agent_peft.hardware import CACHED_WEIGHTS, choose_device, has_bf16
 from agent_peft.hub import hub_or_cache
 from agent_peft.policies.config import PretrainedConfig, ScratchConfig
 from agent_peft.policies.models.bundled import resolve_model
-from agent_peft.policies.models.pretrained import read_config
+from agent_peft.policies.models.pretrained import read_model_config
 from agent_peft.policies.models.shape import shape_of
 from agent_peft.policies.models.start import start_of
 
@@ -92,7 +92,7 @@ def _fetched(config: PretrainedConfig) -> PretrainedConfig:
     model = resolve_model(start_of(config).model)
     if not Path(model).is_dir():
         with suppress(Exception), hub_or_cache():  # loading the model reports more
-            read_config(model)
+            read_model_config(model)
     return PretrainedConfig(model=model, lora=config.lora)
 
 

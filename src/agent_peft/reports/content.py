@@ -33,7 +33,7 @@ OWN_KEYS = ("run_dir", "seed", "threads")  # runs that differ in nothing else ar
 
 
 @dataclass
-class Content:
+class PageContent:
     """What the page shows at its start (``values``), and where the episodes are that it shows later."""
 
     values: dict[str, Any]
@@ -45,7 +45,7 @@ class Content:
         return int(key[1 : key.index("_")])
 
 
-def read_content(folders: Sequence[Path]) -> Content:
+def read_content(folders: Sequence[Path]) -> PageContent:
     """Read runs. What is damaged becomes a notice on the page; the rest is shown."""
     runs = [load_run(folder) for folder in folders]
     files: dict[str, EpisodeFile] = {}
@@ -59,7 +59,7 @@ def read_content(folders: Sequence[Path]) -> Content:
     for name, row in zip(names, values, strict=True):
         row["name"] = name
     _note_others(values, reports)
-    return Content(
+    return PageContent(
         {
             "made": datetime.now(UTC).isoformat(timespec="seconds"),
             "runs": values,

@@ -13,8 +13,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from agent_peft.reports.content import Content, read_content
-from agent_peft.reports.page import Library, encode, page, script_of
+from agent_peft.reports.content import PageContent, read_content
+from agent_peft.reports.page import Library, embedded_json, page, script_of
 from agent_peft.runs.overview import summarize_run
 from agent_peft.types import AgentPeftError
 
@@ -34,7 +34,7 @@ class LiveReport:
         self._folders = folders
         self._lock = Lock()
         self._library: Library | None = None
-        self._content: Content | None = None
+        self._content: PageContent | None = None
         self._state: object = None
         self._values = ""
         self._scripts: dict[str, tuple[str, str]] = {}  # key -> mark and script, the latest ones
@@ -52,7 +52,7 @@ class LiveReport:
                     self._library.text(first)  # it finds out whether there is a tokenizer
             self._library.follow(self._content)
             values = self._content.values
-            self._values = encode({**values, "made": None, "missing_words": self._library.missing})
+            self._values = embedded_json({**values, "made": None, "missing_words": self._library.missing})
             self._state = state
             return self._values
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from agent_peft.files import check_tree, read_bytes, write_atomic
-from agent_peft.reports.content import Content, read_content
+from agent_peft.reports.content import PageContent, read_content
 from agent_peft.reports.episodes import chunk
-from agent_peft.reports.words import Words, words_of
+from agent_peft.reports.words import Words, model_words
 from agent_peft.types import AgentPeftError
 
 MAX_INSIDE = 12 << 20  # bytes of episodes in the page; where there are more, all are in files next to it
@@ -81,13 +81,13 @@ def write_report(folders: Sequence[Path], out: Path, max_inside: int = MAX_INSID
 class Library:
     """The episodes' files of a report, as JSON texts, with one tokenizer for each run."""
 
-    def __init__(self, content: Content) -> None:
+    def __init__(self, content: PageContent) -> None:
         self._content = content
         self._words: dict[int, Words | None] = {}
         self.missing: dict[str, str] = {}  # number of a run -> why its tokens are not shown
         self._marks: dict[str, str] = {}
 
-    def follow(self, content: Content) -> None:
+    def follow(self, content: PageContent) -> None:
         """Continue with the runs as they are now."""
         self._content = content
         self._marks.clear()
@@ -108,9 +108,9 @@ class Library:
     def text(self, key: str) -> str:
         """The file ``key``; where it cannot be read, a text with the reason."""
         try:
-            return encode(chunk(self._content.files[key], self._of(self._content.run_of(key))))
+            return embedded_json(chunk(self._content.files[key], self._of(self._content.run_of(key))))
         except AgentPeftError as error:
-            return encode({"words": [], "episodes": [], "fault": str(error)})
+            return embedded_json({"words": [], "episodes": [], "fault": str(error)})
 
     def _of(self, number: int) -> Words | None:
         if number not in self._words:
@@ -133,13 +133,13 @@ def _state(path: Path) -> tuple[str, int, int] | None:
 
 @lru_cache(maxsize=8)
 def _cached_words(policy: str) -> Words:
-    return words_of(json.loads(policy))
+    return model_words(json.loads(policy))
 
 
-def encode(value: Any) -> str:
+def embedded_json(value: Any) -> str:
     """JSON that may stand inside HTML and JavaScript: ASCII, and ``<`` escaped, so no text can end a script.
 
-    >>> encode("</script>\\u2028")
+    >>> embedded_json("</script>\\u2028")
     '"\\\\u003c/script>\\\\u2028"'
     """
     try:
@@ -160,7 +160,7 @@ def _finite(value: Any) -> Any:
 
 def script_of(key: str, text: str) -> str:
     """A file next to the page: a page opened from a disk may load scripts, and may not fetch."""
-    return f"agentPeft.take({encode(key)},{text});\n"
+    return f"agentPeft.take({embedded_json(key)},{text});\n"
 
 
 def page(values: Mapping[str, Any] | None, inside: Mapping[str, str]) -> str:
@@ -194,7 +194,7 @@ def page(values: Mapping[str, Any] | None, inside: Mapping[str, str]) -> str:
         "</head>",
         "<body>",
         "<noscript>This report needs JavaScript.</noscript>",
-        f'<script type="application/json" id="values">{encode(values)}</script>',
+        f'<script type="application/json" id="values">{embedded_json(values)}</script>',
         *(f'<script type="application/json" id="{key}">{text}</script>' for key, text in inside.items()),
         *(f"<script>{script}</script>" for script in scripts),
         "</body>",

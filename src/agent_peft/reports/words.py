@@ -43,7 +43,7 @@ class Words:
             return list(content)
 
 
-def words_of(policy: Any) -> Words:
+def model_words(policy: Any) -> Words:
     """The words of the model that a run's ``policy`` section names. Nothing is downloaded."""
     import transformers
 

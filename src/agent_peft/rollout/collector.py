@@ -269,7 +269,7 @@ class Collector:
         where = printable(error.__notes__[0], LINE)
         if isinstance(error, AgentPeftError):
             return f"{where}: {printable(error, 2 * LINE)}"
-        return f"{where}: {one_line(error)}, at {place_of(error, type(self.environment))}"
+        return f"{where}: {error_line(error)}, at {place_of(error, type(self.environment))}"
 
 
 def _priced(conversation: EpisodeConversation, rewards: RewardConfig) -> Trajectory:
@@ -286,12 +286,12 @@ def _warn(conversations: Sequence[EpisodeConversation], what: str) -> None:
     """Warn in one line for each task, of a few of them."""
     tasks = {c.task.id: c for c in conversations}
     for task, conversation in list(tasks.items())[:MAX_TASKS_IN_WARNINGS]:
-        logger.warning("task %s: %s (%s)", printable(task, LINE), what, one_line(conversation.failure))
+        logger.warning("task %s: %s (%s)", printable(task, LINE), what, error_line(conversation.failure))
     if len(tasks) > MAX_TASKS_IN_WARNINGS:
         logger.warning("%d more tasks: %s", len(tasks) - MAX_TASKS_IN_WARNINGS, what)
 
 
-def one_line(error: BaseException | None) -> str:
+def error_line(error: BaseException | None) -> str:
     """An error in one line."""
     try:
         return printable(f"{type(error).__name__}: {error}", LINE)

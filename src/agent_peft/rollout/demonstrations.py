@@ -15,7 +15,7 @@ from agent_peft.environments.base import Environment, Mistake
 from agent_peft.policies.sampling import SamplingConfig, StopMatcher
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.printable import printable
-from agent_peft.rollout.collector import LINE, one_line, origin_of
+from agent_peft.rollout.collector import LINE, error_line, origin_of
 from agent_peft.rollout.conversation import EpisodeConversation
 from agent_peft.rollout.rewards import RewardConfig, price
 from agent_peft.types import AgentPeftError, Group, Outcome, StopReason, Task, Trajectory, Turn
@@ -137,12 +137,12 @@ def demonstrate(
         conversation.close()
     error = defects[0] if conversation.stop_reason is StopReason.DEFECT else conversation.failure
     if error is not None:
-        place = f"{one_line(error)}, at {Path(origin_of(error)).name}"
+        place = f"{error_line(error)}, at {Path(origin_of(error)).name}"
         raise AgentPeftError(
             f"task {task.id}: the environment failed while its demonstration was replayed ({place})"
         ) from error
     for error in defects:
-        logger.error("task %s: after its demonstration: %s", printable(task.id, LINE), one_line(error))
+        logger.error("task %s: after its demonstration: %s", printable(task.id, LINE), error_line(error))
     if not conversation.over:
         raise AgentPeftError(f"task {task.id}: its demonstration does not end the episode")
     if all(turn.mistake for turn in conversation.turns):

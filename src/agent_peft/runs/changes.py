@@ -67,7 +67,7 @@ class Earlier:
         """The keys that differ in ``config``, for a run that has made ``done`` steps. A key that is newer
         than the run has its default there.
         """
-        return compare(self.values, absolute(config), done, resolved(self.config))
+        return changed_keys(self.values, absolute(config), done, resolved(self.config))
 
 
 def read_earlier(folder: Path) -> Earlier | None:
@@ -217,7 +217,7 @@ those of 20; a run of 20 steps from the start would have learned something else
     )
 
 
-def compare(
+def changed_keys(
     old: Mapping[str, Any], new: Mapping[str, Any], done: int, defaults: Mapping[str, Any] | None = None
 ) -> list[Change]:
     """The keys that differ between two resolved configurations.
@@ -228,12 +228,12 @@ def compare(
 
     >>> one = {"seed": 0, "policy": {"kind": "pretrained"}, "stages": [{"steps": 2}]}
     >>> two = {"seed": 1, "policy": {"kind": "pretrained"}, "stages": [{"steps": 4}]}
-    >>> [(str(change), change.rule) for change in compare(one, two, done=2)]
+    >>> [(str(change), change.rule) for change in changed_keys(one, two, done=2)]
     [('seed 0 -> 1', 'asked'), ('stages.0.steps 2 -> 4', 'free')]
     """
     ends, later = (list(accumulate(stage["steps"] for stage in one["stages"])) for one in (old, new))
     changes = []
-    for key, before, after in differences(old, new, defaults):
+    for key, before, after in differing_keys(old, new, defaults):
         section, *rest = key.split(".")
         if section == "stages":
             rule, cause = _rule_in_stage(int(rest[0]), ".".join(rest[1:]), after, ends, later, done)
@@ -280,10 +280,10 @@ def _rule_in_stage(
     return "asked", ""
 
 
-def differences(old: Any, new: Any, defaults: Any = None, key: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differing_keys(old: Any, new: Any, defaults: Any = None, key: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield each dotted key whose values differ, with both values. Two paths of one file do not differ.
 
-    >>> list(differences({"seed": 0, "stages": [{"steps": 1}]}, {"seed": 0, "stages": [{"steps": 2}]}))
+    >>> list(differing_keys({"seed": 0, "stages": [{"steps": 1}]}, {"seed": 0, "stages": [{"steps": 2}]}))
     [('stages.0.steps', 1, 2)]
     """
     lists = isinstance(old, list) and isinstance(new, list)
@@ -295,7 +295,7 @@ def differences(old: Any, new: Any, defaults: Any = None, key: str = "") -> Iter
         absent = defaults if isinstance(defaults, dict) else {}
         for name in dict.fromkeys([*old, *new]):
             before, default = old.get(name, absent.get(name)), absent.get(name)
-            yield from differences(before, new.get(name), default, f"{key}.{name}" if key else name)
+            yield from differing_keys(before, new.get(name), default, f"{key}.{name}" if key else name)
     elif old != new and not (isinstance(old, str) and isinstance(new, str) and _same_file(old, new)):
         yield key, old, new
 

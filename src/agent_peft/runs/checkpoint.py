@@ -83,12 +83,12 @@ def _damage_of(path: Path) -> Iterator[None]:
     except Exception as error:  # torch and safetensors raise many kinds
         checkpoint = path if _NAME.fullmatch(path.name) else path.parent
         raise AgentPeftError(
-            f"{path}: is damaged ({one_line(error)}); put it back from a backup, or move {checkpoint.name} "
+            f"{path}: is damaged ({cause_of(error)}); put it back from a backup, or move {checkpoint.name} "
             "elsewhere: the checkpoint before it is then the newest"
         ) from error
 
 
-def one_line(error: Exception) -> str:
+def cause_of(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
 
 
@@ -131,7 +131,7 @@ def save_checkpoint(
     except (OSError, SafetensorError) as error:
         with suppress(OSError):
             clean(root)  # the space may be needed
-        cause = one_line(error)
+        cause = cause_of(error)
         with suppress(OSError):
             cause += f"; {shutil.disk_usage(root).free >> 20} MB are free there"
         raise InfrastructureError(

@@ -11,7 +11,7 @@ from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.files import MAX_JSONL_BYTES, read_bytes, truncate_jsonl
 from agent_peft.policies import adapters
 from agent_peft.policies.policy import Policy
-from agent_peft.runs.checkpoint import Position, clean, latest_checkpoint, one_line, read_position
+from agent_peft.runs.checkpoint import Position, cause_of, clean, latest_checkpoint, read_position
 from agent_peft.runs.trajectories import remove_step, steps_in
 from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Trainer
@@ -56,7 +56,7 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
         raise
     except Exception as error:  # torch, safetensors and PEFT raise many kinds
         raise AgentPeftError(
-            f"{checkpoint}: is damaged, or does not fit this configuration ({one_line(error)}); take changes "
+            f"{checkpoint}: is damaged, or does not fit this configuration ({cause_of(error)}); take changes "
             "of the configuration back. If there are none, move it elsewhere, and the run resumes from the "
             "one before"
         ) from error

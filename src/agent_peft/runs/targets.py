@@ -40,7 +40,7 @@ Kind = Literal["run", "adapter", "weights", "model"]
 _TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
 
-def kind_of(target: Path) -> Kind:
+def target_kind(target: Path) -> Kind:
     """Return what a target is.
 
     ``run`` is a run directory, ``adapter`` a folder in the layout of PEFT. ``weights`` is a checkpoint that
@@ -76,7 +76,7 @@ def _nothing_at(target: Path) -> AgentPeftError:
     )
 
 
-def load_run(run: str | Path) -> TrainConfig:
+def run_config(run: str | Path) -> TrainConfig:
     """Load the configuration that a run directory was written with."""
     return read_config(_config_of(Path(run)), check_files=False)[0]
 
@@ -100,7 +100,7 @@ def open_run(
         base: take the policy as it was before training.
     """
     run = Path(run)
-    config = config or load_run(run)
+    config = config or run_config(run)
     folder = None if base else _checkpoint(run, checkpoint)
     start = _start(run, config)
     policy = load_policy(start, config.seed)
@@ -116,7 +116,7 @@ def _start(run: Path, config: TrainConfig) -> PolicyConfig:
     policy = config.policy
     if not isinstance(policy, PretrainedConfig):
         return policy
-    recorded = load_run(run).policy
+    recorded = run_config(run).policy
     renamed = isinstance(recorded, PretrainedConfig) and policy.model != recorded.model
     if renamed and (run / START / "adapter_config.json").is_file():
         return policy.model_copy(update={"adapter": run / START})
@@ -154,7 +154,7 @@ def load_target_config(
     """Load the configuration to measure a target with: that of the run, or ``file`` if the target is not a
     run, with the changes of the command line.
     """
-    kind, effective = kind_of(target), _effective("evaluate", target)
+    kind, effective = target_kind(target), _effective("evaluate", target)
     if kind == "run":
         if file is not None:
             raise AgentPeftError(
@@ -181,7 +181,7 @@ def evaluate_target(
     base: bool = False,
     progress: Progress | None = None,
 ) -> EvaluationReport:
-    """Evaluate a target (see ``kind_of``) on the ``evaluation`` of a configuration.
+    """Evaluate a target (see ``target_kind``) on the ``evaluation`` of a configuration.
 
     Args:
         config: None takes that of the run directory; other targets need one.
@@ -190,7 +190,7 @@ def evaluate_target(
         progress: shows the episodes that are done.
     """
     target = Path(target)
-    kind = kind_of(target)
+    kind = target_kind(target)
     if base and checkpoint is not None:
         raise AgentPeftError(
             "--base is the policy before training, which is in no checkpoint; leave --base or --checkpoint "
@@ -304,7 +304,7 @@ def merge_run(
     """
     run, output = Path(run), Path(output)
     check_empty(output)
-    config = config or load_run(run)
+    config = config or run_config(run)
     config = with_dtype(config, recorded_dtype(run) or config.policy.dtype)
     _, policy = open_run(run, checkpoint, config=config)
     with explain_oom(

@@ -24,7 +24,7 @@ def build_sandbox(kind: str, limits: SandboxLimits, runtime: str = "auto") -> Sa
     raise AgentPeftError(f"sandbox: there is no kind {kind!r}; use one of {', '.join(SANDBOXES)}")
 
 
-def state_of(kind: str) -> str:
+def describe_sandbox(kind: str) -> str:
     """Describe whether this computer can have sandboxes of this kind."""
     try:
         if kind in ENGINES:

@@ -30,7 +30,7 @@ _MAX_STATE = 1 << 18  # bytes of variables and functions to carry over to a new 
 _MAX_FAST_BYTES = 8 << 20  # further output is read more slowly, so that endless output costs little
 
 
-class Processes(Protocol):
+class ShellProcesses(Protocol):
     """The processes of a machine."""
 
     def signal(self, number: int, since: float) -> int:
@@ -91,7 +91,7 @@ class Shell:
     """
 
     def __init__(
-        self, streams: Streams, processes: Processes, limits: SandboxLimits, state: bytes = b""
+        self, streams: Streams, processes: ShellProcesses, limits: SandboxLimits, state: bytes = b""
     ) -> None:
         """Take over a bash that was just started as ``SHELL``.
 
@@ -242,7 +242,7 @@ class PersistentShell:
 
 
 def run_alone(
-    streams: Streams, processes: Processes, limits: SandboxLimits, began: float, timeout: float
+    streams: Streams, processes: ShellProcesses, limits: SandboxLimits, began: float, timeout: float
 ) -> CommandResult:
     """Wait for a process without a control stream, which started at ``began`` (seconds after boot)."""
     output = BoundedOutput(limits.output_chars)
@@ -265,7 +265,7 @@ _Take = Callable[[StreamKind, bytes], int | None]
 
 def _wait(
     streams: Streams,
-    processes: Processes,
+    processes: ShellProcesses,
     limits: SandboxLimits,
     deadline: float,
     output: BoundedOutput,

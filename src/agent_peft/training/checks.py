@@ -124,7 +124,7 @@ def _regression(n: float, d: float, dd: float, m: float, mm: float, dm: float) -
     return slope, math.sqrt(residual / n / spread)
 
 
-def measure_rounding(policy: Policy, minibatch: Batch, sampling: SamplingConfig) -> Mismatch:
+def measure_batch_rounding(policy: Policy, minibatch: Batch, sampling: SamplingConfig) -> Mismatch:
     """The difference that rounding to 16 bits makes to the log-probabilities of a minibatch's tokens,
     with the present weights. Nothing is added where the model cannot compute in fp32.
 
@@ -172,8 +172,8 @@ def assert_on_policy(
     the log-probability.
 
     Args:
-        rounding: ``measure_rounding`` of the minibatch, over all ranks. It is called before an alarm in 16
-            bits.
+        rounding: ``measure_batch_rounding`` of the minibatch, over all ranks. It is called before an alarm
+            in 16 bits.
     """
     if not mismatch.metrics:
         return

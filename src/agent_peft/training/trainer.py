@@ -231,7 +231,7 @@ class Trainer:
             self.policy,
             mismatch,
             sampling := self.stage.sampling,
-            lambda: checks.measure_rounding(self.policy, weighed, sampling).over(self.ranks),
+            lambda: checks.measure_batch_rounding(self.policy, weighed, sampling).over(self.ranks),
         )
         if not sums:  # every group had one outcome only: there is nothing to learn from
             return {**UPDATE_COUNTS, "updates_skipped": 1.0, "learning_rate": self.learning_rate}

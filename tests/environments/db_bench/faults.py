@@ -23,7 +23,7 @@ from typing import Any
 from agent_peft.environments.db_bench import DBBench, isolated
 from agent_peft.environments.db_bench.protocol import answer, operation
 from agent_peft.environments.db_bench.servers.accounts import server_of
-from agent_peft.environments.db_bench.servers.client import Client, ServerError, quoted
+from agent_peft.environments.db_bench.servers.client import Client, ServerError, backquoted
 from agent_peft.environments.db_bench.tasks import read_entry
 from agent_peft.types import InfrastructureError, Outcome
 
@@ -194,7 +194,7 @@ def _play(
     """Play one attempt; ``ended`` stays None where the world fails."""
     task = environment.tasks[play.number % len(environment.tasks)]
     statements = agents.get(play.kind, (PAUSE,) if environment.config.database != "sqlite" else (SLOW,))
-    table = quoted(read_entry(task.id, task.content).table.name)
+    table = backquoted(read_entry(task.id, task.content).table.name)
     replies = (
         [operation(statements[play.number % len(statements)].replace("{t}", table))] if statements else []
     )

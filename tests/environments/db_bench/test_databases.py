@@ -8,7 +8,7 @@ import time
 import pytest
 
 from agent_peft.environments.db_bench import DBBench, DBBenchConfig, GenerateConfig
-from agent_peft.environments.db_bench.database import Column, DatabaseStopped, Table
+from agent_peft.environments.db_bench.database import DatabaseStopped, DeclaredColumn, Table
 from agent_peft.environments.db_bench.episode import DBBenchEpisode
 from agent_peft.environments.db_bench.isolated import IsolatedDatabase
 from agent_peft.environments.db_bench.protocol import answer, operation
@@ -17,7 +17,9 @@ from agent_peft.environments.db_bench.servers.database import ServerDatabase
 from agent_peft.environments.db_bench.tasks import SQLProblem
 from agent_peft.types import AgentPeftError, Outcome
 
-TABLE = Table("t", (Column("a", "INT"), Column("b", "TEXT")), tuple((i, f"x{i}") for i in range(100)))
+TABLE = Table(
+    "t", (DeclaredColumn("a", "INT"), DeclaredColumn("b", "TEXT")), tuple((i, f"x{i}") for i in range(100))
+)
 
 
 @pytest.fixture(params=["sqlite", "mariadb", "address"])
@@ -74,7 +76,11 @@ def test_odd_names_and_values(opened):
         (3, "naïve\0x 😀 %s {} ", 2**31 - 1),
         (None, "", 0),
     )
-    columns = (Column("unit price", "INT"), Column("select", "TEXT"), Column("né]`", "INT"))
+    columns = (
+        DeclaredColumn("unit price", "INT"),
+        DeclaredColumn("select", "TEXT"),
+        DeclaredColumn("né]`", "INT"),
+    )
     database = opened(Table('Order "details"; --', columns, rows))
     assert database.table() == rows
     assert (
@@ -116,12 +122,12 @@ def test_a_table_that_has_grown_too_much_is_none(opened):
 
 def test_a_broken_table_is_told(opened):
     with pytest.raises(AgentPeftError, match=r"(?i)duplicate column name"):
-        opened(Table("t", (Column("a", "INT"), Column("A", "INT")), ()))
+        opened(Table("t", (DeclaredColumn("a", "INT"), DeclaredColumn("A", "INT")), ()))
     for rows in (((2**70,),), ((10**6000,),)):
         with pytest.raises(AgentPeftError, match="does not accept the table 't'"):
-            opened(Table("t", (Column("a", "INT"),), rows))
+            opened(Table("t", (DeclaredColumn("a", "INT"),), rows))
     with pytest.raises(AgentPeftError, match="is too large"):
-        opened(Table("t", (Column("a", "TEXT"),), (("x" * 5_000,),) * 1_000))
+        opened(Table("t", (DeclaredColumn("a", "TEXT"),), (("x" * 5_000,),) * 1_000))
 
 
 @pytest.mark.parametrize(

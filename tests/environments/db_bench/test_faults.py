@@ -47,8 +47,8 @@ def weather(database, episodes, every):
     assert not found.unexpected, found
     assert sum(found.outcomes.values()) == episodes
     played.close()
-    accounts.stop()
-    isolated.stop()
+    accounts.stop_servers()
+    isolated.stop_workers()
     assert threading.active_count() <= threads
     assert not [name for name in folders() if f"_{os.getpid():x}_" in name]
     return found

@@ -16,7 +16,14 @@ from agent_peft.environments.db_bench.generation import (
     schemas,
     shapes,
 )
-from agent_peft.environments.db_bench.generation.plan import Aggregate, Among, Comparison, Output, Select, sql
+from agent_peft.environments.db_bench.generation.plan import (
+    Aggregate,
+    Among,
+    Projection,
+    Relation,
+    Select,
+    sql,
+)
 from agent_peft.environments.db_bench.generator import SPLITS, Scratch, TaskMaker
 
 PRICE, CITY, DAY = (
@@ -29,7 +36,7 @@ ROWS = (
     (3, "Rome", "2023-03-01"),
     (3, "Rome", "2023-04-01"),
 )
-ALL = tuple(map(Output, SCHEMA.columns))
+ALL = tuple(map(Projection, SCHEMA.columns))
 
 
 @pytest.fixture
@@ -101,14 +108,14 @@ def test_most_requests_have_more_than_twenty_bits_of_phrasing():
 
 
 def test_each_part_of_a_query_is_changed():
-    where = plan.Junction("AND", (Comparison(PRICE, ">", 1), plan.Between(DAY, "a", "b")))
+    where = plan.Junction("AND", (Relation(PRICE, ">", 1), plan.Between(DAY, "a", "b")))
     query = Select(
-        (Output(CITY), Output(Aggregate("MAX", PRICE), "m")),
+        (Projection(CITY), Projection(Aggregate("MAX", PRICE), "m")),
         "orders",
         where,
         (CITY,),
-        Comparison(Aggregate("COUNT"), ">=", 2),
-        (plan.Sort(plan.Reference("m", Aggregate("MAX", PRICE)), True), plan.Sort(CITY, False)),
+        Relation(Aggregate("COUNT"), ">=", 2),
+        (plan.Sort(plan.Alias("m", Aggregate("MAX", PRICE)), True), plan.Sort(CITY, False)),
         3,
         1,
     )
@@ -139,12 +146,12 @@ def test_each_part_of_a_query_is_changed():
 @pytest.mark.parametrize(
     ("where", "matters"),
     [
-        (Comparison(PRICE, ">", 1), True),
-        (Comparison(PRICE, ">", 0), False),  # all rows
-        (Comparison(PRICE, "<>", 9), False),
+        (Relation(PRICE, ">", 1), True),
+        (Relation(PRICE, ">", 0), False),  # all rows
+        (Relation(PRICE, "<>", 9), False),
         (Among(CITY, ("Oslo", "Kyoto")), False),
-        (plan.Junction("AND", (Comparison(PRICE, ">", 2), Comparison(CITY, "=", "Rome"))), False),
-        (plan.Junction("AND", (Comparison(PRICE, ">", 1), Comparison(CITY, "=", "Oslo"))), True),
+        (plan.Junction("AND", (Relation(PRICE, ">", 2), Relation(CITY, "=", "Rome"))), False),
+        (plan.Junction("AND", (Relation(PRICE, ">", 1), Relation(CITY, "=", "Oslo"))), True),
     ],
 )
 def test_an_idle_condition_is_found(table, where, matters):
@@ -153,9 +160,11 @@ def test_an_idle_condition_is_found(table, where, matters):
 
 
 def test_a_tie_is_found(table):
-    tied = Select((Output(DAY),), "orders", order=(plan.Sort(PRICE, True),), limit=1)
+    tied = Select((Projection(DAY),), "orders", order=(plan.Sort(PRICE, True),), limit=1)
     assert not mutation.is_determined(tied, SCHEMA.columns, table.answer)
-    total = Select((Output(DAY),), "orders", order=(plan.Sort(PRICE, True), plan.Sort(DAY, True)), limit=1)
+    total = Select(
+        (Projection(DAY),), "orders", order=(plan.Sort(PRICE, True), plan.Sort(DAY, True)), limit=1
+    )
     assert mutation.is_determined(total, SCHEMA.columns, table.answer)
     change = plan.Delete("orders", order=(plan.Sort(PRICE, True),), limit=1)
     assert not mutation.is_determined(change, SCHEMA.columns, table.answer)
@@ -168,7 +177,7 @@ def test_a_tie_around_an_offset_is_found():
     try:
         for offset, determined in ((1, False), (3, True)):
             sort = (plan.Sort(PRICE, True),)
-            second = Select((Output(DAY),), "orders", order=sort, limit=1, offset=offset)
+            second = Select((Projection(DAY),), "orders", order=sort, limit=1, offset=offset)
             assert mutation.is_determined(second, SCHEMA.columns, scratch.answer) == determined
     finally:
         scratch.close()
@@ -176,12 +185,12 @@ def test_a_tie_around_an_offset_is_found():
 
 def test_a_change_is_undone(table):
     before = table.query(Select(ALL, "orders"))
-    assert table.answer(plan.Delete("orders", Comparison(CITY, "=", "Rome"))) == ROWS[:2]
+    assert table.answer(plan.Delete("orders", Relation(CITY, "=", "Rome"))) == ROWS[:2]
     assert table.query(Select(ALL, "orders")) == before
 
 
 def test_the_queries_of_a_change_are_wrapped():
-    above = Comparison(PRICE, ">", plan.Scalar(Select((Output(Aggregate("AVG", PRICE)),), "orders")))
+    above = Relation(PRICE, ">", plan.Scalar(Select((Projection(Aggregate("AVG", PRICE)),), "orders")))
     change = plan.wrapped(plan.Delete("orders", above))
     assert sql(change) == (
         "DELETE FROM orders WHERE price > "
@@ -210,7 +219,9 @@ def test_the_skills_of_a_shape_are_those_of_its_sql():
         cells = schemas.draw_rows(schema, rng)
         scratch = Scratch(schema, cells)
         try:
-            statement = plan.wrapped(sampler.Sampler(schema, cells, scratch.query, rng).statement(shape))
+            statement = plan.wrapped(
+                sampler.StatementSampler(schema, cells, scratch.query, rng).statement(shape)
+            )
         except sampler.Unsatisfiable:
             continue
         finally:

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent_peft.environments.db_bench import generate, primary_skill, skills_of
-from agent_peft.environments.db_bench.database import Column, Table
+from agent_peft.environments.db_bench.database import DeclaredColumn, Table
 from agent_peft.environments.db_bench.generation.english import ordinal, plural
 from agent_peft.environments.db_bench.generation.plan import skeleton_of_sql
 from agent_peft.environments.db_bench.generation.schemas import UNITS, attributes, entities, held_out
 from agent_peft.environments.db_bench.generation.shapes import HELD_OUT_PAIRS
 from agent_peft.environments.db_bench.generation.wording import _NUMBERS
 from agent_peft.environments.db_bench.generator import GENERATED_SKILLS, SPLITS
-from agent_peft.environments.db_bench.grader import rounded
+from agent_peft.environments.db_bench.grader import rounded_number
 from agent_peft.environments.db_bench.sqlite import SQLiteDatabase
 from agent_peft.environments.db_bench.syntax import SKILLS, order_keys
 from agent_peft.environments.task_commands import validate_tasks
@@ -212,7 +212,7 @@ def test_results_are_short_and_the_order_is_determined(entries):
             assert "ORDER BY" in by_id and _run(entry, by_id, table["row_list"][::-1]) == rows, name
             continue
         for arranged in (table["row_list"][::-1], sorted(table["row_list"], key=repr)):
-            again = tuple(tuple(map(rounded, row)) for row in _run(entry, answer["sql"], arranged))
+            again = tuple(tuple(map(rounded_number, row)) for row in _run(entry, answer["sql"], arranged))
             if keys is not None:
                 assert again == rows, name
             else:
@@ -225,7 +225,7 @@ def test_without_its_where_a_statement_answers_otherwise():
         if entry["answer_info"]["direct"] is not None and tree.args.get("where"):
             tree.set("where", None)
             answer = _run(entry, tree.sql("sqlite"), entry["table_info"]["row_list"])
-            rows = tuple(tuple(map(rounded, row)) for row in answer)
+            rows = tuple(tuple(map(rounded_number, row)) for row in answer)
             assert rows != tuple(map(tuple, entry["answer_info"]["direct"])), name
 
 
@@ -336,7 +336,7 @@ def _trigrams(entries):
 
 def _run(entry, sql, rows):
     columns = tuple(
-        Column(column["name"], column["type"]) for column in entry["table_info"]["column_info_list"]
+        DeclaredColumn(column["name"], column["type"]) for column in entry["table_info"]["column_info_list"]
     )
     table = Table(entry["table_info"]["name"], columns, tuple(map(tuple, rows)))
     database = SQLiteDatabase(table, seconds=5.0, steps=1_000_000, seed=0)

@@ -14,7 +14,7 @@ from agent_peft.environments.db_bench.grader import (
     read_literal,
     tables_are_equal,
 )
-from agent_peft.environments.db_bench.protocol import Answer, answer, parse_reply
+from agent_peft.environments.db_bench.protocol import FinalAnswer, answer, parse_reply
 from agent_peft.environments.db_bench.syntax import order_keys
 
 TWO = [(1, "a"), (2, "b")]
@@ -148,7 +148,7 @@ ROWS = st.integers(1, 3).flatmap(lambda width: st.lists(st.tuples(*[CELLS] * wid
 @given(ROWS)
 def test_rows_written_by_us_are_right(rows):
     reply = parse_reply(answer(rows))
-    assert isinstance(reply, Answer)
+    assert isinstance(reply, FinalAnswer)
     assert answer_is_correct(reply.text, rows, None)
 
 

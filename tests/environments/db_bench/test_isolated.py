@@ -17,12 +17,12 @@ import pytest
 
 from agent_peft.environments.db_bench import DBBenchConfig, GenerateConfig, isolated
 from agent_peft.environments.db_bench import worker as worker_module
-from agent_peft.environments.db_bench.database import Column, DatabaseStopped, Table
+from agent_peft.environments.db_bench.database import DatabaseStopped, DeclaredColumn, Table
 from agent_peft.environments.db_bench.episode import DBBenchEpisode
 from agent_peft.environments.db_bench.isolated import IsolatedDatabase
 from agent_peft.environments.db_bench.protocol import answer, operation
 from agent_peft.environments.db_bench.tasks import read_entry
-from agent_peft.environments.db_bench.worker import Channel, encode
+from agent_peft.environments.db_bench.worker import Channel, frame
 from agent_peft.types import InfrastructureError, Outcome, StopReason
 
 from .faults import children, wait_until
@@ -31,7 +31,9 @@ from .hostile_replies import TABLE as NAME
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 CONFIG = DBBenchConfig(generate=GenerateConfig(num_tasks=1))
-TABLE = Table("t", (Column("a", "INT"), Column("b", "TEXT")), tuple((i, f"x{i}") for i in range(100)))
+TABLE = Table(
+    "t", (DeclaredColumn("a", "INT"), DeclaredColumn("b", "TEXT")), tuple((i, f"x{i}") for i in range(100))
+)
 ENDLESS = (
     "CREATE TABLE u (a DEFAULT (format('%.*c', 1000000000, 'x')), b)",
     "INSERT INTO u (b) SELECT a FROM t",
@@ -65,12 +67,12 @@ def server():
 @pytest.fixture
 def alone():
     """A fork server that has no workers yet, and afterwards none any more."""
-    isolated.stop()
+    isolated.stop_workers()
     pid = server()
     isolated.end_idle()
     wait_until(lambda: not children(pid))
     yield pid
-    isolated.stop()
+    isolated.stop_workers()
 
 
 def memory(pid, field):
@@ -260,7 +262,7 @@ def test_a_worker_that_is_killed_makes_the_episode_incorrect(alone):
 
 
 def test_no_process_at_all_is_an_infrastructure_failure(monkeypatch):
-    isolated.stop()
+    isolated.stop_workers()
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(InfrastructureError, match="cannot be started"):
         DBBenchEpisode(PROBLEM, CONFIG, seed=0).start()
@@ -279,7 +281,7 @@ def test_an_answer_of_the_worker_that_is_none_ends_the_database(monkeypatch):
     for sent in (
         b"hello\n",
         b"\xff" * 8 + b"\n",
-        encode(["x"])[:-1],
+        frame(["x"])[:-1],
         b"[" * 100_000 + b"\n",
         b"{}\n",
         b"[" + b" " * 110_000 + b"]\n",
@@ -301,9 +303,9 @@ def test_nothing_outlives_us_even_if_we_are_killed(busy):
     script = f"""
 import os, signal, threading, time
 from agent_peft.environments.db_bench import isolated
-from agent_peft.environments.db_bench.database import Column, Table
+from agent_peft.environments.db_bench.database import DeclaredColumn, Table
 from agent_peft.environments.db_bench.isolated import IsolatedDatabase
-databases = [IsolatedDatabase(Table("t", (Column("a", "INT"),), ((1,),)), seconds=0.5, steps=10**12, seed=0) for _ in range(3)]
+databases = [IsolatedDatabase(Table("t", (DeclaredColumn("a", "INT"),), ((1,),)), seconds=0.5, steps=10**12, seed=0) for _ in range(3)]
 databases[0].close()
 for sql in {ENDLESS!r} if {busy} else ():
     threading.Thread(target=databases[1].execute, args=(sql,)).start()
@@ -331,7 +333,7 @@ def test_a_fork_of_ours_has_databases_of_its_own(alone):
             if mine.table() == TABLE.rows and isolated._server._process.pid != alone:
                 status = 0
             mine.close()
-            isolated.stop()
+            isolated.stop_workers()
         finally:
             os._exit(status)
     assert os.waitpid(pid, 0)[1] == 0
@@ -417,16 +419,16 @@ def test_a_server_that_another_thread_closed_is_replaced(monkeypatch):
     database = open_database()
     assert database.table() == TABLE.rows
     database.close()
-    isolated.stop()
+    isolated.stop_workers()
 
 
 def test_a_worker_that_comes_back_after_the_server_was_closed_is_used_again():
     database = open_database()
-    isolated.stop()
+    isolated.stop_workers()
     database.close()
     assert len(isolated._idle) == 1
     other = open_database()
     assert other.table() == TABLE.rows and isolated._server is None
     other.close()
-    isolated.stop()
+    isolated.stop_workers()
     assert not isolated._idle

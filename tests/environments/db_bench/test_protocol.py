@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from agent_peft.environments.db_bench.protocol import (
     PROTOCOLS,
-    Answer,
+    FinalAnswer,
     MalformedReply,
-    Operation,
+    SqlOperation,
     answer,
     answer_call,
     operation,
@@ -33,7 +33,7 @@ from agent_peft.environments.tool_calls import write_tool_call
     ],
 )
 def test_operations(reply):
-    assert parse_reply(reply) == Operation("SELECT 1")
+    assert parse_reply(reply) == SqlOperation("SELECT 1")
 
 
 @pytest.mark.parametrize(
@@ -46,11 +46,11 @@ def test_operations(reply):
     ],
 )
 def test_answers(reply):
-    assert parse_reply(reply) == Answer("[(1, 'a')]")
+    assert parse_reply(reply) == FinalAnswer("[(1, 'a')]")
 
 
 def test_an_answer_may_have_several_lines():
-    assert parse_reply("Action: Answer\nFinal Answer: [(1, 'a'),\n (2, 'b')]") == Answer(
+    assert parse_reply("Action: Answer\nFinal Answer: [(1, 'a'),\n (2, 'b')]") == FinalAnswer(
         "[(1, 'a'),\n (2, 'b')]"
     )
 
@@ -84,12 +84,12 @@ def test_malformed_replies_say_what_to_write(reply, why):
 
 
 def test_sql_is_not_taken_for_a_language():
-    assert parse_reply("Action: Operation\n```\nsqlite_master\n```") == Operation("sqlite_master")
+    assert parse_reply("Action: Operation\n```\nsqlite_master\n```") == SqlOperation("sqlite_master")
 
 
 def test_what_looks_like_an_action_inside_the_sql_is_sql():
     sql = "SELECT 'Action: Answer'"
-    assert parse_reply(operation(sql)) == Operation(sql)
+    assert parse_reply(operation(sql)) == SqlOperation(sql)
 
 
 @pytest.mark.parametrize(
@@ -97,23 +97,26 @@ def test_what_looks_like_an_action_inside_the_sql_is_sql():
     [
         (
             '<tool_call>\n{"name": "execute_sql", "arguments": {"query": "SELECT 1"}}\n</tool_call>',
-            Operation("SELECT 1"),
+            SqlOperation("SELECT 1"),
         ),
         (  # the closing tag may be a stop string
             'I look.\n<tool_call>{"name": "execute_sql", "arguments": {"query": " SELECT 1\\n"}}',
-            Operation("SELECT 1"),
+            SqlOperation("SELECT 1"),
         ),
-        ('```json\n{"name": "execute_sql", "parameters": {"sql": "SELECT 1"}}\n```', Operation("SELECT 1")),
-        ('{"name": "execute_sql", "arguments": "{\\"query\\": \\"SELECT 1\\"}"}', Operation("SELECT 1")),
+        (
+            '```json\n{"name": "execute_sql", "parameters": {"sql": "SELECT 1"}}\n```',
+            SqlOperation("SELECT 1"),
+        ),
+        ('{"name": "execute_sql", "arguments": "{\\"query\\": \\"SELECT 1\\"}"}', SqlOperation("SELECT 1")),
         (
             '{"name": "execute_sql", "arguments": {"thought": "hm", "query": "SELECT 1"}}',
-            Operation("SELECT 1"),
+            SqlOperation("SELECT 1"),
         ),
-        ('{"name": "commit_final_answer", "arguments": {"answers": ["a", "1"]}}', Answer('["a", "1"]')),
-        ('{"name": "commit_final_answer", "arguments": {"answers": [[1, "é"]]}}', Answer('[[1, "é"]]')),
-        ('{"name": "commit_final_answer", "arguments": {"answers": []}}', Answer("[]")),
-        ('{"name": "commit_final_answer", "arguments": {"answers": "[(1, 2)]"}}', Answer("[(1, 2)]")),
-        ('{"name": "commit_final_answer", "arguments": {"answer": 42}}', Answer("42")),
+        ('{"name": "commit_final_answer", "arguments": {"answers": ["a", "1"]}}', FinalAnswer('["a", "1"]')),
+        ('{"name": "commit_final_answer", "arguments": {"answers": [[1, "é"]]}}', FinalAnswer('[[1, "é"]]')),
+        ('{"name": "commit_final_answer", "arguments": {"answers": []}}', FinalAnswer("[]")),
+        ('{"name": "commit_final_answer", "arguments": {"answers": "[(1, 2)]"}}', FinalAnswer("[(1, 2)]")),
+        ('{"name": "commit_final_answer", "arguments": {"answer": 42}}', FinalAnswer("42")),
     ],
 )
 def test_tool_calls(reply, action):
@@ -150,12 +153,12 @@ def test_malformed_tool_calls_say_what_to_write(reply, why):
 @pytest.mark.parametrize("protocol", PROTOCOLS.values(), ids=PROTOCOLS)
 def test_what_is_written_is_read_back(protocol):
     sql = "SELECT \"a\", 'it''s \\ é'\nFROM t;"
-    assert protocol.parse(protocol.operation(sql)) == Operation(sql)
+    assert protocol.parse(protocol.operation(sql)) == SqlOperation(sql)
     rows = [(1, "it's"), (2.5, None)]
     written = protocol.parse(protocol.answer(rows))
-    assert isinstance(written, Answer)
+    assert isinstance(written, FinalAnswer)
     assert written.text == (json.dumps(rows) if protocol is PROTOCOLS["json_tool_calls"] else repr(rows))
-    assert isinstance(protocol.parse(protocol.answer([(b"\0",)])), Answer)
+    assert isinstance(protocol.parse(protocol.answer([(b"\0",)])), FinalAnswer)
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
@@ -170,7 +173,7 @@ def test_the_system_prompt_shows_each_action_as_it_is_written(name):
 def test_any_depth_is_read_or_refused():
     for depth in range(850, 1_050):
         call = '{"name": "commit_final_answer", "arguments": {"answers": ' + "[" * depth + "]" * depth + "}}"
-        assert isinstance(parse_tool_call(call), Answer | MalformedReply)
+        assert isinstance(parse_tool_call(call), FinalAnswer | MalformedReply)
 
 
 @given(
@@ -186,7 +189,7 @@ def test_any_depth_is_read_or_refused():
 @example('{"name":' * 50_000)
 def test_parsing_never_raises(reply):
     for protocol in PROTOCOLS.values():
-        assert isinstance(protocol.parse(reply), Operation | Answer | MalformedReply)
+        assert isinstance(protocol.parse(reply), SqlOperation | FinalAnswer | MalformedReply)
 
 
 SQL = "Action: Operation\n```sql\n"

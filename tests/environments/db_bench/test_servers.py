@@ -13,17 +13,24 @@ import pytest
 from pydantic import ValidationError
 
 from agent_peft.environments.db_bench import DBBenchConfig
-from agent_peft.environments.db_bench.database import Column, Table
+from agent_peft.environments.db_bench.database import DeclaredColumn, Table
 from agent_peft.environments.db_bench.servers import accounts, private
-from agent_peft.environments.db_bench.servers.accounts import FOLDER_PREFIX, Server, owned_name, server_of
-from agent_peft.environments.db_bench.servers.client import Address, Client, ServerError, parse_address
-from agent_peft.environments.db_bench.servers.database import ServerDatabase, refusal_of
+from agent_peft.environments.db_bench.servers.accounts import (
+    FOLDER_PREFIX,
+    DatabaseServer,
+    owned_name,
+    server_of,
+)
+from agent_peft.environments.db_bench.servers.client import Client, ServerAccount, ServerError, parse_address
+from agent_peft.environments.db_bench.servers.database import ServerDatabase, statement_refusal
 from agent_peft.types import AgentPeftError, InfrastructureError
 
 from .faults import children, left_on_the_server, wait_until
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-TABLE = Table("t", (Column("a", "INT"), Column("b", "TEXT")), tuple((i, f"x{i}") for i in range(100)))
+TABLE = Table(
+    "t", (DeclaredColumn("a", "INT"), DeclaredColumn("b", "TEXT")), tuple((i, f"x{i}") for i in range(100))
+)
 GENERATED = {"generate": {"num_tasks": 1}}
 
 
@@ -67,10 +74,10 @@ def left():
 def test_nothing_outlives_us_even_if_we_are_killed(mariadb, as_nobody):
     script = """
 import os, signal, threading, time
-from agent_peft.environments.db_bench.database import Column, Table
+from agent_peft.environments.db_bench.database import DeclaredColumn, Table
 from agent_peft.environments.db_bench.servers.accounts import server_of
 from agent_peft.environments.db_bench.servers.database import ServerDatabase
-database = ServerDatabase("mariadb", Table("t", (Column("a", "INT"),), ((1,),)), seconds=60.0, seed=0)
+database = ServerDatabase("mariadb", Table("t", (DeclaredColumn("a", "INT"),), ((1,),)), seconds=60.0, seed=0)
 threading.Thread(target=database.execute, args=("SELECT SLEEP(50)",)).start()
 time.sleep(0.2)
 server = server_of("mariadb")
@@ -92,7 +99,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_it_outlives_the_thread_that_started_it(mariadb):
-    accounts.stop()
+    accounts.stop_servers()
     thread = threading.Thread(target=lambda: open_database().close())
     thread.start()
     thread.join()
@@ -261,7 +268,7 @@ def test_a_schema_that_could_not_be_dropped_is_dropped_with_the_next(mariadb, mo
 
     database = open_database()
     with monkeypatch.context() as patch:
-        patch.setattr(Server, "_drop", fail)
+        patch.setattr(DatabaseServer, "_drop", fail)
         database.close()
     assert [len(names) for names in left()[:2]] == [1, 1]
     open_database().close()
@@ -288,7 +295,7 @@ def test_a_schema_that_could_not_be_dropped_is_dropped_with_the_next(mariadb, mo
     ],
 )
 def test_what_is_not_even_sent(sql, refusal):
-    assert refusal_of(sql) == refusal
+    assert statement_refusal(sql) == refusal
 
 
 def orphan(prefix):
@@ -304,7 +311,7 @@ def test_what_dead_processes_left_is_removed(mariadb, tmp_path):
     for name in (dead, living, elsewhere):
         client.run(f"CREATE DATABASE `{name}`")
         client.run(f"CREATE USER `{name}`@localhost")
-    Server(server_of("mariadb").address).close_idle()
+    DatabaseServer(server_of("mariadb").address).close_idle()
     schemas, users, _ = left()
     assert sorted(schemas) == sorted(users) == sorted([living, elsewhere])
     for name in (living, elsewhere):
@@ -330,7 +337,7 @@ def test_a_fork_of_ours_has_a_server_of_its_own(mariadb):
             database = open_database()
             if database.table() == TABLE.rows and watchdog() != mine:
                 status = 0
-            accounts.stop()
+            accounts.stop_servers()
         finally:
             os._exit(status)
     assert os.waitpid(pid, 0)[1] == 0
@@ -353,7 +360,7 @@ def test_without_a_server_or_its_client_one_line_says_what_to_install(mariadb, m
     assert "\n" not in str(raised.value)
     monkeypatch.setitem(sys.modules, "pymysql", None)
     with pytest.raises(AgentPeftError, match=r"pip install agent-peft\[mysql\]"):
-        Client(Address("root"))
+        Client(ServerAccount("root"))
 
 
 def test_a_server_that_cannot_be_used_is_one_line(mariadb, tmp_path):
@@ -488,8 +495,8 @@ def test_wrong_addresses(database, message):
 
 def test_addresses(monkeypatch):
     monkeypatch.setenv("MYSQL_PWD", "secret")
-    assert parse_address("mysql://me@db") == Address("me", "secret", "db", 3306)
-    assert parse_address("mysql://me:a%2Fb@[::1]:7") == Address("me", "a/b", "::1", 7)
+    assert parse_address("mysql://me@db") == ServerAccount("me", "secret", "db", 3306)
+    assert parse_address("mysql://me:a%2Fb@[::1]:7") == ServerAccount("me", "a/b", "::1", 7)
     assert parse_address("mysql://me:x@localhost?unix_socket=/run/s").socket == "/run/s"
 
 

@@ -5,11 +5,13 @@ import time
 
 import pytest
 
-from agent_peft.environments.db_bench.database import Column, Table
+from agent_peft.environments.db_bench.database import DeclaredColumn, Table
 from agent_peft.environments.db_bench.isolated import IsolatedDatabase
 from agent_peft.environments.db_bench.sqlite import SQLiteDatabase, expansions
 
-TABLE = Table("t", (Column("a", "INT"), Column("b", "TEXT")), tuple((i, f"x{i}") for i in range(100)))
+TABLE = Table(
+    "t", (DeclaredColumn("a", "INT"), DeclaredColumn("b", "TEXT")), tuple((i, f"x{i}") for i in range(100))
+)
 
 
 def open_database(table=TABLE, seconds=1.0, steps=20_000_000, seed=0, kind=IsolatedDatabase):

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from agent_peft.environments import load_environment
-from agent_peft.environments.games.gymnasium import is_text, reader_of, score_of
+from agent_peft.environments.games.gymnasium import is_text, reader_of, scaled_score
 from agent_peft.testing import check_environment
 from agent_peft.types import AgentPeftError, Outcome, StopReason
 
@@ -118,7 +118,7 @@ def test_the_sum_of_rewards_is_the_score_between_two_bounds(caplog):
     for _ in range(2):
         assert play(load(id="Echo-v0", make={"reward": 7}), "right")[1][-1].score == 1
     assert len(caplog.messages) == 1 and "add up to more than environment.score: [0, 1]" in caplog.text
-    assert score_of(0.1 + 0.2 + 0.7, (0, 1)) == 1  # it is a little less
+    assert scaled_score(0.1 + 0.2 + 0.7, (0, 1)) == 1  # it is a little less
 
 
 def test_each_step_says_how_far_the_episode_has_come(caplog):

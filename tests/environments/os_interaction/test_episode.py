@@ -11,8 +11,8 @@ from agent_peft.environments.os_interaction.environment import OSInteraction
 from agent_peft.environments.os_interaction.episode import OSEpisode, cut, demonstrate, observation
 from agent_peft.environments.os_interaction.inspection import inspect
 from agent_peft.environments.os_interaction.problems import (
+    AnswerCheck,
     Checks,
-    Comparison,
     Exits,
     Matches,
     Script,
@@ -221,7 +221,7 @@ def test_nothing_is_opened_before_the_start_and_close_may_come_twice():
         episode.start()
 
 
-COUNT = ShellProblem("?", Checks((None, Comparison.INTEGER), Script("echo 3")), gold="echo 3", answers=True)
+COUNT = ShellProblem("?", Checks((None, AnswerCheck.INTEGER), Script("echo 3")), gold="echo 3", answers=True)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ import pytest
 from agent_peft.environments.os_interaction.config import OSGenerateConfig, OSInteractionConfig
 from agent_peft.environments.os_interaction.episode import OSEpisode
 from agent_peft.environments.os_interaction.problems import (
+    AnswerCheck,
     Checks,
-    Comparison,
     Exits,
     Matches,
     Script,
@@ -34,7 +34,7 @@ def outcome(problem, *commands, answer=None):
 DONE = ShellProblem("Make /srv/a.", Exits(Script("[ -d /srv/a ] && exit 0 || exit 1")), gold="mkdir /srv/a")
 COUNT = ShellProblem(
     "How many files are in ~/box?",
-    Checks((None, Comparison.INTEGER), Script("ls ~/box | wc -l")),
+    Checks((None, AnswerCheck.INTEGER), Script("ls ~/box | wc -l")),
     initialization=(Script("mkdir ~/box && touch ~/box/a ~/box/b ~/box/c"),),
     gold="ls ~/box | wc -l",
     answers=True,
@@ -71,7 +71,10 @@ def test_the_truth_is_that_of_before_the_agent_acted(sandboxed):
 
 def test_an_example_that_fails_makes_no_truth(sandboxed):
     broken = ShellProblem(
-        "?", Checks((None, Comparison.INTEGER), Script("echo 3; exit 1")), gold="echo 3; exit 1", answers=True
+        "?",
+        Checks((None, AnswerCheck.INTEGER), Script("echo 3; exit 1")),
+        gold="echo 3; exit 1",
+        answers=True,
     )
     assert outcome(broken, answer="3") is Outcome.INCORRECT
 
@@ -79,7 +82,7 @@ def test_an_example_that_fails_makes_no_truth(sandboxed):
 def test_an_example_sees_what_was_started(sandboxed):
     started = ShellProblem(
         "What does /srv/now say?",
-        Checks((None, Comparison.STRING), Script("until [ -e /srv/now ]; do sleep 0.1; done; cat /srv/now")),
+        Checks((None, AnswerCheck.STRING), Script("until [ -e /srv/now ]; do sleep 0.1; done; cat /srv/now")),
         start="(while sleep 0.05; do echo ready > /srv/next; mv /srv/next /srv/now; done) &",
         gold="cat /srv/now",
         answers=True,

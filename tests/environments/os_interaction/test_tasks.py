@@ -5,8 +5,8 @@ import json
 import pytest
 
 from agent_peft.environments.os_interaction.problems import (
+    AnswerCheck,
     Checks,
-    Comparison,
     Exits,
     Matches,
     Script,
@@ -72,7 +72,7 @@ def test_an_entry_of_lifelong_agent_bench():
 
 def test_an_entry_of_agent_bench():
     problem = read_problem("x", COUNTING)
-    assert problem.evaluation == Checks((None, Comparison.INTEGER), Script("ls ~ | wc -l"))
+    assert problem.evaluation == Checks((None, AnswerCheck.INTEGER), Script("ls ~ | wc -l"))
     assert problem.initialization == (Script("touch ~/a"),)
     assert (problem.gold, problem.answers, problem.needs_answer, problem.start) == (
         "ls ~ | wc -l",
@@ -96,7 +96,7 @@ def test_an_entry_of_agent_bench():
         ),
         (
             {"check": [None, {"language": "python", "file": "check/in.py"}], "example": {"code": "nproc"}},
-            Checks((None, Comparison.ANSWER_IN_TRUTH), Script("nproc")),
+            Checks((None, AnswerCheck.ANSWER_IN_TRUTH), Script("nproc")),
         ),
     ],
 )

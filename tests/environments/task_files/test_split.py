@@ -15,7 +15,7 @@ from agent_peft.environments.db_bench.config import DBBenchConfig
 from agent_peft.environments.digests import shared_ids
 from agent_peft.environments.task_commands import generate_tasks
 from agent_peft.environments.task_files.selection import warn_of_shared_tasks
-from agent_peft.environments.task_files.split import Part
+from agent_peft.environments.task_files.split import Portion
 from agent_peft.types import AgentPeftError
 
 KEYS = {"os_interaction": {"replay": False}}
@@ -93,14 +93,14 @@ def test_generated_tasks_have_their_own_split():
 @given(rows=st.integers(0, 60), cut=st.integers(0, 100), unit=st.sampled_from(["", "%"]))
 def test_a_cut_makes_two_disjoint_parts_that_cover_all(rows, cut, unit):
     every = list(range(rows))
-    parts = [Part.parse(f"train[{text}]").of(every) for text in (f":{cut}{unit}", f"{cut}{unit}:")]
+    parts = [Portion.parse(f"train[{text}]").of(every) for text in (f":{cut}{unit}", f"{cut}{unit}:")]
     assert [*parts[0], *parts[1]] == every
 
 
 @given(rows=st.integers(0, 60), first=st.integers(-70, 70), last=st.integers(-70, 70))
 def test_numbers_of_rows_slice_as_a_list_does(rows, first, last):
     every = list(range(rows))
-    assert Part.parse(f"train[{first}:{last}]").of(every) == every[first:last]
+    assert Portion.parse(f"train[{first}:{last}]").of(every) == every[first:last]
 
 
 def test_percentages_are_rounded_as_the_datasets_library_does():
@@ -109,7 +109,7 @@ def test_percentages_are_rounded_as_the_datasets_library_does():
         for percent in range(-100, 101):
             place = round(percent * rows / 100.0)
             expected = max(rows + place, 0) if place < 0 else place
-            assert Part.parse(f"train[{percent}%:]").of(range(rows)) == range(rows)[expected:]
+            assert Portion.parse(f"train[{percent}%:]").of(range(rows)) == range(rows)[expected:]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_percentages_are_rounded_as_the_datasets_library_does():
 )
 def test_other_forms_are_refused(split):
     with pytest.raises(ValueError, match="write train"):
-        Part.parse(split)
+        Portion.parse(split)
 
 
 def test_a_wrong_split_names_its_key():

@@ -8,18 +8,18 @@ from concurrent.futures import Future
 import pytest
 
 from agent_peft.policies.engine import schedule
-from agent_peft.policies.engine.schedule import Answer, Clock
+from agent_peft.policies.engine.schedule import DecodeClock, PendingTurn
 
 
-def ask(conversation: int, due: int, there: bool = False, turn: int = 1) -> Answer:
-    answer = Answer(conversation, turn, due, Future())
+def ask(conversation: int, due: int, there: bool = False, turn: int = 1) -> PendingTurn:
+    answer = PendingTurn(conversation, turn, due, Future())
     if there:
         answer.future.set_result([1])
     return answer
 
 
-def at(step: int, schedule: schedule.Schedule | None = None) -> Clock:
-    clock = Clock(2, schedule)
+def at(step: int, schedule: schedule.Schedule | None = None) -> DecodeClock:
+    clock = DecodeClock(2, schedule)
     for _ in range(step):
         clock.decoded(0.0)
     return clock

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from agent_peft.policies import adapters
 from agent_peft.policies.config import LoraSettings
-from agent_peft.policies.models.adapter_files import read_tensors, settings_of
+from agent_peft.policies.models.adapter_files import lora_settings, read_tensors
 from agent_peft.types import AgentPeftError
 
 
@@ -42,7 +42,7 @@ def test_tensors_of_an_older_peft_are_read(adapter, tiny_llama):
     found = read_tensors(adapter)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    model = adapters.attach(tiny_llama, settings_of(adapter, 0.0), seed=2)
+    model = adapters.attach(tiny_llama, lora_settings(adapter, 0.0), seed=2)
     adapters.load(model, adapter)
     adapters.save(model, adapter)
     again = load_file(adapter / "adapter_model.safetensors")
@@ -65,7 +65,7 @@ def test_nothing_in_a_pickle_is_run(adapter, content):
 @pytest.mark.parametrize("targets", ["(a+)+$", "all-linear", None])
 def test_a_pattern_of_layers_is_never_evaluated(adapter, targets):
     change(adapter, target_modules=targets)
-    settings = settings_of(adapter, dropout=0.1)
+    settings = lora_settings(adapter, dropout=0.1)
     assert (settings.rank, settings.alpha, settings.dropout) == (4, 8, 0.1)
     assert settings.target_modules == sorted(
         f"model.layers.{layer}.{name}" for layer in (0, 1) for name in ("mlp.up_proj", "self_attn.q_proj")
@@ -77,7 +77,7 @@ def test_an_adapter_of_some_layers_is_loaded_onto_those(adapter, tiny_llama):
     first = {n: t for n, t in load_file(adapter / "adapter_model.safetensors").items() if "layers.0" in n}
     pickled(adapter, first)
     change(adapter, layers_to_transform=[0])
-    model = adapters.attach(tiny_llama, settings_of(adapter, 0.0), seed=2)
+    model = adapters.attach(tiny_llama, lora_settings(adapter, 0.0), seed=2)
     adapters.load(model, adapter)
     assert len(adapters.lora_layers(model)) == 2
 
@@ -94,5 +94,5 @@ def test_an_adapter_of_some_layers_is_loaded_onto_those(adapter, tiny_llama):
 def test_a_damaged_configuration_is_one_line(adapter, content, told):
     (adapter / "adapter_config.json").write_text(content)
     with pytest.raises(AgentPeftError, match=told) as raised:
-        settings_of(adapter, 0.0)
+        lora_settings(adapter, 0.0)
     assert "\n" not in str(raised.value)

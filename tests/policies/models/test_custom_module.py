@@ -17,7 +17,7 @@ from agent_peft.policies.models.custom_module import is_custom_module
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.rollout.collector import Collector
 from agent_peft.rollout.rewards import RewardConfig
-from agent_peft.runs.targets import kind_of
+from agent_peft.runs.targets import target_kind
 from agent_peft.training.trainer import collate_groups
 from agent_peft.types import AgentPeftError
 
@@ -86,7 +86,7 @@ def test_it_is_saved_and_loaded(tmp_path):
 def test_a_folder_does_not_say_which_class_it_is_of(tmp_path):
     """A configuration has to: nothing is imported because a folder names it."""
     load_policy(config(), seed=0).save(tmp_path)
-    assert is_custom_module(tmp_path) and kind_of(tmp_path) == "weights"
+    assert is_custom_module(tmp_path) and target_kind(tmp_path) == "weights"
     with pytest.raises(AgentPeftError, match=r"holds a module of your own.*evaluate --config") as raised:
         load_policy(tmp_path, lora=None)
     assert "\n" not in str(raised.value)

@@ -319,7 +319,7 @@ class Usage(BaseModel):
     total_tokens: int
 
 
-class Answer(BaseModel):
+class CompletionBody(BaseModel):
     """A whole answer, or in a stream a part of it."""
 
     id: str
@@ -353,5 +353,5 @@ class Problem(BaseModel):
     code: str
 
 
-class ErrorAnswer(BaseModel):
+class ErrorBody(BaseModel):
     error: Problem

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from agent_peft.policies.loading import load_policy, policy_config
 from agent_peft.policies.policy import Policy
-from agent_peft.runs.targets import kind_of, load_run, open_run
+from agent_peft.runs.targets import open_run, run_config, target_kind
 from agent_peft.types import AgentPeftError
 
 BASE = "base"  # the name of the model under the first adapter
@@ -64,9 +64,9 @@ def load_target(target: str, machine: Mapping[str, str] | None = None) -> Policy
     """The policy of a run directory, ``RUN:CHECKPOINT``, an adapter or a model."""
     folder, checkpoint = split_checkpoint(target)
     machine = machine or {}
-    kind = kind_of(Path(folder))
+    kind = target_kind(Path(folder))
     if kind == "run":
-        config = load_run(folder)
+        config = run_config(folder)
         policy = policy_config(config.policy, **machine)
         return open_run(folder, checkpoint, config=config.model_copy(update={"policy": policy}))[1]
     if checkpoint is not None:

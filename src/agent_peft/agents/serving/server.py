@@ -20,10 +20,10 @@ from agent_peft.agents.serving.choices import ChoiceStream, Draw
 from agent_peft.agents.serving.conversation import plain_messages, text_prompt
 from agent_peft.agents.serving.messages import (
     MAX_CHOICES,
-    Answer,
     ChatRequest,
+    CompletionBody,
     CompletionRequest,
-    ErrorAnswer,
+    ErrorBody,
     Model,
     Models,
     Usage,
@@ -31,7 +31,7 @@ from agent_peft.agents.serving.messages import (
 )
 from agent_peft.config import first_error
 from agent_peft.environments.http.guard import Guard, Limits, is_loopback, throttled
-from agent_peft.environments.http.messages import Health, Refusal, encode, one_line
+from agent_peft.environments.http.messages import Health, Refusal, one_line, to_json
 from agent_peft.environments.http.transport import (
     JSON,
     Address,
@@ -67,7 +67,7 @@ KINDS = {
     429: "rate_limit_error",
 }
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorAnswer} for status in (400, 401, 403, 404, 405, 408, 413, 422, 429, 503)
+    status: {"model": ErrorBody} for status in (400, 401, 403, 404, 405, 408, 413, 422, 429, 503)
 }
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {}}, "description": "whole, or as server-sent events"}
@@ -126,7 +126,9 @@ class Replies:
         if not request.stream:
             await _finish(draws, changed, http)
             usage = _usage(draws, request.n)
-            return JSON(Answer(**head, choices=[one.whole() for one in choices], usage=usage, **prompt))
+            return JSON(
+                CompletionBody(**head, choices=[one.whole() for one in choices], usage=usage, **prompt)
+            )
 
         async def events() -> AsyncIterator[bytes]:
             try:
@@ -137,12 +139,12 @@ class Replies:
                             continue
                         for part in choice.parts():
                             first = prompt if part.delta is not None and part.delta.role else {}
-                            yield _event(Answer(**head, choices=[part], **first))
+                            yield _event(CompletionBody(**head, choices=[part], **first))
                     if not all(choice.over for choice in choices):
                         await changed.wait()
                         changed.clear()
                 if request.has_usage:
-                    yield _event(Answer(**head, choices=[], usage=_usage(draws, request.n)))
+                    yield _event(CompletionBody(**head, choices=[], usage=_usage(draws, request.n)))
                 yield b"data: [DONE]\n\n"
             except Refusal as refusal:
                 yield _event(problem_of(refusal))
@@ -244,7 +246,7 @@ def _cancel(draws: Sequence[Draw]) -> None:
 
 
 def _event(part: BaseModel | Mapping[str, Any]) -> bytes:
-    return b"data: " + encode(part) + b"\n\n"
+    return b"data: " + to_json(part) + b"\n\n"
 
 
 def _usage(draws: Sequence[Draw], siblings: int | None) -> Usage:
@@ -285,7 +287,7 @@ def policy_app(replies: Replies) -> FastAPI:
             Refusal(500, "broken", f"internal error ({type(error).__name__}); see the server's log")
         )
 
-    @app.post("/v1/chat/completions", response_model=Answer, responses=REFUSALS | STREAM)
+    @app.post("/v1/chat/completions", response_model=CompletionBody, responses=REFUSALS | STREAM)
     async def chat_completions(request: ChatRequest, http: Request) -> Response:
         """The policy's next message in a conversation."""
         chat = service.policies[replies.name_of(request.model)].chat
@@ -293,7 +295,7 @@ def policy_app(replies: Replies) -> FastAPI:
             request, http, lambda: [chat.opening(plain_messages(request.messages, request.offered))]
         )
 
-    @app.post("/v1/completions", response_model=Answer, responses=REFUSALS | STREAM)
+    @app.post("/v1/completions", response_model=CompletionBody, responses=REFUSALS | STREAM)
     async def completions(request: CompletionRequest, http: Request) -> Response:
         """The policy's continuation of texts or tokens, which no chat template frames."""
         policy = service.policies[replies.name_of(request.model)]

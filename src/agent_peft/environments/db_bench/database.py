@@ -19,10 +19,10 @@ NO_STATEMENT = "no statement was written"  # but comments, blanks or semicolons
 
 
 @dataclass(frozen=True)
-class Column:
+class DeclaredColumn:
     """A column's name and declared type.
 
-    >>> Column("unit price", "INT").type
+    >>> DeclaredColumn("unit price", "INT").type
     'INT'
     """
 
@@ -34,12 +34,12 @@ class Column:
 class Table:
     """The table of a task before the agent acts.
 
-    >>> Table("orders", (Column("id", "INT"),), ((1,), (2,))).headers
+    >>> Table("orders", (DeclaredColumn("id", "INT"),), ((1,), (2,))).headers
     ('id',)
     """
 
     name: str
-    columns: tuple[Column, ...]
+    columns: tuple[DeclaredColumn, ...]
     rows: Sequence[Sequence[Cell]]
 
     @property

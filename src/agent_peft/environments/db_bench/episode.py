@@ -14,11 +14,11 @@ from agent_peft.environments.db_bench.grader import (
     answer_matches,
     answer_score,
     change_score,
-    rounded,
+    rounded_number,
     tables_are_equal,
 )
 from agent_peft.environments.db_bench.isolated import IsolatedDatabase
-from agent_peft.environments.db_bench.protocol import PROTOCOLS, Answer, MalformedReply, Protocol
+from agent_peft.environments.db_bench.protocol import PROTOCOLS, FinalAnswer, MalformedReply, Protocol
 from agent_peft.environments.db_bench.servers.database import ServerDatabase
 from agent_peft.environments.db_bench.tasks import SQLProblem
 from agent_peft.environments.templates import fill
@@ -76,7 +76,7 @@ class DBBenchEpisode(Episode):
     def _act(self, database: Database, action: str) -> StepResult:
         self._turns += 1
         reply = PROTOCOLS[self._config.protocol].parse(action)
-        if isinstance(reply, Answer):
+        if isinstance(reply, FinalAnswer):
             correct, score = self._grade(reply.text, database)
             outcome = Outcome.CORRECT if correct else Outcome.INCORRECT
             return self._end(StopReason.FINISHED, outcome, valid=True, score=score)
@@ -166,7 +166,7 @@ def observation(executed: Executed, limit: int) -> str:
     'Error: no column b'
     """
     if executed.error is not None:
-        text = "Error: " + one_line(executed.error, limit + 1)
+        text = "Error: " + printable_line(executed.error, limit + 1)
     elif executed.rows is not None:
         text = repr(shown(executed.rows)) + (CUT_MARK if executed.cut else "")
     else:
@@ -182,13 +182,13 @@ def shown(rows: Sequence[Row]) -> list[Row]:
     >>> shown([(1, 2 / 3)])
     [(1, 0.6667)]
     """
-    return [tuple(map(rounded, row)) for row in rows]
+    return [tuple(map(rounded_number, row)) for row in rows]
 
 
-def one_line(text: str, limit: int) -> str:
+def printable_line(text: str, limit: int) -> str:
     """The first ``limit`` characters, with a blank for each that does not print.
 
-    >>> one_line("no such table: a\\nb", 400)
+    >>> printable_line("no such table: a\\nb", 400)
     'no such table: a b'
     """
     return "".join(c if c.isprintable() else " " for c in text[:limit])

@@ -37,10 +37,10 @@ from agent_peft.environments.db_bench.generation.plan import (
     sql,
     wrapped,
 )
-from agent_peft.environments.db_bench.generation.sampler import Sampler
+from agent_peft.environments.db_bench.generation.sampler import StatementSampler
 from agent_peft.environments.db_bench.generation.schemas import Schema, draw_rows, draw_schema
 from agent_peft.environments.db_bench.generation.shapes import ALONE, Shape, shape_for
-from agent_peft.environments.db_bench.grader import rounded
+from agent_peft.environments.db_bench.grader import rounded_number
 from agent_peft.environments.db_bench.tasks import table_md5
 from agent_peft.seeding import derive, generator
 from agent_peft.types import AgentPeftError
@@ -141,7 +141,7 @@ class TaskMaker:
         """The next task as an entry."""
         draft = self.draft(index, skill, rng)
         gold = sql(draft.statement) + ";"
-        rows = [[rounded(cell) for cell in row] for row in draft.answer]
+        rows = [[rounded_number(cell) for cell in row] for row in draft.answer]
         asks = isinstance(draft.statement, Select)
         return {
             "sample_index": index,
@@ -183,7 +183,7 @@ class TaskMaker:
                 rows = rows[: rng.randint(5, max(most, 8))]  # the answer has them all
             tries -= 1
             table = Scratch(schema, rows)
-            sampler = Sampler(schema, rows, table.query, rng, self.plain)
+            sampler = StatementSampler(schema, rows, table.query, rng, self.plain)
             try:
                 for _ in range(_TRIES_OF_TABLE):
                     found = self._try(sampler, shape, table, most, index if attempt < _PATIENCE else None)
@@ -214,7 +214,7 @@ class TaskMaker:
         )
 
     def _try(
-        self, sampler: Sampler, shape: Shape, table: Scratch, most: int, index: int | None
+        self, sampler: StatementSampler, shape: Shape, table: Scratch, most: int, index: int | None
     ) -> tuple[Statement, tuple[Row, ...]] | None:
         """A statement worth asking for, and its answer. ``index``: of the task, where its skeleton has to be
         new.
@@ -240,7 +240,7 @@ class TaskMaker:
         return (plan, answer) if usable and answer is not None else None
 
 
-def _is_stable(statement: Statement, answer: tuple[Row, ...], sampler: Sampler) -> bool:
+def _is_stable(statement: Statement, answer: tuple[Row, ...], sampler: StatementSampler) -> bool:
     """Whether a statement answers the same in whatever order the rows are stored. Of three rows that tie in a
     subquery, both orders may keep the middle one; and SQLite may evaluate a subquery of a change when some
     rows are changed already.
@@ -256,7 +256,7 @@ def _is_stable(statement: Statement, answer: tuple[Row, ...], sampler: Sampler) 
 
 
 def _shown(row: Row) -> Row:
-    return tuple(map(rounded, row))
+    return tuple(map(rounded_number, row))
 
 
 class Scratch:

@@ -51,7 +51,7 @@ def answer_is_correct(text: str, gold: Sequence[Row], order: tuple[int, ...] | N
     columns that sort the gold (`syntax.order_keys`), or None.
     """
     exact = [_loose(row) for row in gold]
-    shown = [tuple(map(rounded, row)) for row in exact]
+    shown = [tuple(map(rounded_number, row)) for row in exact]
     return any(
         _same(expected, [_loose(row) for row in rows], order)
         for rows in _readings(text, gold)
@@ -117,11 +117,11 @@ def answer_matches(text: str, labels: Sequence[str]) -> bool:
     return all(abs(a - b) <= _TOLERANCE for a, b in pairs)
 
 
-def rounded(cell: Cell) -> Cell:
+def rounded_number(cell: Cell) -> Cell:
     """A number as it is shown: with four decimals, as MySQL's ``AVG`` has them, rounded half up. A number
     below 0.1 keeps all its digits, since four decimals would lose most of them.
 
-    >>> rounded(41.65625), rounded(7), rounded(1 / 3), rounded(0.00012345)
+    >>> rounded_number(41.65625), rounded_number(7), rounded_number(1 / 3), rounded_number(0.00012345)
     (41.6563, 7, 0.3333, 0.00012345)
     """
     if not isinstance(cell, float) or not 0.1 <= abs(cell) < 1e12:

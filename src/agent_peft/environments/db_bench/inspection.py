@@ -9,7 +9,13 @@ from itertools import pairwise
 from agent_peft.environments.base import Inspection
 from agent_peft.environments.db_bench.config import DBBenchConfig
 from agent_peft.environments.db_bench.database import Cell, Row, other_orders
-from agent_peft.environments.db_bench.episode import DBBenchEpisode, one_line, replies_of, run_gold, shown
+from agent_peft.environments.db_bench.episode import (
+    DBBenchEpisode,
+    printable_line,
+    replies_of,
+    run_gold,
+    shown,
+)
 from agent_peft.environments.db_bench.grader import answer_is_correct, tables_are_equal
 from agent_peft.environments.db_bench.protocol import PROTOCOLS
 from agent_peft.environments.db_bench.syntax import in_order_of, respelled, with_ties_broken
@@ -30,7 +36,7 @@ def inspect(problem: SQLProblem, config: DBBenchConfig) -> Inspection:
             _replay(problem, config, (write(text),)).outcome is Outcome.CORRECT for text in DO_NOTHING
         )
     except AgentPeftError as error:
-        return Inspection(False, False, one_line(str(error), MAX_CAUSE))
+        return Inspection(False, False, printable_line(str(error), MAX_CAUSE))
     return Inspection(cause is None, nothing, cause or ("doing nothing passes" if nothing else None))
 
 
@@ -41,7 +47,7 @@ def _fault_of_gold(problem: SQLProblem, config: DBBenchConfig) -> str | None:
         return None if correct else "its label is no answer"
     executed, table = run_gold(problem, config)
     if executed.error is not None:
-        return one_line(f"the gold SQL fails: {executed.error}", MAX_CAUSE)
+        return printable_line(f"the gold SQL fails: {executed.error}", MAX_CAUSE)
     replies = replies_of(problem, executed, PROTOCOLS[config.protocol])
     last = None if replies is None else _replay(problem, config, replies)
     if last is not None and last.stop_reason is StopReason.TIMEOUT:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from agent_peft.environments.db_bench.database import DatabaseStopped, Executed, Row, Table, text_refusal
-from agent_peft.environments.db_bench.worker import Channel, encode
+from agent_peft.environments.db_bench.worker import Channel, frame
 from agent_peft.types import AgentPeftError, InfrastructureError, StopReason
 
 _MAX_TABLE = 4 << 20  # bytes of a table as JSON
@@ -30,7 +30,7 @@ _GRACE_SECONDS = 30.0
 _MAX_IDLE = 64  # workers that wait: each takes about two megabytes
 _START_SECONDS = 60.0
 _ATTEMPTS = 3
-_TABLE, _RESET, _CLOSE = encode(["table"]), encode(["reset"]), encode(["close"])
+_TABLE, _RESET, _CLOSE = frame(["table"]), frame(["reset"]), frame(["close"])
 # The packages above the worker are only names in that process: ours import much, and the worker needs the
 # standard library alone.
 _START = """
@@ -40,15 +40,15 @@ for name in ("agent_peft", "agent_peft.environments", "agent_peft.environments.d
     sys.modules[name] = types.ModuleType(name)
     sys.modules[name].__path__ = ["/".join([folder, *name.split(".")])]
 from agent_peft.environments.db_bench import worker
-worker.main(int(descriptor))
+worker.serve_workers(int(descriptor))
 """
 
 
 class IsolatedDatabase:
     """`Database` for untrusted SQL: a `SQLiteDatabase` in a worker.
 
-    >>> from agent_peft.environments.db_bench.database import Column
-    >>> table = Table("t", (Column("a", "INT"),), ((1,), (2,)))
+    >>> from agent_peft.environments.db_bench.database import DeclaredColumn
+    >>> table = Table("t", (DeclaredColumn("a", "INT"),), ((1,), (2,)))
     >>> database = IsolatedDatabase(table, seconds=2.0, steps=20_000_000, seed=0)
     >>> database.execute("SELECT SUM(a) FROM t").rows
     ((3,),)
@@ -61,7 +61,7 @@ class IsolatedDatabase:
         self._seconds = min(seconds, _MAX_SECONDS)
         columns = [[column.name, column.type] for column in table.columns]
         try:
-            opening = encode(["open", table.name, columns, table.rows, self._seconds, steps, seed])
+            opening = frame(["open", table.name, columns, table.rows, self._seconds, steps, seed])
         except ValueError as error:
             raise AgentPeftError(f"SQLite does not accept the table {table.name!r}: {error}") from error
         if len(opening) > _MAX_TABLE:
@@ -80,7 +80,7 @@ class IsolatedDatabase:
         if (refusal := text_refusal(sql)) is not None:
             return Executed(error=refusal)
         seconds = self._seconds if seconds is None else min(self._seconds, seconds)
-        rows, changed, error, cut = self._ask(encode(["execute", sql, seconds]), seconds)
+        rows, changed, error, cut = self._ask(frame(["execute", sql, seconds]), seconds)
         return Executed(_as_rows(rows), changed, error, cut)
 
     def table(self) -> tuple[Row, ...] | None:
@@ -236,7 +236,7 @@ def end_idle() -> None:
 
 
 @atexit.register
-def stop() -> None:
+def stop_workers() -> None:
     """End this process's fork server and its idle workers. The next database starts another."""
     _drop(_server)
     end_idle()

@@ -22,10 +22,10 @@ ANSWER_FORMAT = "Action: Answer\nFinal Answer: <rows>"
 
 
 @dataclass(frozen=True)
-class Operation:
+class SqlOperation:
     """The agent wants to run ``sql``.
 
-    >>> Operation("SELECT 1").sql
+    >>> SqlOperation("SELECT 1").sql
     'SELECT 1'
     """
 
@@ -33,10 +33,10 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Answer:
+class FinalAnswer:
     """The agent is done, and answers ``text`` (never blank).
 
-    >>> Answer("[(1,)]").text
+    >>> FinalAnswer("[(1,)]").text
     '[(1,)]'
     """
 
@@ -54,7 +54,7 @@ class MalformedReply:
     why: str
 
 
-Reply = Operation | Answer | MalformedReply
+Reply = SqlOperation | FinalAnswer | MalformedReply
 
 
 def parse_reply(reply: str) -> Reply:
@@ -91,13 +91,13 @@ def parse_tool_call(reply: str) -> Reply:
         query = _argument(call.arguments, "query")
         if not isinstance(query, str):
             return MalformedReply(f"The query is missing. Write\n{sql_call('<one SQL statement>')}")
-        return Operation(query.strip()) if query.strip() else MalformedReply("The query is empty.")
+        return SqlOperation(query.strip()) if query.strip() else MalformedReply("The query is empty.")
     if call.name == "commit_final_answer":
         answers = _argument(call.arguments, "answers")
         if answers is None:
             return MalformedReply(f"The answers are missing. Write\n{answer_call('<rows>')}")
         text = answers if isinstance(answers, str) else json.dumps(answers, ensure_ascii=False)
-        return Answer(text) if text.strip() else MalformedReply("The answers are empty.")
+        return FinalAnswer(text) if text.strip() else MalformedReply("The answers are empty.")
     return MalformedReply(f"There is no tool {call.name[:40]!r}; call execute_sql or commit_final_answer.")
 
 
@@ -136,7 +136,7 @@ def _argument(arguments: Mapping[str, Any], name: str) -> Any:
     return next(iter(arguments.values())) if len(arguments) == 1 else arguments.get(name)
 
 
-def _parse_operation(reply: str) -> Operation | MalformedReply:
+def _parse_operation(reply: str) -> SqlOperation | MalformedReply:
     parts = reply.split("```")
     outside = "\n".join(parts[::2])
     if any(match[1].lower() == "answer" for match in _ACTION.finditer(outside)):
@@ -149,10 +149,10 @@ def _parse_operation(reply: str) -> Operation | MalformedReply:
     sql = parts[1].strip()
     if language := _LANGUAGE.match(sql):
         sql = sql[language.end() :].strip()
-    return Operation(sql) if sql else MalformedReply(f"The SQL block is empty. Write\n{OPERATION_FORMAT}")
+    return SqlOperation(sql) if sql else MalformedReply(f"The SQL block is empty. Write\n{OPERATION_FORMAT}")
 
 
-def _parse_answer(reply: str, position: int) -> Answer | MalformedReply:
+def _parse_answer(reply: str, position: int) -> FinalAnswer | MalformedReply:
     marker = _FINAL_ANSWER.search(reply, position)
     other = _ACTION.search(reply, position, marker.start() if marker else len(reply))
     if other is not None and other[1].lower() == "operation":
@@ -164,7 +164,7 @@ def _parse_answer(reply: str, position: int) -> Answer | MalformedReply:
     if follow is not None:
         return MalformedReply(TWO_ACTIONS)
     return (
-        Answer(text)
+        FinalAnswer(text)
         if text.strip("`* \t\n")
         else MalformedReply(f"The final answer is empty. Write\n{ANSWER_FORMAT}")
     )

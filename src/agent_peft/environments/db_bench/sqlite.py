@@ -73,8 +73,8 @@ _READING_PRAGMAS = {"table_info", "table_xinfo", "table_list", "index_list", "in
 class SQLiteDatabase:
     """`Database` on the standard library's sqlite3.
 
-    >>> from agent_peft.environments.db_bench.database import Column
-    >>> table = Table("t", (Column("a", "INT"),), ((1,), (2,)))
+    >>> from agent_peft.environments.db_bench.database import DeclaredColumn
+    >>> table = Table("t", (DeclaredColumn("a", "INT"),), ((1,), (2,)))
     >>> database = SQLiteDatabase(table, seconds=2.0, steps=20_000_000, seed=0)
     >>> database.execute("SELECT SUM(a) FROM t").rows
     ((3,),)

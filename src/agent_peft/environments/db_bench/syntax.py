@@ -71,7 +71,7 @@ class _Parser(MySQLParser):
         super()._advance(times)
 
 
-def parse(sql: str) -> exp.Expr | None:
+def parse_sql(sql: str) -> exp.Expr | None:
     """The syntax tree, or None where sqlglot cannot read the statement. MySQL's dialect: it is what
     LifelongAgentBench was written in.
     """
@@ -126,13 +126,13 @@ def with_ties_broken(sql: str, headers: Sequence[str], descending: bool) -> str 
 
 def respelled(sql: str) -> str | None:
     """The statement as sqlglot writes it, which may mean something else in another dialect than MySQL's."""
-    tree = parse(sql)
+    tree = parse_sql(sql)
     return None if tree is None else tree.sql(dialect="mysql")
 
 
 def _sorted_further(sql: str, keys: Callable[[exp.Expr], list[exp.Expr]]) -> str | None:
     """The statement with ``keys`` of each of its parts that can sort; None where there are none."""
-    tree, changed = parse(sql), False
+    tree, changed = parse_sql(sql), False
     try:
         for node in [] if tree is None else list(tree.find_all(exp.Select, exp.Update, exp.Delete)):
             if added := keys(node):
@@ -153,7 +153,7 @@ def skills_of(sql: str) -> tuple[str, ...]:
     >>> skills_of("SELECT a FROM t ORDER BY b LIMIT 3")
     ('limit_only', 'order_by_single_column', 'select')
     """
-    tree = parse(sql)
+    tree = parse_sql(sql)
     try:
         return _skills(tree) if tree is not None else ()
     except (RecursionError, ValueError):  # it is nested too deeply, or holds a number of thousands of digits
@@ -191,7 +191,7 @@ def order_keys(sql: str, headers: Sequence[str], width: int) -> tuple[int, ...] 
     >>> order_keys("SELECT name, AVG(x) AS m FROM t GROUP BY name ORDER BY m DESC", ["name", "x"], 2)
     (1,)
     """
-    tree = parse(sql)
+    tree = parse_sql(sql)
     order = tree.args.get("order") if tree is not None else None
     if tree is None or order is None:
         return None

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent_peft.environments.db_bench.database import Column, Row, Table
+from agent_peft.environments.db_bench.database import DeclaredColumn, Row, Table
 from agent_peft.environments.db_bench.syntax import order_keys, primary_skill, skills_of
 from agent_peft.environments.task_files.reading import list_of, object_of, read_tasks, text_of, wrong
 from agent_peft.types import AgentPeftError, Task
@@ -35,8 +35,8 @@ class SQLProblem:
     ``order`` is `order_keys` of its SQL. ``labels`` is the answer of a question of AgentBench, which has no
     ``direct``, and whose SQL may be empty or give another answer.
 
-    >>> from agent_peft.environments.db_bench.database import Column
-    >>> table = Table("t", (Column("a", "INT"),), ((1,),))
+    >>> from agent_peft.environments.db_bench.database import DeclaredColumn
+    >>> table = Table("t", (DeclaredColumn("a", "INT"),), ((1,),))
     >>> SQLProblem("Delete all.", table, "DELETE FROM t", direct=None, md5=None, order=None).table.name
     't'
     """
@@ -95,7 +95,9 @@ def read_entry(name: str, entry: Any) -> SQLProblem:
         key = f"table_info.column_info_list[{i}]"
         if not isinstance(column, Mapping):
             raise wrong(name, key, "an object with name and type")
-        columns.append(Column(text_of(name, column, f"{key}.name"), text_of(name, column, f"{key}.type")))
+        columns.append(
+            DeclaredColumn(text_of(name, column, f"{key}.name"), text_of(name, column, f"{key}.type"))
+        )
         if not _TYPE.fullmatch(columns[-1].type):
             raise wrong(name, f"{key}.type", "a column type such as INT or TEXT")
     if not columns:
@@ -127,7 +129,7 @@ def _read_agentbench(name: str, entry: Mapping[str, Any]) -> SQLProblem:
         # a few names are empty, which some databases accept
         if not isinstance(column, Mapping) or not isinstance(column.get("name"), str):
             raise wrong(name, f"table.table_info.columns[{i}]", "an object with a name")
-        columns.append(Column(column["name"], "TEXT"))
+        columns.append(DeclaredColumn(column["name"], "TEXT"))
     if not columns:
         raise wrong(name, "table.table_info.columns", "a list of at least one column")
     rows = [tuple(map(str, row)) for row in _rows(name, info, "table.table_info.rows", len(columns))]

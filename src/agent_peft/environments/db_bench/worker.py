@@ -24,7 +24,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from agent_peft.environments.db_bench.database import Column, Table
+from agent_peft.environments.db_bench.database import DeclaredColumn, Table
 from agent_peft.environments.db_bench.sqlite import SQLiteDatabase
 from agent_peft.types import AgentPeftError
 
@@ -41,11 +41,11 @@ _ENCODER = json.JSONEncoder(
 _DECODER = json.JSONDecoder(object_hook=lambda cell: bytes.fromhex(cell["hex"]))
 
 
-def encode(message: Any) -> bytes:
+def frame(message: Any) -> bytes:
     """A message of lists, texts, numbers, None and bytes, as it is sent: a line of JSON. Raises ValueError if
     a number has too many digits.
 
-    >>> encode(["a", b"b"])
+    >>> pack(["a", b"b"])
     b'["a",{"hex":"62"}]\\n'
     """
     return _ENCODER.encode(message).encode() + b"\n"
@@ -55,7 +55,7 @@ class Channel:
     """One end of a socket.
 
     >>> near, far = map(Channel, socket.socketpair())
-    >>> near.send(encode(["a", 1.5, b"b"]))
+    >>> near.send(pack(["a", 1.5, b"b"]))
     >>> far.receive()
     ['a', 1.5, b'b']
     >>> near.close(), far.close()
@@ -84,7 +84,7 @@ class Channel:
         return _DECODER.decode(line.decode())
 
 
-def main(descriptor: int) -> None:
+def serve_workers(descriptor: int) -> None:
     """Fork a worker for each socket that comes, until the other end is closed."""
     caller = socket.socket(fileno=descriptor)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -147,18 +147,18 @@ def _serve(channel: Channel) -> None:
                     database = _opened(*arguments)
                 except AgentPeftError as error:
                     refusal = str(error)
-            channel.send(encode(refusal))
+            channel.send(frame(refusal))
         elif database is None:  # its table was refused
             return
         elif what == "execute":
             sql, seconds = arguments
             with _alarm(seconds + min(database.seconds, _GRACE)):
                 done = database.execute(sql, seconds)
-                answer = encode([done.rows, done.changed, done.error, done.cut])
+                answer = frame([done.rows, done.changed, done.error, done.cut])
             channel.send(answer)
         elif what == "table":
             with _alarm(database.seconds + min(database.seconds, _GRACE)):
-                answer = encode(database.table())
+                answer = frame(database.table())
             channel.send(answer)
         elif what == "reset":
             with _alarm(_OPEN_SECONDS):
@@ -173,7 +173,7 @@ def _serve(channel: Channel) -> None:
 def _opened(
     name: str, columns: list[tuple[str, str]], rows: list[list[Any]], seconds: float, steps: int, seed: int
 ) -> SQLiteDatabase:
-    table = Table(name, tuple(Column(*column) for column in columns), rows)
+    table = Table(name, tuple(DeclaredColumn(*column) for column in columns), rows)
     return SQLiteDatabase(table, seconds=seconds, steps=steps, seed=seed)
 
 

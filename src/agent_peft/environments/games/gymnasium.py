@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
-from agent_peft.environments.contract import describe, quote
+from agent_peft.environments.contract import error_text, quote
 from agent_peft.environments.templates import fill, with_placeholders
 from agent_peft.lookup import may_import
 from agent_peft.seeding import derive
@@ -74,7 +74,7 @@ class Gymnasium(Environment):
                 raise ValueError(f"an observation is {world.observation_space}, which is no text")
             world.reset(seed=0)
         except Exception as error:
-            raise AgentPeftError(f"environment.id: {config.id}: {describe(error)}") from error
+            raise AgentPeftError(f"environment.id: {config.id}: {error_text(error)}") from error
         finally:
             world.close()
 
@@ -112,7 +112,7 @@ class GymnasiumEpisode(Episode):  # Gymnasium has one seed, which is the task
             self._total += float(reward)
             valid = facts.get("valid") is not False
         self._turns += 1
-        score = score_of(self._total, config.score)
+        score = scaled_score(self._total, config.score)
         if not (terminated or truncated or self._turns == config.max_turns):
             return StepResult(str(observation), valid=valid, score=score)
         self.close()
@@ -141,7 +141,7 @@ def make_world(name: str, arguments: Mapping[str, Any]) -> Any:
     try:
         return gymnasium.make(name, disable_env_checker=True, **arguments)
     except Exception as error:
-        raise AgentPeftError(f"environment.id: {name}: {describe(error)}") from error
+        raise AgentPeftError(f"environment.id: {name}: {error_text(error)}") from error
 
 
 def is_text(space: Any) -> bool:
@@ -193,10 +193,10 @@ def warn_beyond(total: float, bounds: tuple[float, float]) -> None:
         )
 
 
-def score_of(total: float, bounds: tuple[float, float]) -> float:
+def scaled_score(total: float, bounds: tuple[float, float]) -> float:
     """The score of a sum of rewards: 0 up to the lower bound, 1 from the upper one on.
 
-    >>> score_of(125, (0, 500))
+    >>> scaled_score(125, (0, 500))
     0.25
     """
     lowest, highest = bounds

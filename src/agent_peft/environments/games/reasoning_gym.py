@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from agent_peft.environments.base import Environment, EnvironmentConfig
-from agent_peft.environments.contract import describe, quote
+from agent_peft.environments.contract import error_text, quote
 from agent_peft.environments.graders import Grade, QuestionEpisode
 from agent_peft.lookup import nearest
 from agent_peft.seeding import derive
@@ -118,6 +118,6 @@ class ReasoningGym(Environment):
                         content = {"question": question, "answer": entry["answer"]}
                         yield Task(f"{name}-{len(questions)}", (name,), content), dataset, entry
             except Exception as error:
-                raise AgentPeftError(f"environment.dataset: {name}: {describe(error)}") from error
+                raise AgentPeftError(f"environment.dataset: {name}: {error_text(error)}") from error
             if len(questions) == known:
                 raise AgentPeftError(f"environment.num_tasks: {name} has only {known} different questions")

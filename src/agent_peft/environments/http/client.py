@@ -103,7 +103,7 @@ class Connection:
             most: bytes of the answer.
             nodes: commas and brackets in it.
         """
-        content = None if message is None else messages.encode(message)
+        content = None if message is None else messages.to_json(message)
         request = self._client.build_request(
             "GET" if content is None else "POST", path, content=content, params=params
         )

@@ -155,7 +155,7 @@ class Guard:
 
     async def _refuse(self, refusal: Refusal, scope: Scope, send: Send) -> None:
         kind = "http.response" if scope["type"] == "http" else "websocket.http.response"
-        body = messages.encode(self.content_of(refusal))
+        body = messages.to_json(self.content_of(refusal))
         length = str(len(body)).encode()
         headers = [
             (b"content-type", b"application/json"),

@@ -135,14 +135,14 @@ class DemonstrationRequest(_Message):
     task: TaskName | TaskMessage
 
 
-class ChatMessage(_Message):
+class WireMessage(_Message):
     """One message of a conversation."""
 
     role: Role
     content: Text
 
     @classmethod
-    def of(cls, message: Message) -> ChatMessage:
+    def of(cls, message: Message) -> WireMessage:
         return cls(role=message.role, content=message.content)
 
     def message(self) -> Message:
@@ -153,7 +153,7 @@ class Observation(_Message):
     """The text that the agent reads next, and after a reset the whole opening of the conversation."""
 
     text: Text
-    messages: Annotated[tuple[ChatMessage, ...], First] = ()
+    messages: Annotated[tuple[WireMessage, ...], First] = ()
 
 
 class State(_Message):
@@ -252,7 +252,7 @@ class Example(_Message):
     """A conversation in which a task was solved."""
 
     task: str
-    messages: Annotated[tuple[ChatMessage, ...], First]
+    messages: Annotated[tuple[WireMessage, ...], First]
 
 
 class Examples(_Message):
@@ -321,10 +321,10 @@ def check_json(text: bytes | bytearray, nodes: int = MAX_NODES) -> None:
         raise ValueError(f"its brackets are nested more than {MAX_DEPTH} deep")
 
 
-def encode(content: BaseModel | Mapping[str, Any]) -> bytes:
+def to_json(content: BaseModel | Mapping[str, Any]) -> bytes:
     """ASCII JSON.
 
-    >>> encode({"text": "é"})
+    >>> to_json({"text": "é"})
     b'{"text":"\\\\u00e9"}'
     """
     plain = content.model_dump() if isinstance(content, BaseModel) else content

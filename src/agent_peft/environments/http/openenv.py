@@ -97,7 +97,7 @@ class OpenEnv(Environment):
         self.config: OpenEnvConfig = config
         self.connection = Connection(config.url, config.token, config.timeout)
         try:
-            schema = self.connection.fetch(Schema, "/schema")
+            schema = self.connection.fetch(ServerSchemas, "/schema")
         except (InfrastructureError, DefectError) as error:
             raise AgentPeftError(f"{config.url}: no OpenEnv server answers: {error}") from error
         self.action_key = config.action_key or _only_text(_object(schema.action), config.url)
@@ -179,7 +179,7 @@ class OpenEnvEpisode(Episode):
             answer = self._read(self._session.step({self._environment.action_key: _plain(action)}))
             shown, valid = self._environment.show(answer.shown), True
         except SessionRefusal as refusal:
-            answer, shown, valid = Answer(), str(refusal), False
+            answer, shown, valid = SessionAnswer(), str(refusal), False
         self._turns += 1
         if answer.reward is not None:
             self._rewards.append(answer.reward)
@@ -192,9 +192,9 @@ class OpenEnvEpisode(Episode):
     def close(self) -> None:
         self._session.close()
 
-    def _read(self, content: Mapping[str, Any]) -> Answer:
+    def _read(self, content: Mapping[str, Any]) -> SessionAnswer:
         try:
-            return Answer.model_validate(content)
+            return SessionAnswer.model_validate(content)
         except ValidationError as error:
             fault = messages.one_line(first_error(error))
             raise InfrastructureError(
@@ -209,7 +209,7 @@ class OpenEnvEpisode(Episode):
         return Outcome.CORRECT if reward >= config.threshold else Outcome.INCORRECT
 
 
-class Answer(BaseModel):
+class SessionAnswer(BaseModel):
     """A server's answer to a reset or a step."""
 
     observation: Any = {}
@@ -221,7 +221,7 @@ class Answer(BaseModel):
         return self.observation if isinstance(self.observation, dict) else {"observation": self.observation}
 
 
-class Schema(BaseModel):
+class ServerSchemas(BaseModel):
     """The JSON schemas of a server."""
 
     action: Any = None

@@ -92,7 +92,7 @@ def environment_app(sessions: Sessions) -> FastAPI:
         size = 0
         for task in everything[offset : offset + limit]:
             message = messages.TaskMessage.of(task)
-            size += len(messages.encode(message))
+            size += len(messages.to_json(message))
             if page and size > messages.MAX_PAGE_BYTES:
                 break
             page.append(message)
@@ -165,7 +165,7 @@ class SolvedExamples:
                     logger.exception("task %r: its demonstration could not be replayed", task.id)
                 self._next += 1
                 if conversation is not None:
-                    chat = tuple(messages.ChatMessage.of(message) for message in conversation)
+                    chat = tuple(messages.WireMessage.of(message) for message in conversation)
                     self._examples.append(messages.Example(task=task.id, messages=chat))
         if not self._examples:
             raise Refusal(
@@ -280,7 +280,7 @@ def check_tasks(environments: Mapping[str, Environment]) -> None:
     for name, environment in environments.items():
         for task in islice(environment.tasks, messages.MAX_LISTED_TASKS):
             try:
-                messages.encode(messages.TaskMessage.of(task))
+                messages.to_json(messages.TaskMessage.of(task))
             except (TypeError, ValueError, RecursionError) as error:
                 raise AgentPeftError(
                     f"{name}: task {task.id!r:.200} cannot be sent: {messages.one_line(error)}"

@@ -170,7 +170,7 @@ class Sessions:
             await socket.close()
             return False
         async with asyncio.timeout(self.limits.answer_seconds):
-            await socket.send_text(messages.encode(answer).decode("ascii"))
+            await socket.send_text(messages.to_json(answer).decode("ascii"))
         return True
 
     async def _make_room(self) -> bool:
@@ -268,7 +268,7 @@ class Session:
             self.episode = open_episode(environment, task, seed)
             return opening_of(self.episode)
 
-        opening = tuple(messages.ChatMessage.of(message) for message in await self._run(begin, acting=False))
+        opening = tuple(messages.WireMessage.of(message) for message in await self._run(begin, acting=False))
         text = opening[-1].content if opening else ""
         return messages.ResetResponse(
             observation=messages.Observation(text=text, messages=opening), metadata=self.state

@@ -70,7 +70,7 @@ class JSON(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return messages.encode(content)
+        return messages.to_json(content)
 
 
 def new_app(title: str, description: str) -> FastAPI:
@@ -135,7 +135,7 @@ def within_descriptors(limits: Limits) -> Limits:
     return replace(limits, connections=max(2, min(limits.connections, descriptors // 3)))
 
 
-class Config(uvicorn.Config):
+class ServerConfig(uvicorn.Config):
     """uvicorn's configuration for an application with these limits."""
 
     def __init__(self, app: Callable[..., Awaitable[None]], limits: Limits) -> None:
@@ -164,7 +164,7 @@ class Server(uvicorn.Server):
     """uvicorn's server, which also closes connections whose client is too slow."""
 
     def __init__(self, app: Callable[..., Awaitable[None]], limits: Limits) -> None:
-        super().__init__(Config(app, limits))
+        super().__init__(ServerConfig(app, limits))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -180,7 +180,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
 
-class Clock:
+class ClientTimer:
     """Measures how long a client is waited for, and closes its connection after the limit."""
 
     def __init__(self, transport: asyncio.Transport, limits: Limits) -> None:
@@ -213,13 +213,13 @@ class HTTPConnection(H11Protocol):
     bounds bytes, not time.
     """
 
-    def __init__(self, config: Config, *arguments: Any, **more: Any) -> None:
+    def __init__(self, config: ServerConfig, *arguments: Any, **more: Any) -> None:
         super().__init__(config, *arguments, **more)
         self.limits = config.limits
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.clock = Clock(transport, self.limits)
+        self.clock = ClientTimer(transport, self.limits)
         if len(self.connections) > self.limits.connections and not self._make_room():
             logger.warning("all of %d connections are busy: another is refused", self.limits.connections)
             transport.write(UNAVAILABLE)
@@ -281,14 +281,14 @@ class WebSocketConnection(WebSocketsSansIOProtocol):
     ``ws_max_size`` bounds one message in bytes, ``ws_ping_timeout`` finds a lost client: neither sees these.
     """
 
-    def __init__(self, config: Config, *arguments: Any, **more: Any) -> None:
+    def __init__(self, config: ServerConfig, *arguments: Any, **more: Any) -> None:
         super().__init__(config, *arguments, **more)
         self.settings, self.incomplete = config, 0
         self.fragments = self.fragment_bytes = 0  # of the current message
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self.clock = Clock(self.transport, self.settings.limits)
+        self.clock = ClientTimer(self.transport, self.settings.limits)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._hold(0)

@@ -15,8 +15,8 @@ from typing import Any
 
 from agent_peft.environments import expressions
 from agent_peft.environments.os_interaction.problems import (
+    AnswerCheck,
     Checks,
-    Comparison,
     Matches,
     Script,
     ShellProblem,
@@ -26,7 +26,7 @@ from agent_peft.environments.os_interaction.problems import (
 from agent_peft.environments.task_files.reading import object_of, text_of, wrong
 
 MAX_SCRIPT = 1 << 20  # characters of one that is a file
-_COMPARISONS = {f"check/{comparison}.py": comparison for comparison in Comparison}
+_COMPARISONS = {f"check/{comparison}.py": comparison for comparison in AnswerCheck}
 
 
 def is_entry(entry: Mapping[str, Any]) -> bool:
@@ -122,7 +122,7 @@ def _evaluation(name: str, evaluation: Mapping[str, Any], example: Script | None
         raise wrong(name, "evaluation.check", "a list of at least one step")
     if any(step is None for step in steps) and example is None:
         raise wrong(name, "evaluation.example", "a script, since check runs it")
-    if any(isinstance(step, Comparison) and i == 0 for i, step in enumerate(steps)):
+    if any(isinstance(step, AnswerCheck) and i == 0 for i, step in enumerate(steps)):
         raise wrong(
             name,
             "evaluation.check[0]",
@@ -131,7 +131,7 @@ def _evaluation(name: str, evaluation: Mapping[str, Any], example: Script | None
     return Checks(steps, example)
 
 
-def _step(name: str, key: str, item: Any) -> Script | Comparison | None:
+def _step(name: str, key: str, item: Any) -> Script | AnswerCheck | None:
     if item is None:
         return None
     if isinstance(item, Mapping) and isinstance(item.get("file"), str) and item["file"] in _COMPARISONS:

@@ -51,7 +51,7 @@ class OSEpisode(Episode):
                 raise RuntimeError("the episode was started before")
             self._sandbox = prepare(problem, config)
             try:
-                begin(problem, config, self._sandbox, self._seed)
+                start_programs(problem, config, self._sandbox, self._seed)
             except BaseException:
                 self.close()
                 raise
@@ -124,7 +124,7 @@ class OSEpisode(Episode):
         """Run an example on a machine as the agent found it."""
         try:
             with closing(prepare(self._problem, self._config)) as sandbox:
-                begin(self._problem, self._config, sandbox, self._seed)
+                start_programs(self._problem, self._config, sandbox, self._seed)
                 return sandbox.run_fresh(example.bash, self._config.script_timeout)
         except MachineLost as error:
             raise InfrastructureError(str(error)) from error  # the agent was never there
@@ -152,7 +152,7 @@ def prepare(problem: ShellProblem, config: OSInteractionConfig) -> Sandbox:
         raise
 
 
-def begin(problem: ShellProblem, config: OSInteractionConfig, sandbox: Sandbox, seed: int) -> None:
+def start_programs(problem: ShellProblem, config: OSInteractionConfig, sandbox: Sandbox, seed: int) -> None:
     """Type the commands that the task wants to be running into the shell."""
     sandbox.run(f"RANDOM={derive(seed, 'shell') % 32768}", config.script_timeout)
     if problem.start is not None:
@@ -171,7 +171,7 @@ def demonstrate(problem: ShellProblem, config: OSInteractionConfig) -> tuple[str
         return (act, write(Finish()))
     sandbox = prepare(problem, config)
     try:
-        begin(problem, config, sandbox, seed=0)
+        start_programs(problem, config, sandbox, seed=0)
         return (act, write(Finish(sandbox.run_fresh(problem.gold, config.script_timeout).output.strip())))
     finally:
         sandbox.close()

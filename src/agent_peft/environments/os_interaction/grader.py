@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from agent_peft.environments.os_interaction.matching import compare, matches
+from agent_peft.environments.os_interaction.matching import matches, matches_truth
 from agent_peft.environments.os_interaction.problems import (
+    AnswerCheck,
     Checks,
-    Comparison,
     Exits,
     Matches,
     Script,
@@ -60,8 +60,8 @@ def _checks(
 ) -> bool:
     outputs = [answer]
     for step in checks.steps:
-        if isinstance(step, Comparison):
-            if not compare(step, answer, outputs[1]):
+        if isinstance(step, AnswerCheck):
+            if not matches_truth(step, answer, outputs[1]):
                 return False
             outputs.append("")
             continue

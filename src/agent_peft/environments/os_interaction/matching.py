@@ -6,7 +6,7 @@ import re
 from decimal import Decimal
 
 from agent_peft.environments import expressions
-from agent_peft.environments.os_interaction.problems import Comparison, Matches
+from agent_peft.environments.os_interaction.problems import AnswerCheck, Matches
 
 _MORE_WORDS = 8  # that an answer may have than the truth it should contain: a sentence, not a list of guesses
 _CANDIDATES = 3  # numbers and names among them, the truth included
@@ -33,26 +33,26 @@ def matches(expected: Matches, answer: str) -> bool:
     )
 
 
-def compare(how: Comparison, answer: str, truth: str) -> bool:
+def matches_truth(how: AnswerCheck, answer: str, truth: str) -> bool:
     """Whether an answer is the truth, in AgentBench's ways; but one that guesses at many truths, or says next
     to nothing, is none.
 
-    >>> compare(Comparison.INTEGER, "1,024", "1024"), compare(Comparison.SIZE, "4 KB", "4.0K")
+    >>> matches_truth(Comparison.INTEGER, "1,024", "1024"), matches_truth(Comparison.SIZE, "4 KB", "4.0K")
     (True, True)
-    >>> compare(Comparison.STRING, "a", "b")
+    >>> matches_truth(Comparison.STRING, "a", "b")
     False
     """
     said, true = _newlines(answer), _newlines(truth)
     match how:
-        case Comparison.INTEGER:
+        case AnswerCheck.INTEGER:
             return _integer(true) is not None and _integer(said) == _integer(true)
-        case Comparison.SIZE:
+        case AnswerCheck.SIZE:
             return _size(true) is not None and _size(said) == _size(true)
-        case Comparison.STRING:
+        case AnswerCheck.STRING:
             return said == true
-        case Comparison.ANSWER_IN_TRUTH:
+        case AnswerCheck.ANSWER_IN_TRUTH:
             return said in true and _says_enough(said, true)
-        case Comparison.TRUTH_IN_ANSWER:
+        case AnswerCheck.TRUTH_IN_ANSWER:
             return true in said and _says_little_else(said, true)
 
 

@@ -85,7 +85,7 @@ def is_typable(text: str) -> bool:
     return _UNTYPABLE.search(text) is None
 
 
-class Comparison(StrEnum):
+class AnswerCheck(StrEnum):
     """The comparisons of answer and truth in AgentBench's check scripts."""
 
     INTEGER = "integer-match"
@@ -122,7 +122,7 @@ class Checks:
     script is given the answer and all outputs before it, and succeeds with exit code 0.
     """
 
-    steps: tuple[Script | Comparison | None, ...]
+    steps: tuple[Script | AnswerCheck | None, ...]
     example: Script | None = None
 
 

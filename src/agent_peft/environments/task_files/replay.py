@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agent_peft.environments.base import Environment, Episode, Inspection
-from agent_peft.environments.contract import describe, open_episode, opening_of, place_of, quote, result_of
+from agent_peft.environments.contract import error_text, open_episode, opening_of, place_of, quote, result_of
 from agent_peft.types import AgentPeftError, InfrastructureError, Message, Outcome, StepResult, Task
 
 NOTHINGS = ("",) * 100  # replies that do nothing, for an episode that does not end by itself
 
 
 @dataclass(frozen=True)
-class Replay:
+class GoldReplay:
     """The conversation of replayed actions, and the result of each action up to the end of the episode."""
 
     messages: list[Message]
     results: list[StepResult]
 
 
-def replay(episode: Episode, actions: Sequence[str], pause: float = 0.0) -> Replay:
+def replay(episode: Episode, actions: Sequence[str], pause: float = 0.0) -> GoldReplay:
     """Play actions in a new episode until it is done, and close it; ``pause`` seconds before the last."""
     try:
         messages, results = opening_of(episode), []
@@ -33,7 +33,7 @@ def replay(episode: Episode, actions: Sequence[str], pause: float = 0.0) -> Repl
             if results[-1].done:
                 break
             messages.append(Message("user", results[-1].observation))
-        return Replay(messages, results)
+        return GoldReplay(messages, results)
     finally:
         episode.close()
 
@@ -46,7 +46,7 @@ def inspect(environment: Environment, task: Task) -> Inspection:
     except (AgentPeftError, InfrastructureError) as error:
         return Inspection(False, False, str(error))
     except Exception as error:
-        return Inspection(False, False, f"{describe(error)}, at {place_of(error, type(environment))}")
+        return Inspection(False, False, f"{error_text(error)}, at {place_of(error, type(environment))}")
     return Inspection(fault is None, nothing, fault or ("doing nothing passes" if nothing else None))
 
 

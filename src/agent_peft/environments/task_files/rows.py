@@ -18,7 +18,7 @@ from pydantic import AfterValidator
 
 from agent_peft.environments.task_files.download import hub_rows, read_rows
 from agent_peft.environments.task_files.reading import MAX_FILE_BYTES
-from agent_peft.environments.task_files.split import Part, check_split_of_file
+from agent_peft.environments.task_files.split import Portion, check_split_of_file
 from agent_peft.files import parse_json, read_text
 from agent_peft.lookup import alike, is_hub_id
 from agent_peft.types import AgentPeftError
@@ -57,10 +57,10 @@ def check_split(tasks: str | Path, split: str | None) -> None:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A row of a table. ``number`` is its line in a file of lines, and else its place, from 1.
 
-    >>> Row("line", 3, {"question": "1 + 1?"}).place
+    >>> TableRow("line", 3, {"question": "1 + 1?"}).place
     'line 3'
     """
 
@@ -73,15 +73,15 @@ class Row:
         return f"{self.unit} {self.number}"
 
 
-def read_table(source: Path | str, split: str | None) -> tuple[str, Sequence[Row]]:
+def read_table(source: Path | str, split: str | None) -> tuple[str, Sequence[TableRow]]:
     """The rows of a file, or of a part of a hub id, and the name of their ids: the file's or the split's."""
     if isinstance(source, Path):
         return source.stem, list(_rows_of_file(source))
-    name = Part.parse(split or "").name
-    return name, [Row("row", number, row) for number, row in enumerate(hub_rows(source, name), 1)]
+    name = Portion.parse(split or "").name
+    return name, [TableRow("row", number, row) for number, row in enumerate(hub_rows(source, name), 1)]
 
 
-def check_columns(source: Path | str, rows: Sequence[Row], columns: Mapping[str, str]) -> None:
+def check_columns(source: Path | str, rows: Sequence[TableRow], columns: Mapping[str, str]) -> None:
     """Check that each row is an object of JSON values, and that some row has each column (by its key)."""
     known: dict[str, None] = {}
     for row in rows:
@@ -103,14 +103,14 @@ def check_columns(source: Path | str, rows: Sequence[Row], columns: Mapping[str,
             )
 
 
-def _rows_of_file(path: Path) -> Iterator[Row]:
+def _rows_of_file(path: Path) -> Iterator[TableRow]:
     suffix = path.suffix.lower()
     if suffix in SPREADSHEETS:
         raise AgentPeftError(
             f"{path}: is a spreadsheet, which is not read; save the sheet as CSV (UTF-8), and name that file"
         )
     if suffix == ".parquet":
-        yield from (Row("row", number, row) for number, row in enumerate(read_rows([path]), 1))
+        yield from (TableRow("row", number, row) for number, row in enumerate(read_rows([path]), 1))
         return
     text = read_text(path, A_TABLE, MAX_FILE_BYTES)
     if "\0" in text:
@@ -123,12 +123,12 @@ def _rows_of_file(path: Path) -> Iterator[Row]:
             rows = parse_json(text)
         except ValueError as error:
             raise AgentPeftError(f"{path}: is not JSON ({error})") from error
-        yield from (Row("row", number, row) for number, row in enumerate(rows, 1))
+        yield from (TableRow("row", number, row) for number, row in enumerate(rows, 1))
         return
     for number, line in enumerate(text.split("\n"), 1):  # splitlines would cut at U+2028 inside a text, too
         if line.strip():
             try:
-                yield Row("line", number, parse_json(line))
+                yield TableRow("line", number, parse_json(line))
             except ValueError as error:
                 advice = "a JSONL file holds one entry a line"
                 if suffix not in SUFFIXES:
@@ -136,7 +136,7 @@ def _rows_of_file(path: Path) -> Iterator[Row]:
                 raise AgentPeftError(f"{path}: line {number}: is not JSON ({error}); {advice}") from error
 
 
-def _csv_rows(path: Path, text: str) -> Iterator[Row]:
+def _csv_rows(path: Path, text: str) -> Iterator[TableRow]:
     """Rows whose values are texts. The first line names the columns."""
     delimiter = _delimiter(text)
     reader = csv.reader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)
@@ -157,7 +157,7 @@ def _csv_rows(path: Path, text: str) -> Iterator[Row]:
                     f"{path}: line {first}: has {len(cells)} values for {len(columns)} columns; put a text "
                     f"with a {_DELIMITER_NAMES.get(delimiter, delimiter)} in double quotes"
                 )
-            yield Row("line", first, dict(zip(columns, cells, strict=True)))
+            yield TableRow("line", first, dict(zip(columns, cells, strict=True)))
     except csv.Error as error:
         raise AgentPeftError(f"{path}: line {line}: is not CSV ({error})") from error
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from agent_peft.environments.base import Environment
 from agent_peft.environments.digests import shared_ids
-from agent_peft.environments.task_files.split import Part
+from agent_peft.environments.task_files.split import Portion
 from agent_peft.types import AgentPeftError, Task
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def load_selected(
 
 def part_of(tasks: Sequence[Task], split: str | None, source: Path | str) -> Sequence[Task]:
     """The tasks that a split names, at least one. ``source`` is the file or hub id, for the message."""
-    part = tasks if split is None else Part.parse(split).of(tasks)
+    part = tasks if split is None else Portion.parse(split).of(tasks)
     if not part:
         raise AgentPeftError(
             f"{source}: split: {split} holds none of its {len(tasks)} tasks; give another part"

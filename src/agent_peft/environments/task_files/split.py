@@ -22,7 +22,7 @@ _SPLIT = re.compile(r"(\w+(?:[.-]\w+)*)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?", re.ASCII
 
 
 @dataclass(frozen=True)
-class Part:
+class Portion:
     """The rows that a split names. A bound is a row or a percentage of the rows, from the end if negative;
     empty is the first or the last row.
 
@@ -36,7 +36,7 @@ class Part:
     last: str
 
     @classmethod
-    def parse(cls, split: str) -> Part:
+    def parse(cls, split: str) -> Portion:
         match = _SPLIT.fullmatch(split)
         if match is None:
             raise ValueError(f"{split!r:.60} is no split; {FORM}")
@@ -58,7 +58,7 @@ def _place(bound: str, rows: int) -> int:
 
 def _is_split(split: str | None) -> str | None:
     if split is not None:
-        Part.parse(split)
+        Portion.parse(split)
     return split
 
 
@@ -83,5 +83,5 @@ def check_split_of_file(split: str | None, is_file: bool = True) -> None:
         raise ValueError(
             "split is for a file of tasks; of generated ones generate.split names the part; leave it out"
         )
-    if (name := Part.parse(split).name) != FILE_SPLIT:
+    if (name := Portion.parse(split).name) != FILE_SPLIT:
         raise ValueError(f"split: a file has no split {name!r}, its rows are called {FILE_SPLIT}; {FORM}")

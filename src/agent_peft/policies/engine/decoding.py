@@ -17,7 +17,7 @@ from agent_peft.hardware import is_out_of_memory
 from agent_peft.policies.engine.base import Conversation, EngineConfig, EngineStatistics
 from agent_peft.policies.engine.daemon_threads import DaemonThreads
 from agent_peft.policies.engine.kv_cache import COMMON, PROMPTS, ROWS, TierCache
-from agent_peft.policies.engine.schedule import Answer, Clock, Schedule
+from agent_peft.policies.engine.schedule import DecodeClock, PendingTurn, Schedule
 from agent_peft.policies.forward.trie import common_length, common_prefix
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig, StopMatcher, draw, uniform
@@ -54,7 +54,7 @@ class Row:
     action: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     matcher: StopMatcher | None = None
-    answer: Answer | None = None
+    answer: PendingTurn | None = None
 
 
 class Decoding:
@@ -76,7 +76,7 @@ class Decoding:
         self.policy, self.config, self.sampling, self.threads = policy, config, sampling, threads
         self.new_cache, self.shares, self.capacity = new_cache, shares, capacity
         self.queue = deque(Row(conversation, number) for number, conversation in enumerate(conversations))
-        self.clock = Clock(config.overlap, schedule, conversations)
+        self.clock = DecodeClock(config.overlap, schedule, conversations)
         self.prefilled = self.prefilled_naive = self.sampled = self.row_halvings = 0
         self._clear()
 
@@ -149,7 +149,9 @@ class Decoding:
     def _open(self, row: Row, due: int) -> None:
         if row.answer is None and not row.tokens:
             conversation = row.conversation
-            row.answer = Answer(row.number, 0, due, self.threads.submit(lambda: _prompt_of(conversation)))
+            row.answer = PendingTurn(
+                row.number, 0, due, self.threads.submit(lambda: _prompt_of(conversation))
+            )
 
     def _join(self) -> None:
         """Take in the answers that join at this step, in slot order; then waiting conversations."""
@@ -353,7 +355,7 @@ class Decoding:
             row.turns += 1
             room = self._sampling_of(row).max_tokens - row.length - 1
             future = self.threads.submit(row.conversation.act, tuple(row.action), tuple(row.logprobs), room)
-            row.answer = Answer(row.number, row.turns, self.clock.step + self.clock.overlap, future)
+            row.answer = PendingTurn(row.number, row.turns, self.clock.step + self.clock.overlap, future)
 
     # -- what differs between rows where conversations bring their own sampling ------------------------------
 

@@ -34,7 +34,7 @@ FIRST_PATIENCE = 1.0
 
 
 @dataclass(eq=False)
-class Answer:
+class PendingTurn:
     """A request to a conversation, on a thread: for the tokens to read next, or None at its end."""
 
     conversation: int
@@ -44,7 +44,7 @@ class Answer:
     overdue: bool = False  # the engine has waited for it in vain
 
 
-class Clock:
+class DecodeClock:
     """Counts decode steps, and decides at which of them answers join.
 
     Args:
@@ -72,7 +72,7 @@ class Clock:
         self._patience = (self._patience if self.step else PATIENCE) + PATIENCE_SHARE * seconds
         self.step += 1
 
-    def joins(self, answer: Answer) -> bool:
+    def joins(self, answer: PendingTurn) -> bool:
         """Whether an answer joins at this step. This may wait for it."""
         if self._joins_at(answer) > self.step:
             return False
@@ -88,7 +88,7 @@ class Clock:
             self.recorded.append((answer.conversation, answer.turn, self.step))
         return True
 
-    def skip(self, answers: Sequence[Answer]) -> None:
+    def skip(self, answers: Sequence[PendingTurn]) -> None:
         """Nothing can decode: move on to the step at which the first of these answers joins. That is a later
         step, since each step asks for its answers once. Otherwise the order of two answers that join at one
         step would depend on which of them arrived first.
@@ -105,14 +105,14 @@ class Clock:
         if not any(answer.future.done() for answer in due):
             self.step = max(self.step, min(answer.due for answer in answers if answer.future.done()))
 
-    def _joins_at(self, answer: Answer) -> int:
+    def _joins_at(self, answer: PendingTurn) -> int:
         return (
             answer.due
             if self._followed is None
             else self._followed.get((answer.conversation, answer.turn), answer.due)
         )
 
-    def _wait(self, answers: Sequence[Answer], timeout: float | None) -> float:
+    def _wait(self, answers: Sequence[PendingTurn], timeout: float | None) -> float:
         """Wait for the first of them, for at most ``timeout`` seconds. Return the seconds that it took."""
         begin = time.perf_counter()
         futures, note = [answer.future for answer in answers], NOTES[0]

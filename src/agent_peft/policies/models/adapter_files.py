@@ -59,7 +59,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         ) from error
 
 
-def settings_of(folder: Path, dropout: float) -> LoraSettings:
+def lora_settings(folder: Path, dropout: float) -> LoraSettings:
     """Return the settings with which an adapter can be loaded: its rank, its alpha and its layers.
 
     Layers that the configuration names by a pattern are read from the names of the tensors.

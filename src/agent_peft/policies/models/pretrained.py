@@ -62,7 +62,7 @@ def load_pretrained(folder: str, dtype: torch.dtype) -> tuple[PreTrainedTokenize
         )
     try:
         with nullcontext() if here else hub_or_cache():
-            config = read_config(folder)
+            config = read_model_config(folder)
             if here:
                 check_size(config, Path(folder))
             tokenizer = _load_tokenizer(folder)
@@ -122,7 +122,7 @@ def ends_of(model: PreTrainedModel) -> list[int]:
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
-def build(
+def build_model(
     config: PreTrainedConfig, dtype: torch.dtype | None = None, name: str = "policy.architecture"
 ) -> PreTrainedModel:
     """A model of random weights."""
@@ -136,7 +136,7 @@ def build(
     return built
 
 
-def read_config(folder: str, download: bool = True) -> PreTrainedConfig:
+def read_model_config(folder: str, download: bool = True) -> PreTrainedConfig:
     """A model's configuration.
 
     Raises:
@@ -169,7 +169,8 @@ def check_size(config: PreTrainedConfig, folder: Path) -> None:
     """
     with torch.device("meta"):
         parameters = sum(
-            parameter.numel() for parameter in build(config, name=str(folder / "config.json")).parameters()
+            parameter.numel()
+            for parameter in build_model(config, name=str(folder / "config.json")).parameters()
         )
     stored = sum(
         path.stat().st_size for suffix in ("safetensors", "bin") for path in folder.glob(f"*.{suffix}")

@@ -20,7 +20,7 @@ from agent_peft.files import check_regular
 from agent_peft.lookup import may_import
 from agent_peft.policies.config import LoraSettings, PretrainedConfig, ScratchConfig
 from agent_peft.policies.models import bundled
-from agent_peft.policies.models.pretrained import build, cause, read_config
+from agent_peft.policies.models.pretrained import build_model, cause, read_model_config
 from agent_peft.policies.models.start import start_of
 from agent_peft.policies.models.tokenizer import character_tokenizer
 from agent_peft.types import AgentPeftError
@@ -89,11 +89,11 @@ def shape_of(config: PretrainedConfig | ScratchConfig) -> ModelShape | None:
     noisy.setLevel(logging.ERROR)
     try:
         with torch.device("meta"):
-            built = build(model)
+            built = build_model(model)
     finally:
         noisy.setLevel(level)
     try:
-        return measure(built, config.lora)
+        return measure_shape(built, config.lora)
     except (AttributeError, IndexError, TypeError, ZeroDivisionError):  # no decoder of layers with attention
         return None
 
@@ -125,7 +125,7 @@ def config_at_hand(config: PretrainedConfig | ScratchConfig) -> Any:
     return config_here(model)
 
 
-def measure(model: Any, lora: LoraSettings | None) -> ModelShape:
+def measure_shape(model: Any, lora: LoraSettings | None) -> ModelShape:
     """The sizes of a causal language model without an adapter, on any device."""
     text = model.config.get_text_config()
     layers = layers_of(model.get_decoder())
@@ -231,7 +231,7 @@ def config_here(name: str) -> PreTrainedConfig | None:
         return None
     check_regular(folder)
     try:
-        return read_config(str(folder), download=False)
+        return read_model_config(str(folder), download=False)
     except AgentPeftError:
         raise
     except Exception:  # loading the model reports more

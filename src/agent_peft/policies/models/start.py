@@ -13,7 +13,7 @@ from pathlib import Path
 
 from agent_peft.files import check_tree
 from agent_peft.policies.config import PretrainedConfig
-from agent_peft.policies.models.adapter_files import CONFIG, read_adapter_config, settings_of
+from agent_peft.policies.models.adapter_files import CONFIG, lora_settings, read_adapter_config
 from agent_peft.policies.models.bundled import BUNDLED
 from agent_peft.types import AgentPeftError
 
@@ -159,7 +159,7 @@ def with_adapter(config: PretrainedConfig) -> PretrainedConfig:
             f"policy.lora: null trains every parameter, and {adapter} is an adapter; leave the key out "
             f"{advice}"
         )
-    theirs = settings_of(adapter, config.lora.dropout)
+    theirs = lora_settings(adapter, config.lora.dropout)
     given = config.lora.model_fields_set
     for key in ("rank", "alpha"):
         ours, stored = getattr(config.lora, key), getattr(theirs, key)

@@ -264,7 +264,7 @@ def row_of(step: int, group: Group) -> Row:
         trajectory.stop_reason.value,
         float(trajectory.reward),
         trajectory.num_action_tokens,
-        lines_of(text),
+        safe_lines(text),
     )
 
 
@@ -283,10 +283,10 @@ def without_passwords(content: Any) -> Any:
     return [without_passwords(value) for value in content] if isinstance(content, list) else content
 
 
-def lines_of(text: str) -> str:
+def safe_lines(text: str) -> str:
     r"""A text with its lines, of at most ``TEXT`` characters. All other control characters are escaped.
 
-    >>> lines_of("SELECT 1;\r\n\x1b[31mred\0")
+    >>> safe_lines("SELECT 1;\r\n\x1b[31mred\0")
     'SELECT 1;\\r\n\\x1b[31mred\\x00'
     """
     whole = text if len(text) <= TEXT else text[: TEXT - 3] + "..."

@@ -10,9 +10,8 @@ from agent_peft.environments.db_bench.database import Row
 from agent_peft.environments.db_bench.generation.plan import (
     Aggregate,
     Among,
-    Arithmetic,
     Between,
-    Comparison,
+    Calculation,
     Condition,
     Connector,
     Derived,
@@ -20,7 +19,8 @@ from agent_peft.environments.db_bench.generation.plan import (
     Function,
     Junction,
     Operator,
-    Output,
+    Projection,
+    Relation,
     Scalar,
     Select,
     Sort,
@@ -89,7 +89,7 @@ class ConditionSampler:
         values = self._sorted(column)
         if self.plain:
             compares = column.type == "INT" and column.role not in ("id", "ref", "flag")
-            return Comparison(
+            return Relation(
                 column,
                 self.rng.choice(("=", ">", "<", ">=", "<=")) if compares else "=",
                 self.rng.choice(values),
@@ -101,10 +101,10 @@ class ConditionSampler:
                 return Among(column, tuple(self.rng.sample(distinct, self.rng.choice((2, 2, 3)))))
             if column.role == "name" and draw < 0.3:
                 word = str(self.rng.choice(values)).split()[0 if draw < 0.2 else -1]
-                return Comparison(
+                return Relation(
                     column, "LIKE", f"{word}%" if draw < 0.2 else f"%{word}%" if draw < 0.27 else f"%{word}"
                 )
-            return Comparison(
+            return Relation(
                 column, "<>" if draw > 0.93 and column.role != "flag" else "=", self.rng.choice(values)
             )
         kept = self.rng.uniform(*self._share)
@@ -114,9 +114,9 @@ class ConditionSampler:
             if low != high:
                 return Between(column, low, high)
         if column.role in ("date", "year") and draw > 0.93:
-            return Comparison(column, "=", self.rng.choice(values))
+            return Relation(column, "=", self.rng.choice(values))
         operator: Operator = self._weighted({">": 45, "<": 32, ">=": 14, "<=": 9})
-        return Comparison(column, operator, self._at(values, kept if operator[0] == "<" else 1 - kept))
+        return Relation(column, operator, self._at(values, kept if operator[0] == "<" else 1 - kept))
 
     def _at(self, values: Sequence[Any], quantile: float) -> Any:
         return values[min(int(len(values) * quantile), len(values) - 1)]
@@ -134,7 +134,7 @@ class ConditionSampler:
         )
         self._used.add(column)
         draw = self.rng.random()
-        table, output = self.schema.table, (Output(column),)
+        table, output = self.schema.table, (Projection(column),)
         if nested and draw < 0.45 and column.role == "id" and self._derives:
             key = self._pick(self.schema.of("total", "measure", "date"))
             sort = (Sort(key, self.rng.random() < 0.7),)
@@ -150,11 +150,11 @@ class ConditionSampler:
             if nested:
                 while term.function not in ("AVG", "MAX", "MIN"):
                     term = self._aggregate()
-                threshold = Scalar(Select((Output(Aggregate("AVG", term.column)),), table))
-            having: Condition = Comparison(term, self.rng.choice((">", ">", "<", ">=")), threshold)
+                threshold = Scalar(Select((Projection(Aggregate("AVG", term.column)),), table))
+            having: Condition = Relation(term, self.rng.choice((">", ">", "<", ">=")), threshold)
             if not nested and self.rng.random() < 0.3:
                 other: Expression = self._calculation() if self.rng.random() < 0.5 else self._aggregate()
-                second = Comparison(
+                second = Relation(
                     other, ">", self._between_groups(other, (column,), None, self.rng.uniform(0.2, 0.5))
                 )
                 having = second if self.rng.random() < 0.4 else Junction("AND", (having, second))
@@ -179,14 +179,14 @@ class ConditionSampler:
             where = self._against_aggregate(False) if self.rng.random() < 0.7 else self._with_query(False)
         elif self.rng.random() < 0.3:
             where = self._atom(("category", "category", "ref", "flag", "date"))
-        query = Scalar(Select((Output(Aggregate(function, column)),), self.schema.table, where))
+        query = Scalar(Select((Projection(Aggregate(function, column)),), self.schema.table, where))
         if function == "AVG":
-            return Comparison(column, self._weighted({">": 66, "<": 28, ">=": 6}), query)
+            return Relation(column, self._weighted({">": 66, "<": 28, ">=": 6}), query)
         if where is None:
-            return Comparison(
+            return Relation(
                 column, "=" if self.rng.random() < 0.6 else "<" if function == "MAX" else ">", query
             )
-        return Comparison(column, ">" if function == "MIN" or self.rng.random() < 0.6 else "<", query)
+        return Relation(column, ">" if function == "MIN" or self.rng.random() < 0.6 else "<", query)
 
     def _having(
         self, shape: Shape, groups: tuple[Column, ...], where: Condition | None, queries: int
@@ -210,18 +210,18 @@ class ConditionSampler:
                     else None
                 )
                 query: Expression = Scalar(
-                    Select((Output(Aggregate("AVG", column)),), self.schema.table, inner)
+                    Select((Projection(Aggregate("AVG", column)),), self.schema.table, inner)
                 )
                 if shape.calculation and i == count - 1:  # no condition is left for it
-                    query = Arithmetic("*", query, self.rng.choice((2, 3)))
-                atoms.append(Comparison(Aggregate(function, column), self.rng.choice((">", ">", "<")), query))
+                    query = Calculation("*", query, self.rng.choice((2, 3)))
+                atoms.append(Relation(Aggregate(function, column), self.rng.choice((">", ">", "<")), query))
                 continue
             calculates = shape.calculation and i == count - 1
             term: Expression = self._calculation() if calculates else self._aggregate()
             operator: Operator = self._weighted({">": 60, "<": 22, ">=": 13, "<=": 5})
             kept = self.rng.uniform(0.2, 0.75) if count == 1 else self.rng.uniform(0.45, 0.9)
             quantile = kept if operator[0] == "<" else 1 - kept
-            atoms.append(Comparison(term, operator, self._between_groups(term, groups, where, quantile)))
+            atoms.append(Relation(term, operator, self._between_groups(term, groups, where, quantile)))
         return atoms[0] if count == 1 else Junction("AND" if self.rng.random() < 0.85 else "OR", tuple(atoms))
 
     def _between_groups(
@@ -229,7 +229,7 @@ class ConditionSampler:
     ) -> Any:
         """A number that some groups reach and others do not, round where it can be."""
         values: list[Any] = sorted(
-            row[0] for row in self.query(Select((Output(term),), self.schema.table, where, groups))
+            row[0] for row in self.query(Select((Projection(term),), self.schema.table, where, groups))
         )
         if len(values) < 2 or values[0] == values[-1]:
             raise Unsatisfiable
@@ -279,16 +279,16 @@ class ConditionSampler:
             raise Unsatisfiable
         return Aggregate(function, self.rng.choice(numbers))
 
-    def _calculation(self) -> Arithmetic:
+    def _calculation(self) -> Calculation:
         numbers, totals = self.schema.of("total", "measure"), self.schema.of("total")
         draw = self.rng.random()
         if draw < 0.62 or not totals:
             column = self._pick(numbers)
-            return Arithmetic("-", Aggregate("MAX", column), Aggregate("MIN", column))
+            return Calculation("-", Aggregate("MAX", column), Aggregate("MIN", column))
         if draw < 0.8 or len(totals) < 2:
-            return Arithmetic("*", Aggregate("AVG", self._pick(totals)), Aggregate("COUNT"))
+            return Calculation("*", Aggregate("AVG", self._pick(totals)), Aggregate("COUNT"))
         first, second = self.rng.sample(totals, 2)
-        return Arithmetic(self.rng.choice(("-", "+")), Aggregate("SUM", first), Aggregate("SUM", second))
+        return Calculation(self.rng.choice(("-", "+")), Aggregate("SUM", first), Aggregate("SUM", second))
 
 
 _COUNT = {"": 0, "single": 1, "multiple": 2, "nested": 1}

@@ -51,7 +51,7 @@ def is_plural(phrase: str) -> bool:
 @functools.cache
 def _plurals() -> tuple[dict[str, str], frozenset[str]]:
     """The plurals that the rules do not give, and the words that are plurals themselves."""
-    lines = lines_of("plurals.txt")
+    lines = phrase_lines("plurals.txt")
     pairs = [line.partition(" ") for line in lines if not line.startswith("+")]
     exceptions = {word: many or word for word, _, many in pairs}
     return exceptions, frozenset(line[1:] for line in lines if line.startswith("+"))
@@ -97,7 +97,7 @@ def finished(text: str) -> str:
     return text[0].upper() + text[1:]
 
 
-def lines_of(name: str) -> list[str]:
+def phrase_lines(name: str) -> list[str]:
     """The lines of a file beside this module, without comments. One that begins with a blank continues the
     line before it.
     """

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from agent_peft.environments.db_bench.generation.english import lines_of
+from agent_peft.environments.db_bench.generation.english import phrase_lines
 from agent_peft.environments.db_bench.generation.schemas import held_out
 
 _TOKEN = re.compile(r"\\.|[\[\]()|]|<\w+>|\{\w+\}|[^\\\[\]()|<>{}]+|[<>]")
@@ -26,17 +26,17 @@ Side = Literal["any", "train", "heldout"]
 
 
 @dataclass(frozen=True)
-class Part:
+class PhrasePart:
     """A piece of an alternative: ``text``, ``rule``, ``slot``, or a ``choice`` between sequences."""
 
     kind: Literal["text", "rule", "slot", "choice"]
     text: str = ""
-    options: tuple[tuple[Part, ...], ...] = ()
+    options: tuple[tuple[PhrasePart, ...], ...] = ()
 
 
 @dataclass(frozen=True)
 class Alternative:
-    parts: tuple[Part, ...]
+    parts: tuple[PhrasePart, ...]
     weight: float
     held_out: bool
 
@@ -70,9 +70,9 @@ def parse_grammar(text: str) -> dict[str, tuple[Alternative, ...]]:
     }
 
 
-def _parse(tokens: list[str], close: str = "") -> tuple[tuple[Part, ...], list[tuple[Part, ...]]]:
+def _parse(tokens: list[str], close: str = "") -> tuple[tuple[PhrasePart, ...], list[tuple[PhrasePart, ...]]]:
     """One sequence, and, inside brackets, all sequences between bars."""
-    sequences: list[list[Part]] = [[]]
+    sequences: list[list[PhrasePart]] = [[]]
     while tokens:
         token = tokens.pop(0)
         if token == close:
@@ -80,22 +80,22 @@ def _parse(tokens: list[str], close: str = "") -> tuple[tuple[Part, ...], list[t
         if token == "|" and close:
             sequences.append([])
         elif token == "(":
-            sequences[-1].append(Part("choice", options=tuple(_parse(tokens, ")")[1])))
+            sequences[-1].append(PhrasePart("choice", options=tuple(_parse(tokens, ")")[1])))
         elif token == "[":
-            sequences[-1].append(Part("choice", options=((), *_parse(tokens, "]")[1])))
+            sequences[-1].append(PhrasePart("choice", options=((), *_parse(tokens, "]")[1])))
         elif token[0] == "<" and len(token) > 1:
-            sequences[-1].append(Part("rule", token[1:-1]))
+            sequences[-1].append(PhrasePart("rule", token[1:-1]))
         elif token[0] == "{":
-            sequences[-1].append(Part("slot", token[1:-1]))
+            sequences[-1].append(PhrasePart("slot", token[1:-1]))
         else:
-            sequences[-1].append(Part("text", token.removeprefix("\\")))
+            sequences[-1].append(PhrasePart("text", token.removeprefix("\\")))
     return tuple(sequences[0]), [tuple(sequence) for sequence in sequences]
 
 
 @functools.cache
 def grammar() -> dict[str, tuple[Alternative, ...]]:
     """The grammar of ``phrases.txt``."""
-    return parse_grammar("\n".join(lines_of("phrases.txt")))
+    return parse_grammar("\n".join(phrase_lines("phrases.txt")))
 
 
 @dataclass
@@ -142,7 +142,7 @@ class Derivation:
         self.bits -= math.log2(weights[drawn] / sum(weights))
         return self._sequence(eligible[drawn].parts, slots)
 
-    def _sequence(self, parts: tuple[Part, ...], slots: Mapping[str, str]) -> str:
+    def _sequence(self, parts: tuple[PhrasePart, ...], slots: Mapping[str, str]) -> str:
         texts = []
         for part in parts:
             if part.kind == "text":
@@ -160,7 +160,7 @@ class Derivation:
                 texts.append(self._sequence(self.rng.choice(options), slots))
         return "".join(texts)
 
-    def _fits(self, parts: tuple[Part, ...], slots: Mapping[str, str]) -> bool:
+    def _fits(self, parts: tuple[PhrasePart, ...], slots: Mapping[str, str]) -> bool:
         """Whether all slots of a sequence are given, those of its rules included."""
         for part in parts:
             if part.kind == "slot" and part.text not in slots:

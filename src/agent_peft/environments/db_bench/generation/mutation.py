@@ -13,9 +13,8 @@ from agent_peft.environments.db_bench.database import Row
 from agent_peft.environments.db_bench.generation.plan import (
     Aggregate,
     Among,
-    Arithmetic,
     Between,
-    Comparison,
+    Calculation,
     Delete,
     Derived,
     Expression,
@@ -23,7 +22,8 @@ from agent_peft.environments.db_bench.generation.plan import (
     Junction,
     Node,
     Operator,
-    Output,
+    Projection,
+    Relation,
     Scalar,
     Select,
     Sort,
@@ -39,8 +39,8 @@ _OTHER_SIGN = {"+": "-", "-": "+", "*": "+", "/": "*"}
 
 
 _PARTS = (
-    *(Aggregate, Among, Arithmetic, Between, Comparison, Delete, Derived),
-    *(Insert, Junction, Output, Scalar, Select, Sort, Update),
+    *(Aggregate, Among, Calculation, Between, Relation, Delete, Derived),
+    *(Insert, Junction, Projection, Scalar, Select, Sort, Update),
 )
 
 
@@ -75,14 +75,14 @@ def _changes(node: Node) -> Iterator[Any]:
     change = dataclasses.replace
     if isinstance(node, Select | Update | Delete):
         match node.where:
-            case Comparison(_, operator, str() | int()) if operator in _BOUNDARY:  # it stands alone
+            case Relation(_, operator, str() | int()) if operator in _BOUNDARY:  # it stands alone
                 yield change(node, where=change(node.where, operator=_BOUNDARY[operator]))
     match node:
-        case Comparison(_, operator) if operator in _OPPOSITE:
+        case Relation(_, operator) if operator in _OPPOSITE:
             yield change(node, operator=_OPPOSITE[operator])
         case Between(left, low, high):
-            yield Comparison(left, ">=", low)
-            yield Comparison(left, "<=", high)
+            yield Relation(left, ">=", low)
+            yield Relation(left, "<=", high)
         case Among(_, values) if isinstance(values, tuple):
             for i in range(len(values)):
                 yield change(node, values=(*values[:i], *values[i + 1 :]))
@@ -93,7 +93,7 @@ def _changes(node: Node) -> Iterator[Any]:
             yield change(node, connector="OR" if connector == "AND" else "AND")
         case Aggregate(function) if function in _OTHER_FUNCTION:
             yield change(node, function=_OTHER_FUNCTION[function])
-        case Arithmetic(sign):
+        case Calculation(sign):
             yield change(node, operator=_OTHER_SIGN[sign])
         case Sort():
             yield None
@@ -114,7 +114,7 @@ def _changes(node: Node) -> Iterator[Any]:
                     yield change(node, assignments=(*node.assignments[:i], *node.assignments[i + 1 :]))
 
 
-def with_ties_broken(node: Any, columns: Sequence[Column], descending: bool) -> Any:
+def with_plan_ties_broken(node: Any, columns: Sequence[Column], descending: bool) -> Any:
     """The statement with further sort keys after its own wherever it sorts, so that rows which tie come in
     one order, or, with ``descending``, in the other.
     """
@@ -122,10 +122,10 @@ def with_ties_broken(node: Any, columns: Sequence[Column], descending: bool) -> 
     for field in dataclasses.fields(node):
         value = getattr(node, field.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, Column):
-            changed[field.name] = with_ties_broken(value, columns, descending)
+            changed[field.name] = with_plan_ties_broken(value, columns, descending)
         elif isinstance(value, tuple):
             changed[field.name] = tuple(
-                with_ties_broken(part, columns, descending)
+                with_plan_ties_broken(part, columns, descending)
                 if dataclasses.is_dataclass(part) and not isinstance(part, Column)
                 else part
                 for part in value
@@ -149,10 +149,10 @@ def every_part_matters(statement: Statement, answer: object, run: Run) -> bool:
 
 def is_determined(statement: Statement, columns: Sequence[Column], run: Run) -> bool:
     """Whether no tie leaves the answer open."""
-    ascending = with_ties_broken(statement, columns, False)
+    ascending = with_plan_ties_broken(statement, columns, False)
     if ascending == statement:
         return True
-    descending = with_ties_broken(statement, columns, True)
+    descending = with_plan_ties_broken(statement, columns, True)
     if run(ascending) != run(descending):
         return False
     # of three rows that tie, the middle one is the same in both orders: so the skipped ones must be, too

@@ -5,20 +5,20 @@ from __future__ import annotations
 from agent_peft.environments.db_bench.generation.english import finished, ordinal, plural
 from agent_peft.environments.db_bench.generation.plan import (
     Aggregate,
-    Arithmetic,
+    Calculation,
     Condition,
     Delete,
     Derived,
     Expression,
     Insert,
-    Output,
+    Projection,
     Select,
     Sort,
     Statement,
     Update,
 )
 from agent_peft.environments.db_bench.generation.schemas import Column, Schema
-from agent_peft.environments.db_bench.generation.wording import Wording, kind_of, listed, plain
+from agent_peft.environments.db_bench.generation.wording import Wording, listed, plain_rows, value_kind
 
 
 class Phrasing(Wording):
@@ -72,7 +72,7 @@ class Phrasing(Wording):
             slots["who"], order, limit = None, (), None
         else:
             slots["rows"] = self._rows(where)
-        slots["rows_plain"] = plain(slots["rows"] or "")
+        slots["rows_plain"] = plain_rows(slots["rows"] or "")
         slots["rows_the"] = self._rows(where, self.noun, "the ")
         slots["tail"], tails = self._tail(order, limit, query.offset)
         slots["outs"] = listed(self.draw, [self._output(output) for output in query.outputs])
@@ -142,11 +142,11 @@ class Phrasing(Wording):
             "select_totals", outs=what, rows=self._rows(inner.where), table=self.schema.table
         )
 
-    def _output(self, output: Output, many: bool = False) -> str:
+    def _output(self, output: Projection, many: bool = False) -> str:
         text = self._expression(output.expression, many)
-        plain = isinstance(output.expression, Column)
-        if output.alias and (plain or self.draw.chance(0.08)):
-            if plain and many:
+        plain_rows = isinstance(output.expression, Column)
+        if output.alias and (plain_rows or self.draw.chance(0.08)):
+            if plain_rows and many:
                 text = self._expression(output.expression)
             text += self.draw.say("as_name", alias=output.alias)
         return text
@@ -188,7 +188,7 @@ class Phrasing(Wording):
         return behind, sentences
 
     def _keys(self, order: tuple[Sort, ...]) -> str:
-        kinds = {kind_of(sort.expression) for sort in order}
+        kinds = {value_kind(sort.expression) for sort in order}
         if (
             len(order) == 2
             and kinds == {"number"}
@@ -199,7 +199,7 @@ class Phrasing(Wording):
             return self.draw.say("both_down" if order[0].descending else "both_up", **names)
         keys = []
         for sort in order:
-            rule = {"number": "key", "date": "date", "text": "text"}[kind_of(sort.expression)] + (
+            rule = {"number": "key", "date": "date", "text": "text"}[value_kind(sort.expression)] + (
                 "_down" if sort.descending else "_up"
             )
             keys.append(self.draw.say(rule, k=self._expression(sort.expression)))
@@ -212,7 +212,7 @@ class Phrasing(Wording):
 
     def _change(self, statement: Update | Delete) -> str:
         rows = self._rows(statement.where)
-        rows_plain = plain(rows)
+        rows_plain = plain_rows(rows)
         tail = ""
         if statement.limit:
             sort = statement.order[0]
@@ -231,7 +231,7 @@ class Phrasing(Wording):
 
     def _assignment(self, column: Column, value: Expression) -> str:
         name = self._column(column)
-        if isinstance(value, Arithmetic):
+        if isinstance(value, Calculation):
             rule = {"+": "set_more", "-": "set_less", "*": "set_times"}[value.operator]
             return self.draw.say(rule, c=name, v=str(value.right))
         return self.draw.say("set_value", c=name, v=self._value(value, column))
@@ -248,7 +248,7 @@ class Phrasing(Wording):
             outputs, outputs_many = [], []
             for column, output in zip(columns, source.outputs, strict=True):
                 name, names = self._column(column), self._column(column, many=True)
-                if isinstance(output.expression, Arithmetic):
+                if isinstance(output.expression, Calculation):
                     shifted = self.draw.say("shifted", v=str(output.expression.right))
                     name, names = name + shifted, names + shifted
                 outputs.append(name)

@@ -36,7 +36,7 @@ class Aggregate:
 
 
 @dataclass(frozen=True)
-class Arithmetic:
+class Calculation:
     operator: Literal["+", "-", "*", "/"]
     left: Expression
     right: Expression
@@ -50,18 +50,18 @@ class Scalar:
 
 
 @dataclass(frozen=True)
-class Reference:
+class Alias:
     """A name given elsewhere in the statement: an output's alias."""
 
     name: str
     expression: Expression
 
 
-Expression = Column | Aggregate | Arithmetic | Scalar | Reference | str | int | float
+Expression = Column | Aggregate | Calculation | Scalar | Alias | str | int | float
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Relation:
     left: Expression
     operator: Operator
     right: Expression
@@ -90,11 +90,11 @@ class Junction:
     parts: tuple[Condition, ...]
 
 
-Condition = Comparison | Between | Among | Junction
+Condition = Relation | Between | Among | Junction
 
 
 @dataclass(frozen=True)
-class Output:
+class Projection:
     expression: Expression
     alias: str | None = None
 
@@ -117,7 +117,7 @@ class Derived:
 class Select:
     """A query; ``alias`` is another name for its table."""
 
-    outputs: tuple[Output, ...]
+    outputs: tuple[Projection, ...]
     source: str | Derived
     where: Condition | None = None
     groups: tuple[Column, ...] = ()
@@ -153,7 +153,7 @@ class Delete:
 
 
 Statement = Select | Insert | Update | Delete
-Node = Statement | Expression | Condition | Output | Sort | Derived
+Node = Statement | Expression | Condition | Projection | Sort | Derived
 
 
 @functools.cache
@@ -165,7 +165,7 @@ def name_sql(name: str) -> str:
 def sql(node: Node | None) -> str:
     """A part as SQL. A part keeps its text, so that a statement which differs in one part is quickly written.
 
-    >>> sql(Comparison(Aggregate("COUNT"), ">", 3))
+    >>> sql(Relation(Aggregate("COUNT"), ">", 3))
     'COUNT(*) > 3'
     """
     if isinstance(node, str):
@@ -184,7 +184,7 @@ def _written(node: Node) -> str:
             return f"{node.table}.{name_sql(node.name)}"
         case Column():
             return name_sql(node.name)
-        case Comparison(left, operator, right):
+        case Relation(left, operator, right):
             return f"{sql(left)} {operator} {sql(right)}"
         case Select():
             source = name_sql(node.source) if isinstance(node.source, str) else sql(node.source)
@@ -199,11 +199,11 @@ def _written(node: Node) -> str:
         case Aggregate(function, column):
             inner = "*" if column is None else column if isinstance(column, str) else sql(column)
             return f"{function}({inner})"
-        case Arithmetic(operator, left, right):
+        case Calculation(operator, left, right):
             return f"{sql(left)} {operator} {sql(right)}"
         case Scalar(query):
             return f"({sql(query)})"
-        case Reference(name):
+        case Alias(name):
             return name_sql(name)
         case Between(left, low, high):
             return f"{sql(left)} BETWEEN {sql(low)} AND {sql(high)}"
@@ -213,7 +213,7 @@ def _written(node: Node) -> str:
         case Junction(connector, parts):
             texts = [f"({sql(part)})" if isinstance(part, Junction) else sql(part) for part in parts]
             return f" {connector} ".join(texts)
-        case Output(expression, alias):
+        case Projection(expression, alias):
             return sql(expression) + (f" AS {name_sql(alias)}" if alias else "")
         case Sort(expression, descending):
             return f"{sql(expression)} {'DESC' if descending else 'ASC'}"
@@ -258,14 +258,14 @@ def _wrapped(condition: Condition, count: list[int]) -> Condition:
     match condition:
         case Junction(connector, parts):
             return Junction(connector, tuple(_wrapped(part, count) for part in parts))
-        case Comparison(left, operator, Scalar(query)):
+        case Relation(left, operator, Scalar(query)):
             aggregate = query.outputs[0].expression
             alias = f"{aggregate.function.lower()}_value" if isinstance(aggregate, Aggregate) else "value"
-            inner = replace(query, outputs=(Output(aggregate, alias),))
-            outer = Select((Output(Reference(alias, aggregate)),), source(inner))
-            return Comparison(left, operator, Scalar(outer))
+            inner = replace(query, outputs=(Projection(aggregate, alias),))
+            outer = Select((Projection(Alias(alias, aggregate)),), source(inner))
+            return Relation(left, operator, Scalar(outer))
         case Among(left, Select() as query) if isinstance(query.source, str):
-            return Among(left, Select((Output(left),), source(query)))
+            return Among(left, Select((Projection(left),), source(query)))
     return condition
 
 
@@ -307,7 +307,7 @@ _VALUES = re.compile(r"\( [vx]s? \)(?: , \( [vx]s? \))*")
 def skeleton(statement: Statement) -> str:
     """The statement with one sign for all names and one for all values; lists and aliases collapse.
 
-    >>> skeleton(Delete("t", Comparison("a", "=", 5)))
+    >>> skeleton(Delete("t", Relation("a", "=", 5)))
     'DELETE FROM x WHERE v = v'
     """
     return skeleton_of_sql(sql(statement))

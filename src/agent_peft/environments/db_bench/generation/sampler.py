@@ -10,8 +10,8 @@ from sqlglot.generators.mysql import MySQLGenerator
 from agent_peft.environments.db_bench.generation.conditions import GROUPING, ConditionSampler, Unsatisfiable
 from agent_peft.environments.db_bench.generation.plan import (
     Aggregate,
-    Arithmetic,
-    Comparison,
+    Alias,
+    Calculation,
     Condition,
     Delete,
     Derived,
@@ -19,8 +19,8 @@ from agent_peft.environments.db_bench.generation.plan import (
     Function,
     Insert,
     Junction,
-    Output,
-    Reference,
+    Projection,
+    Relation,
     Scalar,
     Select,
     Sort,
@@ -31,7 +31,7 @@ from agent_peft.environments.db_bench.generation.schemas import Column, Schema, 
 from agent_peft.environments.db_bench.generation.shapes import Shape
 
 
-class Sampler(ConditionSampler):
+class StatementSampler(ConditionSampler):
     """Draws the parts of one statement. A column that a condition uses is not used by another one."""
 
     def statement(self, shape: Shape) -> Statement:
@@ -57,7 +57,7 @@ class Sampler(ConditionSampler):
         if groups or shape.aggregates:
             outputs = self._aggregates(groups, shape, having)
         else:
-            outputs = tuple(map(Output, self._columns()))
+            outputs = tuple(map(Projection, self._columns()))
         if shape.column_alias:
             outputs = self._aliased(outputs)
         order = self._order(shape, outputs, groups)
@@ -83,12 +83,12 @@ class Sampler(ConditionSampler):
         """An aggregate over the aggregates of groups."""
         where, _ = self._where(replace(shape, subqueries=""))
         groups = self._groups(shape.groups)
-        inner = self._aliased((Output(self._aggregate(("SUM", "COUNT", "AVG"))),))[0]
-        query = Select((*map(Output, groups), inner), self.schema.table, where, groups)
+        inner = self._aliased((Projection(self._aggregate(("SUM", "COUNT", "AVG"))),))[0]
+        query = Select((*map(Projection, groups), inner), self.schema.table, where, groups)
         assert inner.alias is not None
         function: Function = self.rng.choice(("AVG", "MAX", "MIN"))
         return Select(
-            (Output(Aggregate(function, inner.alias), f"{function.lower()}_{inner.alias}"),),
+            (Projection(Aggregate(function, inner.alias), f"{function.lower()}_{inner.alias}"),),
             Derived(query, "sub"),
         )
 
@@ -115,7 +115,7 @@ class Sampler(ConditionSampler):
 
     def _aggregates(
         self, groups: tuple[Column, ...], shape: Shape, having: Condition | None
-    ) -> tuple[Output, ...]:
+    ) -> tuple[Projection, ...]:
         count = self.rng.choices((0, 1, 2, 3), (4 if shape.having else 0, 52, 34, 10))[0]
         chosen: list[Expression] = [self._calculation()] if count and self.rng.random() < 0.07 else []
         shown = [part for part in _terms(having) if not isinstance(part, Scalar)]
@@ -128,10 +128,10 @@ class Sampler(ConditionSampler):
             term = self._aggregate(("COUNT", "COUNT", "MAX", "MIN")) if ties else self._aggregate()
             if term not in chosen:
                 chosen.append(term)
-        outputs = [Output(term) for term in dict.fromkeys(chosen)]
-        return (*map(Output, groups), *outputs)
+        outputs = [Projection(term) for term in dict.fromkeys(chosen)]
+        return (*map(Projection, groups), *outputs)
 
-    def _aliased(self, outputs: tuple[Output, ...]) -> tuple[Output, ...]:
+    def _aliased(self, outputs: tuple[Projection, ...]) -> tuple[Projection, ...]:
         """Names for what is computed; where nothing is, for some of the columns."""
         names = {column.name.lower() for column in self.schema.columns}
         named, computed = [], any(not isinstance(output.expression, Column) for output in outputs)
@@ -150,23 +150,23 @@ class Sampler(ConditionSampler):
                 alias = f"{alias}_value"
             if alias:
                 names.add(alias)
-            named.append(Output(output.expression, alias))
+            named.append(Projection(output.expression, alias))
         return tuple(named)
 
     def _order(
-        self, shape: Shape, outputs: tuple[Output, ...], groups: tuple[Column, ...]
+        self, shape: Shape, outputs: tuple[Projection, ...], groups: tuple[Column, ...]
     ) -> tuple[Sort, ...]:
         if not shape.order:
             return ()
         count = 1 if shape.order == "single" else 2 if self.rng.random() < 0.93 else 3
         keys: list[Expression] = [
-            Reference(output.alias, output.expression)
+            Alias(output.alias, output.expression)
             if output.alias and not isinstance(output.expression, Column)
             else output.expression
             for output in outputs
         ]
         if groups:
-            if not any(isinstance(key, Aggregate | Reference) for key in keys) or self.rng.random() < 0.08:
+            if not any(isinstance(key, Aggregate | Alias) for key in keys) or self.rng.random() < 0.08:
                 keys.append(
                     self._aggregate(
                         ("COUNT", "MAX", "MIN") if count > 1 else ("AVG", "SUM", "COUNT", "MAX", "MIN")
@@ -224,9 +224,11 @@ class Sampler(ConditionSampler):
             where, _ = self._where(shape)
             kept: list[Expression] = list(columns)
             if columns[0].role == "id" and self.rng.random() < 0.4:
-                kept[0] = Arithmetic("+", columns[0], self.rng.choice((100, 200, 500, 1000, 5000)))
+                kept[0] = Calculation("+", columns[0], self.rng.choice((100, 200, 500, 1000, 5000)))
             return Insert(
-                self.schema.table, tuple(columns), Select(tuple(map(Output, kept)), self.schema.table, where)
+                self.schema.table,
+                tuple(columns),
+                Select(tuple(map(Projection, kept)), self.schema.table, where),
             )
         count = 1 if self.plain else self.rng.choices((1, 2, 3), (78, 16, 6))[0]
         values: list[tuple[str | int, ...]] = []
@@ -263,7 +265,7 @@ class Sampler(ConditionSampler):
                 if operator == "*"
                 else self.rng.choice((1, 2, 3, 5, 10, 15, 20, 50, 100))
             )
-            return Arithmetic(operator, column, amount)
+            return Calculation(operator, column, amount)
         return draw_cell(column, self.rows, self.schema.columns.index(column), self.rng)
 
 
@@ -285,7 +287,7 @@ _SORT_WEIGHTS = {
 def _terms(condition: Condition | None) -> list[Expression]:
     """What a HAVING compares."""
     match condition:
-        case Comparison(left):
+        case Relation(left):
             return [left]
         case Junction(_, parts):
             return [term for part in parts for term in _terms(part)]
@@ -315,9 +317,9 @@ def alias_of(expression: Expression, schema: Schema, rng: random.Random | None =
             return (
                 f"{'sum' if function == 'SUM' and name.startswith('total') else _PREFIXES[function]}_{name}"
             )
-        case Arithmetic("-", Aggregate("MAX", Column() as column)):
+        case Calculation("-", Aggregate("MAX", Column() as column)):
             return f"{_short(column, rng)}_{rng.choices(['range', 'diff'], [65, 35])[0] if rng else 'range'}"
-        case Arithmetic(operator):
+        case Calculation(operator):
             return {"+": "combined_total", "-": "net_total", "*": "scaled_total", "/": "ratio"}[operator]
     raise TypeError(f"nothing computed: {expression!r}")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from agent_peft.environments.db_bench.database import Row
-from agent_peft.environments.db_bench.generation.english import lines_of, plural
+from agent_peft.environments.db_bench.generation.english import phrase_lines, plural
 from agent_peft.seeding import derive
 
 Role = Literal["id", "ref", "name", "category", "flag", "measure", "total", "year", "date"]
@@ -126,7 +126,7 @@ UNITS = {
 def attributes() -> dict[str, Attribute]:
     """The attributes of ``attributes.txt`` by name."""
     found = {}
-    for line in lines_of("attributes.txt"):
+    for line in phrase_lines("attributes.txt"):
         name, role, values, topics, sayings = (part.strip() for part in line.split(":", 4))
         short, pairs = "", []
         for saying in filter(None, (part.strip() for part in sayings.split(";"))):
@@ -143,7 +143,7 @@ def attributes() -> dict[str, Attribute]:
 def entities() -> dict[str, Entity]:
     """The entities of ``entities.txt`` by name."""
     found = {}
-    for line in lines_of("entities.txt"):
+    for line in phrase_lines("entities.txt"):
         names, topics = line.split(" : ")
         name, _, many = names.partition(", ")
         found[name] = Entity(name, many or plural(name), frozenset(topics.split()), topics.split()[0])
@@ -257,7 +257,7 @@ def _schema(entity: Entity, chosen: list[Attribute], rng: random.Random, plain: 
     table = rng.choices(
         (
             many,
-            f"{rng.choice(words_of('owners'))}_{many}",
+            f"{rng.choice(value_words('owners'))}_{many}",
             f"{base}_records",
             f"{base}_logs",
             f"{base}_details",
@@ -275,9 +275,9 @@ def _schema(entity: Entity, chosen: list[Attribute], rng: random.Random, plain: 
 
 
 @functools.cache
-def words_of(kind: str) -> tuple[str, ...]:
+def value_words(kind: str) -> tuple[str, ...]:
     """The words of ``values.txt`` of one kind."""
-    lines = dict(line.split(": ") for line in lines_of("values.txt"))
+    lines = dict(line.split(": ") for line in phrase_lines("values.txt"))
     return tuple(lines[kind].split())
 
 
@@ -333,7 +333,7 @@ def _cells(column: Column, count: int, rng: random.Random) -> list[str | int]:
 
 def _composed(kind: str, rng: random.Random) -> str:
     """A value made of words."""
-    return re.sub(r"<([\w ]+)>", lambda match: rng.choice(words_of(match[1])), _NAMES[kind]).replace(
+    return re.sub(r"<([\w ]+)>", lambda match: rng.choice(value_words(match[1])), _NAMES[kind]).replace(
         "#", str(rng.randint(*_NUMBERS_OF_NAMES.get(kind, (0, 0))))
     )
 

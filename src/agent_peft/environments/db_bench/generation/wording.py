@@ -10,15 +10,15 @@ from agent_peft.environments.db_bench.generation.english import agreeing, is_plu
 from agent_peft.environments.db_bench.generation.grammar import Derivation
 from agent_peft.environments.db_bench.generation.plan import (
     Aggregate,
+    Alias,
     Among,
-    Arithmetic,
     Between,
-    Comparison,
+    Calculation,
     Condition,
     Derived,
     Expression,
     Junction,
-    Reference,
+    Relation,
     Scalar,
     Select,
     Sort,
@@ -68,7 +68,7 @@ class Wording:
         match expression:
             case Column():
                 return self._column(expression, many)
-            case Reference(_, inner):
+            case Alias(_, inner):
                 return self._expression(inner, many)
             case Aggregate("COUNT"):
                 text = self.draw.say("count", m=entity.plural, one=entity.name)
@@ -86,15 +86,15 @@ class Wording:
                     rule = "sum_of_totals"
                 text = self.draw.say(rule, c=name, cs=plural(name))
                 return plural(text) if many and "_" not in text.split()[-1] and " of " not in text else text
-            case Arithmetic("-", Aggregate("MAX", column)):
+            case Calculation("-", Aggregate("MAX", column)):
                 return self.draw.say("range", c=self._name(column))
-            case Arithmetic("*", Aggregate("AVG", column)):
+            case Calculation("*", Aggregate("AVG", column)):
                 return self.draw.say("product", c=self._name(column), m=entity.plural)
-            case Arithmetic(operator, Aggregate("SUM", left), Aggregate("SUM", right)):
+            case Calculation(operator, Aggregate("SUM", left), Aggregate("SUM", right)):
                 return self.draw.say(
                     "difference" if operator == "-" else "sum_of", c=self._name(left), d=self._name(right)
                 )
-            case Arithmetic("*", Scalar() as scalar, int() as factor):
+            case Calculation("*", Scalar() as scalar, int() as factor):
                 return f"{'twice' if factor == 2 else 'three times'} {self._expression(scalar)}"
             case Scalar(query):
                 return self._overall(query)
@@ -112,7 +112,7 @@ class Wording:
         return self.draw.say("overall_of", a=aggregate, rows=rows)
 
     def _value(self, value: Any, column: Expression | None = None, bare: bool = False) -> str:
-        if isinstance(value, Column | Aggregate | Arithmetic | Scalar):
+        if isinstance(value, Column | Aggregate | Calculation | Scalar):
             return self._expression(value)
         if isinstance(value, str) and isinstance(column, Column | Aggregate) and _is_date(value):
             day = datetime.date.fromisoformat(value)
@@ -140,15 +140,15 @@ class Wording:
             case Junction(_, parts):
                 texts = [self._clause(part) for part in parts]
                 return joined(self.draw, condition, texts)
-            case Comparison(left, "LIKE", str() as pattern):
+            case Relation(left, "LIKE", str() as pattern):
                 return self.draw.say(
                     _like(pattern) + "_clause",
                     c=article + self._expression(left),
                     v=self._value(pattern.strip("%")),
                 )
-            case Comparison(left, operator, right):
+            case Relation(left, operator, right):
                 rule = f"{_RULES[operator]}_clause"
-                if kind_of(left) == "date" and f"date_{rule}" in self.draw.rules:
+                if value_kind(left) == "date" and f"date_{rule}" in self.draw.rules:
                     rule = f"date_{rule}"
                 name = self._expression(left)
                 text = self.draw.say(rule, c=article + name, v=self._value(right, left))
@@ -206,15 +206,15 @@ class Wording:
                 if any(text is None for text in texts) or any(isinstance(part, Junction) for part in parts):
                     return None
                 return joined(self.draw, condition, texts)  # type: ignore[arg-type]
-            case Comparison(Aggregate("COUNT"), ">" | "<" | ">=" | "<=" as operator, int() as number):
+            case Relation(Aggregate("COUNT"), ">" | "<" | ">=" | "<=" as operator, int() as number):
                 noun = self.schema.entity.name if number == 1 else self.schema.entity.plural
                 return self.draw.say(f"{_RULES[operator]}_count", v=self._count(number), m=noun)
-            case Comparison(left, "LIKE", str() as pattern):
+            case Relation(left, "LIKE", str() as pattern):
                 rule = _like(pattern) + "_with"
                 if rule not in self.draw.rules:
                     return None
                 return self.draw.say(rule, c=self._expression(left), v=self._value(pattern.strip("%")))
-            case Comparison(left, operator, right):
+            case Relation(left, operator, right):
                 if isinstance(right, Scalar) and operator == "=":
                     extreme = right.query.outputs[0].expression
                     return f"the {self._expression(extreme)}" if right.query.where is None else None
@@ -225,7 +225,7 @@ class Wording:
                         return None
                     return self.draw.say(rule, v=str(right), m=name)
                 rule = f"{_RULES[operator]}_with"
-                if kind_of(left) == "date":
+                if value_kind(left) == "date":
                     rule = f"date_{rule}"
                 if rule not in self.draw.rules:
                     return None
@@ -254,7 +254,7 @@ class Wording:
                 if condition.connector == "AND":
                     texts = [self._post(part) for part in parts]
                     return None if None in texts else joined(self.draw, condition, texts)  # type: ignore[arg-type]
-            case Comparison(Column() as column, operator, right):
+            case Relation(Column() as column, operator, right):
                 sayings = [words for kind, words in column.attribute.sayings if kind == operator]
                 if (
                     sayings
@@ -285,16 +285,16 @@ class Wording:
         return self.draw.say("rows_where", m=every, **self._condition(where))
 
     def _extreme(self, sort: Sort) -> str:
-        if kind_of(sort.expression) == "date":
+        if value_kind(sort.expression) == "date":
             return self.draw.rng.choice(
                 ("latest", "most recent") if sort.descending else ("earliest", "oldest")
             )
         return self.draw.rng.choice(("highest", "largest") if sort.descending else ("lowest", "smallest"))
 
 
-def kind_of(first: Expression) -> str:
+def value_kind(first: Expression) -> str:
     """Whether a value is a number, a date or a text."""
-    inner = first.expression if isinstance(first, Reference) else first
+    inner = first.expression if isinstance(first, Alias) else first
     if isinstance(inner, Aggregate):
         return "date" if isinstance(inner.column, Column) and inner.column.role == "date" else "number"
     if isinstance(inner, Column):
@@ -308,7 +308,7 @@ def _like(pattern: str) -> str:
     return "ends"
 
 
-def plain(rows: str) -> str:
+def plain_rows(rows: str) -> str:
     """The rows without "all" and "the"."""
     return re.sub(r"^(all the|all|the) ", "", rows)
 
@@ -346,8 +346,8 @@ def joined(draw: Derivation, junction: Junction, texts: list[str]) -> str:
     first, second = _marked(texts, nested, "either {}")
     if all(nested):
         return f"{first}, and also {second}"
-    plain, choice = (second, first) if nested[0] else (first, second)
-    return f"{plain}, and {choice}" if draw.chance(0.5) else f"{plain} and, in addition, {choice}"
+    plain_rows, choice = (second, first) if nested[0] else (first, second)
+    return f"{plain_rows}, and {choice}" if draw.chance(0.5) else f"{plain_rows} and, in addition, {choice}"
 
 
 def _marked(texts: list[str], nested: list[bool], form: str) -> list[str]:

@@ -21,11 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from agent_peft.environments.db_bench.servers.client import (
-    Address,
     Client,
+    ServerAccount,
     ServerError,
+    backquoted,
     parse_address,
-    quoted,
 )
 from agent_peft.environments.db_bench.servers.private import PrivateServer, place
 from agent_peft.types import AgentPeftError, InfrastructureError
@@ -46,10 +46,10 @@ _numbers = itertools.count()
 _DENIED = {1044, 1045, 1142, 1227, 1410, 1698}
 
 
-class Server:
+class DatabaseServer:
     """One server, and the schemas of this process on it. Threads may share it. It raises `ServerError`."""
 
-    def __init__(self, address: Address, private: PrivateServer | None = None) -> None:
+    def __init__(self, address: ServerAccount, private: PrivateServer | None = None) -> None:
         """Connect, and remove what dead processes of this host have left on the server."""
         self.address, self.private = address, private
         self.needs_ping = False  # a connection was lost: does the server still answer?
@@ -107,16 +107,16 @@ class Server:
         else:
             connection.close()
 
-    def make(self) -> Address:
+    def make(self) -> ServerAccount:
         """Make a schema, and a user of the same name who has rights on it alone."""
         name, password = f"{self._prefix}_{next(_numbers):x}", secrets.token_hex(16)
         self._names.add(name)
         user, schema = f"'{name}'@'{self._host}'", name.replace("_", r"\_")
         try:
             with self.administrator() as connection:
-                connection.run(f"CREATE DATABASE {quoted(name)} CHARACTER SET utf8mb4")
+                connection.run(f"CREATE DATABASE {backquoted(name)} CHARACTER SET utf8mb4")
                 connection.run(f"CREATE USER {user} IDENTIFIED BY '{password}'")
-                connection.run(f"GRANT {_RIGHTS} ON {quoted(schema)}.* TO {user}")
+                connection.run(f"GRANT {_RIGHTS} ON {backquoted(schema)}.* TO {user}")
         except ServerError as error:
             self.drop(name)
             if error.code in _DENIED and self.private is None:
@@ -143,8 +143,8 @@ class Server:
     def remake(self, name: str) -> None:
         """Make a schema empty."""
         with self.administrator() as connection:
-            connection.run(f"DROP DATABASE IF EXISTS {quoted(name)}")
-            connection.run(f"CREATE DATABASE {quoted(name)} CHARACTER SET utf8mb4")
+            connection.run(f"DROP DATABASE IF EXISTS {backquoted(name)}")
+            connection.run(f"CREATE DATABASE {backquoted(name)} CHARACTER SET utf8mb4")
 
     def kill(self, name: str, thread: int) -> bool:
         """End a user's connection, whatever it does. Returns whether it is gone."""
@@ -227,7 +227,7 @@ class Server:
 
     def _drop(self, connection: Client, name: str) -> None:
         connection.run(f"DROP USER IF EXISTS '{name}'@'{self._host}'")
-        connection.run(f"DROP DATABASE IF EXISTS {quoted(name)}")
+        connection.run(f"DROP DATABASE IF EXISTS {backquoted(name)}")
 
     def _remove_orphans(self, connection: Client) -> None:
         names = {str(row[0]) for row in connection.run("SHOW DATABASES")}
@@ -241,11 +241,11 @@ class Server:
 
 
 _lock = threading.Lock()
-_servers: dict[str, Server] = {}
-_all: weakref.WeakSet[Server] = weakref.WeakSet()  # with those that are retired
+_servers: dict[str, DatabaseServer] = {}
+_all: weakref.WeakSet[DatabaseServer] = weakref.WeakSet()  # with those that are retired
 
 
-def server_of(database: str) -> Server:
+def server_of(database: str) -> DatabaseServer:
     """The server that ``database`` names (``mariadb``, or an address), started when first needed."""
     with _lock:
         server = _servers.get(database)
@@ -261,9 +261,9 @@ def server_of(database: str) -> Server:
             if database == "mariadb":
                 remove_orphans(place())
                 private = PrivateServer(owned_name(FOLDER_PREFIX) + "_")
-                server = Server(private.address, private)
+                server = DatabaseServer(private.address, private)
             else:
-                server = Server(parse_address(database))
+                server = DatabaseServer(parse_address(database))
             _servers[database] = server
             _all.add(server)
         return server
@@ -276,7 +276,7 @@ def close_idle() -> None:
 
 
 @atexit.register
-def stop() -> None:
+def stop_servers() -> None:
     """End the private servers, and close the connections to others. The next database starts another."""
     with _lock:
         _servers.clear()

@@ -27,10 +27,10 @@ KILLED = 1317  # by KILL QUERY
 
 
 @dataclass(frozen=True)
-class Address:
+class ServerAccount:
     """Where a server listens, and the account that is used.
 
-    >>> Address(host="db", port=3307, user="me").name
+    >>> ServerAccount(host="db", port=3307, user="me").name
     'db:3307'
     """
 
@@ -45,7 +45,7 @@ class Address:
         return self.socket or f"{self.host}:{self.port}"
 
 
-def parse_address(url: str) -> Address:
+def parse_address(url: str) -> ServerAccount:
     """Read ``mysql://user:password@host:port`` or ``mysql://…?unix_socket=PATH``, or raise ValueError. The
     password may also be in the environment variable ``MYSQL_PWD``.
 
@@ -64,7 +64,7 @@ def parse_address(url: str) -> Address:
         raise ValueError("name no database: each episode gets one of its own; " + _FORM)
     if set(query) - {"unix_socket"}:
         raise ValueError(f"only unix_socket may be given after the question mark; {_FORM}")
-    return Address(
+    return ServerAccount(
         user=unquote(parts.username),
         password=unquote(parts.password) if parts.password else os.environ.get("MYSQL_PWD", ""),
         host=parts.hostname or "localhost",
@@ -92,12 +92,12 @@ class ServerError(Exception):
 
 
 @dataclass(frozen=True)
-class Answer:
+class StatementResult:
     """The result of a statement: of a query its ``headers`` and rows, or how many rows it ``changed``.
 
     Where it is ``cut`` there were more rows, and the client can only be closed.
 
-    >>> Answer(("a",), ((1,),)).cut
+    >>> StatementResult(("a",), ((1,),)).cut
     False
     """
 
@@ -113,7 +113,11 @@ class Client:
     """
 
     def __init__(
-        self, address: Address, schema: str | None = None, setting: str | None = None, seconds: float = 60.0
+        self,
+        address: ServerAccount,
+        schema: str | None = None,
+        setting: str | None = None,
+        seconds: float = 60.0,
     ) -> None:
         """Connect, and run the ``setting``. ``seconds``: how long an answer may take."""
         try:
@@ -156,7 +160,9 @@ class Client:
         """All rows of a trusted statement. Raises `ServerError`."""
         return self.ask(sql, None, 1 << 40).rows
 
-    def ask(self, sql: str, most_rows: int | None, most_bytes: int, seconds: float | None = None) -> Answer:
+    def ask(
+        self, sql: str, most_rows: int | None, most_bytes: int, seconds: float | None = None
+    ) -> StatementResult:
         """Run a statement; ``seconds``: how long an answer may take from now on. Raises `ServerError`."""
         if seconds is not None:
             self._connection._read_timeout = seconds
@@ -166,12 +172,12 @@ class Client:
                 cursor.execute(sql)
                 if cursor.description is None:
                     cursor.close()
-                    return Answer(None, changed=max(cursor.rowcount, 0))
+                    return StatementResult(None, changed=max(cursor.rowcount, 0))
                 rows, cut = fetched(cursor.fetchall_unbuffered(), most_rows, most_bytes)
                 headers = tuple(column[0] for column in cursor.description)
                 if not cut:
                     cursor.close()
-                return Answer(headers, rows, 0, cut)
+                return StatementResult(headers, rows, 0, cut)
             finally:
                 # what is left unread would be read, for as long as it takes, when the cursor is deleted
                 if cursor._result is not None:
@@ -197,7 +203,7 @@ class Client:
             self.cut()
 
 
-def _socket(address: Address) -> socket.socket | None:
+def _socket(address: ServerAccount) -> socket.socket | None:
     """A connected Unix socket, which PyMySQL would leak where nobody listens; None for a network address."""
     if address.socket is None:
         return None
@@ -249,10 +255,10 @@ def literal(cell: Cell) -> str:
     return str(int(cell))
 
 
-def quoted(name: str) -> str:
+def backquoted(name: str) -> str:
     """An identifier of MySQL, whatever characters it holds.
 
-    >>> quoted("a`b")
+    >>> backquoted("a`b")
     '`a``b`'
     """
     return "`" + name.replace("`", "``") + "`"

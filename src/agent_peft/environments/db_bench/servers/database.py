@@ -20,11 +20,11 @@ from agent_peft.environments.db_bench.servers.client import (
     KILLED,
     LATE,
     STOPPED,
-    Answer,
     Client,
     ServerError,
+    StatementResult,
+    backquoted,
     literal,
-    quoted,
 )
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, InfrastructureError, StopReason
@@ -92,7 +92,7 @@ class ServerDatabase:
     def execute(self, sql: str, seconds: float | None = None) -> Executed:
         if (refusal := text_refusal(sql)) is None:
             sql = bare_statement(sql)
-            refusal = refusal_of(sql) if sql else NO_STATEMENT
+            refusal = statement_refusal(sql) if sql else NO_STATEMENT
         if refusal is not None:
             return Executed(error=refusal)
         limit = self._seconds if seconds is None else min(self._seconds, seconds)
@@ -105,7 +105,7 @@ class ServerDatabase:
         return Executed(tuple(map(self._public_row, answer.rows)), cut=answer.cut)
 
     def table(self) -> tuple[Row, ...] | None:
-        sql = f"SELECT * FROM {quoted(self._table.name)}"
+        sql = f"SELECT * FROM {backquoted(self._table.name)}"
         most = _EXTRA_BYTES + sum(map(size, self._table.rows))
         try:
             answer = self._ask(sql, None, most, self._seconds)
@@ -130,7 +130,7 @@ class ServerDatabase:
                 self._client.close()
             self._server.drop(self._name)
 
-    def _ask(self, sql: str, most_rows: int | None, most_bytes: int, seconds: float) -> Answer:
+    def _ask(self, sql: str, most_rows: int | None, most_bytes: int, seconds: float) -> StatementResult:
         client = self._running()
         if seconds != self._limited_to:
             client.run(self._limit(seconds))
@@ -196,8 +196,8 @@ class ServerDatabase:
         return f"SET SESSION max_execution_time = {max(round(seconds * 1000), 1)}"
 
     def _fill(self) -> None:
-        client, name = self._running(), quoted(self._table.name)
-        columns = ", ".join(f"{quoted(column.name)} {column.type}" for column in self._table.columns)
+        client, name = self._running(), backquoted(self._table.name)
+        columns = ", ".join(f"{backquoted(column.name)} {column.type}" for column in self._table.columns)
         try:
             client.run(f"CREATE TABLE {name} ({columns})")
             for values in self._batches():
@@ -248,13 +248,13 @@ def bare_statement(sql: str) -> str:
     return sql[places[0][0] : places[-1][1]] if places else ""
 
 
-def refusal_of(sql: str) -> str | None:
+def statement_refusal(sql: str) -> str | None:
     """Why a statement is not sent, or None. The server refuses what the user has no right to. Refused here is
     what needs no right, and would reach another episode or outlive the statement.
 
-    >>> refusal_of("SET autocommit = 0"), refusal_of("SELECT GET_LOCK('a', 9)")
+    >>> statement_refusal("SET autocommit = 0"), statement_refusal("SELECT GET_LOCK('a', 9)")
     ('SET is not allowed here', 'the function get_lock is not allowed here')
-    >>> refusal_of("SELECT 'get_lock(1)' -- one"), refusal_of("SELECT 1; SELECT 2")
+    >>> statement_refusal("SELECT 'get_lock(1)' -- one"), statement_refusal("SELECT 1; SELECT 2")
     (None, 'write one statement at a time')
     """
     tokens: list[tuple[str, str]] = []

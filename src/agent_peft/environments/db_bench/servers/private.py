@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import IO
 
-from agent_peft.environments.db_bench.servers.client import Address, Client, ServerError
+from agent_peft.environments.db_bench.servers.client import Client, ServerAccount, ServerError
 from agent_peft.types import AgentPeftError, InfrastructureError
 
 _MEMORY_FOLDER = Path("/dev/shm")  # a table is made there in 1 ms, and on a disk, which is waited for, in 30
@@ -94,7 +94,7 @@ class PrivateServer:
                 )
             except OSError as error:
                 raise InfrastructureError(f"the database server cannot be started: {error}") from error
-            self.address = Address(socket=str(socket_path), user="root")
+            self.address = ServerAccount(socket=str(socket_path), user="root")
             self._wait_until_ready(log)
         self._usual = self._memory()
 

@@ -22,7 +22,7 @@ _PDEATHSIG = 1  # prctl's option
 _MALLOC = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "131072"}  # freed memory returns to the kernel
 
 
-def main(folder: str, commands: list[list[str]], account: dict[str, Any], file_bytes: int) -> None:
+def watch(folder: str, commands: list[list[str]], account: dict[str, Any], file_bytes: int) -> None:
     """Run the commands as the account (arguments of Popen), with a limit of the files that they write."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
@@ -65,4 +65,4 @@ def _run(command: list[str], **options: Any) -> int | None:
 
 
 if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
+    watch(**json.loads(sys.argv[1]))

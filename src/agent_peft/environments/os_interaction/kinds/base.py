@@ -154,7 +154,7 @@ _DRAWS: dict[str, Callable[[Slots], str]] = {
 }
 
 
-def quoted(lines: Sequence[str]) -> str:
+def bash_words(lines: Sequence[str]) -> str:
     """Words of bash, one a line; the lines hold no quotes."""
     return " ".join(f"'{line}'" for line in lines)
 
@@ -176,16 +176,16 @@ def some_lines(slots: Slots) -> None:
     matching = [line for i, line in enumerate(lines) if i in chosen]
     number = rng.randint(2, count)
     slots.update(
-        lines=quoted(lines),
-        matching=quoted(matching),
-        others=quoted([line for i, line in enumerate(lines) if i not in chosen]),
-        replaced=quoted([line.replace(word, word2) for line in lines]),
+        lines=bash_words(lines),
+        matching=bash_words(matching),
+        others=bash_words([line for i, line in enumerate(lines) if i not in chosen]),
+        replaced=bash_words([line.replace(word, word2) for line in lines]),
         hits=str(len(matching)),
         line_count=str(count),
         word_count=str(3 * count),
         byte_count=str(sum(len(line) + 1 for line in lines)),
         line_number=str(number),
-        chosen_line=quoted([lines[number - 1]]),
+        chosen_line=bash_words([lines[number - 1]]),
     )
 
 
@@ -200,11 +200,11 @@ def some_columns(slots: Slots) -> None:
     ]
     column = rng.randint(1, 3)
     slots.update(
-        lines=quoted([" ".join(row) for row in rows]),
-        commas=quoted([",".join(row) for row in rows]),
+        lines=bash_words([" ".join(row) for row in rows]),
+        commas=bash_words([",".join(row) for row in rows]),
         column=str(column),
         ordinal=("first", "second", "third")[column - 1],
-        cells=quoted([row[column - 1] for row in rows]),
+        cells=bash_words([row[column - 1] for row in rows]),
         total=str(sum(int(row[2]) for row in rows)),
     )
 
