@@ -213,7 +213,7 @@ def test_unknown_skills_are_told_with_the_valid_ones(tmp_path, capsys):
     arguments = ["generate", "db_bench", "num_tasks=4", "skills=[inserting]"]
     assert run([*arguments, "--output", str(tmp_path / "x.json")]) == 2
     said = capsys.readouterr().err
-    assert "'inserting' is no skill here; did you mean 'insert'?" in said
+    assert "'inserting' is not a skill here; did you mean 'insert'?" in said
     assert said.count("\n") == 1
 
 
@@ -295,7 +295,7 @@ def test_merging_and_evaluating_in_one_go(tmp_path, capsys):
     assert "merged" in said
 
     assert run([*both, str(tmp_path / "tabled"), *asked]) == 2
-    assert "exists and is no empty folder" in capsys.readouterr().err
+    assert "exists and is not an empty folder" in capsys.readouterr().err
     assert run(["merge", str(folder), "--output", str(tmp_path / "x"), *asked]) == 2
     assert (
         "evaluation.sampling.temperature has no effect on merge; with --evaluate it may have"

@@ -109,8 +109,8 @@ def test_explain_imports_what_it_is_told_to_trust(said, evil):
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("environment", "is no subclass of agent_peft.environments.Environment; name one"),
-        ("evaluation", "is no subclass of agent_peft.environments.Environment; name one"),
+        ("environment", "is not a subclass of agent_peft.environments.Environment; name one"),
+        ("evaluation", "is not a subclass of agent_peft.environments.Environment; name one"),
         ("operation", "not an agent_peft.environments.arithmetic.Operation"),
     ],
 )

@@ -295,7 +295,7 @@ CONFIGURED = [
 
 
 def test_an_environments_key_may_be_called_as_an_environment(folder):
-    """The server's name of it, which is no short form of a kind."""
+    """The server's name of it, which is not a short form of a kind."""
     content = {**settings_for(""), "environment": ENVIRONMENT_OF["remote"]}
     config = read_config(write(content, folder / "c.yaml"), ["environment.environment=evaluation"])[0]
     assert config.environment.environment == "evaluation"

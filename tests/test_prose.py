@@ -16,7 +16,7 @@ BETTER = {  # a word: what to write
     r"besides?": "next to, with",
     r"of (?:ours|its own|their own|one's own)": "our, its",
     r"go(?:es)? on|went on": "continues, resumes",
-    r"learnt|checksum_before": "learned",
+    r"(?:un)?learnt": "learned",
     r"stands(?! for)": "is",
     r"anew": "again",
     r"otherwise than": "differently from",
@@ -34,7 +34,7 @@ EXEMPT = (
 )
 QUOTED = re.compile(r"```.*?```|`[^`\n]*`|\"[^\"\n]*\"", re.DOTALL)  # code, and values of keys
 # Lower a number when you remove words; never raise one.
-AT_MOST = {"docs": 0, "src": 521}
+AT_MOST = {"docs": 0, "src": 85}
 
 
 def texts(folder: str) -> dict[str, str]:

@@ -115,7 +115,7 @@ def test_the_citation_names_this_version():
 
 @pytest.mark.slow
 def test_the_site_is_built_without_network_and_without_a_broken_link(tmp_path):
-    """In strict mode every broken link, anchor or missing page is an error. A dead proxy is no network."""
+    """In strict mode every broken link, anchor or missing page is an error. A dead proxy is not a network."""
     pytest.importorskip("mkdocs", reason="the site needs agent-peft[docs]")
     proxies = {
         name: "http://127.0.0.1:9" for name in ("http_proxy", "https_proxy", "HTTPS_PROXY", "ALL_PROXY")

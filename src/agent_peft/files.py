@@ -62,7 +62,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, unlinked: int = 1) -> int
         cause = "it is a link, which is not followed" if link else error.strerror
         raise OSError(error.errno, cause, str(path)) from error
     status = os.fstat(descriptor)
-    fault = None if stat.S_ISREG(status.st_mode) else "it is no regular file"
+    fault = None if stat.S_ISREG(status.st_mode) else "it is not a regular file"
     if fault is None and flags & (os.O_WRONLY | os.O_RDWR) and status.st_nlink != 1:
         fault = "it has other names (hard links), whose content would change, too"
     if fault is not None:
@@ -146,7 +146,7 @@ def check_regular(folder: Path) -> None:
         check_tree(folder)
     for path in folder.iterdir() if folder.is_dir() else ():
         if not path.is_file() and not path.is_dir():
-            raise AgentPeftError(f"{path}: is no regular file; remove it")
+            raise AgentPeftError(f"{path}: is not a regular file; remove it")
 
 
 def check_tree(path: Path, depth: int = 8) -> None:
@@ -164,7 +164,7 @@ def check_tree(path: Path, depth: int = 8) -> None:
             )
         if not stat.S_ISDIR(mode):
             if not stat.S_ISREG(mode):
-                raise AgentPeftError(f"{path}: is no regular file; remove it")
+                raise AgentPeftError(f"{path}: is not a regular file; remove it")
             return
         with os.scandir(path) as entries:
             inside = [entry.name for entry in entries if not entry.is_file(follow_symlinks=False)]
@@ -269,7 +269,7 @@ def truncate_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
         except (KeyError, TypeError, ValueError) as error:
             if number < len(lines):
                 raise AgentPeftError(
-                    f"{path}:{number}: is no record of a step; repair or remove the line"
+                    f"{path}:{number}: is not a record of a step; repair or remove the line"
                 ) from error
     if accepted != lines:
         write_atomic(path, b"".join(accepted).decode("utf-8"))

@@ -74,7 +74,7 @@ def test_what_the_tool_refuses_the_agent_reads(place, endpoint, calling):
     assert agent.run("Delete the run in output, and everything next to it") == "I cannot."
     results = [json.loads(one["content"])["message"] for one in agent.messages if one["role"] == "tool"]
     assert "this tool removes nothing" in results[0] and "there is no tool 'bash'" in results[1]
-    assert "are no JSON" in results[2] and "is no run directory" in results[3]
+    assert "are no JSON" in results[2] and "is not a run directory" in results[3]
     assert (place / "output/metrics.jsonl").read_text() == "mine\n"
     assert all(request["temperature"] == 0 for request in requests)
 

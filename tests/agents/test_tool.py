@@ -216,7 +216,7 @@ def test_a_training_never_takes_a_folder_of_other_files(place):
     (place / "mine/notes.md").write_text("mine")
     keys = {"model_name": MODEL, "max_samples": 2, "eval_samples": 0, "output_dir": "mine"}
     for background in (False, True):
-        assert "is no run directory" in refused(**keys, background=background)
+        assert "is not a run directory" in refused(**keys, background=background)
     assert [path.name for path in (place / "mine").iterdir()] == ["notes.md"]
     assert not list(place.glob("mine.*"))
 
@@ -233,7 +233,7 @@ REFUSED = [
     ({"output_dir": "/etc/cron.d", "model_name": MODEL}, "is outside of"),
     ({"output_dir": "~/runs", "model_name": MODEL}, "is outside of"),
     ({"output_dir": "link/run", "model_name": MODEL}, "is outside of"),
-    ({"output_dir": "out\0", "model_name": MODEL}, "is no path"),
+    ({"output_dir": "out\0", "model_name": MODEL}, "is not a path"),
     ({"output_dir": ".", "model_name": MODEL}, "name a new folder in it"),
     ({"model_name": "/etc"}, "model_name: '/etc' is outside of"),
     ({"model_name": "../model"}, "is outside of"),
@@ -254,7 +254,7 @@ REFUSED = [
     ({"dataset": ".", "model_name": MODEL}, "dataset: "),
     ({"model_name": "."}, "model_name: "),
     ({"model_name": "linked"}, "model_name: "),
-    ({"dataset": "gsm8k", "split": "train[:10", "model_name": MODEL}, "is no split"),
+    ({"dataset": "gsm8k", "split": "train[:10", "model_name": MODEL}, "is not a split"),
     ({"algorithm": "dpo", "model_name": MODEL}, "learns from rows with prompt, chosen and rejected"),
     ({"algorithm": "alphago", "model_name": MODEL}, "algorithm: there is no 'alphago'; give one of"),
     ({"algorithm": "GRPO", "model_name": MODEL}, "did you mean 'grpo'?"),
@@ -280,7 +280,7 @@ REFUSED = [
     ({"action": "delete", "output_dir": "output/sft"}, "there is no 'delete'; give one of train"),
     ({"action": "rm -rf output"}, "this tool removes nothing"),
     ({"action": ["train"]}, "action: there is no"),
-    ({"action": "status", "output_dir": "nothing"}, "is no folder; give the run_dir of a run"),
+    ({"action": "status", "output_dir": "nothing"}, "is not a folder; give the run_dir of a run"),
     ({"action": "stop", "output_dir": "../other"}, "is outside of"),
     ({"action": "status", "num_epochs": 2}, "num_epochs: has no effect with action status"),
     ({"action": "evaluate"}, "model_name: is missing"),

@@ -90,7 +90,7 @@ def test_conversational_rows_are_read_as_messages(place, answer):
     [
         ([], "has no rows"),
         (7, "int is none"),
-        ([7], "row 1: is no mapping"),
+        ([7], "row 1: is not a mapping"),
         ([{"text": "hello"}], "as question (its columns are text); name one of them question"),
         ([{"question": "1?", "answer": float("nan")}], "a value is not JSON"),
         ([{"question": "1?", "answer": "\ud800"}], "a value is not JSON"),

@@ -156,7 +156,7 @@ def test_an_instance_of_a_configuration_is_taken_as_it_is(module):
         ("no_such_module:row", "cannot be imported (ModuleNotFoundError"),
         (
             "my_algorithms:number",
-            "is no algorithm; name a row, or a subclass of Algorithm or AlgorithmConfig",
+            "is not an algorithm; name a row, or a subclass of Algorithm or AlgorithmConfig",
         ),
         ("my_algorithms:NoLoss", "has no loss: define loss(self, output, microbatch) in its class"),
         ("my_algorithms:Broken", "cannot be built (ZeroDivisionError: oh)"),

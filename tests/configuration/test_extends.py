@@ -91,7 +91,9 @@ def test_stages_replace_the_stages(write):
     )
     (stage,) = load_config("own.yaml").stages
     assert (stage.algorithm.kind, stage.group_size, stage.optimizer.weight_decay) == ("rloo", 8, 0.1)
-    assert stage.optimizer.learning_rate == 0.5, "the other file's default is used nowhere, which is no error"
+    assert stage.optimizer.learning_rate == 0.5, (
+        "the other file's default is used nowhere, which is not an error"
+    )
 
 
 def test_what_has_no_effect_any_more_is_left_out(write):

@@ -365,8 +365,12 @@ MISTAKES = [
     ),
     (ONE, ("algorithm.kl_coef=0.1", "sampling.top_p=0.9"), "command line: sampling.top_p cuts off tokens"),
     (ONE, ("algorithm.kl_coef=0.1", "sampling.top_k=5"), "command line: sampling.top_k cuts off tokens that"),
-    (ONE + "until: {metric: sucess, above: 1}", (), "is no metric of this stage; did you mean 'success'?"),
-    (ONE + "until: {metric: KL, above: 1}", (), "until.metric: 'KL' is no metric of this stage; give one of"),
+    (ONE + "until: {metric: sucess, above: 1}", (), "is not a metric of this stage; did you mean 'success'?"),
+    (
+        ONE + "until: {metric: KL, above: 1}",
+        (),
+        "until.metric: 'KL' is not a metric of this stage; give one of",
+    ),
     (ONE + "until: {metric: evaluation.success, above: 1}", (), "until.metric of stage 'grpo': no"),
     # stages and overrides
     (ONE + "stages: []", (), "x.yaml: stages: expected a list of stages, got []"),

@@ -181,7 +181,7 @@ def test_a_function_and_a_class_that_is_no_environment(world: Any) -> None:
     module = world().partition(":")[0]
     for name in ("Run", "Task", "__name__"):
         with pytest.raises(
-            AgentPeftError, match=r"is no subclass of agent_peft\.environments\.Environment; name one"
+            AgentPeftError, match=r"is not a subclass of agent_peft\.environments\.Environment; name one"
         ):
             load_environment({"kind": f"{module}:{name}"})
 
@@ -234,7 +234,7 @@ def test_an_environment_is_loaded_by_class_kind_mapping_or_configuration(world: 
         assert environment.config == by_kind.config
     with pytest.raises(AgentPeftError, match=r"^environment: names no kind; give one of arithmetic"):
         load_environment(world_class.config_class(num_tasks=5))
-    with pytest.raises(AgentPeftError, match=r"is no subclass of agent_peft\.environments\.Environment"):
+    with pytest.raises(AgentPeftError, match=r"is not a subclass of agent_peft\.environments\.Environment"):
         load_environment(int)  # type: ignore[arg-type]
 
 

@@ -206,9 +206,9 @@ def test_a_pattern_without_end_is_stopped_and_named_once(caplog):
 @pytest.mark.parametrize(
     ("pattern", "told"),
     [
-        ("(", "is no regular expression (missing )"),
+        ("(", "is not a regular expression (missing )"),
         ("a+", "has no group; put parentheses around the answer"),
-        ("(a)" * 500, "is no regular expression (it is longer than 1000 characters)"),
+        ("(a)" * 500, "is not a regular expression (it is longer than 1000 characters)"),
     ],
 )
 def test_a_wrong_pattern_is_told(pattern, told):
@@ -266,7 +266,7 @@ def test_an_unknown_grader_is_told(own):
         check_grader("zzz")
     with pytest.raises(ValueError, match=r"cannot be called as a grader .*def f\(response, answer, task\)"):
         check_grader("own_graders:two")
-    with pytest.raises(ValueError, match="is no function but 3"):
+    with pytest.raises(ValueError, match="is not a function but 3"):
         check_grader("own_graders:value")
     with pytest.raises(ValueError, match="cannot be imported"):
         check_grader("own_graders:nowhere")

@@ -162,7 +162,7 @@ TOP = "run_dir: r\npolicy: {kind: pretrained, model: smollm2-135m}\nalgorithm: g
         ("grader: 'no_such:thing'", "environment.grader: 'no_such:thing' cannot be imported"),
         ("grader: regex", "environment: pattern is missing: grader: regex needs a regular expression"),
         ("pattern: (a)", "environment: pattern has no effect with grader: exact"),
-        ("grader: regex, pattern: '('", "environment.pattern: '(' is no regular expression"),
+        ("grader: regex, pattern: '('", "environment.pattern: '(' is not a regular expression"),
         ("grader: regex, pattern: 'a'", "environment.pattern: 'a' has no group"),
         ("prompt: hello", "environment: prompt has no placeholder"),
         ("prompt: '{a}', question: b", "environment: question has no effect, since prompt has no {question}"),

@@ -22,7 +22,7 @@ from agent_peft.environments.templates import check_placeholders, fill, placehol
         ("{{{n}}}", "{3}"),
         ('{"a": {"b": 1}}', '{"a": {"b": 1}}'),  # JSON stays as it is, with all its braces
         ("\\frac{1}{2} {} {1} { n }", "\\frac{1}{2} {} {1} { n }"),
-        ("{m}", "{n}"),  # a value is no template
+        ("{m}", "{n}"),  # a value is not a template
         ("", ""),
     ],
 )

@@ -51,14 +51,14 @@ def test_a_generator_gives_the_right_and_a_wrong_answer(answer):
         chosen, rejected = group.trajectories
         assert (chosen.outcome, rejected.outcome) == (Outcome.CORRECT, Outcome.INCORRECT)
         assert chosen.turns[0].observation == rejected.turns[0].observation
-        assert rejected.turns[0].valid, "a wrong answer that is no number would teach the format alone"
+        assert rejected.turns[0].valid, "a wrong answer that is not a number would teach the format alone"
         assert not group.mismatched
 
 
 def test_an_environment_without_worse_replies_is_told(tmp_path):
     said = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
     environment = Chat(ChatConfig(tasks=table(tmp_path, {"messages": said})))
-    with pytest.raises(AgentPeftError, match="the environment has no rejection, so it is no pair; take"):
+    with pytest.raises(AgentPeftError, match="the environment has no rejection, so it is not a pair; take"):
         pairs(environment, 1).collect(0)
     (group,) = pairs(environment, 1, "labels").collect(0).groups
     assert [t.outcome for t in group.trajectories] == [Outcome.CORRECT]  # kto takes what there is

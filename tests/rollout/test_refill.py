@@ -214,7 +214,7 @@ def test_the_names_of_the_metrics_are_known(acting):
         "groups_refilled",
         "episodes_dropped",
     }
-    with pytest.raises(ValueError, match=r"until\.metric: 'groups_refilled' is no metric of this stage"):
+    with pytest.raises(ValueError, match=r"until\.metric: 'groups_refilled' is not a metric of this stage"):
         stage(until={"metric": "groups_refilled", "above": 1.0})
 
 

@@ -74,7 +74,7 @@ def test_the_latest_successes_are_kept_one_of_each_task():
     kept = [task_digest(Task(name)) for name in ("a", "c", "d")]
     assert [replay.task for replay in replays.latest()] == kept, "one more than is shown"
     replays.add([group(episode("e", "6=", "<pad>6"), episode("e", "6=", "6"))], ANY)
-    assert texts(replays.latest())[-1] == ["6=", "6"], "a text that cannot be written is no replay"
+    assert texts(replays.latest())[-1] == ["6=", "6"], "a text that cannot be written is not a replay"
     none = Replays(0)
     none.add([group(episode("a", "1+1=", "2"))], ANY)
     assert none.latest() == ()

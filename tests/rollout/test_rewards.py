@@ -260,13 +260,13 @@ def test_a_function_of_the_users_own_reads_the_priced_trajectory(own):
 @pytest.mark.parametrize(
     ("body", "told"),
     [
-        ("return float('nan')", "returned nan, which is no finite number; return a float"),
-        ("return float('inf')", "returned inf, which is no finite number"),
-        ("return None", "returned None, which is no finite number"),
+        ("return float('nan')", "returned nan, which is not a finite number; return a float"),
+        ("return float('inf')", "returned inf, which is not a finite number"),
+        ("return None", "returned None, which is not a finite number"),
         ("return -1e30", "returned -1e+30; beyond 1,000,000 small rewards are lost next to it in float32"),
-        ("return '1.0'", "returned '1.0', which is no finite number"),
-        ("return [1.0]", "returned [1.0], which is no finite number"),
-        ("return 1j", "returned 1j, which is no finite number"),
+        ("return '1.0'", "returned '1.0', which is not a finite number"),
+        ("return [1.0]", "returned [1.0], which is not a finite number"),
+        ("return 1j", "returned 1j, which is not a finite number"),
         ("return {}[\n'x']", "fails at {module}.py:2 (KeyError: 'x'); correct it"),
     ],
 )
@@ -338,7 +338,7 @@ def written(tmp_path, terms, one_stage=True):
             "kind: 'no_such_module:f' cannot be imported (ModuleNotFoundError: No module named 'no_such_module'); write it as",  # noqa: E501
         ),
         ([{"kind": "json:nothing"}], "'json:nothing' cannot be imported (AttributeError: "),
-        ([{"kind": "json:decoder"}], "'json:decoder' is no function but <module"),
+        ([{"kind": "json:decoder"}], "'json:decoder' is not a function but <module"),
         (
             [{"kind": "format", "weight": -1}],
             "x.yaml:7: rewards.terms.0.weight: must be greater than or equal to 0, got -1",

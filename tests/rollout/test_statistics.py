@@ -302,7 +302,7 @@ def test_tables_show_what_was_found():
 
 
 def scored(*scores):
-    """A report of tasks with these scores (one list of attempts per task); None is no score."""
+    """A report of tasks with these scores (one list of attempts per task); None is not a score."""
     groups = []
     for number, attempts in enumerate(scores):
         task = Task(str(number))

@@ -115,9 +115,9 @@ def test_the_best_by_a_metric_of_steps_is_kept(configure):
     [
         (
             {"metric": "evaluation.succes"},
-            r"'evaluation\.succes' is no metric; did you mean 'evaluation\.success'",
+            r"'evaluation\.succes' is not a metric; did you mean 'evaluation\.success'",
         ),
-        ({"metric": "ratio"}, "'ratio' is no metric"),
+        ({"metric": "ratio"}, "'ratio' is not a metric"),
         ({"metric": "loss", "mode": "low"}, "must be 'max' or 'min'"),
     ],
 )

@@ -164,7 +164,7 @@ def test_what_does_not_fit_is_one_line(configure, capsys):
         (["policy.lora.rank=2"], "old", r"policy\.lora\.rank belongs to the weights that were trained"),
         (["seed=1"], "old", "seed decides the weights"),
         ([], "old:99", r"old has no step_000099; there is: step_000001, "),
-        ([], "nothing:1", "nothing is no run directory"),
+        ([], "nothing:1", "nothing is not a run directory"),
     ):
         with pytest.raises(AgentPeftError, match=cause):
             train(configure("run_dir=new", *changes), begin=begin)

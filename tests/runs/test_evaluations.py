@@ -107,7 +107,7 @@ def test_a_command_measures_a_checkpoint_and_keeps_the_episodes(configure, tmp_p
     assert ours == theirs
     assert re.search(r"evaluating .*run on 6 tasks\n", said.err)
     assert run(asked) == 2
-    assert "measured: exists and is no empty folder" in capsys.readouterr().err
+    assert "measured: exists and is not an empty folder" in capsys.readouterr().err
     assert run(["evaluate", target, "--base"]) == 0
     assert re.search(r"step +│ +0 ", capsys.readouterr().out)
 

@@ -88,7 +88,7 @@ def test_a_folder_of_other_files_is_refused_before_anything_is_written(path, con
     (config.run_dir / name).parent.mkdir(parents=True)
     (config.run_dir / name).write_text(path.read_text() if name == "config.yaml" else '{"state": "done"}')
     before = {path: path.stat().st_mtime_ns for path in config.run_dir.rglob("*")}
-    with pytest.raises(AgentPeftError, match="so it is no run directory; set another run_dir") as raised:
+    with pytest.raises(AgentPeftError, match="so it is not a run directory; set another run_dir") as raised:
         train(config, fresh=fresh)
     assert "--fresh" not in str(raised.value)
     assert {path: path.stat().st_mtime_ns for path in config.run_dir.rglob("*")} == before

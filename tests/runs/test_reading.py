@@ -107,8 +107,8 @@ def told(call):
 
 
 def test_what_is_not_there_is_told_in_one_line(run, tmp_path):
-    assert "is no folder; give the run_dir of a run" in told(lambda: load_run(tmp_path / "nowhere"))
-    assert "holds no config.yaml, so it is no run directory" in told(lambda: load_run(tmp_path))
+    assert "is not a folder; give the run_dir of a run" in told(lambda: load_run(tmp_path / "nowhere"))
+    assert "holds no config.yaml, so it is not a run directory" in told(lambda: load_run(tmp_path))
     record = load_run(run)
     assert "step 7 has no trajectories on disk; the nearest that has some is 10" in told(
         lambda: record.trajectories.of_step(7)
@@ -142,7 +142,7 @@ def test_damage_is_told_in_one_line(run):
     lines.write_text(good + "[" * 100_000 + "\n" + good)
     assert f"{lines}:2: is damaged (" in told(lambda: read_lines(lines))
     lines.write_text('{"group": 0, "outcome": "won"}\n')
-    assert f"{lines}:1: is no record of an episode (" in told(lambda: list(load_run(run).trajectories))
+    assert f"{lines}:1: is not a record of an episode (" in told(lambda: list(load_run(run).trajectories))
 
 
 def test_an_evaluation_without_its_lines_has_no_episodes(run):

@@ -298,7 +298,7 @@ def test_an_adapter_and_a_merged_model_evaluate_as_the_run(pretrained, tmp_path)
     assert not (tmp_path / "merged" / "adapter_config.json").exists()
     AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert evaluate_target(tmp_path / "merged", pretrained) == expected
-    with pytest.raises(AgentPeftError, match="exists and is no empty folder"):
+    with pytest.raises(AgentPeftError, match="exists and is not an empty folder"):
         merge_run(pretrained.run_dir, tmp_path / "merged")
 
 
@@ -312,7 +312,7 @@ def test_an_adapter_of_a_model_from_scratch_is_evaluated_or_refused_but_never_ig
 
 
 def test_a_model_needs_a_configuration(pretrained, tmp_path):
-    with pytest.raises(AgentPeftError, match=r"is no run directory.*--config"):
+    with pytest.raises(AgentPeftError, match=r"is not a run directory.*--config"):
         evaluate_target(tmp_path / "model")
 
 

@@ -121,7 +121,7 @@ def test_a_run_with_fast_environments_writes_none_and_can_be_followed(configure,
 
 def test_what_cannot_be_followed_is_one_line(configure, slow, tmp_path):
     slow()
-    with pytest.raises(AgentPeftError, match=r"engine\.schedule: .*nowhere is no run directory"):
+    with pytest.raises(AgentPeftError, match=r"engine\.schedule: .*nowhere is not a run directory"):
         train(configure("second", schedule=str(tmp_path / "nowhere")))
     train(configure("first"))
     shutil.rmtree(tmp_path / "second", ignore_errors=True)

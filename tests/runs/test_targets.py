@@ -173,10 +173,10 @@ def test_before_and_after_of_an_adapter(trained, refused):
     merge_run(Path("run"), Path("merged"))
     measure = ["--config", "c.yaml"]
     assert "is a model, and --base is what" in refused("evaluate", "merged", *measure, "--base")
-    assert "is no run directory, so it has no checkpoint x" in refused(
+    assert "is not a run directory, so it has no checkpoint x" in refused(
         "evaluate", "merged", *measure, "--checkpoint", "x"
     )
-    assert "is no run directory, so it has no checkpoint x" in refused(
+    assert "is not a run directory, so it has no checkpoint x" in refused(
         "evaluate", str(adapter), *measure, "--checkpoint", "x"
     )
     assert "leave --base or --checkpoint out" in refused(
@@ -271,7 +271,7 @@ def test_a_start_that_failed_does_not_occupy_its_folder(settings, refused, tmp_p
 @pytest.mark.parametrize("command", ["train", "explain"])
 def test_a_device_that_is_not_here_is_one_line(settings, refused, command):
     Path("c.yaml").write_text(dump(settings))
-    assert "policy.device: 'tpu' is no device; give auto, cpu, cuda or cuda:1" in refused(
+    assert "policy.device: 'tpu' is not a device; give auto, cpu, cuda or cuda:1" in refused(
         command, "c.yaml", "policy.device=tpu"
     )
     for device in ("cuda:99", "mps", "meta", *([] if torch.cuda.is_available() else ["cuda"])):

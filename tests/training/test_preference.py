@@ -155,7 +155,7 @@ def test_the_metrics_of_a_step_are_those_that_are_announced(make_trainer, kind):
     trainer = make_trainer(**keys(kind))
     step = list(trainer)[-1]
     assert set(step.metrics) == set(trainer.stage.metrics)
-    assert step.metrics["episodes"] == 8.0, "what is only measured is no episode of the step"
+    assert step.metrics["episodes"] == 8.0, "what is only measured is not an episode of the step"
     signs = [set(values.tolist()) - {0.0} for values in step.token_values.advantages.split(lengths(step))]
     assert signs == [{1.0}, {-1.0}] * 4
 
@@ -179,7 +179,7 @@ def lengths(step):
         ({"algorithm": "dpo", "refill": 2}, "refill has no effect on dpo"),
         (
             {"algorithm": "dpo", "until": {"metric": "surprisal", "below": 1}},
-            "'surprisal' is no metric of this",
+            "'surprisal' is not a metric of this",
         ),
     ],
 )
@@ -211,5 +211,5 @@ def test_a_step_with_one_group_alone_measures_no_kl(make_trainer):
 def test_an_environment_without_pairs_ends_in_one_line(make_trainer, monkeypatch):
     trainer = make_trainer(**keys("dpo"))
     monkeypatch.setattr(Arithmetic, "rejection", lambda self, task: None)
-    with pytest.raises(AgentPeftError, match="the environment has no rejection, so it is no pair"):
+    with pytest.raises(AgentPeftError, match="the environment has no rejection, so it is not a pair"):
         next(iter(trainer))

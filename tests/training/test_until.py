@@ -129,9 +129,9 @@ def test_surprisal_is_of_all_sampled_tokens_with_or_without_a_signal(make_traine
 @pytest.mark.parametrize(
     ("metric", "told"),
     [
-        ("accuracy", r"'accuracy' is no metric of this stage; give one of score, reward, success,"),
-        ("surprisals", r"'surprisals' is no metric of this stage; did you mean 'surprisal'\?"),
-        ("kl", r"'kl' is no metric of this stage"),  # without kl_coef there is none
+        ("accuracy", r"'accuracy' is not a metric of this stage; give one of score, reward, success,"),
+        ("surprisals", r"'surprisals' is not a metric of this stage; did you mean 'surprisal'\?"),
+        ("kl", r"'kl' is not a metric of this stage"),  # without kl_coef there is none
         (
             "evaluation.succes",
             r"evaluations do not measure 'evaluation.succes'; did you mean 'evaluation.suc",

@@ -92,10 +92,10 @@ def converse(
     policy: Policy,
     settings: ChatSettings,
     lines: Iterable[str],
-    say: Callable[[str], None],
+    write: Callable[[str], None],
     warn: Callable[[str], None],
 ) -> None:
-    """Answer each of the lines, until they end or one is ``/exit``. ``say`` gets the parts of the replies,
+    """Answer each of the lines, until they end or one is ``/exit``. ``write`` gets the parts of the replies,
     each of which ends with a line break; ``warn`` gets messages that are not the policy's.
     """
     with closing(Service({NAME: policy}, EngineConfig(rows=1), settings.max_tokens)) as service:
@@ -110,9 +110,9 @@ def converse(
             with closing(dialogue.reply(line)) as parts:
                 try:
                     for part in parts:
-                        say(part)
+                        write(part)
                 except AgentPeftError as error:
                     warn(str(error))
                 except KeyboardInterrupt:
                     warn("the reply ends here")
-            say("\n")
+            write("\n")

@@ -240,7 +240,7 @@ def _of_rows(name: str, content: Sequence[Any], split: str, folder: Path) -> dic
 def _known(place: str, row: Any) -> dict[str, Any]:
     """A row with the columns question, answer and completion."""
     if not isinstance(row, Mapping):
-        raise AgentPeftError(f"{place}: is no mapping from columns to values")
+        raise AgentPeftError(f"{place}: is not a mapping from columns to values")
     known = {}
     for column, names in COLUMNS.items():
         name = next((name for name in names if row.get(name) is not None), column)

@@ -167,7 +167,7 @@ class RLTrainingTool:
         try:
             path = Path(text).expanduser().resolve()
         except (OSError, RuntimeError, ValueError) as error:
-            raise AgentPeftError(f"{key}: {text!r:.80} is no path ({error})") from error
+            raise AgentPeftError(f"{key}: {text!r:.80} is not a path ({error})") from error
         if not path.is_relative_to(self._root):
             raise AgentPeftError(
                 f"{key}: {text!r:.80} is outside of {self._root}, the only folder that this tool reads and "
@@ -199,7 +199,7 @@ class RLTrainingTool:
         if not on_hub or not path.parts or Path(path.parts[0]).exists():
             self._path("model_name", str(path))
         if not on_hub and not path.exists():
-            raise AgentPeftError(f"model_name: there is no folder {name!r:.80}, and it is no hub id")
+            raise AgentPeftError(f"model_name: there is no folder {name!r:.80}, and it is not a hub id")
         below = start_of(PretrainedConfig(model=name)).model  # of an adapter: what it was trained on
         if Path(below).exists() and below not in BUNDLED:
             self._path("model_name", below)

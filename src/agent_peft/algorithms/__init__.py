@@ -103,7 +103,7 @@ def algorithm_config_class(kind: object) -> type[AlgorithmConfig]:
     ``package.module:row`` the named ``AlgorithmConfig`` subclass.
 
     Raises:
-        ValueError: there is no such kind, it cannot be imported, or it is no algorithm.
+        ValueError: there is no such kind, it cannot be imported, or it is not an algorithm.
     """
     if isinstance(kind, str) and kind in ALGORITHMS:
         return ALGORITHMS[kind]
@@ -116,7 +116,7 @@ def algorithm_config_class(kind: object) -> type[AlgorithmConfig]:
         if isinstance(custom, Algorithm) or (isinstance(custom, type) and issubclass(custom, Algorithm)):
             return CustomAlgorithmConfig
         raise ValueError(
-            f"{kind!r} is no algorithm; name a row, or a subclass of Algorithm or AlgorithmConfig"
+            f"{kind!r} is not an algorithm; name a row, or a subclass of Algorithm or AlgorithmConfig"
         )
     fault = "names no kind" if kind is None else f"there is no kind {kind!r}"
     raise ValueError(f"{fault}; {nearest(kind or '', ALGORITHMS.keys(), CUSTOM)}")

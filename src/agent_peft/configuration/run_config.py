@@ -202,7 +202,7 @@ class TrainConfig(Config):
         known = list(dict.fromkeys((*METRICS, *(name for stage in checked for name in stage.metrics))))
         if len(checked) == len(self.stages) and best.metric not in known:
             raise ValueError(
-                f"checkpoint.keep_best.metric: {best.metric!r} is no metric; {nearest(best.metric, known)}"
+                f"checkpoint.keep_best.metric: {best.metric!r} is not a metric; {nearest(best.metric, known)}"
             )
 
     def _check_evaluations(self, stage: StageConfig, first: int) -> None:

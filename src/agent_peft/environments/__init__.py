@@ -90,7 +90,7 @@ def environment_class(kind: object) -> type[Environment]:
     if isinstance(kind, type) or (isinstance(kind, str) and ":" in kind):
         named = find(kind) if isinstance(kind, str) else kind
         if not (isinstance(named, type) and issubclass(named, Environment)):
-            raise ValueError(f"{kind!r} is no subclass of agent_peft.environments.Environment; name one")
+            raise ValueError(f"{kind!r} is not a subclass of agent_peft.environments.Environment; name one")
         return named
     fault = "names no kind" if kind is None else f"there is no kind {kind!r}"
     raise ValueError(f"{fault}; {nearest(kind or '', ENVIRONMENTS.keys(), CUSTOM)}")

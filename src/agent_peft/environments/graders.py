@@ -157,20 +157,20 @@ def check_grader(name: str) -> str:
 
 
 def check_pattern(pattern: str | None) -> str | None:
-    """Return the pattern; raise ValueError if it is no regular expression with a group."""
+    """Return the pattern; raise ValueError if it is not a regular expression with a group."""
     if pattern is not None and (fault := expressions.fault(pattern, group=True)) is not None:
         if fault == expressions.NO_GROUP:
             raise ValueError(
                 f"{pattern!r:.60} has no group; put parentheses around the answer, as in 'Answer: (.+)'"
             )
-        raise ValueError(f"{pattern!r:.60} is no regular expression ({fault})")
+        raise ValueError(f"{pattern!r:.60} is not a regular expression ({fault})")
     return pattern
 
 
 def _find_function(name: str) -> Callable[[str, Any, Task], Any]:
     function = find(name, "package.module:function")
     if not callable(function):
-        raise ValueError(f"{name!r} is no function but {function!r:.60}; name a function")
+        raise ValueError(f"{name!r} is not a function but {function!r:.60}; name a function")
     try:
         inspect.signature(function).bind("", "", None)
     except TypeError as error:

@@ -18,7 +18,7 @@ _WHOLE = re.compile(NUMBER)
 
 # The other patterns read a text of `_simplified`. A run is digits with all that may group them.
 _RUN = r"(?:[0-9]|(?<![0-9.])\.(?=[0-9]))(?:[0-9]|[.,'_](?=[0-9])|\ (?=[0-9]{3}(?![0-9])))*+"
-_SIGN = r"(?:(?<![^\W_])(?<![)\]}%$])[-+]\$?|\$[-+]?)?"  # in 5-3, the minus is no sign
+_SIGN = r"(?:(?<![^\W_])(?<![)\]}%$])[-+]\$?|\$[-+]?)?"  # in 5-3, the minus is not a sign
 _POWER = r"\ ?\^\ ?(?:\{{\ ?(?P<{0}1>-?[0-9]++)\ ?\}}|\((?P<{0}2>-?[0-9]++)\)|(?P<{0}3>-?[0-9]++))"
 _EXPRESSION = re.compile(
     rf"""(?P<sign>{_SIGN})(?P<run>{_RUN})

@@ -24,7 +24,7 @@ class ToolCall:
 
 
 class NotAToolCall(ValueError):
-    """A reply is no tool call; its text tells the agent what to write."""
+    """A reply is not a tool call; its text tells the agent what to write."""
 
 
 def read_tool_call(reply: str, example: str) -> ToolCall:

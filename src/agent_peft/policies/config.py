@@ -18,7 +18,7 @@ def _check_device(device: str) -> str:
         if device != "auto":
             torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"{device!r} is no device; give auto, cpu, cuda or cuda:1") from error
+        raise ValueError(f"{device!r} is not a device; give auto, cpu, cuda or cuda:1") from error
     return device
 
 

@@ -74,5 +74,5 @@ def _message(part: object) -> Message:
     if isinstance(part, Message) and isinstance(part.content, str):
         return part
     raise AgentPeftError(
-        f"{part!r:.80} is no prompt; give a text, or a conversation as a list of Message(role, content)"
+        f"{part!r:.80} is not a prompt; give a text, or a conversation as a list of Message(role, content)"
     )

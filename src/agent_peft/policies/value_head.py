@@ -60,7 +60,7 @@ def load(head: ValueHead, folder: Path) -> None:
         ) from error
     if {name: tensor.shape for name, tensor in stored.items()} != {"weight": head.weight.shape}:
         raise AgentPeftError(
-            f"{folder / WEIGHTS} is no value head of a model with {len(head.weight)} hidden units: "
+            f"{folder / WEIGHTS} is not a value head of a model with {len(head.weight)} hidden units: "
             "is it of another model?"
         )
     with torch.no_grad():

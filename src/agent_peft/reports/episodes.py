@@ -198,5 +198,5 @@ def _told(path: Path, read: Callable[[], T]) -> T:
         return read()
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise AgentPeftError(
-            f"{path}: holds a line that is no episode ({type(error).__name__}: {error})"
+            f"{path}: holds a line that is not an episode ({type(error).__name__}: {error})"
         ) from error

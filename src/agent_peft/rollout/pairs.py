@@ -66,7 +66,7 @@ class Pairs:
             return known
         missing = next(name for name, actions in sides.items() if actions is None)
         raise AgentPeftError(
-            f"task {printable(task.id, 60)}: the environment has no {missing}, so it is no pair; take "
+            f"task {printable(task.id, 60)}: the environment has no {missing}, so it is not a pair; take "
             "environment.kind: preferences, or learn from the episodes of a run (episodes_of)"
         )
 

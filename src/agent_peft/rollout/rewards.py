@@ -142,7 +142,7 @@ def custom_term(config: CustomTermConfig, trajectory: Trajectory) -> float:
             f"{place}: fails at {Path(last.filename).name}:{last.lineno} ({cause}); correct it"
         ) from error
     if not isinstance(found, numbers.Real) or not math.isfinite(found):
-        raise AgentPeftError(f"{place}: returned {found!r:.60}, which is no finite number; return a float")
+        raise AgentPeftError(f"{place}: returned {found!r:.60}, which is not a finite number; return a float")
     if abs(float(found)) > LARGEST:
         raise AgentPeftError(f"{place}: returned {float(found):g}; {TOO_LARGE}")
     return float(found)
@@ -156,7 +156,7 @@ def custom_function(kind: str) -> Callable[[Trajectory], Any]:
     """
     found = find(kind, "package.module:function")
     if not callable(found):
-        raise ValueError(f"{kind!r} is no function but {found!r:.60}; name a function of a trajectory")
+        raise ValueError(f"{kind!r} is not a function but {found!r:.60}; name a function of a trajectory")
     try:
         inspect.signature(found).bind(None)
     except TypeError as error:

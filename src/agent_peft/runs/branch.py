@@ -68,7 +68,7 @@ def find_origin(text: str, config: TrainConfig, contents: Contents) -> tuple[Ori
     check_run_files(run)
     earlier = read_earlier(run)
     if earlier is None:
-        raise AgentPeftError(f"--from: {run} is no run directory (seen from {Path.cwd()})")
+        raise AgentPeftError(f"--from: {run} is not a run directory (seen from {Path.cwd()})")
     existing = {path.name: path for path in checkpoints(run / "checkpoints")}
     if name is not None and name not in existing:
         raise AgentPeftError(f"--from: {run} has no {name}; there is: {', '.join(existing) or 'none yet'}")

@@ -61,7 +61,7 @@ def read_contents(folder: Path) -> dict[str, Any]:
     try:
         content = parse_json(read_text(path, "a JSON file", MEGABYTE))
         if not isinstance(content, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not an object")
     except ValueError as error:
         raise AgentPeftError(
             f"{path}: is damaged ({error}); remove it, and the tasks of today count as those of the run"

@@ -127,7 +127,7 @@ def open_run_dir(
     messages: list[str] = []
     if begun and earlier is None:
         raise AgentPeftError(
-            f"{folder / CONFIG}: is no run's configuration; put back that of the run, or start over with "
+            f"{folder / CONFIG}: is not a run's configuration; put back that of the run, or start over with "
             "--fresh"
         )
     if begin is not None and not begun:
@@ -173,7 +173,7 @@ def check_place(folder: Path) -> None:
     names = [name for name in sorted(os.listdir(folder)) if not _BEFORE.fullmatch(name)]
     if names and not (_has_results(folder) and read_earlier(folder) is not None):
         raise AgentPeftError(
-            f"{folder}: holds {names[0]} and no {RECORD} of a run, so it is no run directory; set another "
+            f"{folder}: holds {names[0]} and no {RECORD} of a run, so it is not a run directory; set another "
             "run_dir"
         )
 

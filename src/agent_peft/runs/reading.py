@@ -33,7 +33,7 @@ def load_run(path: Path | str) -> RunRecord:
     """
     folder = Path(path).expanduser()
     if not (folder / "config.yaml").is_file():
-        fault = "holds no config.yaml, so it is no run directory" if folder.is_dir() else "is no folder"
+        fault = "holds no config.yaml, so it is not a run directory" if folder.is_dir() else "is not a folder"
         raise AgentPeftError(f"{folder}: {fault}; give the run_dir of a run")
     check_run_files(folder)
     return RunRecord(folder)
@@ -322,7 +322,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
             if not isinstance(record, dict):
-                raise ValueError("it is no object")
+                raise ValueError("it is not an object")
         except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
@@ -345,7 +345,9 @@ def _record(line: Mapping[str, Any], arrays: _Arrays, place: str) -> EpisodeReco
         values["outcome"], values["stop_reason"] = Outcome(line["outcome"]), StopReason(line["stop_reason"])
         return EpisodeRecord(**values, _arrays=arrays)
     except (KeyError, TypeError, ValueError) as error:
-        raise AgentPeftError(f"{place}: is no record of an episode ({error}); repair or remove it") from error
+        raise AgentPeftError(
+            f"{place}: is not a record of an episode ({error}); repair or remove it"
+        ) from error
 
 
 def _frame(records: Iterable[Mapping[str, Any]]) -> DataFrame:

@@ -30,7 +30,7 @@ class Schedules:
         self.other = None if engine.schedule is None else engine.schedule.expanduser()
         if self.other is not None and not (self.other / "metrics.jsonl").is_file():
             raise AgentPeftError(
-                f"engine.schedule: {self.other} is no run directory (it holds no metrics.jsonl); give one, "
+                f"engine.schedule: {self.other} is not a run directory (it holds no metrics.jsonl); give one "
                 "or null"
             )
         self.done = _collections(run_dir)

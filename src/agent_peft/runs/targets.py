@@ -166,7 +166,7 @@ def load_target_config(
         if not target.exists():
             raise _nothing_at(target)
         raise AgentPeftError(
-            f"{target}: is no run directory, so the tasks are not known; name a configuration with --config"
+            f"{target}: is not a run directory, so the tasks are unknown; name a configuration with --config"
         )
     if kind == "model":
         effective = tuple(key for key in effective if key != "policy.model")  # it is the target
@@ -198,7 +198,7 @@ def evaluate_target(
         )
     if kind != "run" and checkpoint is not None:
         raise AgentPeftError(
-            f"{target}: is no run directory, so it has no checkpoint {checkpoint}; leave --checkpoint out"
+            f"{target}: is not a run directory, so it has no checkpoint {checkpoint}; leave --checkpoint out"
         )
     if kind == "model" and base:
         raise AgentPeftError(
@@ -293,7 +293,7 @@ def load_for_merging(run: Path, overrides: Sequence[str], measured: bool) -> Tra
 def check_empty(output: Path) -> None:
     """Check that a folder may be written to."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise AgentPeftError(f"{output}: exists and is no empty folder; name another folder")
+        raise AgentPeftError(f"{output}: exists and is not an empty folder; name another folder")
 
 
 def merge_run(

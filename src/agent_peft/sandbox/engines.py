@@ -163,8 +163,8 @@ class EngineSandbox(Sandbox):
         return streams
 
     def _signal(self, since: str, number: int) -> int:
-        said = self._call("exec", self._name, *_BASH, _SIGNAL, "signal", since, str(int(number)), self._mark)
-        words = said.decode("utf-8", "replace").split()
+        out = self._call("exec", self._name, *_BASH, _SIGNAL, "signal", since, str(int(number)), self._mark)
+        words = out.decode("utf-8", "replace").split()
         return int(words[-1]) if words and words[-1].isdigit() else 0
 
     def _changes(self, script: str) -> tuple[bytes, list[bytes]]:

@@ -74,12 +74,12 @@ def seccomp(listener: str | None = None, machine: str | None = None) -> dict[str
         {"index": 2, "op": "SCMP_CMP_EQ", "value": 9},
     ]
     rules.append({"names": ["socket"], "action": "SCMP_ACT_ERRNO", "errnoRet": errno.EINVAL, "args": audit})
-    told = {}
+    notified = {}
     if listener is not None:
         rules.append({"names": list(asked), "action": "SCMP_ACT_NOTIFY"})
-        told = {"listenerPath": listener}
+        notified = {"listenerPath": listener}
     refused = {"defaultAction": "SCMP_ACT_ERRNO", "defaultErrnoRet": content["defaultErrnoRet"]}
-    return {**refused, "architectures": architectures, "syscalls": rules, **told}
+    return {**refused, "architectures": architectures, "syscalls": rules, **notified}
 
 
 @cache

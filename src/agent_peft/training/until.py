@@ -63,4 +63,4 @@ class UntilConfig(Config):
 def unknown_metric(name: str, known: Sequence[str]) -> str:
     if name.startswith("evaluation"):
         return f"until.metric: evaluations do not measure {name!r}; {nearest(name, METRICS)}"
-    return f"until.metric: {name!r} is no metric of this stage; {nearest(name, known)}"
+    return f"until.metric: {name!r} is not a metric of this stage; {nearest(name, known)}"

@@ -129,7 +129,7 @@ def test_order_keys(sql, keys):
 def test_tables_are_compared_as_multisets_with_tolerance():
     assert tables_are_equal([(2, 0.1 + 0.2), (1, None)], [(1, None), (2, 0.3)])
     assert tables_are_equal([], [])
-    assert not tables_are_equal([(1, "5")], [(1, 5)])  # in a table a text is no number
+    assert not tables_are_equal([(1, "5")], [(1, 5)])  # in a table a text is not a number
     assert not tables_are_equal([(1,), (1,), (2,)], [(1,), (2,), (2,)])
     assert not tables_are_equal([(1, 2)], [(1,)])
     assert not tables_are_equal(None, [])

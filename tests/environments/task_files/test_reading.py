@@ -113,7 +113,7 @@ def test_a_pipe_or_a_device_is_refused_at_once(tmp_path, name):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
     for path in (tmp_path / "pipe", tmp_path / "zero"):
-        with pytest.raises(AgentPeftError, match="is no regular file"):
+        with pytest.raises(AgentPeftError, match="is not a regular file"):
             READERS[name](path)
 
 

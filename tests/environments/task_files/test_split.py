@@ -59,7 +59,7 @@ def test_a_part_that_is_empty_and_a_split_that_a_file_lacks_are_one_line(environ
         environment(split="train[10:]")
     with pytest.raises(AgentPeftError, match="a file has no split 'test', its rows are called train; write"):
         environment(split="test[:50%]")
-    with pytest.raises(AgentPeftError, match=r"'train\[:a\]' is no split; write train\[:90%\]"):
+    with pytest.raises(AgentPeftError, match=r"'train\[:a\]' is not a split; write train\[:90%\]"):
         environment(split="train[:a]")
 
 

@@ -48,7 +48,7 @@ def test_of_likely_tokens_the_gradient_is_exact_in_16_bits(p):
 
 
 def test_an_adapter_on_the_output_layer_takes_no_more_logits_at_once(peak_bytes):
-    """Chunks are of so many logits, and the layer with its adapter, which is no linear layer, says how
+    """Chunks are of so many logits, and the layer with its adapter, which is not a linear layer, says how
     many a state has.
     """
     model = LlamaForCausalLM(

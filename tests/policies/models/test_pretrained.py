@@ -148,7 +148,7 @@ def test_weights_that_are_not_in_the_files_are_not_made_up(folder, key, value, t
 def test_a_pipe_is_not_waited_for(folder, file):
     (folder / file).unlink(missing_ok=True)
     os.mkfifo(folder / file)
-    assert refused(folder) == f"{folder / file}: is no regular file; remove it"
+    assert refused(folder) == f"{folder / file}: is not a regular file; remove it"
 
 
 def test_a_configuration_that_no_machine_could_build():

@@ -140,7 +140,7 @@ def test_an_adapter_of_random_weights_names_no_model(adapter):
 
 
 def test_names_that_others_can_use(tmp_path, monkeypatch):
-    """A relative path would be taken for a hub id elsewhere, and a GGUF file is no folder of a cache."""
+    """A relative path would be taken for a hub id elsewhere, and a GGUF file is not a folder of a cache."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama").mkdir()
     (tmp_path / "model.gguf").touch()

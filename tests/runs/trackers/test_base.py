@@ -107,7 +107,7 @@ def test_a_tracker_of_a_configuration(configure, tmp_path, monkeypatch):
 
     with pytest.raises(AgentPeftError, match=r"tracked:Lines: TypeError: .*'suffix'"):
         train(configure("other", trackers=[{"kind": "tracked:Lines", "suffix": "at"}]))
-    with pytest.raises(AgentPeftError, match="trackers: json:JSONEncoder is no tracker"):
+    with pytest.raises(AgentPeftError, match="trackers: json:JSONEncoder is not a tracker"):
         load_tracker("json:JSONEncoder")
     assert not (tmp_path / "other").exists(), "the mistake is told before the run begins"
 

@@ -71,7 +71,9 @@ class _Request(Wire):
     )
     stream: StrictBool = False
     stream_options: StreamOptions | None = None
-    stop: Stop | Stops | None = Field(default=None, description="ends the reply, and is no part of its text")
+    stop: Stop | Stops | None = Field(
+        default=None, description="ends the reply, and is not a part of its text"
+    )
     temperature: Annotated[StrictFloat, AfterValidator(_not_lukewarm)] | None = Field(
         default=None,
         ge=0,

@@ -44,7 +44,7 @@ def _fault_of_gold(problem: SQLProblem, config: DBBenchConfig) -> str | None:
     if problem.labels is not None:  # its answer decides, whatever its SQL gives
         reply = PROTOCOLS[config.protocol].answer([(label,) for label in problem.labels])
         correct = _replay(problem, config, (reply,)).outcome is Outcome.CORRECT
-        return None if correct else "its label is no answer"
+        return None if correct else "its label is not an answer"
     executed, table = run_gold(problem, config)
     if executed.error is not None:
         return printable_line(f"the gold SQL fails: {executed.error}", MAX_CAUSE)

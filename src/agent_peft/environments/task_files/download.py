@@ -105,7 +105,7 @@ def read_rows(files: Sequence[Path]) -> list[dict[str, Any]]:
         try:
             for row in _parquet_rows(file) if file.suffix == ".parquet" else _json_rows(file):
                 if not isinstance(row, dict):
-                    raise ValueError("a row is no object")
+                    raise ValueError("a row is not an object")
                 if len(rows) == MAX_ROWS:
                     raise ValueError(f"there are more than {MAX_ROWS:,} rows")
                 rows.append(row)

@@ -124,7 +124,7 @@ def check_skills(skills: Sequence[str] | None, among: Sequence[str]) -> None:
     """Raise ValueError if a skill is not known, with the nearest one that is."""
     for skill in skills or ():
         if skill not in among:
-            raise ValueError(f"{skill!r} is no skill here; {nearest(skill, among)}")
+            raise ValueError(f"{skill!r} is not a skill here; {nearest(skill, among)}")
 
 
 def check_one_source(tasks: Path | None, generate: object) -> None:

@@ -39,7 +39,7 @@ class Portion:
     def parse(cls, split: str) -> Portion:
         match = _SPLIT.fullmatch(split)
         if match is None:
-            raise ValueError(f"{split!r:.60} is no split; {FORM}")
+            raise ValueError(f"{split!r:.60} is not a split; {FORM}")
         name, *bounds = match.groups(default="")
         if any(bound.endswith("%") and abs(int(bound[:-1])) > 100 for bound in bounds):
             raise ValueError(f"{split!r:.60} names more than 100%; {FORM}")

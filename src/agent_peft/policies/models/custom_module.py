@@ -131,7 +131,7 @@ def custom_class(name: str) -> type[nn.Module]:
     """
     module_class = find(name)
     if not (isinstance(module_class, type) and issubclass(module_class, nn.Module)):
-        raise ValueError(f"{name} cannot be made a model: it is no subclass of nn.Module")
+        raise ValueError(f"{name} cannot be made a model: it is not a subclass of nn.Module")
     return module_class
 
 

@@ -60,5 +60,5 @@ def _build(config: TrackerConfig) -> Tracker:
     except Exception as error:  # a user's class may fail in any way
         raise AgentPeftError(f"trackers: {config.kind}: {type(error).__name__}: {error}") from error
     if not isinstance(tracker, Tracker):
-        raise AgentPeftError(f"trackers: {config.kind} is no tracker; make it a subclass of Tracker")
+        raise AgentPeftError(f"trackers: {config.kind} is not a tracker; make it a subclass of Tracker")
     return tracker

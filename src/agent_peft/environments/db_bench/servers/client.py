@@ -57,9 +57,9 @@ def parse_address(url: str) -> ServerAccount:
         port = parts.port or 3306
         query = parse_qs(parts.query, strict_parsing=True) if parts.query else {}
     except ValueError as error:
-        raise ValueError(f"this is no address of a server ({error}); {_FORM}") from None
+        raise ValueError(f"this is not an address of a server ({error}); {_FORM}") from None
     if parts.scheme != "mysql" or not parts.username or not (parts.hostname or "unix_socket" in query):
-        raise ValueError(f"this is no address of a server; {_FORM}")
+        raise ValueError(f"this is not an address of a server; {_FORM}")
     if parts.path.strip("/") or parts.fragment:
         raise ValueError("name no database: each episode gets one of its own; " + _FORM)
     if set(query) - {"unix_socket"}:
