@@ -440,11 +440,11 @@ def test_every_attack_of_the_table_names_a_test_that_is_there():
 
 
 def test_values_and_origins_of_a_configuration_that_extends_another_one(tmp_path, monkeypatch, warm_process):
-    follow(section("configurations.md", "Extend another file"), tmp_path, warm_process)
+    follow(section("config_files.md", "Extend another file"), tmp_path, warm_process)
     monkeypatch.chdir(tmp_path)
     config, provenance = read_config("mine.yaml")
     values = dict(effective_values(config))
-    shown = section("configurations.md", "Where does a value come from?")
+    shown = section("config_files.md", "Where does a value come from?")
     rows = re.findall(r"^(\S+)\t(.+)\t(.+)$", shown, re.MULTILINE)
     assert len(rows) == 6
     for key, value, origin in rows:

@@ -11,7 +11,7 @@ from agent_peft.policies.loading import load_policy
 from .conftest import ARCHITECTURE
 
 pytest.importorskip("openai")
-PAGE = Path(__file__).parents[3] / "docs/serving.md"
+PAGE = Path(__file__).parents[3] / "docs/policy_server.md"
 
 
 def test_the_programs_of_the_page_run(serving, capsys):

@@ -130,7 +130,7 @@ def test_mistakes_are_one_line(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["remote", "openenv"])
 def test_the_page_has_every_key(kind):
-    page = (Path(__file__).parents[3] / "docs" / "serve.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "environment_server.md").read_text(encoding="utf-8")
     rows = page.split("## The client" if kind == "remote" else "## Training on an OpenEnv server")[1].split(
         "\n## "
     )[0]
