@@ -480,8 +480,8 @@ def test_a_full_disk_is_no_agents_fault(mariadb, monkeypatch):
     ("database", "message"),
     [
         ("mysql", "give sqlite, mariadb, or"),
-        ("mysql://host", "no address of a server"),
-        ("mysql://me@host:x", "no address of a server"),
+        ("mysql://host", "not an address of a server"),
+        ("mysql://me@host:x", "not an address of a server"),
         ("mysql://me@host/orders", "name no database"),
         ("mysql://me@host?ssl=1", "only unix_socket"),
     ],

@@ -5,7 +5,6 @@ Answers are read up to a limit, within a time limit, uncompressed, and checked.
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
@@ -74,8 +73,13 @@ class Connection:
         self.local = is_loopback(urlsplit(url).hostname or "")  # then no proxy is used
         self._down = False  # a request ran out of patience, so others try once
         self._tls = ssl.create_default_context() if url.startswith("https") else None
-        self._httpx, self.websockets = _import("httpx"), _import("websockets.exceptions")
-        self._connect = _import("websockets.sync.client").connect
+        try:
+            import httpx
+            from websockets import exceptions
+            from websockets.sync.client import connect
+        except ImportError as error:
+            raise messages.missing_extra(error.name or "httpx") from error
+        self._httpx, self.websockets, self._connect = httpx, exceptions, connect
         self.failures = (self.websockets.WebSocketException, OSError, EOFError)  # of a WebSocket
         self._client: httpx.Client = self._httpx.Client(
             base_url=url,
@@ -299,6 +303,8 @@ class ClientSession:
                 return envelope.data
             refusal = _Error.model_validate(envelope.data)
         except connection.failures as error:
+            if self._over:  # another thread has closed it meanwhile
+                raise RuntimeError("the episode is done or closed") from error
             self.close()
             raise InfrastructureError(
                 f"{url}: {kind}: {messages.one_line(error) or type(error).__name__}"
@@ -317,14 +323,6 @@ class ClientSession:
         if refusal.code in ("FACTORY_ERROR", "SESSION_ERROR"):
             raise InfrastructureError(f"{url}: {reason}")
         raise SessionRefusal(refusal.code, refusal.message)
-
-
-def _import(name: str) -> Any:
-    """Import a module of the extra ``server``."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise messages.missing_extra(error.name or name) from error
 
 
 def read_token(variable: str) -> str:
