@@ -38,8 +38,8 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "endless").symlink_to("/dev/zero")
     for name, told in {
-        "pipe": "no regular file",
-        "endless": "no regular file",
+        "pipe": "not a regular file",
+        "endless": "not a regular file",
         "loop": "cannot be read",
         ".": "cannot be read",
         "nowhere": "cannot be read (No such file or directory); give the path of a YAML file",
@@ -162,7 +162,7 @@ def test_a_tree_holds_regular_files_and_folders_only(tmp_path):
     for kind, message in {
         "link": "is a link",
         "dangling link": "is a link",
-        "pipe": "no regular file",
+        "pipe": "not a regular file",
     }.items():
         foreign(tmp_path / "tree" / "a" / "b" / "d", kind, victim)
         with pytest.raises(AgentPeftError, match=message):

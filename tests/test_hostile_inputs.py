@@ -131,7 +131,7 @@ def test_nothing_but_the_right_class_is_ever_called(said, evil, command, name, t
 
 def test_a_class_that_is_no_model_is_not_called(said, evil):
     code, _, error = said("train", write(**NAMED["model"]))
-    assert (code, "no subclass of nn.Module" in error) == (2, True)
+    assert (code, "not a subclass of nn.Module" in error) == (2, True)
     assert not (evil / "CALLED").exists()
 
 

@@ -207,7 +207,7 @@ def test_the_page_lies_in_the_run_or_here(bare_run, tmp_path, monkeypatch, capsy
 
 def test_mistakes_are_one_line(bare_run, tmp_path, capsys):
     for arguments, words in (
-        ([tmp_path], "no run directory"),
+        ([tmp_path], "not a run directory"),
         ([bare_run, "--port", "8"], "--port has no effect without --live"),
         ([bare_run, "--live", "--output", "x.html"], "--output has no effect with --live"),
         ([bare_run, "--output", bare_run], "--output"),

@@ -286,7 +286,7 @@ def test_a_run_from_elsewhere(run, tmp_path):
 
 
 def test_a_folder_that_is_no_run(tmp_path):
-    with pytest.raises(AgentPeftError, match="no run directory"):
+    with pytest.raises(AgentPeftError, match="not a run directory"):
         write_report([tmp_path], tmp_path / "report.html")
 
 

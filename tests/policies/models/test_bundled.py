@@ -267,7 +267,7 @@ def test_a_cache_with_a_link_or_a_pipe_is_refused(tmp_path, cache, kind):
         os.mkfifo(place)
     else:
         place.symlink_to("/etc/hostname")
-    with pytest.raises(AgentPeftError, match=r"config\.json: is (a link|no regular file)"):
+    with pytest.raises(AgentPeftError, match=r"config\.json: is (a link|not a regular file)"):
         bundled.from_gguf(tmp_path / "mine.gguf", progress=quiet)
     folder.unlink()
     (lock := folder.with_name(f"{folder.name}.lock")).unlink(missing_ok=True)
