@@ -34,7 +34,7 @@ EXEMPT = (
 )
 QUOTED = re.compile(r"```.*?```|`[^`\n]*`|\"[^\"\n]*\"", re.DOTALL)  # code, and values of keys
 # Lower a number when you remove words; never raise one.
-AT_MOST = {"docs": 0, "src": 85}
+AT_MOST = {"docs": 0, "src": 84}
 
 
 def texts(folder: str) -> dict[str, str]:

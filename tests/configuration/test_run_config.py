@@ -309,7 +309,7 @@ MISTAKES = [
     ("run_dir: r\n", (), "x.yaml: policy is missing (the model that acts and is trained) (and 2 more"),
     ("", (), "x.yaml: is empty; write at least run_dir, policy, environment, algorithm and steps"),
     ("- a", (), "x.yaml: is not a mapping of keys to values"),
-    (ONE + "epochs: 2", (), "x.yaml:5: steps and epochs both say how long the stage is; give one of them"),
+    (ONE + "epochs: 2", (), "x.yaml:5: steps and epochs both set the length of the stage; give one of them"),
     (ONE, ("epochs=0",), "command line: epochs: must be greater than 0, got 0"),
     (ONE, ("epochs=.inf",), "command line: epochs: must be less than or equal to 1000000, got Infinity"),
     # several

@@ -152,7 +152,7 @@ class StageConfig(Config):
         if not self.steps and self.epochs is None:
             raise ValueError(f"steps is missing ({type(self).model_fields['steps'].description})")
         if self.steps and self.epochs is not None:
-            raise ValueError("steps and epochs both say how long the stage is; give one of them")
+            raise ValueError("steps and epochs both set the length of the stage; give one of them")
         return self
 
     def trip(self, tasks: Sequence[Task]) -> int:
