@@ -64,9 +64,9 @@ def parse_reply(reply: str) -> Reply:
     Takes time linear in the reply, and never raises.
 
     >>> parse_reply("Action: Operation\\n```sql\\nSELECT 1;\\n```")
-    Operation(sql='SELECT 1;')
+    SqlOperation(sql='SELECT 1;')
     >>> parse_reply("action: answer\\nfinal answer: 42")
-    Answer(text='42')
+    FinalAnswer(text='42')
     """
     first = _ACTION.search(reply)
     if first is None:
@@ -79,9 +79,9 @@ def parse_tool_call(reply: str) -> Reply:
     only one.
 
     >>> parse_tool_call('{"name": "execute_sql", "arguments": {"query": "SELECT 1"}}')
-    Operation(sql='SELECT 1')
+    SqlOperation(sql='SELECT 1')
     >>> parse_tool_call('{"name": "commit_final_answer", "arguments": {"answers": [[1, "a"]]}}')
-    Answer(text='[[1, "a"]]')
+    FinalAnswer(text='[[1, "a"]]')
     """
     try:
         call = read_tool_call(reply, example=sql_call("<one SQL statement>"))

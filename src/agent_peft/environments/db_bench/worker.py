@@ -45,7 +45,7 @@ def frame(message: Any) -> bytes:
     """A message of lists, texts, numbers, None and bytes, as it is sent: a line of JSON. Raises ValueError if
     a number has too many digits.
 
-    >>> pack(["a", b"b"])
+    >>> frame(["a", b"b"])
     b'["a",{"hex":"62"}]\\n'
     """
     return _ENCODER.encode(message).encode() + b"\n"
@@ -55,7 +55,7 @@ class Channel:
     """One end of a socket.
 
     >>> near, far = map(Channel, socket.socketpair())
-    >>> near.send(pack(["a", 1.5, b"b"]))
+    >>> near.send(frame(["a", 1.5, b"b"]))
     >>> far.receive()
     ['a', 1.5, b'b']
     >>> near.close(), far.close()

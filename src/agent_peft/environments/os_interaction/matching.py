@@ -37,9 +37,9 @@ def matches_truth(how: AnswerCheck, answer: str, truth: str) -> bool:
     """Whether an answer is the truth, in AgentBench's ways; but one that guesses at many truths, or says next
     to nothing, is none.
 
-    >>> matches_truth(Comparison.INTEGER, "1,024", "1024"), matches_truth(Comparison.SIZE, "4 KB", "4.0K")
+    >>> matches_truth(AnswerCheck.INTEGER, "1,024", "1024"), matches_truth(AnswerCheck.SIZE, "4 KB", "4.0K")
     (True, True)
-    >>> matches_truth(Comparison.STRING, "a", "b")
+    >>> matches_truth(AnswerCheck.STRING, "a", "b")
     False
     """
     said, true = _newlines(answer), _newlines(truth)

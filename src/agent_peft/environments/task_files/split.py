@@ -26,8 +26,8 @@ class Portion:
     """The rows that a split names. A bound is a row or a percentage of the rows, from the end if negative;
     empty is the first or the last row.
 
-    >>> part, rest = Part.parse("train[:75%]"), Part.parse("train[75%:]")
-    >>> part.of(["a", "b", "c"]), rest.of(["a", "b", "c"]), Part.parse("train[-1:]").of(["a", "b"])
+    >>> part, rest = Portion.parse("train[:75%]"), Portion.parse("train[75%:]")
+    >>> part.of(["a", "b", "c"]), rest.of(["a", "b", "c"]), Portion.parse("train[-1:]").of(["a", "b"])
     (['a', 'b'], ['c'], ['b'])
     """
 
