@@ -189,13 +189,12 @@ def lengths_of(model: str, tasks: Path, limit: int | None) -> list[Lengths]:
     """Of the usable tasks."""
     from transformers import AutoTokenizer
 
-    from agent_peft.policies.models import bundled
+    from agent_peft.policies.models.bundled import resolve_model
     from agent_peft.policies.tokenization import ChatTokenizer
     from agent_peft.rollout.demonstrations import demonstrate
     from agent_peft.rollout.rewards import RewardConfig
 
-    folder = bundled.fetch(model) if bundled.bundled_name(model) else model
-    chat = ChatTokenizer(AutoTokenizer.from_pretrained(folder))
+    chat = ChatTokenizer(AutoTokenizer.from_pretrained(resolve_model(model)))
 
     def text(action: Sequence[int]) -> int:  # a limit need not have room for the end token
         return sum(token not in chat.end_of_turn for token in action)
