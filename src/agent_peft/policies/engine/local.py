@@ -25,7 +25,7 @@ from agent_peft.policies.engine.daemon_threads import DaemonThreads
 from agent_peft.policies.engine.decoding import AHEAD, Decoding
 from agent_peft.policies.engine.kv_cache import COMMON, PROMPTS, ROWS, TierCache
 from agent_peft.policies.engine.schedule import Schedule
-from agent_peft.policies.engine.weights import sampling_weights, suits
+from agent_peft.policies.engine.weights import Way, sampling_weights
 from agent_peft.policies.forward.attention import attempt
 from agent_peft.policies.models.positions import fit
 from agent_peft.policies.policy import Policy
@@ -44,14 +44,15 @@ class LocalEngine:
 
     Attributes:
         rows: the most conversations at once. It is halved, for good, when the memory is too small.
-        onednn: whether the weights are laid out for oneDNN while sampling.
+        way: how it computes (``weights.Way``).
         shares: whether siblings share the keys of their prompt; otherwise each keeps a copy.
     """
 
     def __init__(self, policy: Policy, config: EngineConfig) -> None:
         self.policy, self.config = policy, config
         self.rows = config.rows
-        self.onednn, self.shares = suits(policy.base), True
+        self.way: Way = "lean"
+        self.shares = True
         with explain_oom(
             "as the sampler read its first tokens", "set policy.dtype=auto or a smaller policy.model"
         ):
@@ -71,11 +72,11 @@ class LocalEngine:
         ids = torch.tensor([tokens], device=policy.device)
         with torch.no_grad():
             own = policy.logprobs_of(policy.read(ids), ids)[0]
-        ways = [(self.onednn, True), (self.onednn, False), *([(False, False)] if self.onednn else [])]
+        ways: list[tuple[Way, bool]] = [("lean", True), ("layers", True), ("layers", False), ("modules", False)]
         problem = why = ""
-        for self.onednn, self.shares in ways:
+        for self.way, self.shares in ways:
             why = why or problem
-            scores = attempt(lambda: self._score(tokens, SamplingConfig(), self.onednn))
+            scores = attempt(lambda: self._score(tokens, SamplingConfig(), self.way))
             if isinstance(scores, Exception):
                 problem = f"cannot keep its keys and values in slots ({scores})"
             elif (drift := policy.drift(torch.tensor(scores, device=policy.device) - own)) <= policy.rounding:
@@ -100,7 +101,7 @@ class LocalEngine:
         capacity = min(self.rows, self.config.rows_of(sampling.max_tokens), len(conversations))
         threads = DaemonThreads(self.config.environment_threads or capacity + AHEAD, "environment")
         give_back_memory()  # that training has left behind; below, that sampling has
-        with sampling_weights(self.policy, self.onednn):
+        with sampling_weights(self.policy, self.way):
             try:
                 decoding = Decoding(
                     self.policy,
@@ -122,14 +123,14 @@ class LocalEngine:
         return statistics
 
     def score(self, tokens: Sequence[int], sampling: SamplingConfig, adapter: bool = True) -> list[float]:
-        """See ``Sampler.score``. In fp32 the weights are not laid out for oneDNN, which would take longer
-        than to read a few tokens; in 16 bits they are, since that is how the sampler keeps small changes.
+        """See ``Sampler.score``. In fp32 no weights are copied, which would take longer than to read a few
+        tokens; in 16 bits they are, since that is how the sampler keeps small changes.
         """
         narrow = self.policy.dtype != torch.float32
-        return self._score(tokens, sampling, self.onednn and narrow and adapter, adapter)
+        return self._score(tokens, sampling, self.way if narrow and adapter else "modules", adapter)
 
     def _score(
-        self, tokens: Sequence[int], sampling: SamplingConfig, onednn: bool, adapter: bool = True
+        self, tokens: Sequence[int], sampling: SamplingConfig, way: Way, adapter: bool = True
     ) -> list[float]:
         """Read as the sampler reads: what all share, a prompt, then a turn, its last tokens singly."""
         policy, half, last = self.policy, max(1, len(tokens) // 2), len(tokens) - 1
@@ -140,7 +141,7 @@ class LocalEngine:
             (ROWS, half, single),
             *((ROWS, i, i + 1) for i in range(single, last)),
         ]
-        with sampling_weights(policy, onednn, adapter):
+        with sampling_weights(policy, way, adapter):
             cache = self.new_cache((1, 1, 1), (begin, half, len(tokens)))
             scores = []
             for tier, start, stop in pieces:

@@ -222,7 +222,7 @@ class Service:
                     try:
                         engine = self._engines[name]
                         if name not in prepared:
-                            stack.enter_context(sampling_weights(engine.policy, engine.onednn))
+                            stack.enter_context(sampling_weights(engine.policy, engine.way))
                             prepared.add(name)
                         if name not in self._decodings:
                             self._decodings[name] = OpenDecoding(engine, self.max_tokens[name])

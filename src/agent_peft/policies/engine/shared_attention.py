@@ -153,22 +153,30 @@ def shared_attention(
     """
     cache: PrefixCache = override_context(others)
     rows, heads, length, size = query.shape
-    groups = heads // key.shape[1]
-    scale = size**-0.5 if scaling is None else scaling
     # heads that share their keys become queries of one head
-    query = query.reshape(rows, key.shape[1], groups * length, size)
-    bias = attention_mask if length == 1 else attention_mask.repeat(1, 1, groups, 1)
+    query = query.reshape(rows, key.shape[1], -1, size)
     layer: int = module.layer_idx  # type: ignore[assignment]
-    prefixes = cache.prefixes(layer)
+    scale = size**-0.5 if scaling is None else scaling
+    out = attend_with_prefixes(query, key, value, attention_mask, cache.prefixes(layer), scale)
+    return out.view(rows, heads, length, -1).transpose(1, 2).contiguous(), None
+
+
+def attend_with_prefixes(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, prefixes: Sequence[Prefix], scale: float
+) -> Tensor:
+    """Attention (B, kv heads, G * Q, D) of queries of G heads to their own keys and values
+    (B, kv heads, K, D) under an additive mask (B, 1, Q, K), and to those of the prefixes.
+    """
+    groups = query.shape[2] // mask.shape[2]
+    bias = mask if mask.shape[2] == 1 else mask.repeat(1, 1, groups, 1)
     if not prefixes:
-        out = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
-    else:
-        out, total = attend(query, key, value, bias, scale)
+        return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=scale)
+    out, total = attend(query, key, value, bias, scale)
     for prefix in prefixes:
         above, sums = attend_prefix(query, prefix, scale)
         out = torch.lerp(out, above, torch.sigmoid(sums - total).unsqueeze(-1).to(out.dtype))
         total = torch.logaddexp(total, sums)
-    return out.view(rows, heads, length, -1).transpose(1, 2).contiguous(), None
+    return out
 
 
 AttentionInterface.register(NAME, shared_attention)
