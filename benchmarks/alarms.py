@@ -67,7 +67,7 @@ def sampler_acts_with(adapter: Callable[[list[torch.Tensor]], list[torch.Tensor]
     weights = local.sampling_weights
 
     @contextmanager
-    def sampling_weights(policy: Any, *how: bool) -> Iterator[None]:
+    def sampling_weights(policy: Any, *how: Any) -> Iterator[None]:
         own = [p.data for name, p in policy.model.named_parameters() if "lora_B" in name]
         now = [b.clone() for b in own]
         for b, value in zip(own, adapter(now), strict=True):

@@ -268,9 +268,9 @@ def test_the_samplers_layout_is_a_copy_of_all_weights(lora, char_tokenizer, monk
         if "layout" in part.name
     ]
     policy = Policy(adapters.attach(model, lora, 0) if lora else model, ChatTokenizer(char_tokenizer))
-    assert weights.suits(policy.base)
-    with sampling_weights(policy, onednn=True):
-        copies = [m.blocked for m in policy.model.modules() if isinstance(m, weights.OneDnnLinear)]
+    assert product.suits(policy.base)
+    with sampling_weights(policy, "layers"):
+        copies = [m.weight for m in policy.model.modules() if isinstance(m, product.Product)]
     assert predicted == 4 * sum(copy.numel() for copy in copies)
 
 

@@ -45,7 +45,7 @@ def stops(trainer: Trainer, match: str) -> None:
 
 
 @contextmanager
-def without_adapter(policy: Policy, onednn: bool, adapter: bool = True):
+def without_adapter(policy: Policy, way: str, adapter: bool = True):
     """What ``sampling_weights`` would be if the adapter never reached the sampler."""
     with torch.no_grad(), policy.model.disable_adapter():
         yield
@@ -265,14 +265,14 @@ def test_a_stale_adapter_in_the_sampler(make_trainer, monkeypatch):
     original, kept = weights.merged_lora, {}
 
     @contextmanager
-    def stale(model, linear=None):
+    def stale(model):
         modules = {name: layer for name, layer in model.named_modules() if name.endswith("lora_B.default")}
         current = {name: layer.weight.detach().clone() for name, layer in modules.items()}
         kept.update({name: weight for name, weight in current.items() if name not in kept})
         for name, layer in modules.items():
             layer.weight.data.copy_(kept[name])
         try:
-            with original(model, linear):
+            with original(model):
                 yield
         finally:
             for name, layer in modules.items():

@@ -37,7 +37,7 @@ def sampler_acts_with(
     own = local.sampling_weights
 
     @contextmanager
-    def sampling_weights(policy: Policy, *how: bool) -> Iterator[None]:
+    def sampling_weights(policy: Policy, *how: Any) -> Iterator[None]:
         now = {name: b.clone() for name, b in lora_b(policy).items()}
         for name, b in adapter(now).items():
             lora_b(policy)[name].copy_(b)
