@@ -44,6 +44,7 @@ from measuring import (
     ratio,
     show,
     table,
+    tiny_model,
     write,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -271,10 +272,12 @@ def main() -> None:
         model="smollm2-135m",
     )
     torch.set_num_threads(given.threads)
-    if given.products:
-        compared = compare_products(given.model, given.rounds)
+    if given.products or given.quick:
+        model = given.model if given.products else tiny_model(given.results)
+        compared = compare_products(model, given.rounds)
         show_products(compared)
-        write(given.results / "training_products.json", {"model": given.model, "rows": compared})
+        write(given.results / "training_products.json", {"model": model, "rows": compared})
+    if given.products:
         return
     limits, policy, budget = measure_limits(), tenth(given.model), given.microbatch_tokens
     warm_up = Point("warm-up", 0, 2, 1, 32, 32, 32)

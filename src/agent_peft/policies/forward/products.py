@@ -1,8 +1,8 @@
 """The matrix products of linear layers on a CPU: torch's own (MKL on x86), or oneDNN's where that is faster.
 
-In fp32, MKL is up to half as fast as oneDNN on CPUs that are not Intel's. Only large products in fp32 have a
-choice: in 16 bits torch's own product is oneDNN's, and that of a narrow matrix, such as A or B of an adapter,
-is faster in MKL on each CPU that we measured. Both results are equal up to rounding.
+In fp32, MKL reaches about half of oneDNN's speed on some AMD CPUs. Only large products in fp32 have a choice:
+in 16 bits torch's own product is oneDNN's, and that of a narrow matrix, such as A or B of an adapter, was faster
+in MKL where it was measured (an Intel Xeon). Both results are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 MIN_SPEEDUP = 1.15  # of oneDNN, so that noise does not choose it
 FEWEST, NARROWEST = 32, 128  # rows, and inputs or outputs, from which on oneDNN may be faster
-ROWS, WIDTH, TRIALS = 256, 512, 9  # of the timed products, which take about 30 ms
+ROWS, WIDTH, TRIALS = 256, 512, 9  # of the timed products, which take about 40 ms
 K = TypeVar("K")
 
 Product = Callable[..., Tensor]  # (n, out) from x (n, in), W (out, in) and the bias, if there is one
