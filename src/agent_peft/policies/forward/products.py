@@ -1,8 +1,8 @@
 """The matrix products of linear layers on a CPU: torch's own (MKL on x86), or oneDNN's where that is faster.
 
 In fp32, MKL reaches about half of oneDNN's speed on some AMD CPUs. Only large products in fp32 have a choice:
-in 16 bits torch's own product is oneDNN's, and that of a narrow matrix, such as A or B of an adapter, was faster
-in MKL where it was measured (an Intel Xeon). Both results are equal up to rounding.
+in 16 bits torch's own product is oneDNN's, and that of a narrow matrix, such as A or B of an adapter, was
+faster in MKL where it was measured (an Intel Xeon). Both results are equal up to rounding.
 """
 
 from __future__ import annotations
