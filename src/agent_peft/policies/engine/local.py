@@ -111,6 +111,7 @@ class LocalEngine:
                     threads=threads,
                     shares=self.shares,
                     capacity=capacity,
+                    drafts=sampling.temperature == 0,  # evaluation: training keeps its bits
                     schedule=schedule,
                 )
                 statistics = decoding.drive()
