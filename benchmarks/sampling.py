@@ -2,6 +2,7 @@
 
     python benchmarks/sampling.py [--vllm-python VENV/bin/python] [--prompts 64 256] [--ways ours generate]
     python benchmarks/sampling.py --turns 10
+    python benchmarks/sampling.py --lookup RUN [--threads 1]
 
 Without --turns, 32 rows (4 prompts × 8) sample 64 new tokens at temperature 1 from the whole vocabulary; no
 token ends a row. Each round has new prompts of random tokens, which are the same for all. The ways alternate;
@@ -17,9 +18,13 @@ every turn with the whole history as its prompt; and generate in the same manner
 tokens. Times are CPU seconds of the process. With the cache, tokens read and seconds should grow with the new
 tokens, not with turns × length.
 
+With --lookup, the policy of a run directory plays tasks of its evaluation (without one, of its training) at
+temperature 0, with 1 to 4 rows, with and without prompt lookup in turn, in the run's dtype. Times are CPU
+seconds of decode steps in which all rows decode.
+
 The floor is that of our way: each weight is read once per decode step, and each weight and token takes 2
 operations, with prompts read once; the longer of both counts. Prints tables, and writes
-benchmarks/results/sampling.json or turns.json.
+benchmarks/results/sampling.json, turns.json or lookup.json.
 """
 
 from __future__ import annotations
@@ -55,18 +60,23 @@ from measuring import (
     skipped,
     table,
     tiny_model,
+    tiny_run,
     write,
 )
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.utils import logging
 
+from agent_peft.environments import load_environment
 from agent_peft.policies.config import PretrainedConfig
-from agent_peft.policies.engine import load_sampler
+from agent_peft.policies.engine import decoding, load_sampler, local
 from agent_peft.policies.engine.base import EngineConfig, Sampler
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.models.bundled import resolve_model
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
+from agent_peft.rollout.collector import Collector
+from agent_peft.rollout.rewards import RewardConfig
+from agent_peft.runs.targets import open_run, run_config
 from agent_peft.seeding import derive, generator
 
 TARGETS = {"generate": 2.0, "vLLM": 1.0}  # ours is to be so many times as fast
@@ -378,11 +388,73 @@ def several_turns(
     write(given.results / "turns.json", content)
 
 
+# -- prompt lookup -------------------------------------------------------------------------------------------
+
+
+class Steps(decoding.Decoding):
+    """Counts the CPU seconds, the tokens, and the number of decode steps in which ``rows`` rows decode."""
+
+    rows_at_once, seconds, tokens, steps = 0, 0.0, 0, 0
+
+    def _decode(self) -> None:
+        rows, begin, tokens = self.decoding, time.process_time(), self.sampled
+        super()._decode()
+        if rows == Steps.rows_at_once:
+            Steps.seconds += time.process_time() - begin
+            Steps.tokens += self.sampled - tokens
+            Steps.steps += 1
+
+
+def prompt_lookup(given: argparse.Namespace) -> None:
+    config = run_config(given.lookup)
+    policy = open_run(Path(given.lookup), config=config)[1]
+    limits = config.stages[-1].sampling
+    environment = load_environment(
+        config.environment if config.evaluation is None else config.evaluation.environment
+    )
+    sampling, places = limits.model_copy(update={"temperature": 0.0}), decoding.PLACES
+    local.Decoding, rows, shown = Steps, [], []  # type: ignore[misc]
+    for count in (1, 2, 3, 4):
+        measured: dict[str, list[tuple[float, float]]] = {"with": [], "without": []}
+        collector = Collector(environment, load_sampler(policy, EngineConfig(rows=count)))
+        for number, name in in_turn(measured, given.rounds):
+            decoding.PLACES = places if name == "with" else 0
+            Steps.rows_at_once, Steps.seconds, Steps.tokens, Steps.steps = count, 0.0, 0, 0
+            first, every = max(number, 0) * 3 * count, environment.tasks  # the warm-up is short
+            last = first + (count if number < 0 else 3 * count)
+            tasks = [every[i % len(every)] for i in range(first, last)]
+            collector.collect(tasks, 1, sampling, RewardConfig(), seed=0)
+            if number >= 0:
+                per_token = 1000 * Steps.seconds / Steps.tokens
+                measured[name].append((per_token, Steps.tokens / Steps.steps / count))
+        decoding.PLACES = places
+        times = {name: [milliseconds for milliseconds, _ in own] for name, own in measured.items()}
+        faster, drawn = (
+            ratio(times["without"], times["with"]),
+            statistics.median(x for _, x in measured["with"]),
+        )
+        medians = {name: statistics.median(own) for name, own in times.items()}
+        rows.append({"rows": count, "milliseconds": times, "tokens_a_forward": drawn, "faster": faster})
+        shown.append((count, medians["without"], medians["with"], drawn, faster))
+    columns = "rows|CPU ms a token without|with|tokens of a row in a forward|times as fast (median of pairs)"
+    show(table(columns, shown, f"prompt lookup, greedy, {policy.dtype}"))
+    write(given.results / "lookup.json", {"dtype": str(policy.dtype), "rows": rows})
+
+
 def main() -> None:
     given = command_line(
         __doc__,
-        quick={"prompts": [16], "groups": 2, "new": 4, "rounds": 1, "threads": 1, "model": tiny_model},
+        quick={
+            "prompts": [16],
+            "groups": 2,
+            "new": 4,
+            "rounds": 1,
+            "threads": 1,
+            "model": tiny_model,
+            "lookup": tiny_run,
+        },
         turns=0,
+        lookup=str,
         prompts=[64, 256],
         groups=4,
         new=64,
@@ -394,6 +466,10 @@ def main() -> None:
     )
     logging.set_verbosity_error()
     torch.set_num_threads(given.threads)
+    if given.lookup:
+        prompt_lookup(given)
+        if not given.quick:
+            return
     limits = measure_limits()
     policy = load_policy(PretrainedConfig(model=given.model, dtype="float32"), 0)
     plain = load_policy(PretrainedConfig(model=given.model, dtype="float32", lora=None), 0)  # the others'

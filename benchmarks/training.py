@@ -3,6 +3,7 @@ group, while groups, prompts and turns grow.
 
     python benchmarks/training.py [--short] [--rounds 3] [--threads 2] [--microbatch-tokens 8192]
     [--model smollm2-135m]
+    python benchmarks/training.py --products [--rounds 3] [--threads 1] [--model smollm2-135m]
 
 The model has SmolLM2-135M's shapes and random weights, but 3 of its 30 layers and a tenth of its vocabulary,
 so that every part keeps its share of the time and the table takes minutes. One point is repeated with the
@@ -16,11 +17,18 @@ padded rows. The floor is the minimum of operations of both ways (attention only
 rate of this machine's matrix products. --short has 7 of the 17 points, without the whole model; groups of
 more than 8,000 padded tokens have one round fewer. The program prints tables and writes
 benchmarks/results/training.json.
+
+--products compares the libraries of matrix products (`policy.matmul`) instead: the whole --model trains on a
+group of 1,024 nodes, in fp32 by torch's own products and by oneDNN's in turn, with an adapter and with all
+its parameters, and in bfloat16, where torch's own are oneDNN's. It prints the best CPU seconds as tokens a
+CPU-second, the distance of the gradients, and what `auto` chooses here, and writes
+benchmarks/results/training_products.json.
 """
 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -30,11 +38,13 @@ from measuring import (
     Limits,
     alternate,
     command_line,
+    in_turn,
     linear_weights,
     measure_limits,
     ratio,
     show,
     table,
+    tiny_model,
     write,
 )
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -42,6 +52,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from agent_peft.batch import Batch, collate
 from agent_peft.policies import adapters
 from agent_peft.policies.config import LoraSettings, PretrainedConfig
+from agent_peft.policies.forward.products import PRODUCTS, choose_library
 from agent_peft.policies.forward.trie import build_trie
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.models.bundled import resolve_model
@@ -167,6 +178,52 @@ def operations(policy: Policy, batch: Batch, packed: bool) -> float:
     return float(len(depths) * (4 * frozen + 6 * lora) + attention + head)
 
 
+def compare_products(model: str, rounds: int) -> list[dict[str, Any]]:
+    """Train with each library in turn. Return a row for each, with its CPU seconds."""
+    point = Point("products", 512, size=8, turns=1, observed=512, sampled=64, shared=512)
+    rows: list[dict[str, Any]] = []
+    for dtype, lora in (("float32", LoraSettings()), ("float32", None), ("bfloat16", LoraSettings())):
+        keys = {"model": model, "dtype": dtype, "device": "cpu", "lora": lora}
+        libraries = list(PRODUCTS) if dtype == "float32" else ["torch"]
+        policies = {library: load_policy({**keys, "matmul": library}) for library in libraries}
+        for policy in policies.values():
+            torch.manual_seed(0)
+            for name, parameter in policy.model.named_parameters():
+                if "lora_B" in name:  # which starts at zero, so that A has no gradient
+                    torch.nn.init.normal_(parameter, std=0.01)
+        batch = point.batch(policies["torch"].base.config.vocab_size)
+        gradients: dict[str, torch.Tensor] = {}
+        seconds: dict[str, list[float]] = {library: [] for library in libraries}
+        for number, library in in_turn(policies, rounds):
+            begin = time.process_time()
+            gradients[library] = train(policies[library], batch, point.nodes).float()
+            if number >= 0:
+                seconds[library].append(time.process_time() - begin)
+        exact = gradients["torch"]
+        rows += [
+            {
+                "dtype": dtype,
+                "trained": "all" if lora is None else "adapter",
+                "library": library,
+                "tokens_a_cpu_second": point.nodes / min(seconds[library]),
+                "gradients_apart": float((gradients[library] - exact).norm() / exact.norm()),
+                "cpu_seconds": seconds[library],
+            }
+            for library in libraries
+        ]
+    return rows
+
+
+def show_products(rows: list[dict[str, Any]]) -> None:
+    keys = ("dtype", "trained", "library", "tokens_a_cpu_second")
+    cells = [[*(row[key] for key in keys), f"{row['gradients_apart']:.0e}"] for row in rows]
+    choice = choose_library("auto", torch.device("cpu"), torch.float32)
+    show(
+        table("dtype|trained|library|tokens a CPU-second|gradients apart", cells, "products"),
+        f"policy.matmul: auto is {choice.name} here ({choice.reason})",
+    )
+
+
 def measure(policy: Policy, point: Point, rounds: int, budget: int, limits: Limits) -> dict[str, Any]:
     batch = point.batch(policy.base.config.vocab_size)
     padding = Policy(policy.model, policy.chat, packing=False)
@@ -208,12 +265,20 @@ def main() -> None:
         __doc__,
         quick={"short": True, "rounds": 1, "threads": 1},
         short=False,
+        products=False,
         rounds=3,
         threads=2,
         microbatch_tokens=8192,
         model="smollm2-135m",
     )
     torch.set_num_threads(given.threads)
+    if given.products or given.quick:
+        model = given.model if given.products else tiny_model(given.results)
+        compared = compare_products(model, given.rounds)
+        show_products(compared)
+        write(given.results / "training_products.json", {"model": model, "rows": compared})
+    if given.products:
+        return
     limits, policy, budget = measure_limits(), tenth(given.model), given.microbatch_tokens
     warm_up = Point("warm-up", 0, 2, 1, 32, 32, 32)
     train(policy, warm_up.batch(policy.base.config.vocab_size), budget)

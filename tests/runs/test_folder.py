@@ -16,11 +16,12 @@ import torch
 from agent_peft.cli import run
 from agent_peft.configuration.load import read_config
 from agent_peft.configuration.run_config import TrainConfig
+from agent_peft.policies.forward.products import Library
 from agent_peft.policies.precision import Precision
 from agent_peft.runs import folder as folder_module
 from agent_peft.runs import layout
 from agent_peft.runs.branch import ORIGIN
-from agent_peft.runs.folder import Lock, clear, open_run_dir, with_dtype
+from agent_peft.runs.folder import Lock, clear, open_run_dir, with_policy
 from agent_peft.runs.history import LOG
 from agent_peft.runs.run import train
 from agent_peft.types import AgentPeftError
@@ -57,9 +58,34 @@ def test_a_run_keeps_the_dtype_that_it_began_in(config, monkeypatch):
     train(config)
     assert read_config(config.run_dir / "config.yaml")[0].policy.dtype == "bfloat16"
     with pytest.raises(AgentPeftError, match=r"policy\.dtype differs"):
-        train(with_dtype(config, "float32"))
+        train(with_policy(config, dtype="float32"))
     train(config, fresh=True)
     assert read_config(config.run_dir / "config.yaml")[0].policy.dtype == "float32"
+
+
+def test_a_run_keeps_the_library_that_it_began_with(config, monkeypatch):
+    """Its products differ in the last bits. Another one may be asked for, and that is in the history."""
+
+    def library():
+        return read_config(config.run_dir / "config.yaml")[0].policy.matmul
+
+    def measured(name):
+        monkeypatch.setattr(folder_module, "choose_library", lambda *_: Library(name, "measured"))
+
+    config = with_policy(config, dtype="float32")
+    measured("onednn")
+    train(config)
+    measured("torch")
+    train(config)
+    assert library() == "onednn"
+    train(with_policy(config, matmul="torch"))
+    assert library() == "torch"
+    assert "policy.matmul" in (config.run_dir / LOG).read_text()
+    measured("onednn")
+    train(config)
+    assert library() == "torch"
+    train(config, fresh=True)
+    assert library() == "onednn"
 
 
 # -- whose a folder is ---------------------------------------------------------------------------------------
@@ -110,7 +136,7 @@ def test_what_a_scheduler_or_a_disk_has_put_there_is_no_obstacle(config):
 @pytest.mark.parametrize("start", ["new", "fresh"])
 def test_a_start_that_is_killed_at_any_moment_is_no_folder_of_others(config, tmp_path, monkeypatch, start):
     """``run.json`` is the first file and stays the last one, so what a kill leaves is recognized."""
-    config = with_dtype(config, "float32")
+    config = with_policy(config, dtype="float32")
     if start != "new":
         train(config)
         (config.run_dir / "notes.md").write_text("mine")

@@ -18,7 +18,7 @@ from agent_peft.configuration.load import read_config
 from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.policies.loading import load_policy
 from agent_peft.runs import evaluations
-from agent_peft.runs.folder import with_dtype
+from agent_peft.runs.folder import recorded_measured, with_policy
 from agent_peft.runs.run import train
 from agent_peft.runs.targets import evaluate_target, merge_run
 from agent_peft.types import AgentPeftError
@@ -95,7 +95,9 @@ def test_a_run_directory_holds_what_it_should(finished):
         assert {"adapter_config.json", "adapter_model.safetensors", "trainer.pt", "position.json"} <= {
             p.name for p in checkpoint.iterdir()
         }
-    assert read_config(folder / "config.yaml")[0] == with_dtype(finished, "float32"), "auto is decided"
+    measured = recorded_measured(folder)
+    assert measured.keys() == {"dtype", "matmul"}, "auto is decided"
+    assert read_config(folder / "config.yaml")[0] == with_policy(finished, **measured)
     assert resolved(finished)["run_dir"] == str(folder)
 
 

@@ -19,7 +19,7 @@ from agent_peft.configuration.yaml12 import dump
 from agent_peft.environments.arithmetic import Arithmetic, ArithmeticConfig
 from agent_peft.rollout.evaluation import EvaluationConfig, evaluate
 from agent_peft.runs import run as runs
-from agent_peft.runs.folder import with_dtype
+from agent_peft.runs.folder import recorded_measured, with_policy
 from agent_peft.runs.reading import load_run
 from agent_peft.runs.run import train
 from agent_peft.training.trainer import NonFiniteError, Trainer
@@ -308,4 +308,6 @@ def test_what_may_change_during_a_run_is_no_other_configuration(configure, run_c
     train(again)
     after = run_contents(config.run_dir)
     assert [name for name in before if before[name] != after[name]] == ["config.yaml"]
-    assert read_config(config.run_dir / "config.yaml")[0] == with_dtype(again, "float32")
+    assert read_config(config.run_dir / "config.yaml")[0] == with_policy(
+        again, **recorded_measured(config.run_dir)
+    )

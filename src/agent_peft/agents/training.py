@@ -30,7 +30,7 @@ from agent_peft.rollout.evaluation import evaluate
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.runs.changes import read_earlier
 from agent_peft.runs.checkpoint import checkpoints, latest_checkpoint
-from agent_peft.runs.folder import Lock, dtype_of_run, recorded_dtype, with_dtype
+from agent_peft.runs.folder import Lock, measured_of_run, recorded_measured, with_policy
 from agent_peft.runs.layout import CONFIG
 from agent_peft.runs.overview import summarize_run
 from agent_peft.runs.reading import load_run
@@ -150,7 +150,7 @@ def make_room(config: TrainConfig) -> str | None:
     if earlier is None or not begun:
         return None
     with closing(load_environment(config.environment)) as environment:
-        known = with_dtype(config.with_steps(environment.tasks), dtype_of_run(config, fresh=False))
+        known = with_policy(config.with_steps(environment.tasks), **measured_of_run(config, fresh=False))
     if all(change.rule == "free" for change in earlier.changes(known, done=summarize_run(folder).step)):
         return None
     start = start_of(known.policy) if isinstance(known.policy, PretrainedConfig) else None
@@ -170,7 +170,7 @@ def measure_run(keys: TrainingKeys, dataset: Dataset, number: int | None) -> Eva
     """Measure a model, greedily, on the first tasks of a dataset; None takes ``MAX_EVALUATED``."""
     name = str(keys.model_name)
     lora = LoraSettings() if _has_adapter(name) else None
-    policy = load_policy(name, dtype=recorded_dtype(Path(name).expanduser()) or "auto", lora=lora)
+    policy = load_policy({"model": name, "lora": lora, **recorded_measured(Path(name).expanduser())})
     with closing(load_environment(dataset.environment)) as environment:
         number = min(number or MAX_EVALUATED, len(environment.tasks))
         settings = {"num_tasks": number, "sampling": _sampling(keys)}

@@ -23,6 +23,7 @@ from agent_peft.environments.digests import shared_ids
 from agent_peft.hardware import choose_device, choose_threads
 from agent_peft.lookup import NotImportedError, may_import
 from agent_peft.policies.engine.product import pays_off
+from agent_peft.policies.forward.products import choose_library
 from agent_peft.policies.memory import (
     MemoryModel,
     StageMemory,
@@ -163,6 +164,8 @@ def _facts(
         consequences |= _evaluation_facts(config, config.evaluation, training, heldout)
     precision, threads = choose_precision(config.policy), choose_threads(config.threads)
     consequences["dtype"] = f"{precision.name} ({precision.reason})"
+    library = choose_library(config.policy.matmul, choose_device(config.policy.device), precision.dtype)
+    consequences["matmul"] = f"{library.name} ({library.reason})"
     consequences["threads"] = f"{threads.number} ({threads.reason})"
     return consequences
 

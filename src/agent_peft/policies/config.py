@@ -28,6 +28,14 @@ Device = Annotated[
     AfterValidator(_check_device),
     Field(description="auto, cpu, cuda, cuda:1 …", json_schema_extra=FREE),
 ]
+Matmul = Annotated[
+    Literal["auto", "torch", "onednn"],
+    Field(
+        description="library of float32 matrix products on a CPU; auto is onednn where it is faster than "
+        "torch's own; a run keeps the one that it began with",
+        json_schema_extra=FREE,
+    ),
+]
 Packing = Annotated[bool, Field(description="train on the token trie; false pads", json_schema_extra=FREE)]
 ActivationCheckpointing = Annotated[
     bool,
@@ -70,6 +78,7 @@ class PretrainedConfig(Config):
         "a run keeps the dtype that it began with",
     )
     device: Device = "auto"
+    matmul: Matmul = "auto"
     lora: LoraSettings | None = Field(default=LoraSettings(), description="null trains every parameter")
     adapter: Path | None = Field(
         default=None, description="an adapter in PEFT's layout to start from, if policy.model is its model"
@@ -94,6 +103,7 @@ class ScratchConfig(Config):
     alphabet: str = Field(description="the characters that the model reads and writes, each one a token")
     dtype: Dtype = Field(default="auto", description="as for a pretrained model")
     device: Device = "auto"
+    matmul: Matmul = "auto"
     lora: LoraSettings | None = Field(default=None, description="null trains every parameter")
     packing: Packing = True
     activation_checkpointing: ActivationCheckpointing = False

@@ -18,6 +18,7 @@ from agent_peft.hub import why_not_given
 from agent_peft.lookup import nearest, nearest_path
 from agent_peft.policies import adapters, value_head
 from agent_peft.policies.config import PretrainedConfig, ScratchConfig
+from agent_peft.policies.forward.products import choose_library, use_onednn
 from agent_peft.policies.models.adapter_files import read_adapter_config
 from agent_peft.policies.models.bundled import BUNDLED, resolve_model
 from agent_peft.policies.models.custom_module import build_custom
@@ -75,6 +76,8 @@ def load_policy(
         if config.lora is not None:
             adapted = adapters.attach(base, config.lora, derive(seed, "adapter"))
             adapters.assert_zero_delta(adapted)
+        if choose_library(config.matmul, device, dtype).name == "onednn":
+            use_onednn(adapted)
         policy = Policy(adapted, chat, config.packing, config.activation_checkpointing)
     if adapter is not None:
         adapters.load(policy.model, adapter)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 from agent_peft.hardware import CACHED_WEIGHTS, choose_device, has_bf16
 from agent_peft.hub import hub_or_cache
 from agent_peft.policies.config import PretrainedConfig, ScratchConfig
+from agent_peft.policies.forward.products import PRODUCTS, best_seconds, choose_library
 from agent_peft.policies.models.bundled import resolve_model
 from agent_peft.policies.models.pretrained import read_model_config
 from agent_peft.policies.models.shape import shape_of
@@ -98,26 +98,16 @@ def _fetched(config: PretrainedConfig) -> PretrainedConfig:
 
 @cache
 def speed_of_bf16(inputs: int, outputs: int, threads: int) -> float:
-    """The speedup of bfloat16 over fp32 on this CPU, for products of (ROWS, inputs) and (inputs, outputs). It
-    compares the best of a few alternating trials.
+    """The speedup of bfloat16 over fp32 on this CPU, for products of (ROWS, inputs) and (inputs, outputs).
 
     Args:
         threads: the number of torch's threads; it only distinguishes cached results.
     """
-    best = {torch.float32: float("inf"), torch.bfloat16: float("inf")}
-    products = {dtype: _product(dtype, inputs, outputs) for dtype in best}
-    for _ in range(TRIALS):
-        for dtype, product in products.items():
-            begin, count = time.perf_counter(), 0
-            while time.perf_counter() - begin < SECONDS or not count:
-                product()
-                count += 1
-            best[dtype] = min(best[dtype], (time.perf_counter() - begin) / count)
+
+    def product(dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+        x, weight = torch.ones(ROWS, inputs, dtype=dtype), torch.ones(outputs, inputs, dtype=dtype)
+        multiply = PRODUCTS[choose_library("auto", x.device, dtype).name]
+        return lambda: multiply(x, weight)
+
+    best = best_seconds({dtype: product(dtype) for dtype in (torch.float32, torch.bfloat16)}, TRIALS, SECONDS)
     return best[torch.float32] / best[torch.bfloat16]
-
-
-def _product(dtype: torch.dtype, inputs: int, outputs: int) -> Callable[[], torch.Tensor]:
-    x, weight = torch.ones(ROWS, inputs, dtype=dtype), torch.ones(outputs, inputs, dtype=dtype)
-    with torch.no_grad():
-        torch.nn.functional.linear(x, weight)  # the first one makes the kernel
-    return lambda: torch.nn.functional.linear(x, weight)

@@ -15,10 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from agent_peft.configuration import yaml12
 from agent_peft.configuration.paths import absolute
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.files import MEGABYTE, locked, parse_json, read_text, write_atomic, write_json_atomic
+from agent_peft.hardware import choose_device
+from agent_peft.policies.forward.products import PRODUCTS, choose_library
 from agent_peft.policies.models.start import split_run
 from agent_peft.policies.precision import choose_precision
 from agent_peft.runs.branch import Origin, copy_origin, find_origin, is_origin, read_origin, write_origin
@@ -30,6 +34,8 @@ from agent_peft.runs.layout import CONFIG, FILES, FOLDERS, RECORD, check_run_fil
 from agent_peft.types import AgentPeftError
 
 STOPPED = "stopped.json"  # exists after an update that was not finite has ended the run
+# keys of the policy whose ``auto`` a measurement decides, and what it may become
+MEASURED = {"dtype": ("float32", "bfloat16"), "matmul": tuple(PRODUCTS)}
 _APPENDED = ("metrics.jsonl", "timing.jsonl", "log.txt")
 _BEFORE = re.compile(r"\..*|.*\.(out|err)|lost\+found")  # what a scheduler or a disk puts into a new folder
 
@@ -199,33 +205,40 @@ def _check_stopped(folder: Path, config: TrainConfig, changes: Sequence[Change])
         )
 
 
-def dtype_of_run(config: TrainConfig, fresh: bool, begin: str | None = None) -> str:
-    """Return the dtype that a run computes in, with ``auto`` decided. A run that has begun, here or as the
-    run that it begins from, keeps its dtype, whatever a new measurement would be.
+def measured_of_run(config: TrainConfig, fresh: bool, begin: str | None = None) -> dict[str, str]:
+    """Return the values of ``MEASURED`` that a run computes with, with ``auto`` decided. A run that has
+    begun, here or as the run that it begins from, keeps its values, whatever a new measurement would be.
     """
-    if config.policy.dtype != "auto":
-        return config.policy.dtype
+    values = {key: str(getattr(config.policy, key)) for key in MEASURED}
     if not fresh and _has_results(config.run_dir):
-        begun = recorded_dtype(config.run_dir)
+        begun = recorded_measured(config.run_dir)
     else:
-        begun = None if begin is None else recorded_dtype(split_run(begin)[0])
-    return begun or choose_precision(config.policy, fetch=True).name
+        begun = {} if begin is None else recorded_measured(split_run(begin)[0])
+    values |= {key: value for key, value in begun.items() if values[key] == "auto"}
+    if values["dtype"] == "auto":
+        values["dtype"] = choose_precision(config.policy, fetch=True).name
+    if values["matmul"] == "auto":
+        device, dtype = choose_device(config.policy.device), getattr(torch, values["dtype"])
+        values["matmul"] = choose_library("auto", device, dtype).name
+    return values
 
 
-def recorded_dtype(run: Path) -> str | None:
-    """Return the dtype in the configuration of a run directory; None where it cannot be read."""
+def recorded_measured(run: Path) -> dict[str, str]:
+    """Return the values of ``MEASURED`` in the configuration of a run directory, without those that cannot be
+    read.
+    """
     file = run / CONFIG
     if not file.is_file():
-        return None
+        return {}
     with suppress(AgentPeftError, LookupError, TypeError):
         content: Any = yaml12.plain(yaml12.parse(read_text(file, "a YAML file", MEGABYTE), str(file)))
-        if content["policy"]["dtype"] in ("float32", "bfloat16"):
-            return str(content["policy"]["dtype"])
-    return None
+        policy = content["policy"]
+        return {key: policy[key] for key, values in MEASURED.items() if policy.get(key) in values}
+    return {}
 
 
-def with_dtype(config: TrainConfig, dtype: str) -> TrainConfig:
-    return config.model_copy(update={"policy": config.policy.model_copy(update={"dtype": dtype})})
+def with_policy(config: TrainConfig, **keys: str) -> TrainConfig:
+    return config.model_copy(update={"policy": config.policy.model_copy(update=keys)})
 
 
 def _has_results(folder: Path) -> bool:

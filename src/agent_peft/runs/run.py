@@ -46,7 +46,15 @@ from agent_peft.runs.changes import changed_contents, note_on_schedule, refuse_c
 from agent_peft.runs.checkpoint import POSITION, Position, latest_checkpoint, remove_old, save_checkpoint
 from agent_peft.runs.digests import Contents, contents_of, read_contents, template_of
 from agent_peft.runs.evaluations import Evaluations
-from agent_peft.runs.folder import STOPPED, Lock, RunDir, dtype_of_run, open_run_dir, with_dtype, write_config
+from agent_peft.runs.folder import (
+    STOPPED,
+    Lock,
+    RunDir,
+    measured_of_run,
+    open_run_dir,
+    with_policy,
+    write_config,
+)
 from agent_peft.runs.history import History
 from agent_peft.runs.observers import (
     Observer,
@@ -100,7 +108,7 @@ def train(
         set_threads(config.threads, neighbours=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         environment = stack.enter_context(closing(load_environment(config.environment)))
         config = config.with_steps(environment.tasks)
-        config = with_dtype(config, ranks.broadcast(partial(dtype_of_run, config, fresh, begin)))
+        config = with_policy(config, **ranks.broadcast(partial(measured_of_run, config, fresh, begin)))
         heldout = None
         if config.evaluation is not None:
             heldout = stack.enter_context(closing(load_environment(config.evaluation.environment)))

@@ -28,7 +28,7 @@ from agent_peft.rollout.replays import Replay, ReplayWindow, read_replays
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.runs.best import read_best
 from agent_peft.runs.checkpoint import checkpoint_step, checkpoints, latest_checkpoint
-from agent_peft.runs.folder import recorded_dtype, with_dtype
+from agent_peft.runs.folder import recorded_measured, with_policy
 from agent_peft.runs.layout import CONFIG, check_run_files
 from agent_peft.runs.progress import Progress
 from agent_peft.training.stage import StageConfig
@@ -305,7 +305,7 @@ def merge_run(
     run, output = Path(run), Path(output)
     check_empty(output)
     config = config or run_config(run)
-    config = with_dtype(config, recorded_dtype(run) or config.policy.dtype)
+    config = with_policy(config, **recorded_measured(run))
     _, policy = open_run(run, checkpoint, config=config)
     with explain_oom(
         "as the adapter was merged, in float32",

@@ -48,9 +48,7 @@ def test_the_sampler_gives_the_same_log_probabilities(make_policy):
     torch.nn.init.normal_(next(p for n, p in policy.model.named_parameters() if "lora_B" in n))
     engine = LocalEngine(policy, EngineConfig())
     plain = engine.score([1, 5, 6, 7, 8, 9, 10], SamplingConfig())
-    laid_out = [
-        engine._score([1, 5, 6, 7, 8, 9, 10], SamplingConfig(), way) for way in ("lean", "layers")
-    ]
+    laid_out = [engine._score([1, 5, 6, 7, 8, 9, 10], SamplingConfig(), way) for way in ("lean", "layers")]
     assert engine.way == "lean"
     for scores in laid_out:
         assert scores == pytest.approx(plain, abs=1e-5)

@@ -5,6 +5,7 @@ import torch
 from peft import LoraConfig
 from peft.tuners.lora import Linear as LoraLinear
 from torch import nn
+from torch.nn.functional import linear
 
 from agent_peft.policies.forward import lora_linear
 from agent_peft.policies.forward.lora_linear import FusedLoraLinear
@@ -66,7 +67,9 @@ def test_gradients_are_right_by_finite_differences():
     )
     for tensor in (x, a, b):
         tensor.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x, a, b: lora_linear._Sum.apply(x, w, bias, a, b, 2.0), (x, a, b))
+    assert torch.autograd.gradcheck(
+        lambda x, a, b: lora_linear._Sum.apply(x, w, bias, a, b, 2.0, linear), (x, a, b)
+    )
 
 
 def test_what_is_more_than_the_sum_is_peft_s_own(fused):

@@ -16,7 +16,8 @@ import torch
 from agent_peft.hardware import is_out_of_memory
 from agent_peft.policies.engine.base import Conversation, EngineConfig, EngineStatistics
 from agent_peft.policies.engine.daemon_threads import DaemonThreads
-from agent_peft.policies.engine.kv_cache import COMMON, PROMPTS, ROWS, TierCache
+from agent_peft.policies.engine.kv_cache import COMMON, PROMPTS, ROWS, TierCache, padded
+from agent_peft.policies.engine.prompt_lookup import PLACES, PromptLookup
 from agent_peft.policies.engine.schedule import DecodeClock, PendingTurn, Schedule
 from agent_peft.policies.forward.trie import common_length, common_prefix
 from agent_peft.policies.policy import Policy
@@ -55,10 +56,15 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     matcher: StopMatcher | None = None
     answer: PendingTurn | None = None
+    lookup: PromptLookup = field(default_factory=PromptLookup)
 
 
 class Decoding:
-    """One call of ``LocalEngine.generate``. Rows that decode hold slots [0, decoding); the others follow."""
+    """One call of ``LocalEngine.generate``. Rows that decode hold slots [0, decoding); the others follow.
+
+    Args:
+        drafts: whether a few rows decode with drafts (``prompt_lookup``).
+    """
 
     def __init__(
         self,
@@ -71,10 +77,11 @@ class Decoding:
         threads: DaemonThreads | Executor,
         shares: bool,
         capacity: int,
+        drafts: bool,
         schedule: Schedule | None = None,
     ) -> None:
         self.policy, self.config, self.sampling, self.threads = policy, config, sampling, threads
-        self.new_cache, self.shares, self.capacity = new_cache, shares, capacity
+        self.new_cache, self.shares, self.capacity, self.drafts = new_cache, shares, capacity, drafts
         self.queue = deque(Row(conversation, number) for number, conversation in enumerate(conversations))
         self.clock = DecodeClock(config.overlap, schedule, conversations)
         self.prefilled = self.prefilled_naive = self.sampled = self.row_halvings = 0
@@ -99,7 +106,7 @@ class Decoding:
         )
 
     def advance(self) -> None:
-        """Let rows join and leave, read what is new, and draw one token for each row that decodes."""
+        """Let rows join and leave, read what is new, and draw tokens for each row that decodes."""
         self._join()
         try:
             self._compute()
@@ -287,22 +294,12 @@ class Decoding:
             while take < len(order) and (take + 1) * longest <= self.config.prefill_tokens:
                 take += 1
             batch, order = order[-take:], order[:-take]
-            device = self.policy.device
-            tokens = torch.zeros(take, longest, dtype=torch.int64)
-            positions = torch.zeros(take, longest, dtype=torch.int64)
-            last = []
-            for i, j in enumerate(batch):
-                _, piece, start = jobs[j]
-                # padding repeats the last token at the last position, so it writes the same keys there
-                tokens[i] = torch.tensor([*piece, *[piece[-1]] * (longest - len(piece))])
-                positions[i] = torch.arange(start, start + longest).clamp_(max=start + len(piece) - 1)
-                last.append(len(piece) - 1)
-                self.prefilled += len(piece)
-            tokens, positions = tokens.to(device), positions.to(device)
+            device, pieces = self.policy.device, [jobs[j][1] for j in batch]
+            tokens, positions = padded(pieces, [jobs[j][2] for j in batch], device)
+            last = torch.tensor([len(piece) - 1 for piece in pieces], device=device)
+            self.prefilled += sum(map(len, pieces))
             hidden = self.cache.read(self.policy, tier, [jobs[j][0] for j in batch], tokens, positions)
-            out = self.policy.logits(
-                hidden[torch.arange(take, device=device), torch.tensor(last, device=device)]
-            )
+            out = self.policy.logits(hidden[torch.arange(take, device=device), last])
             for i, j in enumerate(batch):
                 logits[j] = out[i]
         return [x for x in logits if x is not None]
@@ -325,28 +322,34 @@ class Decoding:
         rows = self.rows[: self.decoding]
         if not rows:
             return
-        device = self.policy.device
-        tokens = torch.tensor([[row.action[-1]] for row in rows], device=device)
-        positions = torch.tensor([[row.length] for row in rows], device=device)
+        most = PLACES // len(rows) - 1 if self.drafts else 0
+        drafts = [row.lookup.draft(row.tokens, row.action, min(most, self._room(row) - 1)) for row in rows]
+        read = [[row.action[-1], *draft] for row, draft in zip(rows, drafts, strict=True)]
+        tokens, positions = padded(read, [row.length for row in rows], self.policy.device)
         hidden = self.cache.read(self.policy, ROWS, range(len(rows)), tokens, positions)
         for row in rows:
             row.length += 1
-        self._sample(rows, self.policy.logits(hidden[:, 0]))
+        self._sample(rows, self.policy.logits(hidden.flatten(0, 1)), drafts)
 
-    def _sample(self, rows: Sequence[Row], logits: torch.Tensor) -> None:
-        """Draw a token for each row; rows whose action is complete go to their environment."""
+    def _sample(self, rows: Sequence[Row], logits: torch.Tensor, drafts: Sequence[list[int]] = ()) -> None:
+        """Draw a token for each row, and a further one after each draft that equals the token drawn before.
+        Rows whose action is complete go to their environment. In ``logits`` (rows * (1 + longest draft), V)
+        those after a shorter draft are padding.
+        """
+        drafts, width = drafts or [[]] * len(rows), len(logits) // len(rows)
+        places = [(row, row.length + i) for row in rows for i in range(width)]
         uniforms = torch.tensor(
-            [uniform(row.conversation.seed, row.length) for row in rows], dtype=torch.float64
+            [uniform(row.conversation.seed, at) for row, at in places], dtype=torch.float64
         )
-        tokens, logprobs = self._draw(rows, logits, uniforms.to(self.policy.device))
-        self.sampled += len(rows)
+        tokens, logprobs = self._draw([row for row, _ in places], logits, uniforms.to(logits.device))
         complete = []
-        for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
-            row.action.append(token)
-            row.logprobs.append(logprob)
-            assert row.matcher is not None
-            stopped = row.matcher.push(token) or token in self.policy.chat.end_of_turn
-            if stopped or self._is_full(row):
+        for number, (row, draft) in enumerate(zip(rows, drafts, strict=True)):
+            for place, drafted in enumerate([*draft, None], number * width):
+                ended = self._take(row, tokens[place], logprobs[place], logits[place])
+                if ended or tokens[place] != drafted:
+                    break
+                row.length += 1
+            if ended:
                 complete.append(row)
         for row in complete:
             self.decoding -= 1
@@ -362,15 +365,24 @@ class Decoding:
     def _sampling_of(self, row: Row) -> SamplingConfig:
         return self.sampling
 
-    def _is_full(self, row: Row) -> bool:
-        """Whether a limit ends the action."""
+    def _room(self, row: Row) -> int:
+        """How many further tokens the limits leave to the action."""
         sampling = self._sampling_of(row)
-        return len(row.action) >= sampling.max_new_tokens or row.length + 1 >= sampling.max_tokens
+        return min(sampling.max_new_tokens - len(row.action), sampling.max_tokens - row.length - 1)
+
+    def _take(self, row: Row, token: int, logprob: float, logits: torch.Tensor) -> bool:
+        """Append a token that was drawn from ``logits`` (V,). Return whether the action is complete."""
+        self.sampled += 1
+        row.action.append(token)
+        row.logprobs.append(logprob)
+        assert row.matcher is not None
+        stopped = row.matcher.push(token) or token in self.policy.chat.end_of_turn
+        return stopped or self._room(row) <= 0
 
     def _draw(
         self, rows: Sequence[Row], logits: torch.Tensor, uniforms: torch.Tensor
     ) -> tuple[list[int], list[float]]:
-        """A token for each row, and its log-probability in nats."""
+        """A token for each row, which may occur several times, and its log-probability in nats."""
         tokens, logprobs = draw(logits, uniforms, self.sampling)
         return tokens.tolist(), logprobs.tolist()
 

@@ -260,3 +260,18 @@ class TierCache(Cache):
     @property
     def is_compileable(self) -> bool:
         return False
+
+
+def padded(
+    pieces: Sequence[Sequence[int]], starts: Sequence[int], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Tokens and positions (B, Q) of pieces of different lengths. Padding repeats the last token at the last
+    position, so it writes the same keys there.
+    """
+    longest = max(map(len, pieces))
+    tokens = [[*piece, *[piece[-1]] * (longest - len(piece))] for piece in pieces]
+    positions = [
+        [start + min(i, len(piece) - 1) for i in range(longest)]
+        for piece, start in zip(pieces, starts, strict=True)
+    ]
+    return torch.tensor(tokens, device=device), torch.tensor(positions, device=device)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from agent_peft.policies.engine.kv_cache import TierCache
-from agent_peft.policies.engine.shared_attention import attend_with_prefixes
 from agent_peft.policies.engine.product import Product
+from agent_peft.policies.engine.shared_attention import attend_with_prefixes
 from agent_peft.policies.forward.language_model import LanguageModel
 
 
@@ -74,7 +74,9 @@ class _Layer:
         self.size, self.scale = cast(int, attention.head_dim), cast(float, attention.scaling)
         self.rotates = bool(getattr(attention, "use_rope", True))  # SmolLM3 leaves some layers out
         self.before = _RmsNorm(layer.input_layernorm), _RmsNorm(layer.post_attention_layernorm)
-        self.of_heads = [_RmsNorm(getattr(attention, x)) for x in ("q_norm", "k_norm") if hasattr(attention, x)]
+        self.of_heads = [
+            _RmsNorm(getattr(attention, x)) for x in ("q_norm", "k_norm") if hasattr(attention, x)
+        ]
         whole = hasattr(attention, "qkv_proj")  # Phi-3 has one product by itself
         inputs = [attention.qkv_proj] if whole else [attention.q_proj, attention.k_proj, attention.v_proj]
         self.qkv, self.out = product(*inputs), product(attention.o_proj)

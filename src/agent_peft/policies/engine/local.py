@@ -72,7 +72,12 @@ class LocalEngine:
         ids = torch.tensor([tokens], device=policy.device)
         with torch.no_grad():
             own = policy.logprobs_of(policy.read(ids), ids)[0]
-        ways: list[tuple[Way, bool]] = [("lean", True), ("layers", True), ("layers", False), ("modules", False)]
+        ways: list[tuple[Way, bool]] = [
+            ("lean", True),
+            ("layers", True),
+            ("layers", False),
+            ("modules", False),
+        ]
         problem = why = ""
         for self.way, self.shares in ways:
             why = why or problem
@@ -112,6 +117,7 @@ class LocalEngine:
                     threads=threads,
                     shares=self.shares,
                     capacity=capacity,
+                    drafts=sampling.temperature == 0,  # evaluation: training keeps its bits
                     schedule=schedule,
                 )
                 statistics = decoding.drive()

@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from agent_peft.hardware import CACHED_WEIGHTS, has_bf16
 from agent_peft.policies.adapters import ADAPTER, delta_of, factors
+from agent_peft.policies.forward.products import has_onednn
 
 ROWS = 32  # the number of rows that the format is chosen for; it works for any
 
@@ -103,9 +104,6 @@ def suits(model: nn.Module) -> bool:
 
 
 def pays_off(device: torch.device, dtype: torch.dtype, weights: int) -> bool:
-    """Whether the format exists here and may be faster for so many weights. It is not a public part of torch,
-    whose compiler uses it.
-    """
-    exists = hasattr(torch.ops.mkldnn, "_linear_pointwise") and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    """Whether the format exists here and may be faster for so many weights."""
     multiplies = dtype == torch.float32 or (dtype == torch.bfloat16 and has_bf16(device))
-    return exists and device.type == "cpu" and multiplies and weights >= CACHED_WEIGHTS
+    return has_onednn() and device.type == "cpu" and multiplies and weights >= CACHED_WEIGHTS

@@ -76,6 +76,7 @@ class OpenDecoding(Decoding):
             threads=_SameThread(),
             shares=engine.shares,
             capacity=capacity,
+            drafts=True,
         )
         self._added, self._most = 0, capacity
 
@@ -124,8 +125,14 @@ class OpenDecoding(Decoding):
     def _sampling_of(self, row: Row) -> SamplingConfig:
         return _request_of(row).sampling
 
-    def _is_full(self, row: Row) -> bool:
-        return _request_of(row).cancelled or super()._is_full(row)
+    def _room(self, row: Row) -> int:
+        return 0 if _request_of(row).cancelled else super()._room(row)
+
+    def _take(self, row: Row, token: int, logprob: float, logits: torch.Tensor) -> bool:
+        request = _request_of(row)
+        others = _likeliest(logits, request.sampling, request.alternatives)
+        request.take(len(row.action), token, logprob, others)
+        return super()._take(row, token, logprob, logits)
 
     def _draw(
         self, rows: Sequence[Row], logits: torch.Tensor, uniforms: torch.Tensor
@@ -142,10 +149,6 @@ class OpenDecoding(Decoding):
             drawn = draw(logits[index], uniforms[index], self._sampling_of(rows[places[0]]))
             for i, token, logprob in zip(places, drawn[0].tolist(), drawn[1].tolist(), strict=True):
                 tokens[i], logprobs[i] = token, logprob
-        for i, row in enumerate(rows):
-            request = _request_of(row)
-            others = _likeliest(logits[i], request.sampling, request.alternatives)
-            request.take(len(row.action), tokens[i], logprobs[i], others)
         return tokens, logprobs
 
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from agent_peft.policies.forward.attention import TREE, Override, cut_tiles, overriding
+from agent_peft.policies.forward.products import Product, product_of
 from agent_peft.policies.forward.trie import Layout
 from agent_peft.policies.models.positions import window_of
 from agent_peft.policies.sampling import SamplingConfig, log_distribution
@@ -178,7 +179,9 @@ def logprobs_of_targets(
         return empty, empty if entropy else None
     frozen = isinstance(head, nn.Linear) and head.bias is None and not head.weight.requires_grad
     if plain and frozen and not entropy:
-        logp: Tensor = _Frozen.apply(states, head.weight, targets, sampling)  # type: ignore[no-untyped-call]
+        logp: Tensor = _Frozen.apply(  # type: ignore[no-untyped-call]
+            states, head.weight, targets, sampling, product_of(head)
+        )
         return logp, None
 
     def score(states: Tensor, target: Tensor, places: slice) -> tuple[Tensor, Tensor]:
@@ -212,24 +215,29 @@ class _Frozen(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, weight: Tensor, targets: Tensor, sampling: SamplingConfig
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        sampling: SamplingConfig,
+        product: Product,
     ) -> Tensor:
         taken, slopes = [], []
         size = max(1, CHUNK // len(weight))
         for piece, target in zip(torch.split(states, size), torch.split(targets, size), strict=True):
-            logp = log_distribution(piece @ weight.T, sampling, keep=target)
+            logp = log_distribution(product(piece, weight), sampling, keep=target)
             taken.append(logp.gather(-1, target.unsqueeze(-1)).squeeze(-1))
             if ctx.needs_input_grad[0]:
                 # For a likely token W[t] and p(t) W[t] nearly cancel, so subtract before rounding.
                 slope = logp.exp_().neg_()
                 slope.scatter_add_(-1, target.unsqueeze(-1), torch.ones_like(slope[:, :1]))
-                slopes.append(slope.to(weight.dtype) @ weight)
+                slopes.append(product(slope.to(weight.dtype), weight.T))
         if slopes:
             ctx.save_for_backward(torch.cat(slopes).div_(sampling.temperature or 1.0))
         return torch.cat(taken)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         (slopes,) = ctx.saved_tensors
-        return gradient.unsqueeze(-1).to(slopes.dtype) * slopes, None, None, None
+        return gradient.unsqueeze(-1).to(slopes.dtype) * slopes, None, None, None, None

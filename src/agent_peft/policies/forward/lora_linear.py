@@ -17,35 +17,45 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
+from agent_peft.policies.forward.products import Product, product_of
+
 
 class _Sum(torch.autograd.Function):
     """(n, out) from x (n, in), W (out, in), A (rank, in) and B (out, rank). W is not trained. A and B may
-    be fp32 where x and W are in 16 bits.
+    be fp32 where x and W are in 16 bits. ``product`` multiplies by W in fp32.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scaling: float
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        scaling: float,
+        product: Product,
     ) -> Tensor:
-        ctx.scaling, ctx.trained = scaling, a.dtype
+        ctx.scaling, ctx.trained, ctx.product = scaling, a.dtype, product
         a, b = a.to(x.dtype), b.to(x.dtype)
         low = (x @ a.T).mul_(scaling)
         ctx.save_for_backward(x, weight, a, b, low)
         if x.dtype == torch.float32:
-            return nn.functional.linear(x, weight, bias).addmm_(low, b.T)
+            return product(x, weight, bias).addmm_(low, b.T)
         return torch.addmm(adapter_part(low, b, bias), x, weight.T)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, Tensor, Tensor, None, None]:
         x, weight, a, b, low = ctx.saved_tensors
         below, of_x = (gradient @ b).mul_(ctx.scaling), None
         if ctx.needs_input_grad[0]:
-            narrow = x.dtype != torch.float32
-            of_x = (
-                torch.addmm(below @ a, gradient, weight) if narrow else (gradient @ weight).addmm_(below, a)
-            )
-        return of_x, None, None, (below.T @ x).to(ctx.trained), (gradient.T @ low).to(ctx.trained), None
+            if x.dtype == torch.float32:
+                of_x = ctx.product(gradient, weight.T).addmm_(below, a)
+            else:
+                of_x = torch.addmm(below @ a, gradient, weight)
+        of_a, of_b = (below.T @ x).to(ctx.trained), (gradient.T @ low).to(ctx.trained)
+        return of_x, None, None, of_a, of_b, None, None
 
 
 def adapter_part(low: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
@@ -64,7 +74,7 @@ class FusedLoraLinear(LoraLinear):
         base, (name,) = self.get_base_layer(), self.active_adapters
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
         weight = base.weight.T if self.fan_in_fan_out else base.weight
-        inputs = x.flatten(0, -2), weight, base.bias, a, b, self.scaling[name]
+        inputs = x.flatten(0, -2), weight, base.bias, a, b, self.scaling[name], product_of(base)
         out: Tensor = _Sum.apply(*inputs)  # type: ignore[no-untyped-call]
         return out.view(*x.shape[:-1], -1)
 
