@@ -12,8 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from agent_peft.policies import adapters
 from agent_peft.policies.config import LoraSettings
-from agent_peft.policies.engine.product import Product
-from agent_peft.policies.engine.weights import merged_lora, products
+from agent_peft.policies.engine.fused_linear import FusedLinear
+from agent_peft.policies.engine.weights import fused_layers, merged_lora
 from agent_peft.types import AgentPeftError, TrustError
 
 TOKENS = torch.tensor([[1, 4, 7, 13, 5, 2], [1, 9, 3, 3, 8, 2]])
@@ -205,8 +205,8 @@ def test_folded_ignores_dropout_and_refuses_to_nest(tiny_llama):
 def test_folded_into_layers_of_another_make(tiny_llama):
     model = trained(tiny_llama)
     expected, modules = logits(model), [type(module) for module in model.modules()]
-    with products(model, below=True), torch.no_grad():
-        assert any(isinstance(module, Product) for module in model.modules())
+    with fused_layers(model, below=True), torch.no_grad():
+        assert any(isinstance(module, FusedLinear) for module in model.modules())
         assert (logits(model) - expected).abs().max() < 1e-5
     assert [type(module) for module in model.modules()] == modules and torch.equal(logits(model), expected)
 

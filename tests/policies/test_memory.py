@@ -20,7 +20,7 @@ from agent_peft.configuration.explain import memory
 from agent_peft.configuration.load import read_config
 from agent_peft.policies import adapters
 from agent_peft.policies.config import LoraSettings, PretrainedConfig, ScratchConfig
-from agent_peft.policies.engine import weights
+from agent_peft.policies.engine import fused_linear
 from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.engine.weights import sampling_weights
 from agent_peft.policies.forward.layers import fuse_activations
@@ -259,7 +259,7 @@ def test_padded_rows_have_smaller_masks():
 @pytest.mark.parametrize("lora", [LORA, None])
 def test_the_samplers_layout_is_a_copy_of_all_weights(lora, char_tokenizer, monkeypatch):
     """It was left out where all parameters are trained, and the output layer everywhere."""
-    monkeypatch.setattr(weights, "CACHED_WEIGHTS", 1)
+    monkeypatch.setattr(fused_linear, "CACHED_WEIGHTS", 1)
     model = build("smollm2")
     needs = replace(model_of(model, lora), reordered=True)
     (predicted,) = [
@@ -268,9 +268,9 @@ def test_the_samplers_layout_is_a_copy_of_all_weights(lora, char_tokenizer, monk
         if "layout" in part.name
     ]
     policy = Policy(adapters.attach(model, lora, 0) if lora else model, ChatTokenizer(char_tokenizer))
-    assert product.suits(policy.base)
+    assert fused_linear.suits(policy.base)
     with sampling_weights(policy, "layers"):
-        copies = [m.weight for m in policy.model.modules() if isinstance(m, product.Product)]
+        copies = [m.weight for m in policy.model.modules() if isinstance(m, fused_linear.FusedLinear)]
     assert predicted == 4 * sum(copy.numel() for copy in copies)
 
 

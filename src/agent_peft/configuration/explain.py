@@ -22,7 +22,7 @@ from agent_peft.environments.base import Environment, EnvironmentConfig
 from agent_peft.environments.digests import shared_ids
 from agent_peft.hardware import choose_device, choose_threads
 from agent_peft.lookup import NotImportedError, may_import
-from agent_peft.policies.engine.product import pays_off
+from agent_peft.policies.engine.fused_linear import pays_off
 from agent_peft.policies.forward.products import choose_library
 from agent_peft.policies.memory import (
     MemoryModel,

@@ -9,10 +9,10 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 
 from agent_peft.hardware import has_bf16
-from agent_peft.policies.engine import lean, product
+from agent_peft.policies.engine import fused_linear, lean
 from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.engine.fused_linear import FusedLinear
 from agent_peft.policies.engine.local import LocalEngine
-from agent_peft.policies.engine.product import Product
 from agent_peft.policies.engine.weights import sampling_weights
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
@@ -27,18 +27,18 @@ def test_a_onednn_layer_computes_what_a_plain_one_does(shape):
     for bias in (True, False):
         layer = nn.Linear(16, 7, bias=bias)
         with torch.no_grad():
-            assert torch.allclose(Product([layer], onednn=True)(x), layer(x), atol=1e-5)
+            assert torch.allclose(FusedLinear([layer], onednn=True)(x), layer(x), atol=1e-5)
 
 
 def test_inside_every_linear_layer_is_onednns_and_afterwards_none(make_policy, monkeypatch):
     policy = make_policy()
     before = {name: module for name, module in policy.model.named_modules()}
-    assert not product.suits(policy.base), "so small a model stays in the caches"
-    monkeypatch.setattr(product, "CACHED_WEIGHTS", 1)
-    assert product.suits(policy.base)
+    assert not fused_linear.suits(policy.base), "so small a model stays in the caches"
+    monkeypatch.setattr(fused_linear, "CACHED_WEIGHTS", 1)
+    assert fused_linear.suits(policy.base)
     with pytest.raises(ZeroDivisionError), sampling_weights(policy, "layers"):
         inside = [type(module) for module in policy.base.modules()]
-        assert nn.Linear not in inside and isinstance(policy.head, Product)
+        assert nn.Linear not in inside and isinstance(policy.head, FusedLinear)
         raise ZeroDivisionError
     assert dict(policy.model.named_modules()) == before
 
@@ -56,7 +56,7 @@ def test_the_sampler_gives_the_same_log_probabilities(make_policy):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_without_its_adapter_the_sampler_is_the_base_model(make_policy, monkeypatch, dtype):
-    monkeypatch.setattr(product, "CACHED_WEIGHTS", 1)
+    monkeypatch.setattr(fused_linear, "CACHED_WEIGHTS", 1)
     policy, base = make_policy(dtype=dtype), make_policy(lora=False, dtype=dtype)
     tokens, plain = list(range(1, 17)), SamplingConfig()
     engine = LocalEngine(policy, EngineConfig())
@@ -67,14 +67,14 @@ def test_without_its_adapter_the_sampler_is_the_base_model(make_policy, monkeypa
 
 def test_a_model_whose_layers_cannot_be_replaced_is_sampled_without(make_policy, monkeypatch):
     policy = make_policy()
-    monkeypatch.setattr(product, "CACHED_WEIGHTS", 1)
+    monkeypatch.setattr(fused_linear, "CACHED_WEIGHTS", 1)
     assert LocalEngine(policy, EngineConfig()).way == "lean"
     monkeypatch.setattr(lean.LeanDecoder, "__call__", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         LocalEngine(policy, EngineConfig())
     monkeypatch.setattr(lean.LeanDecoder, "__call__", lambda *_, **__: [][0])
     assert LocalEngine(policy, EngineConfig()).way == "layers"
-    monkeypatch.setattr(Product, "forward", lambda layer, x: x.new_zeros(*x.shape[:-1], 3))
+    monkeypatch.setattr(FusedLinear, "forward", lambda layer, x: x.new_zeros(*x.shape[:-1], 3))
     assert LocalEngine(policy, EngineConfig()).way == "modules"
 
 
@@ -97,9 +97,9 @@ def test_beside_the_product_a_small_change_is_not_rounded_away(bias):
     base.weight.data = w
     if vector is not None:
         base.bias.data = vector
-    adapted = LoraLinear(base, "default", config=LoraConfig(r=8, lora_alpha=16))
+    adapted = LoraLinear(base, "default", LoraConfig(), r=8, lora_alpha=16)
     adapted.lora_A["default"].weight.data, adapted.lora_B["default"].weight.data = a, b
-    layer, alone = Product([adapted], onednn=True), Product([base], onednn=True)
+    layer, alone = FusedLinear([adapted], onednn=True), FusedLinear([base], onednn=True)
     exact = 2 * x.double() @ a.double().T @ b.double().T
     change = layer(x).double() - alone(x).double()
     folded = (
@@ -114,13 +114,13 @@ def test_beside_the_product_a_small_change_is_not_rounded_away(bias):
 @needs_bf16
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_in_16_bits_the_adapter_is_computed_beside_the_weights(make_policy, monkeypatch, kind):
-    monkeypatch.setattr(product, "CACHED_WEIGHTS", 1)
+    monkeypatch.setattr(fused_linear, "CACHED_WEIGHTS", 1)
     policy = make_policy(kind, dtype=torch.bfloat16)
-    assert product.suits(policy.base) and policy.dtype == torch.bfloat16
+    assert fused_linear.suits(policy.base) and policy.dtype == torch.bfloat16
     before = dict(policy.model.named_modules())
     with sampling_weights(policy, "layers"):
         inside = list(policy.base.modules())
-        assert any(isinstance(module, Product) and module.a is not None for module in inside)
+        assert any(isinstance(module, FusedLinear) and module.a is not None for module in inside)
         assert not any(isinstance(module, nn.Linear) for module in inside), "the others are replaced, too"
     assert dict(policy.model.named_modules()) == before
     engine, tokens = LocalEngine(policy, EngineConfig()), list(range(1, 17))
@@ -134,14 +134,14 @@ def test_in_16_bits_the_adapter_is_computed_beside_the_weights(make_policy, monk
 
 @needs_bf16
 def test_an_adapter_that_was_not_trained_costs_nothing(make_policy, monkeypatch):
-    monkeypatch.setattr(product, "CACHED_WEIGHTS", 1)
+    monkeypatch.setattr(fused_linear, "CACHED_WEIGHTS", 1)
     policy = make_policy("llama", dtype=torch.bfloat16)
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():
             if "lora_B" in name:
                 parameter.zero_()
     with sampling_weights(policy, "layers"):
-        assert not any(isinstance(m, Product) and m.a is not None for m in policy.base.modules())
+        assert not any(isinstance(m, FusedLinear) and m.a is not None for m in policy.base.modules())
     scores = LocalEngine(policy, EngineConfig())._score(list(range(1, 17)), SamplingConfig(), "layers")
     with monkeypatch.context() as patch:
         patch.setattr(Tensor, "any", lambda *_: True)

@@ -15,8 +15,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from agent_peft.policies.engine.fused_linear import FusedLinear
 from agent_peft.policies.engine.kv_cache import TierCache
-from agent_peft.policies.engine.product import Product
 from agent_peft.policies.engine.shared_attention import attend_with_prefixes
 from agent_peft.policies.forward.language_model import LanguageModel
 
@@ -28,7 +28,7 @@ class LeanDecoder:
     graph can capture it.
 
     Args:
-        copies: weights that are multiplied together are copied into one (``Product``); otherwise the model's
+        copies: weights with the same input are copied into one (``FusedLinear``); otherwise the model's
             own linear layers compute.
         onednn: the copies are laid out for oneDNN.
 
@@ -65,8 +65,8 @@ class _Layer:
     def __init__(self, layer: Any, model: LanguageModel, copies: bool, onednn: bool) -> None:
         config, attention, mlp = model.text_config, layer.self_attn, layer.mlp
 
-        def product(*layers: nn.Module) -> Product | _SideBySide:
-            return Product(layers, onednn) if copies else _SideBySide(layers)
+        def fused(*layers: nn.Module) -> FusedLinear | _SideBySide:
+            return FusedLinear(layers, onednn) if copies else _SideBySide(layers)
 
         self.index: int = attention.layer_idx
         self.kv_heads: int = config.num_key_value_heads
@@ -79,9 +79,9 @@ class _Layer:
         ]
         whole = hasattr(attention, "qkv_proj")  # Phi-3 has one product by itself
         inputs = [attention.qkv_proj] if whole else [attention.q_proj, attention.k_proj, attention.v_proj]
-        self.qkv, self.out = product(*inputs), product(attention.o_proj)
-        self.gate_up = product(*([mlp.gate_up_proj] if whole else [mlp.gate_proj, mlp.up_proj]))
-        self.down = product(mlp.down_proj)
+        self.qkv, self.out = fused(*inputs), fused(attention.o_proj)
+        self.gate_up = fused(*([mlp.gate_up_proj] if whole else [mlp.gate_proj, mlp.up_proj]))
+        self.down = fused(mlp.down_proj)
         self.activation = mlp.activation_fn if whole else mlp.act_fn
 
     def __call__(self, x: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor, cache: TierCache) -> Tensor:
@@ -106,7 +106,7 @@ class _Layer:
 
 
 class _SideBySide:
-    """The interface of ``Product`` over the model's own layers, without a copy of their weights."""
+    """The interface of ``FusedLinear`` over the model's own layers, without a copy of their weights."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.layers = layers

@@ -14,8 +14,8 @@ from transformers.pytorch_utils import Conv1D
 
 from agent_peft.hardware import has_bf16
 from agent_peft.policies.adapters import delta_of, lora_layers
+from agent_peft.policies.engine.fused_linear import FusedLinear, suits
 from agent_peft.policies.engine.lean import LeanDecoder
-from agent_peft.policies.engine.product import Product, suits
 from agent_peft.policies.policy import Policy
 
 # How the sampler computes: with a decoder of its own, with the model's modules and prepared linear layers,
@@ -37,8 +37,8 @@ def _replaced(children: Iterable[tuple[nn.Module, str, nn.Module]]) -> Iterator[
             setattr(parent, name, child)
 
 
-def products(model: nn.Module, below: bool) -> AbstractContextManager[None]:
-    """Inside, each linear layer of ``model``, with its adapter, is a ``Product`` for oneDNN; those ``below``
+def fused_layers(model: nn.Module, below: bool) -> AbstractContextManager[None]:
+    """Inside, each linear layer of ``model``, adapter included, is a ``FusedLinear`` for oneDNN; those ``below``
     its children, too.
     """
     places = [
@@ -48,7 +48,7 @@ def products(model: nn.Module, below: bool) -> AbstractContextManager[None]:
         for name, child in parent.named_children()
         if isinstance(child, LoraLayer) or type(child) in (nn.Linear, Conv1D)
     ]
-    return _replaced((parent, name, Product([child], onednn=True)) for parent, name, child in places)
+    return _replaced((parent, name, FusedLinear([child], onednn=True)) for parent, name, child in places)
 
 
 @contextmanager
@@ -71,7 +71,7 @@ def sampling_weights(policy: Policy, way: Way, adapter: bool = True) -> Iterator
             stack.callback(setattr, policy, "decoder", decoder)
             policy.decoder = cast(nn.Module, LeanDecoder(policy, copies, onednn))
         if onednn:
-            stack.enter_context(products(policy.base, below=way == "layers"))
+            stack.enter_context(fused_layers(policy.base, below=way == "layers"))
         yield
 
 

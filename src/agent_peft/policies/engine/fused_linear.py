@@ -18,6 +18,7 @@ from typing import cast
 import torch
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from agent_peft.hardware import CACHED_WEIGHTS, has_bf16
@@ -27,7 +28,7 @@ from agent_peft.policies.forward.products import has_onednn
 ROWS = 32  # the number of rows that the format is chosen for; it works for any
 
 
-class Product(nn.Module):
+class FusedLinear(nn.Module):
     """Linear layers that read the same input, as one product without gradient: x (…, in) to (…, Σ out).
 
     The weights are copied: an update of the adapter does not reach them.
@@ -37,7 +38,7 @@ class Product(nn.Module):
         onednn: lay the weights out for oneDNN, which pays for many products with few rows.
 
     >>> one, two, x = nn.Linear(3, 2), nn.Linear(3, 1), torch.ones(1, 3)
-    >>> torch.allclose(Product([one, two], onednn=True)(x), torch.cat([one(x), two(x)], -1), atol=1e-6)
+    >>> torch.allclose(FusedLinear([one, two], onednn=True)(x), torch.cat([one(x), two(x)], -1), atol=1e-6)
     True
     """
 
@@ -60,21 +61,19 @@ class Product(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self._beside(x)
-        if not self.onednn:
-            return nn.functional.linear(x, self.weight, self.bias)
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return out
+        if self.onednn:
+            return cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], ""))
+        return functional.linear(x, self.weight, self.bias)
 
     def plus(self, x: Tensor, residual: Tensor) -> Tensor:
         """The product plus ``residual`` (…, Σ out), rounded once with oneDNN."""
         if not self.onednn:
-            return self(x).add_(residual)
+            return self.forward(x).add_(residual)
         inputs = self._beside(x), residual, self.weight, self.bias
-        out: Tensor = torch.ops.mkldnn._linear_pointwise.binary(*inputs, "add")
-        return out
+        return cast(Tensor, torch.ops.mkldnn._linear_pointwise.binary(*inputs, "add"))
 
     def _beside(self, x: Tensor) -> Tensor:
-        return x if self.a is None else torch.cat([x, nn.functional.linear(x, self.a)], -1)
+        return x if self.a is None else torch.cat([x, functional.linear(x, self.a)], -1)
 
 
 def _parts(layer: nn.Module) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
