@@ -86,8 +86,10 @@ def _parts(layer: nn.Module) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tenso
     adapter = None
     if lora is not None and weight.dtype == torch.float32:
         weight = weight + delta_of(lora)
-    elif lora is not None and (b := factors(lora)[1]).any():
-        adapter = factors(lora)[0].to(weight.dtype), (b * lora.scaling[ADAPTER]).to(weight.dtype)
+    elif lora is not None:
+        a, b = (factor.detach() for factor in factors(lora))
+        if b.any():
+            adapter = a.to(weight.dtype), (b * lora.scaling[ADAPTER]).to(weight.dtype)
     if isinstance(base, Conv1D):
         weight = weight.T
     return weight, None if bias is None else bias.detach(), adapter

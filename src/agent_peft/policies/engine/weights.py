@@ -38,8 +38,8 @@ def _replaced(children: Iterable[tuple[nn.Module, str, nn.Module]]) -> Iterator[
 
 
 def fused_layers(model: nn.Module, below: bool) -> AbstractContextManager[None]:
-    """Inside, each linear layer of ``model``, adapter included, is a ``FusedLinear`` for oneDNN; those ``below``
-    its children, too.
+    """Inside, each linear layer that is a child of ``model``, or anywhere ``below``, is a ``FusedLinear`` for
+    oneDNN, with its adapter.
     """
     places = [
         (parent, name, child)
