@@ -17,6 +17,7 @@ from torch import Tensor
 from agent_peft.batch import Batch, collate
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.engine.local import LocalEngine
 from agent_peft.policies.forward import language_model
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
@@ -71,6 +72,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         SMALL | EXPERTS | {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
     ),
     "qwen3": ("qwen3", SMALL | {"head_dim": 8}),
+    "smollm-3": ("smollm3", SMALL | {"no_rope_layers": [1, 0]}),
+    "gemma": ("gemma", SMALL | {"head_dim": 8}),
     "phi-3-long": (
         "phi3",
         SMALL | {"rope_parameters": LONGROPE, "original_max_position_embeddings": ORIGINAL},
@@ -107,6 +110,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"max_position_embeddings": 64, "initializer_range": 0.2},
     ),
 }
+# the sampler's own decoder is built like these; all others are sampled by their modules
+LEAN = {"llama-3", "llama-yarn", "llama-dynamic", "qwen2", "qwen3", "smollm-3", "gemma", "phi-3-long"}
+LEAN |= {"mistral-wide"}
 WINDOWED = [name for name, (_, settings) in FAMILIES.items() if settings.get("sliding_window") == WINDOW]
 # name: the longest episode, and how a longer one is refused
 BOUNDED = {
@@ -186,6 +192,13 @@ def test_trainer_and_sampler_say_what_the_model_says(name, make_policy):
         assert torch.allclose(policy.forward(batch, PLAIN).logprobs, own, atol=1e-3), "as it trains"
         policy.packing = policy.tiled = False
         assert torch.allclose(policy.forward(batch, PLAIN).logprobs, own, atol=1e-3), "padded"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_which_families_are_sampled_by_our_own_decoder(name, make_policy):
+    kind, settings = FAMILIES[name]
+    engine = LocalEngine(make_policy(kind, lora=name in LEAN, **settings), EngineConfig())
+    assert (engine.way == "lean") == (name in LEAN)
 
 
 @pytest.mark.parametrize("name", WINDOWED)

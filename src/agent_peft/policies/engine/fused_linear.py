@@ -51,7 +51,7 @@ class FusedLinear(nn.Module):
             absent = [w.new_zeros(len(w)) for w in weights]
             self.bias = torch.cat([a if b is None else b for a, b in zip(absent, biases, strict=True)])
         if any(adapter is not None for adapter in adapters):
-            absent = [(w.new_zeros(0, w.shape[1]), w.new_zeros(len(w), 0)) for w in weights]
+            absent = [(torch.zeros(0, w.shape[1], device=w.device), w.new_zeros(len(w), 0)) for w in weights]
             a, b = zip(*(one or none for one, none in zip(adapters, absent, strict=True)), strict=True)
             self.a = torch.cat(a)
             weight = torch.cat([weight, torch.block_diag(*b)], 1)  # type: ignore[no-untyped-call]
@@ -73,12 +73,15 @@ class FusedLinear(nn.Module):
         return cast(Tensor, torch.ops.mkldnn._linear_pointwise.binary(*inputs, "add"))
 
     def _beside(self, x: Tensor) -> Tensor:
-        return x if self.a is None else torch.cat([x, functional.linear(x, self.a)], -1)
+        if self.a is None:
+            return x
+        # a product so small is faster in fp32, which has no preparation
+        return torch.cat([x, functional.linear(x.float(), self.a).to(x.dtype)], -1)
 
 
 def _parts(layer: nn.Module) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tensor] | None]:
-    """W (out, in), with the adapter folded in if it is in fp32; the bias; otherwise A (rank, in) and s B
-    (out, rank). An adapter that was not trained yet, whose B is 0, costs nothing.
+    """W (out, in), with the adapter folded in if it is in fp32; the bias; otherwise A (rank, in) in fp32
+    and s B (out, rank). An adapter that was not trained yet, whose B is 0, costs nothing.
     """
     lora = layer if isinstance(layer, LoraLayer) else None
     base = layer if lora is None else lora.get_base_layer()
@@ -89,7 +92,7 @@ def _parts(layer: nn.Module) -> tuple[Tensor, Tensor | None, tuple[Tensor, Tenso
     elif lora is not None:
         a, b = (factor.detach() for factor in factors(lora))
         if b.any():
-            adapter = a.to(weight.dtype), (b * lora.scaling[ADAPTER]).to(weight.dtype)
+            adapter = a.float(), (b * lora.scaling[ADAPTER]).to(weight.dtype)
     if isinstance(base, Conv1D):
         weight = weight.T
     return weight, None if bias is None else bias.detach(), adapter

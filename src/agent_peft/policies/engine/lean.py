@@ -2,8 +2,8 @@
 
 A decode step is short, so every operation counts. Products with the same input are one, the residual is added
 by the product, and no module of Transformers stands between them: a third of the operations. Keys, values and
-attention are those of ``TierCache``. Whether a model is built like this is not read from its name: the
-sampler proves this decoder against the model's own when it is made.
+attention are those of ``TierCache``. Whether a model is built like this is not read from its name: it must
+have these parts and no others, and the sampler proves this decoder against the model's own when it is made.
 """
 
 from __future__ import annotations
@@ -19,6 +19,13 @@ from agent_peft.policies.engine.fused_linear import FusedLinear
 from agent_peft.policies.engine.kv_cache import TierCache
 from agent_peft.policies.engine.shared_attention import attend_with_prefixes
 from agent_peft.policies.forward.language_model import LanguageModel
+
+PARTS = {
+    *("input_layernorm", "self_attn", "resid_attn_dropout"),
+    *("q_proj", "k_proj", "v_proj", "qkv_proj", "q_norm", "k_norm", "o_proj"),
+    *("post_attention_layernorm", "mlp", "resid_mlp_dropout"),
+    *("gate_proj", "up_proj", "gate_up_proj", "act_fn", "activation_fn", "down_proj"),
+}
 
 
 class LeanDecoder:
@@ -64,6 +71,10 @@ class LeanDecoder:
 class _Layer:
     def __init__(self, layer: Any, model: LanguageModel, copies: bool, onednn: bool) -> None:
         config, attention, mlp = model.text_config, layer.self_attn, layer.mlp
+        parts = {name for part in (layer, attention, mlp) for name, _ in part.named_children()}
+        parts |= {name for name, _ in attention.named_parameters(recurse=False)}
+        if parts - PARTS:
+            raise AttributeError(f"{type(layer).__name__} has {', '.join(sorted(parts - PARTS))}")
 
         def fused(*layers: nn.Module) -> FusedLinear | _SideBySide:
             return FusedLinear(layers, onednn) if copies else _SideBySide(layers)
