@@ -7,8 +7,9 @@ models of random weights, and a real model.
 
 For each model, in bfloat16 with a LoRA adapter, it measures: the tokens per second of 32 decoding rows,
 compared with Transformers' generate with the same adapter and with the time to read the weights; the
-difference of the log-probabilities of sampler and trainer; the share of the GPU's arithmetic that training
-uses, packed and padded; and the memory that `explain` predicts, compared with the allocated memory. "Useful"
+difference of the log-probabilities of sampler and trainer; a decode step that is captured as a CUDA graph;
+the share of the GPU's arithmetic that training uses, packed and padded; and the memory that `explain`
+predicts, compared with the allocated memory. "Useful"
 operations are the minimum for both ways: attention only to visible tokens, and gradients only of the
 adapter's weights.
 
@@ -48,6 +49,9 @@ from agent_peft.policies import adapters
 from agent_peft.policies.config import LoraSettings, PretrainedConfig
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.engine.kv_cache import ROWS
+from agent_peft.policies.engine.local import LocalEngine
+from agent_peft.policies.engine.weights import sampling_weights
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.memory import MemoryModel, stage_memory
 from agent_peft.policies.models.bundled import cached
@@ -217,6 +221,40 @@ def decoding(bench: Bench, policy: Policy, shape: ModelShape, found: Mapping[str
     }
 
 
+def captured_step(bench: Bench, policy: Policy) -> dict[str, Any]:
+    """Capture a decode step of the sampler's own decoder as a CUDA graph. Return the seconds of a replay and
+    of the same step in eager mode, and the largest difference of their states.
+    """
+    rows, length = GROUPS * SIBLINGS, bench.size.prompt
+    engine = LocalEngine(policy, EngineConfig(rows=rows))
+    if engine.way != "lean":
+        return {"way": engine.way}
+    cache = engine.new_cache((1, 1, rows), (1, 1, length + 1))
+    tokens = torch.full((rows, length), 3, device=bench.device)
+    positions = torch.arange(length + 1, device=bench.device).expand(rows, -1)
+    with sampling_weights(policy, engine.way), torch.no_grad():
+        cache.read(policy, ROWS, range(rows), tokens, positions[:, :-1])
+        mask, now = cache.place(ROWS, range(rows), positions[:, -1:]), tokens[:, -1:]
+
+        def step() -> torch.Tensor:
+            return policy.read(
+                now,
+                position_ids=positions[:, -1:],
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+            )
+
+        found: dict[str, Any] = {"way": engine.way, "eager": bench.repeated(step)}
+        if bench.on_gpu:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                states = step()
+            found["graph"] = bench.repeated(graph.replay)
+            found["apart"] = float((states - step()).abs().max())
+    return found
+
+
 def mismatch(policy: Policy, talks: Sequence[OneTurn]) -> dict[str, float]:
     """Return the difference of the trainer's and the sampler's log-probabilities in nats per token. k3
     estimates their KL divergence.
@@ -347,6 +385,7 @@ def model_section(
     place = {"device": str(policy.device), "dtype": str(policy.dtype)}
     yield "model", {"parameters": shape.parameters, "packs": policy.packing, **place}
     yield "decoding", decoding(bench, policy, shape, found)
+    yield "captured step", captured_step(bench, policy)
     for packed in (True, False):
         yield "packed" if packed else "padded", training(bench, policy, shape, found, packed)
 

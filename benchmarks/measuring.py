@@ -201,7 +201,7 @@ def show(*parts: object, width: int = 170) -> None:
 class Limits:
     """The speed that this machine reaches with the current number of threads: the floor of every time."""
 
-    flops: float  # fp32 operations a second, a large matrix product
+    flops: float  # operations a second, a large matrix product
     bytes: float  # bytes a second, a matrix read once by a product with a vector
 
     @property
@@ -214,11 +214,13 @@ class Limits:
         )
 
 
-def measure_limits() -> Limits:
-    """Measure a product of 2048 × 2048 × 2048, and one of a matrix of 512 MiB with a vector (medians)."""
+def measure_limits(dtype: Any = None) -> Limits:
+    """Measure a product of 2048 × 2048 × 2048 in ``dtype`` (fp32 if None), and one of an fp32 matrix of
+    512 MiB with a vector (medians).
+    """
     import torch
 
-    a, b = torch.randn(2048, 2048), torch.randn(2048, 2048)
+    a, b = torch.randn(2048, 2048).to(dtype), torch.randn(2048, 2048).to(dtype)
     product = statistics.median(seconds(lambda: a @ b) for _ in range(7))
     wide, vector = torch.randn(1 << 15, 1 << 12), torch.randn(1 << 12)
     reading = statistics.median(seconds(lambda: wide @ vector) for _ in range(7))

@@ -7,11 +7,13 @@ import torch
 from peft import LoraConfig
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from agent_peft.hardware import has_bf16
 from agent_peft.policies.engine import fused_linear, lean
 from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.engine.fused_linear import FusedLinear
+from agent_peft.policies.engine.kv_cache import ROWS
 from agent_peft.policies.engine.local import LocalEngine
 from agent_peft.policies.engine.weights import sampling_weights
 from agent_peft.policies.policy import Policy
@@ -63,6 +65,32 @@ def test_without_its_adapter_the_sampler_is_the_base_model(make_policy, monkeypa
     expected = torch.tensor(LocalEngine(base, EngineConfig()).score(tokens, plain))
     with_adapter, without = (torch.tensor(engine.score(tokens, plain, on)) for on in (True, False))
     assert policy.drift(without - expected) <= policy.rounding < policy.drift(with_adapter - expected)
+
+
+class NoSynchronization(TorchDispatchMode):
+    """An operation whose result the host must wait for is an error."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function not in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_cuda_graph_can_capture_a_step_of_the_lean_decoder(make_policy, kind):
+    policy = make_policy(kind, packing=False)
+    engine = LocalEngine(policy, EngineConfig(rows=2))
+    cache = engine.new_cache((1, 1, 2), (1, 1, 5))
+    positions = torch.arange(5).expand(2, -1)
+    with sampling_weights(policy, "lean"):
+        cache.read(policy, ROWS, range(2), torch.full((2, 4), 3), positions[:, :4])
+        mask = cache.place(ROWS, range(2), positions[:, 4:])
+        how = {"position_ids": positions[:, 4:], "attention_mask": mask, "past_key_values": cache}
+        with NoSynchronization():
+            states = policy.read(torch.full((2, 1), 3), **how)
+        with pytest.raises(AssertionError), NoSynchronization():
+            states.sum().item()
+    own = policy.base.base_model(torch.full((1, 5), 3)).last_hidden_state[:, -1]
+    assert torch.allclose(states[:, 0], own.expand(2, -1), atol=1e-5)
 
 
 def test_a_model_whose_layers_cannot_be_replaced_is_sampled_without(make_policy, monkeypatch):
