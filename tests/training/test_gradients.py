@@ -77,7 +77,7 @@ def test_half_the_budget_and_the_same_gradient(make_trainer, caplog, algorithm, 
     halvings = [metrics.pop("microbatch_halvings") for metrics in found]
     for ours, theirs in zip(found, expected, strict=True):
         assert theirs.pop("microbatch_halvings") == 0
-        assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-6)
+        assert ours == pytest.approx(theirs, rel=1e-5, abs=5e-6)
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == sum(halvings) > 0
     assert all(w.startswith("out of memory in a microbatch of ") and "\n" not in w for w in warnings)

@@ -81,7 +81,7 @@ def serve(policy: Policy, requests: list[Talk], rows: int = 4) -> int:
     served = OpenDecoding(engine, 120)
     for request in requests:
         served.add(request)
-    with sampling_weights(policy, engine.onednn):
+    with sampling_weights(policy, engine.way):
         while served.busy:
             served.advance()
     return served.clock.step
