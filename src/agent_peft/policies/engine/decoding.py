@@ -219,6 +219,8 @@ class Decoding:
     def _read(self) -> None:
         """Prefill new prompts, each once for its rows, then observations; sample a first token of each."""
         ready = [row for row in self.rows[self.decoding :] if row.answer is None]
+        if not ready:
+            return
         families: dict[tuple[int, ...], list[Row]] = {}
         for row in ready:
             if row.length == 0:

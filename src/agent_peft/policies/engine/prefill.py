@@ -45,7 +45,7 @@ def batches(lengths: Sequence[int], most: int, overhead: int) -> list[list[int]]
     """Indices of pieces that are read together, longest first, so that padding and forwards cost least.
 
     Args:
-        most: tokens of a batch, padding included; a longer piece has a batch of its own.
+        most: tokens of a batch, padding included; a longer piece is a batch alone.
         overhead: tokens that cost as much as one more forward.
 
     >>> batches([9, 600, 8, 600], most=2048, overhead=64)
