@@ -10,7 +10,8 @@ ways without a target run once; each has a short warm-up. Only ours also records
 gets all 32 rows at once. generate_batch and vLLM (by default, with n=8) share blocks of prompts;
 benchmarks/vllm_peer.py says how to make vLLM's environment. vLLM's process is stopped while others run. Our
 targets are twice the tokens per second of generate, and those of vLLM. "Times as fast" is the median of the
-pairs, not the quotient of two medians.
+pairs, not the quotient of two medians. A last table has 32 different prompts, from a 32nd of the last length
+to all of it; generate would pad them, and is left out.
 
 With --turns, 8 conversations (4 × 2) play so many turns of 32 observed and 32 sampled tokens, in three ways:
 ours, one call with conversations of ten turns; ours without a cache across turns, a new conversation for
@@ -103,13 +104,17 @@ class Job:
     new: int
     vocabulary: int
     siblings: int = 8
+    distinct: bool = False  # whether prompts have different lengths, up to ``prompt``
+
+    @property
+    def lengths(self) -> list[int]:
+        shares = [i + 1 if self.distinct else self.groups for i in range(self.groups)]
+        return [self.prompt * share // self.groups for share in shares]
 
     @property
     def prompts(self) -> list[list[int]]:
         draw = generator(0, "prompts", self.prompt, self.number)
-        return [
-            [draw.randrange(100, self.vocabulary) for _ in range(self.prompt)] for _ in range(self.groups)
-        ]
+        return [[draw.randrange(100, self.vocabulary) for _ in range(length)] for length in self.lengths]
 
     @property
     def rows(self) -> list[list[int]]:
@@ -213,13 +218,16 @@ def single_turns(
     rows: list[dict[str, Any]] = []
     with vllm(given) if given.vllm_python else nullcontext({}) as more:
         ways = {name: way for name, way in (ways | more).items() if not given.ways or name in given.ways}
-        for prompt in given.prompts:
-            if prompt != given.prompts[0]:  # ways without a target run once
+        for prompt, distinct in [*((prompt, False) for prompt in given.prompts), (given.prompts[-1], True)]:
+            if distinct or prompt != given.prompts[0]:  # ways without a target run once
                 ways = {name: way for name, way in ways.items() if name == "ours" or name in TARGETS}
             job = Job(0, given.groups, prompt, given.new, policy.base.config.vocab_size)
+            if distinct:
+                ways.pop("generate", None)
+                job = replace(job, groups=job.groups * job.siblings, siblings=1, distinct=True)
             times = measure(ways, job, given.rounds)
             trunk, step = step_floor(policy, limits, job.groups * job.siblings)
-            weights, read = trunk + policy.head.weight.numel(), 2 * trunk * job.groups * job.prompt
+            weights, read = trunk + policy.head.weight.numel(), 2 * trunk * sum(job.lengths)
             least = {
                 "operations": read + 2 * weights * job.tokens,
                 "bytes": 4.0 * weights * job.new,
@@ -229,14 +237,14 @@ def single_turns(
             for name, own in times.items():
                 median, faster = statistics.median(own), ratio(own, times["ours"][: len(own)])
                 target = TARGETS.get(name)
-                row = {"way": name, "prompt": prompt, "tokens_per_second": job.tokens / median}
-                rows.append(
-                    {**row, "seconds": own, "ours_is_faster": faster, "floor": least, "bound": target}
-                )
+                row = {"way": name, "prompt": prompt, "distinct": distinct, "floor": least, "bound": target}
+                speed = {"tokens_per_second": job.tokens / median, "seconds": own, "ours_is_faster": faster}
+                rows.append(row | speed)
                 met = "" if target is None else f"{target}: {'met' if faster >= target else 'MISSED'}"
-                speed = f"{job.tokens / median:.0f}", median, min(own), max(own)
-                shown.append((name, *speed, faster, met, f"{100 * least['seconds'] / median:.0f}"))
-            title = f"{job.groups} x {job.siblings} rows, prompt {prompt}, {job.new} new: "
+                times_of = f"{job.tokens / median:.0f}", median, min(own), max(own)
+                shown.append((name, *times_of, faster, met, f"{100 * least['seconds'] / median:.0f}"))
+            prompts = f"prompts up to {prompt}" if distinct else f"prompt {prompt}"
+            title = f"{job.groups} x {job.siblings} rows, {prompts}, {job.new} new: "
             title += f"{least['operations'] / 1e9:.0f} GFLOP, {least['bytes'] / 1e9:.0f} GB of weights, "
             title += f"floor {least['seconds']:.1f} s = {job.tokens / least['seconds']:.0f} tokens/s"
             columns = "|tokens/s|s|fastest|slowest|ours is times as fast (median of pairs)|target"

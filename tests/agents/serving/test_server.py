@@ -111,7 +111,7 @@ def test_a_prompt_that_does_not_fit_fails_alone(serving, monkeypatch, caplog):
     read = TierCache.read
 
     def too_small(self, model, tier, slots, tokens, positions):
-        if tokens.shape[1] > 1000:
+        if int(positions.max()) > 1000:  # however few tokens are read at once
             raise MemoryError("planted")
         return read(self, model, tier, slots, tokens, positions)
 

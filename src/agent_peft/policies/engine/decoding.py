@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from agent_peft.hardware import is_out_of_memory
 from agent_peft.policies.engine.base import Conversation, EngineConfig, EngineStatistics
 from agent_peft.policies.engine.daemon_threads import DaemonThreads
 from agent_peft.policies.engine.kv_cache import COMMON, PROMPTS, ROWS, TierCache, padded
+from agent_peft.policies.engine.prefill import Job, prefill
 from agent_peft.policies.engine.prompt_lookup import PLACES, PromptLookup
 from agent_peft.policies.engine.schedule import DecodeClock, PendingTurn, Schedule
 from agent_peft.policies.forward.trie import common_length, common_prefix
@@ -32,10 +34,11 @@ CacheMaker = Callable[[tuple[int, int, int], tuple[int, int, int], int], TierCac
 
 @dataclass(eq=False)
 class _Prompt:
-    """A prompt whose keys are in a slot, for the rows that continue it."""
+    """A prompt whose first ``length`` keys are in a slot, for the rows that will continue it."""
 
     slot: int
-    logits: torch.Tensor  # (V,) after its last token
+    length: int
+    logits: torch.Tensor | None = None  # (V,) after its last token, once that was read
     rows: int = 0
 
 
@@ -220,21 +223,26 @@ class Decoding:
             return
         families: dict[tuple[int, ...], list[Row]] = {}
         for row in ready:
-            self.prefilled_naive += len(row.tokens)
             if row.length == 0:
                 families.setdefault(tuple(row.tokens), []).append(row)
         self._read_prompts([tokens for tokens in families if tokens not in self.prompts])
         logits: dict[int, torch.Tensor] = {}
         for tokens, siblings in families.items():
             prompt = self.prompts[tokens]
+            if prompt.logits is None:  # its rest is read at later steps
+                ready = [row for row in ready if row not in siblings]
+                continue
             prompt.rows += len(siblings)
             self.cache.fork(ROWS, [row.slot for row in siblings], prompt.slot, len(tokens))
             for row in siblings:
                 row.prompt, logits[row.slot] = tokens, prompt.logits
+        if not ready:
+            return
         jobs = [(row.slot, row.tokens[row.length :], row.length) for row in ready if row.length > 0]
         logits |= {slot: out for (slot, _, _), out in zip(jobs, self._prefill(ROWS, jobs), strict=True)}
         drawn_from = torch.stack([logits[row.slot] for row in ready])
         for row in ready:
+            self.prefilled_naive += len(row.tokens)
             row.length, row.action, row.logprobs = len(row.tokens), [], []
             stop = [text.encode() for text in self._sampling_of(row).stop]
             row.matcher = StopMatcher(stop, self.policy.chat.token_bytes)
@@ -244,12 +252,25 @@ class Decoding:
         self._sample(ready, drawn_from)
 
     def _read_prompts(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        if not prompts:
-            return
+        """Give new prompts a slot each, and read those that have one, as many tokens as this step may."""
+        if prompts:
+            self._add_prompts(prompts)
+        left, jobs, read = self._step_tokens(), list[Job](), []
+        for tokens, prompt in self.prompts.items():  # in the order of their arrival
+            if prompt.logits is None and left > 0:
+                part = tokens[prompt.length : prompt.length + left]
+                jobs.append((prompt.slot, part, prompt.length))
+                prompt.length += len(part)
+                left -= len(part)
+                read.append((prompt, prompt.length == len(tokens)))
+        for (prompt, is_whole), logits in zip(read, self._prefill(PROMPTS, jobs), strict=True):
+            prompt.logits = logits if is_whole else None
+
+    def _add_prompts(self, prompts: Sequence[tuple[int, ...]]) -> None:
         if not self.common:
             self.common = common_prefix(
                 [*self.prompts, *([] if self.last_prompt is None else [self.last_prompt]), *prompts]
-            )
+            )[: self._step_tokens()]
             if self._cache is None:
                 self._cache = self._make_cache(prompts)
             if self.common:
@@ -259,14 +280,11 @@ class Decoding:
             self.prompt_slots = min(2 * old, len(self.cache.tiers[ROWS].parents))
             self.cache.widen(PROMPTS, self.prompt_slots)
             self.free += range(old, self.prompt_slots)
-        jobs = []
         for tokens in prompts:
             slot = heapq.heappop(self.free)
             begin = min(common_length(list(tokens), self.common), len(tokens) - 1)
             self.cache.fork(PROMPTS, [slot], 0, begin)
-            jobs.append((slot, tokens[begin:], begin))
-        for tokens, (slot, _, _), logits in zip(prompts, jobs, self._prefill(PROMPTS, jobs), strict=True):
-            self.prompts[tokens] = _Prompt(slot, logits)
+            self.prompts[tokens] = _Prompt(slot, begin)
         self.last_prompt = prompts[-1]
 
     def _make_cache(self, prompts: Sequence[tuple[int, ...]]) -> TierCache:
@@ -284,37 +302,9 @@ class Decoding:
         """The rows that there will be at once."""
         return min(self.capacity, len(self.rows) + len(self.queue))
 
-    def _prefill(self, tier: int, jobs: Sequence[tuple[int, Sequence[int], int]]) -> list[torch.Tensor]:
-        """Logits (V,) after each (slot, tokens, start position) job, in batches of ``prefill_tokens``."""
-        jobs = [self._begin(tier, *job) for job in jobs]
-        logits: list[torch.Tensor | None] = [None] * len(jobs)
-        order = sorted(range(len(jobs)), key=lambda j: (len(jobs[j][1]), j))
-        while order:
-            longest, take = len(jobs[order[-1]][1]), 1
-            while take < len(order) and (take + 1) * longest <= self.config.prefill_tokens:
-                take += 1
-            batch, order = order[-take:], order[:-take]
-            device, pieces = self.policy.device, [jobs[j][1] for j in batch]
-            tokens, positions = padded(pieces, [jobs[j][2] for j in batch], device)
-            last = torch.tensor([len(piece) - 1 for piece in pieces], device=device)
-            self.prefilled += sum(map(len, pieces))
-            hidden = self.cache.read(self.policy, tier, [jobs[j][0] for j in batch], tokens, positions)
-            out = self.policy.logits(hidden[torch.arange(take, device=device), last])
-            for i, j in enumerate(batch):
-                logits[j] = out[i]
-        return [x for x in logits if x is not None]
-
-    def _begin(
-        self, tier: int, slot: int, tokens: Sequence[int], start: int
-    ) -> tuple[int, Sequence[int], int]:
-        """Read a long job in parts, as attention takes memory for each pair of tokens. Return the rest."""
-        while len(tokens) > (most := self.config.prefill_tokens):
-            part = torch.tensor([tokens[:most]], device=self.policy.device)
-            positions = torch.arange(start, start + most, device=self.policy.device).unsqueeze(0)
-            self.cache.read(self.policy, tier, [slot], part, positions)
-            self.prefilled += most
-            tokens, start = tokens[most:], start + most
-        return slot, tokens, start
+    def _prefill(self, tier: int, jobs: Sequence[Job]) -> list[torch.Tensor]:
+        self.prefilled += sum(len(tokens) for _, tokens, _ in jobs)
+        return prefill(self.policy, self.cache, tier, jobs, self.config.prefill_tokens)
 
     # -- decoding --------------------------------------------------------------------------------------------
 
@@ -364,6 +354,10 @@ class Decoding:
 
     def _sampling_of(self, row: Row) -> SamplingConfig:
         return self.sampling
+
+    def _step_tokens(self) -> int:
+        """How many tokens of prompts this step may read."""
+        return sys.maxsize
 
     def _room(self, row: Row) -> int:
         """How many further tokens the limits leave to the action."""

@@ -25,6 +25,7 @@ from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig, draw, log_distribution
 from agent_peft.types import AgentPeftError, InfrastructureError
 
+STEP_TOKENS = 256  # of prompts that are read between two decode steps: near half a second on one core
 FIRST_TOKENS = 32  # of one action, for which a row has room at first
 
 
@@ -124,6 +125,9 @@ class OpenDecoding(Decoding):
 
     def _sampling_of(self, row: Row) -> SamplingConfig:
         return _request_of(row).sampling
+
+    def _step_tokens(self) -> int:
+        return STEP_TOKENS if self.decoding else super()._step_tokens()
 
     def _room(self, row: Row) -> int:
         return 0 if _request_of(row).cancelled else super()._room(row)
