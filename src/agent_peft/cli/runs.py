@@ -38,9 +38,11 @@ def train(
 ) -> None:
     """Train the run that CONFIG describes, or resume it where it stopped."""
     from agent_peft.configuration.load import read_config
+
+    settings = read_config(config, overrides or ())[0]
     from agent_peft.runs.run import train
 
-    train(read_config(config, overrides or ())[0], fresh=fresh, change=change, begin=begin)
+    train(settings, fresh=fresh, change=change, begin=begin)
 
 
 def evaluate(

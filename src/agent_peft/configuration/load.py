@@ -53,7 +53,6 @@ from agent_peft.files import write_atomic
 from agent_peft.policies.config import PretrainedConfig
 from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.models.positions import bound_of, fit
-from agent_peft.policies.models.shape import config_at_hand
 from agent_peft.policies.models.start import START, from_start, split_run, with_adapter
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.training.stage import unused_keys
@@ -350,6 +349,8 @@ def fit_lengths(config: TrainConfig, document: Document) -> tuple[TrainConfig, d
     such value. One that was set and is more is refused. A model that is not here yet is read when it is
     loaded.
     """
+    from agent_peft.policies.models.shape import config_at_hand
+
     model = config_at_hand(config.policy)
     bound = None if model is None else bound_of(model)
     if bound is None:

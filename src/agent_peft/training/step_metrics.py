@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import accumulate, pairwise
 
-import torch
-from torch import Tensor
-
 from agent_peft.algorithms import Algorithm
 from agent_peft.batch import Batch
+from agent_peft.lazy_torch import Tensor, torch
 from agent_peft.ranks import EXTREMES, Ranks, merged
 from agent_peft.rollout.collector import Collection
 from agent_peft.rollout.sources import is_constant
