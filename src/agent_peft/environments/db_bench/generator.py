@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from pydantic import ValidationError
@@ -182,11 +183,12 @@ class TaskMaker:
             ):
                 rows = rows[: rng.randint(5, max(most, 8))]  # the answer has them all
             tries -= 1
+            searches = attempt < _PATIENCE and not self.plain  # plain tasks are alike
             table = Scratch(schema, rows)
             sampler = StatementSampler(schema, rows, table.query, rng, self.plain)
             try:
                 for _ in range(_TRIES_OF_TABLE):
-                    found = self._try(sampler, shape, table, most, index if attempt < _PATIENCE else None)
+                    found = self._try(sampler, shape, table, most, index if searches else None)
                     if found is not None:
                         plan, answer = found
                         derivation = Derivation(rng, side=self.split.phrases, plain=self.plain)
@@ -263,16 +265,21 @@ class Scratch:
     """A table in memory, on which statements are tried and undone."""
 
     def __init__(self, schema: Schema, rows: tuple[Row, ...]) -> None:
-        self._table = name_sql(schema.table)
+        self._schema, self._rows, self._table = schema, rows, name_sql(schema.table)
+
+    @cached_property
+    def _connection(self) -> sqlite3.Connection:
+        """Made when it is first used: most tables give way to another one before anything is tried."""
         # hardly a statement comes twice, and one transaction for all rows is faster than one for each
-        self._connection = sqlite3.connect(":memory:", isolation_level=None, cached_statements=0)
-        self._connection.execute("BEGIN")
-        columns = ", ".join(f"{name_sql(column.name)} {column.type}" for column in schema.columns)
-        self._connection.execute(f"CREATE TABLE {self._table} ({columns})")
-        self._connection.executemany(
-            f"INSERT INTO {self._table} VALUES ({', '.join('?' * len(schema.columns))})", rows
+        connection = sqlite3.connect(":memory:", isolation_level=None, cached_statements=0)
+        connection.execute("BEGIN")
+        columns = ", ".join(f"{name_sql(column.name)} {column.type}" for column in self._schema.columns)
+        connection.execute(f"CREATE TABLE {self._table} ({columns})")
+        connection.executemany(
+            f"INSERT INTO {self._table} VALUES ({', '.join('?' * len(self._schema.columns))})", self._rows
         )
-        self._connection.execute("COMMIT")
+        connection.execute("COMMIT")
+        return connection
 
     def query(self, query: Select) -> list[Row]:
         return self._connection.execute(sql(query)).fetchall()
@@ -295,7 +302,8 @@ class Scratch:
             return None
 
     def close(self) -> None:
-        self._connection.close()
+        if "_connection" in self.__dict__:
+            self._connection.close()
 
 
 def _is_worth_asking(
