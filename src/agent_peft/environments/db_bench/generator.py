@@ -183,12 +183,11 @@ class TaskMaker:
             ):
                 rows = rows[: rng.randint(5, max(most, 8))]  # the answer has them all
             tries -= 1
-            searches = attempt < _PATIENCE and not self.plain  # plain tasks are alike
             table = Scratch(schema, rows)
             sampler = StatementSampler(schema, rows, table.query, rng, self.plain)
             try:
                 for _ in range(_TRIES_OF_TABLE):
-                    found = self._try(sampler, shape, table, most, index if searches else None)
+                    found = self._try(sampler, shape, table, most, index if attempt < _PATIENCE else None)
                     if found is not None:
                         plan, answer = found
                         derivation = Derivation(rng, side=self.split.phrases, plain=self.plain)
