@@ -35,3 +35,13 @@ def test_a_mistake_is_answered_without_torch(arguments, message, tmp_path):
     )
     assert message in ended.stderr and ended.stdout == "", ended.stderr
     assert ended.returncode == 2, ended.stderr
+
+
+def test_the_first_line_of_a_run_comes_before_torch(tmp_path):
+    program = (
+        "import sys; import agent_peft.cli; runs = sys.modules['agent_peft.cli.runs']\n"
+        "runs._note_loading = lambda: sys.exit(len({'torch', 'transformers'} & sys.modules.keys()))\n"
+        "runs.train('quickstart', ['run_dir=run'])"
+    )
+    assert subprocess.run([sys.executable, "-c", program], cwd=tmp_path).returncode == 0
+    assert not list(tmp_path.iterdir())
