@@ -48,7 +48,8 @@ from agent_peft.rollout.pairs import EpisodePairs
 from agent_peft.seeding import derive
 from agent_peft.training.source import build_source
 from agent_peft.training.stage import StageConfig
-from agent_peft.training.trainer import Step, Trainer
+from agent_peft.training.step_metrics import Step
+from agent_peft.training.trainer import Trainer
 
 TASKS = Arithmetic(ArithmeticConfig(digits=1, num_tasks=24))
 ARCHITECTURE = {

@@ -30,7 +30,8 @@ from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.policy import Policy
 from agent_peft.training.stage import StageConfig
-from agent_peft.training.trainer import Step, Trainer
+from agent_peft.training.step_metrics import Step
+from agent_peft.training.trainer import Trainer
 
 CONFIG = ROOT / "configs" / "adder_reinforce.yaml"
 TARGET = 1.3

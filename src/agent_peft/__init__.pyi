@@ -32,7 +32,7 @@ from agent_peft.runs.run import train as train
 from agent_peft.runs.trackers import Tracker as Tracker
 from agent_peft.runs.trackers import load_tracker as load_tracker
 from agent_peft.training.stage import Stage as Stage
-from agent_peft.training.trainer import Step as Step
+from agent_peft.training.step_metrics import Step as Step
 from agent_peft.training.trainer import Trainer as Trainer
 from agent_peft.types import AgentPeftError as AgentPeftError
 from agent_peft.types import InfrastructureError as InfrastructureError

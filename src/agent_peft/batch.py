@@ -7,9 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
-import torch
-from torch import Tensor
-
+from agent_peft.lazy_torch import Tensor, torch
 from agent_peft.types import Group, Trajectory
 
 

@@ -12,8 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from agent_peft.lazy_torch import torch
 from agent_peft.types import AgentPeftError
 
 logger = logging.getLogger(__name__)

@@ -75,11 +75,37 @@ def find(name: str, form: str = "package.module:Class") -> Any:
             f"{'.'.join(words)}:{attribute}"
         )
     try:
-        return getattr(importlib.import_module(module), attribute)
+        return _imported(name)
     except (Exception, SystemExit) as error:  # a user's module may fail in any way
         raise ValueError(
             f"{name!r} cannot be imported ({type(error).__name__}: {error}); write it as {form}"
         ) from error
+
+
+class Rows(Mapping[str, Any]):
+    """Our own objects by name, each named as ``package.module:Name`` and imported at its first use.
+
+    >>> rows = Rows({"gcd": "math:gcd"})
+    >>> list(rows), rows["gcd"](12, 18)
+    (['gcd'], 6)
+    """
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        self._places = places
+
+    def __getitem__(self, name: str) -> Any:
+        return _imported(self._places[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+def _imported(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def nearest(name: object, candidates: Iterable[str] | Mapping[str, str], custom: str = "") -> str:

@@ -16,18 +16,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, overload
 
-import torch
 from pydantic import Field
-from torch import Tensor, distributed
-from torch.nn import Parameter
 
 from agent_peft.config import Config
+from agent_peft.lazy_torch import Tensor, torch
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, InfrastructureError, TrustError
 
 T = TypeVar("T")
 EXTREMES = ("_min", "_max")  # ends of the names of numbers that are not summed
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
 TORCHRUN_COMMAND = "torchrun --nproc_per_node=N -m agent_peft train CONFIG"
 
 
@@ -79,7 +76,7 @@ class Ranks:
             return tensor
         total = tensor.detach().clone()
         with collective():
-            distributed.all_reduce(total)
+            torch.distributed.all_reduce(total)
         return total
 
     def gather_objects(self, content: Any) -> list[Any]:
@@ -91,11 +88,11 @@ class Ranks:
         encoded = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         with collective():
-            distributed.all_gather(sizes, torch.tensor([len(encoded)]))
+            torch.distributed.all_gather(sizes, torch.tensor([len(encoded)]))
             longest = max(int(size) for size in sizes)
             padded = torch.cat([encoded, encoded.new_zeros(longest - len(encoded))])
             texts = [torch.empty_like(padded) for _ in sizes]
-            distributed.all_gather(texts, padded)
+            torch.distributed.all_gather(texts, padded)
         return [
             json.loads(text[: int(size)].numpy().tobytes()) for text, size in zip(texts, sizes, strict=True)
         ]
@@ -123,7 +120,7 @@ class Ranks:
                 totals[name] = merged(name, totals[name], value) if name in totals else value
         return {name: torch.tensor(value, dtype=torch.float64) for name, value in totals.items()}
 
-    def sum_gradients(self, parameters: Sequence[Parameter]) -> None:
+    def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Sum the gradients over the ranks, in one flat fp32 vector. A parameter without a gradient on
         every rank keeps None.
         """
@@ -172,7 +169,8 @@ def checksum(parameters: Iterable[Tensor]) -> int:
     >>> checksum([ones]) == checksum([torch.ones(3)]) != checksum([ones.nextafter(torch.tensor(2.0))])
     True
     """
-    sums = [p.detach().view(INTEGERS[p.element_size()]).sum(dtype=torch.int64) for p in parameters]
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
+    sums = [p.detach().view(integers[p.element_size()]).sum(dtype=torch.int64) for p in parameters]
     return derive(0, *torch.stack(sums).tolist()) if sums else 0
 
 
@@ -212,7 +210,7 @@ def join(config: RanksConfig, device: str) -> Iterator[Ranks]:
             )
         torch.cuda.set_device(torch.device(device) if device.startswith("cuda:") else local_rank)
     with collective():
-        distributed.init_process_group(
+        torch.distributed.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=config.timeout)
         )
     # After an error the process group is not destroyed: the others may wait in a collective, and the end of
@@ -220,7 +218,7 @@ def join(config: RanksConfig, device: str) -> Iterator[Ranks]:
     ranks = Ranks(rank, world_size)
     yield ranks
     ranks.barrier()
-    distributed.destroy_process_group()
+    torch.distributed.destroy_process_group()
 
 
 @contextmanager

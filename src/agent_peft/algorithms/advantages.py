@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from agent_peft.algorithms.base import SumOverRanks, one_rank
 from agent_peft.batch import Batch, turn_starts
+from agent_peft.lazy_torch import Tensor, torch
 from agent_peft.types import AgentPeftError
 
 Advantage = Callable[[Tensor, Tensor], Tensor]  # (returns, groups) -> advantages

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, Self
 
-from torch import Tensor
-
 from agent_peft.algorithms.surrogates import token_mean
 from agent_peft.batch import Batch, PolicyOutput
 from agent_peft.config import Config
+from agent_peft.lazy_torch import Tensor
 from agent_peft.ranks import EXTREMES
 from agent_peft.types import AgentPeftError
 

@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Any
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from agent_peft.algorithms.advantages import Advantage, MovingAverageBaseline, Turns, moments, standardized
 from agent_peft.algorithms.base import (
@@ -21,6 +19,7 @@ from agent_peft.algorithms.base import (
 )
 from agent_peft.algorithms.surrogates import Surrogate, Weighting, WeightingName, k1, k3, reverse_kl, to_go
 from agent_peft.batch import Batch, PolicyOutput
+from agent_peft.lazy_torch import Tensor, torch
 
 
 class PolicyGradient(Algorithm):

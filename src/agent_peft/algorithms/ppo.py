@@ -8,9 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal
 
-import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from agent_peft.algorithms.advantages import generalized, moments, standardized
 from agent_peft.algorithms.base import (
@@ -39,6 +37,7 @@ from agent_peft.algorithms.policy_gradient import (
 )
 from agent_peft.algorithms.surrogates import WEIGHTINGS, clipped
 from agent_peft.batch import Batch, PolicyOutput
+from agent_peft.lazy_torch import Tensor, torch
 
 
 class PpoConfig(AlgorithmConfig):

@@ -8,13 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from agent_peft.algorithms.base import Algorithm, AlgorithmConfig, Metrics, SumOverRanks, one_rank
 from agent_peft.batch import Batch, PolicyOutput
+from agent_peft.lazy_torch import Tensor, torch
 from agent_peft.types import AgentPeftError
 
 CERTAIN = 2.0**-23  # nats: a reply that is more likely than exp(-CERTAIN) has these odds, which are finite
@@ -58,7 +56,7 @@ def dpo(beta: float) -> PairLoss:
 
     def loss(chosen: Side, rejected: Side) -> tuple[Tensor, Tensor, Tensor]:
         rewards = beta * chosen.log_ratio, beta * rejected.log_ratio
-        return -logsigmoid(rewards[0] - rewards[1]), *rewards
+        return -torch.nn.functional.logsigmoid(rewards[0] - rewards[1]), *rewards
 
     return loss
 
@@ -86,7 +84,7 @@ def orpo(odds_coef: float) -> PairLoss:
 
     def loss(chosen: Side, rejected: Side) -> tuple[Tensor, Tensor, Tensor]:
         odds = log_odds(chosen), log_odds(rejected)
-        return -chosen.mean_logprob - odds_coef * logsigmoid(odds[0] - odds[1]), *odds
+        return -chosen.mean_logprob - odds_coef * torch.nn.functional.logsigmoid(odds[0] - odds[1]), *odds
 
     return loss
 
@@ -98,7 +96,7 @@ def simpo(beta: float, gamma: float) -> PairLoss:
 
     def loss(chosen: Side, rejected: Side) -> tuple[Tensor, Tensor, Tensor]:
         rewards = beta * chosen.mean_logprob, beta * rejected.mean_logprob
-        return -logsigmoid(rewards[0] - rewards[1] - gamma), *rewards
+        return -torch.nn.functional.logsigmoid(rewards[0] - rewards[1] - gamma), *rewards
 
     return loss
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from torch import Tensor
-
 from agent_peft.algorithms.base import Algorithm, AlgorithmConfig, Metrics, weighted
 from agent_peft.algorithms.policy_gradient import WeightingKey
 from agent_peft.algorithms.surrogates import WEIGHTINGS, Weighting, token_mean
 from agent_peft.batch import Batch, PolicyOutput
+from agent_peft.lazy_torch import Tensor
 
 
 class Supervised(Algorithm):

@@ -17,10 +17,8 @@ import math
 from collections.abc import Callable
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from agent_peft.batch import turn_starts
+from agent_peft.lazy_torch import Tensor, torch
 
 Surrogate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(logprobs, the sampler's logprobs, advantages, mask) -> (loss per token, bool: its gradient was clipped)"""

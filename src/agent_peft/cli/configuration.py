@@ -47,12 +47,14 @@ def explain(
     if config is None:
         _describe_machine(as_json)
         return
-    from agent_peft.configuration.explain import explain
     from agent_peft.configuration.load import read_config
     from agent_peft.lookup import without_imports
 
     with nullcontext(()) if trust else without_imports() as names:
-        explanation = explain(*read_config(Path(config), overrides or ()))
+        settings, provenance = read_config(Path(config), overrides or ())
+        from agent_peft.configuration.explain import explain  # with torch, which a typo need not wait for
+
+        explanation = explain(settings, provenance)
     if as_json:
         print_output({**explanation.to_json(), "not_run": list(names)})
         return
@@ -76,10 +78,11 @@ def _describe_machine(as_json: bool) -> None:
 
 
 def _list_keys(prefixes: list[str], as_json: bool) -> None:
-    from agent_peft.configuration.explain import keys_table
     from agent_peft.configuration.keys import all_keys
 
     keys = all_keys(*prefixes)
+    from agent_peft.configuration.explain import keys_table
+
     names = ("path", "kind", "type", "default", "description")
     print_output(
         {"keys": [{name: getattr(key, name) for name in names} for key in keys]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,9 +39,20 @@ def train(
 ) -> None:
     """Train the run that CONFIG describes, or resume it where it stopped."""
     from agent_peft.configuration.load import read_config
-    from agent_peft.runs.run import train
 
-    train(read_config(config, overrides or ())[0], fresh=fresh, change=change, begin=begin)
+    settings = read_config(config, overrides or (), on_checked=_note_loading)[0]
+    from agent_peft.runs.run import train  # with torch, which a typo need not wait for
+
+    train(settings, fresh=fresh, change=change, begin=begin)
+
+
+def _note_loading() -> None:
+    from rich.console import Console
+
+    from agent_peft.runs.progress import Progress
+
+    if os.environ.get("RANK", "0") == "0":  # the other ranks print nothing
+        Progress(Console()).note("loading torch and Transformers")
 
 
 def evaluate(

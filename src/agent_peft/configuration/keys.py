@@ -9,7 +9,7 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -49,12 +49,9 @@ _NAMES = {
 _BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 
 CUSTOM = "custom"  # stands for every kind that a user's code defines
-# base classes whose subclasses a kind names: their rows, and the class of any kind
-_TABLES: Mapping[type, tuple[Mapping[str, type[BaseModel]], Callable[[object], type[BaseModel]]]] = {
-    EnvironmentConfig: (
-        {kind: environment.config_class for kind, environment in ENVIRONMENTS.items()},
-        environment_config_class,
-    ),
+# base classes whose subclasses a kind names: our kinds, and the class of any kind
+_TABLES: Mapping[type, tuple[Iterable[str], Callable[[object], type[BaseModel]]]] = {
+    EnvironmentConfig: (ENVIRONMENTS, environment_config_class),
     AlgorithmConfig: (ALGORITHMS, algorithm_config_class),
 }
 
@@ -67,7 +64,8 @@ def models_of(annotation: Any) -> dict[str, type[BaseModel]]:
     """
     models = models_in(annotation)
     if len(models) == 1:
-        return dict(_TABLES[models[0]][0]) if models[0] in _TABLES else {"": models[0]}
+        ours, class_of = _TABLES.get(models[0], ([""], lambda _: models[0]))
+        return {kind: class_of(kind) for kind in ours}
     kinds = (model.model_fields["kind"].default for model in models)
     return dict(zip((kind if isinstance(kind, str) else CUSTOM for kind in kinds), models, strict=True))
 

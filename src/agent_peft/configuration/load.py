@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
@@ -29,6 +29,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from agent_peft.algorithms import AlgorithmConfig, AnyAlgorithm
 from agent_peft.configuration.errors import Document, config_error
+from agent_peft.configuration.fitting import fit_adapter, fit_lengths
 from agent_peft.configuration.paths import at_home, exists, run_of
 from agent_peft.configuration.read import (
     COMMAND_LINE,
@@ -50,12 +51,8 @@ from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.configuration.yaml12 import Leaf, Node, Tree, dump, leaves, parse, plain
 from agent_peft.environments import ENVIRONMENTS
 from agent_peft.files import write_atomic
-from agent_peft.policies.config import PretrainedConfig
 from agent_peft.policies.engine.base import EngineConfig
-from agent_peft.policies.models.positions import bound_of, fit
-from agent_peft.policies.models.shape import config_at_hand
-from agent_peft.policies.models.start import START, from_start, split_run, with_adapter
-from agent_peft.policies.sampling import SamplingConfig
+from agent_peft.policies.models.start import START
 from agent_peft.training.stage import unused_keys
 from agent_peft.types import AgentPeftError
 
@@ -108,7 +105,12 @@ def load_config(source: Source, /, **overrides: Any) -> TrainConfig:
 
 
 def read_config(
-    source: Source, overrides: Overrides = (), *, check_files: bool = True, warn: bool = True
+    source: Source,
+    overrides: Overrides = (),
+    *,
+    check_files: bool = True,
+    warn: bool = True,
+    on_checked: Callable[[], None] | None = None,
 ) -> tuple[TrainConfig, Provenance]:
     """Return the run that a configuration describes, and the origin of each value. An error names the place
     and the key.
@@ -119,10 +121,12 @@ def read_config(
             overrides of one key are an error.
         check_files: whether the files that the run reads must exist.
         warn: whether to log which keys of ``source`` an override of a ``kind`` keeps and drops.
+        on_checked: called when all keys and files are checked, before torch and Transformers are imported to
+            read the model's configuration.
     """
     content = at_home(read_source(source))
     general, specific = read_overrides(overrides, len(content.items or [{}]))
-    return _load(content, general, specific, check_files, warn)
+    return _load(content, general, specific, check_files, warn, on_checked)
 
 
 def load_for_evaluation(
@@ -222,7 +226,12 @@ def parse_keys(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def _load(
-    content: Layers, general: Tree, specific: Sequence[Tree], check_files: bool = True, warn: bool = True
+    content: Layers,
+    general: Tree,
+    specific: Sequence[Tree],
+    check_files: bool = True,
+    warn: bool = True,
+    on_checked: Callable[[], None] | None = None,
 ) -> tuple[TrainConfig, Provenance]:
     switches: Switches = {}
     top, over = (
@@ -239,6 +248,8 @@ def _load(
     begun = run_of(Path(content.name)) is not None
     if check_files:
         _check_files(config, document, begun)
+    if on_checked is not None:
+        on_checked()
     config, adapted = fit_adapter(config) if check_files and not begun else (config, {})
     config, origins = fit_lengths(config, document)
     origins |= adapted
@@ -343,50 +354,6 @@ def _check_files(config: TrainConfig, document: Document, begun: bool) -> None:
                 where = document.place((*prefix.split("."), name))
                 advice = f"add {prefix}.{name}= with its place now" if begun else f"seen from {Path.cwd()}"
                 raise AgentPeftError(f"{where}: there is no file or folder {str(value)!r} ({advice})")
-
-
-def fit_lengths(config: TrainConfig, document: Document) -> tuple[TrainConfig, dict[str, str]]:
-    """Lower ``max_tokens`` to the model's positions wherever it is the default, and return the origin of each
-    such value. One that was set and is more is refused. A model that is not here yet is read when it is
-    loaded.
-    """
-    model = config_at_hand(config.policy)
-    bound = None if model is None else bound_of(model)
-    if bound is None:
-        return config, {}
-    origins: dict[str, str] = {}
-
-    def fitted(sampling: SamplingConfig, *keys: str) -> dict[str, SamplingConfig]:
-        path = (*keys, "sampling", "max_tokens")
-        is_set = "max_tokens" in sampling.model_fields_set
-        found = fit(sampling, bound, document.place(path) if is_set else "")
-        if found is not sampling:
-            origins[".".join(path)] = "the positions of policy.model"
-        return {"sampling": found}
-
-    stages = tuple(
-        stage.model_copy(update=fitted(stage.sampling, "stages", str(place)))
-        for place, stage in enumerate(config.stages)
-    )
-    evaluation = config.evaluation and config.evaluation.following(stages[-1].sampling)
-    evaluation = evaluation and evaluation.model_copy(update=fitted(evaluation.sampling, "evaluation"))
-    return config.model_copy(update={"stages": stages, "evaluation": evaluation}), origins
-
-
-def fit_adapter(config: TrainConfig) -> tuple[TrainConfig, dict[str, str]]:
-    """Set ``policy.lora`` as the adapter that the policy starts from needs it, and return the origin of each
-    changed key. If ``policy.model`` is not here, the copy in the run directory counts.
-    """
-    if not isinstance(policy := config.policy, PretrainedConfig):
-        return config, {}
-    here = split_run(policy.model)[0].exists()
-    fitted = with_adapter(policy if here else from_start(policy, config.run_dir))
-    if fitted.lora == policy.lora or fitted.lora is None or policy.lora is None:
-        return config, {}
-    changed = [key for key, value in fitted.lora if value != getattr(policy.lora, key)]
-    policy = policy.model_copy(update={"lora": fitted.lora})
-    origins = {f"policy.lora.{key}": "the adapter that it continues with" for key in changed}
-    return config.model_copy(update={"policy": policy}), origins
 
 
 def dump_config(config: TrainConfig, path: str | PathLike[str]) -> None:

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, SerializeAsAny, field_validator
 
-from agent_peft.environments.arithmetic import Arithmetic
 from agent_peft.environments.base import (
     Environment,
     EnvironmentConfig,
@@ -17,33 +16,25 @@ from agent_peft.environments.base import (
     Mistake,
     TaskFiles,
 )
-from agent_peft.environments.chat import Chat
 from agent_peft.environments.contract import check_ids, configured, construct
-from agent_peft.environments.db_bench import DBBench
-from agent_peft.environments.games.gymnasium import Gymnasium
-from agent_peft.environments.games.reasoning_gym import ReasoningGym
-from agent_peft.environments.gsm8k import GSM8K
-from agent_peft.environments.http.openenv import OpenEnv
-from agent_peft.environments.http.remote import RemoteEnvironment
-from agent_peft.environments.os_interaction import OSInteraction
-from agent_peft.environments.preferences import Preferences
-from agent_peft.environments.questions import Questions
-from agent_peft.lookup import find, may_import, nearest
+from agent_peft.lookup import Rows, find, may_import, nearest
 from agent_peft.types import AgentPeftError
 
-ENVIRONMENTS: dict[str, type[Environment]] = {
-    "arithmetic": Arithmetic,
-    "db_bench": DBBench,
-    "gsm8k": GSM8K,
-    "questions": Questions,
-    "chat": Chat,
-    "preferences": Preferences,
-    "gymnasium": Gymnasium,
-    "reasoning_gym": ReasoningGym,
-    "os_interaction": OSInteraction,
-    "openenv": OpenEnv,
-    "remote": RemoteEnvironment,
-}
+ENVIRONMENTS: Mapping[str, type[Environment]] = Rows(
+    {
+        "arithmetic": "agent_peft.environments.arithmetic:Arithmetic",
+        "db_bench": "agent_peft.environments.db_bench:DBBench",
+        "gsm8k": "agent_peft.environments.gsm8k:GSM8K",
+        "questions": "agent_peft.environments.questions:Questions",
+        "chat": "agent_peft.environments.chat:Chat",
+        "preferences": "agent_peft.environments.preferences:Preferences",
+        "gymnasium": "agent_peft.environments.games.gymnasium:Gymnasium",
+        "reasoning_gym": "agent_peft.environments.games.reasoning_gym:ReasoningGym",
+        "os_interaction": "agent_peft.environments.os_interaction:OSInteraction",
+        "openenv": "agent_peft.environments.http.openenv:OpenEnv",
+        "remote": "agent_peft.environments.http.remote:RemoteEnvironment",
+    }
+)
 CUSTOM = "your own as package.module:Class"
 
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from pydantic import AfterValidator, Field
 
 from agent_peft.config import ASKED, FREE, Config
 
+ReferenceKind = Literal["stage_start", "base"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 
 
 def _check_device(device: str) -> str:
-    try:
-        if device != "auto":
-            torch.device(device)
-    except RuntimeError as error:
-        raise ValueError(f"{device!r} is not a device; give auto, cpu, cuda or cuda:1") from error
+    if re.fullmatch(r"auto|cpu|cuda(:\d\d?)?", device, re.ASCII) is None:
+        raise ValueError(f"{device!r} is not a supported device; give auto, cpu, cuda or cuda:1")
     return device
 
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 MIN_SPEEDUP = 1.25  # of bfloat16 on a CPU, since float32 is exact
 ROWS = 256  # of the timed products: between the rows of a decode step and those of a microbatch
 WIDEST = 16_384  # of the timed products: wider ones take more memory and show no more
-TRIALS, SECONDS = 5, 0.1  # trials of each dtype, and seconds of each trial
+TRIALS, SECONDS = 5, 0.02  # trials of each dtype, and seconds of each trial
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ def choose_precision(config: PretrainedConfig | ScratchConfig, *, fetch: bool = 
     """The dtype that ``policy.dtype`` asks for.
 
     ``auto`` is bfloat16 on a GPU that multiplies it natively. On a CPU it is bfloat16 if the CPU multiplies
-    it natively, the model is large, and a measurement of about a second shows a speedup of ``MIN_SPEEDUP``.
-    bfloat16 that would be emulated gets a warning.
+    it natively, the model is large, and a measurement of a quarter of a second shows a speedup of
+    ``MIN_SPEEDUP``. bfloat16 that would be emulated gets a warning.
 
     Args:
         fetch: where the size of the model decides, fetch what it follows from: a bundled model, the converted

@@ -24,6 +24,7 @@ _USER = (
     "and which customer has ordered most often since May?"
 )
 _MAX_OPENING = 64  # tokens
+SINGLE = 8  # the last tokens of an opening, which are read one by one, as a sampler reads
 ALLOWED = 4  # times the rounding that was measured
 
 
@@ -81,23 +82,22 @@ def refuse_packing(model: LanguageModel, tokens: list[int], rounding: float) -> 
     """The reason why the model cannot read a token trie, or None if it can: a model that keeps a running
     state, such as Mamba, would carry it from one branch into the next.
 
-    Three sequences that branch are read as one trie, and each of them alone by the model itself.
+    Three sequences that branch are read as one trie, and as the rows of a batch by the model itself.
     """
     if _keeps_square_mask(model.decoder):
         return f"{type(model.base).__name__} masks keys by their index in a row"
     half = len(tokens) // 2
-    sequences = [tokens, tokens[:half] + tokens[half + 1 :], tokens[: half // 2] + tokens[half:]]
-    layout = fill_rows([build_trie(sequences)], [range(len(sequences))])
-    differences = []
+    sequences = [tokens[: half // 2] + tokens[half:], tokens, tokens[:half] + tokens[half + 1 :]]
+    ids = torch.tensor([sequence[: len(sequences[0])] for sequence in sequences])  # rows of one length
+    layout = fill_rows([build_trie(ids.tolist())], [range(len(ids))])
+    ids = ids.to(model.device)
     with torch.no_grad():
         packed = attempt(lambda: model.packed_states(layout).flatten(0, 1))
         if isinstance(packed, Exception):
             return f"the model refused a tree mask ({packed})"
-        for sequence, path in zip(sequences, layout.paths, strict=True):
-            ids = torch.tensor([sequence], device=model.device)
-            ours = model.logprobs_of(packed[path].unsqueeze(0), ids)
-            differences.append((ours - model.logprobs_of(model.read(ids), ids)).flatten())
-    if (drift := model.drift(torch.cat(differences))) <= rounding:
+        ours = model.logprobs_of(torch.stack([packed[path] for path in layout.paths]), ids)
+        difference = ours - model.logprobs_of(model.read(ids), ids)
+    if (drift := model.drift(difference.flatten())) <= rounding:
         return None
     return f"packed and padded log-probabilities differ by {drift:.2g}"
 
@@ -128,7 +128,10 @@ def measure_rounding(model: LanguageModel, tokens: list[int]) -> float:
 
     def in_pieces() -> Tensor:
         cache, states, half = DynamicCache(config=model.base.config), [], len(tokens) // 2
-        for piece in (ids[:, :half], *torch.split(ids[:, half:], 1, dim=1)):
+        singly = max(half, len(tokens) - SINGLE)
+        for piece in (ids[:, :half], ids[:, half:singly], *torch.split(ids[:, singly:], 1, dim=1)):
+            if not piece.numel():
+                continue
             states.append(model.read(piece, past_key_values=cache, use_cache=True))
         return model.logprobs_of(torch.cat(states, 1), ids)
 

@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
 from agent_peft.policies import adapters
+from agent_peft.policies.config import ReferenceKind
 from agent_peft.types import AgentPeftError
-
-ReferenceKind = Literal["stage_start", "base"]
 
 
 @dataclass(frozen=True)

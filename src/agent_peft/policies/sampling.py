@@ -7,11 +7,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Annotated
 
-import torch
 from pydantic import Field
-from torch import Tensor, nn
 
 from agent_peft.config import Config
+from agent_peft.lazy_torch import Tensor, torch
 from agent_peft.seeding import derive
 
 # of an evaluation's sampling: where it sets none, those of the stage that it follows
@@ -104,7 +103,7 @@ def invert(p: Tensor, uniforms: Tensor) -> Tensor:
     # about the square root; a power of two divides most vocabularies without remainder
     size = 1 << (p.shape[-1].bit_length() // 2)
     if rest := -p.shape[-1] % size:
-        p = nn.functional.pad(p, (0, rest))
+        p = torch.nn.functional.pad(p, (0, rest))
     blocks = p.view(p.shape[0], -1, size)
     ends = blocks.sum(-1).double().cumsum(-1)
     target = uniforms.to(ends).unsqueeze(-1) * ends[:, -1:]

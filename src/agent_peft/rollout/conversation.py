@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from agent_peft.environments.base import Environment, Episode
 from agent_peft.environments.contract import ContractError, open_episode, opening_of, result_of
 from agent_peft.policies.sampling import StopMatcher
-from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.rollout.replays import ReplayWindow
 from agent_peft.seeding import derive
 from agent_peft.types import (
@@ -26,6 +25,9 @@ from agent_peft.types import (
     Trajectory,
     Turn,
 )
+
+if TYPE_CHECKING:
+    from agent_peft.policies.tokenization import ChatTokenizer
 
 # these end the program; no other exception of an environment does
 PASSING = (KeyboardInterrupt, SystemExit, GeneratorExit)

@@ -10,15 +10,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agent_peft.environments.base import Environment, Mistake
 from agent_peft.policies.sampling import SamplingConfig, StopMatcher
-from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.printable import printable
 from agent_peft.rollout.collector import LINE, error_line, origin_of
 from agent_peft.rollout.conversation import EpisodeConversation
 from agent_peft.rollout.rewards import RewardConfig, price
 from agent_peft.types import AgentPeftError, Group, Outcome, StopReason, Task, Trajectory, Turn
+
+if TYPE_CHECKING:
+    from agent_peft.policies.tokenization import ChatTokenizer
 
 logger = logging.getLogger(__name__)
 

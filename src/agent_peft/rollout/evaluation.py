@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
@@ -20,7 +20,6 @@ from agent_peft.environments.digests import digest, digests_of, shown_before
 from agent_peft.lookup import nearest
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import Sampler
-from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import LIMITS, SamplingConfig
 from agent_peft.ranks import ALONE, Ranks
 from agent_peft.rollout.collector import CollectionSchedule, Collector, gather_collection
@@ -29,6 +28,9 @@ from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.rollout.statistics import EvaluationReport, summarize
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError
+
+if TYPE_CHECKING:
+    from agent_peft.policies.policy import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +124,8 @@ def evaluate(
         replays: earlier episodes to show before each task.
     """
     refuse_class(environment)
+    from agent_peft.policies.policy import Policy
+
     sampler = load_sampler(policy) if isinstance(policy, Policy) else policy
     settings = _settings(evaluation)
     prices = validated(RewardConfig, rewards, "rewards")

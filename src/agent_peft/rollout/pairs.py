@@ -9,16 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from numpy.typing import NDArray
 from pydantic import Field
 
 from agent_peft.algorithms.base import PreferenceForm
 from agent_peft.config import Config
 from agent_peft.environments.base import Environment
 from agent_peft.files import MAX_JSONL_BYTES, read_bytes
-from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.printable import printable
 from agent_peft.ranks import Ranks
 from agent_peft.rollout.collector import Collection, gather_collection
@@ -28,6 +26,11 @@ from agent_peft.rollout.sources import is_constant
 from agent_peft.rollout.task_order import Order, TaskOrder
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, Group, Message, Outcome, StopReason, Task, Trajectory, Turn
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from agent_peft.policies.tokenization import ChatTokenizer
 
 EPISODE_PAIR_METRICS = ("groups_tied", "groups_unlike")  # of ``EpisodePairs``
 

@@ -11,11 +11,14 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from agent_peft.environments.digests import task_digest
 from agent_peft.files import MEGABYTE, parse_json, read_text, write_atomic
-from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.types import AgentPeftError, Group, Message, Outcome, Task, Trajectory
+
+if TYPE_CHECKING:
+    from agent_peft.policies.tokenization import ChatTokenizer
 
 FILE = "replays.json"  # in a checkpoint
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Protocol
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from agent_peft.environments.base import Environment
+from agent_peft.lazy_torch import torch
 from agent_peft.policies.engine.schedule import Schedule
 from agent_peft.policies.sampling import SamplingConfig
-from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.ranks import Ranks
 from agent_peft.rollout.collector import ATTEMPTS, Collection, Collector, ScheduleOf, gather_collection
 from agent_peft.rollout.demonstrations import DemonstrationCheck, demonstrate
@@ -25,6 +23,9 @@ from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.rollout.task_order import Order
 from agent_peft.seeding import derive
 from agent_peft.types import Group, Outcome, Task, Trajectory
+
+if TYPE_CHECKING:
+    from agent_peft.policies.tokenization import ChatTokenizer
 
 
 class Source(Protocol):

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.files import open_regular
 from agent_peft.hardware import take_peak
+from agent_peft.lazy_torch import torch
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.training.stage import StageConfig
-from agent_peft.training.trainer import Step
+from agent_peft.training.step_metrics import Step
 
 logger = logging.getLogger(__name__)
 

@@ -71,7 +71,8 @@ from agent_peft.runs.schedules import Schedules
 from agent_peft.runs.trackers import load_trackers
 from agent_peft.runs.trajectories import keep_trajectories, write_trajectories
 from agent_peft.seeding import derive
-from agent_peft.training.trainer import NonFiniteError, Step, Trainer
+from agent_peft.training.step_metrics import Step
+from agent_peft.training.trainer import NonFiniteError, Trainer
 from agent_peft.types import AgentPeftError, Group, TrustError
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,10 @@ def train(
         stack.enter_context(lasting_output())
         ranks = stack.enter_context(join(config.ranks, config.policy.device))
         set_threads(config.threads, neighbours=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        # the other ranks print nothing, and have no bar, which would swallow their warnings
+        console = Console() if ranks.is_main else Console(quiet=True, force_terminal=False)
+        progress = Progress(console)
+        progress.note(f"loading the tasks of {config.environment.kind}")
         environment = stack.enter_context(closing(load_environment(config.environment)))
         config = config.with_steps(environment.tasks)
         config = with_policy(config, **ranks.broadcast(partial(measured_of_run, config, fresh, begin)))
@@ -123,10 +128,9 @@ def train(
             origin = None if opened.origin is None else asdict(opened.origin)
             history = stack.enter_context(History(config.run_dir, origin))
         schedules = Schedules(config.run_dir, config.engine, ranks)
-        # the other ranks print nothing, and have no bar, which would swallow their warnings
-        console = Console() if ranks.is_main else Console(quiet=True, force_terminal=False)
-        progress = stack.enter_context(Progress(console))
+        stack.enter_context(progress)
         ranks.broadcast(partial(keep_start, config))
+        progress.note("loading the model, and checking that training and sampling compute it alike")
         policy = load_policy(started(config), config.seed)
         ranks.assert_equal(policy.model.parameters(), "the weights of policy.model")
         sampler = load_sampler(policy, config.engine)

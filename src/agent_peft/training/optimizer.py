@@ -6,13 +6,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-import torch
 from pydantic import Field, model_validator
-from torch import Tensor
-from torch.nn import Parameter
-from torch.optim import AdamW
 
 from agent_peft.config import Config
+from agent_peft.lazy_torch import Tensor, torch
 
 Schedule = Literal["constant", "linear", "cosine"]
 
@@ -79,14 +76,14 @@ class MasterWeights:
     ``rounded`` does in a way that shows small updates of many weights at once.
     """
 
-    def __init__(self, parameters: Iterable[Parameter]) -> None:
-        self.parameters: list[Parameter] = []
-        self._pairs: list[tuple[Parameter, Parameter]] = []  # in 16 bits, its copy
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self.parameters: list[torch.nn.Parameter] = []
+        self._pairs: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []  # in 16 bits, its copy
         for parameter in parameters:
             if parameter.dtype == torch.float32:
                 self.parameters.append(parameter)
                 continue
-            copy = Parameter(parameter.detach().float())
+            copy = torch.nn.Parameter(parameter.detach().float())
             self.parameters.append(copy)
             self._pairs.append((parameter, copy))
 
@@ -137,10 +134,10 @@ def rounded(copy: Tensor) -> Tensor:
 
 
 def build_optimizer(
-    parameters: Iterable[Parameter],
+    parameters: Iterable[torch.nn.Parameter],
     config: OptimizerConfig,
-    separate_rates: Sequence[tuple[Sequence[Parameter], float]] = (),
-) -> AdamW:
+    separate_rates: Sequence[tuple[Sequence[torch.nn.Parameter], float]] = (),
+) -> torch.optim.AdamW:
     """The optimizer. Call ``set_rate`` before each of its steps.
 
     Args:
@@ -158,13 +155,13 @@ def build_optimizer(
     if not groups:
         raise ValueError("no parameter requires a gradient")
     groups += [{"params": list(more), "lr": rate, "weight_decay": 0.0} for more, rate in separate_rates]
-    optimizer = AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon)
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]  # torch's name for the rate without a schedule
     return optimizer
 
 
-def restore_optimizer(optimizer: AdamW, state: Mapping[str, Any]) -> None:
+def restore_optimizer(optimizer: torch.optim.AdamW, state: Mapping[str, Any]) -> None:
     """Load the moments of a state. The rates and the decay stay those of the present configuration, which
     may have changed since.
     """
@@ -176,7 +173,7 @@ def restore_optimizer(optimizer: AdamW, state: Mapping[str, Any]) -> None:
         group.update(settings)
 
 
-def set_rate(optimizer: AdamW, factor: float) -> None:
+def set_rate(optimizer: torch.optim.AdamW, factor: float) -> None:
     """Set the learning rate of each group of parameters to ``factor`` times its configured one."""
     for group in optimizer.param_groups:
         group["lr"] = group["initial_lr"] * factor

@@ -19,7 +19,7 @@ from agent_peft.algorithms import (
     mean_normalized,
 )
 from agent_peft.config import FIXED, FIXED_KIND, FREE, Config, first_error
-from agent_peft.policies.reference import ReferenceKind
+from agent_peft.policies.config import ReferenceKind
 from agent_peft.policies.sampling import DISTRIBUTION, SamplingConfig
 from agent_peft.rollout.pairs import EPISODE_PAIR_METRICS, EpisodesOfConfig
 from agent_peft.rollout.rewards import RewardConfig

@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from agent_peft.files import opened
+from agent_peft.lazy_torch import torch
 
 
 def save_state(state: Any, path: Path) -> None:

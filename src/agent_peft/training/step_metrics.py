@@ -7,15 +7,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import accumulate, pairwise
 
-import torch
-from torch import Tensor
-
 from agent_peft.algorithms import Algorithm
 from agent_peft.batch import Batch
+from agent_peft.lazy_torch import Tensor, torch
 from agent_peft.ranks import EXTREMES, Ranks, merged
 from agent_peft.rollout.collector import Collection
 from agent_peft.rollout.sources import is_constant
@@ -202,6 +200,26 @@ class TokenValues:
 
     advantages: Tensor | None
     logprobs: Tensor | None
+
+
+@dataclass(frozen=True)
+class Step:
+    """The result of one trip through the main loop."""
+
+    number: int  # of the stage, from 0
+    collection: Collection
+    metrics: dict[str, float]
+    token_values: TokenValues | None = field(default=None, kw_only=True)  # in the order of ``trajectories``
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """All trajectories of the step, in the order of their groups."""
+        return [trajectory for group in self.collection.groups for trajectory in group.trajectories]
+
+    @property
+    def summary(self) -> str:
+        """The metrics to watch, on one line."""
+        return headline(self.metrics)
 
 
 def gather_values(

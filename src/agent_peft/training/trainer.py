@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,39 +39,18 @@ from agent_peft.training.stage import Stage, StageConfig
 from agent_peft.training.state_file import load_state, save_state
 from agent_peft.training.step_metrics import (
     SignalCounter,
-    TokenValues,
+    Step,
     describe,
     gather_values,
-    headline,
     mean_of,
     surprisal,
 )
-from agent_peft.types import AgentPeftError, Group, Trajectory, TrustError
+from agent_peft.types import AgentPeftError, Group, TrustError
 
 logger = logging.getLogger(__name__)
 
 UPDATE_COUNTS = {"updates_skipped": 0.0, "nonfinite_updates": 0.0}
 SMALLER = "set policy.dtype=auto, lower policy.lora.rank, or train an adapter where policy.lora is null"
-
-
-@dataclass(frozen=True)
-class Step:
-    """The result of one trip through the main loop."""
-
-    number: int  # of the stage, from 0
-    collection: Collection
-    metrics: dict[str, float]
-    token_values: TokenValues | None = field(default=None, kw_only=True)  # in the order of ``trajectories``
-
-    @property
-    def trajectories(self) -> list[Trajectory]:
-        """All trajectories of the step, in the order of their groups."""
-        return [trajectory for group in self.collection.groups for trajectory in group.trajectories]
-
-    @property
-    def summary(self) -> str:
-        """The metrics to watch, on one line."""
-        return headline(self.metrics)
 
 
 class NonFiniteError(TrustError):

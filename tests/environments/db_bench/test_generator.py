@@ -6,6 +6,7 @@ import datetime
 import json
 import re
 from collections import Counter
+from hashlib import sha256
 
 import pytest
 import sqlglot
@@ -82,6 +83,26 @@ def test_the_same_arguments_give_the_same_bytes(seed, num_tasks, skills, split):
     assert first != json.dumps(generate(num_tasks, seed + 1, skills, split))
     if skills and split != "composition":
         assert {entry["skill_list"][0] for entry in json.loads(first).values()} <= set(skills)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, "1d7601288dd23417"),
+        (
+            {
+                "skills": ["insert", "where_single_condition"],
+                "combined": 0,
+                "max_answer_chars": 70,
+                "plain": True,
+            },
+            "4b3a26db69e04ade",
+        ),
+    ],
+)
+def test_tasks_stay_what_they_were(arguments, expected):
+    """Results of earlier versions are compared on them."""
+    assert sha256(json.dumps(generate(40, 0, **arguments)).encode()).hexdigest()[:16] == expected
 
 
 def test_more_tasks_begin_with_the_fewer():

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from pydantic import ValidationError
@@ -263,16 +264,21 @@ class Scratch:
     """A table in memory, on which statements are tried and undone."""
 
     def __init__(self, schema: Schema, rows: tuple[Row, ...]) -> None:
-        self._table = name_sql(schema.table)
+        self._schema, self._rows, self._table = schema, rows, name_sql(schema.table)
+
+    @cached_property
+    def _connection(self) -> sqlite3.Connection:
+        """Made when it is first used: most tables give way to another one before anything is tried."""
         # hardly a statement comes twice, and one transaction for all rows is faster than one for each
-        self._connection = sqlite3.connect(":memory:", isolation_level=None, cached_statements=0)
-        self._connection.execute("BEGIN")
-        columns = ", ".join(f"{name_sql(column.name)} {column.type}" for column in schema.columns)
-        self._connection.execute(f"CREATE TABLE {self._table} ({columns})")
-        self._connection.executemany(
-            f"INSERT INTO {self._table} VALUES ({', '.join('?' * len(schema.columns))})", rows
+        connection = sqlite3.connect(":memory:", isolation_level=None, cached_statements=0)
+        connection.execute("BEGIN")
+        columns = ", ".join(f"{name_sql(column.name)} {column.type}" for column in self._schema.columns)
+        connection.execute(f"CREATE TABLE {self._table} ({columns})")
+        connection.executemany(
+            f"INSERT INTO {self._table} VALUES ({', '.join('?' * len(self._schema.columns))})", self._rows
         )
-        self._connection.execute("COMMIT")
+        connection.execute("COMMIT")
+        return connection
 
     def query(self, query: Select) -> list[Row]:
         return self._connection.execute(sql(query)).fetchall()
@@ -295,7 +301,8 @@ class Scratch:
             return None
 
     def close(self) -> None:
-        self._connection.close()
+        if "_connection" in self.__dict__:
+            self._connection.close()
 
 
 def _is_worth_asking(

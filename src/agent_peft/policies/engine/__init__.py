@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agent_peft.config import validated
 from agent_peft.policies.engine.base import EngineConfig, Sampler
-from agent_peft.policies.engine.local import LocalEngine
-from agent_peft.policies.policy import Policy
+
+if TYPE_CHECKING:
+    from agent_peft.policies.policy import Policy
 
 
 def load_sampler(policy: Policy, config: EngineConfig | Mapping[str, Any] | None = None) -> Sampler:
@@ -17,4 +18,6 @@ def load_sampler(policy: Policy, config: EngineConfig | Mapping[str, Any] | None
     Args:
         config: the keys of ``engine`` in a run's configuration, such as ``{"rows": 8}``.
     """
+    from agent_peft.policies.engine.local import LocalEngine
+
     return LocalEngine(policy, validated(EngineConfig, config, "engine"))

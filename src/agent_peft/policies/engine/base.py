@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pydantic import Field
 
 from agent_peft.config import Config
 from agent_peft.policies.engine.schedule import Schedule
 from agent_peft.policies.sampling import SamplingConfig
-from agent_peft.policies.tokenization import ChatTokenizer
+
+if TYPE_CHECKING:
+    from agent_peft.policies.tokenization import ChatTokenizer
 
 
 class EngineConfig(Config):

@@ -1,9 +1,9 @@
-"""Linear layers of the sampler: several as one product, the adapter folded in or beside them, in oneDNN's
+"""Linear layers of the sampler: several as one product, the adapter folded in or next to them, in oneDNN's
 layout on a CPU.
 
 In fp32 the adapter is folded into the weights, so that sampling pays nothing for it. In 16 bits a weight
 ``W + s B A`` would be rounded to W wherever ``s B A`` is less than half a unit in its last place. There the
-columns of ``s B`` stand beside those of W, and ``A x`` below x: one product, whose sum is rounded once.
+columns of ``s B`` are next to those of W, and ``A x`` below x: one product, whose sum is rounded once.
 
 A decode step multiplies a few rows by weights that do not fit into the caches. A plain matrix product first
 copies the weights into the order in which it reads them, at every call; in oneDNN's blocked format that is

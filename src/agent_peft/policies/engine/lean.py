@@ -1,7 +1,7 @@
 """The sampler's own decoder for models that are built like Llama (Qwen, Mistral, SmolLM, Gemma, Phi-3).
 
 A decode step is short, so every operation counts. Products with the same input are one, the residual is added
-by the product, and no module of Transformers stands between them: a third of the operations. Keys, values and
+by the product, and no module of Transformers is between them: a third of the operations. Keys, values and
 attention are those of ``TierCache``. Whether a model is built like this is not read from its name: it must
 have these parts and no others, and the sampler proves this decoder against the model's own when it is made.
 """

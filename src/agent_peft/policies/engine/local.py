@@ -29,6 +29,7 @@ from agent_peft.policies.engine.weights import Way, sampling_weights
 from agent_peft.policies.forward.attention import attempt
 from agent_peft.policies.models.positions import fit
 from agent_peft.policies.policy import Policy
+from agent_peft.policies.proofs import SINGLE
 from agent_peft.policies.sampling import SamplingConfig, log_distribution
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.types import AgentPeftError
@@ -36,7 +37,6 @@ from agent_peft.types import AgentPeftError
 logger = logging.getLogger(__name__)
 
 GRACE = 5.0  # seconds for environments that work when a call fails; after it, they are left behind
-SINGLE = 8  # tokens that `score` reads one by one
 
 
 class LocalEngine:

@@ -25,7 +25,7 @@ from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig, draw, log_distribution
 from agent_peft.types import AgentPeftError, InfrastructureError
 
-STEP_TOKENS = 256  # of prompts that are read between two decode steps: near half a second on one core
+STEP_TOKENS = 256  # of prompts, which are read between two decode steps
 FIRST_TOKENS = 32  # of one action, for which a row has room at first
 
 

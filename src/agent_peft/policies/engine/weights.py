@@ -18,7 +18,7 @@ from agent_peft.policies.engine.fused_linear import FusedLinear, suits
 from agent_peft.policies.engine.lean import LeanDecoder
 from agent_peft.policies.policy import Policy
 
-# How the sampler computes: with a decoder of its own, with the model's modules and prepared linear layers,
+# How the sampler computes: with our decoder, with the model's modules and prepared linear layers,
 # or with the model as it is.
 Way = Literal["lean", "layers", "modules"]
 

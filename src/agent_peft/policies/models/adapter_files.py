@@ -8,11 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
-from torch import Tensor
-
 from agent_peft.files import MEGABYTE, check_regular, opened, parse_json, read_text
+from agent_peft.lazy_torch import Tensor, torch
 from agent_peft.policies.config import LoraSettings
 from agent_peft.types import AgentPeftError
 
@@ -40,6 +37,8 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the adapter's tensors by name, on the CPU, from ``adapter_model.safetensors`` or, without it,
     from ``adapter_model.bin``.
     """
+    from safetensors.torch import load_file
+
     check_regular(folder)
     pickled = not (folder / WEIGHTS).is_file()
     if pickled and not (folder / PICKLE).is_file():
@@ -50,7 +49,9 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
                 return load_file(place)
         with opened(folder / PICKLE, unlinked=0) as place:
             content = torch.load(place, map_location="cpu", weights_only=True)  # which runs no code
-        if not isinstance(content, dict) or not all(isinstance(part, Tensor) for part in content.values()):
+        if not isinstance(content, dict) or not all(
+            isinstance(part, torch.Tensor) for part in content.values()
+        ):
             raise ValueError(f"{PICKLE} holds more than tensors")
         return content
     except Exception as error:  # a damaged file may raise anything

@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from agent_peft.files import check_tree, locked
+from agent_peft.lazy_torch import torch
 from agent_peft.lookup import is_hub_id, nearest_path
-from agent_peft.policies.models.pretrained import cause, check_config
 from agent_peft.types import AgentPeftError
 
 Progress = Callable[[str], None]
@@ -278,6 +277,8 @@ def _verify(path: Path, expected: str) -> None:
 def _convert(gguf: Path, folder: Path, origin: Mapping[str, Any], report: Progress) -> None:
     """Write a GGUF file's model into ``folder``, and prove that it gives the same tokens and logits there."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    from agent_peft.policies.models.pretrained import cause, check_config
 
     report(f"converting {gguf.name} to fp32 safetensors (once, up to a minute for a small model)")
     source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True, "trust_remote_code": False}

@@ -6,12 +6,13 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
-
-from transformers import PreTrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.types import AgentPeftError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 logger = logging.getLogger(__name__)
 
