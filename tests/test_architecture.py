@@ -29,6 +29,7 @@ FLOORS = (  # each floor: its wings; each wing: its modules or packages
             "config",
             "output",
             "printable",
+            "heap",
             "search_path",
             "version",
         ),
