@@ -1,11 +1,10 @@
 """Compare the memory that `agent-peft explain` predicts with the peak resident size of a process that
-samples, evaluates and trains.
+loads a model, samples, evaluates or trains.
 
     python benchmarks/memory.py [--rows 16] [--max-tokens 512] [--microbatch-tokens 768] [--only lora]
 
-Each point is a separate process. The memory before the model is loaded (Python, torch, Transformers) is
-subtracted. Episodes have the maximum length and a microbatch is full, as the prediction assumes. The program
-prints a table and writes benchmarks/results/memory.json.
+Each point is a separate process. Episodes have the maximum length and a microbatch is full, as the prediction
+assumes. The program prints a table and writes benchmarks/results/memory.json.
 """
 
 from __future__ import annotations
@@ -15,13 +14,16 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from measuring import command_line, show, table, tiny_model, write
+from torch.optim import Optimizer
 
 from agent_peft.batch import Batch, collate
-from agent_peft.hardware import take_peak
+from agent_peft.hardware import process_memory, take_peak
+from agent_peft.heap import restart_with_tight_heap
 from agent_peft.policies.config import LoraSettings, PretrainedConfig
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig
@@ -40,6 +42,7 @@ POINTS: dict[str, dict[str, Any]] = {
     "lora": {},
     "lora, checkpointing": {"activation_checkpointing": True},
     "lora, bfloat16": {"dtype": "bfloat16"},
+    "lora, bfloat16, checkpointing": {"dtype": "bfloat16", "activation_checkpointing": True},
     "lora on q and v": {"lora": {"target_modules": ["q_proj", "v_proj"]}},
     "lora, padded": {"packing": False},
     "whole": {"lora": None},
@@ -74,29 +77,23 @@ def make_batch(positions: int, depth: int, vocabulary: int) -> Batch:
     return collate(found, [0] * len(found))
 
 
-def sample(policy: Policy, sampling: SamplingConfig, engine: EngineConfig, tasks: int, siblings: int) -> int:
-    """Return the peak bytes of one rollout of ``tasks`` prompts with ``siblings`` episodes each."""
+def sample(policy: Policy, sampling: SamplingConfig, engine: EngineConfig, tasks: int, siblings: int) -> None:
+    """Roll out ``tasks`` prompts with ``siblings`` episodes each, next to gradients and AdamW's moments."""
     acting = load_sampler(policy, engine)
     prompts = [[10 + task, *range(20, 20 + sampling.max_tokens // 2)] for task in range(tasks)]
     conversations = [Long(seed, prompts[seed // siblings]) for seed in range(tasks * siblings)]
-    take_peak(policy.device)
     acting.generate(conversations, sampling)
-    return take_peak(policy.device) or 0
 
 
-def learn(policy: Policy, stage: StageConfig) -> int:
-    """Return the peak bytes of two updates of one microbatch each. The second one runs next to gradients and
-    AdamW's moments.
-    """
+def learn(policy: Policy, stage: StageConfig, positions: int, updates: int) -> Optimizer:
+    """Update by one microbatch each. Later updates run next to gradients and AdamW's moments."""
     optimizer = build_optimizer(policy.trainable_parameters(), stage.optimizer)
-    batch = make_batch(
-        stage.microbatch_tokens, stage.sampling.max_tokens, policy.base.config.get_text_config().vocab_size
-    )
-    take_peak(policy.device)
-    for _ in range(2):
+    vocabulary = policy.base.config.get_text_config().vocab_size
+    batch = make_batch(positions, stage.sampling.max_tokens, vocabulary)
+    for _ in range(updates):
         policy.forward(batch, stage.sampling).logprobs.sum().backward()
         optimizer.step()
-    return take_peak(policy.device) or 0
+    return optimizer
 
 
 def measure(name: str, phase: str, settings: argparse.Namespace) -> dict[str, int]:
@@ -104,7 +101,7 @@ def measure(name: str, phase: str, settings: argparse.Namespace) -> dict[str, in
     torch.set_num_threads(1)
     given = POINTS[name]
     lora = {} if "lora" not in given else {"lora": LoraSettings(**given["lora"]) if given["lora"] else None}
-    config = PretrainedConfig(model=settings.model, device="cpu", **{**given, **lora})
+    config = PretrainedConfig(model=settings.model, device="cpu", **{"dtype": "float32", **given, **lora})
     stage = StageConfig.model_validate(
         {
             "algorithm": {"kind": "grpo"},
@@ -118,8 +115,7 @@ def measure(name: str, phase: str, settings: argparse.Namespace) -> dict[str, in
     engine = EngineConfig(rows=settings.rows)
     shape = shape_of(config)
     assert shape is not None
-    take_peak(torch.device("cpu"))  # from here on
-    before = take_peak(torch.device("cpu")) or 0
+    process = process_memory(torch.device("cpu"))
     policy = load_policy(config, 0)
     rank = None if config.lora is None else config.lora.rank
     model = MemoryModel(
@@ -130,6 +126,7 @@ def measure(name: str, phase: str, settings: argparse.Namespace) -> dict[str, in
         packed=policy.packing,
         tiled=policy.tiled,
         reordered=suits(policy.base),
+        process=process,
     )
     expected = stage_memory(model, stage, engine)
     tasks, siblings = stage.tasks_per_step, stage.group_size
@@ -139,15 +136,19 @@ def measure(name: str, phase: str, settings: argparse.Namespace) -> dict[str, in
             environment={"kind": "arithmetic"}, num_tasks=tasks, sampling=stage.sampling.model_dump()
         )
         expected = evaluation_memory(model, evaluation, engine)
-    if phase != "training":
-        # there is no optimizer yet: only the weights and the adapter exist
-        held = sum(part.size for part in expected.always[:1]) + (model.trained * 4 if rank is not None else 0)
-        return {
-            "predicted": held + sum(part.size for part in expected.sampling),
-            "measured": sample(policy, stage.sampling, engine, tasks, siblings) - before,
-        }
-    predicted = sum(part.size for part in (*expected.always, *expected.training))
-    return {"predicted": predicted, "measured": learn(policy, stage) - before}
+    part = "sampling" if phase == "evaluation" else phase
+    expected = replace(
+        expected, **{other: () for other in ("loading", "sampling", "training") if other != part}
+    )
+    if phase == "training":
+        take_peak(policy.device)
+        learn(policy, stage, stage.microbatch_tokens, updates=4)
+    elif phase != "loading":
+        optimizer = learn(policy, stage, positions=settings.max_tokens // 2 + 1, updates=1)
+        take_peak(policy.device)
+        sample(policy, stage.sampling, engine, tasks, siblings)
+        del optimizer  # until here it holds AdamW's moments
+    return {"predicted": expected.peak, "measured": take_peak(policy.device) or 0}
 
 
 def main() -> None:
@@ -169,8 +170,10 @@ def main() -> None:
     for name in POINTS:
         if given.only and not name.startswith(given.only):
             continue
-        for phase in ("sampling", "evaluation", "training"):
-            if phase != "training" and "checkpointing" in name:
+        for phase in ("loading", "sampling", "evaluation", "training"):
+            if phase == "loading" and name != "lora, bfloat16":
+                continue  # a file in the model's own dtype takes nothing more
+            if phase in ("sampling", "evaluation") and "checkpointing" in name:
                 continue  # it has no effect there
             command = [sys.executable, __file__, *sys.argv[1:], "--model", model, "--point", name, phase]
             done = subprocess.run(command, capture_output=True, text=True)
@@ -193,4 +196,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    restart_with_tight_heap()  # as `agent-peft` does
     main()

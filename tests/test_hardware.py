@@ -132,6 +132,15 @@ def test_the_memory_that_this_process_may_use(tmp_path, files, own, expected):
     assert hardware.total_memory(root, group, tmp_path / "nothing") is None
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs Linux")
+def test_the_size_of_this_process(monkeypatch):
+    tensor = torch.ones(1 << 26)  # 256 MiB
+    assert hardware.process_memory(CPU) > tensor.nbytes + hardware.FIRST_USE
+    assert hardware.process_memory(torch.device("cuda")) == 0
+    monkeypatch.setattr(hardware, "_read", lambda _: "")
+    assert hardware.process_memory(CPU) == 0
+
+
 # -- bfloat16 ------------------------------------------------------------------------------------------------
 
 

@@ -59,12 +59,14 @@ if __name__ == "__main__":
     import agent_peft.agents.serving.server
     import agent_peft.cli
     import agent_peft.runs.run  # noqa: F401
+    from agent_peft.heap import VARIABLE
 
     request = asked(sys.argv[1])
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    os.environ.setdefault(VARIABLE, "")  # a program here cannot start again
     is_module, *sys.argv = request["command"]
     sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *sys.path[1:]]
     if is_module == "-m":

@@ -4,10 +4,16 @@ exact and always the same.
 
 from __future__ import annotations
 
+import json
 import logging
+import platform
+import string
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +30,7 @@ from agent_peft.policies.engine import fused_linear
 from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.engine.weights import sampling_weights
 from agent_peft.policies.forward.layers import fuse_activations
+from agent_peft.policies.loading import load_policy
 from agent_peft.policies.memory import MemoryModel, stage_memory
 from agent_peft.policies.models.shape import measure_shape, shape_of
 from agent_peft.policies.policy import Policy
@@ -293,6 +300,42 @@ def test_budgets_bound_it():
     assert of(microbatch_tokens=1)["activations of a microbatch"] == needs.saved_bytes(1024, 1024), (
         "one episode is never cut"
     )
+
+
+def test_a_process_is_more_than_its_tensors():
+    """A file in another dtype is in memory until it is converted. A GPU's peak counts tensors alone."""
+    shape = replace(measure_shape(build("smollm2", torch.bfloat16), LORA), stored=4)
+    needs, stage = MemoryModel(shape, 2, 8, process=10**9), make_stage()
+    found = stage_memory(needs, stage, EngineConfig())
+    tensors = 2 * shape.parameters + 4 * shape.parameters + 4 * needs.trained  # model, file, adapter
+    assert sizes(found.always)["the process"] == 10**9
+    assert replace(found, sampling=(), training=()).peak == 10**9 + tensors
+    assert not stage_memory(replace(needs, width=4), stage, EngineConfig()).loading
+    on_gpu = stage_memory(replace(needs, process=0), stage, EngineConfig())
+    assert "the process" not in sizes(on_gpu.always) and not on_gpu.loading
+
+
+def test_a_stored_dtype_is_read_from_the_model(tmp_path):
+    build("gpt2").save_pretrained(tmp_path / "wide")
+    build("gpt2", torch.bfloat16).save_pretrained(tmp_path / "narrow")
+    shapes = [shape_of(PretrainedConfig(model=str(tmp_path / name))) for name in ("wide", "narrow")]
+    assert [shape and shape.stored for shape in shapes] == [4, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another heap may grow")
+def test_a_process_takes_what_was_predicted(tmp_path):
+    architecture = {"model_type": "llama", "num_hidden_layers": 12, "num_attention_heads": 8}
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "max_position_embeddings": 1024}
+    policy = load_policy(ScratchConfig(alphabet=string.printable, architecture=architecture | sizes), 0)
+    policy.save(tmp_path)
+    policy.chat.tokenizer.save_pretrained(tmp_path)
+    program = Path(__file__).parents[2] / "benchmarks" / "memory.py"
+    point = ["--point", "lora, checkpointing", "training"]
+    command = [sys.executable, str(program), "--model", str(tmp_path), *point]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["predicted"] == pytest.approx(found["measured"], rel=0.25)
 
 
 def test_demonstrations_need_no_sampling():

@@ -20,7 +20,7 @@ from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment, EnvironmentConfig
 from agent_peft.environments.digests import shared_ids
-from agent_peft.hardware import choose_device, choose_threads
+from agent_peft.hardware import choose_device, choose_threads, process_memory
 from agent_peft.lookup import NotImportedError, may_import
 from agent_peft.policies.engine.fused_linear import pays_off
 from agent_peft.policies.forward.products import choose_library
@@ -269,6 +269,7 @@ def memory(config: TrainConfig) -> dict[str, StageMemory]:
         packed=policy.packing,
         tiled=policy.packing and device.type == "cpu" and shape.plain,
         reordered=pays_off(device, dtype, shape.multiplied),
+        process=process_memory(device),
     )
     memories = {
         f"stage {place}: {stage.name}": stage_memory(model, stage, config.engine)
@@ -365,13 +366,12 @@ def _memory_table(memories: Mapping[str, StageMemory]) -> Table:
         table.add_row(NO_SHAPE)
         return table
     largest = max(memories.values(), key=lambda memory: memory.peak)
-    phases = {"always": largest.always, "sampling": largest.sampling, "training": largest.training}
-    for phase, parts in phases.items():
-        for part in parts:
+    for phase in ("always", "loading", "sampling", "training"):
+        for part in getattr(largest, phase):
             table.add_row(phase, part.name, in_words(part.size), Text(part.source))
         table.add_section()
     peaks = ", ".join(f"{in_words(memory.peak)} in {name}" for name, memory in memories.items())
-    reason = "always + the larger phase" + (f": {peaks}" if len(memories) > 1 else "")
+    reason = "always + the largest phase" + (f": {peaks}" if len(memories) > 1 else "")
     table.add_row("peak", "", in_words(largest.peak), Text(reason))
     return table
 

@@ -1,9 +1,9 @@
 """The memory that a stage needs, before it runs: plain arithmetic on the model's shape and the configuration.
 
-Some parts are always there (weights, adapter, gradients, AdamW's moments). The larger of two phases comes on
-top: sampling (keys and values, folded weights), or training (activations of one microbatch, a chunk of
-logits). The sizes are those of tensors. Python, torch's own code and the allocator's unused memory come on
-top (a few hundred MB on a CPU, more on a GPU).
+Some parts are always there (the process, weights, adapter, gradients, AdamW's moments). The largest of three
+phases comes on top: loading (the file in its own dtype), sampling (keys and values, folded weights), or
+training (activations of one microbatch, a chunk of logits). On a GPU the sizes are those of tensors, without
+the process.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class MemoryModel:
     tiled: bool = False  # attention along the trie, tile by tile
     reordered: bool = False  # the sampler keeps a copy of all weights in another layout
     packed: bool = True  # on the token trie; False pads
+    process: int = 0  # bytes in addition to all tensors
 
     @property
     def narrow(self) -> bool:
@@ -120,7 +121,7 @@ class MemoryModel:
 
     def head_bytes(self, predictors: int, entropy: bool, truncates: bool) -> int:
         """Bytes of the logits of a chunk of predictors, in copies: log-softmax, its gradient if it is needed
-        later, a sorted copy for an entropy under truncation.
+        later, a sorted copy for an entropy under truncation; and what the chunk before leaves.
 
         If all parameters are trained, the gradient of the output layer's weights is added, and each further
         chunk adds its own.
@@ -129,8 +130,8 @@ class MemoryModel:
         logits = min(CHUNK, predictors * vocabulary) * FP32
         copies = 8 if truncates else 5 if entropy else 2 if frozen else 3
         weights = 0 if frozen else vocabulary * self.shape.hidden * self.width
-        before = weights if predictors * vocabulary > CHUNK else 0
-        return before + max(copies * logits, logits + weights)
+        left = 0 if predictors * vocabulary <= CHUNK else logits if frozen and not entropy else weights
+        return left + max(copies * logits, logits + weights)
 
     def _layer(self, positions: int, depth: int) -> int:
         scores = 2 * FP32 * self.shape.heads * positions**2 if self.shape.eager else 0
@@ -151,13 +152,15 @@ class StageMemory:
     """The parts of a stage or an evaluation, at most: as if every episode had the maximum length."""
 
     always: tuple[MemoryPart, ...]
+    loading: tuple[MemoryPart, ...]  # on top until the model is loaded
     sampling: tuple[MemoryPart, ...]  # on top while it samples; empty if the stage learns from demonstrations
     training: tuple[MemoryPart, ...]  # on top while it trains; empty in an evaluation
 
     @property
     def peak(self) -> int:
         always, *phases = (
-            sum(part.size for part in parts) for parts in (self.always, self.sampling, self.training)
+            sum(part.size for part in parts)
+            for parts in (self.always, self.loading, self.sampling, self.training)
         )
         return always + max(phases)
 
@@ -194,6 +197,7 @@ def stage_memory(model: MemoryModel, stage: StageSizes, engine: EngineConfig) ->
     """The memory of a stage. Its phases follow one another, so its peak is that of the larger one."""
     return StageMemory(
         always=(*_always(model), *_reference(model, stage)),
+        loading=tuple(_loading(model)),
         sampling=tuple(_sampling(model, stage.sampling, engine, stage.episodes_per_step))
         if stage.samples
         else (),
@@ -205,12 +209,17 @@ def evaluation_memory(model: MemoryModel, evaluation: EvaluationSizes, engine: E
     """The memory of an evaluation. It may have more rows than a step, whose episodes bound its rows."""
     episodes = engine.rows if evaluation.num_tasks is None else evaluation.num_tasks * evaluation.attempts
     return StageMemory(
-        tuple(_always(model)), tuple(_sampling(model, evaluation.sampling, engine, episodes)), ()
+        tuple(_always(model)),
+        tuple(_loading(model)),
+        tuple(_sampling(model, evaluation.sampling, engine, episodes)),
+        (),
     )
 
 
 def _always(model: MemoryModel) -> Iterator[MemoryPart]:
     shape, trained = model.shape, model.trained
+    if model.process:
+        yield MemoryPart("the process", model.process, "Python, torch and Transformers")
     yield MemoryPart("weights", shape.parameters * model.width, f"{shape.parameters:,} × {model.width} bytes")
     if model.rank is None:
         name, copies = ("fp32 weights, gradient, AdamW", 4) if model.narrow else ("gradient, AdamW", 3)
@@ -221,6 +230,17 @@ def _always(model: MemoryModel) -> Iterator[MemoryPart]:
             4 * trained * FP32,
             f"{trained:,} of rank {model.rank} × 4 × {FP32} bytes",
         )
+
+
+def _loading(model: MemoryModel) -> Iterator[MemoryPart]:
+    """A file in another dtype is mapped while its tensors are converted, before there is an optimizer. One in
+    the same dtype stays mapped, as the weights. No GPU holds the file.
+    """
+    shape, later = model.shape, 4 if model.rank is None and model.narrow else 3  # copies: gradient, AdamW
+    size = shape.parameters * shape.stored - later * model.trained * FP32
+    if model.process and shape.stored not in (0, model.width) and size > 0:
+        source = f"{shape.parameters:,} × {shape.stored} bytes, less the gradient and AdamW, which come later"
+        yield MemoryPart("weights as stored", size, source)
 
 
 def _reference(model: MemoryModel, stage: StageSizes) -> Iterator[MemoryPart]:

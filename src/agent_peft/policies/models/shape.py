@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,7 @@ class ModelShape:
     masks: int  # 2 where there are full and sliding layers, otherwise 1
     plain: bool  # attention adds nothing to its scores, so ours may replace it
     linears: tuple[LinearShape, ...]  # of the first layer
+    stored: int = 0  # bytes per number in the model's file; 0 if it has none
 
     @property
     def multiplied(self) -> int:
@@ -84,6 +85,7 @@ def shape_of(config: PretrainedConfig | ScratchConfig) -> ModelShape | None:
     model = config_at_hand(config)
     if model is None:
         return None
+    stored = getattr(model.dtype, "itemsize", 0)  # building it forgets the dtype
     noisy = logging.getLogger("transformers")
     level = noisy.level
     noisy.setLevel(logging.ERROR)
@@ -93,7 +95,7 @@ def shape_of(config: PretrainedConfig | ScratchConfig) -> ModelShape | None:
     finally:
         noisy.setLevel(level)
     try:
-        return measure_shape(built, config.lora)
+        return replace(measure_shape(built, config.lora), stored=stored)
     except (AttributeError, IndexError, TypeError, ZeroDivisionError):  # no decoder of layers with attention
         return None
 
