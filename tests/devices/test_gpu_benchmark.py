@@ -48,6 +48,8 @@ def test_it_measures_every_part(device, model, gpu_benchmark, pretended_gpu, tmp
             "get_device_name": "none",
         }.items():
             monkeypatch.setattr(torch.cuda, name, lambda device, found=found: found)
+        # a graph cannot be pretended
+        monkeypatch.setattr(gpu_benchmark, "captured_step", lambda bench, policy: {"way": "lean"})
     with pretended_gpu() if pretending else nullcontext():
         gpu_benchmark.main(
             ["--tiny", "--device", device, "--only", model, "--output", str(tmp_path / "gpu.json")]
@@ -57,6 +59,7 @@ def test_it_measures_every_part(device, model, gpu_benchmark, pretended_gpu, tmp
     assert parts["model"]["device"] == ("cpu" if device == "cpu" else "cuda:0") and parts["model"]["packs"]
     assert parts["decoding"]["rows"] == 32 and 0 < parts["decoding"]["tokens_per_second"] < math.inf
     assert 0 <= parts["decoding"]["mismatch_mean"] < 0.1
+    assert parts["captured step"]["way"] == "lean"
     assert parts["packed"]["packed"] and not parts["padded"]["packed"]
     assert parts["padded"]["positions"] == 8 * 16 and parts["packed"]["positions"] == 12 + 8 * 4
     assert (parts["packed"]["allocated_bytes"] is None) == (device == "cpu")

@@ -49,10 +49,12 @@ def train(
 def _note_loading() -> None:
     from rich.console import Console
 
+    from agent_peft.output import lasting_output
     from agent_peft.runs.progress import Progress
 
     if os.environ.get("RANK", "0") == "0":  # the other ranks print nothing
-        Progress(Console()).note("loading torch and Transformers")
+        with lasting_output():
+            Progress(Console()).note("loading torch and Transformers")
 
 
 def evaluate(

@@ -106,7 +106,7 @@ def test_long_prompts_are_read_while_others_decode(kind, make_policy, monkeypatc
         return [Greedy([1, 5, 6], 60), Greedy(long, 9), Greedy(other, 9), Greedy(long, 5), Greedy([1, 7], 9)]
 
     expected = requests()
-    with sampling_weights(policy, engine.onednn):
+    with sampling_weights(policy, engine.way):
         for request in expected:
             alone = OpenDecoding(engine, 200)
             alone.add(request)
