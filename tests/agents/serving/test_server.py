@@ -123,7 +123,7 @@ def test_a_prompt_that_does_not_fit_fails_alone(serving, monkeypatch, caplog):
         )
     assert [answer.status_code for answer in answers] == [200, 200, 503, 200, 200, 200]
     assert "out of memory" in answers[2].json()["error"]["message"]
-    assert running.service._engines["trained"].rows == 4
+    wait_until(lambda: running.service._engines["trained"].rows == 4)
 
 
 @pytest.mark.usefixtures("slowly")

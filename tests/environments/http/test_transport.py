@@ -178,7 +178,8 @@ def test_websockets_leave_room_for_requests_and_for_those_that_play(serving):
         playing.reset(seed=1)
         idle = []
         for _ in range(30):
-            with suppress(InvalidStatus, ConnectionClosed):
+            # websockets' client may fail an assertion of its own if it is refused in the moment it connects
+            with suppress(InvalidStatus, ConnectionClosed, AssertionError):
                 idle.append(stack.enter_context(session(host)))
         assert httpx.get(f"{host.url}/health", trust_env=False, timeout=20).status_code == 200
         assert playing.ask("state")["data"]["step_count"] == 0
