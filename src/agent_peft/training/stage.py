@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -19,6 +19,7 @@ from agent_peft.algorithms import (
     mean_normalized,
 )
 from agent_peft.config import FIXED, FIXED_KIND, FREE, Config, first_error
+from agent_peft.environments.templates import with_placeholders
 from agent_peft.policies.config import ReferenceKind
 from agent_peft.policies.sampling import DISTRIBUTION, SamplingConfig
 from agent_peft.rollout.pairs import EPISODE_PAIR_METRICS, EpisodesOfConfig
@@ -33,6 +34,34 @@ from agent_peft.types import AgentPeftError, Task
 
 MAX_STEPS = 1_000_000
 MAX_EPISODES = 1_000_000  # of a step: a group, or groups
+
+
+SOLVED = "{task}\n\nA correct solution:\n{solution}"
+Prompt = Annotated[str, with_placeholders("task", "solution", needs="solution")]
+
+
+class TeacherConfig(Config):
+    """The policy whose distributions are the targets of a distillation: a frozen model, or the policy itself
+    with a prompt that shows it the solution.
+    """
+
+    model: str | None = Field(
+        default=None,
+        description="a model or a run, as policy.model may name them, with the policy's tokenizer; null is "
+        "the policy itself as it is now",
+    )
+    prompt: Prompt | None = Field(
+        default_factory=lambda before: None if before.get("model") else SOLVED,
+        description="the last message before the first action, as the teacher reads it: {task} is the "
+        "policy's own, and {solution} the actions of the task's demonstration; null: the teacher reads what "
+        "the policy reads; default: null with a model, otherwise both",
+    )
+
+    @model_validator(mode="after")
+    def _differs(self) -> TeacherConfig:
+        if self.model is None and self.prompt is None:
+            raise ValueError("the teacher would be the policy itself; set teacher.model or teacher.prompt")
+        return self
 
 
 class StageConfig(Config):
@@ -97,6 +126,9 @@ class StageConfig(Config):
         default="stage_start",
         description="the policy that the KL is measured to: stage_start is the policy at the start of the "
         "stage, base is the policy with its adapter off",
+    )
+    teacher: TeacherConfig = Field(
+        default_factory=TeacherConfig, description="whom a distillation learns from"
     )
     mask_cut_actions: bool = Field(
         default=False, description="do not train on actions that a token limit ended; they still get rewards"
@@ -195,6 +227,17 @@ class StageConfig(Config):
         return self.algorithm.facts.needs_entropy
 
     @property
+    def has_teacher(self) -> bool:
+        return self.algorithm.facts.divergence is not None
+
+    @property
+    def needs_demonstrations(self) -> bool:
+        """Whether the environment's demonstrations decide what is learned."""
+        if self.has_teacher:
+            return self.teacher.prompt is not None
+        return not self.samples and self.episodes_of is None
+
+    @property
     def metrics(self) -> tuple[str, ...]:
         """The names of all metrics that a step of the stage may have."""
         facts = self.algorithm.facts
@@ -270,11 +313,12 @@ class StageConfig(Config):
             raise ValueError(
                 "sampling.temperature: 0 has no density to train on; set it above 0 (evaluation may use 0)"
             )
-        if algorithm.needs_reference and sampling.truncates:
+        if (algorithm.needs_reference or algorithm.divergence) and sampling.truncates:
             key = "top_p" if sampling.top_p < 1 else "top_k"
+            other = "teacher" if algorithm.divergence else "reference"
             raise ValueError(
-                f"sampling.{key} cuts off tokens that the reference gives probability to, so the KL cannot "
-                "be measured on those that are drawn; leave top_p and top_k out, or the KL"
+                f"sampling.{key} cuts off tokens that the {other} gives probability to, so the KL cannot be "
+                "measured on those that are drawn; leave top_p and top_k out, or the KL"
             )
         if self.until is not None and self.until.metric not in (*self.metrics, *METRICS):
             raise ValueError(unknown_metric(self.until.metric, self.metrics))
@@ -326,6 +370,7 @@ UNUSED = (
         lambda it, _: not it.compares_groups,
         "does not compare the episodes of a task with each other",
     ),
+    Unused(("teacher",), lambda it, _: it.divergence is None, "has no teacher"),
     Unused(("reference",), lambda it, _: not it.needs_reference, "measures no KL (kl_coef is 0)"),
 )
 
