@@ -138,7 +138,10 @@ def test_the_policy_gradient_of_rloo_can_be_added(make_trainer, other):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"teacher": {"prompt": None}}, r"the teacher would be the policy itself; set teacher\.model"),
+        (
+            {"teacher": {"prompt": None}},
+            r"the teacher would be the stage's reference, and hold the policy there",
+        ),
         ({"teacher": {"prompt": "{task}"}}, r"has no \{solution\}"),
         ({"sampling": {"top_p": 0.9}}, r"sampling\.top_p cuts off tokens that the teacher gives"),
         ({"algorithm": {"kind": "distill", "turn_discount": 0.9}}, r"turn_discount has no effect"),

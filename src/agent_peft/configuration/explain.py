@@ -157,7 +157,7 @@ def _facts(
         if formula := stage.algorithm.facts.formula:
             paper = stage.algorithm.facts.paper
             consequences[f"loss of {stage.name}"] = f"{formula} ({paper})" if paper else formula
-        if stage.algorithm.facts.needs_reference:
+        if stage.uses_reference:
             consequences[f"reference of {stage.name}"] = reference_in_words(config, stage)
         if stage.has_teacher:
             consequences[f"teacher of {stage.name}"] = teacher_in_words(stage)
@@ -229,7 +229,7 @@ def reference_in_words(config: TrainConfig, stage: StageConfig) -> str:
 
 def teacher_in_words(stage: StageConfig) -> str:
     """The policy that a distillation learns from, and what it reads."""
-    who = stage.teacher.model or "the policy itself as it is now"
+    who = stage.teacher.model or "the reference"
     if stage.teacher.prompt is None:
         return f"{who}, which reads what the policy reads"
     return f"{who}, whose prompt shows the task's demonstration: {json.dumps(stage.teacher.prompt)}"

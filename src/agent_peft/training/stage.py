@@ -41,14 +41,14 @@ Prompt = Annotated[str, with_placeholders("task", "solution", needs="solution")]
 
 
 class TeacherConfig(Config):
-    """The policy whose distributions are the targets of a distillation: a frozen model, or the policy itself
-    with a prompt that shows it the solution.
+    """The policy whose distributions are the targets of a distillation: a frozen model, or the stage's
+    reference with a prompt that shows it the solution.
     """
 
     model: str | None = Field(
         default=None,
         description="a model or a run, as policy.model may name them, with the policy's tokenizer; null is "
-        "the policy itself as it is now",
+        "the stage's reference",
     )
     prompt: Prompt | None = Field(
         default_factory=lambda before: None if before.get("model") else SOLVED,
@@ -60,7 +60,10 @@ class TeacherConfig(Config):
     @model_validator(mode="after")
     def _differs(self) -> TeacherConfig:
         if self.model is None and self.prompt is None:
-            raise ValueError("the teacher would be the policy itself; set teacher.model or teacher.prompt")
+            raise ValueError(
+                "the teacher would be the stage's reference, and hold the policy there; set teacher.model "
+                "or teacher.prompt"
+            )
         return self
 
 
@@ -220,7 +223,12 @@ class StageConfig(Config):
     @property
     def copies_reference(self) -> bool:
         """Whether the reference is a copy of the weights that are trained."""
-        return self.algorithm.facts.needs_reference and self.reference == "stage_start"
+        return self.uses_reference and self.reference == "stage_start"
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a KL is measured to the reference, or the reference is the teacher."""
+        return self.algorithm.facts.needs_reference or (self.has_teacher and self.teacher.model is None)
 
     @property
     def needs_entropy(self) -> bool:
@@ -313,6 +321,8 @@ class StageConfig(Config):
             raise ValueError(
                 "sampling.temperature: 0 has no density to train on; set it above 0 (evaluation may use 0)"
             )
+        if self._sets("reference") and not self.uses_reference:
+            raise ValueError("reference has no effect with teacher.model; leave it out")
         if (algorithm.needs_reference or algorithm.divergence) and sampling.truncates:
             key = "top_p" if sampling.top_p < 1 else "top_k"
             other = "teacher" if algorithm.divergence else "reference"
@@ -371,7 +381,11 @@ UNUSED = (
         "does not compare the episodes of a task with each other",
     ),
     Unused(("teacher",), lambda it, _: it.divergence is None, "has no teacher"),
-    Unused(("reference",), lambda it, _: not it.needs_reference, "measures no KL (kl_coef is 0)"),
+    Unused(
+        ("reference",),
+        lambda it, _: not (it.needs_reference or it.divergence),
+        "measures no KL (kl_coef is 0)",
+    ),
 )
 
 

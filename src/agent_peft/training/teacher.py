@@ -1,8 +1,13 @@
-"""The teacher of a distillation: a frozen model, or the policy itself with privileged context."""
+"""The teacher of a distillation: a frozen model, or the reference with privileged context.
+
+The reference does not move. In a try with the policy's present weights, teacher and policy soon agreed on one
+reply to all tasks: the divergence is zero there, too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -11,10 +16,11 @@ from torch import Tensor
 from agent_peft.batch import Batch
 from agent_peft.environments.base import Environment, Mistake
 from agent_peft.environments.templates import fill
-from agent_peft.policies.config import Dtype, PretrainedConfig
+from agent_peft.policies.config import Dtype, PretrainedConfig, ReferenceKind
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.models.start import start_of
 from agent_peft.policies.policy import Policy, Teaching
+from agent_peft.policies.reference import reference_of
 from agent_peft.training.stage import TeacherConfig
 from agent_peft.types import AgentPeftError, Message, Trajectory
 
@@ -33,12 +39,14 @@ class Teacher:
         self,
         policy: Policy,
         config: TeacherConfig,
+        kind: ReferenceKind,
         environment: Environment,
         divergence: Callable[[Tensor, Tensor], Tensor],
     ) -> None:
         self.config, self.environment, self.divergence = config, environment, divergence
         self.chat = policy.chat
         self.policy = policy if config.model is None else load_frozen(config.model, policy)
+        self.reference = reference_of(policy.model, kind) if config.model is None else None
         self.openings: list[Opening] = []  # by the row of the step's batch; empty where it has the policy's
 
     def begin_step(self, trajectories: Sequence[Trajectory]) -> None:
@@ -56,13 +64,20 @@ class Teacher:
             for place, row in enumerate(read):
                 tokens[place, : len(row)] = torch.tensor(row)
             batch = replace(batch, tokens=tokens, lengths=torch.tensor([len(row) for row in read]))
-        with torch.no_grad():
+        with torch.no_grad(), self._acting():
             hidden, predictors, _ = self.policy.states(batch.to(self.policy.device))
         if self.openings:  # from the places of the teacher's tokens to those of the policy's
             shift = torch.tensor([len(new) - old for old, new in openings])
             places = (torch.arange(length) + shift[:, None]).clamp(0, predictors.shape[1] - 1)
             predictors = predictors.gather(1, places.to(predictors.device))
-        return Teaching(hidden, predictors, self.policy.logits, self.divergence)
+        return Teaching(hidden, predictors, self._logits, self.divergence)
+
+    def _logits(self, states: Tensor) -> Tensor:
+        with self._acting():
+            return self.policy.logits(states)
+
+    def _acting(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.reference is None else self.reference.acting(self.policy.model)
 
     def _opening(self, trajectory: Trajectory) -> Opening:
         if not trajectory.turns:

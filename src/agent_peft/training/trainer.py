@@ -110,7 +110,11 @@ class Trainer:
             stage, environment, self.engine, seed, ranks, schedule_of, self.replays
         )
         divergence = self.algorithm.divergence
-        self.teacher = None if divergence is None else Teacher(policy, stage.teacher, environment, divergence)
+        self.teacher = (
+            None
+            if divergence is None
+            else Teacher(policy, stage.teacher, stage.reference, environment, divergence)
+        )
         self.gradients = Gradients(policy, self.algorithm, stage, self.masters, self.optimizer, self.teacher)
         self.canary = checks.Canary(policy, self.engine)
         self.signal = SignalCounter(warns=ranks.is_main)
