@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -19,7 +19,6 @@ from agent_peft.algorithms import (
     mean_normalized,
 )
 from agent_peft.config import FIXED, FIXED_KIND, FREE, Config, first_error
-from agent_peft.environments.templates import with_placeholders
 from agent_peft.policies.config import ReferenceKind
 from agent_peft.policies.sampling import DISTRIBUTION, SamplingConfig
 from agent_peft.rollout.pairs import EPISODE_PAIR_METRICS, EpisodesOfConfig
@@ -29,42 +28,12 @@ from agent_peft.rollout.statistics import METRICS
 from agent_peft.rollout.task_order import ORDER_NAMES, AnyOrder, BySkillConfig, length_of_trip
 from agent_peft.training.optimizer import OptimizerConfig
 from agent_peft.training.step_metrics import metrics_of
+from agent_peft.training.teacher_config import TeacherConfig
 from agent_peft.training.until import UntilConfig, unknown_metric
 from agent_peft.types import AgentPeftError, Task
 
 MAX_STEPS = 1_000_000
 MAX_EPISODES = 1_000_000  # of a step: a group, or groups
-
-
-SOLVED = "{task}\n\nA correct solution:\n{solution}"
-Prompt = Annotated[str, with_placeholders("task", "solution", needs="solution")]
-
-
-class TeacherConfig(Config):
-    """The policy whose distributions are the targets of a distillation: a frozen model, or the stage's
-    reference with a prompt that shows it the solution.
-    """
-
-    model: str | None = Field(
-        default=None,
-        description="a model or a run, as policy.model may name them, with the policy's tokenizer; null is "
-        "the stage's reference",
-    )
-    prompt: Prompt | None = Field(
-        default_factory=lambda before: None if before.get("model") else SOLVED,
-        description="the last message before the first action, as the teacher reads it: {task} is the "
-        "policy's own, and {solution} the actions of the task's demonstration; null: the teacher reads what "
-        "the policy reads; default: null with a model, otherwise both",
-    )
-
-    @model_validator(mode="after")
-    def _differs(self) -> TeacherConfig:
-        if self.model is None and self.prompt is None:
-            raise ValueError(
-                "the teacher would be the stage's reference, and hold the policy there; set teacher.model "
-                "or teacher.prompt"
-            )
-        return self
 
 
 class StageConfig(Config):

@@ -21,7 +21,7 @@ from agent_peft.policies.loading import load_policy
 from agent_peft.policies.models.start import start_of
 from agent_peft.policies.policy import Policy, Teaching
 from agent_peft.policies.reference import reference_of
-from agent_peft.training.stage import TeacherConfig
+from agent_peft.training.teacher_config import TeacherConfig
 from agent_peft.types import AgentPeftError, Message, Trajectory
 
 Opening = tuple[int, Sequence[int]]
