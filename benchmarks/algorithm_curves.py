@@ -10,7 +10,7 @@ Rows that learn from demonstrations or preferences have their policy sampled bef
 dpo and simpo learn from the policy's own answers, in four rounds. Each round first samples 96 answers for
 each of its steps, as the other rows do in these steps, and then learns from the first right and the first
 wrong one of each group. The preferences of kto and orpo are the environment's: the right answer, and a wrong
-one.
+one. The teacher of distill has seen 60 steps of demonstrations.
 
 Prints a table, and writes benchmarks/results/algorithm_curves.json and docs/pictures/algorithm_curves.svg.
 
@@ -76,19 +76,19 @@ def stage(kind: str, steps: int, **keys: Any) -> StageConfig:
     return StageConfig.model_validate(settings)
 
 
-def acting(kind: str, steps: int) -> StageConfig:
+def acting(kind: str, steps: int, **keys: Any) -> StageConfig:
     groups = {"tasks_per_step": 96, "group_size": 1} if kind == "ppo" else {"tasks_per_step": 12}
-    return stage(kind, steps, **groups, sampling={"max_new_tokens": 3}, rewards={"incorrect": 0.0})
+    return stage(kind, steps, **groups, sampling={"max_new_tokens": 3}, rewards={"incorrect": 0.0}, **keys)
 
 
 def small_policy(seed: int) -> Policy:
     return load_policy(ScratchConfig(architecture=ARCHITECTURE, alphabet=ALPHABET, device="cpu"), seed)
 
 
-def begin(folder: Path, seed: int) -> None:
-    """Write the model that all algorithms start from."""
+def begin(folder: Path, seed: int, steps: int) -> None:
+    """Write a model that has seen so many steps of demonstrations."""
     policy = small_policy(seed)
-    for _ in Trainer(policy, TASKS, stage("sft", 6, tasks_per_step=24), seed=seed):
+    for _ in Trainer(policy, TASKS, stage("sft", steps, tasks_per_step=24), seed=seed):
         pass
     policy.save_merged(folder)
 
@@ -113,7 +113,11 @@ def curve(kind: str, folder: Path, steps: int, seed: int) -> list[tuple[int, flo
         PretrainedConfig(model=str(folder), lora=LoraSettings(rank=16), device="cpu"), seed=seed
     )
     if ALGORITHMS[kind](**REQUIRED.get(kind, {})).facts.on_policy:
-        trainer = Trainer(policy, TASKS, acting(kind, steps), seed=seed)
+        keys = {}
+        if kind == "distill":
+            begin(folder / "teacher", seed, 60)
+            keys = {"teacher": {"model": str(folder / "teacher")}}
+        trainer = Trainer(policy, TASKS, acting(kind, steps, **keys), seed=seed)
         return [(step.number, step.metrics["success"]) for step in trainer]
     sampler = load_sampler(policy)
     episodes = build_source(acting("rloo", steps), TASKS, sampler, seed, ALONE)
@@ -151,7 +155,7 @@ def compare_algorithms(seeds: list[int], steps: int, kinds: list[str], results: 
     with tempfile.TemporaryDirectory() as temporary:
         folders = {seed: Path(temporary) / str(seed) for seed in seeds}
         for seed, folder in folders.items():
-            begin(folder, seed)
+            begin(folder, seed, 6)
         for kind in kinds:
             start = time.process_time()
             runs = curves[kind] = [curve(kind, folder, steps, seed) for seed, folder in folders.items()]

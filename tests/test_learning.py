@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticConfig
+from agent_peft.environments.questions import QuestionEpisode
 from agent_peft.policies.config import LoraSettings, PretrainedConfig, ScratchConfig
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig
@@ -23,7 +24,7 @@ from agent_peft.rollout.pairs import EpisodePairs
 from agent_peft.training.source import build_source
 from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Trainer
-from agent_peft.types import Group
+from agent_peft.types import Group, Message, Task
 
 TASKS = Arithmetic(ArithmeticConfig(digits=1, num_tasks=24))
 ARCHITECTURE = {
@@ -115,6 +116,46 @@ def test_ppo_raises_the_reward_and_its_critic_explains_it(warm):
     assert after > before + 0.15, curve
     assert explained[0] == 0.0, "a fresh critic knows nothing"
     assert sum(explained[-5:]) / 5 > 0.05, explained
+
+
+@pytest.mark.parametrize("beta", [1.0, *(pytest.param(b, marks=pytest.mark.slow) for b in (0.0, 0.5))])
+def test_distillation_raises_the_share_of_a_trained_teacher_s_answers(warm, tmp_path, beta):
+    teacher = scratch()
+    rewards(teacher, {"kind": "sft"}, steps=60, learning_rate=3e-3, tasks_per_step=24)
+    teacher.save(tmp_path)
+    policy = load_policy(PretrainedConfig(model=str(warm), lora=LoraSettings(rank=16), device="cpu"), seed=0)
+    keys = {"tasks_per_step": 12, "sampling": {"max_new_tokens": 3}, "teacher": {"model": str(tmp_path)}}
+    steps = rewards(policy, {"kind": "distill", "beta": beta}, steps=16, learning_rate=1e-2, **keys)
+    share, nats = ([m[name] for m in steps] for name in ("success", "divergence"))
+    assert share[0] < 0.5, "the warm start leaves nothing to learn"
+    assert sum(share[-4:]) / 4 > share[0] + 0.3, share
+    assert sum(nats[-4:]) < sum(nats[:4]) / 2, nats
+
+
+class Solved(Arithmetic):
+    """The prompt begins with the answer."""
+
+    def episode(self, task: Task, seed: int) -> QuestionEpisode:
+        episode, (solution,) = super().episode(task, seed), self.demonstration(task)
+        episode._opening = [Message("user", f"{solution}={episode._opening[-1].content}")]
+        return episode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_distillation_learns_from_itself_with_the_solution(seed):
+    """The start can copy an answer that it reads, and is right about one time in four where it reads none."""
+    architecture = {**ARCHITECTURE, "num_hidden_layers": 2}
+    policy = load_policy(ScratchConfig(architecture=architecture, alphabet=ALPHABET, device="cpu"), seed)
+    keys = {"tasks_per_step": 24, "sampling": {"max_new_tokens": 3}}
+    for tasks, steps, rate in ((Solved(TASKS.config), 150, 3e-3), (TASKS, 2, 5e-4)):
+        stage = {"algorithm": "sft", "steps": steps, "optimizer": {"learning_rate": rate}, **keys}
+        list(Trainer(policy, tasks, stage, seed=seed))
+    stage = {"algorithm": "distill", "steps": 40, "optimizer": {"learning_rate": 1e-3}, **keys}
+    stage |= {"tasks_per_step": 12, "teacher": {"prompt": "{solution}={task}"}}
+    share = [step.metrics["success"] for step in Trainer(policy, TASKS, stage, seed=seed)]
+    before, after = sum(share[:4]) / 4, sum(share[-4:]) / 4
+    assert before < 0.4 and after > before + 0.25, share
 
 
 def answers(policy: Policy, steps: int, seed: int) -> list[Group]:

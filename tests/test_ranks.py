@@ -58,6 +58,7 @@ STAGES: list[dict[str, Any]] = [
     {"algorithm": {"kind": "rloo", "reward_kl_coef": 0.1}, "tasks_per_step": 1, **ROLLOUTS},
     {"algorithm": {"kind": "grpo", "minibatches": 2, "update_epochs": 2}, "tasks_per_step": 5, **ROLLOUTS},
     {"algorithm": {"kind": "ppo", "update_epochs": 2}, "tasks_per_step": 1, **ROLLOUTS},
+    {"algorithm": "distill", "tasks_per_step": 5, "teacher": {"prompt": "{solution}={task}"}, **ROLLOUTS},
     {"algorithm": {"kind": "gspo"}, "tasks_per_step": 5, "refill": 2, **ROLLOUTS},
     {
         "algorithm": {"kind": "sft"},

@@ -45,7 +45,8 @@ class Batch:
     labels: Tensor | None = (
         None  # (B,) int64: 1 is desirable, -1 is not, 0 has no label; None where all are 0
     )
-    # (B,) bool: it would have an advantage without the KL in its reward; None where no reward has one
+    # (B,) bool: it has something to learn from, where the advantages do not decide that: with a KL in the
+    # reward (whether it would have one without the KL), and with a teacher
     signal: Tensor | None = None
 
     def __len__(self) -> int:
@@ -91,6 +92,7 @@ class PolicyOutput:
 
     logprobs: Tensor  # (B, T) fp32, under the sampling distribution; zero off the action mask
     entropy: Tensor | None  # (B, T) fp32 nats, only where asked for
+    divergence: Tensor | None = None  # (B, T) fp32 nats, from a teacher's distribution; only where asked for
     values: Tensor | None = (
         None  # (B, T) fp32, the critic's V(tokens[:t]), zero off the action mask; only where asked for
     )

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from agent_peft.algorithms.distillation import divergence
 from agent_peft.batch import Batch, collate
 from agent_peft.configuration.explain import memory
 from agent_peft.configuration.load import read_config
@@ -33,7 +35,7 @@ from agent_peft.policies.forward.layers import fuse_activations
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.memory import MemoryModel, stage_memory
 from agent_peft.policies.models.shape import measure_shape, shape_of
-from agent_peft.policies.policy import Policy
+from agent_peft.policies.policy import Policy, Teaching
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.training.stage import StageConfig
@@ -157,7 +159,7 @@ PEAKS = [
 ]
 PEAKS += [
     (name, "masked", "kept", 8000, what)
-    for name, what in product(("smollm2", "gpt2"), ("entropy", "truncated"))
+    for name, what in product(("smollm2", "gpt2"), ("entropy", "truncated", "teacher"))
 ]
 
 
@@ -180,13 +182,18 @@ def test_the_peak_of_a_microbatch(
     batch = make_batch(400)
     positions = policy.count_nodes(batch.tokens.tolist())
 
+    teaching = None
+    if what == "teacher":
+        hidden, predictors, _ = policy.states(batch)
+        teaching = Teaching(hidden.detach(), predictors, policy.logits, partial(divergence, beta=0.5))
+
     def work() -> None:
-        out = policy.forward(batch, sampling, entropy=entropy)
-        (out.logprobs.sum() + (out.entropy.sum() if out.entropy is not None else 0)).backward()
+        out = policy.forward(batch, sampling, entropy=entropy, teaching=teaching)
+        sum(x.sum() for x in (out.logprobs, out.entropy, out.divergence) if x is not None).backward()
 
     depth = batch.tokens.shape[1]
     inside = needs.backward_bytes(positions, depth)
-    logits = needs.head_bytes(int(batch.action_mask.sum()), entropy, sampling.truncates)
+    logits = needs.head_bytes(int(batch.action_mask.sum()), entropy, sampling.truncates, teaching is not None)
     assert needs.saved_bytes(positions, depth) + max(inside, logits) == pytest.approx(
         peak_bytes(work), rel=0.2
     )
@@ -255,6 +262,17 @@ def test_a_reference_is_a_copy_of_what_is_trained():
         assert "reference" not in sizes(
             stage_memory(needs, make_stage(**penalized, reference="base"), EngineConfig()).always
         )
+
+
+def test_a_teacher_adds_its_weights_its_states_and_its_logits():
+    needs, teacher = model_of(build("smollm2"), LORA), model_of(build("gpt2"), None).shape
+    stage = make_stage(algorithm={"kind": "distill"}, teacher={"model": "gpt2"})
+    found = stage_memory(needs, stage, EngineConfig(), teacher)
+    assert sizes(found.always)["teacher"] == 4 * teacher.parameters
+    assert sizes(found.training)["the teacher's states"] == 1024 * 4 * teacher.hidden
+    itself = stage_memory(needs, make_stage(algorithm={"kind": "distill"}), EngineConfig())
+    assert "teacher" not in sizes(itself.always)
+    assert sizes(itself.training)["the teacher's states"] == 1024 * 4 * needs.shape.hidden
 
 
 def test_padded_rows_have_smaller_masks():

@@ -161,7 +161,7 @@ def test_a_reference_that_is_gone_is_one_line(config, monkeypatch):
     shutil.rmtree(config.run_dir / "checkpoints" / "step_000005")
     with pytest.raises(
         AgentPeftError,
-        match=r"step_000005: the KL of stage 'last' is measured to this checkpoint, and it cannot be read",
+        match=r"step_000005: the reference of stage 'last' is this checkpoint, and it cannot be read",
     ):
         train(config)
 

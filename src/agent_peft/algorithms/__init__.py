@@ -21,6 +21,7 @@ from agent_peft.algorithms.advantages import (
     plain_return,
 )
 from agent_peft.algorithms.base import Algorithm, AlgorithmConfig, Critic, Metrics, averages, weighted
+from agent_peft.algorithms.distillation import DistillConfig
 from agent_peft.algorithms.parts import PolicyGradientConfig
 from agent_peft.algorithms.policy_gradient import PolicyGradient
 from agent_peft.algorithms.ppo import PpoConfig
@@ -63,6 +64,7 @@ ALGORITHMS: dict[str, type[AlgorithmConfig]] = {
     "maxrl": MaxrlConfig,
     "policy_gradient": PolicyGradientConfig,
     "ppo": PpoConfig,
+    "distill": DistillConfig,
     "sft": SftConfig,
     "dpo": DpoConfig,
     "kto": KtoConfig,
@@ -155,6 +157,7 @@ __all__ = [
     "CispoConfig",
     "Critic",
     "DapoConfig",
+    "DistillConfig",
     "DpoConfig",
     "DrGrpoConfig",
     "GrpoConfig",

@@ -51,6 +51,8 @@ class Algorithm:
         needs_reference: the batch must hold ``reference_logprobs``.
         needs_scores: the batch must hold ``scored_logprobs``, too.
         needs_entropy: the policy's output must hold ``entropy``.
+        divergence: (log-probabilities (n, V) of the policy and of its teacher) -> (n,) nats; the policy's
+            output must hold it as ``divergence``.
         critic: the value head it trains. With one, ``prepare`` can read the batch's ``values``, and ``loss``
             those of the output.
         learns_at_zero_advantage: a token whose advantage is zero still has a gradient. Where none has, the
@@ -69,6 +71,7 @@ class Algorithm:
     needs_reference: bool = False
     needs_scores: bool = False
     needs_entropy: bool = False
+    divergence: Callable[[Tensor, Tensor], Tensor] | None = None
     critic: Critic | None = None
     learns_at_zero_advantage: bool = False
     compares_groups: bool = False

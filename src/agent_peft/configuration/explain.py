@@ -22,6 +22,7 @@ from agent_peft.environments.base import Environment, EnvironmentConfig
 from agent_peft.environments.digests import shared_ids
 from agent_peft.hardware import choose_device, choose_threads, process_memory
 from agent_peft.lookup import NotImportedError, may_import
+from agent_peft.policies.config import PretrainedConfig
 from agent_peft.policies.engine.fused_linear import pays_off
 from agent_peft.policies.forward.products import choose_library
 from agent_peft.policies.memory import (
@@ -156,8 +157,10 @@ def _facts(
         if formula := stage.algorithm.facts.formula:
             paper = stage.algorithm.facts.paper
             consequences[f"loss of {stage.name}"] = f"{formula} ({paper})" if paper else formula
-        if stage.algorithm.facts.needs_reference:
+        if stage.uses_reference:
             consequences[f"reference of {stage.name}"] = reference_in_words(config, stage)
+        if stage.has_teacher:
+            consequences[f"teacher of {stage.name}"] = teacher_in_words(stage)
     consequences["optimizer updates"] = UNKNOWN if updates is None else str(updates)
     consequences["trajectories"] = UNKNOWN if updates is None else trajectories_in_words(settled)
     if config.evaluation is not None:
@@ -224,6 +227,14 @@ def reference_in_words(config: TrainConfig, stage: StageConfig) -> str:
     return "the policy as the stage began: a frozen copy of the adapter"
 
 
+def teacher_in_words(stage: StageConfig) -> str:
+    """The policy that a distillation learns from, and what it reads."""
+    who = stage.teacher.model or "the reference"
+    if stage.teacher.prompt is None:
+        return f"{who}, which reads what the policy reads"
+    return f"{who}, whose prompt shows the task's demonstration: {json.dumps(stage.teacher.prompt)}"
+
+
 @contextmanager
 def _opened(config: TrainConfig) -> Iterator[tuple[Environment | None, Environment | None]]:
     """The environments of training and of the evaluation; None for one that is not trusted or not there."""
@@ -271,10 +282,14 @@ def memory(config: TrainConfig) -> dict[str, StageMemory]:
         reordered=pays_off(device, dtype, shape.multiplied),
         process=process_memory(device),
     )
-    memories = {
-        f"stage {place}: {stage.name}": stage_memory(model, stage, config.engine)
-        for place, stage in enumerate(config.stages)
-    }
+    memories = {}
+    for place, stage in enumerate(config.stages):
+        teacher = None
+        if stage.has_teacher and stage.teacher.model is not None:
+            teacher = shape_of(PretrainedConfig(model=stage.teacher.model, lora=None))
+            if teacher is None:
+                return {}
+        memories[f"stage {place}: {stage.name}"] = stage_memory(model, stage, config.engine, teacher)
     if config.evaluation is not None:
         candidates = [
             evaluation_memory(model, config.evaluation.following(stage.sampling), config.engine)

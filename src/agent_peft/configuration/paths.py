@@ -30,6 +30,9 @@ def absolute(config: TrainConfig) -> dict[str, Any]:
     return content
 
 
+MODELS = (("policy", "model"), ("teacher", "model"))  # a path, or the name of a model
+
+
 def _paths_in(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str | Path]]:
     if isinstance(value, BaseModel):
         for name, inner in value:
@@ -37,7 +40,7 @@ def _paths_in(value: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[An
     elif isinstance(value, tuple | list):
         for place, inner in enumerate(value):
             yield from _paths_in(inner, (*keys, place))
-    elif isinstance(value, Path) or keys == ("policy", "model"):
+    elif isinstance(value, Path) or (isinstance(value, str) and keys[-2:] in MODELS):
         yield keys, value
 
 

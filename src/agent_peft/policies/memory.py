@@ -119,16 +119,17 @@ class MemoryModel:
         """
         return 2 * self.middle * FP32 * positions + (self._layer(positions, depth) if self.checkpoints else 0)
 
-    def head_bytes(self, predictors: int, entropy: bool, truncates: bool) -> int:
+    def head_bytes(self, predictors: int, entropy: bool, truncates: bool, teacher: bool = False) -> int:
         """Bytes of the logits of a chunk of predictors, in copies: log-softmax, its gradient if it is needed
-        later, a sorted copy for an entropy under truncation; and what the chunk before leaves.
+        later, a sorted copy for an entropy under truncation, a teacher's and its mixture with the policy's (8
+        copies without the mixture); and what the chunk before leaves.
 
         If all parameters are trained, the gradient of the output layer's weights is added, and each further
         chunk adds its own.
         """
         vocabulary, frozen = self.shape.vocabulary, self.rank is not None
         logits = min(CHUNK, predictors * vocabulary) * FP32
-        copies = 8 if truncates else 5 if entropy else 2 if frozen else 3
+        copies = 12 if teacher else 8 if truncates else 5 if entropy else 2 if frozen else 3
         weights = 0 if frozen else vocabulary * self.shape.hidden * self.width
         left = 0 if predictors * vocabulary <= CHUNK else logits if frozen and not entropy else weights
         return left + max(copies * logits, logits + weights)
@@ -180,6 +181,8 @@ class StageSizes(Protocol):
     def copies_reference(self) -> bool: ...
     @property
     def needs_entropy(self) -> bool: ...
+    @property
+    def has_teacher(self) -> bool: ...
 
 
 class EvaluationSizes(Protocol):
@@ -193,15 +196,21 @@ class EvaluationSizes(Protocol):
     def attempts(self) -> int: ...
 
 
-def stage_memory(model: MemoryModel, stage: StageSizes, engine: EngineConfig) -> StageMemory:
-    """The memory of a stage. Its phases follow one another, so its peak is that of the larger one."""
+def stage_memory(
+    model: MemoryModel, stage: StageSizes, engine: EngineConfig, teacher: ModelShape | None = None
+) -> StageMemory:
+    """The memory of a stage. Its phases follow one another, so its peak is that of the larger one.
+
+    Args:
+        teacher: the frozen model that the stage loads, in the policy's dtype.
+    """
     return StageMemory(
-        always=(*_always(model), *_reference(model, stage)),
+        always=(*_always(model), *_reference(model, stage), *_teacher(model, teacher)),
         loading=tuple(_loading(model)),
         sampling=tuple(_sampling(model, stage.sampling, engine, stage.episodes_per_step))
         if stage.samples
         else (),
-        training=tuple(_training(model, stage)),
+        training=tuple(_training(model, stage, teacher or model.shape)),
     )
 
 
@@ -252,6 +261,12 @@ def _reference(model: MemoryModel, stage: StageSizes) -> Iterator[MemoryPart]:
         yield MemoryPart("reference", model.trained * width, f"{model.trained:,} × {width} bytes")
 
 
+def _teacher(model: MemoryModel, teacher: ModelShape | None) -> Iterator[MemoryPart]:
+    if teacher is not None:
+        size = teacher.parameters * model.width
+        yield MemoryPart("teacher", size, f"{teacher.parameters:,} × {model.width} bytes")
+
+
 def _sampling(
     model: MemoryModel, sampling: SamplingConfig, engine: EngineConfig, episodes: int
 ) -> Iterator[MemoryPart]:
@@ -284,7 +299,7 @@ def _sampling(
     yield MemoryPart("distributions", rows * distribution, f"{rows} rows × {distribution:,} bytes")
 
 
-def _training(model: MemoryModel, stage: StageSizes) -> Iterator[MemoryPart]:
+def _training(model: MemoryModel, stage: StageSizes, teacher: ModelShape) -> Iterator[MemoryPart]:
     longest = stage.sampling.max_tokens
     positions = min(max(stage.microbatch_tokens, longest), stage.episodes_per_step * longest)
     saved = model.saved_bytes(positions, longest)
@@ -294,7 +309,11 @@ def _training(model: MemoryModel, stage: StageSizes) -> Iterator[MemoryPart]:
         saved,
         f"{positions:,} positions × {model.shape.layers} layers × {layer:,} bytes, and masks",
     )
-    logits = model.head_bytes(positions, stage.needs_entropy, stage.sampling.truncates)
+    if stage.has_teacher:
+        states = teacher.hidden * model.width
+        source = f"{positions:,} positions × {states:,} bytes"
+        yield MemoryPart("the teacher's states", positions * states, source)
+    logits = model.head_bytes(positions, stage.needs_entropy, stage.sampling.truncates, stage.has_teacher)
     inside = model.backward_bytes(positions, longest)
     update = model.trained * FP32 - saved  # temporary numbers of AdamW, when the activations are freed
     name, size, source = max(

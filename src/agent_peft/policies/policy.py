@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from agent_peft.batch import Batch, PolicyOutput
 from agent_peft.files import check_regular
 from agent_peft.policies import adapters, proofs, value_head
 from agent_peft.policies.forward.attention import attempt
-from agent_peft.policies.forward.language_model import LanguageModel, logprobs_of_targets
+from agent_peft.policies.forward.language_model import LanguageModel, Measure, entropy_of, logprobs_of_targets
 from agent_peft.policies.forward.layers import (
     AdapterDropout,
     checkpointing,
@@ -38,6 +39,33 @@ from agent_peft.types import AgentPeftError
 logger = logging.getLogger(__name__)
 
 EXACT_CHUNK = 128  # predictors whose logits exist at once in ``exact_logprobs``
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """A teacher's reading of a batch. Its logits are computed for a chunk of predictors at a time, as the
+    policy's are.
+
+    Args:
+        hidden: (n, H) its last hidden states.
+        predictors: (B, T) of each token of the batch, the index of the state that predicts it.
+        logits: gives (n, V') logits of its states. Those beyond the policy's vocabulary are left out.
+        divergence: (log-probabilities (n, V) of the policy and of the teacher) -> (n,) nats.
+    """
+
+    hidden: Tensor
+    predictors: Tensor
+    logits: Callable[[Tensor], Tensor]
+    divergence: Callable[[Tensor, Tensor], Tensor]
+
+    def divergence_of(self, logp: Tensor, nodes: Tensor, sampling: SamplingConfig) -> Tensor:
+        """(n,) nats between the policy's log-probabilities (n, V) and those after the teacher's ``nodes``
+        (n,), under the same sampling distribution. The gradient is the policy's alone.
+        """
+        with torch.no_grad():
+            logits = self.logits(self.hidden[nodes])[:, : logp.shape[-1]]
+            target = log_distribution(logits, sampling)
+        return self.divergence(logp, target)
 
 
 class Policy(LanguageModel):
@@ -116,6 +144,7 @@ class Policy(LanguageModel):
         *,
         entropy: bool = False,
         values: bool = False,
+        teaching: Teaching | None = None,
         dropout_seed: int | None = None,
     ) -> PolicyOutput:
         """Log-probabilities of the sampled tokens, under the distribution that they were drawn from.
@@ -125,16 +154,17 @@ class Policy(LanguageModel):
         Args:
             entropy: also compute the entropies.
             values: also compute the critic's values, from the states that predict the tokens.
+            teaching: also compute the divergences from this teacher.
             dropout_seed: decides the masks of the adapter's dropout, which are those of a trajectory
                 whatever the batch. With None, dropout does not act.
 
         Returns:
-            (B, T) log-probabilities in nats, entropies in nats and values, all with gradient, and zero off
-            the action mask.
+            (B, T) log-probabilities, entropies and divergences in nats, and values, all with gradient, and
+            zero off the action mask.
         """
         layers = self.checkpointed if torch.is_grad_enabled() else []
         with checkpointing(layers):
-            return self._score(batch.to(self.device), sampling, entropy, values, dropout_seed)
+            return self._score(batch.to(self.device), sampling, entropy, values, teaching, dropout_seed)
 
     def exact_logprobs(self, batch: Batch, sampling: SamplingConfig) -> Tensor | None:
         """(B, T) log-probabilities in nats as ``forward`` gives them, computed in fp32 from the same weights.
@@ -171,7 +201,7 @@ class Policy(LanguageModel):
         """(B, T) present values of the critic, zero off the action mask. No logits, no gradient."""
         with torch.no_grad():
             batch = batch.to(self.device)
-            hidden, predictors, _ = self._states(batch)
+            hidden, predictors, _ = self.states(batch)
             mask = batch.action_mask
             zeros = torch.zeros(mask.shape, device=mask.device)
             return zeros.masked_scatter(mask, self._value(hidden[predictors[mask]]))
@@ -188,33 +218,46 @@ class Policy(LanguageModel):
         return self.value_head(states)  # type: ignore[no-any-return]
 
     def _score(
-        self, batch: Batch, sampling: SamplingConfig, entropy: bool, values: bool, dropout_seed: int | None
+        self,
+        batch: Batch,
+        sampling: SamplingConfig,
+        entropy: bool,
+        values: bool,
+        teaching: Teaching | None,
+        dropout_seed: int | None,
     ) -> PolicyOutput:
-        hidden, predictors, dropout = self._states(batch, dropout_seed)
+        hidden, predictors, dropout = self.states(batch, dropout_seed)
         mask = batch.action_mask
-        # Siblings that sampled the same token after the same prefix share its logits.
-        pairs = torch.stack([predictors[mask], batch.tokens[mask]])
+        # Siblings that sampled the same token after the same prefix share its logits, if their teacher's
+        # prefix is the same, too.
+        taught = [] if teaching is None else [teaching.predictors[mask]]
+        pairs = torch.stack([predictors[mask], batch.tokens[mask], *taught])
         pairs, inverse = pairs.unique(dim=1, return_inverse=True)  # type: ignore[no-untyped-call]
         states, plain = hidden[pairs[0]], self.softcap is None
-        logp, ent = logprobs_of_targets(
+        measures: list[Measure] = [entropy_of] if entropy else []
+        if teaching is not None:
+            measures.append(lambda logp, part: teaching.divergence_of(logp, pairs[2][part], sampling))
+        logp, *measured = logprobs_of_targets(
             self.head,
             plain,
             self.logits,
             states,
             pairs[1],
             sampling,
-            entropy,
+            measures,
             within=lambda part: dropping(dropout and dropout.at(pairs[0][part])),
         )
         zeros = torch.zeros(mask.shape, device=mask.device)
+        found = [zeros.masked_scatter(mask, measure[inverse]) for measure in measured]
         # values come last and index the states again: the order of the gradient's sum decides its rounding
         return PolicyOutput(
             logprobs=zeros.masked_scatter(mask, logp[inverse]),
-            entropy=None if ent is None else zeros.masked_scatter(mask, ent[inverse]),
+            entropy=found[0] if entropy else None,
+            divergence=None if teaching is None else found[-1],
             values=zeros.masked_scatter(mask, self._value(hidden[pairs[0]])[inverse]) if values else None,
         )
 
-    def _states(
+    def states(
         self, batch: Batch, dropout_seed: int | None = None
     ) -> tuple[Tensor, Tensor, AdapterDropout | None]:
         """Last hidden states (n, H), the index (B, T) of each token's predictor, and the dropout."""

@@ -41,7 +41,6 @@ from agent_peft.runs.checkpoint import (
 )
 from agent_peft.runs.digests import Contents, read_contents
 from agent_peft.runs.layout import check_run_files
-from agent_peft.runs.resume import measures_kl_to_its_start
 from agent_peft.types import AgentPeftError
 
 ORIGIN = "origin.json"
@@ -85,7 +84,7 @@ def find_origin(text: str, config: TrainConfig, contents: Contents) -> tuple[Ori
         )
     stage = config.stages[position.stage]
     first = sum(stage.steps for stage in config.stages[: position.stage])
-    start = f"step_{first:06d}" if first and measures_kl_to_its_start(stage) else None
+    start = f"step_{first:06d}" if first and stage.copies_reference else None
     late = [change for change in changes if change.rule == "late"]
     notes = [f"{names(late)} from {run}, but in a stage that is done, where it has no effect"] if late else []
     origin = Origin(str(run.resolve()), name, position.steps, start if start != name else None)

@@ -322,8 +322,7 @@ def _rule(name: str, config: TrainConfig, stage: int) -> Rule | None:
         decides = any(one.until is not None and one.until.of_evaluations for one in config.stages)
         return "asked" if decides else "free"
     if name == "demonstrations":
-        learning = (one for one in config.stages[stage:] if not one.samples and one.episodes_of is None)
-        return "asked" if any(learning) else None
+        return "asked" if any(one.needs_demonstrations for one in config.stages[stage:]) else None
     if name.startswith("stages.") and int(name.split(".")[1]) < stage:
         return None
     return "asked"

@@ -18,6 +18,8 @@ from agent_peft.environments.digests import (
     environment_digests,
 )
 from agent_peft.files import MEGABYTE, parse_json, read_text
+from agent_peft.policies.config import PretrainedConfig
+from agent_peft.policies.models.start import start_of
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.rollout.task_order import tasks_in_order
 from agent_peft.types import AgentPeftError
@@ -32,12 +34,14 @@ Contents = Mapping[str, Any]  # what -> its digest, or those of ``environment_di
 def contents_of(config: TrainConfig, environment: Environment, heldout: Environment | None) -> dict[str, Any]:
     """The digests of everything but the policy, by a name for messages."""
     contents: dict[str, Any] = {"tasks of environment": environment_digests(environment)}
-    if any(not stage.samples and stage.episodes_of is None for stage in config.stages):
+    if any(stage.needs_demonstrations for stage in config.stages):
         contents["demonstrations"] = demonstrations_digest(environment)
     for number, stage in enumerate(config.stages):
         if isinstance(stage.task_order, Path):
             order = tasks_in_order(environment.tasks, stage.task_order)
             contents[f"stages.{number}.task_order"] = digest([task.id for task in order])
+        if stage.has_teacher and stage.teacher.model is not None:
+            contents[f"stages.{number}.teacher"] = _model_digest(stage.teacher.model)
         if stage.episodes_of is not None:
             run = stage.episodes_of.run.expanduser()
             if run.resolve() != config.run_dir.resolve():  # its own steps are added while it trains
@@ -46,6 +50,14 @@ def contents_of(config: TrainConfig, environment: Environment, heldout: Environm
     if heldout is not None and config.evaluation is not None:
         contents[EVALUATION] = environment_digests(heldout, config.evaluation.num_tasks)
     return contents
+
+
+def _model_digest(model: str) -> str:
+    """Of the names and sizes of the files of a model or an adapter; of its name, where there is no folder."""
+    start = start_of(PretrainedConfig(model=model))
+    folders = [folder for folder in (Path(start.model), start.adapter) if folder and folder.is_dir()]
+    files = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
+    return digest([start.model if not files else [(path.name, path.stat().st_size) for path in files]])
 
 
 def template_of(chat: ChatTokenizer) -> dict[str, Any]:

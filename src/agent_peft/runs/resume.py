@@ -13,7 +13,6 @@ from agent_peft.policies import adapters
 from agent_peft.policies.policy import Policy
 from agent_peft.runs.checkpoint import Position, cause_of, clean, latest_checkpoint, read_position
 from agent_peft.runs.trajectories import remove_step, steps_in
-from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import AgentPeftError
 
@@ -62,17 +61,13 @@ def restore(trainer: Trainer, checkpoint: Path) -> None:
         ) from error
 
 
-def measures_kl_to_its_start(stage: StageConfig) -> bool:
-    return stage.algorithm.facts.needs_reference and stage.reference != "base"
-
-
 def load_start(policy: Policy, checkpoint: Path, stage: str) -> None:
-    """Load the weights that a stage began with, to which its KL is measured."""
+    """Load the weights that a stage began with, which are its reference."""
     try:
         adapters.load(policy.model, checkpoint)
     except AgentPeftError as error:
         raise AgentPeftError(
-            f"{checkpoint}: the KL of stage {stage!r} is measured to this checkpoint, and it cannot be read "
+            f"{checkpoint}: the reference of stage {stage!r} is this checkpoint, and it cannot be read "
             f"({error}); put it back from a backup, or start over with --fresh"
         ) from error
 

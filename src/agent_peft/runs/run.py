@@ -66,7 +66,7 @@ from agent_peft.runs.observers import (
     metrics_record,
 )
 from agent_peft.runs.progress import Progress
-from agent_peft.runs.resume import find_position, forget_after, load_start, measures_kl_to_its_start, restore
+from agent_peft.runs.resume import find_position, forget_after, load_start, restore
 from agent_peft.runs.schedules import Schedules
 from agent_peft.runs.trackers import load_trackers
 from agent_peft.runs.trajectories import keep_trajectories, write_trajectories
@@ -321,7 +321,7 @@ class _Run:
     def train_stage(self, index: int, first: int, checkpoint: str | None) -> None:
         """Train one stage to its end, from its start or from a checkpoint inside it."""
         stage, seed = self.config.stages[index], derive(self.config.seed, "stage", index)
-        if checkpoint is not None and first and measures_kl_to_its_start(stage):
+        if checkpoint is not None and first and stage.copies_reference:
             load_start(self.policy, self.checkpoints / f"step_{first:06d}", stage.name)
         trainer = Trainer(
             self.policy,

@@ -21,6 +21,7 @@ from agent_peft.ranks import merged
 from agent_peft.training.checks import Mismatch, assert_mask
 from agent_peft.training.optimizer import MasterWeights
 from agent_peft.training.stage import StageConfig
+from agent_peft.training.teacher import Teacher
 from agent_peft.types import AgentPeftError, TrustError
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,9 @@ class Gradients:
         stage: StageConfig,
         masters: MasterWeights,
         optimizer: Optimizer,
+        teacher: Teacher | None = None,
     ) -> None:
+        self.teacher = teacher
         self.policy, self.algorithm, self.sampling = policy, algorithm, stage.scoring
         self.masters, self.optimizer = masters, optimizer
         self.microbatching = Microbatching(
@@ -219,7 +222,9 @@ class Gradients:
         for rows in self._microbatches(weighed):
             microbatch = weighed.select(rows)
             needs = {"entropy": algorithm.needs_entropy, "values": algorithm.critic is not None}
-            output = policy.forward(microbatch, self.sampling, **needs, dropout_seed=masks)
+            # read first, while there are no activations of the policy
+            taught = None if self.teacher is None else self.teacher.read(microbatch, places[rows].tolist())
+            output = policy.forward(microbatch, self.sampling, **needs, teaching=taught, dropout_seed=masks)
             microbatch = microbatch.to(output.logprobs.device)
             if on_policy:  # the sampler drops nothing, so with dropout the check scores once more
                 scored = output.logprobs if masks is None else self._logprobs(microbatch)

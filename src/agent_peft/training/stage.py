@@ -28,6 +28,7 @@ from agent_peft.rollout.statistics import METRICS
 from agent_peft.rollout.task_order import ORDER_NAMES, AnyOrder, BySkillConfig, length_of_trip
 from agent_peft.training.optimizer import OptimizerConfig
 from agent_peft.training.step_metrics import metrics_of
+from agent_peft.training.teacher_config import TeacherConfig
 from agent_peft.training.until import UntilConfig, unknown_metric
 from agent_peft.types import AgentPeftError, Task
 
@@ -97,6 +98,9 @@ class StageConfig(Config):
         default="stage_start",
         description="the policy that the KL is measured to: stage_start is the policy at the start of the "
         "stage, base is the policy with its adapter off",
+    )
+    teacher: TeacherConfig = Field(
+        default_factory=TeacherConfig, description="whom a distillation learns from"
     )
     mask_cut_actions: bool = Field(
         default=False, description="do not train on actions that a token limit ended; they still get rewards"
@@ -188,11 +192,27 @@ class StageConfig(Config):
     @property
     def copies_reference(self) -> bool:
         """Whether the reference is a copy of the weights that are trained."""
-        return self.algorithm.facts.needs_reference and self.reference == "stage_start"
+        return self.uses_reference and self.reference == "stage_start"
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether a KL is measured to the reference, or the reference is the teacher."""
+        return self.algorithm.facts.needs_reference or (self.has_teacher and self.teacher.model is None)
 
     @property
     def needs_entropy(self) -> bool:
         return self.algorithm.facts.needs_entropy
+
+    @property
+    def has_teacher(self) -> bool:
+        return self.algorithm.facts.divergence is not None
+
+    @property
+    def needs_demonstrations(self) -> bool:
+        """Whether the environment's demonstrations decide what is learned."""
+        if self.has_teacher:
+            return self.teacher.prompt is not None
+        return not self.samples and self.episodes_of is None
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -270,11 +290,14 @@ class StageConfig(Config):
             raise ValueError(
                 "sampling.temperature: 0 has no density to train on; set it above 0 (evaluation may use 0)"
             )
-        if algorithm.needs_reference and sampling.truncates:
+        if self._sets("reference") and not self.uses_reference:
+            raise ValueError("reference has no effect with teacher.model; leave it out")
+        if (algorithm.needs_reference or algorithm.divergence) and sampling.truncates:
             key = "top_p" if sampling.top_p < 1 else "top_k"
+            other = "teacher" if algorithm.divergence else "reference"
             raise ValueError(
-                f"sampling.{key} cuts off tokens that the reference gives probability to, so the KL cannot "
-                "be measured on those that are drawn; leave top_p and top_k out, or the KL"
+                f"sampling.{key} cuts off tokens that the {other} gives probability to, so the KL cannot be "
+                "measured on those that are drawn; leave top_p and top_k out, or the KL"
             )
         if self.until is not None and self.until.metric not in (*self.metrics, *METRICS):
             raise ValueError(unknown_metric(self.until.metric, self.metrics))
@@ -326,7 +349,12 @@ UNUSED = (
         lambda it, _: not it.compares_groups,
         "does not compare the episodes of a task with each other",
     ),
-    Unused(("reference",), lambda it, _: not it.needs_reference, "measures no KL (kl_coef is 0)"),
+    Unused(("teacher",), lambda it, _: it.divergence is None, "has no teacher"),
+    Unused(
+        ("reference",),
+        lambda it, _: not (it.needs_reference or it.divergence),
+        "measures no KL (kl_coef is 0)",
+    ),
 )
 
 

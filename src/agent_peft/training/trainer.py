@@ -45,6 +45,7 @@ from agent_peft.training.step_metrics import (
     mean_of,
     surprisal,
 )
+from agent_peft.training.teacher import Teacher
 from agent_peft.types import AgentPeftError, Group, TrustError
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,13 @@ class Trainer:
         self.source = source or build_source(
             stage, environment, self.engine, seed, ranks, schedule_of, self.replays
         )
-        self.gradients = Gradients(policy, self.algorithm, stage, self.masters, self.optimizer)
+        divergence = self.algorithm.divergence
+        self.teacher = (
+            None
+            if divergence is None
+            else Teacher(policy, stage.teacher, stage.reference, environment, divergence)
+        )
+        self.gradients = Gradients(policy, self.algorithm, stage, self.masters, self.optimizer, self.teacher)
         self.canary = checks.Canary(policy, self.engine)
         self.signal = SignalCounter(warns=ranks.is_main)
         self.step = 0
@@ -165,6 +172,8 @@ class Trainer:
         """This rank's share of the step, with its advantages. Groups are numbered over all ranks."""
         share = self.ranks.share(range(len(groups)))
         batch = collate_groups({number: groups[number] for number in share}, self.stage.mask_cut_actions)
+        if self.teacher:
+            self.teacher.begin_step([t for number in share for t in groups[number].trajectories])
         if self.algorithm.critic:
             batch = replace(batch, values=self.gradients.score(batch, self.policy.values))
         return self.algorithm.prepare(self.gradients.begin_step(batch), self.ranks.sum)
@@ -227,7 +236,7 @@ class Trainer:
             self.masters.publish()
         self.updates += 1
         with explain_oom("as an update was checked", SMALLER):
-            self.check_update(minibatch, checksum_before)
+            self.check_update(minibatch, checksum_before, norm)
         measured = {"loss": loss, "gradient_norm": norm, "learning_rate": self.learning_rate}
         return {**averages(sums), **mismatch.metrics, **measured, **UPDATE_COUNTS}
 
@@ -256,10 +265,10 @@ class Trainer:
             logger.warning("%s: the update is skipped", fault)
         return {**UPDATE_COUNTS, "nonfinite_updates": 1.0, "learning_rate": self.learning_rate}
 
-    def check_update(self, minibatch: Batch, checksum_before: int) -> None:
+    def check_update(self, minibatch: Batch, checksum_before: int, norm: float) -> None:
         # a first step of groups without variance has no gradient but a penalty's, which is zero where the
         # policy is its reference; neither has one whose tokens were the only ones that top-p or top-k left
-        learnable = (minibatch.advantages * minibatch.logprobs).any()
+        learnable = (minibatch.advantages * minibatch.logprobs).any() or (self.teacher and norm > 0)
         if not self.learning and bool(learnable or not self.algorithm.on_policy):
             checks.assert_learning(self.policy, checksum(self.parameters) != checksum_before)
             self.learning = True

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from agent_peft.policies import adapters
 from agent_peft.policies.forward import language_model
-from agent_peft.policies.forward.language_model import logprobs_of_targets
+from agent_peft.policies.forward.language_model import entropy_of, logprobs_of_targets
 from agent_peft.policies.sampling import SamplingConfig
 
 
@@ -18,7 +18,9 @@ def slope(
     autograd's.
     """
     states = states.detach().clone().requires_grad_()
-    logprobs_of_targets(head, True, head, states, targets, SamplingConfig(), entropy)[0].sum().backward()
+    logprobs_of_targets(
+        head, True, head, states, targets, SamplingConfig(), (entropy_of,) if entropy else ()
+    )[0].sum().backward()
     assert states.grad is not None
     return states.grad.double()
 
@@ -67,7 +69,5 @@ def test_an_adapter_on_the_output_layer_takes_no_more_logits_at_once(peak_bytes)
     targets = torch.zeros(4096, dtype=torch.int64)
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(language_model, "CHUNK", 8 * 3000)
-        peak = peak_bytes(
-            lambda: logprobs_of_targets(head, True, head, states, targets, SamplingConfig(), False)
-        )
+        peak = peak_bytes(lambda: logprobs_of_targets(head, True, head, states, targets, SamplingConfig()))
     assert peak < 20 * 8 * 3000 * 4

@@ -112,7 +112,7 @@ def test_an_adapted_model_gives_the_same_gradients(calls, architecture, dtype):
         base = adapted.get_base_model()
         states = base.get_decoder()(input_ids=tokens).last_hidden_state[0]
         head = base.get_output_embeddings()
-        logp, _ = logprobs_of_targets(head, True, head, states, tokens[0], SamplingConfig(), False)
+        (logp,) = logprobs_of_targets(head, True, head, states, tokens[0], SamplingConfig())
         logp.sum().backward()
         return [logp.detach(), *(p.grad for p in adapted.parameters() if p.grad is not None)]
 

@@ -5,7 +5,7 @@ The output layer computes a chunk of predictors at a time: a tensor (B, T, V) ne
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -151,6 +151,15 @@ class LanguageModel:
         return float(difference.max() if self.dtype == torch.float32 else difference.mean())
 
 
+Measure = Callable[[Tensor, slice], Tensor]
+"""(log-probabilities (n, V), which of the states they are of) -> (n,)"""
+
+
+def entropy_of(logp: Tensor, _: slice) -> Tensor:
+    """(n,) entropies in nats of log-probabilities (n, V)."""
+    return -(logp.exp() * logp.masked_fill(logp.isneginf(), 0.0)).sum(-1)
+
+
 CHUNK = 256 * 49152  # logits that exist at once: 48 MiB in fp32
 
 
@@ -161,11 +170,11 @@ def logprobs_of_targets(
     states: Tensor,
     targets: Tensor,
     sampling: SamplingConfig,
-    entropy: bool,
+    measures: Sequence[Measure] = (),
     within: Callable[[slice], AbstractContextManager[None]] = lambda _: nullcontext(),
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, ...]:
     """Log-probabilities (n,) in nats of targets (n,) under the sampling distribution, from hidden states
-    (n, H). With ``entropy``, the entropies (n,) too.
+    (n, H), and what each of ``measures`` gives for the whole distributions, also (n,).
 
     Args:
         head: the output layer. If it is a linear layer without bias that is not trained, the backward does
@@ -176,21 +185,19 @@ def logprobs_of_targets(
     """
     if not len(targets):
         empty = states.new_zeros(0, dtype=torch.float32)
-        return empty, empty if entropy else None
+        return (empty,) * (1 + len(measures))
     frozen = isinstance(head, nn.Linear) and head.bias is None and not head.weight.requires_grad
-    if plain and frozen and not entropy:
+    if plain and frozen and not measures:
         logp: Tensor = _Frozen.apply(  # type: ignore[no-untyped-call]
             states, head.weight, targets, sampling, product_of(head)
         )
-        return logp, None
+        return (logp,)
 
-    def score(states: Tensor, target: Tensor, places: slice) -> tuple[Tensor, Tensor]:
+    def score(states: Tensor, target: Tensor, places: slice) -> tuple[Tensor, ...]:
         with within(places):
             logp = log_distribution(logits(states), sampling, keep=target)
         taken = logp.gather(-1, target.unsqueeze(-1)).squeeze(-1)
-        if not entropy:
-            return taken, taken.detach()
-        return taken, -(logp.exp() * logp.masked_fill(logp.isneginf(), 0.0)).sum(-1)
+        return taken, *(measure(logp, places) for measure in measures)
 
     pieces, size = [], _rows(states, head)
     one_piece = len(targets) <= size or not torch.is_grad_enabled()
@@ -199,7 +206,7 @@ def logprobs_of_targets(
         inputs = states[places], targets[places], places
         # checkpointed: the backward computes these logits again instead of keeping them all
         pieces.append(score(*inputs) if one_piece else checkpoint(score, *inputs, use_reentrant=False))
-    return torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces]) if entropy else None
+    return tuple(torch.cat(part) for part in zip(*pieces, strict=True))
 
 
 def _rows(states: Tensor, head: nn.Module) -> int:
