@@ -30,6 +30,7 @@ FLOORS = (  # each floor: its wings; each wing: its modules or packages
             "config",
             "output",
             "printable",
+            "replies",
             "search_path",
             "version",
         ),
