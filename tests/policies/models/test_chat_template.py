@@ -54,6 +54,31 @@ def test_the_facts_of_a_template_that_drops_calls_in_silence():
     assert str(facts) == "keys: none; prompt ends ';a:'; thoughts: kept; tools: result"
 
 
+@pytest.mark.parametrize(
+    ("call", "dialect"),
+    [
+        ("<tool_call>\n{{ f | tojson }}\n</tool_call>", "hermes"),
+        (
+            "<tool_call>\n<function={{ f.name }}>\n{% for k, v in f.arguments.items() %}<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>",
+            "qwen3_coder",
+        ),
+        ("{{ {'name': f.name, 'parameters': f.arguments} | tojson }}", "llama3_json"),
+        ("[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}", "mistral"),
+        (
+            "[{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}={{ v | tojson }}{% endfor %})]",
+            "pythonic",
+        ),
+        ("<｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>{{ f.arguments | tojson }}", "deepseek_v3"),
+        ("call {{ f.name }}", None),
+    ],
+)
+def test_the_dialect_is_the_one_that_reads_a_rendered_call_back(call, dialect):
+    calls = "{% for c in m.tool_calls or [] %}{% set f = c.function %}" + call + "{% endfor %}"
+    facts = probe_template(tokenizer(PLAIN.replace("{{ m.content }}", "{{ m.content }}" + calls)))
+    assert facts.dialect == dialect
+    assert (f"(calls: {dialect})" in str(facts)) is (dialect is not None)
+
+
 def test_keys_reach_every_rendering_and_the_saved_tokenizer(tmp_path):
     keyed = tokenizer(THINKING)
     with_keys(keyed, KEYS)

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from agent_peft.lookup import nearest
 from agent_peft.policies.models.template_probe import sandbox
+from agent_peft.replies import DIALECTS, read_calls
 from agent_peft.types import AgentPeftError
 
 TemplateKey = bool | int | float | str
@@ -21,7 +22,8 @@ TemplateKey = bool | int | float | str
 _CONTEXT = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
 _TRIED: tuple[TemplateKey, ...] = (True, False, "low", "high")
 _THOUGHT, _ANSWER, _RESULT = "xthoughtx", "xanswerx", "xresultx"
-_NAMES = ("xfirstx", "xsecondx")  # of tools
+_NAMES = ("xfirstx", "xotherx")  # of tools
+_ARGUMENTS = {"words": _ANSWER}
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class TemplateFacts:
         prompts: for each value of ``enable_thinking``, how the generation prompt ends, if it has the key.
         thoughts: what becomes of the thought of an earlier reply.
         tools: what it writes of tools: ``tools``, ``call``, ``several calls`` and ``result``.
+        dialect: the dialect of `replies` that reads its calls back; None where none does.
     """
 
     keys: tuple[str, ...]
@@ -41,6 +44,7 @@ class TemplateFacts:
     prompts: Mapping[bool, str]
     thoughts: str
     tools: tuple[str, ...]
+    dialect: str | None
 
     def __str__(self) -> str:
         keys = ", ".join(self.keys) or "none"
@@ -49,6 +53,7 @@ class TemplateFacts:
             for key, prompt in zip(("thinking on", "off"), self.prompts.values(), strict=False)
         )
         tools = ", ".join(self.tools) or "not written"
+        tools += f" (calls: {self.dialect})" if self.dialect else ""
         return (
             f"keys: {keys}; prompt ends {self.prompt!r}{prompts}; thoughts: {self.thoughts}; tools: {tools}"
         )
@@ -70,6 +75,7 @@ def probe_template(tokenizer: PreTrainedTokenizerBase) -> TemplateFacts | None:
         {value: _prompt_end(tokenizer, enable_thinking=value) for value in switches},
         _thoughts(tokenizer),
         _tools(tokenizer),
+        _dialect(tokenizer),
     )
 
 
@@ -156,17 +162,10 @@ def _thoughts(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _tools(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     tools = [_tool(name) for name in _NAMES]
-    calls = [
-        {
-            "type": "function",
-            "id": f"callnum0{i}",
-            "function": {"name": name, "arguments": {"words": _ANSWER}},
-        }
-        for i, name in enumerate(_NAMES)
-    ]
+    calls = [_call(name) for name in _NAMES]
     results = [
-        {"role": "tool", "name": name, "tool_call_id": f"callnum0{i}", "content": _RESULT}
-        for i, name in enumerate(_NAMES)
+        {"role": "tool", "name": name, "tool_call_id": call["id"], "content": _RESULT}
+        for name, call in zip(_NAMES, calls, strict=True)
     ]
     declared = _render(tokenizer, [_user()], tools=tools) or ""
     # the declaration holds the names, too; the argument's value is in the call alone
@@ -179,6 +178,25 @@ def _tools(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
         "result": _RESULT in one,
     }
     return tuple(name for name, holds in written.items() if holds)
+
+
+def _dialect(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    call, plain = (
+        _render(tokenizer, [_user(), reply], False, tools=[_tool(_NAMES[0])]) or ""
+        for reply in (_reply("", tool_calls=[_call(_NAMES[0])]), _reply())
+    )
+    lead, _, end = plain.rpartition(_ANSWER)
+    body = call.removeprefix(lead.rstrip()).removesuffix(end)
+    for dialect in DIALECTS:
+        calls = read_calls(body, dialect)[1]
+        if [(one.name, one.arguments, one.fault) for one in calls] == [(_NAMES[0], _ARGUMENTS, "")]:
+            return dialect
+    return None
+
+
+def _call(name: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": _ARGUMENTS}
+    return {"type": "function", "id": f"{name}00"[:9], "function": function}
 
 
 def _user() -> dict[str, Any]:
