@@ -5,6 +5,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from agent_peft.policies.models.chat_template import probe_template, with_keys
@@ -121,8 +122,10 @@ def test_the_defaults_leave_the_rest_of_the_template_as_it_is(first):
 
 
 def trl_templates() -> list[Path]:
+    """The originals in TRL's wheel, without its patches for training."""
     found = importlib.util.find_spec("trl")
-    return sorted(Path(found.origin).parent.glob("chat_templates/*.jinja")) if found and found.origin else []
+    paths = Path(found.origin).parent.glob("chat_templates/*.jinja") if found and found.origin else ()
+    return sorted(path for path in paths if not path.stem.endswith("_training"))
 
 
 @pytest.mark.slow
@@ -130,15 +133,18 @@ def test_the_templates_of_trl():
     """Keys in the template's text render as keys that are passed."""
     if not (paths := trl_templates()):
         pytest.skip("trl is not installed; its wheel holds the templates")
+    compared = 0
     for path in paths:
         made = tokenizer(path.read_text())
         for key in probe_template(made).keys:
-            for value in (True, False, "low"):
+            for value in (False, "low"):
                 made.chat_template = path.read_text()
                 turn = [{"role": "user", "content": "hi"}]
                 try:
                     passed = made.apply_chat_template(turn, tokenize=False, **{key: value})
                     with_keys(made, {key: value})
-                except Exception:  # refused, which other tests read
+                except (AgentPeftError, TemplateError, TypeError):  # a value of another type
                     continue
                 assert made.apply_chat_template(turn, tokenize=False) == passed, (path.name, key, value)
+                compared += 1
+    assert compared >= 20
