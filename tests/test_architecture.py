@@ -31,6 +31,7 @@ FLOORS = (  # each floor: its wings; each wing: its modules or packages
             "output",
             "printable",
             "heap",
+            "replies",
             "search_path",
             "version",
         ),

@@ -111,6 +111,7 @@ NAMED: dict[str, str] = {
     "policy.alphabet": "{path}='0123456789+*-=x '",
     "evaluation": "evaluation=null",
     "policy.architecture": "{path}.n_layer=2",
+    "policy.template": "{path}.enable_thinking=false",
     "environment.operation": "{path}=multiplication",
     "environment.digits": "{path}=[1, 2]",
     "environment:os_interaction.skills": "{path}=[mkdir]",

@@ -32,7 +32,7 @@ from agent_peft.policies.memory import (
     in_words,
     stage_memory,
 )
-from agent_peft.policies.models.shape import shape_of
+from agent_peft.policies.models.shape import shape_of, template_at_hand
 from agent_peft.policies.precision import choose_precision
 from agent_peft.policies.sampling import LIMITS
 from agent_peft.printable import printable
@@ -169,6 +169,8 @@ def _facts(
     consequences["dtype"] = f"{precision.name} ({precision.reason})"
     library = choose_library(config.policy.matmul, choose_device(config.policy.device), precision.dtype)
     consequences["matmul"] = f"{library.name} ({library.reason})"
+    if (template := template_at_hand(config.policy)) is not None:
+        consequences["chat template"] = str(template)
     consequences["threads"] = f"{threads.number} ({threads.reason})"
     return consequences
 

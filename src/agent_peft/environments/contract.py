@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from agent_peft.config import Config, first_error
 from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
 from agent_peft.printable import printable
+from agent_peft.replies import UNCLOSED_THOUGHT, read_reply
 from agent_peft.types import (
     AgentPeftError,
     InfrastructureError,
@@ -169,9 +170,18 @@ def opening_of(episode: Episode) -> list[Message]:
 
 
 def result_of(episode: Episode, action: str) -> StepResult:
-    """Act in an episode, and return its result. An outcome or a stop reason may be the text of one."""
-    result = episode.step(action)
+    """Act in an episode, and return its result. An outcome or a stop reason may be the text of one.
+
+    The episode gets the action without its thoughts, so that no environment acts on a thought. It gets an
+    empty action where a thought is not closed.
+    """
+    reply = read_reply(action)
+    result = episode.step(action if reply.thought is None else reply.text)
     RESULT.check(result, episode, "step")
+    if not reply.closed:
+        unread = result.stop_reason is None and not result.valid
+        observation = UNCLOSED_THOUGHT if unread else result.observation
+        result = replace(result, valid=False, observation=observation)
     outcome, stop_reason = result.outcome, result.stop_reason
     if type(outcome) is Outcome and (stop_reason is None or type(stop_reason) is StopReason):
         return result

@@ -41,7 +41,7 @@ def read_tool_call(reply: str, example: str) -> ToolCall:
     text = reply.split("<tool_call>")[1].split("</tool_call>")[0] if calls else reply
     text = re.sub(r"\A\s*+```(?:json)?|```\s*\Z", "", text).strip()
     try:
-        call = json.loads(text)
+        call = json.loads(text, strict=False)  # a string may hold newlines as they are
     except (ValueError, RecursionError):
         raise NotAToolCall(f"No tool call found. Write\n{example}") from None
     if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
@@ -49,7 +49,7 @@ def read_tool_call(reply: str, example: str) -> ToolCall:
     arguments = call.get("arguments", call.get("parameters", {}))
     if isinstance(arguments, str):  # some models write them as a text of JSON
         try:
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments, strict=False)
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, Mapping):

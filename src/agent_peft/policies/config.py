@@ -86,6 +86,11 @@ class PretrainedConfig(Config):
         description="true adds the adapter that the policy starts from to the weights and trains a new one "
         "(or every parameter); false continues with that adapter",
     )
+    template: dict[str, bool | int | float | str] = Field(
+        default={},
+        description="keys of the model's chat template, such as {enable_thinking: false}; one that changes "
+        "no text is an error",
+    )
     packing: Packing = True
     activation_checkpointing: ActivationCheckpointing = False
 

@@ -21,6 +21,7 @@ from agent_peft.policies.config import PretrainedConfig, ScratchConfig
 from agent_peft.policies.forward.products import choose_library, use_onednn
 from agent_peft.policies.models.adapter_files import read_adapter_config
 from agent_peft.policies.models.bundled import BUNDLED, resolve_model
+from agent_peft.policies.models.chat_template import with_keys
 from agent_peft.policies.models.custom_module import build_custom
 from agent_peft.policies.models.pretrained import build_model, ends_of, load_pretrained
 from agent_peft.policies.models.shape import is_custom, scratch_architecture
@@ -133,6 +134,7 @@ def _load(config: PretrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedToken
             f"policy.model: {config.model!r} is no bundled model ({', '.join(BUNDLED)}), no folder and no "
             f"model that the hub gives ({why_not_given(error)}){nearest_path(start.model, BUNDLED)}"
         ) from error
+    with_keys(tokenizer, config.template)
     model.name_or_path = portable(start.model)
     if config.merge_adapter and start.adapter is not None:
         model = adapters.fold_in(model, start.adapter)

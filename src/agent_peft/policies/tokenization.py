@@ -36,6 +36,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
 from agent_peft.policies.models.tokenizer import PLAIN_TEMPLATE, spelled_bytes, undated
+from agent_peft.replies import open_thought
 from agent_peft.types import AgentPeftError, Message, Role
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,7 @@ class ChatTokenizer:
         end_of_turn: token ids that end an assistant's turn: ``ends``, the tokenizer's eos, and the token that
             the template writes after an assistant message.
         template: the chat template that is used where it is not the tokenizer's own.
+        open_thought: how the generation prompt opens a thought; empty where it opens none.
         append_only: whether one more turn leaves the earlier turns of the template's text unchanged.
     """
 
@@ -90,6 +92,7 @@ class ChatTokenizer:
         self._trimmed = frozenset(role for role in get_args(Role) if self._trims(role))
         self._closing, self._after_closing = self._split_closing(frames[4])
         self._generate = frames[5]
+        self.open_thought = open_thought(self._generate)
         lead = frames[3].removeprefix(frames[5])
         # a blank before the reply that the generation prompt lacks, so that the policy has to write it
         self._lead = "" if lead.strip() else lead

@@ -152,7 +152,9 @@ class EpisodeConversation:
         cut = self._is_cut(action)
         self.turns.append(Turn(self._observation, tuple(action), tuple(logprobs), cut=cut, mistake=mistake))
         self._room = room
-        following = self._step(self.chat.decode_action(action) if text is None else text)
+        if text is None:  # the prompt may have opened the thought that the action begins with
+            text = self.chat.open_thought + self.chat.decode_action(action)
+        following = self._step(text)
         if following is None:
             self.close()
         return following

@@ -217,3 +217,8 @@ def test_parsing_a_megabyte_is_quick(protocol, head, piece):
     begun = time.perf_counter()
     protocol.parse(reply)
     assert time.perf_counter() - begun < 2
+
+
+def test_a_string_of_a_call_may_hold_newlines():
+    call = '<tool_call>{"name": "execute_sql", "arguments": {"query": "SELECT a\nFROM t"}}</tool_call>'
+    assert parse_tool_call(call) == SqlOperation("SELECT a\nFROM t")

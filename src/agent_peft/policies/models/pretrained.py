@@ -65,7 +65,7 @@ def load_pretrained(folder: str, dtype: torch.dtype) -> tuple[PreTrainedTokenize
             config = read_model_config(folder)
             if here:
                 check_size(config, Path(folder))
-            tokenizer = _load_tokenizer(folder)
+            tokenizer = load_tokenizer(folder)
             model = _load_model(folder, config, dtype)
     except AgentPeftError:
         raise
@@ -77,9 +77,11 @@ def load_pretrained(folder: str, dtype: torch.dtype) -> tuple[PreTrainedTokenize
     return tokenizer, model
 
 
-def _load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: str, download: bool = True) -> PreTrainedTokenizerBase:
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=not download
+        )
     except Exception as error:
         if not Path(folder).is_dir() or "trust_remote_code" in str(error):
             raise

@@ -5,7 +5,7 @@ memory nor a download.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,14 @@ from agent_peft.files import check_regular
 from agent_peft.lookup import may_import
 from agent_peft.policies.config import LoraSettings, PretrainedConfig, ScratchConfig
 from agent_peft.policies.models import bundled
-from agent_peft.policies.models.pretrained import build_model, cause, read_model_config
+from agent_peft.policies.models.chat_template import TemplateFacts, probe_template, with_keys
+from agent_peft.policies.models.pretrained import (
+    build_model,
+    cause,
+    check_chat_template,
+    load_tokenizer,
+    read_model_config,
+)
 from agent_peft.policies.models.start import start_of
 from agent_peft.policies.models.tokenizer import character_tokenizer
 from agent_peft.types import AgentPeftError
@@ -228,12 +235,32 @@ def config_here(name: str) -> PreTrainedConfig | None:
     """The configuration of a bundled model, a folder or a hub id, without a download. It is None if it is
     not on this machine, or damaged.
     """
+    config: PreTrainedConfig | None = _read_here(name, read_model_config)
+    return config
+
+
+def template_at_hand(config: PretrainedConfig | ScratchConfig) -> TemplateFacts | None:
+    """What the chat template of a policy does, with the keys that the configuration sets. None where it has
+    none, or where it is not known without a download.
+    """
+    if isinstance(config, ScratchConfig):
+        return None
+    tokenizer = _read_here(start_of(config).model, load_tokenizer)
+    if tokenizer is None:
+        return None
+    check_chat_template(tokenizer, config.model)
+    with_keys(tokenizer, config.template)
+    return probe_template(tokenizer)
+
+
+def _read_here(name: str, read: Callable[..., Any]) -> Any:
+    """What ``read`` returns for a model, or None if it is not on this machine, or damaged."""
     folder = bundled.cached(name) if name in bundled.BUNDLED else Path(name)
     if folder is None or folder.suffix == ".gguf":
         return None
     check_regular(folder)
     try:
-        return read_model_config(str(folder), download=False)
+        return read(str(folder), download=False)
     except AgentPeftError:
         raise
     except Exception:  # loading the model reports more

@@ -29,6 +29,17 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+def sandbox() -> ImmutableSandboxedEnvironment:
+    """Jinja as Transformers sets it up for chat templates."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return environment
+
+
 def render_all(
     template: str, special_tokens: dict[str, str], conversations: list[list[dict[str, str]]], longest: int
 ) -> None:
@@ -38,12 +49,7 @@ def render_all(
     Raises:
         MemoryError: there is not enough, or a text is longer than ``longest`` characters.
     """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    environment = sandbox()
     for conversation in conversations:
         for generate in (True, False):
             try:

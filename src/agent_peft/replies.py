@@ -1,0 +1,258 @@
+"""The parts of a sampled reply: its thoughts, the text that acts, and its calls of tools."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_PYTHON = 32_768  # characters of a list of calls; Python's parser has no other bound
+
+# how thoughts open and close: of most models, Mistral's, Seed's and Gemma 4's
+_THOUGHTS = {
+    "<think>": "</think>",
+    "[THINK]": "[/THINK]",
+    "<seed:think>": "</seed:think>",
+    "<|channel>thought": "<channel|>",
+}
+_MARK = re.compile("|".join(re.escape(mark) for pair in _THOUGHTS.items() for mark in pair))
+_DECODER = json.JSONDecoder(strict=False)
+_BLANKS = re.compile(r"\s*")
+_PYTHON_CALL = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
+
+PYTHON_FAULT = "The tool calls are not a Python list of calls with named literals, as [name(key=1)]."
+UNCLOSED_THOUGHT = (
+    "The reply ends inside its thought, so it has no action. Close the thought, then write the action."
+)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A reply in parts.
+
+    Attributes:
+        thought: what the reply's thoughts hold; None where it has none.
+        text: the reply without its thoughts; empty where a thought is not closed.
+        closed: whether every thought is closed.
+    """
+
+    thought: str | None
+    text: str
+    closed: bool = True
+
+
+def read_reply(reply: str) -> Reply:
+    """Split a reply. Text before a closing mark that nothing opens is a thought, which the prompt opened.
+
+    Takes time linear in the reply, and never raises.
+
+    >>> read_reply("<think>\\nfirst ls\\n</think>\\n\\nAct: finish")
+    Reply(thought='\\nfirst ls\\n', text='Act: finish', closed=True)
+    >>> read_reply("<think> Act: finish")
+    Reply(thought=' Act: finish', text='', closed=False)
+    """
+    thoughts: list[str] = []
+    texts: list[str] = []
+    closing, place = None, 0
+    for mark in _MARK.finditer(reply):
+        if closing not in (None, mark[0]):
+            continue
+        part = reply[place : mark.start()]
+        if closing is None and mark[0] in _THOUGHTS:
+            texts.append(part)
+            closing = _THOUGHTS[mark[0]]
+        elif closing is None:
+            thoughts += [*texts, part]
+            texts.clear()
+        else:
+            thoughts.append(part)
+            closing = None
+        place = mark.end()
+    if closing is not None:
+        return Reply("".join([*thoughts, reply[place:]]), "", closed=False)
+    if place == 0:
+        return Reply(None, reply)
+    return Reply("".join(thoughts), "".join([*texts, reply[place:]]).strip())
+
+
+def open_thought(prompt: str) -> str:
+    """The end of a prompt that opens a thought: from the opening mark on; empty where none is open.
+
+    >>> open_thought("<|im_start|>assistant\\n<think>\\n"), open_thought("<think></think>")
+    ('<think>\\n', '')
+    """
+    last = max(_MARK.finditer(prompt), key=lambda mark: mark.start(), default=None)
+    return prompt[last.start() :] if last is not None and last[0] in _THOUGHTS else ""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool. ``fault`` is empty, or a sentence for the model: what is wrong."""
+
+    name: str = ""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    id: str | None = None
+    fault: str = ""
+
+
+def read_calls(text: str, dialect: str) -> tuple[str, tuple[Call, ...]]:
+    """The text without its calls, and the calls, in a dialect named as vLLM names its parsers (``DIALECTS``).
+    Thoughts must be gone (`read_reply`). Takes time linear in the text, and never raises.
+
+    >>> read_calls('Look: <tool_call>{"name": "ls", "arguments": {"path": "/"}}</tool_call>', "hermes")
+    ('Look:', (Call(name='ls', arguments={'path': '/'}, id=None, fault=''),))
+    """
+    before, calls = DIALECTS[dialect](text)
+    return before.strip(), tuple(calls)
+
+
+def call_of(content: Any) -> Call:
+    """The call that JSON describes: an object with a name and arguments, or a list of one."""
+    if isinstance(content, list) and len(content) == 1:
+        content = content[0]
+    if not isinstance(content, dict) or not isinstance(content.get("name"), str) or not content["name"]:
+        return Call(fault="A tool call is one JSON object with name and arguments.")
+    arguments = content.get("arguments", content.get("parameters", {}))
+    if isinstance(arguments, str):  # some models write them as a text of JSON
+        arguments = _json(arguments)[0]
+    name, ident = content["name"], content.get("id")
+    if not isinstance(arguments, dict):
+        return Call(name, fault="The arguments of a tool call are a JSON object.")
+    return Call(name, arguments, ident if isinstance(ident, str) else None)
+
+
+def _json(text: str, start: int = 0) -> tuple[Any, int]:
+    """The JSON value at ``start`` and where it ends; None and ``start`` where there is none. Strings may hold
+    newlines.
+    """
+    try:
+        start = _BLANKS.match(text, start).end()  # type: ignore[union-attr]  # it matches anywhere
+        content, end = _DECODER.raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return None, start
+    return content, end
+
+
+def _hermes(text: str) -> tuple[str, list[Call]]:
+    """Qwen 2.5 and 3, Granite 4, Hermes: JSON in tags. A closing tag in a string closes nothing."""
+    place = text.find("<tool_call>")
+    before, calls = text[:place] if place >= 0 else text, []
+    while place >= 0:
+        start = place + len("<tool_call>")
+        content, end = _json(text, start)
+        broken = content is None
+        calls.append(Call(fault="The tool call is not JSON.") if broken else call_of(content))
+        place = text.find("<tool_call>", start if broken else end)
+    return before, calls
+
+
+def _qwen3_coder(text: str) -> tuple[str, list[Call]]:
+    """Qwen3-Coder, Qwen3.5 and later, Nemotron 3: a tag for the function and each parameter. The values are
+    texts, without the newline next to each tag.
+    """
+    before, *blocks = text.split("<function=")
+    return before.replace("<tool_call>", ""), [_function(block) for block in blocks]
+
+
+def _function(block: str) -> Call:
+    name, mark, body = block.partition(">")
+    name = name.strip()
+    if not mark or not name or "\n" in name:
+        return Call(fault="The tag <function=NAME> has no name.")
+    end = body.rfind("</function>")
+    if end < 0:
+        return Call(name, fault="The tag </function> is missing.")
+    arguments = {}
+    for part in body[:end].split("<parameter=")[1:]:
+        key, mark, value = part.partition(">")
+        close = value.rfind("</parameter>")
+        if not mark or close < 0:
+            return Call(name, fault=f"The parameter {key.strip()[:40]!r} is not closed by </parameter>.")
+        arguments[key.strip()] = value[:close].removeprefix("\n").removesuffix("\n")
+    return Call(name, arguments)
+
+
+def _llama3_json(text: str) -> tuple[str, list[Call]]:
+    """Llama 3: the whole reply is JSON, or what follows ``<|python_tag|>``; a semicolon between calls."""
+    before, mark, rest = text.rpartition("<|python_tag|>")
+    if not mark and not rest.lstrip().startswith("{"):
+        return text, []
+    calls: list[Call] = []
+    place = 0
+    while True:
+        content, end = _json(rest, place)
+        if content is None:
+            return before, [*calls, Call(fault="The tool call is not JSON.")]
+        calls.append(call_of(content))
+        after = rest[end : end + 64].lstrip()
+        if not after.startswith(";"):
+            return before, calls
+        place = rest.index(";", end) + 1
+
+
+def _mistral(text: str) -> tuple[str, list[Call]]:
+    """Mistral: ``[TOOL_CALLS]`` before a JSON list, or before each ``NAME[CALL_ID]ID[ARGS]{…}``."""
+    before, *blocks = text.split("[TOOL_CALLS]")
+    calls: list[Call] = []
+    for block in blocks:
+        head = block.lstrip()
+        if head.startswith(("[{", "{")):
+            content = _json(head)[0]
+            if content is None:
+                calls.append(Call(fault="The tool call is not JSON."))
+            else:
+                calls += [call_of(one) for one in (content if isinstance(content, list) else [content])]
+            continue
+        name, mark, arguments = head.partition("[ARGS]")
+        if not mark:
+            name, mark, arguments = head.partition("{")
+            arguments = mark + arguments
+        name, _, ident = name.partition("[CALL_ID]")
+        call = call_of({"name": name.strip(), "arguments": _json(arguments)[0], "id": ident.strip() or None})
+        calls.append(call)
+    return before, calls
+
+
+def _deepseek_v3(text: str) -> tuple[str, list[Call]]:
+    """DeepSeek V3.1: ``NAME<｜tool▁sep｜>{…}``; V3, R1: ``function<｜tool▁sep｜>NAME``, a block."""
+    before, *blocks = text.split("<｜tool▁call▁begin｜>")
+    calls = []
+    for block in blocks:
+        name, _, rest = block.partition("<｜tool▁sep｜>")
+        if "```json" in rest:
+            name, _, rest = rest.partition("```json")
+        calls.append(call_of({"name": name.strip(), "arguments": _json(rest)[0]}))
+    return before.replace("<｜tool▁calls▁begin｜>", ""), calls
+
+
+def _pythonic(text: str) -> tuple[str, list[Call]]:
+    """LFM2, Llama 4, Olmo 3: a Python list of calls, whose arguments are named literals."""
+    before, mark, rest = text.partition("<|tool_call_start|>")
+    code = (rest.partition("<|tool_call_end|>")[0] if mark else text).strip()
+    if not mark and not _PYTHON_CALL.match(code):
+        return text, []
+    try:
+        tree = ast.parse(code[:MAX_PYTHON], mode="eval").body
+        nodes = tree.elts if isinstance(tree, ast.List) else [tree]
+        calls = []
+        for node in nodes:
+            assert isinstance(node, ast.Call) and not node.args
+            values = {str(word.arg): ast.literal_eval(word.value) for word in node.keywords}
+            json.dumps(values, allow_nan=False)
+            calls.append(Call(ast.unparse(node.func), values))
+    except (AssertionError, SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        calls = [Call(fault=PYTHON_FAULT)]
+    return before if mark else "", calls
+
+
+DIALECTS: Mapping[str, Callable[[str], tuple[str, list[Call]]]] = {
+    "hermes": _hermes,
+    "qwen3_coder": _qwen3_coder,
+    "mistral": _mistral,
+    "deepseek_v3": _deepseek_v3,
+    "llama3_json": _llama3_json,
+    "pythonic": _pythonic,
+}
