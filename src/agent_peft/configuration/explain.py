@@ -25,13 +25,7 @@ from agent_peft.lookup import NotImportedError, may_import
 from agent_peft.policies.config import PretrainedConfig
 from agent_peft.policies.engine.fused_linear import pays_off
 from agent_peft.policies.forward.products import choose_library
-from agent_peft.policies.memory import (
-    MemoryModel,
-    StageMemory,
-    evaluation_memory,
-    in_words,
-    stage_memory,
-)
+from agent_peft.policies.memory import MemoryModel, StageMemory, evaluation_memory, in_words, stage_memory
 from agent_peft.policies.models.shape import shape_of, template_at_hand
 from agent_peft.policies.precision import choose_precision
 from agent_peft.policies.sampling import LIMITS
@@ -286,11 +280,10 @@ def memory(config: TrainConfig) -> dict[str, StageMemory]:
     )
     memories = {}
     for place, stage in enumerate(config.stages):
-        teacher = None
-        if stage.has_teacher and stage.teacher.model is not None:
-            teacher = shape_of(PretrainedConfig(model=stage.teacher.model, lora=None))
-            if teacher is None:
-                return {}
+        named = stage.teacher.model if stage.has_teacher else None
+        teacher = None if named is None else shape_of(PretrainedConfig(model=named, lora=None))
+        if named is not None and teacher is None:
+            return {}
         memories[f"stage {place}: {stage.name}"] = stage_memory(model, stage, config.engine, teacher)
     if config.evaluation is not None:
         candidates = [
