@@ -199,6 +199,8 @@ def make_trainer(policy: Policy, algorithm: str, **more: Any) -> Trainer:
     demonstrated = algorithm in {"sft", "dpo", "kto", "orpo", "simpo"}
     on_policy = {} if demonstrated else {"group_size": 4, "rewards": rewards}
     kind = {"kind": algorithm, **({"constant_length": 8} if algorithm == "dr_grpo" else {})}
+    if algorithm == "distill":
+        on_policy["teacher"] = {"prompt": "{solution}={task}"}
     stage = {
         "algorithm": kind,
         "steps": 1,
