@@ -6,6 +6,7 @@ policy's chat template. A run that resumes with other contents under the same ke
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,11 +54,22 @@ def contents_of(config: TrainConfig, environment: Environment, heldout: Environm
 
 
 def _model_digest(model: str) -> str:
-    """Of the names and sizes of the files of a model or an adapter; of its name, where there is no folder."""
+    """Of the files of a model or an adapter: names, sizes, and both ends of their bytes, since a model may be
+    larger than what is read in a moment. Of its name, where there is no folder.
+    """
     start = start_of(PretrainedConfig(model=model))
     folders = [folder for folder in (Path(start.model), start.adapter) if folder and folder.is_dir()]
     files = [path for folder in folders for path in sorted(folder.iterdir()) if path.is_file()]
-    return digest([start.model if not files else [(path.name, path.stat().st_size) for path in files]])
+    return digest([start.model if not files else [(path.name, *_ends(path)) for path in files]])
+
+
+def _ends(path: Path) -> tuple[int, str]:
+    """The size of a file, and the digest of its first and its last megabyte."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        first = file.read(MEGABYTE)
+        file.seek(max(0, size - MEGABYTE))
+        return size, hashlib.sha256(first + file.read()).hexdigest()
 
 
 def template_of(chat: ChatTokenizer) -> dict[str, Any]:
