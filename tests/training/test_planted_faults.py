@@ -157,7 +157,7 @@ def test_a_fault_stops_the_run(make, monkeypatch, dtype, temperature, alpha, fau
 @pytest.mark.slow
 def test_a_real_model_is_watched_as_well(smollm2, real_dtype):
     """Supervised steps and one on policy, without a fault; then, from where they have led, each fault for
-    itself.
+    itself. A policy that is nearly certain hardly shows a temperature, so that one is planted before them.
     """
     policy = load_policy(PretrainedConfig(model=str(smollm2), dtype=real_dtype, device="cpu"), 0)  # type: ignore[arg-type]
     engine, environment = load_sampler(policy, EngineConfig()), load_environment(TASKS)
@@ -165,6 +165,7 @@ def test_a_real_model_is_watched_as_well(smollm2, real_dtype):
         "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2},
         "sampling": {"max_new_tokens": 32, "max_tokens": 512},
     }
+    first = {name: b.clone() for name, b in lora_b(policy).items()}
     supervised = {"algorithm": {"kind": "sft"}, "steps": 10, "tasks_per_step": 4, **learnt}
     list(Trainer(policy, environment, StageConfig.model_validate(supervised), engine, seed=0))
     acting = StageConfig.model_validate(
@@ -180,7 +181,7 @@ def test_a_real_model_is_watched_as_well(smollm2, real_dtype):
     start = {name: b.clone() for name, b in lora_b(policy).items()}
     for fault in (None, *FAULTS.values()):
         for name, b in lora_b(policy).items():
-            b.copy_(start[name])
+            b.copy_((first if fault is a_higher_temperature else start)[name])
         with pytest.MonkeyPatch.context() as patch:
             if fault is None:
                 assert len(list(Trainer(policy, environment, acting, engine, seed=1))) == 1
