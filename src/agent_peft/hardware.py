@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from agent_peft.lazy_torch import torch
@@ -178,10 +179,11 @@ def take_peak(device: torch.device) -> int | None:
     return resident
 
 
+@cache
 def process_memory(device: torch.device) -> int:
-    """The bytes that a process takes in addition to the tensors of its model. On a CPU: the present size of
-    this process, which has imported the same libraries, and what they load when they first compute. 0 on a
-    GPU, and where the system does not report it.
+    """The bytes that a process takes in addition to the tensors of its model. On a CPU: the size of this
+    process when it is first asked, which has imported the same libraries, and what they load when they first
+    compute. 0 on a GPU, and where the system does not report it.
     """
     present = _resident("VmRSS") if device.type == "cpu" else None
     return present + FIRST_USE if present else 0

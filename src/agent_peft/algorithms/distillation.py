@@ -50,7 +50,7 @@ def divergence(student: Tensor, teacher: Tensor, beta: float = 1.0, top_k: int |
     >>> import torch
     >>> student, teacher = torch.tensor([[0.5, 0.5, 0.0]]).log(), torch.tensor([[0.25, 0.5, 0.25]]).log()
     >>> [round(float(divergence(student, teacher, beta)), 4) for beta in (1.0, 0.5)]
-    [0.3466, 0.097]
+    [0.3466, 0.1079]
     """
     if top_k is not None and top_k < teacher.shape[-1]:
         likeliest = teacher.topk(top_k).indices
