@@ -7,6 +7,7 @@ output is the base model's. The base model is the same model ``with model.disabl
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import logging
 import math
@@ -107,6 +108,15 @@ def delta_norm(model: nn.Module) -> float:
         a, b = (factor.detach().double() for factor in factors(layer))
         total += layer.scaling[ADAPTER] ** 2 * float(((b.T @ b) * (a @ a.T)).sum())
     return math.sqrt(max(total, 0.0))
+
+
+def digest(model: PeftModel) -> str:
+    """The SHA-256 of the adapter's tensors and their names, in hexadecimal."""
+    content = hashlib.sha256()
+    for name, tensor in sorted(_adapter_state(model).items()):
+        content.update(name.encode())
+        content.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return content.hexdigest()
 
 
 def save(model: PreTrainedModel | PeftModel, folder: Path) -> None:
