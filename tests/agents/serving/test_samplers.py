@@ -274,7 +274,7 @@ def test_another_model(pool, learner, sampler_of):
     server = pool(seed=1)
     with pytest.raises(TrustError, match=rf"{server.url}: its model base .* the same model and dtype"):
         sampler_of(learner(), server)
-    with pytest.raises(AgentPeftError, match=r"has no model 'other'; set engine\.model to one of: base"):
+    with pytest.raises(AgentPeftError, match=r"no model 'other'; set engine\.model to one of: base"):
         sampler_of(learner(), server, model="other")
 
 
@@ -294,6 +294,9 @@ def test_another_template(pool, learner, sampler_of):
     chat.opening = lambda messages: [*opening(messages), 4]
     with pytest.raises(TrustError, match=f"{server.url}: its chat template"):
         sampler_of(learner(), server)
+    policy = learner()
+    policy.chat.opening = lambda messages: opening([])  # which is refused, as by an alphabet without letters
+    assert sampler_of(policy, server).version is not None
 
 
 def test_log_probabilities_before_the_temperature(pool, learner, sampler_of, monkeypatch):

@@ -20,13 +20,11 @@ from agent_peft.policies.models.adapter_files import CONFIG, lora_settings
 from agent_peft.policies.policy import Policy
 from agent_peft.types import AgentPeftError
 
-Name = Field(pattern=r"^[a-zA-Z0-9_.-]{1,200}$")
-
 
 class UnloadRequest(Wire):
     """An adapter that is not used any more."""
 
-    lora_name: str = Name
+    lora_name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,200}$")
 
 
 class LoadRequest(UnloadRequest):
@@ -50,8 +48,7 @@ class Adapters:
     def __init__(self, service: Service, folder: Path) -> None:
         self.service, self.folder = service, folder.expanduser().resolve()
         self.base = next(name for name, policy in service.policies.items() if not policy.has_adapter)
-        self.paths: dict[str, str] = {}
-        self._settings: dict[str, LoraSettings] = {}
+        self.loaded: dict[str, tuple[str, LoraSettings]] = {}  # the folder of each, as it was sent
         policy = service.policies[self.base]
         self._model, self._chat = copy_under(policy.model), policy.chat  # before it is prepared for sampling
         self._unused: list[tuple[LoraSettings, LocalEngine]] = []
@@ -70,16 +67,15 @@ class Adapters:
                 adapters.load(engine.policy.model, folder)
             except AgentPeftError as error:
                 raise Refusal(400, "invalid", str(error)) from error
-            self.paths[name], self._settings[name] = path, settings
+            self.loaded[name] = path, settings
             self.service.add(name, engine, self.service.max_tokens[self.base])
 
     def unload(self, name: str) -> None:
         """Serve an adapter no longer, and fail the requests that still use it."""
         with self._lock:
-            if self.paths.pop(name, None) is None:
+            if (loaded := self.loaded.pop(name, None)) is None:
                 raise Refusal(404, "model_not_found", f"the adapter {name!r} cannot be found")
-            engine = self.service.remove(name).result()
-            self._unused.append((self._settings.pop(name), engine))
+            self._unused.append((loaded[1], self.service.remove(name).result()))
 
     def _engine(self, settings: LoraSettings) -> LocalEngine:
         for unused in self._unused:

@@ -308,7 +308,7 @@ def policy_app(replies: Replies, adapters: Adapters | None = None) -> FastAPI:
     def model_of(name: str) -> Model:
         card = Model(id=name, created=created, max_model_len=service.max_tokens[name])
         if adapters is not None and service.policies[name].has_adapter:
-            card.root, card.parent = adapters.paths.get(name), adapters.base
+            card.root, card.parent = adapters.loaded.get(name, (None,))[0], adapters.base
         return card
 
     if adapters is not None:
@@ -368,13 +368,7 @@ class PolicyHost:
                 )
 
 
-def serve(
-    service: Service,
-    address: Address,
-    most: int,
-    token: str | None = None,
-    adapters: Path | None = None,
-) -> None:
+def serve(service: Service, address: Address, most: int, token: str | None, adapters: Path | None) -> None:
     """Serve until SIGTERM or SIGINT, and end the service. Print one line when the server listens."""
     try:
         host = PolicyHost(service, address, most, token, adapters=adapters)

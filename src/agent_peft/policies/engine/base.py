@@ -67,9 +67,7 @@ class EngineConfig(Config):
 
 
 class ServerEngineConfig(Config):
-    """Sampling on servers that the trainer sends its adapter to: `agent-peft serve-policy --adapters`, or
-    vLLM.
-    """
+    """Sampling on servers that get the trainer's adapter: `agent-peft serve-policy --adapters`, or vLLM."""
 
     kind: Literal["server"] = "server"
     urls: tuple[Annotated[str, AfterValidator(checked_url)], ...] = Field(

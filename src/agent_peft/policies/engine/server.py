@@ -17,20 +17,18 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import reduce
 from operator import add
 from pathlib import Path
 
 from safetensors import SafetensorError
-from torch import Tensor
 
 from agent_peft.files import sync
 from agent_peft.policies import adapters
 from agent_peft.policies.engine.base import Conversation, EngineStatistics, ServerEngineConfig
 from agent_peft.policies.engine.daemon_threads import DaemonThreads
 from agent_peft.policies.engine.schedule import Schedule
-from agent_peft.policies.engine.server_proofs import Canary, refuse_adapter
+from agent_peft.policies.engine.server_proofs import Canary, Version, refuse_adapter
 from agent_peft.policies.engine.wire import ServerClient, UnknownModelError
 from agent_peft.policies.models.positions import fit
 from agent_peft.policies.policy import Policy
@@ -43,19 +41,6 @@ logger = logging.getLogger(__name__)
 GRACE = 5.0  # seconds for conversations that are under way when another one fails
 
 
-@dataclass(frozen=True)
-class Version:
-    """An adapter on the servers; ``expected`` (n - 1) are the trainer's log-probabilities of the canary, and
-    ``bound`` is their rounding.
-    """
-
-    name: str
-    folder: Path
-    digest: str
-    expected: Tensor
-    bound: float
-
-
 class ServerSampler:
     """A ``Sampler`` over a pool of servers that hold the policy's base model."""
 
@@ -66,8 +51,8 @@ class ServerSampler:
         self.canary = Canary(policy)
         for server in self.servers:
             self.canary.prove_base(server)
-        self._temporary = None if config.folder else tempfile.TemporaryDirectory(prefix="agent-peft-")
-        self._root = Path(self._temporary.name if self._temporary else config.folder or "").expanduser()
+        folder = config.folder or Path(tempfile.mkdtemp(prefix="agent-peft-"))
+        self._root = folder.expanduser().absolute()
         self._run, self.published = f"run-{secrets.token_hex(4)}", 0  # versions so far
         self.version: Version | None = None
         try:
@@ -86,7 +71,7 @@ class ServerSampler:
         if before is not None and before.digest == digest:
             return before
         name = f"{self._run}-v{self.published}-{digest[:12]}"
-        version = Version(name, self._root.absolute() / name, digest, *self.canary.measure())
+        version = Version(name, self._root / name, digest, *self.canary.measure())
         self.published += 1
         self._write(version.folder)
         try:
@@ -118,10 +103,7 @@ class ServerSampler:
 
     def _install(self, server: ServerClient, version: Version) -> None:
         server.load_adapter(version.name, str(version.folder))
-        others, before = {}, self.version
-        if before is not None and before is not version:
-            others[f"the version before it ({before.name})"] = before.expected
-        self.canary.prove(server, version.name, version.expected, version.bound, others)
+        self.canary.prove(server, version, self.version)
 
     def _retire(self, version: Version) -> None:
         """Unload a version, then remove its files: a server may read those of a loaded adapter again."""
@@ -135,8 +117,8 @@ class ServerSampler:
         if self.version is not None:
             self._retire(self.version)
             self.version = None
-        if self._temporary is not None:
-            self._temporary.cleanup()
+        if self.config.folder is None:
+            shutil.rmtree(self._root, ignore_errors=True)
 
     def generate(
         self,
@@ -198,11 +180,7 @@ class ServerSampler:
             return server.draw(version.name, tokens, sampling, seed)
 
     def score(self, tokens: Sequence[int], sampling: SamplingConfig, adapter: bool = True) -> list[float]:
-        """See ``Sampler.score``, from the first server.
-
-        Args:
-            sampling: its temperature is 1 and it keeps all tokens: servers score nothing else.
-        """
+        """See ``Sampler.score``, from the first server, at temperature 1: servers score nothing else."""
         if sampling.truncates or sampling.temperature != 1.0:
             raise ValueError("a server scores at temperature 1, without top-p and top-k")
         server = self.servers[0]

@@ -7,8 +7,10 @@ rounding if they compute the same, and tenths of nats or more if they do not.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -44,6 +46,19 @@ def refuse_adapter(policy: Policy) -> PeftModel:
             "modules, biases or DoRA; leave it out of policy.lora"
         )
     return model
+
+
+@dataclass(frozen=True)
+class Version:
+    """An adapter on the servers; ``expected`` (n - 1) are the trainer's log-probabilities of the canary, and
+    ``bound`` is their rounding.
+    """
+
+    name: str
+    folder: Path
+    digest: str
+    expected: Tensor
+    bound: float
 
 
 class Canary:
@@ -86,25 +101,24 @@ class Canary:
         scores = attempt(read) if self.policy.dtype != torch.float32 else None
         return scores if isinstance(scores, Tensor) else None
 
-    def prove(
-        self, server: ServerClient, name: str, expected: Tensor, bound: float, others: Mapping[str, Tensor]
-    ) -> None:
-        """Prove that a server acts with the adapter ``name``: its scores are the trainer's, and not nearer to
-        the base model's or to those of ``others``.
+    def prove(self, server: ServerClient, version: Version, before: Version | None) -> None:
+        """Prove that a server acts with a version: its scores are the trainer's, and not nearer to the base
+        model's or to those of the version before it.
         """
-        found = torch.tensor(server.score(name, self.tokens))
-        distance = float((found - expected).norm())
-        for other, scores in {"the base model": self.base, **others}.items():
+        found, name = torch.tensor(server.score(version.name, self.tokens)), version.name
+        distance, others = float((found - version.expected).norm()), {"the base model": self.base}
+        if before is not None:
+            others[f"the version before it ({before.name})"] = before.expected
+        for other, scores in others.items():
             if NEARER * float((found - scores).norm()) < distance:
                 raise TrustError(
                     f"{server.url}: acts with {other} under the name {name}: the adapter has not arrived; "
                     "start the server again"
                 )
-        if not (drift := self.policy.drift(found - expected)) <= bound:
+        if not (drift := self.policy.drift(found - version.expected)) <= version.bound:
             raise TrustError(
                 f"{server.url}: scores the same tokens under {name} {drift:.3g} nats apart from the trainer "
-                f"({bound:.2g} is rounding): it acts with other weights; has another program changed the "
-                "adapter's files?"
+                f"({version.bound:.2g} is rounding): it acts with other weights; were the files changed?"
             )
 
     def prove_base(self, server: ServerClient) -> None:
@@ -134,9 +148,11 @@ class Canary:
                 f"{server.url}: returns log-probabilities before the temperature, not those of the "
                 "distribution that tokens are drawn from: start it with --logprobs-mode processed_logprobs"
             )
-        template = attempt(lambda: policy.chat.opening([QUESTION]))
-        theirs = None if isinstance(template, Exception) else server.opening([vars(QUESTION)])
-        if theirs is not None and theirs != template:
+        try:
+            template = policy.chat.opening([QUESTION])
+        except AgentPeftError:  # of an alphabet that cannot write it
+            return
+        if server.opening([vars(QUESTION)]) not in (None, template):
             raise TrustError(
                 f"{server.url}: its chat template writes a conversation as other tokens than policy.model's: "
                 "start it with the same tokenizer and template (vllm serve --chat-template)"

@@ -74,9 +74,7 @@ class ServerClient:
         bases = (card for card in cards.values() if not card.get("parent"))
         card = next(bases, None) if name is None else cards.get(name)
         if card is None:
-            raise AgentPeftError(
-                f"{url}: has no model {name!r}; set engine.model to one of: {', '.join(cards)}"
-            )
+            raise AgentPeftError(f"{url}: no model {name!r}; set engine.model to one of: {', '.join(cards)}")
         self.base: str = card["id"]
         self.max_tokens = int(card.get("max_model_len") or 0)
 
