@@ -29,7 +29,7 @@ from agent_peft.configuration.load import read_config
 from agent_peft.policies import adapters
 from agent_peft.policies.config import LoraSettings, PretrainedConfig, ScratchConfig
 from agent_peft.policies.engine import fused_linear
-from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.engine.base import EngineConfig, ServerEngineConfig
 from agent_peft.policies.engine.weights import sampling_weights
 from agent_peft.policies.forward.layers import fuse_activations
 from agent_peft.policies.loading import load_policy
@@ -279,6 +279,13 @@ def test_padded_rows_have_smaller_masks():
     packed = model_of(build("smollm2"), LORA)
     padded = replace(packed, packed=False)
     assert packed.saved_bytes(4000, 500) - padded.saved_bytes(4000, 500) == 5 * 4000 * (4000 - 500)
+
+
+def test_servers_take_the_memory_of_sampling():
+    engine = ServerEngineConfig(urls=("http://127.0.0.1:1",))
+    needs = model_of(build("smollm2"), LORA)
+    assert not stage_memory(needs, make_stage(), engine).sampling
+    assert stage_memory(needs, make_stage(), EngineConfig()).sampling
 
 
 @pytest.mark.parametrize("lora", [LORA, None])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import json
 import re
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +18,19 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agent_peft.agents.serving.messages import CompletionBody
+from agent_peft.configuration.load import load_config
 from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticConfig
 from agent_peft.policies import adapters
 from agent_peft.policies.config import LoraSettings
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.server import ServerSampler
-from agent_peft.policies.engine.service import OpenDecoding
+from agent_peft.policies.engine.service import OpenDecoding, Service
 from agent_peft.policies.loading import load_policy
 from agent_peft.policies.models.tokenizer import character_tokenizer
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig, log_distribution
+from agent_peft.ranks import Ranks
+from agent_peft.runs import run
 from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import AgentPeftError, InfrastructureError, TrustError
@@ -227,6 +232,33 @@ def test_tokens_are_those_of_the_local_engine(pool, learner, sampler_of):
     for talks in again:
         unseeded.generate(talks, sampling)
     assert [t.actions for t in again[0]] != [t.actions for t in again[1]]
+
+
+def test_a_run_and_its_evaluations_use_the_servers(pool, models, token, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    server, sums = pool(), {"kind": "arithmetic", "digits": 1, "num_tasks": 4}
+    content = {
+        "run_dir": "run",
+        "policy": {"kind": "pretrained", "model": str(models(0)), "dtype": "float32", "device": "cpu"},
+        "environment": sums,
+        "evaluation": {"environment": sums, "at": ["stages"]},
+        "engine": {"kind": "server", "urls": [server.url], "token": TOKEN, "folder": "adapters"},
+        "stages": [{**STAGE, "steps": 1}],
+    }
+    drawn, submit = [], Service.submit
+    monkeypatch.setattr(
+        Service, "submit", lambda self, name, request: drawn.append(name) or submit(self, name, request)
+    )
+    run.train(load_config(content))
+    (record,) = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    assert record["mismatch_max"] < 1e-3
+    versions = [name for name in dict.fromkeys(drawn) if name != "base"]
+    assert [name.split("-")[2] for name in versions] == ["v0", "v1"]
+    assert drawn.count(versions[1]) > 4  # the evaluation's, after the update
+    assert not list((tmp_path / "adapters").iterdir()) and set(server.service.policies) == {"base"}
+    monkeypatch.setattr(run, "join", lambda *_: nullcontext(Ranks(0, 2)))
+    with pytest.raises(AgentPeftError, match="without torchrun"):
+        run.train(load_config(content))
 
 
 def test_a_version_is_published_where_the_weights_have_changed(pool, learner, sampler_of):
