@@ -19,6 +19,7 @@ FLOORS = (  # each floor: its wings; each wing: its modules or packages
     (
         (
             "types",
+            "addresses",
             "seeding",
             "batch",
             "lookup",

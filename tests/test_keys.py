@@ -38,7 +38,7 @@ FOUND = {
 }
 # What keys have an effect on. On train and explain all of them have one; merge --evaluate is as evaluate.
 EFFECT = {
-    "evaluate": r"seed|threads|policy:\w+\.(model|device|dtype)|engine\.(?!schedule).*|evaluation"
+    "evaluate": r"seed|threads|policy:\w+\.(model|device|dtype)|engine:\w+\.(?!schedule).*|evaluation"
     r"|evaluation\.(attempts|num_tasks|sampling\..*|environment:.*)",
     "merge": r"policy:\w+\.(model|device)",
     "serve": r"environment:.*|evaluation|evaluation\.environment:.*",
@@ -83,6 +83,7 @@ ENVIRONMENT_OF = {
     "openenv": {"kind": "openenv", "url": "http://localhost:1", "num_tasks": 3},
     "remote": {"kind": "remote", "url": "http://localhost:1", "examples": 1},
 }
+ENGINE_OF = {"local": {"kind": "local"}, "server": {"kind": "server", "urls": ["http://localhost:1"]}}
 TERM_OF = {
     "custom": {"kind": "own:term", "weight": 2.0},
     "length_penalty": {"kind": "length_penalty", "target_tokens": 5},
@@ -90,6 +91,8 @@ TERM_OF = {
 OTHER_KIND = {
     "policy:scratch": POLICY_OF["pretrained"],
     "policy:pretrained": POLICY_OF["scratch"],
+    "engine:local": ENGINE_OF["server"],
+    "engine:server": ENGINE_OF["local"],
     "environment": ENVIRONMENT_OF["openenv"],
     "environment:openenv": ENVIRONMENT_OF["arithmetic"],
     "stages.algorithm": {"kind": "reinforce"},
@@ -146,6 +149,7 @@ NAMED: dict[str, str] = {
     "environment.url": "{path}=http://localhost:2",
     "environment.reset": "{path}={{level: 3}}",
     "engine.schedule": "{path}=tasks.json",
+    "engine.urls": "{path}=['http://localhost:2']",
     "evaluation.at": "{path}=[start]",
     "evaluation.attempts": "{path}=2 evaluation.sampling.temperature=1",
     "evaluation.sampling.stop": "{path}=[x]",
@@ -217,6 +221,7 @@ def settings_for(key: str) -> dict[str, Any]:
         "run_dir": "run",
         "policy": POLICY_OF[kinds.get("policy", "pretrained" if key == "seed" else "scratch")],
         "environment": ENVIRONMENT_OF[kinds.get("environment", "arithmetic")],
+        "engine": ENGINE_OF[kinds.get("engine", "local")],
         "evaluation": {"environment": ENVIRONMENT_OF[kinds.get("evaluation_environment", "arithmetic")]},
         "checkpoint": checkpoint,
         "trackers": [{"kind": "own:Tracker" if tracker == "custom" else tracker}],
@@ -428,6 +433,7 @@ SHOWN = {
         "host",
         "port",
         "token",
+        "adapters",
         "rows",
         "max_tokens",
         "max_requests",

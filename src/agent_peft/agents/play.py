@@ -62,6 +62,9 @@ class Person:
     def score(self, tokens: Sequence[int], sampling: SamplingConfig, adapter: bool = True) -> list[float]:
         raise AgentPeftError("a person has no log-probabilities; measure a policy")
 
+    def close(self) -> None:
+        """See ``Sampler.close``."""
+
     def _action(self, sampling: SamplingConfig, room: int) -> tuple[int, ...]:
         """A reply's tokens, ended where the policy's would be."""
         while True:

@@ -82,9 +82,9 @@ def serve(
     ] = 3600.0,
 ) -> None:
     """Serve CONFIG's environments over HTTP, until SIGTERM or SIGINT."""
+    from agent_peft.addresses import read_token
     from agent_peft.configuration.load import EFFECTIVE, read_config, refuse_ineffective
     from agent_peft.environments import load_environment
-    from agent_peft.environments.http.client import read_token
     from agent_peft.environments.http.guard import Limits
     from agent_peft.environments.http.server import serve
     from agent_peft.environments.http.transport import Address

@@ -36,6 +36,12 @@ def serve_policy(
     host: Host = "127.0.0.1",
     port: Port = 8000,
     token: Token = None,
+    adapters: Annotated[
+        Path | None,
+        typer.Option(
+            help="clients may load the adapters below this folder, by vLLM's requests; needs --token"
+        ),
+    ] = None,
     rows: Annotated[int, typer.Option(min=1, help="replies of one policy that decode at once")] = 32,
     max_tokens: MaxTokens = 4096,
     max_requests: Annotated[
@@ -47,15 +53,15 @@ def serve_policy(
     """Serve policies as OpenAI's API (/v1/chat/completions, /v1/completions, /v1/models), until SIGTERM or
     SIGINT. A request names a policy as its model; base is the model under the first adapter.
     """
+    from agent_peft.addresses import read_token
     from agent_peft.agents.serving.server import serve
-    from agent_peft.environments.http.client import read_token
     from agent_peft.environments.http.transport import Address
     from agent_peft.policies.engine.base import EngineConfig
     from agent_peft.policies.engine.service import Service
 
     secret = read_token(token) if token else None
     service = Service(_policies(targets, device, dtype), EngineConfig(rows=rows), max_tokens)
-    serve(service, Address(host, port), max_requests, secret)
+    serve(service, Address(host, port), max_requests, secret, adapters)
 
 
 def chat(

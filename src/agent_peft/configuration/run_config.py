@@ -16,7 +16,7 @@ from agent_peft.environments import ENVIRONMENTS, AnyEnvironment
 from agent_peft.environments.base import EnvironmentConfig
 from agent_peft.lookup import nearest
 from agent_peft.policies.config import PolicyConfig
-from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.engine.base import AnyEngine, EngineConfig
 from agent_peft.policies.sampling import LIMITS
 from agent_peft.ranks import RanksConfig
 from agent_peft.rollout.evaluation import EvaluationConfig
@@ -90,9 +90,9 @@ class TrainConfig(Config):
     )
     policy: PolicyConfig = Field(description="the model that acts and is trained", json_schema_extra=FIXED)
     environment: AnyEnvironment = Field(description="the tasks to train on")
-    engine: EngineConfig = Field(
+    engine: AnyEngine = Field(
         default=EngineConfig(),
-        description="how the sampler uses memory and threads",
+        description="where tokens are sampled, and how the sampler uses memory and threads",
         json_schema_extra=FREE,
     )
     evaluation: EvaluationConfig | None = Field(

@@ -7,6 +7,7 @@ output is the base model's. The base model is the same model ``with model.disabl
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import logging
 import math
@@ -18,6 +19,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.lora import LoraLayer
+from safetensors.torch import save as to_bytes
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -109,6 +111,11 @@ def delta_norm(model: nn.Module) -> float:
     return math.sqrt(max(total, 0.0))
 
 
+def digest(model: PeftModel) -> str:
+    """The SHA-256 of the adapter's tensors and their names, in hexadecimal."""
+    return hashlib.sha256(to_bytes(_weights(model))).hexdigest()
+
+
 def save(model: PreTrainedModel | PeftModel, folder: Path) -> None:
     """Write the adapter, for ``PeftModel.from_pretrained``; or a model without one, for ``from_pretrained``.
 
@@ -118,8 +125,7 @@ def save(model: PreTrainedModel | PeftModel, folder: Path) -> None:
     if not isinstance(model, PeftModel):
         model.save_pretrained(folder)
         return
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in _adapter_state(model).items()}
-    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(_weights(model), folder / WEIGHTS, metadata={"format": "pt"})
     config = cast(LoraConfig, copy.deepcopy(model.peft_config[ADAPTER]))
     config.inference_mode = True  # as PEFT stores it
     if isinstance(config.target_modules, set):
@@ -257,6 +263,10 @@ def _adapter_state(model: PeftModel) -> dict[str, Tensor]:
         dict[str, Tensor],
         get_peft_model_state_dict(model, adapter_name=ADAPTER, save_embedding_layers=False),
     )
+
+
+def _weights(model: PeftModel) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in _adapter_state(model).items()}
 
 
 def check_base(model: PreTrainedModel, adapter: LoraConfig, folder: Path) -> None:

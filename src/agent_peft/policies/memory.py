@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.engine.base import AnyEngine, EngineConfig
 from agent_peft.policies.forward.attention import TILE
 from agent_peft.policies.forward.language_model import CHUNK
 from agent_peft.policies.models.shape import LinearShape, ModelShape
@@ -197,7 +197,7 @@ class EvaluationSizes(Protocol):
 
 
 def stage_memory(
-    model: MemoryModel, stage: StageSizes, engine: EngineConfig, teacher: ModelShape | None = None
+    model: MemoryModel, stage: StageSizes, engine: AnyEngine, teacher: ModelShape | None = None
 ) -> StageMemory:
     """The memory of a stage. Its phases follow one another, so its peak is that of the larger one.
 
@@ -214,7 +214,7 @@ def stage_memory(
     )
 
 
-def evaluation_memory(model: MemoryModel, evaluation: EvaluationSizes, engine: EngineConfig) -> StageMemory:
+def evaluation_memory(model: MemoryModel, evaluation: EvaluationSizes, engine: AnyEngine) -> StageMemory:
     """The memory of an evaluation. It may have more rows than a step, whose episodes bound its rows."""
     episodes = engine.rows if evaluation.num_tasks is None else evaluation.num_tasks * evaluation.attempts
     return StageMemory(
@@ -268,8 +268,10 @@ def _teacher(model: MemoryModel, teacher: ModelShape | None) -> Iterator[MemoryP
 
 
 def _sampling(
-    model: MemoryModel, sampling: SamplingConfig, engine: EngineConfig, episodes: int
+    model: MemoryModel, sampling: SamplingConfig, engine: AnyEngine, episodes: int
 ) -> Iterator[MemoryPart]:
+    if not isinstance(engine, EngineConfig):
+        return  # on the servers
     shape = model.shape
     if model.reordered:
         yield MemoryPart(

@@ -106,6 +106,8 @@ def train(
     with ExitStack() as stack:
         stack.enter_context(lasting_output())
         ranks = stack.enter_context(join(config.ranks, config.policy.device))
+        if ranks.world_size > 1 and config.engine.kind == "server":
+            raise AgentPeftError("engine.kind: server samples for one trainer; start it without torchrun")
         set_threads(config.threads, neighbours=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         # the other ranks print nothing, and have no bar, which would swallow their warnings
         console = Console() if ranks.is_main else Console(quiet=True, force_terminal=False)
@@ -133,7 +135,7 @@ def train(
         progress.note("loading the model, and checking that training and sampling compute it alike")
         policy = load_policy(started(config), config.seed)
         ranks.assert_equal(policy.model.parameters(), "the weights of policy.model")
-        sampler = load_sampler(policy, config.engine)
+        sampler = stack.enter_context(closing(load_sampler(policy, config.engine)))
         template = template_of(sampler.chat)
         if ranks.is_main:
             earlier_run = opened.origin and not opened.begun and Path(opened.origin.run)

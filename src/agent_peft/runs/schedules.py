@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from agent_peft.files import MEGABYTE, parse_json, read_text
-from agent_peft.policies.engine.base import EngineConfig
+from agent_peft.policies.engine.base import AnyEngine
 from agent_peft.policies.engine.schedule import Schedule
 from agent_peft.ranks import Ranks
 from agent_peft.rollout.collector import CollectionSchedule
@@ -24,7 +24,7 @@ _DECISIVE_KEYS = ("rows", "kv_tokens", "prefill_tokens", "overlap")
 class Schedules:
     """The schedules of one run on one rank. It is made before the run removes the records of later steps."""
 
-    def __init__(self, run_dir: Path, engine: EngineConfig, ranks: Ranks) -> None:
+    def __init__(self, run_dir: Path, engine: AnyEngine, ranks: Ranks) -> None:
         self.folder, self.rank = run_dir / FOLDER, ranks.rank
         self.settings = {**engine.model_dump(include=set(_DECISIVE_KEYS)), "ranks": ranks.world_size}
         self.other = None if engine.schedule is None else engine.schedule.expanduser()

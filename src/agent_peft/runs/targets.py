@@ -226,13 +226,14 @@ def evaluate_target(
     stage = config.stages[-1] if step is None else config.stage_at(step)
     replays = () if base else _replays(folder or target, stage)
     with closing(load_environment(config.evaluation.environment)) as environment, ExitStack() as stack:
+        sampler = stack.enter_context(closing(load_sampler(policy, config.engine)))
         on_episode = None
         if progress is not None:
             tasks = len(environment.tasks[: config.evaluation.num_tasks])
             bar = progress.evaluation(str(target), tasks, tasks * config.evaluation.attempts)
             on_episode = stack.enter_context(bar)
         report = evaluate(
-            load_sampler(policy, config.engine),
+            sampler,
             environment,
             config.evaluation,
             config.seed,

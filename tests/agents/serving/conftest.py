@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -62,9 +63,11 @@ def post(url: str, path: str = "chat/completions", headers: dict[str, str] | Non
 class Running:
     """A server in its own thread."""
 
-    def __init__(self, service: Service, most: int, token: str | None) -> None:
+    def __init__(
+        self, service: Service, most: int, token: str | None, adapters: Path | None = None, port: int = 0
+    ) -> None:
         self.service = service
-        self.host = PolicyHost(service, Address(port=0), most, token, grace=0.2)
+        self.host = PolicyHost(service, Address(port=port), most, token, grace=0.2, adapters=adapters)
         self.url = self.host.url
         listening = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self.host.run(listening.set)))
@@ -84,11 +87,17 @@ def serving(policies: dict[str, Policy]) -> Iterator[Callable[..., Running]]:
     running: list[Running] = []
 
     def start(
-        rows: int = 8, most: int = 64, token: str | None = None, max_tokens: int = 600, **more: Policy
+        rows: int = 8,
+        most: int = 64,
+        token: str | None = None,
+        max_tokens: int = 600,
+        adapters: Path | None = None,
+        port: int = 0,
+        **more: Policy,
     ) -> Running:
         service = Service(more or policies, EngineConfig(rows=rows), max_tokens)
         try:
-            running.append(Running(service, most, token))
+            running.append(Running(service, most, token, adapters, port))
         except BaseException:
             service.close()
             raise

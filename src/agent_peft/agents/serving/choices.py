@@ -4,6 +4,7 @@ log-probabilities.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from collections.abc import Callable, Sequence
@@ -19,9 +20,13 @@ from agent_peft.agents.serving.messages import (
     CompletionRequest,
     FinishReason,
     Logprob,
+    PromptLogprob,
+    PromptLogprobs,
     Reply,
+    Usage,
 )
 from agent_peft.environments.tool_calls import ToolCall
+from agent_peft.policies.engine.service import Service
 from agent_peft.policies.sampling import SamplingConfig, StopMatcher
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.types import InfrastructureError
@@ -272,3 +277,18 @@ def written(calls: Sequence[ToolCall], indexed: bool = False) -> list[Call]:
         )
         for number, call in enumerate(calls)
     ]
+
+
+async def score_prompt(service: Service, name: str, draw: Draw) -> PromptLogprobs:
+    """The log-probabilities of a reply's prompt, at temperature 1."""
+    tokens = draw.tokens_before
+    scores = await asyncio.wrap_future(service.score(name, tokens))
+    pairs = zip(tokens[1:], scores, strict=True)
+    return [None, *({str(token): PromptLogprob(logprob=score)} for token, score in pairs)]
+
+
+def usage_of(draws: Sequence[Draw], siblings: int | None) -> Usage:
+    """The tokens that were read and drawn; the choices of one prompt read it once."""
+    read = sum(len(draw.tokens_before) for draw in draws[:: siblings or 1])
+    drawn = sum(len(draw.drawn) for draw in draws)
+    return Usage(prompt_tokens=read, completion_tokens=drawn, total_tokens=read + drawn)

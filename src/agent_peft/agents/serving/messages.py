@@ -90,6 +90,12 @@ class _Request(Wire):
     return_token_ids: StrictBool | None = Field(
         default=None, description="also send prompt_token_ids, and the token_ids exactly as sampled"
     )
+    stop_token_ids: Annotated[tuple[Token, ...], First, Field(max_length=64)] | None = Field(
+        default=None, description="tokens that end a turn of the model, which end a reply in any case"
+    )
+    skip_special_tokens: StrictBool | None = Field(
+        default=None, description="false needs return_token_ids: the text never holds special tokens"
+    )
     # without an effect on a reply
     user: NotRead[str] = None
     safety_identifier: NotRead[str] = None
@@ -101,9 +107,7 @@ class _Request(Wire):
     min_p: Literal[0] | None = None
     min_tokens: Literal[0] | None = None
     ignore_eos: Literal[False] | None = None
-    stop_token_ids: tuple[()] | None = None
     include_stop_str_in_output: Literal[False] | None = None
-    skip_special_tokens: Literal[True] | None = None
     logit_bias: dict[str, Any] | None = Field(default=None, max_length=0)
     service_tier: Literal["auto", "default"] | None = None
 
@@ -133,6 +137,8 @@ class _Request(Wire):
     def _streams_its_options(self) -> _Request:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream: true")
+        if self.skip_special_tokens is False and not self.return_token_ids:
+            raise ValueError("skip_special_tokens: false needs return_token_ids: true")
         return self
 
     @property
@@ -216,6 +222,9 @@ class CompletionRequest(_Request):
     ) = Field(description="a text, tokens, or a list of these")
     max_tokens: Count | None = Field(default=None, description="null is 16")
     logprobs: Alternatives | None = None
+    prompt_logprobs: Literal[0] | None = Field(
+        default=None, description="0: also the log-probabilities of the prompt's tokens, at temperature 1"
+    )
     echo: Literal[False] | None = None
     suffix: None = None
     best_of: StrictInt | None = Field(default=None, ge=1, description="1, or as many as n: the best of all")
@@ -224,6 +233,8 @@ class CompletionRequest(_Request):
     def _keeps_all(self) -> CompletionRequest:
         if self.best_of not in (None, 1, self.n or 1):
             raise ValueError("best_of is 1 or equal to n: replies are not ranked")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs needs stream: false")
         return self
 
     @property
@@ -244,6 +255,12 @@ class CompletionRequest(_Request):
     @property
     def alternatives(self) -> int:
         return self.logprobs or 0
+
+
+def check_stops(request: ChatRequest | CompletionRequest, ends: frozenset[int]) -> None:
+    """Refuse ``stop_token_ids`` that do not end a turn."""
+    if others := set(request.stop_token_ids or ()) - ends:
+        raise Refusal(400, "invalid", f"stop_token_ids: {min(others)} ends no turn here; {sorted(ends)} do")
 
 
 def sampling_of(request: ChatRequest | CompletionRequest, prompt: int, limit: int) -> SamplingConfig:
@@ -294,6 +311,13 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
+class PromptLogprob(BaseModel):
+    logprob: float
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # of each token by its id; None for the first
+
+
 class Reply(BaseModel):
     """A message of the policy, or the part of it that is new."""
 
@@ -313,6 +337,7 @@ class Choice(BaseModel):
     finish_reason: FinishReason | None = None
     token_ids: Optional[list[int]] = None
     prompt_token_ids: Optional[list[int]] = None
+    prompt_logprobs: Optional[PromptLogprobs] = None
 
 
 class Usage(BaseModel):
@@ -339,6 +364,8 @@ class Model(BaseModel):
     created: int
     owned_by: Literal["agent-peft"] = "agent-peft"
     max_model_len: int
+    root: Optional[str] = None  # the folder of an adapter that a client has loaded
+    parent: Optional[str] = None  # the model under an adapter
 
 
 class Models(BaseModel):
@@ -357,3 +384,17 @@ class Problem(BaseModel):
 
 class ErrorBody(BaseModel):
     error: Problem
+
+
+KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+def problem_of(refusal: Refusal) -> dict[str, object]:
+    """The content of a refusal, as OpenAI's clients read it."""
+    kind = KINDS.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error")
+    return {"error": {"message": refusal.text, "type": kind, "param": None, "code": refusal.code}}

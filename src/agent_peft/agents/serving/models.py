@@ -98,7 +98,11 @@ def share_weights(policy: Policy, others: Sequence[Policy]) -> None:
 
 def under(policy: Policy) -> Policy:
     """The model under a policy's adapter, with the same weights in the memory."""
-    model = policy.model
+    return Policy(copy_under(policy.model), policy.chat, packing=False)
+
+
+def copy_under(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """A copy of a model without its adapter, whose tensors are the same ones."""
     weights = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    plain = cast(PeftModel, copy.deepcopy(model, weights)).unload()
-    return Policy(cast(PreTrainedModel, plain), policy.chat, packing=False)
+    copied = copy.deepcopy(model, weights)
+    return cast(PreTrainedModel, copied.unload() if isinstance(copied, PeftModel) else copied)

@@ -12,11 +12,14 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-from agent_peft.agents.serving.choices import ChoiceStream, Draw
+from agent_peft.addresses import is_loopback
+from agent_peft.agents.serving.adapters import Adapters
+from agent_peft.agents.serving.choices import ChoiceStream, Draw, score_prompt, usage_of
 from agent_peft.agents.serving.conversation import plain_messages, text_prompt
 from agent_peft.agents.serving.messages import (
     MAX_CHOICES,
@@ -26,11 +29,12 @@ from agent_peft.agents.serving.messages import (
     ErrorBody,
     Model,
     Models,
-    Usage,
+    check_stops,
+    problem_of,
     sampling_of,
 )
 from agent_peft.config import first_error
-from agent_peft.environments.http.guard import Guard, Limits, is_loopback, throttled
+from agent_peft.environments.http.guard import Guard, Limits, throttled
 from agent_peft.environments.http.messages import Health, Refusal, one_line, to_json
 from agent_peft.environments.http.transport import (
     JSON,
@@ -60,24 +64,12 @@ LOGGERS = (
     "agent_peft.environments.http.transport",
 )
 GRACE = 10.0  # seconds that replies get to end when the server stops
-KINDS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
 REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 403, 404, 405, 408, 413, 422, 429, 503)
 }
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {}}, "description": "whole, or as server-sent events"}
 }
-
-
-def problem_of(refusal: Refusal) -> dict[str, object]:
-    """The content of a refusal, as OpenAI's clients read it."""
-    kind = KINDS.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "server_error")
-    return {"error": {"message": refusal.text, "type": kind, "param": None, "code": refusal.code}}
 
 
 class Replies:
@@ -114,8 +106,9 @@ class Replies:
             prompts: makes the tokens of each prompt, on a thread.
         """
         name, is_chat = self.name_of(request.model), isinstance(request, ChatRequest)
-        draws, changed = await self._begin(request, name, prompts)
         chat = self.service.policies[name].chat
+        check_stops(request, chat.end_of_turn)
+        draws, changed = await self._begin(request, name, prompts)
         choices = [ChoiceStream(number, draw, chat, request) for number, draw in enumerate(draws)]
         kind = "chat.completion" + ".chunk" * request.stream if is_chat else "text_completion"
         id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
@@ -125,10 +118,11 @@ class Replies:
             prompt["prompt_token_ids"] = list(draws[0].tokens_before)
         if not request.stream:
             await _finish(draws, changed, http)
-            usage = _usage(draws, request.n)
-            return JSON(
-                CompletionBody(**head, choices=[one.whole() for one in choices], usage=usage, **prompt)
-            )
+            usage, whole = usage_of(draws, request.n), [one.whole() for one in choices]
+            if isinstance(request, CompletionRequest) and request.prompt_logprobs is not None:
+                for draw, choice in zip(draws, whole, strict=True):
+                    choice.prompt_logprobs = await score_prompt(self.service, name, draw)
+            return JSON(CompletionBody(**head, choices=whole, usage=usage, **prompt))
 
         async def events() -> AsyncIterator[bytes]:
             try:
@@ -144,7 +138,7 @@ class Replies:
                         await changed.wait()
                         changed.clear()
                 if request.has_usage:
-                    yield _event(CompletionBody(**head, choices=[], usage=_usage(draws, request.n)))
+                    yield _event(CompletionBody(**head, choices=[], usage=usage_of(draws, request.n)))
                 yield b"data: [DONE]\n\n"
             except Refusal as refusal:
                 yield _event(problem_of(refusal))
@@ -249,14 +243,7 @@ def _event(part: BaseModel | Mapping[str, Any]) -> bytes:
     return b"data: " + to_json(part) + b"\n\n"
 
 
-def _usage(draws: Sequence[Draw], siblings: int | None) -> Usage:
-    """The tokens that were read and drawn; the choices of one prompt read it once."""
-    read = sum(len(draw.tokens_before) for draw in draws[:: siblings or 1])
-    drawn = sum(len(draw.drawn) for draw in draws)
-    return Usage(prompt_tokens=read, completion_tokens=drawn, total_tokens=read + drawn)
-
-
-def policy_app(replies: Replies) -> FastAPI:
+def policy_app(replies: Replies, adapters: Adapters | None = None) -> FastAPI:
     """The API. ``Guard`` protects it."""
     app = FastAPI(
         title="Agent-PEFT policies",
@@ -319,8 +306,13 @@ def policy_app(replies: Replies) -> FastAPI:
         return JSON(Health())
 
     def model_of(name: str) -> Model:
-        return Model(id=name, created=created, max_model_len=service.max_tokens[name])
+        card = Model(id=name, created=created, max_model_len=service.max_tokens[name])
+        if adapters is not None and service.policies[name].has_adapter:
+            card.root, card.parent = adapters.loaded.get(name, (None,))[0], adapters.base
+        return card
 
+    if adapters is not None:
+        adapters.add_routes(app)
     return app
 
 
@@ -329,11 +321,20 @@ class PolicyHost:
 
     Args:
         most: replies at once, those that wait for a row included.
+        adapters: clients may load the adapters below this folder, which takes a token.
     """
 
     def __init__(
-        self, service: Service, address: Address, most: int, token: str | None = None, grace: float = GRACE
+        self,
+        service: Service,
+        address: Address,
+        most: int,
+        token: str | None = None,
+        grace: float = GRACE,
+        adapters: Path | None = None,
     ) -> None:
+        if token is None and adapters is not None:
+            raise AgentPeftError("--adapters: clients that load adapters need a token; add --token")
         if token is None and not is_loopback(address.host):
             raise AgentPeftError(
                 f"{address.host} can be reached from other machines, so a token is needed: put one into an "
@@ -342,7 +343,7 @@ class PolicyHost:
         limits = replace(within_descriptors(Limits()), shutdown_seconds=grace)
         self.service, self.replies, self._grace = service, Replies(service, most), grace
         self._socket = listen(address)
-        app = policy_app(self.replies)
+        app = policy_app(self.replies, None if adapters is None else Adapters(service, adapters))
         self._server = Server(Guard(app, limits, token, problem_of), limits)
         self._loop: asyncio.AbstractEventLoop | None = None
         host = f"[{address.host}]" if ":" in address.host else address.host
@@ -367,10 +368,10 @@ class PolicyHost:
                 )
 
 
-def serve(service: Service, address: Address, most: int, token: str | None = None) -> None:
+def serve(service: Service, address: Address, most: int, token: str | None, adapters: Path | None) -> None:
     """Serve until SIGTERM or SIGINT, and end the service. Print one line when the server listens."""
     try:
-        host = PolicyHost(service, address, most, token)
+        host = PolicyHost(service, address, most, token, adapters=adapters)
 
         def ready() -> None:
             names = ", ".join(service.policies)

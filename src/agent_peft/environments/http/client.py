@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import ssl
 import time
 from collections.abc import Callable, Mapping
@@ -18,9 +17,9 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ValidationError
 
+from agent_peft.addresses import is_loopback, read_token
 from agent_peft.config import first_error
 from agent_peft.environments.http import messages
-from agent_peft.environments.http.guard import is_loopback
 from agent_peft.types import AgentPeftError, InfrastructureError
 
 if TYPE_CHECKING:
@@ -323,29 +322,3 @@ class ClientSession:
         if refusal.code in ("FACTORY_ERROR", "SESSION_ERROR"):
             raise InfrastructureError(f"{url}: {reason}")
         raise SessionRefusal(refusal.code, refusal.message)
-
-
-def read_token(variable: str) -> str:
-    """Return the token that an environment variable holds."""
-    token = os.environ.get(variable, "")
-    if not token or not token.isascii() or not token.isprintable() or " " in token:
-        wrong = "is not set" if not token else "holds spaces, or characters that are not printable ASCII"
-        raise AgentPeftError(
-            f"token: the environment variable {variable!r} {wrong}; put the server's token there"
-        )
-    return token
-
-
-def checked_url(url: str) -> str:
-    """Return the URL without a slash at its end.
-
-    Raises:
-        ValueError: it is not the URL of a server.
-
-    >>> checked_url("http://127.0.0.1:8000/")
-    'http://127.0.0.1:8000'
-    """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise ValueError(f"{url!r} is not the URL of a server; write it as http://HOST:PORT")
-    return url.rstrip("/")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import ipaddress
 import json
 import logging
 import re
@@ -14,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMappi
 from dataclasses import dataclass
 from typing import Any
 
+from agent_peft.addresses import is_loopback
 from agent_peft.environments.http import messages
 from agent_peft.environments.http.messages import Refusal
 from agent_peft.printable import printable
@@ -198,20 +198,6 @@ def names_loopback(value: bytes) -> bool:
     """
     match = _HOST.fullmatch(value.decode("latin-1").strip())
     return match is not None and is_loopback(match[1].strip("[]").lower())
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether ``host`` is a loopback address.
-
-    >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "example.org")]
-    [True, True, True, False, False]
-    """
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class LogThrottle(logging.Filter):

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError, field_validator
 
+from agent_peft.addresses import checked_url
 from agent_peft.config import first_error
 from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
 from agent_peft.environments.http import messages
@@ -23,7 +24,6 @@ from agent_peft.environments.http.client import (
     Connection,
     DefectError,
     SessionRefusal,
-    checked_url,
 )
 from agent_peft.seeding import derive
 from agent_peft.types import (

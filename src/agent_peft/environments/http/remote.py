@@ -9,6 +9,7 @@ from typing import Annotated, overload
 
 from pydantic import AfterValidator, Field
 
+from agent_peft.addresses import checked_url
 from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
 from agent_peft.environments.http import messages
 from agent_peft.environments.http.client import (
@@ -16,7 +17,6 @@ from agent_peft.environments.http.client import (
     Connection,
     DefectError,
     SessionRefusal,
-    checked_url,
 )
 from agent_peft.types import AgentPeftError, InfrastructureError, Message, StepResult, Task
 

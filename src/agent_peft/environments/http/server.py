@@ -18,10 +18,11 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel
 
+from agent_peft.addresses import is_loopback
 from agent_peft.environments.base import Environment
 from agent_peft.environments.contract import open_episode
 from agent_peft.environments.http import messages
-from agent_peft.environments.http.guard import Guard, Limits, is_loopback, throttled
+from agent_peft.environments.http.guard import Guard, Limits, throttled
 from agent_peft.environments.http.messages import Refusal
 from agent_peft.environments.http.sessions import Sessions
 from agent_peft.environments.http.transport import (

@@ -6,18 +6,24 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from agent_peft.config import validated
-from agent_peft.policies.engine.base import EngineConfig, Sampler
+from agent_peft.policies.engine.base import AnyEngine, EngineConfig, Sampler, ServerEngineConfig
 
 if TYPE_CHECKING:
     from agent_peft.policies.policy import Policy
 
 
-def load_sampler(policy: Policy, config: EngineConfig | Mapping[str, Any] | None = None) -> Sampler:
-    """A sampler in this process, which acts with the policy's present weights in every call.
+def load_sampler(policy: Policy, config: AnyEngine | Mapping[str, Any] | None = None) -> Sampler:
+    """A sampler in this process or on servers, which acts with the policy's present weights in every call.
 
     Args:
         config: the keys of ``engine`` in a run's configuration, such as ``{"rows": 8}``.
     """
+    keys: Any = config
+    kind = keys.get("kind") if isinstance(keys, Mapping) else getattr(keys, "kind", None)
+    if kind == "server":
+        from agent_peft.policies.engine.server import ServerSampler
+
+        return ServerSampler(policy, validated(ServerEngineConfig, keys, "engine"))
     from agent_peft.policies.engine.local import LocalEngine
 
-    return LocalEngine(policy, validated(EngineConfig, config, "engine"))
+    return LocalEngine(policy, validated(EngineConfig, keys, "engine"))

@@ -1,14 +1,15 @@
-"""The sampler protocol, its configuration, and the statistics of a call."""
+"""The sampler protocol, its configurations, and the statistics of a call."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
-from pydantic import Field
+from pydantic import AfterValidator, Discriminator, Field, Tag
 
+from agent_peft.addresses import checked_url
 from agent_peft.config import Config
 from agent_peft.policies.engine.schedule import Schedule
 from agent_peft.policies.sampling import SamplingConfig
@@ -17,9 +18,22 @@ if TYPE_CHECKING:
     from agent_peft.policies.tokenization import ChatTokenizer
 
 
-class EngineConfig(Config):
-    """How much the sampler computes at once. None of it changes what is sampled, except by rounding."""
+EnvironmentSeconds = Annotated[
+    float | None,
+    Field(
+        gt=0,
+        description="longest start or step of an environment: an episode whose step takes longer ends as "
+        "incorrect (timeout), and one whose start does begins again; null waits for ever, with a warning",
+    ),
+]
 
+
+class EngineConfig(Config):
+    """Sampling in this process: how much is computed at once. None of it changes what is sampled, except by
+    rounding.
+    """
+
+    kind: Literal["local"] = "local"
     rows: int = Field(default=64, ge=1, description="conversations that hold keys and values at once")
     kv_tokens: int | None = Field(
         default=None,
@@ -31,12 +45,7 @@ class EngineConfig(Config):
     environment_threads: int | None = Field(
         default=None, ge=1, description="environments that answer at once; null is one for each row"
     )
-    environment_seconds: float | None = Field(
-        default=None,
-        gt=0,
-        description="longest start or step of an environment: an episode whose step takes longer ends as "
-        "incorrect (timeout), and one whose start does begins again; null waits for ever, with a warning",
-    )
+    environment_seconds: EnvironmentSeconds = None
     overlap: int = Field(
         default=2,
         ge=1,
@@ -55,6 +64,52 @@ class EngineConfig(Config):
         8
         """
         return self.rows if self.kv_tokens is None else max(1, min(self.rows, self.kv_tokens // max_tokens))
+
+
+class ServerEngineConfig(Config):
+    """Sampling on servers that get the trainer's adapter: `agent-peft serve-policy --adapters`, or vLLM."""
+
+    kind: Literal["server"] = "server"
+    urls: tuple[Annotated[str, AfterValidator(checked_url)], ...] = Field(
+        min_length=1,
+        description="addresses of the servers, such as http://127.0.0.1:8000; conversation i is sampled by "
+        "server i mod their number",
+    )
+    model: str | None = Field(
+        default=None, description="name of policy.model on the servers; null is the first that they list"
+    )
+    folder: Path | None = Field(
+        default=None,
+        description="where adapters are written, on a file system that the servers share; null is a "
+        "temporary folder, for servers on this machine",
+    )
+    token: str | None = Field(
+        default=None,
+        description="name of the environment variable that holds the servers' token; null sends none",
+    )
+    rows: int = Field(default=64, ge=1, description="conversations at once, on all servers together")
+    seeded: bool = Field(
+        default=True,
+        description="send each reply's seed, so that a run repeats up to rounding; false where a server "
+        "fails with seeds, such as vLLM on a CPU",
+    )
+    timeout: float = Field(default=300.0, gt=0, description="time limit of one answer in seconds")
+    patience: float = Field(
+        default=60.0, ge=0, description="seconds for which a server that does not answer is tried again"
+    )
+    environment_seconds: EnvironmentSeconds = None
+
+    schedule: ClassVar[None] = None  # a server's decode steps are not recorded
+
+
+def _kind_of(engine: Any) -> Any:
+    return engine.get("kind", "local") if isinstance(engine, Mapping) else getattr(engine, "kind", None)
+
+
+AnyEngine = Annotated[
+    Annotated[EngineConfig, Tag("local")] | Annotated[ServerEngineConfig, Tag("server")],
+    Discriminator(_kind_of),
+]
 
 
 class Conversation(Protocol):
@@ -106,7 +161,7 @@ class EngineStatistics:
 
 
 class Sampler(Protocol):
-    """Draws a policy's tokens, in this process or on a server."""
+    """Draws a policy's tokens, in this process or on a server, with the policy's weights at each call."""
 
     @property
     def chat(self) -> ChatTokenizer:
@@ -133,4 +188,8 @@ class Sampler(Protocol):
         Args:
             adapter: False scores the base model under the adapter.
         """
+        ...
+
+    def close(self) -> None:
+        """Release what the sampler holds outside of this process."""
         ...

@@ -138,7 +138,13 @@ class LocalEngine:
     def _score(
         self, tokens: Sequence[int], sampling: SamplingConfig, way: Way, adapter: bool = True
     ) -> list[float]:
-        """Read as the sampler reads: what all share, a prompt, then a turn, its last tokens singly."""
+        with sampling_weights(self.policy, way, adapter):
+            return self.read_scores(tokens, sampling)
+
+    def read_scores(self, tokens: Sequence[int], sampling: SamplingConfig) -> list[float]:
+        """As ``score``, with weights that are prepared for sampling: read as the sampler reads, what all
+        share, a prompt, then a turn, its last tokens singly.
+        """
         policy, half, last = self.policy, max(1, len(tokens) // 2), len(tokens) - 1
         begin, single = half // 2, max(half, last - SINGLE)
         pieces = [
@@ -147,20 +153,19 @@ class LocalEngine:
             (ROWS, half, single),
             *((ROWS, i, i + 1) for i in range(single, last)),
         ]
-        with sampling_weights(policy, way, adapter):
-            cache = self.new_cache((1, 1, 1), (begin, half, len(tokens)))
-            scores = []
-            for tier, start, stop in pieces:
-                if start == stop:
-                    continue
-                if start <= half:
-                    cache.fork(tier, [0], 0 if start else None, start)
-                piece = torch.tensor([tokens[start:stop]], device=policy.device)
-                positions = torch.arange(start, stop, device=policy.device).unsqueeze(0)
-                hidden = cache.read(policy, tier, [0], piece, positions)
-                targets = torch.tensor(tokens[start + 1 : stop + 1], device=policy.device)
-                logp = log_distribution(policy.logits(hidden[0, : len(targets)]), sampling, keep=targets)
-                scores += logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1).tolist()
+        cache = self.new_cache((1, 1, 1), (begin, half, len(tokens)))
+        scores = []
+        for tier, start, stop in pieces:
+            if start == stop:
+                continue
+            if start <= half:
+                cache.fork(tier, [0], 0 if start else None, start)
+            piece = torch.tensor([tokens[start:stop]], device=policy.device)
+            positions = torch.arange(start, stop, device=policy.device).unsqueeze(0)
+            hidden = cache.read(policy, tier, [0], piece, positions)
+            targets = torch.tensor(tokens[start + 1 : stop + 1], device=policy.device)
+            logp = log_distribution(policy.logits(hidden[0, : len(targets)]), sampling, keep=targets)
+            scores += logp.gather(-1, targets.unsqueeze(-1)).squeeze(-1).tolist()
         return scores
 
     def new_cache(
@@ -173,3 +178,6 @@ class LocalEngine:
         return TierCache(
             slots, capacities, policy.base.config, policy.dtype, policy.device, self.shares, max_tokens
         )
+
+    def close(self) -> None:
+        """See ``Sampler.close``: all is in this process."""

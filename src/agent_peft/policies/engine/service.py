@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import ExitStack
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -170,9 +170,29 @@ def _likeliest(logits: torch.Tensor, sampling: SamplingConfig, count: int) -> Se
 
 
 logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 STOPPING = "the server is stopping"
 IDLE = 1.0  # seconds without a request, after which the keys and values are given back
+
+
+class _Job(Future[Result]):
+    """Work for the thread that computes, between two decode steps. Cancelled, it does nothing."""
+
+    def __init__(self, work: Callable[[], Result]) -> None:
+        super().__init__()
+        self._work = work
+
+    def run(self) -> None:
+        if self.set_running_or_notify_cancel():
+            try:
+                self.set_result(self._work())
+            except BaseException as error:
+                self.set_exception(error)
+
+    def fail(self, error: BaseException) -> None:
+        if self.set_running_or_notify_cancel():
+            self.set_exception(error)
 
 
 class Service:
@@ -186,14 +206,15 @@ class Service:
     """
 
     def __init__(self, policies: Mapping[str, Policy], config: EngineConfig, max_tokens: int) -> None:
-        self.policies = policies
+        self.policies = dict(policies)
         self.config = config
         self.max_tokens = {}
         for name, policy in policies.items():
             positions = max_tokens if policy.bound is None else policy.bound.positions
             self.max_tokens[name] = min(max_tokens, positions)
         self._engines = {name: LocalEngine(policy, config) for name, policy in policies.items()}
-        self._arrivals: SimpleQueue[tuple[str, Request] | None] = SimpleQueue()
+        self._arrivals: SimpleQueue[tuple[str, Request | _Job[Any]] | None] = SimpleQueue()
+        self._prepared: dict[str, ExitStack] = {}  # policies whose weights are prepared for sampling
         self._decodings: dict[str, OpenDecoding] = {}
         self._worked: dict[str, float] = {}  # when each of them last computed
         self._closed = False
@@ -206,13 +227,30 @@ class Service:
         """Requests that have a row now, of all policies. They change while others look."""
         return sum(len(decoding.rows) for decoding in list(self._decodings.values()))
 
-    def submit(self, name: str, request: Request) -> None:
+    def submit(self, name: str, request: Request | _Job[Any]) -> None:
         """Let a request join. Any thread may call this. After ``close`` the request fails at once."""
         with self._closing:
             if not self._closed:
                 self._arrivals.put((name, request))
                 return
         request.fail(InfrastructureError(STOPPING))
+
+    def score(self, name: str, tokens: Sequence[int]) -> Future[list[float]]:
+        """Log-probabilities (T - 1) in nats of tokens[1:], with the weights that the policy samples with."""
+        job = _Job(lambda: self._ready(name).read_scores(tokens, SamplingConfig()))
+        self.submit(name, job)
+        return job
+
+    def add(self, name: str, engine: LocalEngine, max_tokens: int) -> None:
+        """Serve another policy."""
+        self._engines[name], self.max_tokens[name] = engine, max_tokens
+        self.policies[name] = engine.policy
+
+    def remove(self, name: str) -> Future[LocalEngine]:
+        """Serve a policy no longer: its requests fail. The result is its engine, which nothing uses now."""
+        del self.policies[name]
+        self.submit(name, job := _Job(lambda: self._drop(name)))
+        return job
 
     def close(self) -> None:
         """Fail what is under way, and end the thread."""
@@ -221,16 +259,32 @@ class Service:
         self._arrivals.put(None)
         self._thread.join()
 
+    def _ready(self, name: str) -> LocalEngine:
+        """The engine of a policy, whose weights are prepared for sampling."""
+        if (engine := self._engines.get(name)) is None:
+            raise InfrastructureError(f"{name} has been unloaded")
+        if name not in self._prepared:
+            with ExitStack() as stack:
+                stack.enter_context(sampling_weights(engine.policy, engine.way))
+                self._prepared[name] = stack.pop_all()
+        return engine
+
+    def _drop(self, name: str) -> LocalEngine:
+        if (decoding := self._decodings.pop(name, None)) is not None:
+            self._fail(decoding.requests, InfrastructureError(f"{name} has been unloaded"))
+        if (stack := self._prepared.pop(name, None)) is not None:
+            stack.close()
+        return self._engines.pop(name)
+
     def _run(self) -> None:
-        with ExitStack() as stack:
-            prepared = set[str]()
+        with torch.no_grad():  # also once the first policy that was prepared has been dropped
             while not self._closed:
                 for name, request in self._wait():
+                    if isinstance(request, _Job):
+                        request.run()
+                        continue
                     try:
-                        engine = self._engines[name]
-                        if name not in prepared:
-                            stack.enter_context(sampling_weights(engine.policy, engine.way))
-                            prepared.add(name)
+                        engine = self._ready(name)
                         if name not in self._decodings:
                             self._decodings[name] = OpenDecoding(engine, self.max_tokens[name])
                         self._decodings[name].add(request)
@@ -245,11 +299,13 @@ class Service:
                 for request in decoding.requests:  # no warning: some have ended, and await their last step
                     request.fail(stopping)
             self._decodings.clear()
+            for stack in self._prepared.values():
+                stack.close()
         while not self._arrivals.empty():
             if (arrival := self._arrivals.get()) is not None:
                 arrival[1].fail(stopping)
 
-    def _wait(self) -> list[tuple[str, Request]]:
+    def _wait(self) -> list[tuple[str, Request | _Job[Any]]]:
         """The requests that have arrived. With nothing to decode, wait for one."""
         arrivals = []
         try:
