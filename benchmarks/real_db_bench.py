@@ -1,8 +1,8 @@
 """Evaluate the adapters of a run on LifelongAgentBench's real DB Bench tasks: the base model and each stage,
 SELECTs apart from changes, by classes of skills, and by what failed.
 
-    python benchmarks/real_db_bench.py RUN [--tasks data/db_bench/entry_dict.json] [--limit N]
-    [--at STEP ...] [--name ENTRY]
+    python benchmarks/real_db_bench.py RUN [--tasks data/db_bench/entry_dict.json] [--split train[75%:]]
+    [--limit N] [--at STEP ...] [--name ENTRY]
     python benchmarks/real_db_bench.py --fit smollm2-135m [--tasks ...]
 
 Every run keeps the last checkpoint of each stage; ``--at`` names other checkpoints by their steps, and 0 is
@@ -127,15 +127,13 @@ def class_table(reports: Mapping[str, EvaluationReport]) -> object:
     return table("|tasks|" + "|".join(reports), rows, "success by class (95 % interval)")
 
 
-def evaluate_run(
-    run: Path, tasks: Path, limit: int | None, at: Sequence[int], output: Path, entry: str
-) -> None:
+def evaluate_run(run: Path, keys: Mapping[str, Any], at: Sequence[int], output: Path, entry: str) -> None:
     config, policy = open_run(run, base=True)
     if config.threads:
         torch.set_num_threads(config.threads)
     limits = {"max_new_tokens": MAX_NEW_TOKENS, "max_tokens": MAX_TOKENS}
     sampling = SamplingConfig(temperature=0.0, **limits, stop=config.stages[-1].sampling.stop)
-    evaluation = EvaluationConfig(environment=_environment(config, tasks, limit), sampling=sampling)
+    evaluation = EvaluationConfig(environment=_environment(config, keys), sampling=sampling)
     known = json.loads(output.read_text()) if output.exists() else {}
     reports: dict[str, EvaluationReport] = {}
     content: dict[str, Any] = {}
@@ -154,10 +152,9 @@ def evaluate_run(
     show(success_table(reports), class_table(reports), end_table(reports), skill_table(reports))
 
 
-def _environment(config: TrainConfig, tasks: Path, limit: int | None) -> DBBenchConfig:
-    """The real tasks, asked in the form that the run was trained in."""
-    changes = {"tasks": tasks, "generate": None, "skills": None, "split": None, "limit": limit}
-    changes["max_observation_chars"] = MAX_OBSERVATION_CHARS
+def _environment(config: TrainConfig, keys: Mapping[str, Any]) -> DBBenchConfig:
+    """The real tasks that ``keys`` name, asked in the form that the run was trained in."""
+    changes = {"generate": None, "skills": None, **keys, "max_observation_chars": MAX_OBSERVATION_CHARS}
     if not isinstance(config.environment, DBBenchConfig):
         raise SystemExit("this run was not trained on db_bench")
     return config.environment.model_copy(update=changes)
@@ -247,6 +244,7 @@ def main() -> None:
         {"run": Path},
         quick={"run": tiny_run},
         tasks=REAL,
+        split=str,  # the held-out part, where the run was trained on the other
         limit=int,
         at={"type": int, "nargs": "+", "default": [], "metavar": "STEP", "help": "0 is the base model"},
         name=str,
@@ -262,7 +260,8 @@ def main() -> None:
         sys.exit("name a run, or --fit MODEL")
     else:
         output = given.results / "real_db_bench.json"
-        evaluate_run(given.run, given.tasks, given.limit, given.at, output, given.name or given.run.name)
+        keys = {"tasks": given.tasks, "split": given.split, "limit": given.limit}
+        evaluate_run(given.run, keys, given.at, output, given.name or given.run.name)
 
 
 if __name__ == "__main__":

