@@ -225,6 +225,9 @@ HOSTILE = (
             {"top_logprobs": 3},
             {"logprobs": True, "top_logprobs": 1000},
             {"tools": [{"type": "function", "function": {"name": "rm -rf /"}}]},
+            {"tools": [{"type": "function", "function": {"name": "ls", "strict": "yes"}}]},
+            {"store": 1},
+            {"verbosity": "loud"},
             {"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "ls"}}]},
             {"response_format": {"type": "json_object"}},
             {"presence_penalty": 1},
@@ -249,6 +252,8 @@ TOOLS = [{"type": "function", "function": {"name": "ls"}}]
         {"tools": TOOLS, "tool_choice": "none", "parallel_tool_calls": True},
         {"stream_options": None, "tool_choice": None, "stop": None, "stop_token_ids": []},
         {"temperature": 1, "top_p": 1, "n": 1, "seed": None},
+        {"verbosity": "low", "store": True, "metadata": {"a": "b"}},
+        {"tools": [{"type": "function", "function": {"name": "ls", "strict": True}}]},
     ],
 )
 def test_a_default_of_the_api_changes_nothing_and_is_accepted(serving, keys):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import FailFast, Field, JsonValue, StrictInt, model_validator
+from pydantic import FailFast, Field, JsonValue, StrictBool, StrictInt, model_validator
 from torch import Tensor
 
 from agent_peft.config import Config
@@ -74,7 +74,7 @@ class Function(Wire):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
-    strict: Literal[False] | None = None
+    strict: NotRead[StrictBool] = None  # clients send it always; a call is not guaranteed to fit in any case
 
 
 class Tool(Wire):

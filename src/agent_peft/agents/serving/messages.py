@@ -167,13 +167,14 @@ class ChatRequest(_Request):
     logprobs: StrictBool | None = None
     top_logprobs: Alternatives | None = None
     response_format: TextFormat | None = None
-    store: Literal[False] | None = None
     modalities: tuple[Literal["text"]] | None = None
-    verbosity: Literal["medium"] | None = None
     audio: None = None
     prediction: None = None
     add_generation_prompt: Literal[True] | None = None
     continue_final_message: Literal[False] | None = None
+    # wishes, and notes for a server that stores: without an effect on a reply
+    store: NotRead[StrictBool] = None
+    verbosity: NotRead[Literal["low", "medium", "high"]] = None
     metadata: dict[str, str] | None = Field(default=None, max_length=16, description="not read")
 
     @model_validator(mode="after")
