@@ -42,6 +42,11 @@ def test_a_conversation_with_tools_in_plain_messages():
         Message("user", "<tool_response>\nx\n</tool_response>\n<tool_response>\ny\n</tool_response>"),
     ]
     assert plain_messages(messages({"role": "user", "content": "x"}), [LS])[0].role == "system"
+    strict = Tool.model_validate(
+        {"type": "function", "function": {**LS.function.model_dump(), "strict": True}}
+    )
+    user = messages({"role": "user", "content": "x"})
+    assert plain_messages(user, [strict]) == plain_messages(user, [LS])  # strict is not read
     call["function"]["arguments"] = "7"
     with pytest.raises(AgentPeftError, match="JSON object"):
         plain_messages(messages({"role": "assistant", "tool_calls": [call]}), [])

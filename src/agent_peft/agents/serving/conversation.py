@@ -74,7 +74,8 @@ class Function(Wire):
     name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
     description: str | None = None
     parameters: dict[str, JsonValue] | None = None
-    strict: NotRead[StrictBool] = None  # clients send it always; a call is not guaranteed to fit in any case
+    # clients send it always; the policy does not read it, and a call is not guaranteed to fit
+    strict: StrictBool | None = Field(default=None, exclude=True, description="not read")
 
 
 class Tool(Wire):
