@@ -419,7 +419,8 @@ COMMANDS: dict[str, tuple[list[str], dict[str, list[str]]]] = {
 SHOWN = {
     "evaluate": {"as_json", "target", "config", "output"},  # test_cli, below
     "merge": {"as_json", "both", "run"},  # test_cli
-    "explain": {"as_json", "config", "overrides", "keys", "trust"},  # below, test_hostile_inputs
+    # configuration/test_explain and test_planning, test_hostile_inputs
+    "explain": {"as_json", "config", "everything", "keys", "on", "overrides", "trust"},
     "show": {"run", "step", "task", "attempt", "evaluation", "as_json"},  # cli/test_show
     "train": {"config"},
     "runs": {"folder", "as_json"},  # runs/test_overview

@@ -504,7 +504,7 @@ def test_facts(load):
 def test_explain_shows_both(load):
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(explain(*load(TWO)))
+        console.print(explain(*load(TWO)).whole)
     shown = capture.get()
     assert "optimizer.learning_rate" in shown
     assert "x.yaml:5, for all stages" in shown

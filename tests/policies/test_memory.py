@@ -24,8 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from agent_peft.algorithms.distillation import divergence
 from agent_peft.batch import Batch, collate
-from agent_peft.configuration.planning import memory
 from agent_peft.configuration.load import read_config
+from agent_peft.configuration.planning import memory
 from agent_peft.policies import adapters
 from agent_peft.policies.config import LoraSettings, PretrainedConfig, ScratchConfig
 from agent_peft.policies.engine import fused_linear

@@ -391,7 +391,7 @@ def test_terms_are_shown_with_their_defaults_and_go_there_and_back(tmp_path, own
     assert provenance.of("stages.1.rewards.terms") == f"{tmp_path / 'x.yaml'}:7, for all stages"
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(explain(config, provenance))
+        console.print(explain(config, provenance).whole)
     assert "rewards.terms" in capture.get() and "length_penalty" in capture.get()
     dump_config(config, tmp_path / "again.yaml")
     assert read_config(tmp_path / "again.yaml")[0] == config

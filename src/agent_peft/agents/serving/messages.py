@@ -172,7 +172,6 @@ class ChatRequest(_Request):
     prediction: None = None
     add_generation_prompt: Literal[True] | None = None
     continue_final_message: Literal[False] | None = None
-    # wishes, and notes for a server that stores: without an effect on a reply
     store: NotRead[StrictBool] = None
     verbosity: NotRead[Literal["low", "medium", "high"]] = None
     metadata: dict[str, str] | None = Field(default=None, max_length=16, description="not read")
