@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from agent_peft.agents.serving.messages import CompletionBody
+from agent_peft.agents.serving.answers import CompletionBody
 from agent_peft.configuration.load import load_config
 from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticConfig
 from agent_peft.policies import adapters

@@ -8,7 +8,7 @@ import pytest
 
 from agent_peft.agents.serving.choices import ChoiceStream, Draw
 from agent_peft.agents.serving.conversation import ChatMessage, Tool, plain_messages, split_calls
-from agent_peft.agents.serving.messages import ChatRequest
+from agent_peft.agents.serving.requests import ChatRequest
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.types import AgentPeftError, Message
 

@@ -11,13 +11,10 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from agent_peft.agents.serving.conversation import OPEN, Call, CalledFunction, may_be_call, split_calls
-from agent_peft.agents.serving.messages import (
+from agent_peft.agents.serving.answers import (
     ChatLogprobs,
-    ChatRequest,
     Choice,
     CompletionLogprobs,
-    CompletionRequest,
     FinishReason,
     Logprob,
     PromptLogprob,
@@ -25,6 +22,8 @@ from agent_peft.agents.serving.messages import (
     Reply,
     Usage,
 )
+from agent_peft.agents.serving.conversation import OPEN, Call, CalledFunction, may_be_call, split_calls
+from agent_peft.agents.serving.requests import ChatRequest, CompletionRequest
 from agent_peft.environments.tool_calls import ToolCall
 from agent_peft.policies.engine.service import Service
 from agent_peft.policies.sampling import SamplingConfig, StopMatcher

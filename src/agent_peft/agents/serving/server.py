@@ -19,18 +19,14 @@ from pydantic import BaseModel
 
 from agent_peft.addresses import is_loopback
 from agent_peft.agents.serving.adapters import Adapters
+from agent_peft.agents.serving.answers import CompletionBody, ErrorBody, Model, Models, problem_of
 from agent_peft.agents.serving.choices import ChoiceStream, Draw, score_prompt, usage_of
 from agent_peft.agents.serving.conversation import plain_messages, text_prompt
-from agent_peft.agents.serving.messages import (
+from agent_peft.agents.serving.requests import (
     MAX_CHOICES,
     ChatRequest,
-    CompletionBody,
     CompletionRequest,
-    ErrorBody,
-    Model,
-    Models,
     check_stops,
-    problem_of,
     sampling_of,
 )
 from agent_peft.config import first_error
