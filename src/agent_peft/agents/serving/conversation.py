@@ -68,6 +68,13 @@ class Wire(Config):
         return content
 
 
+class CacheControl(Wire):
+    """A hint in the words of the API of Anthropic."""
+
+    type: NotRead[Text] = None
+    ttl: NotRead[Text] = None
+
+
 class Function(Wire):
     """A function that the policy may call. ``parameters`` is its JSON schema."""
 
@@ -81,6 +88,7 @@ class Function(Wire):
 class Tool(Wire):
     type: Literal["function"]
     function: Function
+    cache_control: CacheControl | None = Field(default=None, exclude=True, description="not read")
 
 
 class CalledFunction(Wire):
@@ -100,6 +108,7 @@ class Call(Wire):
 class TextPart(Wire):
     type: Literal["text"]
     text: Text
+    cache_control: NotRead[CacheControl] = None
 
 
 class ChatMessage(Wire):

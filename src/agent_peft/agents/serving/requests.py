@@ -97,6 +97,7 @@ class _Request(Wire):
     user: NotRead[str] = None
     safety_identifier: NotRead[str] = None
     prompt_cache_key: NotRead[str] = None
+    service_tier: NotRead[Literal["auto", "default", "flex", "scale", "priority"]] = None
     # only the values that change nothing
     presence_penalty: Literal[0] | None = None
     frequency_penalty: Literal[0] | None = None
@@ -106,7 +107,6 @@ class _Request(Wire):
     ignore_eos: Literal[False] | None = None
     include_stop_str_in_output: Literal[False] | None = None
     logit_bias: dict[str, Any] | None = Field(default=None, max_length=0)
-    service_tier: Literal["auto", "default"] | None = None
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -131,9 +131,7 @@ class _Request(Wire):
         return int(number) if number in (0.0, 1.0) else number
 
     @model_validator(mode="after")
-    def _streams_its_options(self) -> _Request:
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options needs stream: true")
+    def _has_a_text_alone(self) -> _Request:
         if self.skip_special_tokens is False and not self.return_token_ids:
             raise ValueError("skip_special_tokens: false needs return_token_ids: true")
         return self
@@ -171,15 +169,13 @@ class ChatRequest(_Request):
     continue_final_message: Literal[False] | None = None
     store: NotRead[StrictBool] = None
     verbosity: NotRead[Literal["low", "medium", "high"]] = None
+    reasoning_effort: NotRead[Literal["none", "minimal", "low", "medium", "high", "xhigh"]] = None
     metadata: dict[str, str] | None = Field(default=None, max_length=16, description="not read")
 
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
-        for key in ("tool_choice", "parallel_tool_calls"):
-            if getattr(self, key) is not None and not self.tools:
-                raise ValueError(f"{key} needs tools")
         if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
             raise ValueError("max_tokens and max_completion_tokens are one limit; give one of them")
         return self
