@@ -484,6 +484,7 @@ def play_hostile_replies(serving, episodes):
         episode.close()
     until(lambda: not any(host.sessions.connected for host in hosts))
     gc.collect()
+    until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)  # a socket is closed after its session
     grown = resident() - before, len(os.listdir("/proc/self/fd")) - descriptors
     assert until(lambda: not any(host.sessions.open for host in hosts))
     for environment in elsewhere:
