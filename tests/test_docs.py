@@ -121,6 +121,34 @@ def test_tables_of_ones_own_are_read_and_trained_on(tmp_path, warm_process):
         assert len((tmp_path / "runs" / run / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+def of_own_table(folder: Path, text: str, warm_process) -> None:
+    (folder / "make_orders.py").write_text(next(block for _, block in _BLOCK.findall(text)))
+    assert warm_process.run("make_orders.py", folder=folder).returncode == 0
+    written = (folder / "orders.csv").read_text()
+    for question, *others in re.findall(r"^\| (Order.*) \| (.*) \| (.*) \| (.*) \|$", text, re.MULTILINE):
+        assert f'"{question}",{",".join(others)}\n' in written
+    follow(text, folder, warm_process)
+
+
+def test_the_tutorial_runs(tmp_path, tiny, warm_process):
+    text = (
+        (DOCS / "own_table.md").read_text(encoding="utf-8").replace("model: smollm2-135m", f"model: {tiny}")
+    )
+    of_own_table(tmp_path, text.replace("steps: 12", "steps: 1"), warm_process)
+
+
+@pytest.mark.slow
+def test_the_tutorial_has_the_results_of_its_page(tmp_path, warm_process):
+    text = (DOCS / "own_table.md").read_text(encoding="utf-8")
+    of_own_table(tmp_path, text, warm_process)
+    shown = re.findall(r"^│ success .*$", text, re.MULTILINE)
+    for run, row in zip(("orders", "worked"), shown, strict=True):
+        intervals = [tuple(map(int, pair)) for pair in re.findall(r"\((\d+)–(\d+)\)", row)]
+        for step, (low, high) in zip((0, 12, 24), intervals, strict=True):
+            report = json.loads((tmp_path / f"runs/{run}/evaluations/step_{step:06}.json").read_text())
+            assert low <= 100 * report["success"]["value"] <= high, (run, step)
+
+
 def test_the_page_says_what_the_code_has():
     text = (DOCS / "arithmetic.md").read_text(encoding="utf-8")
     assert f'`"{ALPHABET}"`' in text
