@@ -1,6 +1,7 @@
 """A configuration means what its file says, and every mistake in it is told in one line that helps."""
 
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -569,6 +570,15 @@ def test_a_wrong_task_file_is_told(load, tmp_path):
         AgentPeftError, match=r"evaluation\.environment\.tasks: there is no file or folder 'no\.json'"
     ):
         load_for_evaluation(tmp_path / "x.yaml", [], "no.json", None)
+
+
+@pytest.mark.parametrize("file", ["gsm8k.yaml", "db_bench_real.yaml"])
+def test_a_recipe_without_its_published_tasks_names_the_command_that_fetches_them(
+    file, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AgentPeftError, match=r"data/(\w+)/[\w.]+' \(agent-peft download \1 writes it"):
+        read_config(Path(file.removesuffix(".yaml")))
 
 
 @pytest.mark.parametrize(

@@ -354,6 +354,8 @@ def _check_files(config: TrainConfig, document: Document, begun: bool) -> None:
             if (isinstance(value, Path) or of_model) and not exists(Path(value)):
                 where = document.place((*prefix.split("."), name))
                 advice = f"add {prefix}.{name}= with its place now" if begun else f"seen from {Path.cwd()}"
+                if not begun and Path(value).parent == Path("data") / model.kind:
+                    advice = f"agent-peft download {model.kind} writes it; {advice}"
                 raise AgentPeftError(f"{where}: there is no file or folder {str(value)!r} ({advice})")
 
 
