@@ -172,7 +172,8 @@ import os
 
 import agent_peft as ap
 
-load_policy, load_environment, Stage, evaluate = ap.load_policy, ap.load_environment, ap.Stage, ap.evaluate
+load_policy, load_environment, load_config = ap.load_policy, ap.load_environment, ap.load_config
+Stage, evaluate = ap.Stage, ap.evaluate
 
 
 def small_policy(model, **keys):
@@ -185,6 +186,10 @@ def small_environment(kind, **keys):
     return load_environment(kind, **keys)
 
 
+def small_config(source, **keys):
+    return load_config(source, **keys, tasks_per_step=4)
+
+
 def small_stage(**keys):
     group = {} if keys["algorithm"] == "sft" else {"group_size": 2}
     return Stage(**{**keys, **group, "steps": 1, "tasks_per_step": 2, "sampling": {"max_new_tokens": 4}})
@@ -195,9 +200,8 @@ def small_evaluation(policy, environment, evaluation={}):
     return evaluate(policy, environment, {**evaluation, "sampling": sampling})
 
 
-ap.load_policy, ap.load_environment, ap.Stage, ap.evaluate = (
-    small_policy, small_environment, small_stage, small_evaluation
-)
+ap.load_policy, ap.load_environment, ap.load_config = small_policy, small_environment, small_config
+ap.Stage, ap.evaluate = small_stage, small_evaluation
 """
 
 

@@ -73,10 +73,10 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "algorithm",
     [
         {"kind": "grpo"},
-        {"kind": "policy_gradient", "surrogate": "band", "minibatches": 2},
         *(
             pytest.param(row, marks=pytest.mark.slow, id=row["kind"])
             for row in (
+                {"kind": "policy_gradient", "surrogate": "band", "minibatches": 2},
                 {"kind": "reinforce"},
                 {"kind": "reinforce_plus_plus"},
                 {"kind": "rloo"},

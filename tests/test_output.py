@@ -44,17 +44,17 @@ def gone_terminal():
     ("output", "closed"),
     [(closed_pipe, "stdout"), (closed_pipe, "stderr"), (closed_pipe, "both"), (gone_terminal, "both")],
 )
-def test_a_run_outlives_its_reader(tmp_path, output, closed):
+def test_a_run_outlives_its_reader(tmp_path, warm_process, output, closed):
     (tmp_path / "c.yaml").write_text(CONFIG)
     with os.fdopen(output(), "w") as broken, open(tmp_path / "out", "w") as whole:
-        done = subprocess.run(
-            [sys.executable, "-m", "agent_peft", "train", "c.yaml"],
-            cwd=tmp_path,
-            stdout=whole if closed == "stderr" else broken,
-            stderr=whole if closed == "stdout" else broken,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"},
+        process = warm_process.start(
+            *("-m", "agent_peft", "train", "c.yaml"),
+            folder=tmp_path,
+            output=whole if closed == "stderr" else broken,
+            errors=whole if closed == "stdout" else broken,
+            TERM="xterm",
         )
-        assert done.returncode == 0
+        assert process.wait() == 0
     assert json.loads((tmp_path / "run" / "run.json").read_text())["state"] == "done"
     assert "without a signal" in (tmp_path / "run" / "log.txt").read_text()  # a warning went to stderr
     assert ("done: " in (tmp_path / "out").read_text()) is (closed == "stderr")

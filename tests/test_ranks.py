@@ -1,13 +1,15 @@
 """Two ranks are one: the same trajectories, the same gradients, the same numbers; and none is left waiting
 for one that is gone.
 
-Torchrun is really started. Runs of two ranks are compared with one rank in this process.
+Runs of two ranks are compared with one rank in this process. Torchrun is really started where a rank ends
+before the others. Elsewhere the ranks are forks of a warm process, without the seconds that imports take.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -101,30 +103,35 @@ class Launch:
     def config(self) -> TrainConfig:
         return read_config(self.file)[0]
 
-    def start(
-        self, *overrides: str, program: tuple[str, ...] = ("-m", "agent_peft"), ranks: int = 2
-    ) -> subprocess.Popen[bytes]:
+    def start(self, *program: str) -> subprocess.Popen[bytes]:
         source = str(Path(agent_peft.__file__).parents[1])
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([source, str(self.file.parent)]),
             "PYTHONUNBUFFERED": "1",
         }
-        torchrun = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc_per_node={ranks}",
-        ]
+        torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
         with self.output.open("wb") as output:
-            command = [*torchrun, *program, "train", self.file.name, *overrides]
+            command = [*torchrun, *(program or ("-m", "agent_peft")), "train", self.file.name]
             return subprocess.Popen(
                 command, cwd=self.file.parent, env=environment, stdout=output, stderr=subprocess.STDOUT
             )
 
-    def finish(self, *overrides: str, **options: Any) -> None:
-        assert end(self.start(*overrides, **options)) == 0, self.said
+    def finish(self, warm_process: Any, *program: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [*(program or ("-m", "agent_peft")), "train", self.file.name]
+        with self.output.open("wb") as output:
+            ranks = [
+                warm_process.start(
+                    *command, folder=self.file.parent, output=output, RANK=rank, LOCAL_RANK=rank, **world
+                )
+                for rank in "01"
+            ]
+        assert [rank.wait(600) for rank in ranks] == [0, 0], self.said
 
     @property
     def said(self) -> str:
@@ -160,9 +167,9 @@ def one(tmp_path_factory: pytest.TempPathFactory, policy: ScratchConfig) -> Laun
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory, policy: ScratchConfig) -> Launch:
+def two(tmp_path_factory: pytest.TempPathFactory, policy: ScratchConfig, warm_process: Any) -> Launch:
     launch = Launch(tmp_path_factory.mktemp("ranks") / "two", policy, STAGES)
-    launch.finish()
+    launch.finish(warm_process)
     return launch
 
 
@@ -249,7 +256,9 @@ def folders(*launches: Launch) -> list[Path]:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_all_and_the_run_resumes_to_the_bit(tmp_path, policy, two, run_contents):
+def test_a_killed_rank_ends_all_and_the_run_resumes_to_the_bit(
+    tmp_path, policy, two, run_contents, warm_process
+):
     launch = Launch(tmp_path / "killed", policy, STAGES)
     process = launch.start()
     wait(
@@ -262,7 +271,7 @@ def test_a_killed_rank_ends_all_and_the_run_resumes_to_the_bit(tmp_path, policy,
     os.kill(ranks[1], 9)
     assert end(process) != 0
     assert len(launch.json_lines("metrics.jsonl")) < STEPS * len(STAGES)
-    launch.finish()
+    launch.finish(warm_process)
     assert "resuming after step" in launch.said
     expected, found = run_contents(two.run_dir), run_contents(launch.run_dir)
     assert found.keys() == expected.keys()
@@ -328,7 +337,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_so_on_all(tmp_path, policy
     stages = [{**STAGES[1], "nonfinite": "skip"}, {**STAGES[3], "steps": 1}]
     launch = Launch(tmp_path / "poisoned", policy, stages, evaluation=None, threads=None)
     (tmp_path / "poisoned" / "poisoned.py").write_text(POISONED)
-    assert end(launch.start(program=("poisoned.py",))) != 0
+    assert end(launch.start("poisoned.py")) != 0
     assert [line["nonfinite_updates"] for line in launch.json_lines("metrics.jsonl")] == [1, 0]
     assert launch.said.count("the gradient's norm is nan at step 0: the update is skipped") == 1
     trajectories = launch.run_dir / "trajectories" / "step_000002.jsonl"
@@ -363,7 +372,7 @@ main()
 
 
 @pytest.mark.slow
-def test_one_rank_may_run_out_of_memory_alone(tmp_path, policy):
+def test_one_rank_may_run_out_of_memory_alone(tmp_path, policy, warm_process):
     """It halves its microbatches, the other does not wait for anything but the sum, and the update is the
     same.
     """
@@ -372,8 +381,8 @@ def test_one_rank_may_run_out_of_memory_alone(tmp_path, policy):
         for name in ("roomy", "small")
     )
     (tmp_path / "small" / "small.py").write_text(SMALL_MEMORY)
-    roomy.finish()
-    small.finish(program=("small.py",))
+    roomy.finish(warm_process)
+    small.finish(warm_process, "small.py")
     expected, found = (launch.json_lines("metrics.jsonl") for launch in (roomy, small))
     assert all(line.pop("microbatch_halvings") == 0 for line in expected)
     assert (
@@ -390,7 +399,7 @@ GRADER = "def grade(response, answer, task): return sum(map(ord, response)) % 2 
 
 
 @pytest.mark.slow
-def test_replays_are_those_of_one_rank(tmp_path, policy, monkeypatch):
+def test_replays_are_those_of_one_rank(tmp_path, policy, monkeypatch, warm_process):
     """They depend on the results of all ranks."""
     rows = [{"id": f"t{number}", "question": f"{number}=", "answer": "1"} for number in range(9)]
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -409,7 +418,7 @@ def test_replays_are_those_of_one_rank(tmp_path, policy, monkeypatch):
         (launch.file.parent / "coin.py").write_text(GRADER)
     monkeypatch.syspath_prepend(launches[0].file.parent)
     train(launches[0].config)
-    launches[1].finish()
+    launches[1].finish(warm_process)
 
     one, two = (list(load_run(launch.run_dir).trajectories) for launch in launches)
     for ours, theirs in zip(two, one, strict=True):

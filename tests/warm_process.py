@@ -12,6 +12,7 @@ import runpy
 import select
 import signal
 import socket
+import stat
 import sys
 from typing import Any
 
@@ -25,7 +26,7 @@ def asked(path: str) -> dict[str, Any]:
     print("ready", flush=True)
     while True:
         if sys.stdin in select.select([server, sys.stdin], [], [])[0]:
-            sys.exit()
+            os._exit(0)  # at once
         connection, _ = server.accept()
         if os.fork():
             connection.close()
@@ -62,7 +63,10 @@ if __name__ == "__main__":
     from agent_peft.heap import VARIABLE
 
     request = asked(sys.argv[1])
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    # a pipe can do other things than the file that was there; a file is read while it is written
+    buffering = -1 if stat.S_ISFIFO(os.fstat(1).st_mode) else 1
+    sys.stdout = open(1, "w", buffering, closefd=False)
+    sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])

@@ -115,7 +115,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Script], lis
     def start(script: Script) -> list[dict[str, Any]]:
         handler = type("Endpoint", (_Endpoint,), {"script": list(script), "requests": []})
         server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         servers.append(server)
         monkeypatch.setenv("OPENAI_BASE_URL", f"http://127.0.0.1:{server.server_port}/v1")
         monkeypatch.setenv("OPENAI_API_KEY", "key")

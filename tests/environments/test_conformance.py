@@ -136,6 +136,11 @@ def test_the_same_seed_gives_the_same_tasks_and_another_others(load, kind):
     assert load(kind).tasks != load(kind, 1).tasks
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] * (kind == "remote os_interaction")) for kind in CASES],
+    indirect=True,
+)
 def test_it_keeps_all_rules(settings, kind):
     keys = dict(settings(kind))
     check_environment(keys.pop("kind"), **keys)

@@ -270,13 +270,19 @@ def test_a_run_is_evaluated_as_it_was_in_training(finished):
 
 
 @pytest.fixture
-def pretrained(configure, settings, tmp_path):
-    """A finished run on a model of a folder."""
+def model(configure, tmp_path) -> Path:
+    """A model's folder."""
     base = load_policy(configure().policy.model_copy(update={"lora": None}), 0)
     base.save_merged(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def pretrained(configure, settings, model):
+    """A finished run on a model of a folder."""
     policy = {
         "kind": "pretrained",
-        "model": str(tmp_path / "model"),
+        "model": str(model),
         "device": "cpu",
         "lora": {"rank": 4, "alpha": 8},
     }
@@ -313,9 +319,9 @@ def test_an_adapter_of_a_model_from_scratch_is_evaluated_or_refused_but_never_ig
     assert evaluate_target(tmp_path / "merged", finished) == reports["after rloo"]
 
 
-def test_a_model_needs_a_configuration(pretrained, tmp_path):
+def test_a_model_needs_a_configuration(model):
     with pytest.raises(AgentPeftError, match=r"is not a run directory.*--config"):
-        evaluate_target(tmp_path / "model")
+        evaluate_target(model)
 
 
 def test_a_run_without_an_adapter_is_trained_and_evaluated(configure, policy_config):

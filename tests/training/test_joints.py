@@ -15,14 +15,18 @@ import pytest
 
 from agent_peft.configuration.run_config import TrainConfig
 from agent_peft.policies.config import LoraSettings, ScratchConfig
+from agent_peft.policies.engine import load_sampler
+from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.runs.run import Recording, train
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import AgentPeftError
+from tests.training.conftest import copy_policy
 
 MakeTrainer = Callable[..., Trainer]
 PRICES = {"correct": 1.0, "incorrect": 0.0, "invalid_action": -0.5}
 LORA = LoraSettings(rank=4, alpha=8)
+TAUGHT: dict[str, Policy] = {}
 
 
 def metrics(trainer: Trainer) -> list[dict[str, float]]:
@@ -36,17 +40,20 @@ def taught(make_trainer: MakeTrainer) -> Callable[..., Trainer]:
     """
 
     def teach(algorithm: Any, lora: LoraSettings | None = LORA, steps: int = 30, **stage: Any) -> Trainer:
-        sft = make_trainer(
-            "sft",
-            steps=40,
-            tasks_per_step=10,
-            policy={"lora": lora},
-            optimizer={"learning_rate": 1e-2 if lora else 1e-3},
-        )
-        metrics(sft)
+        if str(lora) not in TAUGHT:
+            sft = make_trainer(
+                "sft",
+                steps=40,
+                tasks_per_step=10,
+                policy={"lora": lora},
+                optimizer={"learning_rate": 1e-2 if lora else 1e-3},
+            )
+            metrics(sft)
+            TAUGHT[str(lora)] = sft.policy
+        policy = copy_policy(TAUGHT[str(lora)])
         more = {"steps": steps, "tasks_per_step": 10, "rewards": PRICES, "policy": {"lora": lora}, **stage}
         rl = make_trainer(algorithm, **more)
-        return Trainer(sft.policy, sft.environment, rl.stage, sft.engine, seed=1)
+        return Trainer(policy, rl.environment, rl.stage, load_sampler(policy), seed=1)
 
     return teach
 

@@ -251,7 +251,7 @@ class Odd(http.server.BaseHTTPRequestHandler):
 def odd():
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Odd)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()

@@ -27,17 +27,30 @@ def _namespaces():
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("reach", attacks.REACHES, ids=[reach.what for reach in attacks.REACHES])
+LONG = {  # some seconds each
+    "dentries of names that do not exist",
+    "epoll watches",
+    "folders as deep as they go",
+    "record locks",
+    "the program of a shell that is being started",
+}
+
+
+def each(rows):
+    return [pytest.param(row, marks=[pytest.mark.slow] * (row.what in LONG), id=row.what) for row in rows]
+
+
+@pytest.mark.parametrize("reach", each(attacks.REACHES))
 def test_out_of_reach(reach):
     assert attacks.reached(reach) is None
 
 
-@pytest.mark.parametrize("trick", attacks.TRICKS, ids=[trick.what for trick in attacks.TRICKS])
+@pytest.mark.parametrize("trick", each(attacks.TRICKS))
 def test_not_fooled(trick):
     assert attacks.outcome(trick) is Outcome.INCORRECT
 
 
-@pytest.mark.parametrize("trick", attacks.HONEST, ids=[trick.what for trick in attacks.HONEST])
+@pytest.mark.parametrize("trick", each(attacks.HONEST))
 def test_honest_work_is_seen(trick):
     assert attacks.outcome(trick) is Outcome.CORRECT
 

@@ -12,8 +12,6 @@ from agent_peft.types import Outcome, StopReason
 
 from .blind_replies import BLIND_REPLIES
 
-FAST = ("all may run all", "no file that ends in .tmp")
-
 
 def environment(num_tasks, seed, split, **more):
     options = {"max_turns": 3, "command_timeout": 20, "script_timeout": 20, **more}
@@ -61,20 +59,20 @@ def test_the_replies_are_distinct():
     )
 
 
-@pytest.mark.parametrize("name", FAST)
-def test_a_blind_reply_is_right_of_no_task(name, sandboxed):
-    assert correct(environment(58, 5, "heldout"), lambda task: dict(BLIND_REPLIES)[name]) == []
-
-
 def test_each_solution_is_right(sandboxed):
     tasks = environment(58, 5, "heldout")
     assert {skill for task in tasks.tasks for skill in task.skills} == set(SKILLS)
     assert len(correct(tasks, gold)) == 58
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", dict(BLIND_REPLIES))
-def test_every_blind_reply_is_right_of_no_task(name, sandboxed):
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name != "all may run all"))
+        for name in dict(BLIND_REPLIES)
+    ],
+)
+def test_a_blind_reply_is_right_of_no_task(name, sandboxed):
     assert correct(environment(58, 5, "heldout"), lambda task: dict(BLIND_REPLIES)[name]) == []
 
 
