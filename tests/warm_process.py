@@ -65,8 +65,8 @@ if __name__ == "__main__":
     request = asked(sys.argv[1])
     # a pipe can do other things than the file that was there; a file is read while it is written
     buffering = -1 if stat.S_ISFIFO(os.fstat(1).st_mode) else 1
-    sys.stdout = open(1, "w", buffering, closefd=False)
-    sys.stderr = open(2, "w", 1, errors="backslashreplace", closefd=False)
+    sys.stdout = os.fdopen(1, "w", buffering, closefd=False)
+    sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])

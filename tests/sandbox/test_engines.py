@@ -30,7 +30,7 @@ PROGRAMS = (
 def test_containers_have_the_same_limits():
     options = run_options(LIMITS)
     for option in (
-        "--rm", "--network=none", "--memory=128m", "--memory-swap=128m", "--pids-limit=32", "--cap-drop=ALL",
+        "--rm", "--stop-signal=KILL", "--network=none", "--memory=128m", "--memory-swap=128m", "--pids-limit=32", "--cap-drop=ALL",
         "--security-opt=no-new-privileges", "--ulimit=fsize=16777216:16777216", "--ulimit=core=1:1",
     ):  # fmt: skip
         assert option in options
@@ -81,19 +81,12 @@ def engine(request):
     made = subprocess.run([request.param, "import", "-", IMAGE], input=small_root(), capture_output=True)
     if made.returncode:
         pytest.skip(made.stderr.decode().strip()[-200:])
-    return request.param
-
-
-@pytest.fixture
-def container(engine):
-    """It takes seconds to start one where the engine copies the image."""
-    sandbox = EngineSandbox(LIMITS, engine, IMAGE)
     try:
-        sandbox.start()
+        with EngineSandbox(LIMITS, request.param, IMAGE):
+            pass
     except InfrastructureError as error:
         pytest.skip(str(error))
-    yield sandbox
-    sandbox.close()
+    return request.param
 
 
 def small_root() -> bytes:
@@ -118,25 +111,29 @@ def small_root() -> bytes:
     return content.getvalue()
 
 
-def test_a_shell_in_a_container_and_its_inspection(container):
-    for i in range(5):  # what was printed before the end belongs to its command
-        assert container.run(f"x={i}; seq 300; echo end {i} >&2", 20).output.endswith(f"300\nend {i}\n")
-    assert container.run("exit 3", 20).exit_code == 3
-    stopped = container.run("cd /srv; y=1; sleep 600", 0.5)
-    assert stopped.timed_out and container.run("pwd", 20).output == "/srv\n"
-    assert container.run_fresh("echo $x; exit 6", 20).exit_code == 6
+def test_a_shell_in_a_container(engine):
+    with EngineSandbox(LIMITS, engine, IMAGE) as sandbox:
+        for i in range(5):  # what was printed before the end belongs to its command
+            assert sandbox.run(f"x={i}; seq 300; echo end {i} >&2", 20).output.endswith(f"300\nend {i}\n")
+        assert sandbox.run("exit 3", 20).exit_code == 3
+        stopped = sandbox.run("cd /srv; y=1; sleep 600", 0.5)
+        assert stopped.timed_out and sandbox.run("pwd", 20).output == "/srv\n"
+        assert sandbox.run_fresh("echo $x; exit 6", 20).exit_code == 6
 
-    container.run("echo mine >/srv/a; ln -s /proc/self/cmdline /srv/riddle; rm -rf /tmp", 20)
-    container.run("cp /bin/true /bin/grep.new; cp /bin/grep.new /bin/grep; cp /bin/true /bin/test", 20)
-    script = "cat /srv/a; grep -c nothing /srv/a; ls -d /tmp /srv/riddle 2>/dev/null; exit 9"
-    found = container.inspect(script, 20)
-    assert (found.output, found.exit_code) == ("mine\n0\n", 9)
-    with pytest.raises(RuntimeError, match="its machine has ended"):
-        container.run("true", 5)
+
+def test_an_inspection_of_a_container(engine):
+    with EngineSandbox(LIMITS, engine, IMAGE) as sandbox:
+        sandbox.run("echo mine >/srv/a; ln -s /proc/self/cmdline /srv/riddle; rm -rf /tmp", 20)
+        sandbox.run("cp /bin/true /bin/grep.new; cp /bin/grep.new /bin/grep; cp /bin/true /bin/test", 20)
+        script = "cat /srv/a; grep -c nothing /srv/a; ls -d /tmp /srv/riddle 2>/dev/null; exit 9"
+        found = sandbox.inspect(script, 20)
+        assert (found.output, found.exit_code) == ("mine\n0\n", 9)
+        with pytest.raises(RuntimeError, match="its machine has ended"):
+            sandbox.run("true", 5)
 
 
 @pytest.mark.slow
-def test_a_container_ends_with_us(engine, container):
+def test_a_container_ends_with_us(engine):
     program = (
         "import sys, time\nfrom agent_peft.sandbox.base import SandboxLimits\n"
         "from agent_peft.sandbox.engines import EngineSandbox\n"

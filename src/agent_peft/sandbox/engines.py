@@ -221,6 +221,7 @@ def run_options(limits: SandboxLimits) -> list[str]:
     return [
         "--rm",
         "--interactive",
+        "--stop-signal=KILL",  # process 1 ignores others, and Podman would wait for ten seconds
         "--network=none",
         "--hostname=sandbox",
         "--user=0",
