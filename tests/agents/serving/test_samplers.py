@@ -193,7 +193,7 @@ def processes(models, token, tmp_path, warm_process) -> Iterator[Callable[..., A
         output.close()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_three_steps_on_two_servers(processes, learner, sampler_of, tmp_path, dtype):
     policy, (url, _), (other, _) = learner(dtype), processes(dtype), processes(dtype)
     sampler, names = sampler_of(policy, url, other), []

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -228,16 +229,20 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
         "seconds": PROBE_SECONDS,
         "bytes": PROBE_BYTES,
     }
-    command = [sys.executable, "-P", template_probe.__file__]
     try:
-        done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, timeout=60)
-        # 1: the template failed, and rendering it gives the reason
-        ended = 0 if done.returncode == 1 else done.returncode
-    except subprocess.TimeoutExpired:
-        ended = template_probe.TOO_MUCH
-    if ended:
+        _probe(json.dumps(request))
+    except (subprocess.TimeoutExpired, ChildProcessError) as error:
         raise AgentPeftError(
             f"{name}: the chat template takes more than {PROBE_SECONDS} seconds, {PROBE_BYTES >> 20} MB or "
             f"{MAX_RENDERING:,} characters for a conversation of a few words; take another model, or repair "
             "its chat_template"
-        )
+        ) from error
+
+
+@lru_cache
+def _probe(request: str) -> None:
+    """Once for each template: a reference, a teacher and a served adapter have that of their policy."""
+    command = [sys.executable, "-P", template_probe.__file__]
+    done = subprocess.run(command, input=request, capture_output=True, text=True, timeout=60)
+    if done.returncode not in (0, 1):  # 1: the template failed, and rendering it gives the reason
+        raise ChildProcessError
