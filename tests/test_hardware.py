@@ -188,7 +188,7 @@ def resident():
 
 torch.set_num_threads(1)
 weight = torch.ones(576, 576, dtype=torch.bfloat16)
-for rows in range(256, 640):
+for rows in range(256, 544):
     if rows == 384:
         before = resident()
     torch.ones(rows, 576, dtype=torch.bfloat16) @ weight

@@ -219,7 +219,12 @@ def make_trainer(policy: Policy, algorithm: str, **more: Any) -> Trainer:
     )
 
 
-@pytest.mark.parametrize("algorithm", list(ALGORITHMS))
+FAST = {"sft", "reinforce", "grpo", "policy_gradient", "ppo", "distill", "dpo", "kto"}  # each way of learning
+
+
+@pytest.mark.parametrize(
+    "algorithm", [pytest.param(kind, marks=[pytest.mark.slow] * (kind not in FAST)) for kind in ALGORITHMS]
+)
 def test_each_algorithm_takes_its_steps(gpu, algorithm):
     policy = make_policy(gpu, "bfloat16")
     before = [p.detach().clone() for p in policy.trainable_parameters()]

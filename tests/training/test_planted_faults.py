@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from agent_peft.environments import load_environment
-from agent_peft.policies.config import LoraSettings, PretrainedConfig
+from agent_peft.environments.base import Environment
+from agent_peft.policies.config import LoraSettings, PretrainedConfig, ScratchConfig
 from agent_peft.policies.engine import decoding, load_sampler, local
 from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.loading import load_policy
@@ -101,8 +102,16 @@ FAULTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def environment() -> Iterator[Environment]:
+    with closing(load_environment(TASKS)) as environment:
+        yield environment
+
+
 @pytest.fixture
-def make(make_trainer: Callable[..., Trainer]) -> Callable[..., Trainer]:
+def make(
+    make_trainer: Callable[..., Trainer], policy_config: ScratchConfig, environment: Environment
+) -> Callable[..., Trainer]:
     """Long prompts, and actions of which no two are alike, of a random policy that reads characters."""
 
     def made(dtype: str, temperature: float = 1.0, alpha: float = 8) -> Trainer:
@@ -112,7 +121,7 @@ def make(make_trainer: Callable[..., Trainer]) -> Callable[..., Trainer]:
             policy={
                 "alphabet": "".join(map(chr, range(32, 127))) + "\n",
                 "architecture": {
-                    **make_trainer().policy.base.config.to_dict(),
+                    **policy_config.architecture,
                     "max_position_embeddings": 8192,
                     "num_hidden_layers": 2,
                 },
@@ -125,7 +134,7 @@ def make(make_trainer: Callable[..., Trainer]) -> Callable[..., Trainer]:
             optimizer={"learning_rate": 3e-2},
             microbatch_tokens=8192,
         )
-        return Trainer(small.policy, load_environment(TASKS), small.stage, small.engine, seed=0)
+        return Trainer(small.policy, environment, small.stage, small.engine, seed=0)
 
     return made
 
@@ -144,7 +153,11 @@ def test_without_a_fault_nothing_stops(make, dtype):
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 @pytest.mark.parametrize(
     ("dtype", "temperature", "alpha"),
-    [*((dtype, 1.0, 8) for dtype in DTYPES), ("bfloat16", 0.3, 8), ("bfloat16", 0.1, 128)],
+    [
+        *((dtype, 1.0, 8) for dtype in DTYPES),
+        pytest.param("bfloat16", 0.3, 8, marks=pytest.mark.slow),
+        ("bfloat16", 0.1, 128),
+    ],
 )
 def test_a_fault_stops_the_run(make, monkeypatch, dtype, temperature, alpha, fault):
     trainer = make(dtype, temperature, alpha)
@@ -155,12 +168,12 @@ def test_a_fault_stops_the_run(make, monkeypatch, dtype, temperature, alpha, fau
 
 
 @pytest.mark.slow
-def test_a_real_model_is_watched_as_well(smollm2, real_dtype):
+def test_a_real_model_is_watched_as_well(smollm2, real_dtype, environment):
     """Supervised steps and one on policy, without a fault; then, from where they have led, each fault for
     itself. A policy that is nearly certain hardly shows a temperature, so that one is planted before them.
     """
     policy = load_policy(PretrainedConfig(model=str(smollm2), dtype=real_dtype, device="cpu"), 0)  # type: ignore[arg-type]
-    engine, environment = load_sampler(policy, EngineConfig()), load_environment(TASKS)
+    engine = load_sampler(policy, EngineConfig())
     learnt = {
         "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2},
         "sampling": {"max_new_tokens": 32, "max_tokens": 512},
