@@ -6,6 +6,7 @@ import datetime
 import json
 import re
 from collections import Counter
+from functools import cache
 from hashlib import sha256
 
 import pytest
@@ -27,10 +28,18 @@ from agent_peft.environments.db_bench.syntax import SKILLS, order_keys
 from agent_peft.environments.task_commands import validate_tasks
 from agent_peft.types import AgentPeftError
 
-SEVERAL = {split: generate(90, 0, split=split) for split in SPLITS}
-ALONE = generate(22 * 3, 0, GENERATED_SKILLS, combined=0)
-COMBINED = generate(22 * 3, 0, GENERATED_SKILLS, combined=1)
-EVERYTHING = [*SEVERAL.values(), ALONE, COMBINED]
+
+@cache
+def made(name):
+    """90 tasks of a split, or each skill three times: alone or combined with others."""
+    if name in SPLITS:
+        return generate(90, 0, split=name)
+    return generate(22 * 3, 0, GENERATED_SKILLS, combined=float(name == "combined"))
+
+
+@pytest.fixture
+def entries(request):
+    return made(request.param)
 
 
 def test_every_generated_task_can_be_used():
@@ -39,21 +48,21 @@ def test_every_generated_task_can_be_used():
         assert (found["tasks"], found["gold_correct"], found["nothing_correct"]) == (66, 66, 0)
 
 
-@pytest.mark.parametrize("entries", [ALONE, COMBINED], ids=["alone", "combined"])
+@pytest.mark.parametrize("entries", ["alone", "combined"], indirect=True)
 def test_the_skills_take_turns_and_come_first(entries):
     assert GENERATED_SKILLS == SKILLS
     for i, entry in enumerate(entries.values()):
         assert entry["skill_list"][0] == primary_skill(entry["skill_list"]) == SKILLS[i % len(SKILLS)]
 
 
-@pytest.mark.parametrize("entries", EVERYTHING)
+@pytest.mark.parametrize("entries", [*SPLITS, "alone", "combined"], indirect=True)
 def test_the_skills_are_those_of_the_sql(entries):
     for name, entry in entries.items():
         assert tuple(entry["skill_list"]) == skills_of(entry["answer_info"]["sql"]), name
 
 
 def test_a_skill_alone_has_no_other_clause():
-    skills = {entry["skill_list"][0]: set(entry["skill_list"]) for entry in ALONE.values()}
+    skills = {entry["skill_list"][0]: set(entry["skill_list"]) for entry in made("alone").values()}
     assert skills["limit_only"] == {"select", "limit_only", "order_by_single_column"}
     assert skills["having_aggregate_calculation"] == {
         "select",
@@ -66,7 +75,7 @@ def test_a_skill_alone_has_no_other_clause():
 
 
 def test_combined_tasks_show_many_combinations():
-    combinations = {tuple(entry["skill_list"]) for entry in SEVERAL["train"].values()}
+    combinations = {tuple(entry["skill_list"]) for entry in made("train").values()}
     assert len(combinations) > 50
 
 
@@ -111,7 +120,7 @@ def test_more_tasks_begin_with_the_fewer():
 
 
 def test_skeletons_and_instructions_hardly_repeat():
-    for entries in SEVERAL.values():
+    for entries in map(made, SPLITS):
         skeletons = [skeleton_of_sql(entry["answer_info"]["sql"]) for entry in entries.values()]
         values = sum(" VALUES " in skeleton for skeleton in skeletons)
         assert len(set(skeletons)) > 0.93 * (len(skeletons) - values)
@@ -121,7 +130,7 @@ def test_skeletons_and_instructions_hardly_repeat():
 def test_the_words_of_the_splits_are_apart():
     """Entities never meet; attributes only where every entity has them."""
     train, heldout = (
-        {column for entry in SEVERAL[split].values() for column in _columns(entry)}
+        {column for entry in made(split).values() for column in _columns(entry)}
         for split in ("train", "words")
     )
     shared = (train & heldout) - {"id"}
@@ -129,8 +138,8 @@ def test_the_words_of_the_splits_are_apart():
         name for name, attribute in attributes().items() if "*" in attribute.topics or attribute.role == "ref"
     }
     assert not {name for name in shared if name in attributes()} - common
-    assert not {_own_id(entry) for entry in SEVERAL["train"].values()} & {
-        _own_id(entry) for entry in SEVERAL["words"].values()
+    assert not {_own_id(entry) for entry in made("train").values()} & {
+        _own_id(entry) for entry in made("words").values()
     } - {None, "id"}
     share = sum(held_out("entity", name) for name in entities()) / len(entities())
     assert 0.15 < share < 0.3
@@ -139,14 +148,17 @@ def test_the_words_of_the_splits_are_apart():
 def test_only_the_composition_split_joins_held_out_pairs():
     together = {"having", "several subqueries"}
     assert frozenset(together) in HELD_OUT_PAIRS
-    joined = {split: sum(map(_joins, entries.values())) for split, entries in SEVERAL.items()}
+    joined = {
+        split: sum(map(_joins, entries.values()))
+        for split, entries in ((split, made(split)) for split in SPLITS)
+    }
     assert joined["train"] == joined["words"] == joined["phrasing"] == 0
-    assert joined["composition"] > 0.9 * len(SEVERAL["composition"])  # `_joins` sees the skills only
+    assert joined["composition"] > 0.9 * len(made("composition"))  # `_joins` sees the skills only
 
 
 def test_other_phrases_are_held_out():
     """Sequences of three words that one split uses often and the other never."""
-    train, phrasing = (_trigrams(SEVERAL[split]) for split in ("train", "phrasing"))
+    train, phrasing = (_trigrams(made(split)) for split in ("train", "phrasing"))
     often = {words for words, count in phrasing.items() if count >= 4}
     assert len([words for words in often if words not in train]) > 20
 
@@ -207,7 +219,7 @@ def test_plain_tasks_are_short_and_alike():
     assert (found["gold_correct"], found["nothing_correct"]) == (66, 0)
 
 
-@pytest.mark.parametrize("entries", EVERYTHING)
+@pytest.mark.parametrize("entries", [*SPLITS, "alone", "combined"], indirect=True)
 def test_results_are_short_and_the_order_is_determined(entries):
     for name, entry in entries.items():
         answer, table = entry["answer_info"], entry["table_info"]
@@ -241,7 +253,7 @@ def test_results_are_short_and_the_order_is_determined(entries):
 
 
 def test_without_its_where_a_statement_answers_otherwise():
-    for name, entry in SEVERAL["train"].items():
+    for name, entry in made("train").items():
         tree = sqlglot.parse_one(entry["answer_info"]["sql"], read="mysql")
         if entry["answer_info"]["direct"] is not None and tree.args.get("where"):
             tree.set("where", None)
@@ -250,7 +262,7 @@ def test_without_its_where_a_statement_answers_otherwise():
             assert rows != tuple(map(tuple, entry["answer_info"]["direct"])), name
 
 
-@pytest.mark.parametrize("entries", EVERYTHING)
+@pytest.mark.parametrize("entries", [*SPLITS, "alone", "combined"], indirect=True)
 def test_the_instruction_says_every_value(entries):
     for name, entry in entries.items():
         said = entry["instruction"].lower()
@@ -263,7 +275,7 @@ def test_the_instruction_says_every_value(entries):
             assert any(form in said for form in _number_forms(int(number))), (name, number, said)
 
 
-@pytest.mark.parametrize("entries", EVERYTHING)
+@pytest.mark.parametrize("entries", [*SPLITS, "alone", "combined"], indirect=True)
 def test_the_instruction_names_every_column(entries):
     for name, entry in entries.items():
         said, sql = entry["instruction"].lower(), entry["answer_info"]["sql"]
@@ -272,7 +284,7 @@ def test_the_instruction_names_every_column(entries):
                 assert any(form in said for form in _column_forms(header)), (name, header, said)
 
 
-@pytest.mark.parametrize("entries", EVERYTHING)
+@pytest.mark.parametrize("entries", [*SPLITS, "alone", "combined"], indirect=True)
 def test_the_sql_is_in_the_common_dialect(entries):
     """Backticks only; a change reads its own table only within another query."""
     for name, entry in entries.items():
