@@ -16,11 +16,13 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 import torch
+import typer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -54,6 +56,14 @@ def no_wait_for_the_disk() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_tree_of_commands() -> Iterator[None]:
+    """Typer makes all commands again for each command line."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", cache(typer.main.get_command))
         yield
 
 

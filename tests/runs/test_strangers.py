@@ -140,7 +140,8 @@ def attacked(whole, tmp_path, monkeypatch, capsys) -> Callable[[str, str, str], 
 
     def attacked(kind: str, place: str, command: str) -> tuple[int, str, str, str]:
         shutil.rmtree(here := tmp_path / "here", ignore_errors=True)
-        shutil.copytree(whole, here)
+        other = None if command == "runs" else shutil.ignore_patterns("other")
+        shutil.copytree(whole, here, ignore=other)
         monkeypatch.chdir(here)
         if place in A_FOLDER:
             Path("runs/run", place).mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,8 @@ PROGRAMS = (
 def test_containers_have_the_same_limits():
     options = run_options(LIMITS)
     for option in (
-        "--rm", "--stop-signal=KILL", "--network=none", "--memory=128m", "--memory-swap=128m", "--pids-limit=32", "--cap-drop=ALL",
+        "--rm", "--stop-signal=KILL", "--network=none", "--memory=128m", "--memory-swap=128m",
+        "--pids-limit=32", "--cap-drop=ALL",
         "--security-opt=no-new-privileges", "--ulimit=fsize=16777216:16777216", "--ulimit=core=1:1",
     ):  # fmt: skip
         assert option in options
