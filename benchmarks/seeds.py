@@ -25,7 +25,7 @@ from typing import Any
 from measuring import ROOT, command_line, show, table, write_rows
 
 from agent_peft.rollout.statistics import Comparison, EvaluationReport, paired_test
-from agent_peft.runs.reading import RunRecord
+from agent_peft.runs.reading import RunRecord, read_lines
 from agent_peft.runs.targets import run_config
 
 TRAINING = ("stage", "success", "reward", "surprisal", "explained_variance", "value_loss", "approx_kl")
@@ -59,13 +59,9 @@ def train(config: Path, run: Path, overrides: Sequence[str]) -> Cost:
         cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         times = {"cpu_seconds": cpu, "seconds": time.perf_counter() - clock}
         times = dict.fromkeys(times) if stopped else times
-        spent = sum(step["seconds"] for step in lines_of(run / "timing.jsonl"))
+        spent = sum(step["seconds"] for step in read_lines(run / "timing.jsonl"))
         file.write_text(json.dumps({**times, "training_seconds": spent}) + "\n")
     return Cost(**json.loads(file.read_text()))
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def measure(config: Path, seed: int, run: Path, overrides: Sequence[str]) -> Measured:
@@ -78,7 +74,7 @@ def measure(config: Path, seed: int, run: Path, overrides: Sequence[str]) -> Mea
         if name.startswith("step_")
     }
     reports = {name: found[name] for name in names if name in found}
-    steps = [{k: line[k] for k in TRAINING if k in line} for line in lines_of(run / "metrics.jsonl")]
+    steps = [{k: line[k] for k in TRAINING if k in line} for line in read_lines(run / "metrics.jsonl")]
     return Measured(seed, reports, dict(sorted(curve.items())), cost, steps)
 
 

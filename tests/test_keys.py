@@ -423,6 +423,8 @@ SHOWN = {
     "explain": {"as_json", "config", "everything", "keys", "on", "overrides", "trust"},
     "show": {"run", "step", "task", "attempt", "evaluation", "as_json"},  # cli/test_show
     "train": {"config"},
+    "sweep": {"config", "values", "jobs"},  # runs/test_sweep
+    "compare": {"runs", "evaluation", "as_csv", "as_json"},  # runs/test_comparison
     "runs": {"folder", "as_json"},  # runs/test_overview
     "serve": {"config"},
     "generate": {"check", "output", "environment"},  # test_cli

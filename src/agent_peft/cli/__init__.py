@@ -18,6 +18,7 @@ from typing import Any
 import typer
 
 from agent_peft.cli.app import LINE, app
+from agent_peft.cli.comparison import compare, sweep
 from agent_peft.cli.configuration import explain
 from agent_peft.cli.environments import download, generate, serve, validate
 from agent_peft.cli.policies import chat, mcp, serve_policy
@@ -31,7 +32,7 @@ from agent_peft.types import AgentPeftError, InfrastructureError, TrustError
 
 # as --help lists them
 COMMANDS = (
-    *(train, evaluate, merge, runs, show, report, generate, validate, download),
+    *(train, evaluate, merge, sweep, compare, runs, show, report, generate, validate, download),
     *(serve, serve_policy, chat, mcp, explain),
 )
 INTERRUPTED = 130
@@ -65,7 +66,8 @@ def run(arguments: Sequence[str]) -> int:
         if os.environ.get(TRACEBACK):
             raise
         return _fail(_unforeseen(error), 1)
-    advice = "; run the same command (without --fresh) to continue" if arguments[:1] == ["train"] else ""
+    resumes = arguments[:1] in (["train"], ["sweep"])
+    advice = "; run the same command (without --fresh) to continue" if resumes else ""
     return _fail(f"interrupted{advice}", INTERRUPTED)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from agent_peft.rollout.statistics import (
     rate_of,
     t95,
 )
+from agent_peft.runs.comparison import flat_keys, group_seeds
 from agent_peft.runs.overview import summarize_run
 from agent_peft.runs.reading import RunRecord, load_run
 from agent_peft.types import AgentPeftError, Outcome
@@ -29,7 +29,6 @@ from agent_peft.types import AgentPeftError, Outcome
 SKILLS = 8  # curves by skill, of those with the most episodes
 BINS = 30  # points of such a curve
 DIGITS = 6  # significant, of a number of a curve
-OWN_KEYS = ("run_dir", "seed", "threads")  # runs that differ in nothing else are seeds of one experiment
 
 
 @dataclass
@@ -63,7 +62,7 @@ def read_content(folders: Sequence[Path]) -> PageContent:
         {
             "made": datetime.now(UTC).isoformat(timespec="seconds"),
             "runs": values,
-            "seeds": _seeds([row["config"] for row in values]),
+            "seeds": group_seeds([row["config"] for row in values]),
             "pairs": list(_pairs(reports)),
             "t95": [_short(t95(degrees)) for degrees in range(1, 31)] + [Z95],
         },
@@ -82,7 +81,7 @@ def _run(
     row |= {"state": summary.state, "cause": summary.cause, "done": summary.step, "steps": summary.steps}
     policy = None
     with _noting(notices):
-        row["config"], policy = dict(_flat(run.config)), run.config.get("policy")
+        row["config"], policy = dict(flat_keys(run.config)), run.config.get("policy")
     lines: list[dict[str, Any]] = []
     with _noting(notices):
         lines = run.metrics
@@ -302,34 +301,6 @@ def _test(before: EvaluationReport, after: EvaluationReport) -> dict[str, float]
         return asdict(paired_test(before, after))
     except AgentPeftError:
         return None  # other tasks
-
-
-def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """The keys of a configuration, with dots, and their values as text.
-
-    >>> dict(_flat({"seed": 0, "stages": [{"steps": 2}], "at": ["end"]}))
-    {'seed': '0', 'stages.0.steps': '2', 'at': '["end"]'}
-    """
-    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        value = {str(place): item for place, item in enumerate(value)}
-    if isinstance(value, dict) and (value or not key):
-        for name, item in value.items():
-            yield from _flat(item, f"{key}.{name}" if key else str(name))
-    else:
-        yield key, value if isinstance(value, str) else json.dumps(value, default=str)
-
-
-def _seeds(configs: Sequence[Mapping[str, str]]) -> list[list[int]]:
-    """The runs that differ in nothing but ``OWN_KEYS``, together.
-
-    >>> _seeds([{"seed": "0", "a": "1"}, {"seed": "0", "a": "2"}, {"seed": "1", "a": "1"}])
-    [[0, 2], [1]]
-    """
-    together: dict[Any, list[int]] = {}
-    for number, config in enumerate(configs):
-        rest = frozenset((key, value) for key, value in config.items() if key not in OWN_KEYS)
-        together.setdefault(rest or number, []).append(number)
-    return list(together.values())
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
