@@ -421,7 +421,7 @@ SHOWN = {
     "merge": {"as_json", "both", "run"},  # test_cli
     # configuration/test_explain and test_planning, test_hostile_inputs
     "explain": {"as_json", "config", "everything", "keys", "on", "overrides", "trust"},
-    "show": {"run", "step", "task", "attempt", "evaluation", "as_json"},  # cli/test_show
+    "show": {"run", "step", "task", "attempt", "evaluation", "outcome", "sort", "worst", "as_json"},
     "train": {"config"},
     "sweep": {"config", "values", "jobs"},  # runs/test_sweep
     "compare": {"runs", "evaluation", "as_csv", "as_json"},  # runs/test_comparison

@@ -140,7 +140,8 @@ class Trajectory:
     ``rewards`` has one reward per turn; their sum is the return, and ``reward_terms`` is what each term of
     the reward gave to it. ``score`` is the environment's grade between 0 and 1, or None. ``seed`` is the
     episode's: its world draws from ``derive(seed, "environment")``. ``messages`` is for people; training
-    reads only ``turns``. ``desirable`` is the label of a preference; with None its return decides.
+    reads only ``turns``. ``reference``, what would have been right, is for people, too. ``desirable`` is the
+    label of a preference; with None its return decides.
 
     >>> t = Trajectory(Task("t"), turns=(Turn((1, 2), (3,), (-0.5,)), Turn((4,), (5, 6), (-0.1, -0.2))))
     >>> t.tokens, t.action_mask
@@ -157,6 +158,7 @@ class Trajectory:
     reward_terms: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0
     desirable: bool | None = None
+    reference: str | None = field(default=None, compare=False)
 
     @property
     def tokens(self) -> tuple[int, ...]:

@@ -90,6 +90,41 @@ def test_an_episode_as_the_agent_saw_it(folder, capsys):
     ]
 
 
+def test_what_would_have_been_right_comes_last(folder, capsys):
+    right = replace(episode(Task("add-1"), 0), reference="7\n\x1b[31mred")
+    write_trajectories(folder / "trajectories", 13, "grpo", [Group(Task("add-1"), [right])])
+    _, out, _ = shown(capsys, folder)
+    assert out.endswith("── what would have been right ──\n7\n\\x1b[31mred\n")
+    _, out, _ = shown(capsys, folder, "--json")
+    assert json.loads(out)["episodes"][0]["reference"] == "7\n\x1b[31mred"
+
+
+def test_the_worst_a_kind_and_an_order(folder, capsys):
+    kinds = [Outcome.CORRECT, Outcome.INCORRECT, Outcome.INCORRECT]
+    group = [
+        replace(episode(Task("t"), n), outcome=kind, rewards=(0.0, reward))
+        for n, (kind, reward) in enumerate(zip(kinds, (1.0, -0.5, 0.25), strict=True))
+    ]
+    write_trajectories(folder / "trajectories", 14, "grpo", [Group(Task("t"), group)])
+    _, out, _ = shown(capsys, folder, "--worst")
+    assert "attempt 1 of group 0" in out and "turn 2, reward -0.5" in out
+
+    def attempts(*arguments):
+        _, out, _ = shown(capsys, folder, *arguments, "--json")
+        return [one["attempt"] for one in json.loads(out)["episodes"]]
+
+    assert attempts("--outcome", "incorrect") == [1, 2]
+    assert attempts("--sort", "reward") == [1, 2, 0] and attempts("--sort", "-reward") == [0, 2, 1]
+    assert attempts("--outcome", "correct", "--worst") == [0]
+    for arguments, message in (
+        (["--outcome", "unknown"], "there is no such episode; leave --outcome out"),
+        (["--sort", "rewards"], "did you mean 'reward'?"),
+        (["--worst", "--sort", "reward"], "leave --sort and --attempt out"),
+    ):
+        code, _, err = shown(capsys, folder, *arguments)
+        assert code == 2 and message in err
+
+
 def test_a_mistake_of_a_demonstration_is_named(tmp_path, capsys):
     turns = (Turn((1,), (2,), (0.0,), mistake=True), Turn((3,), (4,), (0.0,)))
     said = [Message(role, "x") for role in ("user", "assistant", "user", "assistant")]

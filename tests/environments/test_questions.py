@@ -44,6 +44,7 @@ def test_a_row_is_a_task(table):
     assert environment.tasks[2].content == {"question": "2+1=", "answer": 3}
     episode = environment.episode(environment.tasks[2], seed=0)
     assert list(episode.start()) == [Message("user", "2+1=")]
+    assert environment.reference(environment.tasks[2]) == "3"
     result = episode.step("3")
     assert result == StepResult("", True, Outcome.CORRECT, StopReason.FINISHED)
     assert step(environment, 2, "4").outcome is Outcome.INCORRECT

@@ -22,7 +22,7 @@ from agent_peft.policies.models.tokenizer import character_tokenizer
 from agent_peft.policies.policy import Policy
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer
-from agent_peft.rollout.collector import ATTEMPTS, Collector
+from agent_peft.rollout.collector import ATTEMPTS, MAX_REFERENCE, Collector
 from agent_peft.rollout.demonstrations import demonstrate
 from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.types import (
@@ -435,6 +435,35 @@ def test_a_prompt_that_cannot_be_encoded_closes_its_episode(engine):
 
 
 # -- demonstrations ------------------------------------------------------------------------------------------
+
+
+def test_an_episode_has_what_would_have_been_right(engine, monkeypatch):
+    environment = Counting([2, 0])
+    (first, *others), _ = (group.trajectories for group in collect(engine, environment).groups)
+    assert first.reference == "0\n\n1" and {one.reference for one in others} == {first.reference}
+    calls = []
+    monkeypatch.setattr(Counting, "reference", lambda self, task: calls.append(task.id) or 1 / 0)
+    (one, *_), _ = (group.trajectories for group in collect(engine, environment).groups)
+    assert one.reference is None and calls == ["t0", "t1"], "it is for people, and ends nothing"
+    monkeypatch.setattr(Counting, "reference", lambda self, task: "x" * 10_000)
+    (one, *_), _ = (group.trajectories for group in collect(engine, environment).groups)
+    assert len(one.reference) == MAX_REFERENCE
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "reference"),
+    [
+        ("arithmetic", {"digits": 1, "num_tasks": 1}, lambda task: str(sum(map(int, task.id.split("+"))))),
+        ("db_bench", {"generate": {"num_tasks": 1}}, lambda task: task.content["answer_info"]["sql"]),
+        ("os_interaction", {"generate": {"num_tasks": 1, "skills": ["mkdir"]}}, lambda task: "mkdir"),
+    ],
+)
+def test_environments_know_what_would_have_been_right(kind, keys, reference):
+    environment = load_environment(kind, **keys)
+    (task,) = environment.tasks
+    found = environment.reference(task)
+    environment.close()
+    assert reference(task) in found
 
 
 def test_a_demonstration_is_replayed_in_the_environment(engine):

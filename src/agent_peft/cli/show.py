@@ -9,7 +9,7 @@ import typer
 
 from agent_peft.cli.app import AsJson, print_output
 from agent_peft.printable import printable
-from agent_peft.types import AgentPeftError
+from agent_peft.types import AgentPeftError, Outcome
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from agent_peft.runs.reading import EpisodeRecord
 
 STYLES = {"system": "dim", "user": "cyan", "assistant": "green"}
+ORDERS = {"reward": "reward", "advantage": "advantage", "turns": "turns", "tokens": "num_tokens"}
 OUTCOMES = {"correct": "bold green", "incorrect": "bold red", "unknown": "bold yellow"}
 
 
@@ -28,11 +29,31 @@ def show(
     evaluation: Annotated[
         str | None, typer.Option(help="an evaluation instead of a step, such as after_grpo")
     ] = None,
+    outcome: Annotated[
+        Outcome | None, typer.Option(help="only episodes that ended so", case_sensitive=False)
+    ] = None,
+    sort: Annotated[
+        str | None, typer.Option(help=f"{', '.join(ORDERS)}: the lowest first; the highest with -reward")
+    ] = None,
+    worst: Annotated[bool, typer.Option("--worst", help="the episode with the lowest reward")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show an episode as the agent saw it, with its rewards. Where several episodes fit, list them."""
+    """Show an episode as the agent saw it, with its rewards and with what would have been right. Where
+    several episodes fit, list them.
+    """
     episodes, place = _episodes(run, step, evaluation)
     matches = _fitting(episodes, task, attempt, place)
+    if outcome is not None:
+        matches = [episode for episode in matches if episode.outcome is outcome]
+        place = f"{place}, {outcome.value}"
+        if not matches:
+            raise AgentPeftError(f"{place}: there is no such episode; leave --outcome out to list all")
+    if worst:
+        if sort is not None or attempt is not None:
+            raise AgentPeftError("--worst is one episode; leave --sort and --attempt out")
+        matches = [min(matches, key=lambda episode: episode.reward)]
+    elif sort is not None:
+        matches = _sorted(matches, sort)
     if as_json:
         print_output({"episodes": [_json(episode) for episode in matches]})
     elif len(matches) == 1 or (task is not None and attempt is not None):
@@ -78,6 +99,15 @@ def _fitting(
         what = place if task is None else f"{place}, task {task!r}"
         raise AgentPeftError(f"{what}: has no attempt {attempt}; the last is {most}")
     return matches
+
+
+def _sorted(episodes: list[EpisodeRecord], order: str) -> list[EpisodeRecord]:
+    name = order.removeprefix("-")
+    if name not in ORDERS:
+        from agent_peft.lookup import nearest
+
+        raise AgentPeftError(f"--sort {order}: unknown; {nearest(name, ORDERS)}")
+    return sorted(episodes, key=lambda one: one.summary.get(ORDERS[name]) or 0, reverse=order != name)
 
 
 def _json(episode: EpisodeRecord) -> dict[str, Any]:
@@ -131,6 +161,9 @@ def _drawn(episode: EpisodeRecord, place: str) -> RenderableType:
         title = message.role + (_of_turn(episode, turn_of[number]) if number in turn_of else "")
         content = "\n".join(map(printable, message.content.split("\n")))
         parts += [Text(), Text(f"── {title} ──", style=f"bold {style}"), Text(content, style=style)]
+    if episode.reference is not None:
+        content = "\n".join(map(printable, episode.reference.split("\n")))
+        parts += [Text(), Text("── what would have been right ──", style="bold magenta"), Text(content)]
     return Group(*parts)
 
 

@@ -138,6 +138,13 @@ class Environment(ABC):
         """
         return None
 
+    def reference(self, task: Task) -> str | None:
+        """Return what would have been right, for people who read an episode, or None where it is not known:
+        by default the demonstration. It is asked for once for each group of episodes.
+        """
+        actions = self.demonstration(task)
+        return None if actions is None else "\n\n".join(actions)
+
     def rejection(self, task: Task) -> Sequence[str] | None:
         """Return actions that are worse than the demonstration, one text per turn, or None where none are
         known. Stages that learn from preferences use them.

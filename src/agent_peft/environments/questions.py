@@ -126,6 +126,10 @@ class Questions(TableEnvironment):
             return [spelled(task.content[self.config.answer])]
         return None
 
+    def reference(self, task: Task) -> str | None:
+        answer = task.content.get(self.config.answer)
+        return super().reference(task) if answer is None else spelled(answer)
+
     def _opening(self, place: str, row: Mapping[str, Any]) -> list[Message]:
         """The messages that the policy reads, of a row whose answer and shown columns are checked. Where a
         column holds messages, they come first, and ``prompt`` shows the last of them.

@@ -23,7 +23,7 @@ from agent_peft.types import AgentPeftError
 T = TypeVar("T")
 _SHOWN = (
     *("seed", "skills", "rewards", "reward_terms", "score", "num_tokens", "num_action_tokens"),
-    *("invalid_turns", "cut_turns", "mistake_turns"),
+    *("invalid_turns", "cut_turns", "mistake_turns", "reference"),
 )
 DIGITS = 4  # of log-probabilities and advantages on the page
 

@@ -17,7 +17,7 @@ import json
 import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3  # of an episode whose environment fails
 MAX_TASKS_IN_WARNINGS = 5  # of one collection
+MAX_REFERENCE = 4000  # characters
 MAX_KINDS = 20  # of defects, each of which is logged once
 MAX_FRAMES, MAX_LINES, LINE = 12, 60, 200  # of a traceback, and characters of a line
 
@@ -209,13 +210,11 @@ class Collector:
             )
         self._log(defects)
         self._check_limits(list(priced.values()), sampling)
-        groups = [
-            Group(
-                tasks[position],
-                [priced[position, member] for member in range(group_size) if (position, member) in priced],
-            )
-            for position in positions
-        ]
+        groups = []
+        for position in positions:
+            of_task = [priced[key] for member in range(group_size) if (key := (position, member)) in priced]
+            reference = self._reference(tasks[position]) if of_task else None
+            groups.append(Group(tasks[position], [replace(t, reference=reference) for t in of_task]))
         return Collection(
             groups=groups,
             failures=failures,
@@ -223,6 +222,14 @@ class Collector:
             defects=len(defects),
             schedule=tuple(recorded) if any(recorded) else (),
         )
+
+    def _reference(self, task: Task) -> str | None:
+        """What would have been right. It is for people: where the environment's code fails, there is none."""
+        try:
+            reference = self.environment.reference(task)
+        except Exception:
+            return None
+        return reference[:MAX_REFERENCE] if isinstance(reference, str) else None
 
     def _check_limits(self, trajectories: Sequence[Trajectory], sampling: SamplingConfig) -> None:
         """Warn, once, of a step in which a limit cut every episode."""

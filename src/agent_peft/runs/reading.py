@@ -228,6 +228,7 @@ class EpisodeRecord:
     evaluation: str | None = None  # in an evaluation
     step: int | None = None
     score: float | None = None
+    reference: str | None = None  # what would have been right
     mistake_turns: tuple[int, ...] = ()  # of a demonstration: shown, and not learned
     advantages: tuple[float, ...] | None = None  # of each turn, the mean over its action tokens
     _arrays: _Arrays = field(repr=False, compare=False)

@@ -75,6 +75,7 @@ def episode_record(
         "invalid_turns": [number for number, turn in enumerate(trajectory.turns) if not turn.valid],
         "cut_turns": [number for number, turn in enumerate(trajectory.turns) if turn.cut],
         **({"mistake_turns": mistakes} if mistakes else {}),
+        **({} if trajectory.reference is None else {"reference": trajectory.reference}),
         "messages": [{"role": message.role, "content": message.content} for message in trajectory.messages],
     }
 

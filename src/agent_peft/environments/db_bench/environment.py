@@ -97,6 +97,12 @@ class DBBench(Environment):
         seed = self.config.generate.seed if self.config.generate else 0
         return demonstrate(self._problem(task), self.config, generator(seed, "demonstration", task.id))
 
+    def reference(self, task: Task) -> str:
+        """The gold SQL, and its answer."""
+        problem = self._problem(task)
+        answer = problem.labels or problem.direct
+        return problem.sql if answer is None else f"{problem.sql}\n{list(answer)}".strip()
+
     def close(self) -> None:
         """End the processes and connections that wait for episodes. Running episodes continue."""
         end_idle()

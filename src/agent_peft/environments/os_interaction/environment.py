@@ -11,6 +11,7 @@ from agent_peft.environments.os_interaction.config import OSGenerateConfig, OSIn
 from agent_peft.environments.os_interaction.episode import OSEpisode, demonstrate
 from agent_peft.environments.os_interaction.generator import generate
 from agent_peft.environments.os_interaction.inspection import inspect_all
+from agent_peft.environments.os_interaction.problems import Matches
 from agent_peft.environments.os_interaction.tasks import load_tasks, read_problem, task_of
 from agent_peft.environments.task_files.download import HubSet, download
 from agent_peft.environments.task_files.selection import load_selected, select_usable
@@ -69,6 +70,12 @@ class OSInteraction(Environment):
 
     def demonstration(self, task: Task) -> Sequence[str] | None:
         return demonstrate(read_problem(task.id, task.content), self.config)
+
+    def reference(self, task: Task) -> str | None:
+        """The expected answer, or the gold commands, which are not run."""
+        problem = read_problem(task.id, task.content)
+        expected = problem.evaluation.answer if isinstance(problem.evaluation, Matches) else None
+        return problem.gold if expected is None else expected
 
     def _warn(self) -> None:
         """Warn of capabilities that this machine's sandboxes lack, and name the tasks that may need them."""

@@ -137,6 +137,8 @@ async function drawEpisode() {
       `${visible(one.skills.join(", ") || "none")}`)];
   const terms = Object.entries(episode.reward_terms || {});
   if (terms.length) facts.push(el("p", { class: "soft" }, `reward = ${terms.map(([name, value]) => `${visible(name)} ${number(value)}`).join(" + ")}`));
+  if (episode.reference) facts.push(el("section", { class: "message" }, el("h4", {}, "what would have been right"),
+    el("div", { class: "text", dir: "ltr" }, drawPlain(episode.reference, false))));
   const missing = values.missing_words[one.run];
   if (!tokens) facts.push(el("p", { class: "notice" }, visible(missing ? `The tokens are not shown: ${missing}.`
     : content.fault || "They cannot be read.")));
