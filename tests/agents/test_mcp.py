@@ -16,11 +16,11 @@ mcp = pytest.importorskip("mcp")
 SRC = Path(__file__).parents[2] / "src"
 
 
-def server(place):
+def server(place, *options):
     """How a client starts the command in a folder."""
     environment = {**os.environ, "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1"}
     return mcp.StdioServerParameters(
-        command=sys.executable, args=["-m", "agent_peft", "mcp"], env=environment, cwd=place
+        command=sys.executable, args=["-m", "agent_peft", "mcp", *options], env=environment, cwd=place
     )
 
 
@@ -44,6 +44,19 @@ def test_a_client_lists_the_tool_and_is_refused_what_is_outside(place):
             told = await ask(client, model_name="Qwen/Qwen3-0.6B", output_dir="../run")
             assert "is outside of" in told["message"]
             assert "removes nothing" in (await ask(client, action="delete"))["message"]
+
+    anyio.run(main)
+
+
+def test_relative_paths_begin_in_the_root(place, tmp_path):
+    (place / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+
+    async def main():
+        async with mcp.Client(server(elsewhere, "--root", str(place))) as client:
+            read = await ask(client, action="load_dataset", dataset="rows.jsonl")
+            assert (read["status"], read["samples"][0]["prompt"]) == ("success", "1+1="), read
 
     anyio.run(main)
 

@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import chdir, closing
 from pathlib import Path
 from typing import Any
 
@@ -281,7 +281,7 @@ def _finite(value: Any) -> Any:
 
 def serve(root: Path) -> None:
     """Serve the tool over the Model Context Protocol, on standard input and output, until the client leaves.
-    Whatever a training prints is written to standard error.
+    Relative paths begin in ``root``. Whatever a training prints is written to standard error.
     """
     try:
         import anyio
@@ -293,13 +293,14 @@ def serve(root: Path) -> None:
         ) from error
     if not root.is_dir():
         raise AgentPeftError(f"{root}: there is no such folder (seen from {Path.cwd()}); name another")
-    server = _mcp_server(RLTrainingTool(root))
 
     async def main() -> None:
+        server = _mcp_server(RLTrainingTool())
         async with stdio_server() as (reading, writing):
             await server.run(reading, writing, server.create_initialization_options())
 
-    anyio.run(main)
+    with chdir(root):  # clients start the command in a folder of their choice
+        anyio.run(main)
 
 
 def _mcp_server(tool: RLTrainingTool) -> Any:

@@ -115,7 +115,9 @@ def chat(
 
 
 def mcp(
-    root: Annotated[Path, typer.Option(help="the only folder that the tool reads and writes")] = Path("."),
+    root: Annotated[
+        Path, typer.Option(help="the only folder that the tool uses; relative paths begin there")
+    ] = Path("."),
 ) -> None:
     """Serve the training tool to an agent, over the Model Context Protocol on standard input and output."""
     from agent_peft.agents.tool import serve

@@ -35,6 +35,7 @@ from agent_peft.policies.models.adapter_files import (
     read_adapter_config,
     read_tensors,
 )
+from agent_peft.policies.models.bundled import BUNDLED
 from agent_peft.policies.models.shape import config_here
 from agent_peft.policies.models.start import START, own_base
 from agent_peft.seeding import derive
@@ -46,6 +47,21 @@ ADAPTER = "default"
 _ARCHITECTURE = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 # Settings that must be equal for stored A and B to mean the same change of the weights.
 _MEANING = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "bias")
+# next to an adapter of a bundled model, whose name is none of the hub's
+_README = """\
+# A LoRA adapter of Agent-PEFT's bundled model {base}
+
+To load it with plain PEFT and Transformers, in this folder:
+
+```python
+from agent_peft.policies.models.bundled import fetch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(fetch("{base}"))
+policy = PeftModel.from_pretrained(model, ".")
+```
+"""
 
 
 def attach(model: PreTrainedModel, settings: LoraSettings, seed: int) -> PeftModel:
@@ -131,6 +147,8 @@ def save(model: PreTrainedModel | PeftModel, folder: Path) -> None:
     if isinstance(config.target_modules, set):
         config.target_modules = sorted(config.target_modules)  # a set's order differs between processes
     config.save_pretrained(str(folder))
+    if (base := config.base_model_name_or_path) in BUNDLED:
+        (folder / "README.md").write_text(_README.format(base=base), encoding="utf-8")
 
 
 def load(model: PreTrainedModel | PeftModel, folder: Path) -> None:
