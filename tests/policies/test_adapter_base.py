@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -44,6 +46,25 @@ def adapter(model: Path, tmp_path: Path) -> Path:
         "base_model_name_or_path"
     ] == str(model)
     return tmp_path / "adapter"
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT
+@pytest.mark.slow  # loads SmolLM2 twice
+def test_the_readme_of_a_bundled_models_adapter_loads_it_in_plain_peft(smollm2, tmp_path, monkeypatch):
+    policy = load("smollm2-135m")
+    policy.save(tmp_path)
+    code = (tmp_path / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    tokens = torch.arange(100, 108)[None]
+    with torch.no_grad():
+        ours, theirs = policy.model(tokens).logits, names["policy"](tokens).logits
+    torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=0)
+
+
+def test_an_adapter_of_a_folder_needs_no_readme(adapter):
+    assert not (adapter / "README.md").exists()
 
 
 def copy_of(model: Path, name: str, **changes: object) -> Path:

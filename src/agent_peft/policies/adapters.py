@@ -58,7 +58,7 @@ from agent_peft.policies.models.bundled import fetch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-model = AutoModelForCausalLM.from_pretrained(fetch("{base}"))
+model = AutoModelForCausalLM.from_pretrained(fetch("{base}"), dtype="{dtype}")
 policy = PeftModel.from_pretrained(model, ".")
 ```
 """
@@ -148,7 +148,8 @@ def save(model: PreTrainedModel | PeftModel, folder: Path) -> None:
         config.target_modules = sorted(config.target_modules)  # a set's order differs between processes
     config.save_pretrained(str(folder))
     if (base := config.base_model_name_or_path) in BUNDLED:
-        (folder / "README.md").write_text(_README.format(base=base), encoding="utf-8")
+        dtype = str(model.get_base_model().dtype).removeprefix("torch.")
+        (folder / "README.md").write_text(_README.format(base=base, dtype=dtype), encoding="utf-8")
 
 
 def load(model: PreTrainedModel | PeftModel, folder: Path) -> None:
