@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 MAX_PYTHON = 32_768  # characters of a list of calls; Python's parser has no other bound
@@ -78,6 +78,61 @@ def read_reply(reply: str) -> Reply:
     return Reply("".join(thoughts), "".join([*texts, reply[place:]]).strip())
 
 
+class ThoughtSplitter:
+    """Splits a reply that is still growing, at the marks of `read_reply`, of which each part of the result
+    depends on nothing later: a closing mark that nothing opens is text.
+
+    Args:
+        opened: how the prompt opens a thought (`open_thought`).
+        written: how the text writes a mark.
+
+    >>> splitter = ThoughtSplitter("<think>")
+    >>> splitter.push("first ls</th"), splitter.push("ink> Act: finish"), splitter.finish()
+    (('first ls', ''), ('', ' Act: finish'), ('', ''))
+    """
+
+    def __init__(self, opened: str = "", written: Callable[[str], str] = str) -> None:
+        self._closings = {written(mark): written(closing) for mark, closing in _THOUGHTS.items()}
+        mark = _MARK.match(opened)
+        self._closing = written(_THOUGHTS[mark[0]]) if mark else None
+        self._held = ""
+        self.thinks = mark is not None  # whether there was a thought, which may be empty
+
+    def push(self, text: str) -> tuple[str, str]:
+        """The thought and the text that are certain since the last call."""
+        text, parts = self._held + text, ["", ""]
+        while True:
+            marks = [self._closing] if self._closing else [*self._closings]
+            place, mark = min(
+                ((place, mark) for mark in marks if (place := text.find(mark)) >= 0), default=(-1, "")
+            )
+            if place < 0:
+                certain = len(text) - held_length(text, marks)
+                parts[self._closing is None] += text[:certain]
+                self._held = text[certain:]
+                return parts[0], parts[1]
+            parts[self._closing is None] += text[:place]
+            self._closing = None if self._closing else self._closings[mark]
+            self.thinks = True
+            text = text[place + len(mark) :]
+
+    def finish(self) -> tuple[str, str]:
+        """The rest."""
+        rest, self._held = self._held, ""
+        return ("", rest) if self._closing is None else (rest, "")
+
+
+def held_length(text: str, marks: Sequence[str]) -> int:
+    """The length of the longest end of ``text`` with which one of ``marks`` begins, itself not included.
+
+    >>> held_length("see <tool", ["<tool_call>"])
+    5
+    """
+    longest = min(max(map(len, marks), default=1) - 1, len(text))
+    ends = (text[-length:] for length in range(longest, 0, -1))
+    return next((len(end) for end in ends if any(mark.startswith(end) for mark in marks)), 0)
+
+
 def open_thought(prompt: str) -> str:
     """The end of a prompt that opens a thought: from the opening mark on; empty where none is open.
 
@@ -122,6 +177,25 @@ def call_of(content: Any) -> Call:
     if not isinstance(arguments, dict):
         return Call(name, fault="The arguments of a tool call are a JSON object.")
     return Call(name, arguments, ident if isinstance(ident, str) else None)
+
+
+def cast(call: Call, parameters: Mapping[str, Any]) -> Call:
+    """The call with values that its dialect writes as texts, read as the JSON schema ``parameters`` types
+    them.
+
+    >>> cast(Call("head", {"n": "3"}), {"properties": {"n": {"type": "integer"}}}).arguments
+    {'n': 3}
+    """
+    schemas = parameters.get("properties")
+    values = dict(call.arguments)
+    for key, value in values.items():
+        schema = schemas.get(key) if isinstance(schemas, dict) else None
+        kind = schema.get("type", "string") if isinstance(schema, dict) else "string"
+        if isinstance(value, str) and "string" not in (kind if isinstance(kind, list) else [kind]):
+            content, end = _json(value)
+            if not value[end:].strip() and (content is not None or value.strip() == "null"):
+                values[key] = content
+    return replace(call, arguments=values)
 
 
 def _json(text: str, start: int = 0) -> tuple[Any, int]:
@@ -256,3 +330,14 @@ DIALECTS: Mapping[str, Callable[[str], tuple[str, list[Call]]]] = {
     "llama3_json": _llama3_json,
     "pythonic": _pythonic,
 }
+
+# how calls begin; a text that begins with one of BARE may be a call as a whole
+CALL_MARKS: Mapping[str, tuple[str, ...]] = {
+    "hermes": ("<tool_call>",),
+    "qwen3_coder": ("<tool_call>", "<function="),
+    "mistral": ("[TOOL_CALLS]",),
+    "deepseek_v3": ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+    "llama3_json": ("<|python_tag|>",),
+    "pythonic": ("<|tool_call_start|>",),
+}
+BARE: Mapping[str, str] = {"llama3_json": "{", "pythonic": "["}

@@ -28,13 +28,14 @@ import logging
 import re
 import threading
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import get_args
+from typing import Any, get_args
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from transformers import PreTrainedTokenizerBase
 
+from agent_peft.policies.marks import CUT, Marks
 from agent_peft.policies.models.tokenizer import PLAIN_TEMPLATE, spelled_bytes, undated
 from agent_peft.replies import open_thought
 from agent_peft.types import AgentPeftError, Message, Role
@@ -55,6 +56,7 @@ class ChatTokenizer:
     Attributes:
         end_of_turn: token ids that end an assistant's turn: ``ends``, the tokenizer's eos, and the token that
             the template writes after an assistant message.
+        marks: the tokens that the tokenizer adds to its vocabulary.
         template: the chat template that is used where it is not the tokenizer's own.
         open_thought: how the generation prompt opens a thought; empty where it opens none.
         append_only: whether one more turn leaves the earlier turns of the template's text unchanged.
@@ -67,17 +69,7 @@ class ChatTokenizer:
         self.template = (
             undated(tokenizer.chat_template) if tokenizer.chat_template else self._plain_template()
         )
-        added = {
-            token_id: token
-            for token_id, token in tokenizer.added_tokens_decoder.items()
-            if str(token).strip()
-        }
-        self._marks = {str(token): token_id for token_id, token in added.items()}  # <|im_end|>, <think>, …
-        alternatives = "|".join(re.escape(text) for text in sorted(self._marks, key=len, reverse=True))
-        self._mark = re.compile(f"({alternatives})" if alternatives else "((?!))")
-        # tokens that swallow the blanks next to them (Phi-3 has some)
-        self._swallow_left = frozenset(str(token) for token in added.values() if token.lstrip)
-        self._swallow_right = frozenset(str(token) for token in added.values() if token.rstrip)
+        self.marks = Marks(tokenizer)
         self._bytes: dict[int, bytes] = {}
         self._verbatim = frozenset(tokenizer.added_tokens_decoder)
         self._byte_level = "ByteLevel" in repr(
@@ -85,9 +77,9 @@ class ChatTokenizer:
         )
 
         frames = self._turn_frames()
-        framing = frozenset(text for text in self._marks if any(text in frame for frame in frames))
+        framing = frozenset(text for text in self.marks.tokens if any(text in frame for frame in frames))
         self._controls = frozenset(
-            i for text, i in self._marks.items() if added[i].special or text in framing
+            i for text, i in self.marks.tokens.items() if i in self.marks.special or text in framing
         )
         self._trimmed = frozenset(role for role in get_args(Role) if self._trims(role))
         self._closing, self._after_closing = self._split_closing(frames[4])
@@ -118,8 +110,9 @@ class ChatTokenizer:
                 stacklevel=2,
             )
 
-    def opening(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of the conversation so far and the generation prompt: the policy acts next.
+    def opening(self, messages: Sequence[Message], typed: bool = False) -> list[int]:
+        """The tokens of the conversation so far and the generation prompt: the policy acts next. With
+        ``typed``, no mark in a message of another than the assistant is a token.
 
         Where the template has no system role or wants alternating roles, the system message is put before the
         first user message and neighbours of one role are joined, a blank line between.
@@ -143,6 +136,12 @@ class ChatTokenizer:
                 ) from error
             messages = folded
         contents = [m.content.strip() if m.role in self._trimmed else m.content for m in messages]
+        if typed:
+            contents = [
+                self.cut(content, message.role == "assistant")
+                for content, message in zip(contents, messages, strict=True)
+            ]
+            return self._encode(frames, [contents[i] for i in order], self._encode_cut)
         return self._encode(frames, [contents[i] for i in order])
 
     def following(self, observation: str, last_action: Sequence[int]) -> list[int]:
@@ -198,27 +197,44 @@ class ChatTokenizer:
             self._bytes[token] = text
         return text
 
+    def cut(self, text: str, controls: bool = False) -> str:
+        """``text`` without marks for `encode_rendered` (with ``controls``, without those of frames)."""
+        return self.marks.cut(text, self._controls if controls else None)
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """The tokens of a text that the template has written around contents with cut marks."""
+        return self._encode([text], [], self._encode_cut)
+
     # Encoding: frames with special tokens on, contents with them off.
 
-    def _encode(self, frames: Sequence[str], contents: Sequence[str]) -> list[int]:
+    def _encode(
+        self,
+        frames: Sequence[str],
+        contents: Sequence[str],
+        encode_plain: Callable[[str], list[int]] | None = None,
+    ) -> list[int]:
         """frames[0] contents[0] frames[1] …; plain text between control tokens is encoded in one piece."""
+        encode_plain = encode_plain or self._encode_plain
         tokens: list[int] = []
         plain = ""
         for i, frame in enumerate(frames):
-            parts = self._mark.split(frame)  # text, token, text, token, …, text
+            parts = self.marks.pattern.split(frame)  # text, token, text, token, …, text
             for j, part in enumerate(parts):
                 if j % 2:
-                    tokens += [*self._encode_plain(plain), self._marks[part]]
+                    tokens += [*encode_plain(plain), self.marks.tokens[part]]
                     plain = ""
                     continue
-                if j and parts[j - 1] in self._swallow_right:
+                if j and parts[j - 1] in self.marks.swallow_right:
                     part = part.lstrip()
-                if j + 1 < len(parts) and parts[j + 1] in self._swallow_left:
+                if j + 1 < len(parts) and parts[j + 1] in self.marks.swallow_left:
                     part = part.rstrip()
                 plain += part
             if i < len(contents):
                 plain += contents[i]
-        return tokens + self._encode_plain(plain)
+        return tokens + encode_plain(plain)
+
+    def _encode_cut(self, text: str) -> list[int]:
+        return [token for piece in text.split(CUT) for token in self._without_special(piece)]
 
     def _encode_plain(self, text: str, guarded: bool = True) -> list[int]:
         """The tokens of ``text``, which is cut inside control tokens, so that it has none."""
@@ -226,8 +242,8 @@ class ChatTokenizer:
         if not guarded or self._controls.isdisjoint(tokens):
             return tokens
         tokens = []
-        for part in self._mark.split(text):
-            for piece in (part[:1], part[1:]) if self._marks.get(part) in self._controls else (part,):
+        for part in self.marks.pattern.split(text):
+            for piece in (part[:1], part[1:]) if self.marks.tokens.get(part) in self._controls else (part,):
                 tokens += self._without_special(piece)
         return tokens
 
@@ -251,10 +267,13 @@ class ChatTokenizer:
     # Frames: the text that the template writes around contents.
 
     def _render(self, messages: Sequence[Message], generate: bool = True) -> str:
-        chat = [{"role": m.role, "content": m.content} for m in messages]
+        return self.render([{"role": m.role, "content": m.content} for m in messages], generate)
+
+    def render(self, messages: list[dict[str, Any]], generate: bool = True, /, **keys: Any) -> str:
+        """The template's text of messages as templates read them. All that it raises is a `TemplateError`."""
         try:
             text = self.tokenizer.apply_chat_template(
-                chat, chat_template=self.template, tokenize=False, add_generation_prompt=generate
+                messages, chat_template=self.template, tokenize=False, add_generation_prompt=generate, **keys
             )
         except TemplateError:
             raise
@@ -295,12 +314,12 @@ class ChatTokenizer:
 
     def _split_closing(self, frame: str) -> tuple[list[int], str]:
         """The tokens that close an assistant message, and the rest of the frame."""
-        mark = self._mark.search(frame)
+        mark = self.marks.pattern.search(frame)
         if mark is None or frame[: mark.start()].strip():
             return [], frame  # the template closes assistant messages with plain text only
         rest = frame[mark.end() :]
         closing = self._encode([frame[: mark.end()]], [])
-        return closing, rest.lstrip() if mark.group() in self._swallow_right else rest
+        return closing, rest.lstrip() if mark.group() in self.marks.swallow_right else rest
 
     def _closes_the_last(self) -> bool:
         """Whether an assistant message is closed where nothing follows. GLM's is not."""

@@ -49,6 +49,7 @@ class Reply(BaseModel):
 
     role: Optional[Literal["assistant"]] = None
     content: str | None
+    reasoning_content: Optional[str] = None
     tool_calls: Optional[list[Call]] = None
 
 

@@ -22,12 +22,15 @@ from agent_peft.agents.serving.answers import (
     Reply,
     Usage,
 )
-from agent_peft.agents.serving.conversation import OPEN, Call, CalledFunction, may_be_call, split_calls
+from agent_peft.agents.serving.conversation import Call, CalledFunction
+from agent_peft.agents.serving.prompts import Prompt
+from agent_peft.agents.serving.reading import Parts, ReplyReader
 from agent_peft.agents.serving.requests import ChatRequest, CompletionRequest
 from agent_peft.environments.tool_calls import ToolCall
 from agent_peft.policies.engine.service import Service
 from agent_peft.policies.sampling import SamplingConfig, StopMatcher
 from agent_peft.policies.tokenization import ChatTokenizer
+from agent_peft.replies import held_length
 from agent_peft.types import InfrastructureError
 
 UNFINISHED = "\ufffd"  # what a decoder writes for a part of a character
@@ -122,8 +125,10 @@ class TextStream:
         self._tokens: list[int] = []
         self._begin = self._read = 0  # the decoded tokens are those before ``_read``
         self._pending = ""
+        self._length = 0  # of the decoded text
         self._stopped = False
         self.sent = ""
+        self.marks: list[int] = []  # where in the text a token is a mark of the tokenizer
 
     def push(self, token: int) -> str:
         """The text that is certain since the last call."""
@@ -134,12 +139,18 @@ class TextStream:
         now = self._decode(self._tokens[self._begin :])
         if len(now) <= len(before) or now.endswith(UNFINISHED):
             return ""
+        new, place = now[len(before) :], 0
+        for mark in filter(None, map(self._chat.marks.text, self._tokens[self._read :])):
+            if (found := new.find(mark, place)) >= 0:
+                self.marks.append(self._length + found)
+                place = found + len(mark)
         self._begin, self._read = max(self._begin, len(self._tokens) - MEMORY), len(self._tokens)
-        self._pending += now[len(before) :]
+        self._pending += new
+        self._length += len(new)
         if places := [place for stop in self._stops if (place := self._pending.find(stop)) >= 0]:
             self._stopped = True  # ``finish`` finds the first of them
             self._pending = self._pending[: min(places)]
-        held = 0 if self._stopped else self._held()
+        held = 0 if self._stopped else held_length(self._pending, self._stops)
         certain = self._pending[: len(self._pending) - held]
         self._pending = self._pending[len(certain) :]
         self.sent += certain
@@ -150,12 +161,6 @@ class TextStream:
         whole = reply_text(self._chat, self._tokens, self._stops)
         rest, self.sent = whole[len(self.sent) :], whole
         return rest
-
-    def _held(self) -> int:
-        """The length of the longest end of the text with which a stop string begins."""
-        longest = min(max(map(len, self._stops), default=1) - 1, len(self._pending))
-        ends = (self._pending[-length:] for length in range(longest, 0, -1))
-        return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stops)), 0)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         text = self._chat.tokenizer.decode(
@@ -169,13 +174,22 @@ class ChoiceStream:
     """One choice, whole or part by part. Calls come whole, at the end."""
 
     def __init__(
-        self, index: int, draw: Draw, chat: ChatTokenizer, request: ChatRequest | CompletionRequest
+        self,
+        index: int,
+        draw: Draw,
+        chat: ChatTokenizer,
+        request: ChatRequest | CompletionRequest,
+        prompt: Prompt | None = None,
     ) -> None:
         self.index, self.draw, self.chat, self.request = index, draw, chat, request
         self.over = self._begun = False
-        self._is_message = isinstance(request, ChatRequest)
-        self._text = TextStream(chat, (*request.stops, OPEN) if request.offered else request.stops)
-        self._held, self._sent, self._read, self._offset = "", 0, 0, 0
+        self._text = TextStream(chat, request.stops)
+        self._reader: ReplyReader | None = None
+        if isinstance(request, ChatRequest):
+            opened, dialect = (prompt or Prompt(())).open_thought, (prompt or Prompt(())).dialect
+            single = request.parallel_tool_calls is False
+            self._reader = ReplyReader(chat, opened, dialect, request.offered, single)
+        self._read, self._offset = 0, 0
 
     def whole(self) -> Choice:
         """All of a reply that has ended."""
@@ -184,53 +198,59 @@ class ChoiceStream:
     def parts(self) -> list[Choice]:
         """What is new. The first part of a message has its role, the last part has a finish reason."""
         parts = []
-        if self._is_message and not self._begun:
+        if self._reader and not self._begun:
             parts.append(Choice(index=self.index, delta=Reply(role="assistant", content="")))
-        text, drawn, reason, calls = self._news()
-        if text or reason or (drawn and (self.request.has_logprobs or self.request.return_token_ids)):
-            parts.append(self._choice(text, drawn, reason, calls, whole=False))
+        new, drawn, reason = self._news()
+        if any(new) or reason or (drawn and (self.request.has_logprobs or self.request.return_token_ids)):
+            parts.append(self._choice(new, drawn, reason, whole=False))
         self._begun = True
         return parts
 
-    def _news(self) -> tuple[str, Sequence[Drawn], FinishReason | None, Sequence[ToolCall]]:
+    def _news(self) -> tuple[Parts, Sequence[Drawn], FinishReason | None]:
         ended = self.draw.ended  # asked for first: what is drawn before it is in ``drawn``
         drawn = self.draw.drawn[self._read :]
         self._read += len(drawn)
-        if ended:
-            text, calls = reply_text(self.chat, self.draw.tokens, self.request.stops), list[ToolCall]()
-            if self.request.offered:
-                text, calls = split_calls(text, self.request.offered)
-            self.over = True
-            reason: FinishReason = "length" if self.draw.is_cut(self.chat) else "stop"
-            return text[self._sent :], drawn, "tool_calls" if calls else reason, calls
-        self._held += "".join(self._text.push(one.token) for one in drawn)
-        if self.request.offered and not self._sent and may_be_call(self._held):
-            return "", drawn, None, ()
-        text, self._held = self._held, ""
-        self._sent += len(text)
-        return text, drawn, None, ()
+        begin = len(self._text.sent)
+        text = "".join(self._text.push(one.token) for one in drawn)
+        text += self._text.finish() if ended else ""
+        new = Parts(content=text)
+        if self._reader:
+            end = begin + len(text)
+            marks = [place - begin for place in self._text.marks if begin <= place < end]
+            new = self._reader.push(text, marks)
+        if not ended:
+            return new, drawn, None
+        if self._reader:
+            rest = self._reader.finish()
+            new = Parts(new.thought + rest.thought, new.content + rest.content, rest.calls)
+        self.over = True
+        reason: FinishReason = "length" if self.draw.is_cut(self.chat) else "stop"
+        return new, drawn, "tool_calls" if new.calls else reason
 
-    def _choice(
-        self,
-        text: str,
-        drawn: Sequence[Drawn],
-        reason: FinishReason | None,
-        calls: Sequence[ToolCall],
-        whole: bool,
-    ) -> Choice:
+    def _choice(self, new: Parts, drawn: Sequence[Drawn], reason: FinishReason | None, whole: bool) -> Choice:
         choice = Choice(index=self.index, finish_reason=reason)
-        if not self._is_message:
+        thought, text, calls = new
+        if not self._reader:
             choice.text = text
         elif whole:
             content = text if text.strip() or not calls else None
-            choice.message = Reply(role="assistant", content=content, tool_calls=written(calls) or None)
+            choice.message = Reply(
+                role="assistant",
+                content=content,
+                reasoning_content=thought or None,
+                tool_calls=written(calls) or None,
+            )
         else:
-            choice.delta = Reply(content=text, tool_calls=written(calls, indexed=True) or None)
+            choice.delta = Reply(
+                content=text,
+                reasoning_content=thought or None,
+                tool_calls=written(calls, indexed=True) or None,
+            )
         if self.request.has_logprobs:
-            choice.logprobs = self._chat_logprobs(drawn) if self._is_message else self._logprobs(drawn)
+            choice.logprobs = self._chat_logprobs(drawn) if self._reader else self._logprobs(drawn)
         if self.request.return_token_ids:
             choice.token_ids = [one.token for one in drawn]
-            if not self._is_message and not self._begun:
+            if not self._reader and not self._begun:
                 choice.prompt_token_ids = list(self.draw.tokens_before)
         return choice
 
@@ -268,7 +288,7 @@ def written(calls: Sequence[ToolCall], indexed: bool = False) -> list[Call]:
     """Calls as OpenAI's API writes them."""
     return [
         Call.model_construct(  # the policy's text is not checked
-            id=f"call_{secrets.token_hex(12)}",
+            id=secrets.token_hex(5)[:9],  # nine characters, as Mistral's templates want them
             function=CalledFunction.model_construct(
                 name=call.name, arguments=json.dumps(dict(call.arguments))
             ),

@@ -121,6 +121,11 @@ class ChatMessage(Wire):
     tool_call_id: Text | None = Field(
         default=None, description="not read: results follow their calls in order"
     )
+    reasoning_content: Text | None = Field(
+        default=None, description="an assistant's thought, as the server gave it"
+    )
+    reasoning: Text | None = Field(default=None, description="the same, in another word")
+    thinking: Text | None = Field(default=None, description="the same, in another word")
     refusal: Text | None = None
     audio: None = None
     function_call: None = None
@@ -133,6 +138,12 @@ class ChatMessage(Wire):
         if self.content is None and not self.tool_calls and self.role != "assistant":
             raise ValueError(f"a message of the role {self.role} needs a content")
         return self
+
+    @property
+    def thought(self) -> str:
+        """An assistant's thought."""
+        thought = self.reasoning_content or self.reasoning or self.thinking or ""
+        return thought if self.role == "assistant" else ""
 
     @property
     def text(self) -> str:
@@ -170,7 +181,9 @@ def plain_messages(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> li
             if number and messages[number - 1].role == "tool":
                 plain[-1] = Message("user", f"{plain[-1].content}\n{text}")
                 continue
-        calls = [_written(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
+        calls = [
+            write_tool_call(call.function.name, **arguments_of(call)) for call in message.tool_calls or ()
+        ]
         plain.append(Message(_ROLES[message.role], "\n".join(filter(None, [text, *calls]))))
     if tools:
         signatures = (json.dumps(tool.model_dump(exclude_none=True), ensure_ascii=False) for tool in tools)
@@ -205,17 +218,19 @@ def split_calls(text: str, tools: Sequence[Tool]) -> tuple[str, list[ToolCall]]:
     return head, calls
 
 
+def arguments_of(call: Call) -> dict[str, Any]:
+    """The arguments of a call, which clients send as text."""
+    content: Any = None
+    with suppress(ValueError, RecursionError):
+        content = json.loads(call.function.arguments or "{}")
+    if not isinstance(content, dict):
+        raise AgentPeftError(
+            f"messages: the arguments of a call of {call.function.name!r:.80} are no JSON object; "
+            "give one as text"
+        )
+    return content
+
+
 def may_be_call(text: str) -> bool:
     """Whether a text that is still growing may become a call without tags."""
     return not text.strip() or text.lstrip()[0] in "{`"
-
-
-def _written(name: str, arguments: str) -> str:
-    content: Any = None
-    with suppress(ValueError, RecursionError):
-        content = json.loads(arguments or "{}")
-    if not isinstance(content, dict):
-        raise AgentPeftError(
-            f"messages: the arguments of a call of {name!r:.80} are no JSON object; give one as text"
-        )
-    return write_tool_call(name, **content)

@@ -169,7 +169,13 @@ class ChatRequest(_Request):
     continue_final_message: Literal[False] | None = None
     store: NotRead[StrictBool] = None
     verbosity: NotRead[Literal["low", "medium", "high"]] = None
-    reasoning_effort: NotRead[Literal["none", "minimal", "low", "medium", "high", "xhigh"]] = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        default=None, description="a hint, read where the chat template has a key for it"
+    )
+    chat_template_kwargs: dict[str, StrictBool | StrictInt | StrictFloat | Text] | None = Field(
+        default=None, max_length=16, description="keys of the chat template, which it must have"
+    )
+    enable_thinking: StrictBool | None = Field(default=None, description="a key of the chat template")
     metadata: dict[str, str] | None = Field(default=None, max_length=16, description="not read")
 
     @model_validator(mode="after")

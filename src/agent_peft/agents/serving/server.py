@@ -21,7 +21,8 @@ from agent_peft.addresses import is_loopback
 from agent_peft.agents.serving.adapters import Adapters
 from agent_peft.agents.serving.answers import CompletionBody, ErrorBody, Model, Models, problem_of
 from agent_peft.agents.serving.choices import ChoiceStream, Draw, score_prompt, usage_of
-from agent_peft.agents.serving.conversation import plain_messages, text_prompt
+from agent_peft.agents.serving.conversation import text_prompt
+from agent_peft.agents.serving.prompts import Prompt, chat_prompt
 from agent_peft.agents.serving.requests import (
     MAX_CHOICES,
     ChatRequest,
@@ -94,7 +95,7 @@ class Replies:
         self,
         request: ChatRequest | CompletionRequest,
         http: Request,
-        prompts: Callable[[], Sequence[Sequence[int]]],
+        prompts: Callable[[], Sequence[Prompt]],
     ) -> Response:
         """Draw the replies of a request, and answer with all of them, or with a stream.
 
@@ -104,8 +105,11 @@ class Replies:
         name, is_chat = self.name_of(request.model), isinstance(request, ChatRequest)
         chat = self.service.policies[name].chat
         check_stops(request, chat.end_of_turn)
-        draws, changed = await self._begin(request, name, prompts)
-        choices = [ChoiceStream(number, draw, chat, request) for number, draw in enumerate(draws)]
+        draws, openings, changed = await self._begin(request, name, prompts)
+        choices = [
+            ChoiceStream(number, draw, chat, request, opening)
+            for number, (draw, opening) in enumerate(zip(draws, openings, strict=True))
+        ]
         kind = "chat.completion" + ".chunk" * request.stream if is_chat else "text_completion"
         id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         head: dict[str, Any] = {"id": id, "object": kind, "created": int(time.time()), "model": name}
@@ -148,17 +152,17 @@ class Replies:
         self,
         request: ChatRequest | CompletionRequest,
         name: str,
-        prompts: Callable[[], Sequence[Sequence[int]]],
-    ) -> tuple[list[Draw], asyncio.Event]:
-        """Let the replies of a request join. The event is set when one has ended, and in a stream at each
-        token.
+        prompts: Callable[[], Sequence[Prompt]],
+    ) -> tuple[list[Draw], list[Prompt], asyncio.Event]:
+        """Let the replies of a request join, each with its prompt. The event is set when one has ended, and
+        in a stream at each token.
         """
         try:
             openings = await asyncio.to_thread(prompts)
         except AgentPeftError as error:
             raise Refusal(400, "invalid", str(error)) from error
         limit, members = self.service.max_tokens[name], range(request.n or 1)
-        samplings = [sampling_of(request, len(opening), limit) for opening in openings]
+        samplings = [sampling_of(request, len(opening.tokens), limit) for opening in openings]
         if (count := len(openings) * len(members)) > MAX_CHOICES:
             raise Refusal(400, "invalid", f"a request has {MAX_CHOICES} choices at most, this one {count}")
         if self.stopping:
@@ -183,13 +187,13 @@ class Replies:
         pairs = [pair for pair in zip(openings, samplings, strict=True) for _ in members]
         seeds = [seed, *(derive(seed, "choice", choice) for choice in range(1, count))]
         draws = [
-            Draw(opening, each, sampling, on_change, request.alternatives, request.stream)
+            Draw(opening.tokens, each, sampling, on_change, request.alternatives, request.stream)
             for (opening, sampling), each in zip(pairs, seeds, strict=True)
         ]
         self.under_way.update(draws)
         for draw in draws:
             self.service.submit(name, draw)
-        return draws, changed
+        return draws, [opening for opening, _ in pairs], changed
 
     def stop(self) -> None:
         """Refuse new requests, and cut those that are under way."""
@@ -274,16 +278,14 @@ def policy_app(replies: Replies, adapters: Adapters | None = None) -> FastAPI:
     async def chat_completions(request: ChatRequest, http: Request) -> Response:
         """The policy's next message in a conversation."""
         chat = service.policies[replies.name_of(request.model)].chat
-        return await replies.answer(
-            request, http, lambda: [chat.opening(plain_messages(request.messages, request.offered))]
-        )
+        return await replies.answer(request, http, lambda: [chat_prompt(chat, request)])
 
     @app.post("/v1/completions", response_model=CompletionBody, responses=REFUSALS | STREAM)
     async def completions(request: CompletionRequest, http: Request) -> Response:
         """The policy's continuation of texts or tokens, which no chat template frames."""
         policy = service.policies[replies.name_of(request.model)]
         return await replies.answer(
-            request, http, lambda: [text_prompt(prompt, policy) for prompt in request.prompts]
+            request, http, lambda: [Prompt(text_prompt(prompt, policy)) for prompt in request.prompts]
         )
 
     @app.get("/v1/models", response_model=Models, responses=REFUSALS)
