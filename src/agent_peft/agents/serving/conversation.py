@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import FailFast, Field, JsonValue, StrictBool, StrictInt, model_validator
 from torch import Tensor
@@ -58,14 +58,20 @@ Text = Annotated[str, Field(strict=True)]
 
 
 class Wire(Config):
-    """A part of a request."""
+    """A part of a request. Keys that are ``NOT_READ`` are accepted whatever they hold."""
+
+    NOT_READ: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
     def _has_few_keys(cls, content: Any) -> Any:
         if isinstance(content, dict) and len(content) > 100:  # each unknown one is an error that takes memory
             raise ValueError("has more than 100 keys")
-        return content
+        return (
+            {key: value for key, value in content.items() if key not in cls.NOT_READ}
+            if isinstance(content, dict)
+            else content
+        )
 
 
 class CacheControl(Wire):

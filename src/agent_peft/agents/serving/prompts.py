@@ -84,9 +84,9 @@ def template_keys(request: ChatRequest, facts: TemplateFacts | None) -> dict[str
         keys["enable_thinking"] = False
     elif effort not in (None, "none") and "reasoning_effort" in known:
         keys["reasoning_effort"] = str(effort)
-    commands = dict(request.chat_template_kwargs or {})
+    commands = request.chat_template_kwargs or {}
     if request.enable_thinking is not None:
-        commands["enable_thinking"] = request.enable_thinking
+        commands = {**commands, "enable_thinking": request.enable_thinking}
     for key in commands:
         if key not in known:
             there = ", ".join(known) or "none"
@@ -103,13 +103,12 @@ def _as_template(message: ChatMessage, before: Sequence[ChatMessage]) -> dict[st
     if message.thought:
         content["reasoning_content"] = message.thought
     if message.tool_calls:
+        functions = [
+            {"name": call.function.name, "arguments": arguments_of(call)} for call in message.tool_calls
+        ]
         content["tool_calls"] = [
-            {
-                "type": "function",
-                "id": call.id,
-                "function": {"name": call.function.name, "arguments": arguments_of(call)},
-            }
-            for call in message.tool_calls
+            {"type": "function", "id": call.id, "function": function}
+            for call, function in zip(message.tool_calls, functions, strict=True)
         ]
     if message.role == "tool":
         calls = {call.id: call.function.name for one in before for call in one.tool_calls or ()}
@@ -132,26 +131,28 @@ def _check_complete(
     keys: Mapping[str, TemplateKey],
 ) -> None:
     """Refuse a conversation of which the template leaves out a text or a call. Thoughts may be dropped."""
-    words: dict[str, str] = {}
+    words: list[str] = []  # what each sentinel stands for
 
     def word(what: str) -> str:
-        words[name := f"xsentinel{len(words)}x"] = what
-        return name
+        words.append(what)
+        return f"xsentinel{len(words) - 1}x"
 
     marked = []
     for message in messages:
         one = dict(message)
         if one["content"]:
             one["content"] = word(f"the text of a message of the role {one['role']}")
-        if calls := one.get("tool_calls"):
+        if "tool_calls" in one:
+            called = [call["function"]["name"] for call in one["tool_calls"]]
+            arguments = [{"words": word(f"a call of {name!r:.80}")} for name in called]
             one["tool_calls"] = [
-                call | {"function": call["function"] | {"arguments": {"words": word("a call")}}}
-                for call in calls
+                call | {"function": {"name": call["function"]["name"], "arguments": new}}
+                for call, new in zip(one["tool_calls"], arguments, strict=True)
             ]
         marked.append(one)
     text = chat.render(marked, True, tools=tools, **keys)
-    for name, what in words.items():
-        if name not in text:
+    for number, what in enumerate(words):
+        if f"xsentinel{number}x" not in text:
             raise TemplateError(f"it leaves out {what}")
 
 

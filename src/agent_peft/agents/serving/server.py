@@ -15,13 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
-
 from agent_peft.addresses import is_loopback
 from agent_peft.agents.serving.adapters import Adapters
 from agent_peft.agents.serving.answers import CompletionBody, ErrorBody, Model, Models, problem_of
+from agent_peft.agents.serving.anthropic_messages import MessagesRequest, MessagesWriter
 from agent_peft.agents.serving.choices import ChoiceStream, Draw, score_prompt, usage_of
 from agent_peft.agents.serving.conversation import text_prompt
+from agent_peft.agents.serving.openai_responses import ResponsesRequest, ResponsesWriter
 from agent_peft.agents.serving.prompts import Prompt, chat_prompt
 from agent_peft.agents.serving.requests import (
     MAX_CHOICES,
@@ -30,9 +30,10 @@ from agent_peft.agents.serving.requests import (
     check_stops,
     sampling_of,
 )
+from agent_peft.agents.serving.streams import Writer
 from agent_peft.config import first_error
 from agent_peft.environments.http.guard import Guard, Limits, throttled
-from agent_peft.environments.http.messages import Health, Refusal, one_line, to_json
+from agent_peft.environments.http.messages import Health, Refusal, one_line
 from agent_peft.environments.http.transport import (
     JSON,
     Address,
@@ -96,12 +97,15 @@ class Replies:
         request: ChatRequest | CompletionRequest,
         http: Request,
         prompts: Callable[[], Sequence[Prompt]],
+        writer: Writer | None = None,
     ) -> Response:
         """Draw the replies of a request, and answer with all of them, or with a stream.
 
         Args:
             prompts: makes the tokens of each prompt, on a thread.
+            writer: writes the answer in the words of another API.
         """
+        writer = writer or Writer()
         name, is_chat = self.name_of(request.model), isinstance(request, ChatRequest)
         chat = self.service.policies[name].chat
         check_stops(request, chat.end_of_turn)
@@ -122,7 +126,7 @@ class Replies:
             if isinstance(request, CompletionRequest) and request.prompt_logprobs is not None:
                 for draw, choice in zip(draws, whole, strict=True):
                     choice.prompt_logprobs = await score_prompt(self.service, name, draw)
-            return JSON(CompletionBody(**head, choices=whole, usage=usage, **prompt))
+            return JSON(writer.whole(CompletionBody(**head, choices=whole, usage=usage, **prompt)))
 
         async def events() -> AsyncIterator[bytes]:
             try:
@@ -133,15 +137,16 @@ class Replies:
                             continue
                         for part in choice.parts():
                             first = prompt if part.delta is not None and part.delta.role else {}
-                            yield _event(CompletionBody(**head, choices=[part], **first))
+                            yield writer.part(CompletionBody(**head, choices=[part], **first))
                     if not all(choice.over for choice in choices):
                         await changed.wait()
                         changed.clear()
                 if request.has_usage:
-                    yield _event(CompletionBody(**head, choices=[], usage=usage_of(draws, request.n)))
-                yield b"data: [DONE]\n\n"
+                    last = CompletionBody(**head, choices=[], usage=usage_of(draws, request.n))
+                    yield writer.part(last)
+                yield writer.end()
             except Refusal as refusal:
-                yield _event(problem_of(refusal))
+                yield writer.problem(refusal)
             finally:  # also if the client hangs up: its rows become free
                 _cancel(draws)
 
@@ -239,10 +244,6 @@ def _cancel(draws: Sequence[Draw]) -> None:
         draw.cancelled = True
 
 
-def _event(part: BaseModel | Mapping[str, Any]) -> bytes:
-    return b"data: " + to_json(part) + b"\n\n"
-
-
 def policy_app(replies: Replies, adapters: Adapters | None = None) -> FastAPI:
     """The API. ``Guard`` protects it."""
     app = FastAPI(
@@ -277,8 +278,21 @@ def policy_app(replies: Replies, adapters: Adapters | None = None) -> FastAPI:
     @app.post("/v1/chat/completions", response_model=CompletionBody, responses=REFUSALS | STREAM)
     async def chat_completions(request: ChatRequest, http: Request) -> Response:
         """The policy's next message in a conversation."""
+        return await converse(request, http)
+
+    async def converse(request: ChatRequest, http: Request, writer: Writer | None = None) -> Response:
         chat = service.policies[replies.name_of(request.model)].chat
-        return await replies.answer(request, http, lambda: [chat_prompt(chat, request)])
+        return await replies.answer(request, http, lambda: [chat_prompt(chat, request)], writer)
+
+    @app.post("/v1/responses", responses=REFUSALS | STREAM)
+    async def responses(request: ResponsesRequest, http: Request) -> Response:
+        """The policy's next items in a conversation."""
+        return await converse(request.as_chat(), http, ResponsesWriter(request))
+
+    @app.post("/v1/messages", responses=REFUSALS | STREAM)
+    async def messages(request: MessagesRequest, http: Request) -> Response:
+        """The policy's next message in a conversation, in the words of Anthropic's API."""
+        return await converse(request.as_chat(), http, MessagesWriter())
 
     @app.post("/v1/completions", response_model=CompletionBody, responses=REFUSALS | STREAM)
     async def completions(request: CompletionRequest, http: Request) -> Response:
