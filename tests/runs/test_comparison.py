@@ -103,7 +103,10 @@ def test_runs_without_an_end_are_left_out_and_other_tasks_are_not_tested(tmp_pat
         compare_runs([tmp_path / "c", tmp_path / "d"])
 
 
-def test_the_command(sweep: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(
+    sweep: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it
     assert command(["compare", str(sweep)]) == 0
     out, err = capsys.readouterr()
     (row,) = (line for line in out.splitlines() if "=0.001 " in line)

@@ -323,7 +323,7 @@ def test_another_template(pool, learner, sampler_of):
     server = pool()
     chat = server.service.policies["base"].chat
     opening = chat.opening
-    chat.opening = lambda messages: [*opening(messages), 4]
+    chat.opening = lambda messages, **keys: [*opening(messages, **keys), 4]
     with pytest.raises(TrustError, match=f"{server.url}: its chat template"):
         sampler_of(learner(), server)
     policy = learner()

@@ -171,7 +171,7 @@ def test_the_system_prompt_shows_each_action_as_it_is_written(name):
 
 
 def test_any_depth_is_read_or_refused():
-    for depth in range(850, 1_050):
+    for depth in range(600, 1_050):  # where the limit is depends on the stack so far
         call = '{"name": "commit_final_answer", "arguments": {"answers": ' + "[" * depth + "]" * depth + "}}"
         assert isinstance(parse_tool_call(call), FinalAnswer | MalformedReply)
 

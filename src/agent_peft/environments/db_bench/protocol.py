@@ -96,7 +96,10 @@ def parse_tool_call(reply: str) -> Reply:
         answers = _argument(call.arguments, "answers")
         if answers is None:
             return MalformedReply(f"The answers are missing. Write\n{answer_call('<rows>')}")
-        text = answers if isinstance(answers, str) else json.dumps(answers, ensure_ascii=False)
+        try:
+            text = answers if isinstance(answers, str) else json.dumps(answers, ensure_ascii=False)
+        except RecursionError:  # writing takes a little more of the stack than reading
+            return MalformedReply("The answers are nested too deeply.")
         return FinalAnswer(text) if text.strip() else MalformedReply("The answers are empty.")
     return MalformedReply(f"There is no tool {call.name[:40]!r}; call execute_sql or commit_final_answer.")
 
