@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import agent_peft
@@ -306,6 +306,7 @@ VALUES = st.one_of(
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(where=st.sampled_from(LEAVES), value=VALUES)
+@example(where="policy.architecture.model_type", value={"kind": ":"})
 def test_any_value_anywhere_is_explained_or_refused_in_one_line(said, where, value):
     changed = json.loads(json.dumps(SETTINGS))
     holder = changed

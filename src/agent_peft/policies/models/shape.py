@@ -109,7 +109,8 @@ def shape_of(config: PretrainedConfig | ScratchConfig) -> ModelShape | None:
 
 def is_custom(config: ScratchConfig) -> bool:
     """Whether the architecture is a module of the user's own, ``package.module:Class``."""
-    return ":" in str(config.architecture.get("model_type"))
+    name = config.architecture.get("model_type")
+    return isinstance(name, str) and ":" in name
 
 
 def scratch_architecture(config: ScratchConfig, tokenizer: PreTrainedTokenizerBase) -> Any:
