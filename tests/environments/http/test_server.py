@@ -197,6 +197,8 @@ def test_a_wrong_token_is_refused(serving, world):
             {"authorization": "Bearer wrong"},
             {"authorization": "correct-horse"},
             {"authorization": "bearer correct-horse"},
+            {"x-api-key": "wrong"},
+            {"x-api-key": "correct-horse", "authorization": "Bearer wrong"},
         ):
             refused = stranger.get("/tasks", headers=header)
             assert (refused.status_code, refused.json()["code"], refused.headers["www-authenticate"]) == (
@@ -212,6 +214,7 @@ def test_a_wrong_token_is_refused(serving, world):
         assert stranger.post("/api/ping", json={}).status_code == 200
         right = {"authorization": "Bearer correct-horse"}
         assert stranger.get("/tasks", headers=right).status_code == 200
+        assert stranger.get("/tasks", headers={"x-api-key": "correct-horse"}).status_code == 200
         with session(host, additional_headers=right) as one:
             assert one.reset(task="a")["metadata"]["task"] == "a"
 

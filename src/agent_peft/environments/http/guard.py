@@ -111,10 +111,11 @@ class Guard:
                     raise Refusal(
                         403, "origin", f"this server is for this machine alone, and not named {host!r}"
                     )
-        elif path not in FREE and not hmac.compare_digest(
-            dict(headers).get(b"authorization", b""), self.expected
-        ):
-            raise Refusal(401, "token", "the header 'Authorization: Bearer TOKEN' is missing or wrong")
+        elif path not in FREE:
+            sent = dict(headers)  # x-api-key is the header of Anthropic's clients
+            given = sent.get(b"authorization", b"Bearer " + sent.get(b"x-api-key", b""))
+            if not hmac.compare_digest(given, self.expected):
+                raise Refusal(401, "token", "the header 'Authorization: Bearer TOKEN' is missing or wrong")
 
     async def _read(self, body: bytearray, headers: MutableMapping[bytes, bytes], receive: Receive) -> None:
         """Read the whole body into ``body``, and count it with those of all other requests.
