@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from measuring import RESULTS, TINY, command_line, show, table, write
-from seeds import lines_of, train
+from seeds import train
 
 from agent_peft.configuration.yaml12 import dump
 from agent_peft.rollout.skill_matrix import MEASURES, SkillMatrix
 from agent_peft.rollout.statistics import Mean, mean_over_tasks
 from agent_peft.runs.evaluations import skill_matrices
-from agent_peft.runs.reading import RunRecord
+from agent_peft.runs.reading import RunRecord, read_lines
 from agent_peft.runs.targets import run_config
 
 SKILLS = ("insert", "update", "delete", "where_single_condition", "order_by_single_column", "limit_only")
@@ -127,11 +127,11 @@ def measure(condition: str, seed: int, sizes: Sizes, run: Path, overrides: Seque
     cost = asdict(train(file, run, overrides))
     warm_up = run_config(run).stages[0].steps
     reports = [evaluation.report for evaluation in RunRecord(run).evaluations.values()]
-    measured = [record for path in (run / "evaluations").glob("*.jsonl") for record in lines_of(path)]
-    acted = [line for path in (run / "trajectories").glob("*.jsonl") for line in lines_of(path)]
+    measured = [record for path in (run / "evaluations").glob("*.jsonl") for record in read_lines(path)]
+    acted = [line for path in (run / "trajectories").glob("*.jsonl") for line in read_lines(path)]
     acted, timing = (
         [line for line in lines if line["step"] >= warm_up]
-        for lines in (acted, lines_of(run / "timing.jsonl"))
+        for lines in (acted, read_lines(run / "timing.jsonl"))
     )
     skills = {record["task"]: record["skills"][0] for record in measured}
     cost["seconds_of_a_step"] = sum(line["seconds"] for line in timing) / len(timing)

@@ -184,3 +184,32 @@ def test_names_say_something_and_files_are_short() -> None:
         length = len(MODULES[name].read_text(encoding="utf-8").splitlines())
         broken += [f"{name}: {length} lines"] if length > LONGEST_FILE else []
     assert not broken
+
+
+def test_a_benchmark_takes_from_another_what_is_there():
+    files = {file.stem: ast.parse(file.read_text()) for file in (SRC.parent / "benchmarks").glob("*.py")}
+    missing = [
+        f"{name}: {node.module}.{alias.name}"
+        for name, tree in files.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in files
+        for alias in node.names
+        if alias.name not in _top_level(files[node.module])
+    ]
+    assert missing == []
+
+
+def _top_level(tree: ast.Module) -> set[str]:
+    names = set()
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {alias.asname or alias.name for alias in node.names}
+        else:
+            names |= {
+                one.id
+                for one in ast.walk(node)
+                if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)
+            }
+    return names
