@@ -179,16 +179,15 @@ class ChoiceStream:
         draw: Draw,
         chat: ChatTokenizer,
         request: ChatRequest | CompletionRequest,
-        prompt: Prompt | None = None,
+        prompt: Prompt = Prompt(()),
     ) -> None:
         self.index, self.draw, self.chat, self.request = index, draw, chat, request
         self.over = self._begun = False
         self._text = TextStream(chat, request.stops)
         self._reader: ReplyReader | None = None
         if isinstance(request, ChatRequest):
-            opened, dialect = (prompt or Prompt(())).open_thought, (prompt or Prompt(())).dialect
             single = request.parallel_tool_calls is False
-            self._reader = ReplyReader(chat, opened, dialect, request.offered, single)
+            self._reader = ReplyReader(chat, prompt.open_thought, prompt.dialect, request.offered, single)
         self._read, self._offset = 0, 0
 
     def whole(self) -> Choice:

@@ -64,14 +64,12 @@ class Wire(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _has_few_keys(cls, content: Any) -> Any:
-        if isinstance(content, dict) and len(content) > 100:  # each unknown one is an error that takes memory
+    def _of_few_keys(cls, content: Any) -> Any:
+        if not isinstance(content, dict):
+            return content
+        if len(content) > 100:  # each unknown one is an error that takes memory
             raise ValueError("has more than 100 keys")
-        return (
-            {key: value for key, value in content.items() if key not in cls.NOT_READ}
-            if isinstance(content, dict)
-            else content
-        )
+        return {key: value for key, value in content.items() if key not in cls.NOT_READ}
 
 
 class CacheControl(Wire):

@@ -47,10 +47,8 @@ class ReplyReader:
         self._marks = (OPEN,) if dialect == PLAIN else tuple(map(self._written, CALL_MARKS[dialect]))
         self._begun = [False, False]  # whether the thought, and the content, has more than blanks
         self._blanks = ""  # at the end of the thought, so far
-        self._text, self._sent = (
-            "",
-            0,
-        )  # the content with calls, where there are tools, and what was sent of it
+        self._text = ""  # the content with calls, where there are tools
+        self._sent = 0  # characters of it
 
     def push(self, text: str, marks: Sequence[int] = ()) -> Parts:
         """The parts that are certain with ``text``, in which real marks begin at the places ``marks``."""

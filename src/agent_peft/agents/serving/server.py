@@ -30,7 +30,7 @@ from agent_peft.agents.serving.requests import (
     check_stops,
     sampling_of,
 )
-from agent_peft.agents.serving.streams import Writer
+from agent_peft.agents.serving.other_apis import Writer
 from agent_peft.config import first_error
 from agent_peft.environments.http.guard import Guard, Limits, throttled
 from agent_peft.environments.http.messages import Health, Refusal, one_line

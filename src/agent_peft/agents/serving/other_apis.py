@@ -1,4 +1,4 @@
-"""How an answer is written: in the words of ``/v1/chat/completions``, or as blocks for another API."""
+"""What the other APIs share: requests that become chat requests, and answers that are written as blocks."""
 
 from __future__ import annotations
 
