@@ -12,8 +12,8 @@ from pydantic import Field, StrictBool
 
 from agent_peft.agents.serving.answers import problem_of
 from agent_peft.agents.serving.conversation import Call, First, Text, Wire
-from agent_peft.agents.serving.requests import ChatRequest
 from agent_peft.agents.serving.other_apis import BlockWriter, Events, Hint, OtherRequest, Step, event
+from agent_peft.agents.serving.requests import ChatRequest
 from agent_peft.environments.http.messages import Refusal
 
 STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}

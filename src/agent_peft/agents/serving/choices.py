@@ -23,7 +23,7 @@ from agent_peft.agents.serving.answers import (
     Usage,
 )
 from agent_peft.agents.serving.conversation import Call, CalledFunction
-from agent_peft.agents.serving.prompts import Prompt
+from agent_peft.agents.serving.prompts import EMPTY, Prompt
 from agent_peft.agents.serving.reading import Parts, ReplyReader
 from agent_peft.agents.serving.requests import ChatRequest, CompletionRequest
 from agent_peft.environments.tool_calls import ToolCall
@@ -179,7 +179,7 @@ class ChoiceStream:
         draw: Draw,
         chat: ChatTokenizer,
         request: ChatRequest | CompletionRequest,
-        prompt: Prompt = Prompt(()),
+        prompt: Prompt = EMPTY,
     ) -> None:
         self.index, self.draw, self.chat, self.request = index, draw, chat, request
         self.over = self._begun = False

@@ -9,8 +9,8 @@ from pydantic import Field
 
 from agent_peft.agents.serving.answers import problem_of
 from agent_peft.agents.serving.conversation import Call, First, Text, Wire
-from agent_peft.agents.serving.requests import ChatRequest
 from agent_peft.agents.serving.other_apis import BlockWriter, Events, Hint, OtherRequest, Step, event
+from agent_peft.agents.serving.requests import ChatRequest
 from agent_peft.environments.http.messages import Refusal
 
 NAMES = {"text": "output_text", "thought": "reasoning_text", "call": "function_call_arguments"}

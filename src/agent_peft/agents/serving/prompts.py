@@ -29,6 +29,9 @@ class Prompt(NamedTuple):
     dialect: str = PLAIN
 
 
+EMPTY = Prompt(())
+
+
 @lru_cache(maxsize=16)
 def facts_of(chat: ChatTokenizer) -> TemplateFacts | None:
     """What the chat template does."""

@@ -22,6 +22,7 @@ from agent_peft.agents.serving.anthropic_messages import MessagesRequest, Messag
 from agent_peft.agents.serving.choices import ChoiceStream, Draw, score_prompt, usage_of
 from agent_peft.agents.serving.conversation import text_prompt
 from agent_peft.agents.serving.openai_responses import ResponsesRequest, ResponsesWriter
+from agent_peft.agents.serving.other_apis import Writer
 from agent_peft.agents.serving.prompts import Prompt, chat_prompt
 from agent_peft.agents.serving.requests import (
     MAX_CHOICES,
@@ -30,7 +31,6 @@ from agent_peft.agents.serving.requests import (
     check_stops,
     sampling_of,
 )
-from agent_peft.agents.serving.other_apis import Writer
 from agent_peft.config import first_error
 from agent_peft.environments.http.guard import Guard, Limits, throttled
 from agent_peft.environments.http.messages import Health, Refusal, one_line
