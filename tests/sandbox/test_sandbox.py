@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from agent_peft.sandbox import bundle, proof, runtime
+from agent_peft.sandbox import machine as machines
 from agent_peft.sandbox.base import CommandResult, MachineLost, SandboxLimits
 from agent_peft.sandbox.build import SANDBOXES, build_sandbox, missing
 from agent_peft.sandbox.owners import OwnerFolder
@@ -125,6 +126,28 @@ def test_a_shell_that_had_to_die_leaves_its_folder_exports_and_functions(any_mac
     result = any_machine.run("while :; do :; done", 0.3)
     assert result.timed_out and "the shell had to be killed" in result.output
     assert said(any_machine.run('pwd; echo "$X"; f 1', 10)) == "/tmp\na b\nf 1\n"
+
+
+def test_a_shell_that_dies_of_its_processor_time_while_it_is_stopped_leaves_them_too(any_machine):
+    """On a busy computer the attempts to interrupt a loop take longer than the loop may run."""
+    any_machine.run("cd /tmp; export X='a b'; trap '' INT", 10)
+    result = any_machine.run("ulimit -t 1; while :; do :; done", 0.3)
+    assert result.timed_out and "the shell had to be killed" in result.output
+    assert said(any_machine.run('pwd; echo "$X"', 10)) == "/tmp\na b\n"
+
+
+def test_a_shell_that_starts_late_is_interrupted_like_another(_oci, monkeypatch):
+    find, began = machines._only_child, []
+
+    def late(pid):
+        began.append(time.monotonic())
+        return find(pid) if time.monotonic() > began[0] + 1.5 else None
+
+    monkeypatch.setattr(machines, "_only_child", late)
+    with build_sandbox("oci", LIMITS) as sandbox:
+        sandbox.run("x=5", 10)
+        assert sandbox.run("while :; do :; done", 0.3).timed_out
+        assert said(sandbox.run("echo $x", 10)) == "5\n"
 
 
 def test_daemons_do_not_hold_a_command_up(any_machine):

@@ -90,7 +90,7 @@ class Machine:
                 self._spawn(run, self._bundle / "first", streams, descriptors, with_input=False)
             self._processes = self._wait(may_have_ended=descriptors is not None)
             if descriptors is None:
-                self._find_shell(self.processes.first)
+                self._find_shell(self.processes.first, streams)
             if "resources" in config["linux"]:
                 self._cgroup = _cgroup_of(config["linux"]["cgroupsPath"], self._processes)
             elif self._processes is not None:
@@ -232,17 +232,18 @@ class Machine:
                 raise InfrastructureError(f"a machine did not start: {error}") from error
         streams.release()
 
-    def _find_shell(self, first: int) -> None:
+    def _find_shell(self, first: int, streams: PipeStreams) -> None:
         """Record the id of the shell, a child of the only child of process 1. No program of the agent runs
-        yet. Without an id, the shell's streams end at once or at the first time limit.
+        yet. A shell that has ended already needs no id.
         """
-        deadline, pid = time.monotonic() + 1, None
-        while pid is None and time.monotonic() < deadline and self.processes.alive():
-            pid = _only_child(_only_child(first))
-            if pid is None:
-                time.sleep(0.001)
-        if pid is not None:
-            (self._bundle / "shell.pid").write_text(str(pid))
+        deadline = time.monotonic() + _SECONDS
+        while (pid := _only_child(_only_child(first))) is None:
+            if streams.ended() or not self.processes.alive():
+                return
+            if time.monotonic() > deadline:
+                raise InfrastructureError(f"the shell of a machine did not start within {_SECONDS:g} seconds")
+            time.sleep(0.001)
+        (self._bundle / "shell.pid").write_text(str(pid))
 
     def _spawn(
         self,

@@ -100,7 +100,7 @@ class Shell:
         """
         self._streams, self._processes, self._limits = streams, processes, limits
         self.state = state
-        self.ended = self.killed = False  # killed by us: a new shell gets its state
+        self.ended = self.killed = False  # killed at a limit: a new shell gets its state
         self._control = b""
         self._status = 0
         self._secret = self._last_secret = secrets.token_hex(8)
@@ -197,7 +197,9 @@ class Shell:
             self._control = rest
 
     def _stop(self, began: float, output: BoundedOutput) -> None:
-        """Interrupt the shell and kill what it started. If the shell does not return, kill it as well."""
+        """Interrupt the shell and kill what it started. If the shell does not return, kill it as well. It may
+        also end meanwhile: it has a limit of processor time.
+        """
         self._remember()
         self._last_secret, self._secret = self._secret, secrets.token_hex(8)
         self._streams.write(self._mark().encode())
@@ -208,8 +210,9 @@ class Shell:
             if _wait(self._streams, self._processes, self._limits, deadline, output, self._take) is not None:
                 break
         else:
-            self.ended = self.killed = True
+            self.ended = True
             self._processes.signal_shell(signal.SIGKILL)
+        self.killed = self.ended
         self._processes.signal(signal.SIGKILL, began)
 
 

@@ -108,6 +108,13 @@ class PipeStreams:
                 chunks.append((kind, os.read(descriptor, count)))
         return chunks
 
+    def ended(self) -> bool:
+        """Whether the ``END`` waits to be read."""
+        end = next(descriptor for descriptor, kind in self._kinds.items() if kind is StreamKind.END)
+        poll = select.poll()
+        poll.register(end, select.POLLIN)
+        return bool(poll.poll(0))
+
     def close(self) -> None:
         if self.child:
             self.release()
