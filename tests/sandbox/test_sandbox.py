@@ -128,12 +128,25 @@ def test_a_shell_that_had_to_die_leaves_its_folder_exports_and_functions(any_mac
     assert said(any_machine.run('pwd; echo "$X"; f 1', 10)) == "/tmp\na b\nf 1\n"
 
 
-def test_a_shell_that_dies_of_its_processor_time_while_it_is_stopped_leaves_them_too(any_machine):
-    """On a busy computer the attempts to interrupt a loop take longer than the loop may run."""
-    any_machine.run("cd /tmp; export X='a b'; trap '' INT", 10)
-    result = any_machine.run("ulimit -t 1; while :; do :; done", 0.3)
+def test_a_shell_that_is_killed_while_we_interrupt_it_leaves_them_too(any_machine):
+    """By its limit of processor time, on a busy computer."""
+    any_machine.run("cd /tmp; export X='a b'; trap 'kill -9 $$' INT", 10)
+    result = any_machine.run("while :; do :; done", 0.3)
     assert result.timed_out and "the shell had to be killed" in result.output
     assert said(any_machine.run('pwd; echo "$X"', 10)) == "/tmp\na b\n"
+
+
+def test_a_shell_that_leaves_when_it_is_interrupted_was_not_killed(any_machine):
+    any_machine.run("X=1; trap 'exit 3' INT", 10)
+    assert any_machine.run("while :; do :; done", 0.3) == CommandResult("", None, timed_out=True)
+    assert said(any_machine.run("echo X=$X", 10)) == "X=\n"
+
+
+def test_a_first_shell_that_ends_at_once_is_replaced(_oci, monkeypatch):
+    monkeypatch.setattr(bundle, "_PROCESS_1", bundle._PROCESS_1.replace(" ".join(bundle.SHELL), "/bin/false"))
+    with build_sandbox("oci", LIMITS) as sandbox:
+        assert sandbox.run("echo lost", 10) == CommandResult("", None)
+        assert said(sandbox.run("echo a", 10)) == "a\n"
 
 
 def test_a_shell_that_starts_late_is_interrupted_like_another(_oci, monkeypatch):

@@ -100,7 +100,7 @@ class Shell:
         """
         self._streams, self._processes, self._limits = streams, processes, limits
         self.state = state
-        self.ended = self.killed = False  # killed at a limit: a new shell gets its state
+        self.ended = self.killed = False  # killed at its time limit: a new shell gets its state
         self._control = b""
         self._status = 0
         self._secret = self._last_secret = secrets.token_hex(8)
@@ -197,8 +197,8 @@ class Shell:
             self._control = rest
 
     def _stop(self, began: float, output: BoundedOutput) -> None:
-        """Interrupt the shell and kill what it started. If the shell does not return, kill it as well. It may
-        also end meanwhile: it has a limit of processor time.
+        """Interrupt the shell and kill what it started. If the shell does not return, kill it as well. Its
+        limit of processor time may also kill it meanwhile.
         """
         self._remember()
         self._last_secret, self._secret = self._secret, secrets.token_hex(8)
@@ -207,12 +207,13 @@ class Shell:
             self._processes.signal_shell(signal.SIGINT)
             self._processes.signal(signal.SIGKILL if attempt else signal.SIGINT, began)
             deadline = time.monotonic() + 0.02 * (attempt + 1)
-            if _wait(self._streams, self._processes, self._limits, deadline, output, self._take) is not None:
+            code = _wait(self._streams, self._processes, self._limits, deadline, output, self._take)
+            if code is not None:
+                self.killed = code < 0
                 break
         else:
-            self.ended = True
+            self.ended = self.killed = True
             self._processes.signal_shell(signal.SIGKILL)
-        self.killed = self.ended
         self._processes.signal(signal.SIGKILL, began)
 
 
