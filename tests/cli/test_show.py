@@ -62,7 +62,7 @@ def test_an_episode_as_the_agent_saw_it(folder, capsys):
     code, out, err = shown(capsys, folder, "--task", "add-1", "--attempt", "1")
     assert (code, err) == (0, "")
     assert out.splitlines() == [
-        "step 12 of stage grpo, task add-1 (sum), attempt 1 of group 0, seed 41",
+        "step 13 of stage grpo, task add-1 (sum), attempt 1 of group 0, seed 41",
         "correct, score 0.5, finished; 5 tokens, 2 of them the agent's",
         "reward 1.05 = outcome 1, invalid_action -0.25, my:term 0.3",
         "",
@@ -147,13 +147,13 @@ def test_in_a_terminal_it_has_colours(folder, capsys, monkeypatch):
 
 
 def test_without_a_task_they_are_listed(folder, capsys):
-    code, out, _ = shown(capsys, folder, "--step", 3)
-    assert code == 0 and "step 3: 4 episodes" in out
+    code, out, _ = shown(capsys, folder, "--step", 4)
+    assert code == 0 and "step 4: 4 episodes" in out
     rows = [re.split(r"\s*│\s*", line.strip("│ ")) for line in out.splitlines() if line.startswith("│ add")]
     assert rows[1] == ["add-1", "1", "correct", "finished", "1.05", "-0.375", "2", "5"]
     assert out.endswith("add --task and --attempt to see one of them\n")
     _, out, _ = shown(capsys, folder, "--task", "add-2")
-    assert "step 12: 2 episodes" in out and "add-1" not in out
+    assert "step 13: 2 episodes" in out and "add-1" not in out
 
 
 def test_an_evaluation(folder, capsys):
@@ -176,10 +176,10 @@ def test_json_for_scripts(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--task", "ad-1"], "step 12 has no task 'ad-1'; did you mean 'add-1'?"),
-        (["--task", "delete"], "step 12 has no task 'delete'; leave --task out to list them"),
-        (["--task", "add-1", "--attempt", 7], "step 12, task 'add-1': has no attempt 7; the last is 1"),
-        (["--step", 5], "step 5 has no trajectories on disk; the nearest that has some is 3"),
+        (["--task", "ad-1"], "step 13 has no task 'ad-1'; did you mean 'add-1'?"),
+        (["--task", "delete"], "step 13 has no task 'delete'; leave --task out to list them"),
+        (["--task", "add-1", "--attempt", 7], "step 13, task 'add-1': has no attempt 7; the last is 1"),
+        (["--step", 5], "step 5 has no trajectories on disk; the nearest that has some is 4"),
         (["--evaluation", "base"], "has no evaluation 'base'; give one of after_grpo"),
         (["--evaluation", "../x"], "has no evaluation '../x'; give one of after_grpo"),
         (["--evaluation", "base", "--step", 3], "--step has no effect with --evaluation"),

@@ -4,6 +4,7 @@ nothing was loaded from elsewhere. ``AGENT_PEFT_SCREENSHOTS=folder`` keeps the p
 
 from __future__ import annotations
 
+import json
 import threading
 
 import pytest
@@ -34,22 +35,38 @@ def test_every_part_fits_the_screen(look, run, scheme, width):
 def test_the_curves_and_the_tables(look, run):
     page = look([run])
     titles = page.locator(".chart h3").all_inner_texts()
-    assert titles[:3] == ["Reward", "Success", "Loss"]
+    assert titles[:4] == ["Held-out success", "Reward", "Success", "Loss"]
+    assert page.locator(".headline p").count() == 3
     assert {"Stop reasons", "Success by skill"} <= set(titles)
     assert page.locator(".chart canvas").count() == len(titles)
     assert page.evaluate("ticksOf(null, [4.6411, 4.6412])") == ["4.6411", "4.6412"], "ticks can be told apart"
     assert page.evaluate("ticksOf(null, [0, 4e-4, 8e-4])") == ["0", "4e-4", "8e-4"]
     page.locator("#tab-evaluations").click()
+    assert page.locator(".dots circle").count() > 1
     assert "p, if no change" in page.inner_text("main") and "db_skill" in page.inner_text("main")
+
+
+def test_acting_and_demonstrations_have_curves_of_their_own(look, disk, tmp_path):
+    folder = disk.write_run(tmp_path / "run")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    first = {**json.loads(lines[0]), "reward": None, "success": None}
+    (folder / "metrics.jsonl").write_text("\n".join([json.dumps(first), *lines[1:]]))
+    page = look([folder])
+    heads = page.locator("main h2").all_inner_texts()
+    assert heads[:2] == ["Learning from its own episodes", "Learning from data"]
+    titles = page.locator(".charts .chart h3").all_inner_texts()
+    assert titles.count("Loss") == 2 and titles.count("Reward") == 1
+    steps = "linesOf('loss', 'acting')[0].steps.map(shownStep)"
+    assert page.evaluate(steps) == [2, 3, 4], "people count steps from 1"
 
 
 def test_three_seeds_are_one_band(look, disk, tmp_path):
     runs = [disk.write_run(tmp_path / f"seed{seed}", seed) for seed in range(3)]
     page = look(runs)
-    assert "seed0 and 2 more seeds" in page.inner_text(".chart >> nth=0")
+    assert "seed0 and 2 more seeds" in page.inner_text(".charts .chart >> nth=0")
     look.keep(page, "three_seeds")
     page.get_by_role("checkbox").uncheck()
-    legend = page.inner_text(".chart >> nth=0")
+    legend = page.inner_text(".charts .chart >> nth=0")
     assert all(f"seed{seed}" in legend for seed in range(3)) and "more seeds" not in legend
     page.keyboard.press("3")
     differing = page.locator("table").first.locator("tbody th").all_inner_texts()
@@ -139,17 +156,19 @@ def test_episodes_are_chosen_and_searched(look, run):
     page.get_by_label("outcome").select_option("")
     page.get_by_label("skill").select_option("os_skill")
     assert count() == 16
-    page.get_by_label("step", exact=True).select_option("1")
+    page.get_by_label("step", exact=True).select_option(label="2")
     assert count() == 4
-    page.get_by_label("step", exact=True).select_option("")
+    page.get_by_label("step", exact=True).select_option(value="")
     page.get_by_label("skill").select_option("")
+    page.get_by_label("order").select_option("oldest")
     page.get_by_label("order").select_option("worst")
+    assert page.locator(".list h3").count() < count(), "attempts at one task stand together"
     worst = page.locator(".list button").first
     assert "reward -0.5" in worst.inner_text()
     assert worst.get_attribute("aria-current") == "true", "another order shows its first episode"
-    page.get_by_label("of", exact=True).select_option("after_rloo")
+    page.get_by_label("episodes of").select_option("after_rloo")
     assert count() == 8
-    page.get_by_label("of", exact=True).select_option("training")
+    page.get_by_label("episodes of").select_option("training")
     page.keyboard.press("Escape")
     page.locator("h1").click()
     page.keyboard.press("/")

@@ -23,7 +23,9 @@ OUTCOMES = {"correct": "bold green", "incorrect": "bold red", "unknown": "bold y
 
 def show(
     run: Annotated[Path, typer.Argument(help="run directory", metavar="RUN")],
-    step: Annotated[int | None, typer.Option(min=0, help="step of the run; the newest by default")] = None,
+    step: Annotated[
+        int | None, typer.Option(min=1, help="step of the run, from 1; the newest by default")
+    ] = None,
     task: Annotated[str | None, typer.Option(help="task, by its id; without it, all are listed")] = None,
     attempt: Annotated[int | None, typer.Option(min=0, help="which episode of the task, from 0")] = None,
     evaluation: Annotated[
@@ -73,8 +75,13 @@ def _episodes(run: Path, step: int | None, evaluation: str | None) -> tuple[list
         steps = record.trajectories.steps
         if not steps:
             raise AgentPeftError(f"{run}: has no trajectories; there are some once a step is done")
-        step = steps[-1] if step is None else step
-        return record.trajectories.of_step(step), f"step {step}"
+        number = steps[-1] if step is None else step - 1
+        if number not in steps:
+            near = min(steps, key=lambda other: abs(other - number))
+            raise AgentPeftError(
+                f"step {step} has no trajectories on disk; the nearest that has some is {near + 1}"
+            )
+        return record.trajectories.of_step(number), f"step {number + 1}"
     if step is not None:
         raise AgentPeftError("--step has no effect with --evaluation; leave one of them out")
     result = record.evaluation(evaluation)

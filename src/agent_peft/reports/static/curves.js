@@ -26,17 +26,34 @@ function smoothed(list, window) {
   });
 }
 
-// The lines of one metric: { label, colour, steps, values, low, high }.
-function linesOf(metric) {
-  const told = values.runs.map((run, index) => ({ run, index })).filter(({ run }) =>
-    (run.curves.metrics[metric] || []).some((value) => value !== null));
+// Stages in which the policy acts, and those that learn from what is given, have curves of their own.
+const PHASES = [["acting", "Learning from its own episodes"], ["given", "Learning from data"]];
+const inPhase = (run, phase) => {
+  const reward = run.curves.metrics.reward || [];
+  return (at) => (typeof reward[at] === "number") === (phase === "acting");
+};
+function stagesOf(run, phase) {
+  const { step, stages } = run.curves;
+  const inside = inPhase(run, phase);
+  return stages.filter(([first]) => inside(step.indexOf(first)));
+}
+
+// The lines of one metric in a phase: { label, colour, steps, values, low, high }.
+function linesOf(metric, phase) {
+  const masked = values.runs.map((run) => {
+    const inside = inPhase(run, phase);
+    return (run.curves.metrics[metric] || []).map((value, at) => (inside(at) ? value : null));
+  });
+  const told = values.runs.map((run, index) => ({ run, index })).filter(({ index }) =>
+    masked[index].some((value) => value !== null));
   const known = new Set(told.map(({ index }) => index));
   const groups = state.seeds ? values.seeds.map((seeds) => seeds.filter((index) => known.has(index)))
     : [...known].map((index) => [index]);
   return groups.filter((group) => group.length).map((group) => {
     const curves = group.map((index) => {
-      const { step, metrics } = values.runs[index].curves;
-      return new Map(smoothed(metrics[metric], state.smooth).map((value, at) => [step[at], value]));
+      const inside = inPhase(values.runs[index], phase);
+      return new Map(smoothed(masked[index], state.smooth).map((value, at) =>
+        [values.runs[index].curves.step[at], value]).filter((_, at) => inside(at)));
     });
     const colour = colourOf(group[0]);
     const label = visible(values.runs[group[0]].name);
@@ -61,10 +78,39 @@ function linesOf(metric) {
       const spread = Math.sqrt(seeds.reduce((sum, x) => sum + (x - mean) ** 2, 0) / (seeds.length - 1));
       const half = values.t95[Math.min(seeds.length - 1, values.t95.length) - 1] * spread / Math.sqrt(seeds.length);
       line.values.push(seeds.length ? mean : null);
-      line.low.push(seeds.length > 1 ? mean - half : null);
-      line.high.push(seeds.length > 1 ? mean + half : null);
+      const least = metric === "success" ? 0 : -Infinity, most = metric === "success" ? 1 : Infinity;
+      line.low.push(seeds.length > 1 ? Math.max(least, mean - half) : null);
+      line.high.push(seeds.length > 1 ? Math.min(most, mean + half) : null);
     }
     return line;
+  });
+}
+
+// The evaluations of each run as points with whiskers, over the steps that were done before.
+function heldOut() {
+  return values.runs.map((run, index) => {
+    const made = run.evaluations.filter((one) => one.step !== null && one.success);
+    const of = (name) => made.map((one) => one.success[name]);
+    return { label: visible(run.name), colour: colourOf(index), steps: made.map((one) => one.step - 1),
+      values: of("value"), low: of("low"), high: of("high"), whiskers: true };
+  }).filter((line) => line.steps.length);
+}
+
+// What a reader asks first of each run: how good it is, what training changed, and how it does in training.
+function headline() {
+  return values.runs.slice(0, 4).map((run) => {
+    const made = run.evaluations.filter((one) => one.success);
+    const first = made[0], last = made[made.length - 1];
+    const reached = (run.curves.metrics.success || []).filter((value, at) => inPhase(run, "acting")(at) && value !== null).slice(-10);
+    const cards = [];
+    if (last) cards.push([percent(last.success.value), `success on ${last.success.tasks} held-out tasks, ${visible(last.name)}`,
+      `95 % interval ${(100 * last.success.low).toFixed(0)} to ${(100 * last.success.high).toFixed(0)} %`]);
+    if (made.length > 1) cards.push([`${last.success.value < first.success.value ? "−" : "+"}${Math.abs(100 * (last.success.value - first.success.value)).toFixed(1)}`,
+      `points since ${visible(first.name)}`, `which had ${percent(first.success.value)}`]);
+    if (reached.length) cards.push([percent(reached.reduce((sum, x) => sum + x, 0) / reached.length), "success in training",
+      `mean of the last ${reached.length} step${reached.length > 1 ? "s" : ""}`]);
+    return cards.length ? el("div", { class: "headline" }, values.runs.length > 1 ? el("strong", {}, visible(run.name)) : null,
+      cards.map(([value, what, note]) => el("p", {}, el("b", {}, value), el("span", {}, what), el("span", { class: "soft" }, note)))) : null;
   });
 }
 
@@ -79,16 +125,19 @@ function ticksOf(_, ticks) {
 
 const faded = (colour, part) => colour + Math.round(255 * part).toString(16).padStart(2, "0");
 
-// The bounds of the y axis; a constant gets some room, and no values at all get 0 to 1.
-function aroundValues(_, low, high) {
-  if (low === null || high === null || !Number.isFinite(low) || !Number.isFinite(high)) return [0, 1];
+// The bounds of the y axis: those of the lines, so that a wide interval is cut. A constant gets some room, and no
+// values at all get 0 to 1.
+function aroundLines(lines) {
+  const all = lines.flatMap((line) => line.values).filter((value) => Number.isFinite(value));
+  if (!all.length) return [0, 1];
+  const low = all.reduce((a, b) => Math.min(a, b)), high = all.reduce((a, b) => Math.max(a, b));
   return low === high ? (low === 0 ? [0, 1] : [low - Math.abs(low) / 2, low + Math.abs(low) / 2]) : uPlot.rangeNum(low, high, 0.1, true);
 }
 
 // Draw lines in a card. ``stages`` are [first step, name] pairs.
-function chart(title, note, lines, { stages = [], stacked = false, range = null } = {}) {
+function chart(title, note, lines, { stages = [], stacked = false, range = null, wide = false } = {}) {
   const place = el("div", {});
-  const card = el("section", { class: "chart", "aria-label": title }, el("h3", {}, title),
+  const card = el("section", { class: `chart${lines.length > 1 ? "" : " single"}${wide ? " first" : ""}`, "aria-label": title }, el("h3", {}, title),
     note ? el("p", { class: "soft" }, note) : null,
     place);
   const series = [{ label: "step", value: (_, step) => (step === null ? "–" : String(step)) }];
@@ -97,15 +146,15 @@ function chart(title, note, lines, { stages = [], stacked = false, range = null 
   const raw = [null];
   for (const line of lines) {
     const first = series.length;
-    const few = line.values.filter((value) => value !== null).length < 40;
-    series.push({ label: line.label, stroke: line.colour, width: 1.6, spanGaps: true, points: { show: few, size: 4 },
+    const few = line.whiskers || line.values.filter((value) => value !== null).length < 40;
+    series.push({ label: line.label, stroke: line.colour, width: 1.6, spanGaps: true, points: { show: few, size: line.whiskers ? 8 : 4, fill: line.whiskers ? line.colour : undefined },
       fill: stacked ? faded(line.colour, 0.55) : undefined,
       value: (_, value, at, index) => number(line.told && index !== null ? line.told[index] : value) });
-    const columns = [line.steps, line.values];
+    const columns = [line.steps.map(shownStep), line.values];
     if (line.low) {
       const hidden = { stroke: "transparent", width: 0, points: { show: false }, class: "hidden-row", label: "" };
       series.push({ ...hidden }, { ...hidden });
-      bands.push({ series: [first + 2, first + 1], fill: faded(line.colour, lines.length > 2 ? 0.1 : 0.18) });
+      if (!line.whiskers) bands.push({ series: [first + 2, first + 1], fill: faded(line.colour, lines.length > 2 ? 0.1 : 0.18) });
       columns.push(line.low, line.high);
     }
     tables.push(columns);
@@ -121,8 +170,8 @@ function chart(title, note, lines, { stages = [], stacked = false, range = null 
     ctx.textBaseline = "bottom";
     ctx.setLineDash([4, 4]);
     stages.forEach(([step, name], at) => {
-      const x = Math.max(plot.valToPos(step, "x", true), bbox.left);
-      if (x > bbox.left + bbox.width || step > joined[0][joined[0].length - 1]) return;
+      const x = Math.max(plot.valToPos(shownStep(step), "x", true), bbox.left);
+      if (x > bbox.left + bbox.width || shownStep(step) > joined[0][joined[0].length - 1]) return;
       if (at) { ctx.beginPath(); ctx.moveTo(x, bbox.top); ctx.lineTo(x, bbox.top + bbox.height); ctx.stroke(); }
       if (stages.length < 2) return;
       ctx.textAlign = x + ctx.measureText(visible(name)).width > ctx.canvas.width ? "right" : "left";
@@ -130,17 +179,74 @@ function chart(title, note, lines, { stages = [], stacked = false, range = null 
     });
     ctx.restore();
   };
+  const drawWhiskers = (plot) => {
+    const { ctx } = plot;
+    ctx.save();
+    ctx.lineWidth = 1.6 * devicePixelRatio;
+    for (const line of lines.filter((one) => one.whiskers)) {
+      ctx.strokeStyle = line.colour;
+      line.steps.forEach((step, at) => {
+        const x = plot.valToPos(shownStep(step), "x", true);
+        ctx.beginPath();
+        ctx.moveTo(x, plot.valToPos(line.low[at], "y", true));
+        ctx.lineTo(x, plot.valToPos(line.high[at], "y", true));
+        ctx.stroke();
+      });
+    }
+    ctx.restore();
+  };
   const draw = () => {
     const plot = new uPlot({
       width: Math.max(220, place.clientWidth), height: 210, padding: [stages.length > 1 ? 20 : 8, 10, 0, 0], series, bands: bands.length ? bands : undefined,
-      scales: { x: { time: false }, y: { range: range || aroundValues } },
-      axes: [{ ...axis(), size: 34 }, { ...axis(), size: 58, values: ticksOf }],
+      scales: { x: { time: false }, y: { range: range || (() => aroundLines(lines)) } },
+      axes: [{ ...axis(), size: 34, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 1e5, 1e6] },
+        { ...axis(), size: 64, values: ticksOf }],
       cursor: { sync: { key: "steps" }, drag: { x: true, y: false } },
-      legend: { live: true }, hooks: { draw: [drawStages] },
+      legend: { live: true }, hooks: { draw: [drawStages, drawWhiskers] },
     }, joined, place);
     charts.push({ plot, place });
   };
   return { card, draw };
+}
+
+// The marks of stages are drawn where all runs have them alike.
+function optionsOf(phase) {
+  const stages = stagesOf(values.runs[0], phase);
+  const same = values.runs.every((run) => JSON.stringify(stagesOf(run, phase)) === JSON.stringify(stages));
+  return { stages: same ? stages : [] };
+}
+
+function phaseCharts(phase) {
+  const options = optionsOf(phase);
+  const made = [];
+  for (const [metric, title, note] of CURVES) {
+    const lines = linesOf(metric, phase);
+    if (lines.length) made.push(chart(title, note, lines, metric === "success" ? { ...options, range: () => [0, 1.02] } : options));
+  }
+  values.runs.forEach((run, index) => {
+    const of = values.runs.length > 1 ? `: ${visible(run.name)}` : "";
+    const own = { stages: stagesOf(run, phase), range: () => [0, 1.02] };
+    const inside = inPhase(run, phase);
+    const here = run.stops.step.map((step) => inside(run.curves.step.indexOf(step)));
+    const kept = (list) => list.filter((_, at) => here[at]);
+    const reasons = here.some(Boolean) ? Object.entries(run.stops.shares) : [];
+    if (reasons.length) {
+      let sums = kept(run.stops.step).map(() => 0);
+      const lines = reasons.map(([reason, shares], at) => {
+        sums = sums.map((sum, n) => sum + kept(shares)[n]);
+        return { label: visible(reason), colour: colourOf(at), steps: kept(run.stops.step), values: sums, told: kept(shares) };
+      });
+      made.push(chart("Stop reasons" + of, "share of the step's episodes, stacked", lines.reverse(), { ...own, stacked: true }));
+    }
+    const skills = phase === "acting" ? Object.entries(run.skills.rates) : [];
+    if (skills.length > 1) {
+      const note = `by a task's first skill, over ${run.skills.width} step${run.skills.width > 1 ? "s" : ""} at a time` +
+        (run.skills.others > 0 ? `; ${run.skills.others} rarer skills are not drawn` : "");
+      made.push(chart("Success by skill" + of, note, skills.map(([skill, rates], at) => ({ label: visible(skill),
+        colour: colourOf(at), steps: run.skills.step, values: rates })), own));
+    }
+  });
+  return made;
 }
 
 function drawCurves(main) {
@@ -156,39 +262,21 @@ function drawCurves(main) {
     several ? el("label", {}, el("input", { type: "checkbox", checked: state.seeds, onchange: (event) => {
       state.seeds = event.target.checked; redraw(); } }), " seeds of one configuration as a mean with its 95 % interval") : null,
     el("span", { class: "soft" }, "Drag over a chart to zoom, click twice to see all.")));
-  const stages = values.runs[0].curves.stages;
-  const same = values.runs.every((run) => JSON.stringify(run.curves.stages) === JSON.stringify(stages));
-  const options = { stages: same ? stages : [] };
-  const grid = el("div", { class: "charts" });
+  main.append(...headline().filter(Boolean));
+  const first = heldOut();
   const made = [];
-  for (const [metric, title, note] of CURVES) {
-    const lines = linesOf(metric);
-    if (lines.length) made.push(chart(title, note, lines, metric === "success" ? { ...options, range: () => [0, 1.02] } : options));
+  if (first.length) {
+    const held = chart("Held-out success", "each evaluation with its 95 % interval over tasks, at the steps done before it", first, { range: () => [0, 1.02], wide: true });
+    main.append(held.card);
+    made.push(held);
   }
-  values.runs.forEach((run, index) => {
-    const of = values.runs.length > 1 ? `: ${visible(run.name)}` : "";
-    const own = { stages: run.curves.stages };
-    const reasons = Object.entries(run.stops.shares);
-    if (reasons.length) {
-      let sums = run.stops.step.map(() => 0);
-      const lines = reasons.map(([reason, shares], at) => {
-        sums = sums.map((sum, n) => sum + shares[n]);
-        return { label: visible(reason), colour: colourOf(at), steps: run.stops.step, values: sums, told: shares };
-      });
-      made.push(chart("Stop reasons" + of, "share of the step's episodes, stacked", lines.reverse(),
-        { ...own, stacked: true, range: () => [0, 1.02] }));
-    }
-    const skills = Object.entries(run.skills.rates);
-    if (skills.length > 1) {
-      const note = `by a task's first skill, over ${run.skills.width} step${run.skills.width > 1 ? "s" : ""} at a time` +
-        (run.skills.others > 0 ? `; ${run.skills.others} rarer skills are not drawn` : "");
-      made.push(chart("Success by skill" + of, note, skills.map(([skill, rates], at) => ({ label: visible(skill),
-        colour: colourOf(at), steps: run.skills.step, values: rates })), { ...own, range: () => [0, 1.02] }));
-    }
-  });
+  for (const [phase, title] of PHASES) {
+    const own = phaseCharts(phase);
+    if (!own.length) continue;
+    main.append(el("h2", {}, title), el("div", { class: "charts" }, own.map(({ card }) => card)));
+    made.push(...own);
+  }
   if (!made.length) main.append(el("p", {}, "No step is done yet."));
-  grid.append(...made.map(({ card }) => card));
-  main.append(grid);
   made.forEach(({ draw }) => draw());
   const usual = new Set(CURVES.map(([metric]) => metric));
   const others = [...new Set(values.runs.flatMap((run) => Object.keys(run.curves.metrics)))].filter((name) =>
@@ -197,7 +285,8 @@ function drawCurves(main) {
     const more = el("div", { class: "charts" });
     main.append(el("details", { ontoggle: (event) => {
       if (!event.target.open || more.childNodes.length) return;
-      const rest = others.map((name) => chart(visible(name), "", linesOf(name), options));
+      const rest = PHASES.flatMap(([phase]) => others.map((name) => [name, linesOf(name, phase)]).filter(([, lines]) => lines.length)
+        .map(([name, lines]) => chart(visible(name), "", lines, optionsOf(phase))));
       more.append(...rest.map(({ card }) => card));
       rest.forEach(({ draw }) => draw());
     } }, el("summary", {}, el("h2", {}, `${others.length} more metrics`)), more));

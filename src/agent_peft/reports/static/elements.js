@@ -7,7 +7,7 @@
 const SVG = "http://www.w3.org/2000/svg";
 
 function el(name, attributes = {}, ...children) {
-  const svg = ["svg", "path", "rect", "g", "text", "title", "line"].includes(name);
+  const svg = ["svg", "path", "rect", "g", "text", "title", "line", "circle"].includes(name);
   const node = svg ? document.createElementNS(SVG, name) : document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
@@ -52,9 +52,11 @@ let values = JSON.parse(document.getElementById("values").textContent);
 const live = values === null;
 const state = { tab: "curves", theme: null, smooth: 1, seeds: true, view: "chat", colour: "logprob", chosen: null,
   shown: 200, filters: { run: 0, place: "training", step: "", stage: "", outcome: "", skill: "", stop: "", task: "",
-  sort: "newest" }, hits: null, query: "" };
-const COLOURS = ["#1f77b4", "#e07b00", "#2a9d55", "#c2559d", "#8a63d2", "#0aa1b5", "#b0413e", "#8c8c1a"];
-const colourOf = (index) => COLOURS[index % COLOURS.length];
+  sort: "worst" }, hits: null, query: "" };
+const COLOURS = { light: ["#1f77b4", "#e07b00", "#2a9d55", "#c2559d", "#8a63d2", "#0aa1b5", "#b0413e", "#8c8c1a"],
+  dark: ["#6cb0f5", "#ffa94d", "#5cc98a", "#f08fcb", "#b79cf5", "#4fd0e0", "#ff8a80", "#d6d65c"] };
+const colourOf = (index) => COLOURS[document.documentElement.dataset.theme === "dark" ? "dark" : "light"][index % 8];
+const shownStep = (step) => step + 1;  // people count steps from 1, files from 0
 
 // ---- episodes: in the page, beside it, or from the server -----------------------------------------------------
 

@@ -15,15 +15,30 @@ function fitting() {
     (!f.stage || f.place !== "training" || one.stage === f.stage) && (!f.outcome || one.outcome === f.outcome) &&
     (!f.stop || one.stop === f.stop) && (!f.skill || one.skills.includes(f.skill)) && (!f.task || one.task.includes(f.task)) &&
     (!state.hits || state.hits.has(`${one.file.key}/${one.n}`)));
-  const orders = {
-    newest: (a, b) => b.file.step - a.file.step || a.n - b.n, oldest: (a, b) => a.file.step - b.file.step || a.n - b.n,
-    worst: (a, b) => a.reward - b.reward, best: (a, b) => b.reward - a.reward, longest: (a, b) => b.tokens - a.tokens,
-  };
-  return list.sort(orders[f.sort]);
+  return sortedGroups(list, f.sort);
+}
+
+// The episodes in their groups, which are the attempts at one task in one step. A group stands where its mean does.
+function sortedGroups(list, sort) {
+  const groups = new Map();
+  for (const one of list) {
+    const key = `${one.file.key}/${one.group}`;
+    if (!groups.has(key)) groups.set(key, []);
+    groups.get(key).push(one);
+  }
+  const mean = (group, name) => group.reduce((sum, one) => sum + one[name], 0) / group.length;
+  const oldest = (group) => [group[0].file.step, group[0].n];
+  const newest = (group) => [-group[0].file.step, group[0].n];
+  const values = { newest, oldest, worst: (group) => [mean(group, "reward"), ...newest(group)], best: (group) => [-mean(group, "reward"), ...newest(group)],
+    longest: (group) => [-Math.max(...group.map((one) => one.tokens)), ...newest(group)] };
+  const compare = (a, b) => a.key.reduce((found, value, at) => found || value - b.key[at], 0);
+  const sorted = [...groups.values()].map((group) => ({ group, key: values[sort](group) })).sort(compare);
+  const within = { worst: (a, b) => a.reward - b.reward, best: (a, b) => b.reward - a.reward, longest: (a, b) => b.tokens - a.tokens };
+  return sorted.flatMap(({ group }) => (within[sort] ? group.sort(within[sort]) : group));
 }
 
 function place(one) {
-  return one.file.evaluation === null ? `step ${one.file.step}` : `evaluation ${visible(one.file.evaluation)}`;
+  return one.file.evaluation === null ? `step ${shownStep(one.file.step)}` : `evaluation ${visible(one.file.evaluation)}`;
 }
 
 function drawTrajectories(main) {
@@ -48,16 +63,16 @@ function drawTrajectories(main) {
   const search = el("input", { type: "search", id: "search", value: state.query, placeholder: "words in the chats, then Enter" });
   const list = el("div", { class: "list", role: "region", "aria-label": "episodes" });
   const shown = el("p", { class: "soft", role: "status" });
-  const side = el("div", {}, el("div", { class: "filters" },
+  const side = el("div", {}, el("details", { open: innerWidth > 900 }, el("summary", {}, "choose and sort"), el("div", { class: "filters" },
     values.runs.length > 1 ? select("run", "run", values.runs.map((one, index) => [index, one.name]), true) : null,
-    select("of", "place", [["training", "training"], ...evaluations.map((name) => [name, `evaluation ${name}`])]),
-    select("order", "sort", [["newest", "newest first"], ["oldest", "oldest first"], ["worst", "lowest reward first"],
-      ["best", "highest reward first"], ["longest", "longest first"]]),
-    select("step", "step", [["", "any"], ...steps.map((step) => [step, step])]), select("stage", "stage", any(texts.stage.filter(Boolean))),
-    select("outcome", "outcome", any(texts.outcome)), select("ended", "stop", any(texts.stop_reason)),
+    select("episodes of", "place", [["training", "training"], ...evaluations.map((name) => [name, `evaluation ${name}`])]),
+    select("order", "sort", [["worst", "lowest reward first"], ["best", "highest reward first"], ["newest", "newest first"],
+      ["oldest", "oldest first"], ["longest", "longest first"]]),
+    select("step", "step", [["", "any"], ...steps.map((step) => [step, shownStep(step)])]), select("stage", "stage", any(texts.stage.filter(Boolean))),
+    select("outcome", "outcome", any(texts.outcome)), select("stop reason", "stop", any(texts.stop_reason)),
     skills.length ? select("skill", "skill", any(skills)) : null,
     el("label", {}, "task", el("input", { type: "search", "aria-label": "task", value: state.filters.task, oninput: set("task"), placeholder: "part of its id" })),
-    el("label", { class: "full" }, "search", search)), progress, shown, list);
+    el("label", { class: "full" }, "search", search))), progress, shown, list);
   search.addEventListener("keydown", (event) => { if (event.key === "Enter") find(search.value, progress, fillList); });
   search.addEventListener("search", () => { if (!search.value) find("", progress, fillList); });
   const detail = el("div", { id: "detail" });
@@ -68,13 +83,13 @@ function drawTrajectories(main) {
     const at = found.indexOf(state.chosen);
     if (at >= state.shown && at < 2000) state.shown = at + 50;
     shown.textContent = `${found.length.toLocaleString("en")} of ${all.length.toLocaleString("en")} episodes`;
-    list.replaceChildren(...found.slice(0, state.shown).map((one) => {
+    list.replaceChildren(...found.slice(0, state.shown).flatMap((one, n) => {
       const button = el("button", { onclick: () => { choose(one);
         if (innerWidth <= 900) detail.scrollIntoView(); }, "aria-current": state.chosen && one === state.chosen ? "true" : null },
-        el("span", { class: "task" }, visible(one.task)), el("span", {}, `reward ${number(one.reward)}`),
-        el("span", { class: "soft" }, `${place(one)}, group ${one.group}, attempt ${one.attempt}`), outcomeMark(one.outcome));
+        el("span", { class: "soft" }, `attempt ${one.attempt}, ${one.tokens} tokens`), el("span", {}, `reward ${number(one.reward)}`, " ", outcomeMark(one.outcome)));
       one.button = button;
-      return button;
+      if (n && sameGroup(one, found[n - 1])) return [button];
+      return [el("h3", {}, el("span", {}, visible(one.task)), el("span", { class: "soft" }, place(one))), button];
     }));
     if (found.length > state.shown) list.append(el("button", { onclick: () => { state.shown += 200; fillList(); } },
       `show 200 more of ${found.length - state.shown}`));

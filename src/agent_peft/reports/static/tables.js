@@ -3,6 +3,23 @@
 
 // ---- evaluations ------------------------------------------------------------------------------------------------
 
+// A line for each rate: its name, its interval as a bar between 0 and 100 %, and its value as a dot.
+function dots(title, rates, colour) {
+  const label = 120, right = 400, height = 24;
+  const x = (value) => label + value * (right - label);
+  const svg = el("svg", { class: "dots", width: 530, viewBox: `0 0 530 ${rates.length * height + 22}`, role: "img", "aria-label": title });
+  for (const share of [0, 0.25, 0.5, 0.75, 1]) svg.append(
+    el("line", { x1: x(share), x2: x(share), y1: 2, y2: rates.length * height, stroke: css("--line") }),
+    el("text", { x: x(share), y: rates.length * height + 16, "text-anchor": "middle" }, `${100 * share} %`));
+  rates.forEach(([name, of], at) => {
+    const y = at * height + 13;
+    svg.append(el("text", { x: label - 12, y: y + 4, "text-anchor": "end" }, visible(name).slice(0, 17)),
+      el("line", { x1: x(of.low), x2: x(of.high), y1: y, y2: y, stroke: colour, "stroke-width": 3, "stroke-opacity": 0.45 }),
+      el("circle", { cx: x(of.value), cy: y, r: 5, fill: colour }), el("text", { x: right + 16, y: y + 4 }, rate(of)));
+  });
+  return svg;
+}
+
 function drawEvaluations(main) {
   const signed = (value, digits) => (value < 0 && Number(value.toFixed(digits)) ? "−" : "+") + Math.abs(value).toFixed(digits);
   const change = (test) => (test ? `${signed(100 * test.difference, 1)} (${signed(100 * test.low, 0)}…${signed(100 * test.high, 0)})` : "");
@@ -31,7 +48,8 @@ function drawEvaluations(main) {
     rows.push(row("turns", made.map((one) => cell(one.mean_turns.toFixed(2)))));
     rows.push(row("action tokens", made.map((one) => cell(one.mean_action_tokens.toFixed(1)))));
     if (made.some((one) => one.left_out)) rows.push(row("left out: environment failed", made.map((one) => cell(one.left_out))));
-    main.append(el("h2", {}, visible(run.name)), table(["", ...made.map((one) => one.name)], rows, true));
+    main.append(el("h2", {}, visible(run.name)), dots("success, with its 95 % interval",
+      made.filter((one) => one.success).map((one) => [one.name, one.success]), colourOf(values.runs.indexOf(run))), table(["", ...made.map((one) => one.name)], rows, true));
     const skills = [...new Set(made.flatMap((one) => Object.keys(one.by_skill)))].sort();
     if (skills.length > 1) {
       main.append(el("h3", {}, "Success by skill (95 %)"), table(["skill", "tasks", ...made.map((one) => one.name)],
