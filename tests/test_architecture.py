@@ -22,6 +22,7 @@ FLOORS = (  # each floor: its wings; each wing: its modules or packages
             "addresses",
             "seeding",
             "batch",
+            "child_processes",
             "lookup",
             "ranks",
             "files",
@@ -43,7 +44,7 @@ FLOORS = (  # each floor: its wings; each wing: its modules or packages
     (("training",),),
     (("configuration",),),
     (("runs",),),
-    (("reports",), ("agents",)),
+    (("reports",), ("agents",), ("launch",)),
     (("cli", "__main__"),),
 )
 # a mistake in a configuration, or in a command, is answered before torch is imported

@@ -424,6 +424,7 @@ SHOWN = {
     "show": {"run", "step", "task", "attempt", "evaluation", "outcome", "sort", "worst", "as_json"},
     "train": {"config"},
     "sweep": {"config", "values", "jobs"},  # runs/test_sweep
+    "launch": {"cluster", "on", "hosts", "part", "submit"},  # launch
     "compare": {"runs", "evaluation", "as_csv", "as_json"},  # runs/test_comparison
     "runs": {"folder", "as_json"},  # runs/test_overview
     "serve": {"config"},

@@ -21,6 +21,7 @@ from agent_peft.cli.app import LINE, app
 from agent_peft.cli.comparison import compare, sweep
 from agent_peft.cli.configuration import explain
 from agent_peft.cli.environments import download, generate, serve, validate
+from agent_peft.cli.launch import launch
 from agent_peft.cli.policies import chat, mcp, serve_policy
 from agent_peft.cli.runs import evaluate, merge, runs, train
 from agent_peft.cli.show import report, show
@@ -32,7 +33,7 @@ from agent_peft.types import AgentPeftError, InfrastructureError, TrustError
 
 # as --help lists them
 COMMANDS = (
-    *(train, evaluate, merge, sweep, compare, runs, show, report, generate, validate, download),
+    *(train, evaluate, merge, launch, sweep, compare, runs, show, report, generate, validate, download),
     *(serve, serve_policy, chat, mcp, explain),
 )
 INTERRUPTED = 130

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -17,6 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from agent_peft.child_processes import end_with_parent
 from agent_peft.configuration import yaml12
 from agent_peft.configuration.load import read_config
 from agent_peft.configuration.read import COMMAND_LINE
@@ -25,7 +24,6 @@ from agent_peft.runs.layout import CONFIG
 from agent_peft.types import AgentPeftError
 
 OUTPUT = "train.out"  # what a run prints when several run at once; a run directory may hold such files
-_PDEATHSIG = 1  # prctl's option
 _POLL = 0.1  # seconds
 _LONGEST = 40  # characters of a value in the name of a folder
 
@@ -111,14 +109,14 @@ def train_cells(config: Path, cells: Sequence[Cell], jobs: int) -> Iterator[tupl
         processes; on Linux, also if this process is killed.
     """
     waiting, running = list(cells), dict[Cell, subprocess.Popen[bytes]]()
-    end_with_parent = _end_with_parent()
+    prepare = end_with_parent()
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
                 cell = waiting.pop(0)
                 yield cell, None
                 command = [sys.executable, "-m", "agent_peft", "train", str(config), *cell.overrides]
-                running[cell] = _start(command, cell.folder if jobs > 1 else None, end_with_parent)
+                running[cell] = _start(command, cell.folder if jobs > 1 else None, prepare)
             for cell, process in list(running.items()):
                 if process.poll() is not None:
                     del running[cell]
@@ -141,17 +139,3 @@ def _start(
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=prepare
         )
-
-
-def _end_with_parent() -> Callable[[], None] | None:
-    """What a child does first: on Linux, ask for a signal when this process ends."""
-    if not sys.platform.startswith("linux"):
-        return None
-    libc, parent = ctypes.CDLL(None), os.getpid()
-
-    def prepare() -> None:
-        libc.prctl(_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return prepare

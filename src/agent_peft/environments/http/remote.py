@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field
 
 from agent_peft.addresses import checked_url
 from agent_peft.environments.base import Environment, EnvironmentConfig, Episode
+from agent_peft.environments.digests import digests_of
 from agent_peft.environments.http import messages
 from agent_peft.environments.http.client import (
     ClientSession,
@@ -28,12 +29,16 @@ MAX_PAGE_BYTES = 4 * messages.MAX_PAGE_BYTES
 PAGE_NODES = 4_000_000  # commas and brackets of a page
 
 
+Url = Annotated[str, AfterValidator(checked_url)]
+
+
 class RemoteConfig(EnvironmentConfig):
     """The server of an environment, and the time limits of requests."""
 
     kind: str = "remote"
-    url: Annotated[str, AfterValidator(checked_url)] = Field(
-        description="address of the server, such as http://127.0.0.1:8000"
+    url: Url | Annotated[tuple[Url, ...], Field(min_length=1)] = Field(
+        description="address of the server, such as http://127.0.0.1:8000, or a list of servers, which "
+        "share the episodes by their seeds"
     )
     environment: str = Field(
         default=messages.TRAIN, description="name of the environment on the server: train or evaluation"
@@ -61,12 +66,19 @@ class RemoteEnvironment(Environment):
 
     def __init__(self, config: RemoteConfig) -> None:
         self.config: RemoteConfig = config
-        self.connection = Connection(config.url, config.token, config.timeout, config.patience)
+        urls = (config.url,) if isinstance(config.url, str) else config.url
+        self._connections = [Connection(url, config.token, config.timeout, config.patience) for url in urls]
+        self.connection = self._connections[0]
         try:
-            self._tasks = self._fetch_tasks()
+            self._tasks = self._fetch_tasks(self.connection)
+            for other in self._connections[1:]:
+                if digests_of(self._fetch_tasks(other)) != digests_of(self._tasks):
+                    raise AgentPeftError(
+                        f"{other.url}: has other tasks than {urls[0]}; serve one CONFIG on all"
+                    )
             self.examples = self._fetch_examples() if config.examples else ()
         except BaseException as error:
-            self.connection.close()
+            self.close()
             if isinstance(error, InfrastructureError):
                 raise AgentPeftError(
                     f"no server answers ({error}); start it with: agent-peft serve CONFIG"
@@ -84,7 +96,7 @@ class RemoteEnvironment(Environment):
         request = messages.ResetRequest(environment=self.config.environment, task=self._name(task), seed=seed)
         examples = [example for example in self.examples if example.task != task.id][: self.config.examples]
         return RemoteEpisode(
-            self.connection,
+            self._connections[seed % len(self._connections)],
             request,
             [message.message() for example in examples for message in example.messages],
         )
@@ -98,15 +110,16 @@ class RemoteEnvironment(Environment):
         return None
 
     def close(self) -> None:
-        self.connection.close()
+        for connection in self._connections:
+            connection.close()
 
     def _name(self, task: Task) -> str | messages.TaskMessage:
         """Return the id of a served task; any other task whole."""
         return task.id if self._by_id.get(task.id) == task else messages.TaskMessage.of(task)
 
-    def _fetch_tasks(self) -> Sequence[Task]:
+    def _fetch_tasks(self, connection: Connection) -> Sequence[Task]:
         """Fetch all tasks at once, or return a sequence that fetches pages if there are very many."""
-        where, connection = {"environment": self.config.environment}, self.connection
+        where = {"environment": self.config.environment}
         tasks: list[Task] = []
         while True:
             page = connection.fetch(

@@ -1,0 +1,79 @@
+"""A whole launch: two servers of a policy, two of an environment, a trainer, and kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agent_peft.configuration import yaml12
+
+pytestmark = pytest.mark.slow
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def pid_of(*words: str) -> int:
+    """The process whose command line holds all words."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if all(word in command for word in words):
+            return int(folder.name)
+    raise AssertionError(f"no process has {words}")
+
+
+def test_a_run_survives_the_death_of_each_part(tiny_llama, char_tokenizer, tmp_path: Path) -> None:
+    tiny_llama.bfloat16().save_pretrained(tmp_path / "model")  # as models are stored
+    char_tokenizer.save_pretrained(tmp_path / "model")
+    train, cluster, run = (tmp_path / name for name in ("train.yaml", "cluster.yaml", "run"))
+    sums = {"kind": "arithmetic", "operation": "addition", "digits": 1}
+    policy = {"kind": "pretrained", "model": str(tmp_path / "model"), "lora": {"rank": 2}, "dtype": "float32"}
+    keys = {"run_dir": str(run), "threads": 1, "policy": policy, "environment": sums, "evaluation": None}
+    stage = {"algorithm": "rloo", "steps": 12, "tasks_per_step": 4, "group_size": 4}
+    sampling = {"max_new_tokens": 4, "max_tokens": 64}
+    train.write_text(yaml12.dump({**keys, **stage, "sampling": sampling, "checkpoint": {"every": 1}}))
+    samplers = {"number": 2, "port": free_port()}
+    environments = {"number": 2, "port": free_port()}
+    parts = {"train": str(train), "folder": str(tmp_path / "parts"), "samplers": samplers}
+    cluster.write_text(yaml12.dump({**parts, "environments": environments}))
+    command = [sys.executable, "-m", "agent_peft", "launch", str(cluster)]
+    output = tmp_path / "output"
+    with open(output, "w") as file:
+        launch = subprocess.Popen(command, stdout=file, stderr=file)
+    try:
+        victims = [
+            ("serve-policy", str(samplers["port"])),
+            ("serve", str(environments["port"] + 1)),
+            ("train", str(train)),
+        ]
+        deadline = time.monotonic() + 500
+        while launch.poll() is None and time.monotonic() < deadline:
+            metrics = run / "metrics.jsonl"
+            done = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+            if victims and done >= 2 * (4 - len(victims)):
+                os.kill(pid_of(*victims.pop(0)), signal.SIGKILL)
+            time.sleep(0.1)
+        text = output.read_text()
+        assert launch.poll() == 0, text
+    finally:
+        launch.terminate()
+        launch.wait()
+    assert not victims
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(12))
+    for part in ("sampler-0", "environment-1", "learner"):
+        assert f"{part}: ended with signal 9" in text, text
