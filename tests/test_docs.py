@@ -24,7 +24,7 @@ from agent_peft.environments.db_bench.generator import GENERATED_SKILLS
 from agent_peft.rollout.pairs import EPISODE_PAIR_METRICS
 from agent_peft.rollout.sources import REFILL_METRICS, SUCCESS_METRICS
 from agent_peft.rollout.statistics import EvaluationReport
-from agent_peft.training.step_metrics import metrics_of
+from agent_peft.training.step_metrics import LAG_METRICS, metrics_of
 from agent_peft.types import Outcome
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -269,6 +269,7 @@ def test_the_page_of_metrics_has_each_metric():
         *REFILL_METRICS,
         *SUCCESS_METRICS,
         *EPISODE_PAIR_METRICS,
+        *LAG_METRICS,
     }
     report = {field.name for field in dataclasses.fields(EvaluationReport)}
     text = (DOCS / "metrics.md").read_text(encoding="utf-8")

@@ -205,7 +205,7 @@ def test_folded_ignores_dropout_and_refuses_to_nest(tiny_llama):
 def test_folded_into_layers_of_another_make(tiny_llama):
     model = trained(tiny_llama)
     expected, modules = logits(model), [type(module) for module in model.modules()]
-    with fused_layers(model, below=True), torch.no_grad():
+    with fused_layers(model), torch.no_grad():
         assert any(isinstance(module, FusedLinear) for module in model.modules())
         assert (logits(model) - expected).abs().max() < 1e-5
     assert [type(module) for module in model.modules()] == modules and torch.equal(logits(model), expected)

@@ -59,6 +59,9 @@ class Person:
                 news = conversation.act(action, zeros, sampling.max_tokens - length)
         return EngineStatistics(read, read, drawn, drawn)
 
+    def hold(self) -> None:
+        """See ``Sampler.hold``."""
+
     def score(self, tokens: Sequence[int], sampling: SamplingConfig, adapter: bool = True) -> list[float]:
         raise AgentPeftError("a person has no log-probabilities; measure a policy")
 

@@ -53,6 +53,8 @@ class Algorithm:
         needs_entropy: the policy's output must hold ``entropy``.
         divergence: (log-probabilities (n, V) of the policy and of its teacher) -> (n,) nats; the policy's
             output must hold it as ``divergence``.
+        bounds_ratio: its loss weighs a token by its ratio to the policy that sampled, and bounds that weight,
+            so it may learn from tokens of an earlier version (``lag``).
         critic: the value head it trains. With one, ``prepare`` can read the batch's ``values``, and ``loss``
             those of the output.
         learns_at_zero_advantage: a token whose advantage is zero still has a gradient. Where none has, the
@@ -72,6 +74,7 @@ class Algorithm:
     needs_scores: bool = False
     needs_entropy: bool = False
     divergence: Callable[[Tensor, Tensor], Tensor] | None = None
+    bounds_ratio: bool = False
     critic: Critic | None = None
     learns_at_zero_advantage: bool = False
     compares_groups: bool = False
@@ -126,6 +129,23 @@ class Algorithm:
                 f"the checkpoint's algorithm state holds {sorted(state)} but {self.kind} needs "
                 f"{sorted(self.state_dict())}: resume with the algorithm that wrote it, or start a fresh run"
             )
+
+
+def fault_under_lag(algorithm: Algorithm) -> str:
+    """Why an algorithm cannot learn from what an earlier version sampled, and what to set; empty if it can do
+    so.
+    """
+    if not algorithm.bounds_ratio:
+        return (
+            "does not bound the weight of a token that an earlier version drew; take grpo, ppo, cispo, or "
+            "policy_gradient with surrogate clipped, truncated or band; or set lag: 0"
+        )
+    if algorithm.needs_scores:
+        return (
+            "has a reward_kl_coef, whose KL is that of the version that sampled, and it is gone; set kl_coef "
+            "if it has that key, or lag: 0"
+        )
+    return ""
 
 
 def weighted(minibatch: Batch, weighting: Callable[[Tensor], tuple[Tensor, Tensor]]) -> tuple[Batch, Tensor]:

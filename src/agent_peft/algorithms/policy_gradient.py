@@ -17,7 +17,17 @@ from agent_peft.algorithms.base import (
     weighted,
     weighted_sums,
 )
-from agent_peft.algorithms.surrogates import Surrogate, Weighting, WeightingName, k1, k3, reverse_kl, to_go
+from agent_peft.algorithms.surrogates import (
+    Surrogate,
+    Weighting,
+    WeightingName,
+    k1,
+    k3,
+    ratio,
+    reverse_kl,
+    score_function,
+    to_go,
+)
 from agent_peft.batch import Batch, PolicyOutput
 from agent_peft.lazy_torch import Tensor, torch
 
@@ -70,6 +80,7 @@ class PolicyGradient(Algorithm):
         self.compares_groups, self.turn_discount = compares_groups, turn_discount
         self.needs_reference, self.needs_entropy = kl_coef > 0 or reward_kl_coef > 0, entropy_coef > 0
         self.needs_scores = reward_kl_coef > 0
+        self.bounds_ratio = surrogate not in (score_function, ratio)
         self.learns_at_zero_advantage = kl_coef > 0 or self.needs_entropy
         self.formula, self.paper = formula, paper
         self.metrics = (

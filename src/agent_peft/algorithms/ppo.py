@@ -103,6 +103,7 @@ class Ppo(Algorithm):
     Critic(learning_rate=0.001, detach=False)
     """
 
+    bounds_ratio = True
     learns_at_zero_advantage = True  # the critic does
     formula = (
         "mean of clipped ρ Â + c1 ½ (V - V_target)² + β KL(π ‖ reference) - c2 entropy; Â = GAE; "

@@ -175,6 +175,8 @@ def _facts(
             consequences[f"loss of {stage.name}"] = f"{formula} ({paper})" if paper else formula
         if stage.uses_reference:
             consequences[f"reference of {stage.name}"] = reference_in_words(config, stage)
+        if stage.lag:
+            consequences[f"lag of {stage.name}"] = lag_in_words(config, stage)
         if stage.has_teacher:
             consequences[f"teacher of {stage.name}"] = teacher_in_words(stage)
     consequences["optimizer updates"] = UNKNOWN if updates is None else str(updates)
@@ -244,6 +246,17 @@ def reference_in_words(config: TrainConfig, stage: StageConfig) -> str:
     if stage is config.stages[0] and getattr(config.policy, "adapter", None) is None:
         return "the policy as the stage began, which is the base model: the adapter is still zero"
     return "the policy as the stage began: a frozen copy of the adapter"
+
+
+def lag_in_words(config: TrainConfig, stage: StageConfig) -> str:
+    """Which weights sample a step, and whether that takes place while others are computed."""
+    words = (
+        f"step n is sampled by the weights before step n - {stage.lag}, and the first {stage.lag + 1} steps "
+        "by those at the start"
+    )
+    if config.engine.kind == "local" and choose_device(config.policy.device).type != "cpu":
+        return f"{words}; sampling and learning take turns on a GPU, so the lag saves no time there"
+    return f"{words}; sampling takes place while a step's first gradient is computed"
 
 
 def teacher_in_words(stage: StageConfig) -> str:

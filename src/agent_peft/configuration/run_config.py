@@ -22,7 +22,7 @@ from agent_peft.ranks import RanksConfig
 from agent_peft.rollout.evaluation import EvaluationConfig
 from agent_peft.rollout.statistics import METRICS
 from agent_peft.rollout.task_order import BySkillConfig
-from agent_peft.training.stage import StageConfig, unused_keys
+from agent_peft.training.stage import DROPOUT_UNDER_LAG, StageConfig, unused_keys
 from agent_peft.types import AgentPeftError, Task
 
 
@@ -132,6 +132,8 @@ class TrainConfig(Config):
                     f"reference: base of stage {stage.name!r} is the policy with its adapter off; "
                     "set policy.lora, or reference: stage_start"
                 )
+            if self.policy.lora is not None and self.policy.lora.dropout and stage.lag:
+                raise ValueError(f"{DROPOUT_UNDER_LAG} of stage {stage.name!r}")
         if (
             self.evaluation is not None
             and "segments" in self.evaluation.at

@@ -183,6 +183,8 @@ class StageSizes(Protocol):
     def needs_entropy(self) -> bool: ...
     @property
     def has_teacher(self) -> bool: ...
+    @property
+    def lag(self) -> int: ...
 
 
 class EvaluationSizes(Protocol):
@@ -199,18 +201,21 @@ class EvaluationSizes(Protocol):
 def stage_memory(
     model: MemoryModel, stage: StageSizes, engine: AnyEngine, teacher: ModelShape | None = None
 ) -> StageMemory:
-    """The memory of a stage. Its phases follow one another, so its peak is that of the larger one.
+    """The memory of a stage. Its phases follow one another, so its peak is that of the larger one. With a
+    lag, it samples while it trains.
 
     Args:
         teacher: the frozen model that the stage loads, in the policy's dtype.
     """
+    sampling: tuple[MemoryPart, ...] = ()
+    if stage.samples:
+        sampling = tuple(_sampling(model, stage.sampling, engine, stage.episodes_per_step))
+    training = tuple(_training(model, stage, teacher or model.shape))
     return StageMemory(
         always=(*_always(model), *_reference(model, stage), *_teacher(model, teacher)),
         loading=tuple(_loading(model)),
-        sampling=tuple(_sampling(model, stage.sampling, engine, stage.episodes_per_step))
-        if stage.samples
-        else (),
-        training=tuple(_training(model, stage, teacher or model.shape)),
+        sampling=sampling,
+        training=(*sampling, *training) if stage.lag else training,
     )
 
 

@@ -56,6 +56,7 @@ class Collection:
             bit for bit.
         metrics: of the source, for the step's record.
         dropped: those of the groups' trajectories that nothing is learned from.
+        lag: how many steps before its own step it was sampled, before that step's update.
     """
 
     groups: list[Group]
@@ -65,6 +66,7 @@ class Collection:
     schedule: tuple[Schedule, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     dropped: Sequence[Trajectory] = ()
+    lag: int = 0
 
     def __add__(self, later: Collection) -> Collection:
         """The groups of two collections of one step, without their schedules and metrics."""

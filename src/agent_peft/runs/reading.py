@@ -227,6 +227,7 @@ class EpisodeRecord:
     stage: str | None = None  # in training
     evaluation: str | None = None  # in an evaluation
     step: int | None = None
+    version: int | None = None  # steps that were done when it was sampled, in a stage with a lag
     score: float | None = None
     reference: str | None = None  # what would have been right
     mistake_turns: tuple[int, ...] = ()  # of a demonstration: shown, and not learned

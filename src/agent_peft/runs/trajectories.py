@@ -162,9 +162,14 @@ def write_trajectories(
     *,
     sampled: bool = True,
     values: TokenValues | None = None,
+    version: int | None = None,
 ) -> Path:
-    """Write the episodes of a step to ``folder/step_000012.jsonl`` and its arrays."""
-    place = {"stage": stage, "step": step}
+    """Write the episodes of a step to ``folder/step_000012.jsonl`` and its arrays.
+
+    Args:
+        version: the steps that were done when they were sampled, in a stage with a lag.
+    """
+    place = {"stage": stage, "step": step, **({} if version is None else {"version": version})}
     return write_episodes(folder, f"step_{step:06d}", place, groups, sampled=sampled, values=values)
 
 
@@ -172,9 +177,16 @@ def keep_trajectories(folder: Path, step: RunStep, keep: TrajectoriesConfig) -> 
     """Write a step's episodes if ``keep`` wants them, and remove those of older steps that it does not."""
     if step.number % keep.every:
         return
-    sampled = step.stage.samples
-    groups, values = step.collection.groups, step.token_values
-    write_trajectories(folder, step.number, step.stage.name, groups, sampled=sampled, values=values)
+    stage, collection = step.stage, step.collection
+    write_trajectories(
+        folder,
+        step.number,
+        stage.name,
+        collection.groups,
+        sampled=stage.samples,
+        values=step.token_values,
+        version=step.number - collection.lag if stage.lag else None,
+    )
     if keep.last is not None:
         for number in steps_in(folder)[: -keep.last]:
             remove_step(folder, number)

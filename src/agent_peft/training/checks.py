@@ -87,6 +87,11 @@ class Mismatch:
         )
 
     @property
+    def staleness(self) -> dict[str, float]:
+        """The mean |Δ log p| under the name that it has where an earlier version of the policy sampled."""
+        return {"staleness": self.metrics["mismatch"]} if self.metrics else {}
+
+    @property
     def rms(self) -> float:
         """The root of the mean square of the differences."""
         n, _, dd, *_ = self.parts.sum(0).tolist()

@@ -126,8 +126,8 @@ class Gradients:
     Attributes:
         reference: the policy that the KL is measured to, where the algorithm needs one.
         at_step: the policy that the step began with, where dropout makes a copy of it necessary.
-        first_logprobs: (B, T) of the step's batch, the log-probabilities of the policy that sampled it; NaN
-            in rows that had no forward before the step's first update.
+        first_logprobs: (B, T) of the step's batch, the log-probabilities of the policy that the step begins
+            with; NaN in rows that had no forward before the step's first update.
     """
 
     def __init__(
@@ -194,24 +194,35 @@ class Gradients:
 
         return self.microbatching.within_memory(work)
 
-    def compute(
-        self, weighed: Batch, on_policy: bool, dropout_seed: int
-    ) -> tuple[dict[str, Tensor], Mismatch]:
+    def measure(self, batch: Batch) -> Mismatch:
+        """The difference between the sampler's and the policy's log-probabilities, over the first microbatch.
+        The gradient in the parameters stays.
+        """
+
+        def work() -> Mismatch:
+            mismatch, everything = Mismatch(), torch.ones(len(batch), dtype=torch.bool)
+            if rows := next(self.microbatching.cut(batch, everything), []):
+                microbatch = batch.select(rows)
+                assert_mask(mask := microbatch.action_mask, microbatch.logprobs)
+                mismatch.add(self._logprobs(microbatch).cpu()[mask], microbatch.logprobs[mask])
+            return mismatch
+
+        return self.microbatching.within_memory(work)
+
+    def compute(self, weighed: Batch, first: bool, dropout_seed: int) -> tuple[dict[str, Tensor], Mismatch]:
         """Leave the minibatch's gradient in the parameters.
 
         Args:
-            on_policy: the policy is still the one that sampled, so its log-probabilities are compared with
-                the sampler's.
+            first: the policy is still the one that the step began with, so its log-probabilities are compared
+                with the sampler's.
 
         Returns:
             The sums of the loss and its metrics, empty where nothing has a gradient; and how far the
             policy is from the sampler.
         """
-        return self.microbatching.within_memory(lambda: self._compute(weighed, on_policy, dropout_seed))
+        return self.microbatching.within_memory(lambda: self._compute(weighed, first, dropout_seed))
 
-    def _compute(
-        self, weighed: Batch, on_policy: bool, dropout_seed: int
-    ) -> tuple[dict[str, Tensor], Mismatch]:
+    def _compute(self, weighed: Batch, first: bool, dropout_seed: int) -> tuple[dict[str, Tensor], Mismatch]:
         algorithm, policy = self.algorithm, self.policy
         sums: dict[str, Tensor] = {}
         mismatch = Mismatch()
@@ -226,14 +237,14 @@ class Gradients:
             taught = None if self.teacher is None else self.teacher.read(microbatch, places[rows].tolist())
             output = policy.forward(microbatch, self.sampling, **needs, teaching=taught, dropout_seed=masks)
             microbatch = microbatch.to(output.logprobs.device)
-            if on_policy:  # the sampler drops nothing, so with dropout the check scores once more
+            if first:  # the sampler drops nothing, so with dropout the check scores once more
                 scored = output.logprobs if masks is None else self._logprobs(microbatch)
                 mask = microbatch.action_mask
                 assert_mask(mask, microbatch.logprobs)
                 mismatch.add(scored[mask], microbatch.logprobs[mask])
                 self.first_logprobs[places[rows], : scored.shape[1]] = scored.detach().float().cpu()
             if masks is not None and algorithm.on_policy:
-                at_step = output.logprobs.detach() if on_policy else None
+                at_step = output.logprobs.detach() if first else None
                 microbatch = self._under_masks(microbatch, masks, at_step)
             elif masks is not None and self.reference is not None:
                 reference = policy.reference_logprobs(microbatch, self.sampling, self.reference, masks)

@@ -18,6 +18,7 @@ from agent_peft.algorithms import (
     UncheckedAlgorithmConfig,
     mean_normalized,
 )
+from agent_peft.algorithms.base import fault_under_lag
 from agent_peft.config import FIXED, FIXED_KIND, FREE, Config, first_error
 from agent_peft.policies.config import ReferenceKind
 from agent_peft.policies.sampling import DISTRIBUTION, SamplingConfig
@@ -27,12 +28,15 @@ from agent_peft.rollout.sources import REFILL_METRICS, SUCCESS_METRICS
 from agent_peft.rollout.statistics import METRICS
 from agent_peft.rollout.task_order import ORDER_NAMES, AnyOrder, BySkillConfig, length_of_trip
 from agent_peft.training.optimizer import OptimizerConfig
-from agent_peft.training.step_metrics import metrics_of
+from agent_peft.training.step_metrics import LAG_METRICS, metrics_of
 from agent_peft.training.teacher_config import TeacherConfig
 from agent_peft.training.until import UntilConfig, unknown_metric
 from agent_peft.types import AgentPeftError, Task
 
 MAX_STEPS = 1_000_000
+DROPOUT_UNDER_LAG = (
+    "a ratio under dropout needs the weights that sampled; set policy.lora.dropout: 0, or lag: 0"
+)
 MAX_EPISODES = 1_000_000  # of a step: a group, or groups
 
 
@@ -124,6 +128,13 @@ class StageConfig(Config):
         description="before each task, the prompt shows so many of the run's latest successful episodes of "
         "other tasks, one of each task, as earlier turns; the oldest are left out where the opening would "
         "take more than half of sampling.max_tokens; evaluations that follow the stage show them, too",
+    )
+    lag: int = Field(
+        default=0,
+        ge=0,
+        le=16,
+        description="step n learns from what the weights before step n - lag have sampled, so that sampling "
+        "and learning take place at once; 0 samples each step with its own weights",
     )
     nonfinite: Literal["stop", "skip"] = Field(
         default="stop",
@@ -224,7 +235,8 @@ class StageConfig(Config):
                 return metrics_of(facts, EPISODE_PAIR_METRICS if ties else ())
             source = ("groups_with_signal", *SUCCESS_METRICS) if self.samples else None
             return metrics_of(facts, source, self.samples)
-        return metrics_of(facts, REFILL_METRICS if self.refill else ())
+        refilled, late = REFILL_METRICS if self.refill else (), LAG_METRICS if self.lag else ()
+        return metrics_of(facts, (*refilled, *late))
 
     @property
     def samples(self) -> bool:
@@ -290,6 +302,8 @@ class StageConfig(Config):
             raise ValueError(
                 "sampling.temperature: 0 has no density to train on; set it above 0 (evaluation may use 0)"
             )
+        if self.lag and (fault := fault_under_lag(algorithm)):
+            raise ValueError(f"lag: {kind} {fault}")
         if self._sets("reference") and not self.uses_reference:
             raise ValueError("reference has no effect with teacher.model; leave it out")
         if (algorithm.needs_reference or algorithm.divergence) and sampling.truncates:
@@ -349,6 +363,7 @@ UNUSED = (
         lambda it, _: not it.compares_groups,
         "does not compare the episodes of a task with each other",
     ),
+    Unused(("lag",), lambda it, _: not it.on_policy, "has no ratio to its sampler"),
     Unused(("teacher",), lambda it, _: it.divergence is None, "has no teacher"),
     Unused(
         ("reference",),

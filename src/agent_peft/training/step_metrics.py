@@ -45,6 +45,7 @@ UPDATE_METRICS = ("loss", "gradient_norm", "learning_rate", "updates_skipped", "
 LOOP_METRICS = ("epochs_done", "microbatch_halvings")  # Trainer.__iter__
 # Trainer.observe, checks.Mismatch
 SAMPLER_METRICS = ("groups_with_signal", "mismatch", "mismatch_max", "mismatch_k3", "surprisal")
+LAG_METRICS = ("staleness",)  # Trainer.update
 SFT_METRICS = ("demonstrations_incorrect", "demonstrations_unsayable")  # DemonstrationCheck.count
 
 # metric -> format of the one line about a step, in their order
@@ -194,8 +195,8 @@ class TokenValues:
             had left too few episodes in it. None where the algorithm sets none.
         logprobs: (N,) fp32, the log-probabilities (nats) of the policy that acted, as the trainer computes
             them before the step's first update, zero where nothing was sampled; NaN in trajectories without a
-            forward before that update: those without a gradient, and those of later minibatches. None for
-            demonstrations.
+            forward before that update: those without a gradient, and those of later minibatches. With a
+            lag, they are those of the policy that the step begins with. None for demonstrations.
     """
 
     advantages: Tensor | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,9 @@ from agent_peft.rollout.replays import Replays
 from agent_peft.rollout.sources import Source
 from agent_peft.seeding import derive, generator
 from agent_peft.training import checks
+from agent_peft.training.checks import Mismatch
 from agent_peft.training.gradients import Gradients
+from agent_peft.training.lag import LaggedSource, contents_of
 from agent_peft.training.optimizer import (
     MasterWeights,
     build_optimizer,
@@ -35,7 +38,7 @@ from agent_peft.training.optimizer import (
     set_rate,
 )
 from agent_peft.training.source import build_source
-from agent_peft.training.stage import Stage, StageConfig
+from agent_peft.training.stage import DROPOUT_UNDER_LAG, Stage, StageConfig
 from agent_peft.training.state_file import load_state, save_state
 from agent_peft.training.step_metrics import (
     SignalCounter,
@@ -109,6 +112,9 @@ class Trainer:
         self.source = source or build_source(
             stage, environment, self.engine, seed, ranks, schedule_of, self.replays
         )
+        self.lagged: LaggedSource | None = None
+        if stage.lag:
+            self.source = self.lagged = self.with_lag(self.source)
         divergence = self.algorithm.divergence
         self.teacher = (
             None
@@ -133,16 +139,17 @@ class Trainer:
             snapshot = self.algorithm.state_dict()
             batch = self.prepare(groups)
             updates: list[Mapping[str, float]] = []
-            for epoch in range(self.algorithm.update_epochs):
-                for part, minibatch in enumerate(self.minibatches(batch, len(groups), epoch)):
-                    self.begin_update(epoch * self.algorithm.minibatches + part)
-                    on_policy = self.algorithm.on_policy and epoch == part == 0
-                    try:
-                        updates.append(self.update(minibatch, on_policy))
-                    except FloatingPointError as fault:
-                        updates.append(self.handle_nonfinite(str(fault), snapshot, collection))
-                if self.algorithm.is_done(mean_of(updates[-self.algorithm.minibatches :])):
-                    break
+            with self.lagged.ahead(self.step) if self.lagged else nullcontext():
+                for epoch in range(self.algorithm.update_epochs):
+                    for part, minibatch in enumerate(self.minibatches(batch, len(groups), epoch)):
+                        self.begin_update(epoch * self.algorithm.minibatches + part)
+                        first = self.algorithm.on_policy and epoch == part == 0
+                        try:
+                            updates.append(self.update(minibatch, first))
+                        except FloatingPointError as fault:
+                            updates.append(self.handle_nonfinite(str(fault), snapshot, collection))
+                    if self.algorithm.is_done(mean_of(updates[-self.algorithm.minibatches :])):
+                        break
             metrics = {
                 **describe(collected, collection, self.stage.samples),
                 **mean_of(updates),
@@ -170,13 +177,18 @@ class Trainer:
 
     def prepare(self, groups: list[Group]) -> Batch:
         """This rank's share of the step, with its advantages. Groups are numbered over all ranks."""
-        share = self.ranks.share(range(len(groups)))
-        batch = collate_groups({number: groups[number] for number in share}, self.stage.mask_cut_actions)
+        batch = self.collate(groups)
         if self.teacher:
-            self.teacher.begin_step([t for number in share for t in groups[number].trajectories])
+            share = self.ranks.share(groups)
+            self.teacher.begin_step([t for group in share for t in group.trajectories])
         if self.algorithm.critic:
             batch = replace(batch, values=self.gradients.score(batch, self.policy.values))
         return self.algorithm.prepare(self.gradients.begin_step(batch), self.ranks.sum)
+
+    def collate(self, groups: list[Group]) -> Batch:
+        """This rank's share of the groups."""
+        share = self.ranks.share(range(len(groups)))
+        return collate_groups({number: groups[number] for number in share}, self.stage.mask_cut_actions)
 
     def minibatches(self, batch: Batch, num_groups: int, epoch: int) -> Iterator[Batch]:
         """Whole groups of the ``num_groups`` of all ranks, as far as they are here. They are shuffled where
@@ -202,9 +214,12 @@ class Trainer:
         factor = learning_rate_factor(stage.optimizer, stage.updates, self.planned, self.updates)
         set_rate(self.optimizer, factor)
 
-    def update(self, minibatch: Batch, on_policy: bool) -> dict[str, float]:
+    def update(self, minibatch: Batch, first: bool) -> dict[str, float]:
         """One optimizer update. Weights are divided by the minibatch's denominator first, so that
         microbatches only sum.
+
+        Args:
+            first: it is the step's first, of a stage that learns from episodes of the policy.
 
         Raises:
             FloatingPointError: the loss or the gradient is not finite; nothing has changed.
@@ -213,14 +228,11 @@ class Trainer:
             return {**UPDATE_COUNTS, "updates_skipped": 1.0, "learning_rate": 0.0}
         weighed, denominator = self.algorithm.weigh(minibatch)
         weighed = replace(weighed, weights=weighed.weights / self.ranks.sum(denominator))
-        sums, mismatch = self.gradients.compute(weighed, on_policy, self.dropout_seed)
-        sums, mismatch = self.ranks.sum_named(sums), mismatch.over(self.ranks)
-        checks.assert_on_policy(
-            self.policy,
-            mismatch,
-            sampling := self.stage.sampling,
-            lambda: checks.measure_batch_rounding(self.policy, weighed, sampling).over(self.ranks),
-        )
+        sums, apart = self.gradients.compute(weighed, first, self.dropout_seed)
+        sums, apart = self.ranks.sum_named(sums), apart.over(self.ranks)
+        if not self.lagged:
+            self.assert_on_policy(weighed, apart)
+        named = apart.metrics if not self.lagged else apart.staleness
         if not sums:  # every group had one outcome only: there is nothing to learn from
             return {**UPDATE_COUNTS, "updates_skipped": 1.0, "learning_rate": self.learning_rate}
         self.ranks.sum_gradients(self.parameters)
@@ -229,6 +241,8 @@ class Trainer:
         for name, value in {"loss": loss, "gradient's norm": norm}.items():
             if not math.isfinite(value):
                 raise FloatingPointError(f"the {name} is {value} at step {self.step}")
+        if self.lagged:
+            self.lagged.wait()
         with explain_oom("in the optimizer's step", SMALLER):
             self.canary.before_update(checks.canary_tokens(minibatch))
             checksum_before = 0 if self.learning else checksum(self.parameters)
@@ -238,7 +252,33 @@ class Trainer:
         with explain_oom("as an update was checked", SMALLER):
             self.check_update(minibatch, checksum_before, norm)
         measured = {"loss": loss, "gradient_norm": norm, "learning_rate": self.learning_rate}
-        return {**averages(sums), **mismatch.metrics, **measured, **UPDATE_COUNTS}
+        return {**averages(sums), **named, **measured, **UPDATE_COUNTS}
+
+    def assert_on_policy(self, minibatch: Batch, mismatch: Mismatch) -> None:
+        """The mismatch of a minibatch that the present weights have sampled is no more than rounding."""
+        sampling = self.stage.sampling
+        checks.assert_on_policy(
+            self.policy,
+            mismatch,
+            sampling,
+            lambda: checks.measure_batch_rounding(self.policy, minibatch, sampling).over(self.ranks),
+        )
+
+    def with_lag(self, source: Source) -> LaggedSource:
+        """The source with the stage's ``lag``. What arrives is compared with the weights that sampled it."""
+        if self.policy.dropouts:
+            raise AgentPeftError(f"{DROPOUT_UNDER_LAG} of the stage")
+
+        def measure(collection: Collection) -> dict[str, float]:
+            groups = collection.kept
+            batch = self.collate(groups)
+            batch = replace(batch, weights=batch.action_mask.float())
+            mismatch = self.gradients.measure(batch).over(self.ranks)
+            self.assert_on_policy(batch, mismatch)
+            return mismatch.metrics
+
+        alone = self.ranks.world_size == 1
+        return LaggedSource(source, self.stage.lag, self.stage.steps, self.engine, measure, overlaps=alone)
 
     @property
     def dropout_seed(self) -> int:
@@ -309,12 +349,22 @@ class Trainer:
         save_state(self.state_dict(), folder / "trainer.pt")
         if self.replays.size:
             self.replays.write(folder)
+        if self.lagged and self.step < self.stage.steps:
+            self.lagged.write(folder, self.contents)
 
     def load(self, folder: Path) -> None:
         self.policy.load(folder)
         self.load_state_dict(load_state(folder / "trainer.pt"))
         if self.replays.size:
             self.replays.read(folder)
+        if self.lagged:
+            self.lagged.read(folder, self.contents, self.environment.tasks)
+
+    @property
+    def contents(self) -> dict[str, Any]:
+        """The digests of what decides the pending collections of a checkpoint, and of its weights."""
+        contents = contents_of(self.stage, self.seed, self.environment.tasks, self.engine.chat)
+        return {**contents, "adapter": checksum(self.parameters)}
 
     def state_dict(self) -> dict[str, Any]:
         return {

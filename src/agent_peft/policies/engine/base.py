@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
@@ -178,6 +179,13 @@ class Sampler(Protocol):
 
         Args:
             schedule: that of an earlier call with the same conversations, to be followed. None records one.
+        """
+        ...
+
+    def hold(self) -> AbstractContextManager[None] | None:
+        """A context in which ``generate`` samples with the weights of its beginning, and may be called on
+        another thread while this one computes gradients. Inside, neither change the weights nor turn the
+        adapter off. None where sampling and gradients would disturb each other.
         """
         ...
 

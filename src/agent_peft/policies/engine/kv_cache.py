@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, PreTrainedConfig
 
 from agent_peft.hardware import give_back_memory
@@ -132,7 +133,9 @@ class TierCache(Cache):
         mask = self.place(tier, slots, positions)
         if not self.shared:
             return model.hidden_states(tokens, positions, mask, self)
-        with overriding(Override(model.text_config, NAME, self)):
+        # our own decoder computes its attention itself, and leaves the model's configuration alone
+        ours = not isinstance(model.decoder, nn.Module)
+        with nullcontext() if ours else overriding(Override(model.text_config, NAME, self)):
             return model.read(
                 tokens, position_ids=positions, attention_mask=mask, past_key_values=self, use_cache=True
             )

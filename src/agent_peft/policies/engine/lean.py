@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from agent_peft.policies.engine.fused_linear import FusedLinear
 from agent_peft.policies.engine.kv_cache import TierCache
 from agent_peft.policies.engine.shared_attention import attend_with_prefixes
+from agent_peft.policies.forward.attention import refuse_window
 from agent_peft.policies.forward.language_model import LanguageModel
 
 PARTS = {
@@ -41,9 +42,11 @@ class LeanDecoder:
 
     Raises:
         AttributeError: the model has other parts.
+        ValueError: it has a sliding window.
     """
 
     def __init__(self, model: LanguageModel, copies: bool, onednn: bool) -> None:
+        refuse_window(model.text_config)
         decoder: Any = model.decoder
         self.embed, self.rotary = decoder.embed_tokens, decoder.rotary_emb
         self.layers = [_Layer(layer, model, copies, onednn) for layer in decoder.layers]

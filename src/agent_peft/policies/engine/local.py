@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -25,7 +26,7 @@ from agent_peft.policies.engine.daemon_threads import DaemonThreads
 from agent_peft.policies.engine.decoding import AHEAD, Decoding
 from agent_peft.policies.engine.kv_cache import COMMON, PROMPTS, ROWS, TierCache
 from agent_peft.policies.engine.schedule import Schedule
-from agent_peft.policies.engine.weights import Way, sampling_weights
+from agent_peft.policies.engine.weights import Way, copies_weights, lean_copy, sampling_weights
 from agent_peft.policies.forward.attention import attempt
 from agent_peft.policies.models.positions import fit
 from agent_peft.policies.policy import Policy
@@ -53,6 +54,7 @@ class LocalEngine:
         self.rows = config.rows
         self.way: Way = "lean"
         self.shares = True
+        self._held: Policy | None = None
         with explain_oom(
             "as the sampler read its first tokens", "set policy.dtype=auto or a smaller policy.model"
         ):
@@ -106,10 +108,11 @@ class LocalEngine:
         capacity = min(self.rows, self.config.rows_of(sampling.max_tokens), len(conversations))
         threads = DaemonThreads(self.config.environment_threads or capacity + AHEAD, "environment")
         give_back_memory()  # that training has left behind; below, that sampling has
-        with sampling_weights(self.policy, self.way):
+        held = self._held
+        with sampling_weights(self.policy, self.way) if held is None else torch.no_grad():
             try:
                 decoding = Decoding(
-                    self.policy,
+                    held or self.policy,
                     self.config,
                     self.new_cache,
                     conversations=conversations,
@@ -127,6 +130,25 @@ class LocalEngine:
         if statistics.row_halvings:
             self.rows = max(1, capacity >> statistics.row_halvings)
         return statistics
+
+    def hold(self) -> AbstractContextManager[None] | None:
+        """See ``Sampler.hold``. It needs our decoder with its copies of the weights. The model's own modules
+        cannot serve two threads, and on a GPU both would wait in one stream.
+        """
+        policy = self.policy
+        rope = str(getattr(getattr(policy.decoder, "rotary_emb", None), "rope_type", ""))
+        moves = "dynamic" in rope or rope == "longrope"  # its frequencies are state of the module
+        if self.way != "lean" or policy.device.type != "cpu" or not copies_weights(policy) or moves:
+            return None
+        return self._holding()
+
+    @contextmanager
+    def _holding(self) -> Iterator[None]:
+        self._held = lean_copy(self.policy)
+        try:
+            yield
+        finally:
+            self._held = None
 
     def score(self, tokens: Sequence[int], sampling: SamplingConfig, adapter: bool = True) -> list[float]:
         """See ``Sampler.score``. In fp32 no weights are copied, which would take longer than to read a few

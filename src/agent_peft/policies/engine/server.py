@@ -14,9 +14,9 @@ import secrets
 import shutil
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -55,6 +55,7 @@ class ServerSampler:
         self._root = folder.expanduser().absolute()
         self._run, self.published = f"run-{secrets.token_hex(4)}", 0  # versions so far
         self.version: Version | None = None
+        self._held: Version | None = None
         try:
             self.publish()
         except BaseException:
@@ -137,7 +138,7 @@ class ServerSampler:
             )
         # to score a conversation, a server draws one more token
         sampling = sampling.model_copy(update={"max_tokens": min(sampling.max_tokens, limit - 1)})
-        version, failed = self.publish(), threading.Event()
+        version, failed = self._held or self.publish(), threading.Event()
         threads = DaemonThreads(min(self.config.rows, len(conversations)), "conversation")
 
         def drive(conversation: Conversation, server: ServerClient) -> EngineStatistics:
@@ -178,6 +179,15 @@ class ServerSampler:
                     logger.warning("%s: lost the adapter %s, which is loaded again", server.url, version.name)
                     self._install(server, version)
             return server.draw(version.name, tokens, sampling, seed)
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """See ``Sampler.hold``. The servers have the adapter, and nothing here is computed."""
+        self._held = self.publish()
+        try:
+            yield
+        finally:
+            self._held = None
 
     def score(self, tokens: Sequence[int], sampling: SamplingConfig, adapter: bool = True) -> list[float]:
         """See ``Sampler.score``, from the first server, at temperature 1: servers score nothing else."""

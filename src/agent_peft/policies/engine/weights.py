@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Literal, cast
@@ -37,18 +38,38 @@ def _replaced(children: Iterable[tuple[nn.Module, str, nn.Module]]) -> Iterator[
             setattr(parent, name, child)
 
 
-def fused_layers(model: nn.Module, below: bool) -> AbstractContextManager[None]:
-    """Inside, each linear layer that is a child of ``model``, or anywhere ``below``, is a ``FusedLinear`` for
-    oneDNN, with its adapter.
-    """
+def fused_layers(model: nn.Module) -> AbstractContextManager[None]:
+    """Inside, each linear layer of ``model`` is a ``FusedLinear`` for oneDNN, with its adapter."""
     places = [
         (parent, name, child)
-        for path, parent in (model.named_modules() if below else [("", model)])
+        for path, parent in model.named_modules()
         if not isinstance(parent, LoraLayer) and "lora_" not in path
         for name, child in parent.named_children()
-        if isinstance(child, LoraLayer) or type(child) in (nn.Linear, Conv1D)
+        if _can_fuse(child)
     ]
     return _replaced((parent, name, FusedLinear([child], onednn=True)) for parent, name, child in places)
+
+
+def _can_fuse(layer: nn.Module) -> bool:
+    return isinstance(layer, LoraLayer) or type(layer) in (nn.Linear, Conv1D)
+
+
+def lean_copy(policy: Policy) -> Policy:
+    """A policy that samples with our decoder, which has copies of the linear layers' weights where that is
+    faster (``copies_weights``). All else is shared. Its forward does not train.
+    """
+    copied, onednn = copy.copy(policy), suits(policy.base)
+    with torch.no_grad():
+        copied.decoder = cast(nn.Module, LeanDecoder(policy, copies_weights(policy), onednn))
+        if onednn and _can_fuse(policy.head):
+            copied.own_head = FusedLinear([policy.head], onednn=True)
+    return copied
+
+
+def copies_weights(policy: Policy) -> bool:
+    """Whether our decoder copies the weights: always on a CPU, unless it emulates bfloat16."""
+    wide = policy.dtype == torch.float32
+    return suits(policy.base) or (policy.device.type == "cpu" and (wide or has_bf16(policy.device)))
 
 
 @contextmanager
@@ -59,19 +80,18 @@ def sampling_weights(policy: Policy, way: Way, adapter: bool = True) -> Iterator
         way: all but "modules" copy the weights, which pays for many forwards.
         adapter: False turns the adapter off; then ``way`` must be "modules".
     """
-    model, decoder, onednn = policy.model, policy.decoder, way != "modules" and suits(policy.base)
-    wide, cpu = policy.dtype == torch.float32, policy.device.type == "cpu"
-    copies = onednn or (way == "lean" and cpu and (wide or has_bf16(policy.device)))
+    model, copies = policy.model, way != "modules" and suits(policy.base)
+    copies = copies or (way == "lean" and copies_weights(policy))
     with torch.no_grad(), ExitStack() as stack:
         if isinstance(model, PeftModel) and not adapter:
             stack.enter_context(model.disable_adapter())
-        elif isinstance(model, PeftModel) and wide and not copies:
+        elif isinstance(model, PeftModel) and policy.dtype == torch.float32 and not copies:
             stack.enter_context(merged_lora(model))
         if way == "lean":
-            stack.callback(setattr, policy, "decoder", decoder)
-            policy.decoder = cast(nn.Module, LeanDecoder(policy, copies, onednn))
-        if onednn:
-            stack.enter_context(fused_layers(policy.base, below=way == "layers"))
+            stack.callback(vars(policy).update, decoder=policy.decoder, own_head=policy.own_head)
+            vars(policy).update(vars(lean_copy(policy)))
+        elif copies:
+            stack.enter_context(fused_layers(policy.base))
         yield
 
 

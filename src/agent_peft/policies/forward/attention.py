@@ -65,16 +65,20 @@ class Override:
 _current: ContextVar[Override | None] = ContextVar("override", default=None)
 
 
-@contextmanager
-def overriding(override: Override) -> Iterator[None]:
-    """Inside, the model uses another attention.
-
+def refuse_window(config: PreTrainedConfig) -> None:
+    """
     Raises:
         ValueError: the model has a sliding window. Our attention does not apply it, and not every model
             passes its window to the attention function.
     """
-    if (window := window_of(override.config)) is not None:
+    if (window := window_of(config)) is not None:
         raise ValueError(f"our attention does not apply a sliding window (of {window} tokens)")
+
+
+@contextmanager
+def overriding(override: Override) -> Iterator[None]:
+    """Inside, the model uses another attention, unless it has a sliding window (``refuse_window``)."""
+    refuse_window(override.config)
     config, before, token = override.config, override.config._attn_implementation, _current.set(override)
     config._attn_implementation = override.name
     try:

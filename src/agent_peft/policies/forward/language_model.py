@@ -34,6 +34,7 @@ class LanguageModel:
     Attributes:
         base: the model without PEFT's wrapper.
         decoder: the part of it that gives hidden states.
+        own_head: takes the place of the model's output layer while the policy samples.
         tiled: whether tries are read with ``tree_attention``; otherwise the model gets a dense mask.
     """
 
@@ -41,6 +42,7 @@ class LanguageModel:
         self.model = model.eval()
         self.base = cast(PreTrainedModel, model.get_base_model() if isinstance(model, PeftModel) else model)
         self.decoder: nn.Module = self.base.get_decoder()  # type: ignore[no-untyped-call]
+        self.own_head: nn.Module | None = None
         self.tiled = False
         self._layer_types = set(getattr(self.text_config, "layer_types", None) or ())
         if "chunked_attention" in self._layer_types:
@@ -59,8 +61,9 @@ class LanguageModel:
 
     @property
     def head(self) -> nn.Module:
-        """The output layer. While the policy samples, another one may take its place."""
-        return self.base.get_output_embeddings()  # type: ignore[no-untyped-call,no-any-return]
+        """The output layer."""
+        head = self.own_head
+        return self.base.get_output_embeddings() if head is None else head  # type: ignore[no-untyped-call]
 
     @property
     def text_config(self) -> PreTrainedConfig:
