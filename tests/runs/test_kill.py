@@ -41,6 +41,7 @@ STAGES = [
     {
         "algorithm": {"kind": "grpo", "kl_coef": 0.05, "update_epochs": 2, "minibatches": 2},
         "steps": 30,
+        "lag": 1,
         "tasks_per_step": 3,
         "group_size": 4,
         "refill": 1,

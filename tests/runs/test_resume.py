@@ -15,9 +15,11 @@ import torch
 from agent_peft.cli import run
 from agent_peft.runs import run as runs
 from agent_peft.runs.observers import append_line
+from agent_peft.runs.reading import load_run
 from agent_peft.runs.run import train
 from agent_peft.training import state_file
 from agent_peft.types import AgentPeftError, InfrastructureError
+from tests.runs.conftest import Killed, killing
 
 HELDOUT = {"kind": "arithmetic", "digits": 1, "num_tasks": 3, "split": "heldout"}
 
@@ -84,6 +86,42 @@ def test_a_damaged_checkpoint_is_an_error_that_names_its_file(configure, run_con
     shutil.rmtree(root / "step_000005")
     train(config)
     assert run_contents(config.run_dir) == before
+
+
+def repeated(contents):
+    """Without the schedules, which a slow machine decides. An episode of one turn does not depend on them."""
+    return {name: content for name, content in contents.items() if not name.startswith("schedule")}
+
+
+def test_what_was_sampled_ahead_is_kept(configure, run_contents, monkeypatch, tmp_path):
+    """Killed after each step in turn, before its checkpoint, which is written after every second one."""
+    stage = {
+        "algorithm": {"kind": "grpo"},
+        "steps": 5,
+        "lag": 2,
+        "tasks_per_step": 2,
+        "group_size": 4,
+        "rewards": {"invalid_action": -0.5},
+        "sampling": {"max_new_tokens": 3},
+    }
+    config = configure(evaluation=None, stages=[stage], checkpoint={"every": 2, "keep_last": 5})
+    train(config)
+    expected, ahead = repeated(run_contents(config.run_dir)), "checkpoints/step_000002/pending.jsonl"
+    episodes = load_run(config.run_dir).trajectories
+    assert [episodes.of_step(n)[0].version for n in range(5)] == [0, 0, 0, 1, 2]
+    assert ahead in expected and "checkpoints/step_000005/pending.jsonl" not in expected
+    for steps in (1, 3):
+        shutil.rmtree(config.run_dir)
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(runs, "keep_trajectories", killing(runs.keep_trajectories, [steps]))
+            train(config)
+        train(config)
+        assert repeated(run_contents(config.run_dir)) == expected
+    for name in ("step_000004", "step_000005"):
+        shutil.rmtree(config.run_dir / "checkpoints" / name)
+    (config.run_dir / ahead).write_bytes(b"".join((config.run_dir / ahead).read_bytes().splitlines(True)[:2]))
+    with pytest.raises(AgentPeftError, match=r"step_000002: is damaged.*has 1 of 2 lines"):
+        train(config)
 
 
 def test_what_was_written_after_the_newest_checkpoint_is_removed(configure, monkeypatch):

@@ -34,6 +34,7 @@ GRACE = 5.0  # seconds for sampling that is under way when a step fails
 _DECISIVE_KEYS = {"sampling", "rewards", "tasks_per_step", "group_size", "task_order", "refill"} | {
     "replay_in_prompt"
 }
+_COUNTS = ("prefilled", "prefilled_naive", "sampled", "row_halvings")  # of a sampler; they repeat
 _PLAIN = ("failures", "defects", "metrics", "lag")  # of a collection
 
 
@@ -111,20 +112,19 @@ class LaggedSource:
     # -- what a checkpoint holds -----------------------------------------------------------------------------
 
     def write(self, folder: Path, contents: Mapping[str, Any]) -> None:
-        """Write the queue into a checkpoint, if there is one, under the digests of what decides it."""
-        if self.queue:
-            lines = [contents, *map(_to_json, self.queue)]
-            write_atomic(folder / FILE, "".join(json.dumps(line) + "\n" for line in lines))
+        """Write the queue into a checkpoint, under the digests of what decides it."""
+        lines = [contents, *map(_to_json, self.queue)]
+        write_atomic(folder / FILE, "".join(json.dumps(line) + "\n" for line in lines))
 
-    def read(self, folder: Path, contents: Mapping[str, Any], tasks: Sequence[Task]) -> None:
-        """Take the queue of a checkpoint.
+    def read(self, folder: Path, contents: Mapping[str, Any], tasks: Sequence[Task], number: int) -> None:
+        """Take the queue of a checkpoint, which has this ``number`` of collections.
 
         Raises:
-            AgentPeftError: it was sampled under other digests.
+            AgentPeftError: they were sampled under other digests, or some are gone.
         """
         path = folder / FILE
         self.queue.clear()
-        if not path.is_file():
+        if not number:
             return
         header, *lines = map(json.loads, read_bytes(path, "a JSONL file", MAX_JSONL_BYTES).splitlines())
         if changed := [name for name in contents if header.get(name) != contents[name]]:
@@ -132,6 +132,8 @@ class LaggedSource:
                 f"{FILE} was sampled with another {changed[0]}; put it back, or resume with lag=0, which "
                 "samples these steps again"
             )
+        if len(lines) != number:
+            raise AgentPeftError(f"{FILE} has {len(lines)} of {number} lines; put it back from a backup")
         ids = {group["task"] for line in lines for group in line["groups"]}
         known = {task.id: task for task in tasks if task.id in ids}
         self.queue.extend(_from_json(line, known) for line in lines)
@@ -152,7 +154,7 @@ def _to_json(collection: Collection) -> dict[str, Any]:
     places = {id(t): [g, i] for g, of in enumerate(collection.groups) for i, t in enumerate(of.trajectories)}
     return {
         **{name: getattr(collection, name) for name in _PLAIN},
-        "statistics": vars(collection.statistics) | {"schedule": ()},  # which is in the run's own file
+        "statistics": {name: getattr(collection.statistics, name) for name in _COUNTS},
         "dropped": [places[id(trajectory)] for trajectory in collection.dropped],
         "groups": [
             {"task": of.task.id, "trajectories": [trajectory_to_json(t) for t in of.trajectories]}
@@ -169,6 +171,6 @@ def _from_json(content: Mapping[str, Any], tasks: Mapping[str, Task]) -> Collect
     return Collection(
         groups,
         **{name: content[name] for name in _PLAIN},
-        statistics=EngineStatistics(**{**content["statistics"], "schedule": ()}),
+        statistics=EngineStatistics(**content["statistics"]),
         dropped=[groups[g].trajectories[i] for g, i in content["dropped"]],
     )

@@ -349,16 +349,21 @@ class Trainer:
         save_state(self.state_dict(), folder / "trainer.pt")
         if self.replays.size:
             self.replays.write(folder)
-        if self.lagged and self.step < self.stage.steps:
+        if self.lagged and self.pending:
             self.lagged.write(folder, self.contents)
 
     def load(self, folder: Path) -> None:
         self.policy.load(folder)
-        self.load_state_dict(load_state(folder / "trainer.pt"))
+        self.load_state_dict(state := load_state(folder / "trainer.pt"))
         if self.replays.size:
             self.replays.read(folder)
         if self.lagged:
-            self.lagged.read(folder, self.contents, self.environment.tasks)
+            self.lagged.read(folder, self.contents, self.environment.tasks, state.get("pending", 0))
+
+    @property
+    def pending(self) -> int:
+        """The number of steps that were sampled and not learned from; none where the stage is over."""
+        return len(self.lagged.queue) if self.lagged and self.step < self.stage.steps else 0
 
     @property
     def contents(self) -> dict[str, Any]:
@@ -374,6 +379,7 @@ class Trainer:
             "optimizer": self.optimizer.state_dict(),
             "masters": self.masters.state_dict(),
             "algorithm": self.algorithm.state_dict(),
+            **({"pending": self.pending} if self.lagged else {}),
             **({"canary": canary} if (canary := self.canary.state_dict()) else {}),
         }
 
