@@ -160,9 +160,9 @@ class Talk:
 SHORT = SamplingConfig(max_new_tokens=5, max_tokens=60)
 
 
-def trainer_of(policy: Policy, sampler: Any) -> Trainer:
+def trainer_of(policy: Policy, sampler: Any, **keys: Any) -> Trainer:
     environment = Arithmetic(ArithmeticConfig(digits=1, num_tasks=10))
-    return Trainer(policy, environment, StageConfig.model_validate(STAGE), sampler, 0)
+    return Trainer(policy, environment, StageConfig.model_validate({**STAGE, **keys}), sampler, 0)
 
 
 # -- it works ------------------------------------------------------------------------------------------------
@@ -259,6 +259,24 @@ def test_a_run_and_its_evaluations_use_the_servers(pool, models, token, tmp_path
     monkeypatch.setattr(run, "join", lambda *_: nullcontext(Ranks(0, 2)))
     with pytest.raises(AgentPeftError, match="without torchrun"):
         run.train(load_config(content))
+
+
+def test_servers_sample_ahead(pool, learner, sampler_of, monkeypatch):
+    """On another thread, and what the local engine samples with that lag."""
+    policy = learner()
+    sampler, drawn, generate = sampler_of(policy, pool()), list[tuple[str, str]](), ServerSampler.generate
+
+    def watched(self: ServerSampler, *arguments: Any) -> Any:
+        drawn.append((self.publish().name.split("-")[2], threading.current_thread().name.partition("_")[0]))
+        return generate(self, *arguments)
+
+    monkeypatch.setattr(ServerSampler, "generate", watched)
+    keys = {"algorithm": {"kind": "cispo"}, "lag": 1, "steps": 4}
+    steps = list(trainer_of(policy, sampler, **keys))
+    assert drawn == [("v0", "MainThread"), ("v0", "sampling"), ("v1", "sampling"), ("v2", "sampling")]
+    local = learner()
+    for ours, theirs in zip(steps, trainer_of(local, load_sampler(local), **keys), strict=True):
+        assert [t.tokens for t in ours.trajectories] == [t.tokens for t in theirs.trajectories]
 
 
 def test_a_version_is_published_where_the_weights_have_changed(pool, learner, sampler_of):
