@@ -10,7 +10,7 @@ medians and the median of the ratios of the pairs.
 
 The share of correct answers in the last eight steps, of a model that has seen six steps of demonstrations
 (algorithm_curves.py has the setting). The loss is RLOO's with the ratio to the sampler, of which 2 counts at
-most, or without a ratio, which no row of a configuration offers with a lag. Prints the mean over seeds and its
+most, or without a ratio, which no row offers with a lag. Prints the mean over seeds and its
 95 % interval (Student's t). Both parts write benchmarks/results/lag.json.
 """
 
