@@ -36,6 +36,14 @@ def train(
             help="begin a new run with this checkpoint of another one, and count on from there",
         ),
     ] = None,
+    journal: Annotated[
+        str | None,
+        typer.Option(
+            "--from-journal",
+            metavar="RUN",
+            help="learn from the episodes of a run of the same configuration, and sample none",
+        ),
+    ] = None,
 ) -> None:
     """Train the run that CONFIG describes, or resume it where it stopped."""
     from agent_peft.configuration.load import read_config
@@ -43,7 +51,7 @@ def train(
     settings = read_config(config, overrides or (), on_checked=_note_loading)[0]
     from agent_peft.runs.run import train  # with torch, which a typo need not wait for
 
-    train(settings, fresh=fresh, change=change, begin=begin)
+    train(settings, fresh=fresh, change=change, begin=begin, journal=journal)
 
 
 def _note_loading() -> None:

@@ -190,12 +190,12 @@ def read_groups(config: EpisodesOfConfig, chat: ChatTokenizer, rewards: RewardCo
         try:
             content = read_bytes(path, "a JSONL file", MAX_JSONL_BYTES, unlinked=2)
             lines = [json.loads(line) for line in content.splitlines()]
-            arrays = _arrays(path.with_suffix(".safetensors"))
+            arrays = read_arrays(path.with_suffix(".safetensors"))
             stage = str(lines[0]["stage"]) if lines else ""
             if "sampler_logprobs" not in arrays or config.stage not in (None, stage):
                 others.add(stage)  # of demonstrations, or not asked for
                 continue
-            episodes = [price(_episode(line, arrays), rewards) for line in lines]
+            episodes = [price(read_episode(line, arrays), rewards) for line in lines]
         except (LookupError, TypeError, ValueError) as error:
             raise AgentPeftError(f"{path}: is damaged ({error}); take another run") from error
         for line, trajectory in zip(lines, episodes, strict=True):
@@ -213,7 +213,8 @@ def read_groups(config: EpisodesOfConfig, chat: ChatTokenizer, rewards: RewardCo
         )
 
 
-def _arrays(path: Path) -> dict[str, NDArray[Any]]:
+def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of a step's episodes (``runs/trajectories.py``)."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 
@@ -223,7 +224,7 @@ def _arrays(path: Path) -> dict[str, NDArray[Any]]:
         raise ValueError(str(error)) from error
 
 
-def _episode(line: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Trajectory:
+def read_episode(line: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Trajectory:
     """The trajectory of a line, without rewards. Its turns are the runs of tokens in the mask."""
     span = slice(*arrays["offsets"][line["row"] : line["row"] + 2].tolist())
     columns = (arrays[name][span].tolist() for name in ("tokens", "mask", "sampler_logprobs"))

@@ -56,6 +56,7 @@ from agent_peft.runs.folder import (
     write_config,
 )
 from agent_peft.runs.history import History
+from agent_peft.runs.journal import Journal, open_journal
 from agent_peft.runs.observers import (
     Observer,
     RunStart,
@@ -84,6 +85,7 @@ def train(
     fresh: bool = False,
     change: bool = False,
     begin: str | None = None,
+    journal: str | None = None,
     observers: Sequence[Observer] = (),
 ) -> dict[str, EvaluationReport]:
     """Run the stages of a configuration, and resume from the newest checkpoint in its run directory.
@@ -91,8 +93,8 @@ def train(
     Args:
         fresh: remove an earlier run from the directory and start over.
         change: continue although ``config`` has other values of what is learned than the run had so far.
-        begin: begin with this checkpoint of another run, ``RUN`` or ``RUN:step_000012``, with its adapter,
-            optimizer and algorithm state, and count on from there.
+        begin: begin with this checkpoint of another run, ``RUN`` or ``RUN:step_000012``, and count on.
+        journal: a run of the same configuration, whose episodes are learned from; none is sampled.
         observers: called after each step and evaluation, on rank 0. They cannot change the run: an exception
             of one becomes a warning.
 
@@ -115,11 +117,13 @@ def train(
         progress.note(f"loading the tasks of {config.environment.kind}")
         environment = stack.enter_context(closing(load_environment(config.environment)))
         config = config.with_steps(environment.tasks)
-        config = with_policy(config, **ranks.broadcast(partial(measured_of_run, config, fresh, begin)))
+        measured = partial(measured_of_run, config, fresh, begin or journal)
+        config = with_policy(config, **ranks.broadcast(measured))
         heldout = None
         if config.evaluation is not None:
             heldout = stack.enter_context(closing(load_environment(config.evaluation.environment)))
         contents = ranks.broadcast(partial(contents_of, config, environment, heldout))
+        journaled = None if journal is None else open_journal(journal, config, contents, environment)
         lock = Lock(config.run_dir, stack)
         options: dict[str, Any] = {"fresh": fresh, "change": change, "begin": begin}
         opened = TypeAdapter(RunDir).validate_python(
@@ -168,6 +172,7 @@ def train(
             opened=opened,
             contents=contents | template,
             history=history,
+            journal=journaled,
         ).go()
 
 
@@ -254,6 +259,7 @@ class _Run:
     opened: RunDir
     contents: Contents
     history: History | None  # of rank 0
+    journal: Journal | None  # to learn from
 
     def go(self) -> dict[str, EvaluationReport]:
         position = self.position()
@@ -262,8 +268,7 @@ class _Run:
             self.write_config()
         if self.ranks.is_main:
             self.observers.on_start(RunStart(self.config, position.steps, tuple(self.evaluations.due)))
-        first_step = 0 if self.opened.origin is None else self.opened.origin.steps
-        self.evaluations.catch_up(position.steps, first_step)
+        self.evaluations.catch_up(position.steps, self.opened.origin.steps if self.opened.origin else 0)
         first = 0  # the stage's first step, counted over the run
         for index, stage in enumerate(self.config.stages):
             if index >= position.stage:
@@ -325,6 +330,7 @@ class _Run:
         stage, seed = self.config.stages[index], derive(self.config.seed, "stage", index)
         if checkpoint is not None and first and stage.copies_reference:
             load_start(self.policy, self.checkpoints / f"step_{first:06d}", stage.name)
+        replays = self.evaluations.replays
         trainer = Trainer(
             self.policy,
             self.environment,
@@ -332,8 +338,9 @@ class _Run:
             self.sampler,
             seed,
             self.ranks,
+            source=self.journal and self.journal.source(stage, first, self.sampler.chat, replays),
             schedule_of=partial(self.schedules.of_step, first),
-            replays=self.evaluations.replays,
+            replays=replays,
         )
         if checkpoint is not None:
             restore(trainer, self.checkpoints / checkpoint)

@@ -277,8 +277,10 @@ class Trainer:
             self.assert_on_policy(batch, mismatch)
             return mismatch.metrics
 
-        alone = self.ranks.world_size == 1
-        return LaggedSource(source, self.stage.lag, self.stage.steps, self.engine, measure, overlaps=alone)
+        overlaps = self.ranks.world_size == 1 and self.engine.hold() is not None
+        if not overlaps and self.ranks.is_main:
+            logger.warning("lag: sampling and learning take turns with this model, device or number of ranks")
+        return LaggedSource(source, self.stage.lag, self.stage.steps, self.engine, measure, overlaps)
 
     @property
     def dropout_seed(self) -> int:
