@@ -330,7 +330,7 @@ class _Run:
         stage, seed = self.config.stages[index], derive(self.config.seed, "stage", index)
         if checkpoint is not None and first and stage.copies_reference:
             load_start(self.policy, self.checkpoints / f"step_{first:06d}", stage.name)
-        replays = self.evaluations.replays
+        replays, chat = self.evaluations.replays, self.sampler.chat
         trainer = Trainer(
             self.policy,
             self.environment,
@@ -338,7 +338,7 @@ class _Run:
             self.sampler,
             seed,
             self.ranks,
-            source=self.journal and self.journal.source(stage, first, self.sampler.chat, replays),
+            source=None if self.journal is None else self.journal.source(stage, first, chat, replays),
             schedule_of=partial(self.schedules.of_step, first),
             replays=replays,
         )
