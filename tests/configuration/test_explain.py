@@ -52,6 +52,14 @@ def test_in_a_pipe_each_value_is_one_line_whatever_the_columns(explained, monkey
     assert {name for name in rows if rows[name] != others[name]} == {"run_dir"}, "no line depends on another"
 
 
+def test_what_a_lag_means(explained):
+    words, *_ = explained("c.yaml", "lag=2", "policy.device=cpu")["lag of grpo"]
+    assert words.startswith(
+        "step n is sampled by the weights before step n - 2, and the first 3 steps by those"
+    )
+    assert "lag of grpo" not in explained("c.yaml")
+
+
 def test_the_steps_that_follow_from_epochs(explained):
     rows = explained("c.yaml")
     assert rows["stages.0.steps"][:2] == ["5", "epochs: 2"]

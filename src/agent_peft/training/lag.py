@@ -129,8 +129,8 @@ class LaggedSource:
         header, *lines = map(json.loads, read_bytes(path, "a JSONL file", MAX_JSONL_BYTES).splitlines())
         if changed := [name for name in contents if header.get(name) != contents[name]]:
             raise AgentPeftError(
-                f"{FILE} was sampled with another {changed[0]}; put it back, or resume with lag=0, which "
-                "samples these steps again"
+                f"{FILE} was sampled with another {changed[0]}; put it back, or resume with lag=0 --change, "
+                "which samples these steps again"
             )
         if len(lines) != number:
             raise AgentPeftError(f"{FILE} has {len(lines)} of {number} lines; put it back from a backup")
