@@ -376,6 +376,7 @@ COMMANDS: dict[str, tuple[list[str], dict[str, list[str]]]] = {
             "fresh": ["--fresh"],
             "change": ["--change"],
             "begin": ["--from", "other:12"],
+            "journal": ["--from-journal", "other"],
         },
     ),
     "evaluate": (
