@@ -29,7 +29,8 @@ from measuring import command_line, show, table, tiny_model, write_rows
 from seeds import measure
 
 from agent_peft.configuration.yaml12 import dump, parse, plain
-from agent_peft.rollout.statistics import Comparison, EvaluationReport, mean_over_tasks, paired_test
+from agent_peft.rollout.intervals import mean_over_tasks
+from agent_peft.rollout.statistics import Comparison, EvaluationReport, paired_test
 from agent_peft.runs.reading import read_report
 
 CONFIG = Path(__file__).with_suffix(".yaml")

@@ -35,9 +35,10 @@ from agent_peft.environments.db_bench.tasks import read_entry
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.rollout.evaluation import EvaluationConfig, evaluate
+from agent_peft.rollout.intervals import Rate, rate_of
 from agent_peft.rollout.report_tables import skill_table
 from agent_peft.rollout.report_tables import table as success_table
-from agent_peft.rollout.statistics import EvaluationReport, Rate, rate_of
+from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.runs.targets import open_run
 from agent_peft.types import Outcome, StopReason, Task, Trajectory
 

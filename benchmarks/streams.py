@@ -29,8 +29,8 @@ from measuring import RESULTS, TINY, command_line, show, table, write
 from seeds import train
 
 from agent_peft.configuration.yaml12 import dump
+from agent_peft.rollout.intervals import Mean, mean_over_tasks
 from agent_peft.rollout.skill_matrix import MEASURES, SkillMatrix
-from agent_peft.rollout.statistics import Mean, mean_over_tasks
 from agent_peft.runs.evaluations import skill_matrices
 from agent_peft.runs.reading import RunRecord, read_lines
 from agent_peft.runs.targets import run_config

@@ -96,6 +96,7 @@ class PolicyOutput:
     values: Tensor | None = (
         None  # (B, T) fp32, the critic's V(tokens[:t]), zero off the action mask; only where asked for
     )
+    greedy: Tensor | None = None  # (B, T) fp32, 1 where no token is likelier; only where asked for
 
 
 def collate(trajectories: Sequence[Trajectory], groups: Sequence[int], mask_cut: bool = False) -> Batch:

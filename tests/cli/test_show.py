@@ -197,7 +197,7 @@ def test_a_run_without_episodes(folder, capsys):
     _, _, err = shown(capsys, folder)
     assert "has no trajectories; there are some once a step is done" in err
     _, _, err = shown(capsys, folder, "--evaluation", "after_grpo")
-    assert "the evaluation 'after_grpo' was written without its episodes" in err
+    assert "the evaluation 'after_grpo' has no episodes; its numbers are in " in err
 
 
 def test_it_opens_only_the_files_that_it_needs_and_no_torch(folder):

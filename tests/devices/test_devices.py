@@ -24,6 +24,7 @@ from agent_peft.policies.config import LoraSettings, ScratchConfig
 from agent_peft.policies.engine import kv_cache, load_sampler
 from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.engine.shared_attention import PrefixGroups, group_by_prefix
+from agent_peft.policies.forward.microbatching import Microbatching
 from agent_peft.policies.models.pretrained import build_model
 from agent_peft.policies.models.shape import scratch_architecture
 from agent_peft.policies.models.tokenizer import character_tokenizer
@@ -32,7 +33,6 @@ from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.policies.tokenization import ChatTokenizer
 from agent_peft.ranks import Ranks
 from agent_peft.seeding import derive, generator
-from agent_peft.training.gradients import Microbatching
 from agent_peft.training.stage import StageConfig
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import Task, Trajectory, Turn

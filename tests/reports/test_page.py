@@ -14,7 +14,8 @@ import yaml
 
 from agent_peft.reports.content import read_content
 from agent_peft.reports.page import embedded_json, write_report
-from agent_peft.rollout.statistics import paired_test, rate_of
+from agent_peft.rollout.intervals import rate_of
+from agent_peft.rollout.statistics import paired_test
 from agent_peft.runs.reading import load_run
 from agent_peft.types import AgentPeftError, Group, Task
 

@@ -13,18 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from agent_peft.rollout.report_tables import skill_table, table
-from agent_peft.rollout.statistics import (
-    EvaluationReport,
+from agent_peft.rollout.intervals import (
     mean_over_tasks,
-    paired_test,
     pass_at_k,
     rate_of,
     sign_flip_p,
-    summarize,
     t95,
     wilson_interval,
 )
+from agent_peft.rollout.report_tables import skill_table, table
+from agent_peft.rollout.statistics import EvaluationReport, paired_test, summarize
 from agent_peft.types import AgentPeftError, Group, Outcome, StopReason, Task, Trajectory, Turn
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from agent_peft.batch import collate
-from agent_peft.training.gradients import Microbatching
+from agent_peft.policies.forward.microbatching import Microbatching
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import AgentPeftError, Task, Trajectory, Turn
 

@@ -203,9 +203,9 @@ def training_result(folder: Path) -> dict[str, Any]:
     reports = {name: one.report for name, one in load_run(folder).evaluations.items()}
     result = progress_of(folder) | {"evaluations": {name: accuracy_of(one) for name, one in reports.items()}}
     if "base" in reports:
-        result["accuracy_before"] = reports["base"].success.value
+        result["accuracy_before"] = reports["base"].headline.value
     if later := [report for name, report in reports.items() if name != "base"]:
-        result["accuracy"] = later[-1].success.value
+        result["accuracy"] = later[-1].headline.value
     return result
 
 
@@ -225,6 +225,7 @@ def report_of(folder: Path, points: int = 20) -> dict[str, Any]:
 def accuracy_of(report: EvaluationReport) -> dict[str, Any]:
     """The share of right answers, its 95 % interval, and the number of tasks."""
     success = report.success
+    assert success is not None  # a dataset of questions
     return {"accuracy": success.value, "low": success.low, "high": success.high, "tasks": success.tasks}
 
 

@@ -158,7 +158,7 @@ def runs(
 
 
 def _show_tables(reports: dict[str, EvaluationReport]) -> None:
-    from agent_peft.rollout.report_tables import skill_table, table
+    from agent_peft.rollout.report_tables import tables
 
-    print_output(table(reports))
-    print_output(skill_table(reports))
+    for table in tables(reports):
+        print_output(table)

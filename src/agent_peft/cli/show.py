@@ -86,7 +86,9 @@ def _episodes(run: Path, step: int | None, evaluation: str | None) -> tuple[list
         raise AgentPeftError("--step has no effect with --evaluation; leave one of them out")
     result = record.evaluation(evaluation)
     if not result.episodes.steps:
-        raise AgentPeftError(f"{run}: the evaluation {evaluation!r} was written without its episodes")
+        raise AgentPeftError(
+            f"{run}: the evaluation {evaluation!r} has no episodes; its numbers are in {result.path}"
+        )
     return list(result.episodes), f"evaluation {result.name}"
 
 

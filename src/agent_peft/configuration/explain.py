@@ -223,12 +223,14 @@ def _evaluation_facts(
     heldout: Environment | None,
 ) -> dict[str, str]:
     number = UNKNOWN if heldout is None else len(heldout.tasks[: evaluation.num_tasks])
-    consequences = {"evaluation": f"{number} tasks × {evaluation.attempts} attempts"}
+    of_replies = f"the likelihood of the recorded replies of {number} tasks"
+    sampled = f"{number} tasks × {evaluation.attempts} attempts"
+    consequences = {"evaluation": of_replies if evaluation.of_replies else sampled}
     known = None if training is None or heldout is None else (training, heldout)
     if known and (shared := shared_ids(*known, evaluation.num_tasks)):
         consequences["evaluation"] += f"; {len(shared)} tasks are tasks of training, too"
     samplings = [evaluation.following(stage.sampling).sampling for stage in config.stages]
-    if len(set(samplings)) > 1:
+    if len(set(samplings)) > 1 and not evaluation.of_replies:
         for stage, sampling in zip(config.stages, samplings, strict=True):
             limits = sampling.model_dump(include=set(LIMITS), mode="json")
             texts = (f"{key} {json.dumps(limits[key], ensure_ascii=False)}" for key in LIMITS)

@@ -71,7 +71,7 @@ def memory(config: TrainConfig, target: Target | None = None) -> dict[str, Stage
         if named is not None and teacher is None:
             return {}
         memories[f"stage {place}: {stage.name}"] = stage_memory(model, stage, config.engine, teacher)
-    if config.evaluation is not None:
+    if config.evaluation is not None and not config.evaluation.of_replies:
         candidates = [
             evaluation_memory(model, config.evaluation.following(stage.sampling), config.engine)
             for stage in config.stages

@@ -10,16 +10,17 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from agent_peft.algorithms import UncheckedAlgorithmConfig
+from agent_peft.algorithms.base import AlgorithmConfig
 from agent_peft.config import FIXED, FREE, Config, first_error
 from agent_peft.configuration.trackers import AnyTracker
 from agent_peft.environments import ENVIRONMENTS, AnyEnvironment
-from agent_peft.environments.base import EnvironmentConfig
+from agent_peft.environments.base import OUTCOMES
 from agent_peft.lookup import nearest
 from agent_peft.policies.config import PolicyConfig
 from agent_peft.policies.engine.base import AnyEngine, EngineConfig
 from agent_peft.policies.sampling import LIMITS
 from agent_peft.ranks import RanksConfig
-from agent_peft.rollout.evaluation import EvaluationConfig
+from agent_peft.rollout.evaluation import SAMPLED, EvaluationConfig
 from agent_peft.rollout.statistics import METRICS
 from agent_peft.rollout.task_order import BySkillConfig
 from agent_peft.training.stage import DROPOUT_UNDER_LAG, StageConfig, unused_keys
@@ -32,7 +33,8 @@ class KeepBestConfig(Config):
     """
 
     metric: str = Field(
-        description="evaluation.success, evaluation.score or evaluation.reward, or a metric of the steps"
+        description="evaluation.success, evaluation.score or evaluation.reward (of recorded replies "
+        "evaluation.loss and others), or a metric of the steps"
     )
     mode: Literal["max", "min"] = Field(default="max", description="whether high or low values are good")
 
@@ -173,23 +175,26 @@ class TrainConfig(Config):
         return self
 
     def _check_graded(self) -> None:
-        """Check that the built-in environments grade outcomes where these are rewarded or measured."""
-
-        def graded(environment: EnvironmentConfig) -> bool:
-            return environment.kind not in ENVIRONMENTS or ENVIRONMENTS[environment.kind].graded
-
-        for stage in self.stages if not graded(self.environment) else ():
+        """Check that the built-in environments grade outcomes where these are rewarded."""
+        kind = self.environment.kind
+        graded = kind not in ENVIRONMENTS or ENVIRONMENTS[kind].measures == OUTCOMES
+        for stage in self.stages if not graded else ():
             algorithm = stage.algorithm
             if not isinstance(algorithm, UncheckedAlgorithmConfig) and stage.samples:
                 needed = "reward" if algorithm.facts.on_policy else "success"
                 raise ValueError(
-                    f"environment: {self.environment.kind} has no outcome to grade, so {algorithm.kind} has "
+                    f"environment: {kind} has no outcome to grade, so {algorithm.kind} has "
                     f"no {needed} to learn from; set algorithm: sft, or environment.kind: questions"
                 )
-        if self.evaluation is not None and not graded(self.evaluation.environment):
+
+    def _check_measured(self, key: str, metric: str) -> None:
+        """Check that the evaluation measures a metric of evaluations, which ``key`` names."""
+        assert self.evaluation is not None
+        known = [f"evaluation.{name}" for name in self.evaluation.measures]
+        if metric not in known:
             raise ValueError(
-                f"evaluation.environment: {self.evaluation.environment.kind} has no outcome to grade, so "
-                "nothing can be measured; set another environment, or evaluation: null"
+                f"{key}: evaluation.environment.kind: {self.evaluation.environment.kind} does not measure "
+                f"{metric!r}; {nearest(metric, known)}"
             )
 
     def _check_best(self) -> None:
@@ -200,6 +205,8 @@ class TrainConfig(Config):
             raise ValueError(
                 f"checkpoint.keep_best.metric: {best.metric} needs evaluations; set evaluation.environment"
             )
+        if best.of_evaluations:
+            self._check_measured("checkpoint.keep_best.metric", best.metric)
         checked = [s for s in self.stages if not isinstance(s.algorithm, UncheckedAlgorithmConfig)]
         known = list(dict.fromkeys((*METRICS, *(name for stage in checked for name in stage.metrics))))
         if len(checked) == len(self.stages) and best.metric not in known:
@@ -218,6 +225,8 @@ class TrainConfig(Config):
                 f"until.metric of stage {stage.name!r}: no evaluation is due between the steps {first} and "
                 f"{last + 1}; set evaluation.every to less than the steps of the stage"
             )
+        assert stage.until is not None
+        self._check_measured(f"until.metric of stage {stage.name!r}", stage.until.metric)
 
     def with_steps(self, tasks: Sequence[Task]) -> TrainConfig:
         """This run with the steps that the ``epochs`` of its stages take, and the skills of their
@@ -232,6 +241,12 @@ class TrainConfig(Config):
             return TrainConfig(**{**dict(self), "stages": stages})
         except ValidationError as error:
             raise AgentPeftError(first_error(error)) from error
+
+    @property
+    def pairs(self) -> AlgorithmConfig | None:
+        """The algorithm whose loss held-out pairs have: of the last stage that learns from pairs."""
+        algorithms = (stage.algorithm for stage in reversed(self.stages))
+        return next((one for one in algorithms if one.facts.preferences == "pairs"), None)
 
     def stage_at(self, steps: int) -> StageConfig:
         """The stage to which step number ``steps`` of the run belongs."""
@@ -250,7 +265,10 @@ def resolved(config: TrainConfig) -> dict[str, Any]:
         for key in unused_keys(stage.algorithm, stage.learn_from):
             section, _, name = key.rpartition(".")
             del (values[section] if section else values)[name]
-    if (
+    if config.evaluation is not None and config.evaluation.of_replies:
+        for key in SAMPLED:
+            del content["evaluation"][key]
+    elif (
         config.evaluation is not None
         and len({tuple(getattr(stage.sampling, key) for key in LIMITS) for stage in config.stages}) > 1
     ):

@@ -13,6 +13,8 @@ from pydantic import model_validator
 from agent_peft.config import Config
 from agent_peft.types import Message, StepResult, Task
 
+OUTCOMES = ("success", "score", "reward")  # the measures of an environment that grades its episodes
+
 
 class EnvironmentConfig(Config):
     """The base of every environment's configuration. It is frozen, and an unknown key is an error."""
@@ -108,8 +110,9 @@ class Environment(ABC):
 
     config_class: ClassVar[type[EnvironmentConfig]] = NoKeys
     task_files: ClassVar[TaskFiles] = TaskFiles()
-    # whether its outcomes grade a reply. Where they do not, there is nothing to reward or to measure
-    graded: ClassVar[bool] = True
+    # what an evaluation measures: outcomes of episodes, or the likelihood of recorded replies that no outcome
+    # grades, of which the first is compared
+    measures: ClassVar[tuple[str, ...]] = OUTCOMES
 
     def __init__(self, config: Any = None) -> None:
         self.config: Any = self.config_class() if config is None else config

@@ -62,7 +62,7 @@ class Chat(TableEnvironment):
     """The environment. A task's content is ``{"messages": [{"role", "content"}, …]}``."""
 
     config_class = ChatConfig
-    graded = False
+    measures = ("loss", "token_accuracy")
     config: ChatConfig
 
     def task(self, name: str, row: Mapping[str, Any], place: str) -> Task:

@@ -88,7 +88,7 @@ class Preferences(TableEnvironment):
     """
 
     config_class = PreferencesConfig
-    graded = False
+    measures = ("loss", "accuracy", "margin")
     config: PreferencesConfig
 
     def task(self, name: str, row: Mapping[str, Any], place: str) -> Task:

@@ -146,6 +146,7 @@ class Policy(LanguageModel):
         values: bool = False,
         teaching: Teaching | None = None,
         dropout_seed: int | None = None,
+        greedy: bool = False,
     ) -> PolicyOutput:
         """Log-probabilities of the sampled tokens, under the distribution that they were drawn from.
 
@@ -157,6 +158,7 @@ class Policy(LanguageModel):
             teaching: also compute the divergences from this teacher.
             dropout_seed: decides the masks of the adapter's dropout, which are those of a trajectory
                 whatever the batch. With None, dropout does not act.
+            greedy: also compare each token with the likeliest one.
 
         Returns:
             (B, T) log-probabilities, entropies and divergences in nats, and values, all with gradient, and
@@ -164,7 +166,9 @@ class Policy(LanguageModel):
         """
         layers = self.checkpointed if torch.is_grad_enabled() else []
         with checkpointing(layers):
-            return self._score(batch.to(self.device), sampling, entropy, values, teaching, dropout_seed)
+            return self._score(
+                batch.to(self.device), sampling, entropy, values, teaching, dropout_seed, greedy
+            )
 
     def exact_logprobs(self, batch: Batch, sampling: SamplingConfig) -> Tensor | None:
         """(B, T) log-probabilities in nats as ``forward`` gives them, computed in fp32 from the same weights.
@@ -225,6 +229,7 @@ class Policy(LanguageModel):
         values: bool,
         teaching: Teaching | None,
         dropout_seed: int | None,
+        greedy: bool,
     ) -> PolicyOutput:
         hidden, predictors, dropout = self.states(batch, dropout_seed)
         mask = batch.action_mask
@@ -235,6 +240,8 @@ class Policy(LanguageModel):
         pairs, inverse = pairs.unique(dim=1, return_inverse=True)  # type: ignore[no-untyped-call]
         states, plain = hidden[pairs[0]], self.softcap is None
         measures: list[Measure] = [entropy_of] if entropy else []
+        if greedy:
+            measures.append(lambda logp, part: (logp.argmax(-1) == pairs[1][part]).float())
         if teaching is not None:
             measures.append(lambda logp, part: teaching.divergence_of(logp, pairs[2][part], sampling))
         logp, *measured = logprobs_of_targets(
@@ -254,6 +261,7 @@ class Policy(LanguageModel):
             logprobs=zeros.masked_scatter(mask, logp[inverse]),
             entropy=found[0] if entropy else None,
             divergence=None if teaching is None else found[-1],
+            greedy=found[int(entropy)] if greedy else None,
             values=zeros.masked_scatter(mask, self._value(hidden[pairs[0]])[inverse]) if values else None,
         )
 

@@ -11,16 +11,10 @@ from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
+from agent_peft.environments.base import OUTCOMES
 from agent_peft.reports.episodes import EpisodeFile, Facts, episode_files, facts_of
-from agent_peft.rollout.statistics import (
-    NO_SKILL,
-    Z95,
-    EvaluationReport,
-    other_settings,
-    paired_test,
-    rate_of,
-    t95,
-)
+from agent_peft.rollout.intervals import Z95, in_words, rate_of, t95
+from agent_peft.rollout.statistics import NO_SKILL, EvaluationReport, other_settings, paired_test
 from agent_peft.runs.comparison import flat_keys, group_seeds
 from agent_peft.runs.overview import summarize_run
 from agent_peft.runs.reading import RunRecord, load_run
@@ -257,9 +251,10 @@ def _evaluations(reports: Mapping[str, EvaluationReport]) -> list[dict[str, Any]
                 "name": report.name or name,
                 "file": name,
                 "step": report.step,
-                "success": asdict(report.success),
-                "score": None if report.score is None else asdict(report.score),
-                "reward": None if report.reward is None else asdict(report.reward),
+                "unit": report.unit,
+                "number": report.headline.tasks,
+                **{name: asdict(one) if (one := report.measure(name)) else None for name in OUTCOMES},
+                "means": {name: in_words(name, mean) for name, mean in report.means.items()},
                 "by_skill": {skill: asdict(rate) for skill, rate in report.by_skill.items()},
                 "pass_at": {str(k): value for k, value in report.pass_at.items()},
                 "attempts": report.attempts,
@@ -296,9 +291,10 @@ def _note_others(values: Sequence[dict[str, Any]], reports: Sequence[Mapping[str
                 row["notices"].append(f"{name} is not comparable with {where}: other {', '.join(keys)}")
 
 
-def _test(before: EvaluationReport, after: EvaluationReport) -> dict[str, float] | None:
+def _test(before: EvaluationReport, after: EvaluationReport) -> dict[str, Any] | None:
     try:
-        return asdict(paired_test(before, after))
+        test = paired_test(before, after)
+        return asdict(test) | {"nats": None if after.success is not None else test.text(points=False)}
     except AgentPeftError:
         return None  # other tasks
 

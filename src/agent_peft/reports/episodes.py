@@ -69,6 +69,7 @@ def episode_files(run: RunRecord, number: int) -> list[EpisodeFile]:
     evaluations = [
         EpisodeFile(f"r{number}_evaluation_{place}", one.path.with_suffix(".jsonl"), -1, one.name)
         for place, one in enumerate(run.evaluations.values())
+        if one.episodes.steps  # of recorded replies there are none
     ]
     return steps + evaluations
 

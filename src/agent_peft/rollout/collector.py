@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from agent_peft.environments.base import Environment
+from agent_peft.environments.base import OUTCOMES, Environment
 from agent_peft.environments.contract import ContractError, place_of
 from agent_peft.files import write_atomic
 from agent_peft.policies.engine.base import EngineStatistics, Sampler
@@ -126,10 +126,10 @@ class Collector:
     def __init__(
         self, environment: Environment, engine: Sampler, on_episode: Callable[[], None] | None = None
     ) -> None:
-        if not environment.graded:
+        if environment.measures != OUTCOMES:
             raise AgentPeftError(
-                f"{type(environment).__name__} has no outcome to grade, so its episodes can be neither "
-                "rewarded nor measured; learn from its demonstrations with sft"
+                f"{type(environment).__name__} has no outcome to grade, so its episodes cannot be rewarded; "
+                "learn from its demonstrations with sft"
             )
         self.environment, self.engine, self.on_episode = environment, engine, on_episode
         self._logged: set[tuple[str, str]] = set()  # kinds of defects

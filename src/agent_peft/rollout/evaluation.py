@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
+from agent_peft.algorithms.base import AlgorithmConfig
+from agent_peft.algorithms.preference import DpoConfig
 from agent_peft.config import Config, validated
-from agent_peft.environments import AnyEnvironment
-from agent_peft.environments.base import Environment, EnvironmentConfig
+from agent_peft.environments import ENVIRONMENTS, AnyEnvironment
+from agent_peft.environments.base import OUTCOMES, Environment, EnvironmentConfig
 from agent_peft.environments.contract import refuse_class
 from agent_peft.environments.digests import digest, digests_of, shown_before
 from agent_peft.lookup import nearest
@@ -31,10 +33,12 @@ from agent_peft.types import AgentPeftError
 
 if TYPE_CHECKING:
     from agent_peft.policies.policy import Policy
+    from agent_peft.policies.reference import Reference
 
 logger = logging.getLogger(__name__)
 
 FEW_TASKS = 30  # of an evaluation, whose interval is wide below it
+SAMPLED = {"attempts", "sampling"}  # those without an effect on recorded replies
 MEASURES = ("attempts", "num_tasks", "sampling")  # the keys that a single evaluation has
 # keys of environments for the place of the tasks; the tasks have their own digest
 PLACES = {"tasks", "url", "token", "examples_from"}
@@ -89,12 +93,33 @@ class EvaluationConfig(Config):
             raise ValueError("at: [] and every: 0 never evaluate; set one of them, or evaluation: null")
         if len(set(self.at)) < len(self.at):
             raise ValueError("at names the same moment twice")
+        if self.of_replies and (keys := SAMPLED & self.model_fields_set):
+            raise ValueError(
+                f"{min(keys)} has no effect with environment.kind: {self.environment.kind}, whose recorded "
+                "replies are measured without sampling; remove it"
+            )
         if self.attempts > 1 and self.sampling.temperature == 0:
             raise ValueError(
                 f"attempts: {self.attempts} has no effect at sampling.temperature: 0, where all attempts are "
                 "alike; raise it"
             )
+        if getattr(self.environment, "label", None) is not None and self.of_replies:
+            raise ValueError(
+                "environment.label makes rows of one reply, and an evaluation measures pairs; give a table "
+                "of chosen and rejected replies"
+            )
         return self
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """What is measured, as far as the environment is built in."""
+        kind = self.environment.kind
+        return ENVIRONMENTS[kind].measures if kind in ENVIRONMENTS else OUTCOMES
+
+    @property
+    def of_replies(self) -> bool:
+        """Whether recorded replies are measured, and no episode is sampled."""
+        return self.measures != OUTCOMES
 
 
 def evaluate(
@@ -107,14 +132,16 @@ def evaluate(
     rewards: RewardConfig | Mapping[str, Any] | None = None,
     on_episode: Callable[[], None] | None = None,
     replays: ReplayWindow | None = None,
+    pairs: AlgorithmConfig | None = None,
+    reference: Reference | None = None,
 ) -> EvaluationReport:
     """Measure a policy on an environment: ``attempts`` episodes of each task, greedy by default. The report
-    has the episodes in ``groups``.
+    has the episodes in ``groups``. Of ``chat`` and ``preferences`` it measures the recorded replies.
 
     Episodes whose environment failed before the agent had acted are left out, and counted.
 
     Args:
-        policy: a policy, for which a sampler is made, or a sampler.
+        policy: a policy, for which a sampler is made, or a sampler. Recorded replies need a policy.
         evaluation: the settings, or a mapping with the keys ``attempts``, ``num_tasks`` and ``sampling``,
             such as ``{"attempts": 4, "sampling": {"temperature": 1.0}}``.
         seed: decides the episodes and, at a temperature above 0, the tokens.
@@ -122,14 +149,26 @@ def evaluate(
         rewards: what an episode is worth, as in a stage; None takes the defaults.
         on_episode: called at the end of each episode of this rank, from any thread.
         replays: earlier episodes to show before each task.
+        pairs: the algorithm whose loss the pairs of ``preferences`` have; None takes dpo.
+        reference: what that loss compares the policy with; None takes the policy with its adapter off, or
+            nothing where it has no adapter.
     """
     refuse_class(environment)
     from agent_peft.policies.policy import Policy
 
-    sampler = load_sampler(policy) if isinstance(policy, Policy) else policy
     settings = _settings(evaluation)
     prices = validated(RewardConfig, rewards, "rewards")
     tasks = environment.tasks[: settings.num_tasks]
+    if environment.measures != OUTCOMES:
+        if not isinstance(policy, Policy):
+            raise AgentPeftError("recorded replies are measured without sampling; give the policy itself")
+        if isinstance(evaluation, Mapping) and (keys := SAMPLED & evaluation.keys()):
+            raise AgentPeftError(
+                f"evaluation.{min(keys)} has no effect on recorded replies, which are measured without "
+                "sampling; remove it"
+            )
+        return _evaluate_replies(policy, environment, settings, ranks, prices, on_episode, pairs, reference)
+    sampler = load_sampler(policy) if isinstance(policy, Policy) else policy
     if ranks.is_main:
         _check_number(len(tasks))
     collection = Collector(environment, sampler, on_episode).collect(
@@ -160,6 +199,27 @@ def evaluate(
             collection.defects,
         )
     return report
+
+
+def _evaluate_replies(
+    policy: Policy,
+    environment: Environment,
+    settings: EvaluationConfig,
+    ranks: Ranks,
+    prices: RewardConfig,
+    on_task: Callable[[], None] | None,
+    pairs: AlgorithmConfig | None,
+    reference: Reference | None,
+) -> EvaluationReport:
+    from agent_peft.policies.reference import Reference
+    from agent_peft.rollout.likelihood import Likelihood
+
+    if reference is None and policy.has_adapter:
+        reference = Reference(None)
+    algorithm = (pairs or DpoConfig()).build() if "margin" in environment.measures else None
+    measured = Likelihood(policy, environment, prices, algorithm, reference, on_task)
+    report = measured.report(environment.tasks[: settings.num_tasks], ranks)
+    return replace(report, settings=settings_of_replies(settings, environment, pairs, reference))
 
 
 @cache  # so that it warns once
@@ -195,6 +255,26 @@ def settings_of(
         "rewards": rewards.model_dump(mode="json"),
         "replay_in_prompt": replay_in_prompt,
     }
+
+
+def settings_of_replies(
+    evaluation: EvaluationConfig,
+    environment: Environment,
+    pairs: AlgorithmConfig | None,
+    reference: Reference | None,
+) -> dict[str, Any]:
+    """``settings_of`` for recorded replies."""
+    tasks = environment.tasks[: evaluation.num_tasks]
+    settings = {
+        "tasks": len(tasks),
+        "environment_digest": digest([_keys(environment), shown_before(environment)]),
+        "tasks_digest": digests_of(tasks)["order"],
+    }
+    if "margin" not in environment.measures:
+        return settings
+    pairs = pairs or DpoConfig()
+    compared = pairs.facts.needs_reference and reference is not None
+    return settings | {"loss": pairs.model_dump(mode="json"), "reference": "start" if compared else "none"}
 
 
 def _keys(environment: Environment) -> Any:

@@ -52,30 +52,32 @@ class Pairs:
     def collect(self, step: int) -> Collection:
         tasks, seed = self.order.at(step), derive(self.seed, "rollout", step)
         groups = [
-            Group(task, [self._replay(task, *side, seed) for side in self._sides(task)])
+            replay_sides(self.environment, task, self.chat, self.rewards, seed, self.form)
             for task in self.ranks.share(tasks)
         ]
         collection = gather_collection(self.ranks, Collection(groups), tasks)
         return with_mismatched(collection) if self.form == "labels" else collection
 
-    def _sides(self, task: Task) -> list[tuple[bool, Sequence[str]]]:
-        """Whether each reply is the desirable one, and its actions."""
-        sides = {
-            "demonstration": self.environment.demonstration(task),
-            "rejection": self.environment.rejection(task),
-        }
-        known = [(name == "demonstration", actions) for name, actions in sides.items() if actions is not None]
-        if len(known) == 2 or (known and self.form == "labels"):
-            return known
-        missing = next(name for name, actions in sides.items() if actions is None)
+
+def replay_sides(
+    environment: Environment,
+    task: Task,
+    chat: ChatTokenizer,
+    rewards: RewardConfig,
+    seed: int,
+    form: PreferenceForm = "pairs",
+) -> Group:
+    """The chosen and the rejected reply of a task, replayed; with ``form`` "labels" there may be one."""
+    sides = {"demonstration": environment.demonstration(task), "rejection": environment.rejection(task)}
+    known = {name: actions for name, actions in sides.items() if actions is not None}
+    if len(known) < 2 and not (known and form == "labels"):
+        missing = next(name for name in sides if name not in known)
         raise AgentPeftError(
             f"task {printable(task.id, 60)}: the environment has no {missing}, so it is not a pair; take "
             "environment.kind: preferences, or learn from the episodes of a run (episodes_of)"
         )
-
-    def _replay(self, task: Task, desirable: bool, actions: Sequence[str], seed: int) -> Trajectory:
-        trajectory = demonstrate(self.environment, task, self.chat, self.rewards, seed, actions)
-        return replace(trajectory, desirable=desirable)
+    replays = {name: demonstrate(environment, task, chat, rewards, seed, known[name]) for name in known}
+    return Group(task, [replace(one, desirable=name == "demonstration") for name, one in replays.items()])
 
 
 class EpisodesOfConfig(Config):

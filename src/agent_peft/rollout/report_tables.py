@@ -8,8 +8,15 @@ from itertools import pairwise
 from rich.table import Table
 from rich.text import Text
 
+from agent_peft.rollout.intervals import in_words
 from agent_peft.rollout.statistics import EvaluationReport, other_settings, paired_test
 from agent_peft.types import AgentPeftError
+
+
+def tables(reports: Mapping[str, EvaluationReport]) -> list[Table]:
+    """Return the table of reports, and that of their skills where episodes were measured."""
+    outcomes = {name: report for name, report in reports.items() if report.success is not None}
+    return [table(reports), *([skill_table(outcomes)] if outcomes else [])]
 
 
 def table(reports: Mapping[str, EvaluationReport]) -> Table:
@@ -17,20 +24,28 @@ def table(reports: Mapping[str, EvaluationReport]) -> Table:
     before.
     """
     columns = list(reports.values())
-    rows = _table("success (95 % interval)", reports)
+    last = columns[-1]
+    of_replies = last.success is None
+    rows = _table(f"{'held-out replies' if of_replies else 'success'} (95 % interval)", reports)
     if any(report.step is not None for report in columns):
         rows.add_row("step", *("" if report.step is None else str(report.step) for report in columns))
-    rows.add_row("tasks", *(str(report.success.tasks) for report in columns))
-    rows.add_row("success", *(report.success.percent for report in columns))
-    if any(report.score for report in columns):
-        scores = ("" if report.score is None else report.score.percent for report in columns)
-        rows.add_row("score", *scores)
-    if any(not report.reward_follows_success for report in columns):
-        _add_rewards(rows, columns)
+    rows.add_row(last.unit, *(str(report.headline.tasks) for report in columns))
+    for name in last.measures:
+        measured = [report.measure(name) for report in columns]
+        if name == "reward":
+            if any(not report.reward_follows_success for report in columns):
+                _add_rewards(rows, columns)
+        elif any(measured):
+            texts = ("" if one is None else in_words(name, one) for one in measured)
+            rows.add_row(f"{name.replace('_', ' ')}{', nats' * (name == 'loss')}", *texts)
     if len(columns) > 1:
         changes = [_change(before, after) for before, after in pairwise(columns)]
-        rows.add_row("change, points", "", *(change for change, _ in changes))
+        unit = "nats" if of_replies else "points"
+        rows.add_row(f"change, {unit}", "", *(change for change, _ in changes))
         rows.add_row("p, if no change", "", *(p for _, p in changes))
+    if of_replies:
+        rows.add_row("target tokens", *(f"{report.mean_action_tokens:.1f}" for report in columns))
+        return _with_others(rows, reports)
     for k in sorted({k for report in columns for k in report.pass_at} - {1}):
         rows.add_row(
             f"pass@{k}", *(f"{report.pass_at[k]:.1%}" if k in report.pass_at else "" for report in columns)
@@ -48,7 +63,13 @@ def table(reports: Mapping[str, EvaluationReport]) -> Table:
     rows.add_row("action tokens", *(f"{report.mean_action_tokens:.1f}" for report in columns))
     if any(report.infrastructure_failures for report in columns):
         rows.add_row("left out (failed)", *(str(report.infrastructure_failures) for report in columns))
-    others = [(name, other_settings(one.settings, columns[-1].settings)) for name, one in reports.items()]
+    return _with_others(rows, reports)
+
+
+def _with_others(rows: Table, reports: Mapping[str, EvaluationReport]) -> Table:
+    """The table with a note on reports that did not measure what the last one did."""
+    last = list(reports.values())[-1]
+    others = [(name, other_settings(one.settings, last.settings)) for name, one in reports.items()]
     if notes := [f"{name} measured with other settings ({', '.join(keys)})" for name, keys in others if keys]:
         lines = [] if rows.caption is None else [str(rows.caption)]
         rows.caption = "\n".join([*lines, *(f"{note} than {list(reports)[-1]}" for note in notes)])
@@ -89,4 +110,4 @@ def _change(before: EvaluationReport, after: EvaluationReport) -> tuple[str, str
         test = paired_test(before, after)
     except AgentPeftError:
         return "other tasks", ""
-    return f"{100 * test.difference:+.1f} ({100 * test.low:+.0f}…{100 * test.high:+.0f})", f"{test.p:.2g}"
+    return test.text(points=after.success is not None), f"{test.p:.2g}"

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
-from agent_peft.rollout.statistics import Z95, EvaluationReport, Mean, Rate, rate_of
+from agent_peft.rollout.intervals import Z95, Mean, Rate, rate_of
+from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.types import Outcome
 
 MEASURES = ("average accuracy", "backward transfer", "forward transfer", "forgetting")

@@ -1,84 +1,59 @@
-"""Statistics of evaluations: success rates and means with their uncertainty, and tests for a difference."""
+"""The report of an evaluation, and tests for a difference between two."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeVar
 
+from agent_peft.environments.base import OUTCOMES
+from agent_peft.rollout.intervals import (
+    Z95,
+    Mean,
+    Rate,
+    in_words,
+    mean_over_tasks,
+    pass_at_k,
+    rate_of,
+    sign_flip_p,
+)
 from agent_peft.types import AgentPeftError, Group, Outcome, StopReason, Trajectory
 
 T = TypeVar("T")
-Z95 = 1.959963984540054  # the normal distribution's 97.5 % point
 NO_SKILL = "(no skill)"
 MAX_LEFT_OUT = 0.05  # share of the episodes; above it the summary reports them
 UNMEASURED = {"rewards", "seed"}  # settings that do not change what a success rate is of
-METRICS = ("evaluation.success", "evaluation.score", "evaluation.reward")  # the names of ``metric``
-
-
-@dataclass(frozen=True)
-class Rate:
-    """A success rate over tasks, with the bounds of its 95 % interval.
-
-    >>> rate_of([(1, 1), (1, 1), (0, 1), (0, 1)]).value
-    0.5
-    """
-
-    value: float
-    low: float
-    high: float
-    tasks: int
-
-    @property
-    def percent(self) -> str:
-        """The rate with its interval, such as ``50.0% (15–85)``."""
-        return f"{self.value:.1%} ({100 * self.low:.0f}–{100 * self.high:.0f})"
-
-
-@dataclass(frozen=True)
-class Mean:
-    """A mean over tasks, with the bounds of its 95 % interval. They are None where the tasks do not show how
-    much tasks differ: there is one task, or all are alike.
-
-    >>> mean_over_tasks([0.5, 1.5]).value
-    1.0
-    """
-
-    value: float
-    low: float | None
-    high: float | None
-    tasks: int
-
-    @property
-    def text(self) -> str:
-        """The mean with its interval, such as ``0.412 (0.301…0.523)``."""
-        if self.low is None or self.high is None:
-            return f"{self.value:.3f}"
-        return f"{self.value:.3f} ({self.low:.3f}…{self.high:.3f})"
+OF_REPLIES = ("loss", "token_accuracy", "accuracy", "margin")  # what no outcome decides
+METRICS = tuple(f"evaluation.{name}" for name in (*OUTCOMES, *OF_REPLIES))  # the names of ``metric``
 
 
 @dataclass(frozen=True)
 class EvaluationReport:
     """The result of an evaluation. All rates and means are over tasks; a task counts once, however often it
-    was tried.
+    was tried. Recorded replies that no outcome grades have ``means`` and ``losses``, and no success.
     """
 
-    success: Rate
-    by_skill: Mapping[str, Rate]  # by a task's first skill
-    pass_at: Mapping[int, float]  # k -> pass@k, for 1, 2, 4, … up to the fewest attempts of any task
-    attempts: int  # episodes that count
-    infrastructure_failures: int  # that do not count: the environment failed before the agent had acted
-    stop_reasons: Mapping[str, int]
-    invalid_actions: float  # share of turns
-    mean_turns: float  # per episode
-    mean_action_tokens: float  # per episode
-    outcomes: Mapping[str, tuple[str, ...]]  # task id -> the outcome of each attempt
+    success: Rate | None = None
+    by_skill: Mapping[str, Rate] = field(default_factory=dict)  # by a task's first skill
+    # k -> pass@k, for 1, 2, 4, … up to the fewest attempts of any task
+    pass_at: Mapping[int, float] = field(default_factory=dict)
+    attempts: int = 0  # episodes that count
+    infrastructure_failures: int = 0  # that do not count: the environment failed before the agent had acted
+    stop_reasons: Mapping[str, int] = field(default_factory=dict)
+    invalid_actions: float = 0.0  # share of turns
+    mean_turns: float = 0.0  # per episode
+    mean_action_tokens: float = 0.0  # per episode
+    # task id -> the outcome of each attempt
+    outcomes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     cut_actions: float = 0.0  # share of turns whose action a limit on tokens ended
     score: Rate | None = None  # mean of the environment's scores; None where no episode has one
     reward: Mean | None = None  # mean return; None where the episodes have no rewards
     reward_follows_success: bool = True  # the outcome alone decides the reward
+    means: Mapping[str, Mean] = field(default_factory=dict)  # of ``OF_REPLIES``, the first is compared
+    # task id -> its loss in nats, and the number of target tokens that it is the sum of; of a pair 1
+    losses: Mapping[str, tuple[float, int]] = field(default_factory=dict)
     # what was measured does not count when reports are compared
     name: str | None = field(default=None, compare=False)  # of an evaluation of a run, such as "after grpo"
     run: str | None = field(default=None, compare=False)  # what ``agent-peft evaluate`` was given
@@ -89,8 +64,26 @@ class EvaluationReport:
     groups: Sequence[Group] = field(default=(), compare=False, repr=False)  # the episodes; not in the JSON
 
     @property
+    def measures(self) -> tuple[str, ...]:
+        """The names of what was measured."""
+        return tuple(self.means) or OUTCOMES
+
+    @property
+    def headline(self) -> Rate | Mean:
+        """The first of the measures, which is compared."""
+        return self.success or self.means[self.measures[0]]
+
+    def measure(self, name: str) -> Rate | Mean | None:
+        """Return one of the measures; None where the report does not have it."""
+        measure: Rate | Mean | None = getattr(self, name) if name in OUTCOMES else self.means.get(name)
+        return measure
+
+    @property
     def summary(self) -> str:
         """The result in one line."""
+        if self.success is None:
+            texts = (f"{name.replace('_', ' ')} {in_words(name, one)}" for name, one in self.means.items())
+            return f"{', '.join(texts)} on {self.headline.tasks} {self.unit}"
         left_out, episodes = self.infrastructure_failures, self.attempts + self.infrastructure_failures
         rates = f"success {self.success.percent} on {self.success.tasks} tasks"
         if self.score is not None:
@@ -103,9 +96,14 @@ class EvaluationReport:
             else rates
         )
 
+    @property
+    def unit(self) -> str:
+        """What the measures are means over."""
+        return "tasks" if not self.means else "pairs" if "margin" in self.means else "conversations"
+
     def metric(self, name: str) -> float | None:
         """Return a number by its name in ``METRICS``; None where the report does not have it."""
-        measure: Rate | Mean | None = getattr(self, name.removeprefix("evaluation."))
+        measure = self.measure(name.removeprefix("evaluation."))
         return None if measure is None else measure.value
 
     def to_json(self) -> dict[str, Any]:
@@ -113,6 +111,11 @@ class EvaluationReport:
         fields = asdict(replace(self, groups=()))
         del fields["groups"]
         heading = {key: fields.pop(key) for key in ("name", "run", "checkpoint", "step", "settings")}
+        heading |= fields.pop("means")
+        losses = fields.pop("losses")
+        if losses:
+            fields = {key: fields[key] for key in ("attempts", "mean_action_tokens")} | {"losses": losses}
+            return {key: value for key, value in (heading | fields).items() if value is not None}
         return {
             **{key: value for key, value in (heading | fields).items() if value is not None},
             "pass_at": {str(k): value for k, value in self.pass_at.items()},
@@ -123,6 +126,10 @@ class EvaluationReport:
     def from_json(cls, content: Mapping[str, Any]) -> EvaluationReport:
         """Return the report that ``to_json`` wrote."""
         rest = dict(content)
+        if "losses" in rest:
+            means = {name: Mean(**rest.pop(name)) for name in OF_REPLIES if name in rest}
+            losses = {task: (nats, number) for task, (nats, number) in rest.pop("losses").items()}
+            return cls(means=means, losses=losses, **rest)
         return cls(
             success=Rate(**rest.pop("success")),
             by_skill={skill: Rate(**rate) for skill, rate in rest.pop("by_skill").items()},
@@ -136,14 +143,24 @@ class EvaluationReport:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``difference`` = success after - success before, its 95 % interval, and the two-sided p-value of
-    "nothing has changed".
+    """``difference`` = success after - success before, or that of the loss in nats, its 95 % interval, and
+    the two-sided p-value of "nothing has changed".
     """
 
     difference: float
     low: float
     high: float
     p: float
+
+    def text(self, points: bool) -> str:
+        """The difference with its interval, in percentage points or in nats.
+
+        >>> Comparison(0.125, -0.02, 0.3, 0.5).text(points=True)
+        '+12.5 (-2…+30)'
+        """
+        if points:
+            return f"{100 * self.difference:+.1f} ({100 * self.low:+.0f}…{100 * self.high:+.0f})"
+        return f"{self.difference:+.3f} ({self.low:+.3f}…{self.high:+.3f})"
 
 
 def other_settings(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -246,99 +263,6 @@ def _follows_success(trajectories: Sequence[Trajectory]) -> bool:
     return len(pairs) == len({correct for correct, _ in pairs})
 
 
-def mean_over_tasks(means: Sequence[float]) -> Mean:
-    """Return the mean of n ≥ 1 tasks' means, with Student's (1908) interval: mean ± t · s / √n, where s is
-    the standard deviation of the tasks' means and t the 97.5 % point with n - 1 degrees of freedom.
-
-    Tasks are drawn independently, attempts at one task are not. A task is therefore one observation, however
-    often it was tried (Miller, 2024, section 2.2, on clustered standard errors).
-
-    >>> mean_over_tasks([1.0, 2.0, 3.0, 6.0]).text
-    '3.000 (-0.433…6.433)'
-    """
-    n = len(means)
-    mean = math.fsum(means) / n
-    if len(set(means)) == 1:
-        return Mean(mean, None, None, n)
-    half = t95(n - 1) * math.sqrt(math.fsum((x - mean) ** 2 for x in means) / (n - 1) / n)
-    return Mean(mean, mean - half, mean + half, n)
-
-
-def t95(degrees: int) -> float:
-    """Return the 97.5 % point of Student's t distribution: exact for 1 and 2 degrees of freedom, within
-    0.004 of it from 3 on (Abramowitz and Stegun, 1964, equation 26.7.5).
-
-    >>> [round(t95(degrees), 2) for degrees in (1, 2, 9, 99)]
-    [12.71, 4.3, 2.26, 1.98]
-    """
-    if degrees <= 2:
-        return math.tan(0.475 * math.pi) if degrees == 1 else 0.95 * math.sqrt(2 / 0.0975)
-    z = Z95
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return sum(term / float(degrees) ** power for power, term in enumerate(terms))
-
-
-def rate_of(scores: Iterable[tuple[float, int]]) -> Rate:
-    """Return the success rate of n ≥ 1 tasks, each given as (successes, attempts), with the interval of
-    Wilson (1927, eq. 4).
-
-    Tasks are drawn independently, attempts at one task are not. The interval therefore counts effective
-    observations instead of attempts: p(1 - p) n² / Σ(pᵢ - p)², where pᵢ is the rate of task i (Korn and
-    Graubard, 1998). This is n if each task was tried once or always ends the same way, and never more than
-    the number of attempts.
-
-    >>> rate_of([(2, 2), (0, 2)]) == rate_of([(1, 1), (0, 1)])
-    True
-    """
-    pairs = list(scores)
-    rates = [successes / attempts for successes, attempts in pairs]
-    n, total = len(rates), sum(attempts for _, attempts in pairs)
-    p = math.fsum(rates) / n
-    spread = math.fsum((rate - p) ** 2 for rate in rates)
-    effective: float = n
-    if 0 < p < 1:
-        effective = min(total, p * (1 - p) * n * n / spread) if spread > 0 else total
-        effective = max(effective, n)  # rounding may go below
-    return Rate(p, *wilson_interval(p, effective), n)
-
-
-def wilson_interval(p: float, n: float) -> tuple[float, float]:
-    """Return the 95 % score interval of a proportion p in n observations (Wilson, 1927).
-
-    >>> low, high = wilson_interval(0.5, 10)
-    >>> round(low, 4), round(high, 4)
-    (0.2366, 0.7634)
-    """
-    z2 = Z95 * Z95 / n
-    center = (p + z2 / 2) / (1 + z2)
-    half = math.sqrt(p * (1 - p) * z2 + z2 * z2 / 4) / (1 + z2)
-    return (0.0 if p == 0 else center - half, 1.0 if p == 1 else center + half)
-
-
-def pass_at_k(scores: Iterable[tuple[int, int]], k: int) -> float:
-    """Return the probability that one of k attempts succeeds, 1 - C(n - c, k) / C(n, k), averaged over tasks
-    (Chen et al., 2021, eq. 1).
-
-    Raises:
-        ValueError: a task was tried fewer than k times.
-
-    >>> pass_at_k([(1, 2)], 1), pass_at_k([(1, 2)], 2)
-    (0.5, 1.0)
-    """
-    chances = []
-    for successes, attempts in scores:
-        if not 1 <= k <= attempts:
-            raise ValueError(f"pass@{k} of a task that was tried {attempts} times")
-        chances.append(1 - math.comb(attempts - successes, k) / math.comb(attempts, k))
-    return math.fsum(chances) / len(chances)
-
-
 def paired_test(before: EvaluationReport, after: EvaluationReport) -> Comparison:
     """Test whether ``after`` does better than ``before`` on the same tasks.
 
@@ -346,13 +270,22 @@ def paired_test(before: EvaluationReport, after: EvaluationReport) -> Comparison
     changed, before and after are exchangeable within each task. With one attempt per task this is McNemar's
     exact test (1947). The interval is that of Bonett and Price (2012, eq. 3): the Wald interval with one task
     added as gained and one as lost. It may disagree with p where p is close to 0.05.
+
+    Of losses, the interval is that of ``mean_over_tasks``, and p that of the sign test: of how many tasks the
+    loss has fallen.
     """
-    unpaired = before.outcomes.keys() ^ after.outcomes.keys()
+    unpaired = (before.losses or before.outcomes).keys() ^ (after.losses or after.outcomes).keys()
     if unpaired or "tasks_digest" in other_settings(before.settings, after.settings):
         cause = f"task {min(unpaired)!r} is in one only" if unpaired else "tasks of equal ids differ"
         raise AgentPeftError(
             f"evaluations on different tasks cannot be paired ({cause}): evaluate both on the same"
         )
+    if before.losses:
+        both = [(*one, *after.losses[task]) for task, one in before.losses.items()]
+        means = [new / number - old / count for old, count, new, number in both]
+        change = mean_over_tasks(means, [count for _, count, _, _ in both])
+        low, high = (change.value if bound is None else bound for bound in (change.low, change.high))
+        return Comparison(change.value, low, high, sign_flip_p([(x > 0) - (x < 0) for x in means]))
     pairs = [
         (_successes(before.outcomes[task]), _successes(after.outcomes[task])) for task in before.outcomes
     ]
@@ -366,26 +299,6 @@ def paired_test(before: EvaluationReport, after: EvaluationReport) -> Comparison
     return Comparison(
         sum(steps) / unit / n, max(-1.0, mean - half), min(1.0, mean + half), sign_flip_p(steps)
     )
-
-
-def sign_flip_p(differences: Sequence[int]) -> float:
-    """Return the exact probability that |sum| is as large as it is, or larger, if each difference gets a
-    random sign.
-
-    >>> sign_flip_p([1, 1, 1, 1, 1, 0]) == 2 / 2**5
-    True
-    """
-    ways = {0: 1}  # sum -> how many of the 2^m choices of signs have it
-    sizes = [abs(difference) for difference in differences if difference]
-    for size in sizes:
-        longer: dict[int, int] = {}
-        for total, count in ways.items():
-            for signed in (total - size, total + size):
-                longer[signed] = longer.get(signed, 0) + count
-        ways = longer
-    observed = abs(sum(differences))
-    extreme = sum(count for total, count in ways.items() if abs(total) >= observed)
-    return extreme / (1 << len(sizes))
 
 
 def _successes(outcomes: Sequence[str]) -> tuple[int, int]:

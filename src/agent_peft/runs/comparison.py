@@ -17,15 +17,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from agent_peft.rollout.statistics import (
-    Comparison,
-    EvaluationReport,
-    Mean,
-    Rate,
-    mean_over_tasks,
-    other_settings,
-    paired_test,
-)
+from agent_peft.rollout.intervals import SHARES, Mean, in_words, mean_over_tasks
+from agent_peft.rollout.statistics import Comparison, EvaluationReport, other_settings, paired_test
 from agent_peft.runs.overview import find_runs
 from agent_peft.runs.reading import RunRecord, load_run
 from agent_peft.types import AgentPeftError
@@ -60,11 +53,13 @@ class Seeds:
     def last(self) -> EvaluationReport:
         """The last evaluations as one: an attempt of each seed at each task."""
         first, *others = (one.last for one in self.measured)
-        outcomes = dict(first.outcomes)
+        outcomes, losses = dict(first.outcomes), dict(first.losses)
         for other in others:
             paired_test(first, other)  # raises where the tasks are others
             outcomes = {task: (*tried, *other.outcomes[task]) for task, tried in outcomes.items()}
-        return replace(first, outcomes=outcomes)
+            pairs = {task: (one, other.losses[task]) for task, one in losses.items()}
+            losses = {task: (x + y, m + n) for task, ((x, m), (y, n)) in pairs.items()}
+        return replace(first, outcomes=outcomes, losses=losses)
 
     def values(self, measure: str) -> list[float]:
         """A measure of the last evaluation for each seed, in their order; empty where one lacks it."""
@@ -75,14 +70,14 @@ class Seeds:
         """The mean over seeds. A rate's interval is cut at 0 and 1."""
         values = self.values(measure)
         mean = mean_over_tasks(values) if values else None
-        if mean is None or mean.low is None or mean.high is None or measure == "reward":
+        if mean is None or mean.low is None or mean.high is None or measure not in SHARES:
             return mean
         return replace(mean, low=max(0.0, mean.low), high=min(1.0, mean.high))
 
     @property
     def start(self) -> float | None:
-        """The mean success before training, where it was measured."""
-        starts = [one.reports[0].success.value for one in self.measured if one.reports[0].step == 0]
+        """The mean before training of what is compared, where it was measured."""
+        starts = [one.reports[0].headline.value for one in self.measured if one.reports[0].step == 0]
         return sum(starts) / len(starts) if len(starts) == len(self.measured) else None
 
 
@@ -96,16 +91,21 @@ class RunComparison:
 
     @property
     def best(self) -> int:
-        """The place of the group with the highest mean success."""
-        means = [sum(values) / len(values) for group in self.groups if (values := group.values("success"))]
-        return means.index(max(means))
+        """The place of the group with the highest mean success, or the lowest mean loss."""
+        means = [sum(values) / len(values) for group in self.groups if (values := group.values(self.measure))]
+        return means.index(max(means) if self.measure == "success" else min(means))
+
+    @property
+    def measure(self) -> str:
+        """What is compared."""
+        return self.groups[0].last.measures[0]
 
     def rows(self) -> list[dict[str, Any]]:
         """A flat mapping for each group."""
         rows = []
         for place, group in enumerate(self.groups):
             row = {"name": group.name, **group.settings, "seeds": len(group.measured), "start": group.start}
-            for measure in ("success", "score", "reward"):
+            for measure in group.last.measures:
                 if (mean := group.mean(measure)) is not None:
                     bounds = {f"{measure}_low": mean.low, f"{measure}_high": mean.high}
                     row |= {measure: mean.value, **bounds}
@@ -121,7 +121,7 @@ class RunComparison:
                 "settings": dict(group.settings),
                 "evaluation": group.last.name,
                 "runs": [str(one.run.folder) for one in group.measured],
-                "successes": group.values("success"),
+                "successes" if self.measure == "success" else "losses": group.values(self.measure),
             }
             for group, row in zip(self.groups, self.rows(), strict=True)
         ]
@@ -134,33 +134,41 @@ class RunComparison:
 
     def table(self) -> Table:
         """The table that ``agent-peft compare`` prints."""
-        scored = any(group.values("score") for group in self.groups)
-        tasks = self.groups[0].last.success.tasks
-        title = f"held-out success, mean over seeds (95 % interval), {tasks} tasks"
+        last, of_rates = self.groups[0].last, self.measure == "success"
+        tasks = f"{last.headline.tasks} {last.unit}"
+        title = f"held-out {self.measure}, mean over seeds (95 % interval), {tasks}"
         table = Table(title=title, title_justify="left")
-        for heading in ("what differs", "seeds", "success", *(["score"] if scored else []), "of each seed"):
+        others = [
+            name
+            for name in last.measures[1:]
+            if name != "reward" and any(group.values(name) for group in self.groups)
+        ]
+        names = [name.replace("_", " ") for name in (self.measure, *others)]
+        for heading in ("what differs", "seeds", *names, "of each seed"):
             table.add_column(heading)
-        for heading in ("before", "to the best, points", "p"):
+        for heading in ("before", f"to the best, {'points' if of_rates else 'nats'}", "p"):
             table.add_column(heading)
         for place, group in enumerate(self.groups):
             start, test = group.start, self.pairs.get((place, self.best))
             points = "best" if place == self.best else "other tasks"
             if test is not None:
-                low, high = 100 * test.low, 100 * test.high
-                points = f"{-100 * test.difference:+.1f} ({-high:+.0f}…{-low:+.0f})"
+                points = _reversed(test).text(points=of_rates)
             table.add_row(
                 Text(group.name),
                 str(len(group.measured)),
-                _percent(group.mean("success")),
-                *([_percent(group.mean("score"))] if scored else []),
-                " ".join(f"{100 * value:.1f}" for value in group.values("success")),
-                "" if start is None else f"{start:.1%}",
+                *(_in_words(name, group.mean(name)) for name in (self.measure, *others)),
+                " ".join(
+                    f"{100 * value:.1f}" if of_rates else f"{value:.3f}"
+                    for value in group.values(self.measure)
+                ),
+                "" if start is None else f"{start:.1%}" if of_rates else f"{start:.3f}",
                 points,
                 "" if test is None else f"{test.p:.2g}",
             )
         if len(self.groups) > 1:
+            what = "solve such tasks equally often" if of_rates else "do better on equally many"
             table.caption = (
-                "p, if both solve such tasks equally often with these seeds: paired sign-flip test, "
+                f"p, if both {what} with these seeds: paired sign{'-flip' * of_rates} test, "
                 f"corrected for {len(self.pairs) // 2} comparisons (Holm)"
             )
         return table
@@ -184,6 +192,10 @@ def compare_runs(places: Sequence[Path], evaluation: str | None = None) -> RunCo
             warnings.append(f"{folder}: has no evaluation at its end, after step {end}, and is left out")
     if not measured:
         raise AgentPeftError(f"nothing to compare: {warnings[0]}; name an earlier one with --evaluation")
+    kinds = {one.last.unit: one.run.folder for one in measured}
+    if len(kinds) > 1:
+        places_of = ", ".join(f"{unit} by {folder}" for unit, folder in kinds.items())
+        raise AgentPeftError(f"nothing to compare: the runs measured different things ({places_of})")
     groups = list(_groups(measured))
     pairs = _pairs(groups, warnings)
     for group in groups:
@@ -222,9 +234,13 @@ def _pairs(groups: Sequence[Seeds], warnings: list[str]) -> dict[tuple[int, int]
             warnings.append(f"{groups[one].name} and {groups[other].name}: {error}")
     corrected = holm([test.p for test in tests.values()])
     for (one, other), p in zip(list(tests), corrected, strict=True):
-        test = tests[one, other] = replace(tests[one, other], p=p)
-        tests[other, one] = Comparison(-test.difference, -test.high, -test.low, p)
+        tests[one, other] = replace(tests[one, other], p=p)
+        tests[other, one] = _reversed(tests[one, other])
     return tests
+
+
+def _reversed(test: Comparison) -> Comparison:
+    return Comparison(-test.difference, -test.high, -test.low, test.p)
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -242,10 +258,12 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 def _collapses(group: Seeds) -> Iterator[str]:
     """A line for each seed whose success ended far below what it was, or below that of the other seeds."""
-    middle = median_low(one.last.success.value for one in group.measured)
-    typical = next(one for one in group.measured if one.last.success.value == middle)
+    if group.last.success is None:
+        return
+    middle = median_low(one.last.headline.value for one in group.measured)
+    typical = next(one for one in group.measured if one.last.headline.value == middle)
     for one in group.measured:
-        peak = max(one.reports[:-1], key=lambda report: report.success.value, default=None)
+        peak = max(one.reports[:-1], key=lambda report: report.headline.value, default=None)
         candidates = [] if peak is None else [(peak, f"{peak.name} it was")]
         if len(group.measured) > 2:
             candidates.append((typical.last, f"the median of {len(group.measured)} seeds is"))
@@ -254,20 +272,17 @@ def _collapses(group: Seeds) -> Iterator[str]:
                 p = paired_test(better, one.last).p
             except AgentPeftError:  # other tasks
                 continue
-            if one.last.success.value < COLLAPSED_TO * better.success.value and p < COLLAPSE_P:
+            value, before = one.last.headline.value, better.headline.value
+            if value < COLLAPSED_TO * before and p < COLLAPSE_P:
                 yield (
-                    f"{one.run.folder}: collapsed to {one.last.success.value:.1%} {one.last.name}; {what} "
-                    f"{better.success.value:.1%} (p {p:.1g})"
+                    f"{one.run.folder}: collapsed to {value:.1%} {one.last.name}; {what} {before:.1%} "
+                    f"(p {p:.1g})"
                 )
                 break
 
 
-def _percent(mean: Mean | None) -> str:
-    if mean is None:
-        return ""
-    if mean.low is None or mean.high is None:
-        return f"{mean.value:.1%}"
-    return Rate(mean.value, mean.low, mean.high, mean.tasks).percent
+def _in_words(name: str, mean: Mean | None) -> str:
+    return "" if mean is None else in_words(name, mean)
 
 
 # -- configurations ------------------------------------------------------------------------------------------

@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from agent_peft.configuration.run_config import TrainConfig
-from agent_peft.environments.base import Environment
+from agent_peft.environments.base import OUTCOMES, Environment
 from agent_peft.files import MAX_JSONL_BYTES, read_bytes, write_atomic
 from agent_peft.policies.engine.base import Sampler
 from agent_peft.policies.policy import Policy
-from agent_peft.policies.reference import put_back
+from agent_peft.policies.reference import put_back, reference_of
 from agent_peft.ranks import Ranks
-from agent_peft.rollout.evaluation import evaluate, settings_of
+from agent_peft.rollout.evaluation import evaluate, settings_of, settings_of_replies
 from agent_peft.rollout.replays import Replay, Replays, ReplayWindow, read_replays
 from agent_peft.rollout.skill_matrix import SkillMatrix, skill_matrix
 from agent_peft.rollout.statistics import EvaluationReport, other_settings
@@ -55,6 +55,11 @@ class Evaluations:
     observers: Observer
     replays: Replays  # those of the run, which its stages add to
     by_step: dict[int, EvaluationReport] = field(default_factory=dict)  # without their episodes
+
+    def __post_init__(self) -> None:
+        of_pairs = self.environment is not None and "margin" in self.environment.measures
+        # pairs are compared with the policy before the first step, which it still is
+        self.reference = reference_of(self.policy.model) if of_pairs else None
 
     @cached_property
     def due(self) -> Mapping[int, str]:
@@ -113,7 +118,7 @@ class Evaluations:
         episodes = len(self.ranks.share(range(tasks))) * evaluation.attempts
         with self.progress.evaluation(name, tasks, episodes) as on_episode:
             report = evaluate(
-                self.sampler,
+                self.policy if evaluation.of_replies else self.sampler,
                 self.environment,
                 evaluation,
                 self.config.seed,
@@ -122,6 +127,8 @@ class Evaluations:
                 stage.rewards,
                 on_episode,
                 ReplayWindow(self.replays.latest() if replays is None else replays, stage.replay_in_prompt),
+                self.config.pairs,
+                self.reference,
             )
         report = replace(report, name=name, step=done)
         self._keep(report)
@@ -238,6 +245,9 @@ class Evaluations:
         """What an evaluation of each stage would measure now."""
         evaluation, environment = self.config.evaluation, self.environment
         assert evaluation is not None and environment is not None
+        if environment.measures != OUTCOMES:
+            settings = settings_of_replies(evaluation, environment, self.config.pairs, self.reference)
+            return [settings] * len(self.config.stages)
         return [
             settings_of(
                 evaluation.following(stage.sampling),
@@ -278,7 +288,8 @@ def write_evaluation(path: Path, report: EvaluationReport) -> None:
     as done.
     """
     place = {} if report.step is None else {"step": report.step}
-    write_episodes(path.parent, path.stem, place, report.groups)
+    if report.groups:  # recorded replies have none
+        write_episodes(path.parent, path.stem, place, report.groups)
     _write_report(path, report)
 
 

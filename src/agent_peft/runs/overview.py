@@ -31,8 +31,9 @@ class RunSummary:
     Attributes:
         cause: why it failed, or the signal that interrupted it.
         step: the number of steps done, of ``steps`` (None where the configuration cannot be read).
-        best: the name of the evaluation with the highest success among those that measured what the latest
-            one did, and that success.
+        best: the name of the evaluation with the highest success (or the lowest loss of held-out replies)
+            among those that measured what the latest one did, and that number.
+        best_in_words: that number as the table shows it.
         seconds_left: an estimate while it is running.
     """
 
@@ -44,6 +45,7 @@ class RunSummary:
     steps: int | None
     best: tuple[str, float] | None
     seconds_left: float | None
+    best_in_words: str = ""
 
 
 def find_runs(folder: Path) -> Iterator[Path]:
@@ -79,7 +81,8 @@ def summarize_run(run: Path) -> RunSummary:
         seconds = [line["seconds"] for line in _last_lines(run / "timing.jsonl", LATEST) if "seconds" in line]
         seconds_left = (steps - done) * sum(seconds) / len(seconds) if seconds else None
     cause = None if cause is None else str(cause)
-    return RunSummary(str(run), state, cause, last.get("stage"), done, steps, _best(files), seconds_left)
+    best, in_words = _best(files)
+    return RunSummary(str(run), state, cause, last.get("stage"), done, steps, best, seconds_left, in_words)
 
 
 def overview(summaries: Sequence[RunSummary]) -> Table:
@@ -87,22 +90,26 @@ def overview(summaries: Sequence[RunSummary]) -> Table:
     table = Table("run", "state", "stage", "step", "best evaluation", "time left")
     for one in summaries:
         state = one.state if one.cause is None else f"{one.state}: {one.cause[:60]}"
-        best = "" if one.best is None else f"{one.best[1]:.1%} ({one.best[0]})"
+        best = "" if one.best is None else f"{one.best_in_words} ({one.best[0]})"
         remaining = "" if one.seconds_left is None else str(timedelta(seconds=round(one.seconds_left)))
         table.add_row(one.run, state, one.stage or "", f"{one.step}/{one.steps or '?'}", best, remaining)
     return table
 
 
-def _best(run: RunRecord) -> tuple[str, float] | None:
-    """The best of the evaluations that measured what the latest one did."""
+def _best(run: RunRecord) -> tuple[tuple[str, float] | None, str]:
+    """The best of the evaluations that measured what the latest one did, and its number in words."""
     reports = []
     for evaluation in run.evaluations.values():
         with suppress(AgentPeftError):
             reports.append(evaluation.report)
     comparable = [one for one in reports if not other_settings(one.settings, reports[-1].settings)]
-    return max(
-        ((str(one.name), one.success.value) for one in comparable), key=lambda pair: pair[1], default=None
-    )
+    if not comparable:
+        return None, ""
+    of_replies = comparable[-1].success is None
+    sign = -1 if of_replies else 1
+    best = max(comparable, key=lambda one: sign * one.headline.value)
+    value = best.headline.value
+    return (str(best.name), value), f"loss {value:.3f}" if of_replies else f"{value:.1%}"
 
 
 def _last_lines(path: Path, number: int) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ from agent_peft.policies.policy import Policy
 from agent_peft.printable import Printable
 from agent_peft.ranks import Ranks, join
 from agent_peft.rollout.replays import Replays
-from agent_peft.rollout.report_tables import skill_table, table
+from agent_peft.rollout.report_tables import tables
 from agent_peft.rollout.statistics import EvaluationReport
 from agent_peft.runs.best import STATISTICS
 from agent_peft.runs.branch import keep_start, started
@@ -275,7 +275,7 @@ class _Run:
                 self.train_stage(index, first, position.checkpoint if index == position.stage else None)
             first += stage.steps
         if reports := self.evaluations.reports:
-            self.progress.console.print(Printable(table(reports)), Printable(skill_table(reports)))
+            self.progress.console.print(*map(Printable, tables(reports)))
             for matrix in self.evaluations.matrices().values():
                 self.progress.console.print(Printable(matrix.table()))
         trained = "adapter" if self.policy.has_adapter else "model"

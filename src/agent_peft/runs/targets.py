@@ -22,6 +22,7 @@ from agent_peft.policies.loading import load_policy
 from agent_peft.policies.models.custom_module import is_custom_module
 from agent_peft.policies.models.start import START, base_of, from_start, names_model
 from agent_peft.policies.policy import Policy
+from agent_peft.policies.reference import reference_of
 from agent_peft.rollout.evaluation import evaluate
 from agent_peft.rollout.replays import FILE as REPLAYS
 from agent_peft.rollout.replays import Replay, ReplayWindow, read_replays
@@ -218,11 +219,12 @@ def evaluate_target(
     set_threads(config.threads)
     folder = _checkpoint(target, checkpoint) if kind == "run" and not base else None
     step = checkpoint_step(folder) if folder else 0 if kind == "run" else None
-    policy = (
-        open_run(target, folder.name if folder else None, base, config)[1]
-        if kind == "run"
-        else _load(target, kind, config, base)
-    )
+    policy = open_run(target, None, True, config)[1] if kind == "run" else _load(target, kind, config, base)
+    reference = None  # of a run, the policy before training; else the policy with its adapter off
+    if kind == "run" and config.evaluation.of_replies:
+        reference = reference_of(policy.model)
+    if folder is not None:
+        policy.load(folder)
     stage = config.stages[-1] if step is None else config.stage_at(step)
     replays = () if base else _replays(folder or target, stage)
     with closing(load_environment(config.evaluation.environment)) as environment, ExitStack() as stack:
@@ -233,13 +235,15 @@ def evaluate_target(
             bar = progress.evaluation(str(target), tasks, tasks * config.evaluation.attempts)
             on_episode = stack.enter_context(bar)
         report = evaluate(
-            sampler,
+            policy if config.evaluation.of_replies else sampler,
             environment,
             config.evaluation,
             config.seed,
             rewards=stage.rewards,
             on_episode=on_episode,
             replays=ReplayWindow(replays, stage.replay_in_prompt),
+            pairs=config.pairs,
+            reference=reference,
         )
     return replace(report, run=str(target), checkpoint=folder.name if folder else None, step=step)
 

@@ -20,7 +20,7 @@ class UntilConfig(Config):
     metric: str = Field(
         description="such as success, reward or surprisal; a supervised stage measures success and reward of "
         "its demonstrations, so use surprisal there; evaluation.success, evaluation.score and "
-        "evaluation.reward are those of the run's evaluations"
+        "evaluation.reward are those of the run's evaluations, evaluation.loss that of recorded replies"
     )
     above: float | None = Field(default=None, description="the stage ends when the mean is above this")
     below: float | None = Field(default=None, description="the stage ends when the mean is below this")

@@ -22,7 +22,7 @@ function dots(title, rates, colour) {
 
 function drawEvaluations(main) {
   const signed = (value, digits) => (value < 0 && Number(value.toFixed(digits)) ? "−" : "+") + Math.abs(value).toFixed(digits);
-  const change = (test) => (test ? `${signed(100 * test.difference, 1)} (${signed(100 * test.low, 0)}…${signed(100 * test.high, 0)})` : "");
+  const change = (test) => (test ? test.nats || `${signed(100 * test.difference, 1)} (${signed(100 * test.low, 0)}…${signed(100 * test.high, 0)})` : "");
   let any = false;
   for (const run of values.runs) {
     const made = run.evaluations;
@@ -30,22 +30,27 @@ function drawEvaluations(main) {
     any = true;
     const rows = [
       row("step", made.map((one) => cell(one.step === null ? "" : one.step))),
-      row("tasks", made.map((one) => cell(one.success.tasks))),
-      row("success (95 %)", made.map((one) => cell(rate(one.success)))),
+      row(made[0].unit, made.map((one) => cell(one.number))),
     ];
+    const replies = made.every((one) => !one.success);  // recorded ones, which no outcome grades
+    for (const name of [...new Set(made.flatMap((one) => Object.keys(one.means)))])
+      rows.push(row(`${name.replace("_", " ")} (95 %)`, made.map((one) => cell(one.means[name] || "–"))));
+    if (!replies) rows.push(row("success (95 %)", made.map((one) => cell(one.success ? rate(one.success) : "–"))));
     if (made.some((one) => one.score)) rows.push(row("score (95 %)", made.map((one) => cell(rate(one.score)))));
     if (made.some((one) => one.reward)) rows.push(row("reward (95 %)", made.map((one) => cell(one.reward ?
       number(one.reward.value) + (one.reward.low === null ? "" : ` (${number(one.reward.low)}…${number(one.reward.high)})`) : "–"))));
     if (made.length > 1) {
-      rows.push(row("change, points (95 %)", made.map((one) => cell(change(one.change)))));
+      rows.push(row(`change, ${replies ? "nats" : "points"} (95 %)`, made.map((one) => cell(change(one.change)))));
       rows.push(row("p, if no change", made.map((one) => cell(one.change ? number(one.change.p, 2) : ""))));
     }
     for (const k of [...new Set(made.flatMap((one) => Object.keys(one.pass_at)))].filter((k) => k !== "1"))
       rows.push(row(`pass@${k}`, made.map((one) => cell(percent(one.pass_at[k])))));
     for (const reason of [...new Set(made.flatMap((one) => Object.keys(one.stop_reasons)))].sort())
       rows.push(row(`ended: ${reason}`, made.map((one) => cell(percent((one.stop_reasons[reason] || 0) / one.attempts)))));
-    rows.push(row("invalid actions", made.map((one) => cell(percent(one.invalid_actions)))));
-    rows.push(row("turns", made.map((one) => cell(one.mean_turns.toFixed(2)))));
+    if (!replies) {
+      rows.push(row("invalid actions", made.map((one) => cell(percent(one.invalid_actions)))));
+      rows.push(row("turns", made.map((one) => cell(one.mean_turns.toFixed(2)))));
+    }
     rows.push(row("action tokens", made.map((one) => cell(one.mean_action_tokens.toFixed(1)))));
     if (made.some((one) => one.left_out)) rows.push(row("left out: environment failed", made.map((one) => cell(one.left_out))));
     main.append(el("h2", {}, visible(run.name)), dots("success, with its 95 % interval",
@@ -58,10 +63,10 @@ function drawEvaluations(main) {
     }
   }
   if (!any) main.append(el("p", {}, "There are no evaluations yet."));
-  if (values.runs.some((run) => run.evaluations.some((one) => one.change))) main.append(el("p", { class: "soft" }, "A change is that since the column before, on the same tasks, in percentage points; " +
+  if (values.runs.some((run) => run.evaluations.some((one) => one.change))) main.append(el("p", { class: "soft" }, "A change is that since the column before, on the same tasks, in percentage points, or nats of the loss; " +
     "p is that of an exact paired test. A change with p below 0.05 is unlikely to be luck."));
   if (values.pairs.length) {
-    main.append(el("h2", {}, "Between runs, on the same tasks"), table(["evaluation", "from", "to", "change, points (95 %)", "p"],
+    main.append(el("h2", {}, "Between runs, on the same tasks"), table(["evaluation", "from", "to", "change, points or nats (95 %)", "p"],
       values.pairs.map((pair) => row(pair.evaluation, [el("td", {}, visible(values.runs[pair.one].name)),
         el("td", {}, visible(values.runs[pair.other].name)), cell(change(pair)), cell(number(pair.p, 2))]))));
   }

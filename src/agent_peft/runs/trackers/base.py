@@ -241,13 +241,14 @@ def _is_elsewhere(record: logging.LogRecord) -> bool:
 def evaluation_metrics(report: EvaluationReport) -> dict[str, float]:
     """The numbers of an evaluation. Bounds of intervals end in ``_low`` and ``_high``."""
     metrics: dict[str, float] = {}
-    for name in ("success", "score", "reward"):
-        if (measure := getattr(report, name)) is not None:
+    for name in report.measures:
+        if (measure := report.measure(name)) is not None:
             values = {"": measure.value, "_low": measure.low, "_high": measure.high}
             metrics |= {f"evaluation/{name}{end}": x for end, x in values.items() if x is not None}
     for skill, rate in report.by_skill.items() if len(report.by_skill) > 1 else ():
         metrics[f"evaluation/success/{_NOT_IN_NAMES.sub('_', skill)}"] = rate.value
-    for name in ("invalid_actions", "cut_actions", "mean_turns", "mean_action_tokens"):
+    episodes = ("invalid_actions", "cut_actions", "mean_turns") if report.success is not None else ()
+    for name in (*episodes, "mean_action_tokens"):
         metrics[f"evaluation/{name}"] = getattr(report, name)
     return {name: float(value) for name, value in metrics.items()}
 
