@@ -74,7 +74,10 @@ def test_overrides_are_keyword_arguments():
             {"seed": object},
             "argument: seed: <class 'object'> has no place in a configuration; give a text or number",
         ),
-        ({"": 1}, "'': an override is written key=value, such as optimizer.learning_rate=1e-4"),
+        (
+            {"": 1},
+            "'': an override is written key=value without blanks, such as optimizer.learning_rate=1e-4",
+        ),
         (
             {"optimizer": {"betas": [0.9, 0.9]}, "optimizer.betas": [0.9, 0.99]},
             "argument: 'optimizer' and 'optimizer.betas' set the same key; give one of them",

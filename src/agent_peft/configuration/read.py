@@ -316,7 +316,8 @@ def parse_overrides(
         keys = tuple(name.strip().split("."))
         if bool(equals) != isinstance(item, str) or not all(keys) or len(keys) > MAX_DEPTH:
             raise AgentPeftError(
-                f"{text!r}: an override is written key=value, such as optimizer.learning_rate=1e-4"
+                f"{text!r}: an override is written key=value without blanks, such as "
+                "optimizer.learning_rate=1e-4"
             )
         is_text = isinstance(item, str)
         node = parse(yaml, origin, keys, lines=False) if is_text else tree_of(value, origin, keys)

@@ -88,7 +88,18 @@ def attach(model: PreTrainedModel, settings: LoraSettings, seed: int) -> PeftMod
             warnings.filterwarnings("ignore", message=".*ensure_weight_tying", category=UserWarning)
             adapted = cast(PeftModel, get_peft_model(model, config))
     except ValueError as error:
-        raise AgentPeftError(f"cannot attach a LoRA adapter: {str(error).splitlines()[0]}") from error
+        cause = str(error).splitlines()[0].partition(" Please ")[0]
+        layers = sorted(
+            {
+                name.rpartition(".")[2]
+                for name, m in model.named_modules()
+                if isinstance(m, nn.Linear | Conv1D)
+            }
+        )
+        raise AgentPeftError(
+            f"cannot attach a LoRA adapter: {cause} policy.lora.target_modules may name its linear layers: "
+            f"{', '.join(layers)}"
+        ) from error
     for name, layer in lora_layers(adapted):
         if not isinstance(layer, LoraLinear):
             raise AgentPeftError(
