@@ -164,6 +164,37 @@ def test_frames_have_a_row_for_each(run):
     assert record.evaluations["base"].episodes.frame()["evaluation"].tolist() == ["base"] * 2
 
 
+def test_curves_have_held_out_points_with_their_intervals(run):
+    pytest.importorskip("matplotlib").use("Agg")
+    from matplotlib import pyplot
+
+    (run / "metrics.jsonl").write_text(
+        '{"step": 0, "stage": "sft", "loss": 2.0, "success": 1.0}\n'
+        '{"step": 1, "stage": "grpo", "loss": 0.1, "reward": 0.2, "success": 0.3}\n'
+        '{"step": 2, "stage": "grpo", "loss": 0.2, "reward": 0.4, "success": 0.5, "kl": 0.1}\n'
+    )
+    figure = load_run(run).plot()
+    panels = {axes.get_ylabel(): axes for axes in figure.axes}
+    assert list(panels) == ["success", "reward", "loss"] and figure.axes[-1].get_xlabel() == "steps done"
+    curves = {line.get_label(): line.get_xydata().tolist() for line in panels["success"].lines}
+    assert curves["grpo, each step"] == [[1, 0.3], [2, 0.5]]
+    assert "sft, each step" not in curves, "that of demonstrations is not the policy's"
+    ((points, _, (interval,)),) = panels["success"].containers
+    assert points.get_xydata().tolist() == [[0, 0.5], [11, 0.5]]
+    rate = load_run(run).evaluation("base").report.success
+    assert interval.get_segments()[0].ravel().tolist() == pytest.approx([0, rate.low, 0, rate.high])
+    assert [line.get_label() for line in panels["loss"].lines][:2] == ["sft, each step", "grpo, each step"]
+    (axes,) = load_run(run).plot(["kl"]).axes
+    assert axes.lines[0].get_xydata().tolist() == [[2, 0.1]]
+    pyplot.close("all")
+    assert "has no metric 'lose'; did you mean 'loss'?" in told(lambda: load_run(run).plot(["lose"]))
+
+
+def test_without_matplotlib_the_extra_is_named(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install 'agent-peft[plot]'" in told(load_run(run).plot)
+
+
 def test_without_pandas_the_extra_is_named(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     assert "pip install 'agent-peft[pandas]'" in told(load_run(run).metrics_frame)

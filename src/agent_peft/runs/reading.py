@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -19,6 +19,7 @@ from agent_peft.runs.layout import check_run_files
 from agent_peft.types import AgentPeftError, Message, Outcome, StopReason
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
     DataFrame = Any  # pandas has no types of its own
@@ -101,6 +102,15 @@ class RunRecord:
     def metrics_frame(self) -> DataFrame:
         """The metrics as a pandas ``DataFrame``, one row for each step."""
         return _frame(self.metrics)
+
+    def plot(self, metrics: Sequence[str] = ()) -> Figure:
+        """Return a matplotlib figure of success, reward and loss, or of the metrics named, in each step, with
+        the points of evaluations and their 95 % intervals.
+        """
+        from agent_peft.runs.plot import plot_run
+
+        reports = [evaluation.report for evaluation in self.evaluations.values()]
+        return plot_run(self.folder, self.metrics, reports, metrics)
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         path = self.folder / name
