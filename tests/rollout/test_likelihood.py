@@ -166,7 +166,7 @@ def test_settings_without_an_effect_are_refused(policy, tables_of):
 
 @pytest.fixture
 def settings(tables_of, policy_config):
-    stage = {"steps": 2, "tasks_per_step": 4, "optimizer": {"learning_rate": 0.02}}
+    stage = {"tasks_per_step": 4, "optimizer": {"learning_rate": 0.02}}
     return {
         "run_dir": "run",
         "threads": 1,
@@ -177,7 +177,7 @@ def settings(tables_of, policy_config):
             "every": 1,
         },
         "checkpoint": {"keep_last": 9, "keep_best": {"metric": "evaluation.loss", "mode": "min"}},
-        "stages": [{"algorithm": "sft", **stage}, {"algorithm": "dpo", **stage}],
+        "stages": [{"algorithm": "sft", **stage, "epochs": 1}, {"algorithm": "dpo", **stage, "steps": 2}],
     }
 
 
@@ -275,7 +275,8 @@ def test_a_metric_that_is_not_measured_is_refused(settings, place):
     if place == "best":
         settings["checkpoint"]["keep_best"]["metric"] = "evaluation.success"
     else:
-        settings["stages"][1]["until"] = {"metric": "evaluation.token_accuracy", "above": 0.5}
+        del settings["stages"][0]  # whose steps are not known yet
+        settings["stages"][0]["until"] = {"metric": "evaluation.token_accuracy", "above": 0.5}
     with pytest.raises(AgentPeftError, match=r"kind: preferences does not measure 'evaluation\.\w+'; "):
         read_config(write(settings))
 

@@ -36,7 +36,8 @@ def fit_lengths(config: TrainConfig, document: Document) -> tuple[TrainConfig, d
         for place, stage in enumerate(config.stages)
     )
     evaluation = config.evaluation and config.evaluation.following(stages[-1].sampling)
-    evaluation = evaluation and evaluation.model_copy(update=fitted(evaluation.sampling, "evaluation"))
+    if evaluation is not None and not evaluation.of_replies:
+        evaluation = evaluation.model_copy(update=fitted(evaluation.sampling, "evaluation"))
     return config.model_copy(update={"stages": stages, "evaluation": evaluation}), origins
 
 

@@ -82,6 +82,8 @@ class EvaluationConfig(Config):
 
     def following(self, stage: SamplingConfig) -> EvaluationConfig:
         """Return the evaluation after a stage that samples so: with the stage's limits where it has none."""
+        if self.of_replies:
+            return self
         limits = {key: getattr(stage, key) for key in self.inherited}
         fields_set = set(self.sampling.model_fields_set)  # inherited limits do not count as set
         sampling = SamplingConfig.model_construct(_fields_set=fields_set, **{**dict(self.sampling), **limits})
