@@ -53,8 +53,8 @@ function drawEvaluations(main) {
     }
     rows.push(row("action tokens", made.map((one) => cell(one.mean_action_tokens.toFixed(1)))));
     if (made.some((one) => one.left_out)) rows.push(row("left out: environment failed", made.map((one) => cell(one.left_out))));
-    main.append(el("h2", {}, visible(run.name)), dots("success, with its 95 % interval",
-      made.filter((one) => one.success).map((one) => [one.name, one.success]), colourOf(values.runs.indexOf(run))), table(["", ...made.map((one) => one.name)], rows, true));
+    main.append(el("h2", {}, visible(run.name)), ...(replies ? [] : [dots("success, with its 95 % interval",
+      made.filter((one) => one.success).map((one) => [one.name, one.success]), colourOf(values.runs.indexOf(run)))]), table(["", ...made.map((one) => one.name)], rows, true));
     const skills = [...new Set(made.flatMap((one) => Object.keys(one.by_skill)))].sort();
     if (skills.length > 1) {
       main.append(el("h3", {}, "Success by skill (95 %)"), table(["skill", "tasks", ...made.map((one) => one.name)],
