@@ -24,6 +24,7 @@ from agent_peft.environments.db_bench.generator import GENERATED_SKILLS
 from agent_peft.rollout.pairs import EPISODE_PAIR_METRICS
 from agent_peft.rollout.sources import REFILL_METRICS, SUCCESS_METRICS
 from agent_peft.rollout.statistics import EvaluationReport
+from agent_peft.runs.reading import load_run
 from agent_peft.training.step_metrics import LAG_METRICS, metrics_of
 from agent_peft.types import Outcome
 
@@ -236,6 +237,24 @@ def test_the_programs_of_a_page_run(page, tiny, tmp_path, warm_process):
     (tmp_path / "program.py").write_text(SMALL + program, encoding="utf-8")
     done = warm_process.run("program.py", folder=tmp_path, TINY=str(tiny))
     assert done.returncode == 0, done.stderr
+
+
+def test_the_ports_of_trl_scripts_run(tiny, tmp_path, warm_process):
+    shorter = {"model: smollm2-135m": f"model: {tiny}", "80%": "98%", "_size: 8 ": "_size: 2 "}
+    shorter |= {"steps: 20 ": "steps: 2 ", "epochs: 2 ": "steps: 2 ", "_per_step: 8 ": "_per_step: 2 "}
+    pages = [section("trl.md", f"{name} script and its port") for name in ("An SFT", "A GRPO")]
+    (program,) = [block for _, block in _BLOCK.findall(pages[0]) if block.startswith("# make_sums.py")]
+    (tmp_path / "make_sums.py").write_text(program)
+    assert warm_process.run("make_sums.py", folder=tmp_path).returncode == 0
+    for page in pages:
+        for long, short in shorter.items():
+            page = page.replace(long, short)
+        follow(page, tmp_path, warm_process)
+    assert load_run(tmp_path / "runs/grpo").evaluation("after grpo").report.success.tasks == 4
+    assert list(load_run(tmp_path / "runs/sft").evaluation("after sft").report.means) == [
+        "loss",
+        "token_accuracy",
+    ]
 
 
 def test_every_program_of_every_page_imports_names_that_exist():
