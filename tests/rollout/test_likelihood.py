@@ -219,7 +219,7 @@ def test_a_run_measures_pairs_whenever_an_evaluation_is_due(settings, capsys, ru
     assert run_contents(Path("run")) == before
 
 
-def test_runs_are_compared_by_their_loss(settings, capsys):
+def test_runs_are_compared_by_their_loss(settings, capsys, monkeypatch):
     settings = settings | {
         "evaluation": settings["evaluation"] | {"every": 0},
         "stages": settings["stages"][1:],
@@ -231,6 +231,7 @@ def test_runs_are_compared_by_their_loss(settings, capsys):
     slow, fast = sorted(json.loads(capsys.readouterr().out)["groups"], key=lambda one: -one["loss"])
     assert fast["learning_rate"] == "0.02" and slow["losses"] == [slow["loss"]]
     assert slow["start"] == fast["start"] == pytest.approx(math.log(2))
+    monkeypatch.setenv("COLUMNS", "200")
     assert command_line(["compare", "runs"]) == 0
     assert (
         "held-out loss, mean over seeds" in (shown := capsys.readouterr().out)
