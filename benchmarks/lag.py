@@ -90,7 +90,8 @@ def stepping(seconds: float, lag: int, steps: int, episodes: int) -> Callable[[]
     """One step of a trainer at each call."""
     policy = load_policy(ScratchConfig(architecture=LARGER, alphabet=ALPHABET, device="cpu"), 0)
     keys = {"tasks_per_step": episodes // 8, "sampling": {"max_new_tokens": 3}, "microbatch_tokens": 4096}
-    settings = stage("grpo", steps, lag=lag, rewards={"invalid_action": -0.5}, **keys)
+    algorithm = {"kind": "grpo", "entropy_coef": 1e-6}  # so that each episode has a gradient
+    settings = stage("grpo", steps, algorithm=algorithm, lag=lag, rewards={"invalid_action": -0.5}, **keys)
     trainer = iter(Trainer(policy, Slow(seconds), settings))
     return lambda: next(trainer)
 

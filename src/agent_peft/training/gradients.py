@@ -22,6 +22,8 @@ from agent_peft.training.stage import StageConfig
 from agent_peft.training.teacher import Teacher
 from agent_peft.types import TrustError
 
+CHECKED_POSITIONS = 512  # of what was sampled ahead
+
 
 class Gradients:
     """Forwards and backwards over the microbatches of a batch. No rank waits for another one here.
@@ -98,19 +100,15 @@ class Gradients:
         return self.microbatching.within_memory(work)
 
     def measure(self, batch: Batch) -> Mismatch:
-        """The difference between the sampler's and the policy's log-probabilities, over the first microbatch.
-        The gradient in the parameters stays.
+        """The difference between the sampler's and the policy's log-probabilities, over the first
+        ``CHECKED_POSITIONS`` of a batch, or its first trajectory. The gradient in the parameters stays.
         """
-
-        def work() -> Mismatch:
-            mismatch, everything = Mismatch(), torch.ones(len(batch), dtype=torch.bool)
-            if rows := next(self.microbatching.cut(batch, everything), []):
-                microbatch = batch.select(rows)
-                assert_mask(mask := microbatch.action_mask, microbatch.logprobs)
-                mismatch.add(self._logprobs(microbatch).cpu()[mask], microbatch.logprobs[mask])
-            return mismatch
-
-        return self.microbatching.within_memory(work)
+        mismatch, everything = Mismatch(), torch.ones(len(batch), dtype=torch.bool)
+        first = Microbatching(CHECKED_POSITIONS, self.policy.count_nodes).cut(batch, everything)
+        part = batch.select(next(first, []))
+        assert_mask(mask := part.action_mask, part.logprobs)
+        mismatch.add(self.score(part, self._logprobs)[mask], part.logprobs[mask])
+        return mismatch
 
     def compute(self, weighed: Batch, first: bool, dropout_seed: int) -> tuple[dict[str, Tensor], Mismatch]:
         """Leave the minibatch's gradient in the parameters.
