@@ -98,6 +98,11 @@ class ThoughtSplitter:
         self._held = ""
         self.thinks = mark is not None  # whether there was a thought, which may be empty
 
+    @property
+    def closed(self) -> bool:
+        """Whether no thought is open."""
+        return self._closing is None
+
     def push(self, text: str) -> tuple[str, str]:
         """The thought and the text that are certain since the last call."""
         text, parts = self._held + text, ["", ""]

@@ -7,12 +7,13 @@ the trajectories of one task.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 
 
 class AgentPeftError(Exception):
@@ -55,15 +56,59 @@ class StopReason(StrEnum):
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call of the tool ``name``.
+
+    >>> ToolCall("bash", {"command": "ls"}).arguments["command"]
+    'ls'
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str | None = None
+
+
+@dataclass(frozen=True)
 class Message:
-    """One message of a conversation.
+    """One message of a conversation. An assistant's may have a thought and calls of tools, whose results are
+    the next messages of the role tool, in the order of the calls.
 
     >>> Message("user", "How many rows are there?").role
     'user'
+    >>> Message("assistant", "", (ToolCall("ls", {}),)).to_json()["tool_calls"]
+    [{'name': 'ls', 'arguments': {}}]
     """
 
     role: Role
     content: str
+    tool_calls: tuple[ToolCall, ...] = ()
+    thought: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The thought, the content and the calls, for people."""
+        thought = "" if self.thought is None else f"<think>{self.thought}</think>"
+        calls = (f"{call.name}({json.dumps(call.arguments, ensure_ascii=False)})" for call in self.tool_calls)
+        return "\n".join(filter(None, [thought, self.content, *calls]))
+
+    def to_json(self) -> dict[str, Any]:
+        """The message as JSON values, without what it does not have."""
+        calls = [
+            {name: value for name, value in vars(call).items() if value is not None}
+            for call in self.tool_calls
+        ]
+        return {
+            "role": self.role,
+            "content": self.content,
+            **({"tool_calls": calls} if calls else {}),
+            **({} if self.thought is None else {"thought": self.thought}),
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Message:
+        """Take back what ``to_json`` returned. Other content is a TypeError or a KeyError."""
+        calls = tuple(ToolCall(**call) for call in content.get("tool_calls", ()))
+        return cls(**{**content, "tool_calls": calls})
 
 
 @dataclass(frozen=True)
@@ -84,10 +129,12 @@ class Task:
 class StepResult:
     """The environment's answer to one action.
 
-    ``observation`` is the text the agent reads next, empty when ``done``. ``stop_reason`` is set exactly when
-    ``done``; until then the outcome is UNKNOWN. ``valid`` is False when the action could not be understood
-    (and the observation says why). ``score`` grades a finished episode between 0 and 1, and an earlier one
-    is how far the episode has come; it is None where the environment does not know.
+    ``observation`` is the text the agent reads next, empty when ``done``: the result of the action's call, or
+    a message of the user. ``messages`` is what it reads instead, where that is more than one text.
+    ``stop_reason`` is set exactly when ``done``; until then the outcome is UNKNOWN. ``valid`` is False when
+    the action could not be understood (and the observation says why). ``score`` grades a finished episode
+    between 0 and 1, and an earlier one is how far the episode has come; it is None where the environment does
+    not know.
 
     >>> StepResult("[(1,)]").done
     False
@@ -99,6 +146,7 @@ class StepResult:
     stop_reason: StopReason | None = None
     valid: bool = True
     score: float | None = None
+    messages: tuple[Message, ...] = ()
 
     def __post_init__(self) -> None:
         if self.done != (self.stop_reason is not None):

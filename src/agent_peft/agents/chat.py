@@ -7,10 +7,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from queue import SimpleQueue
 
-from agent_peft.agents.serving.choices import Draw, TextStream
+from agent_peft.agents.serving.choices import Draw
 from agent_peft.policies.engine.base import EngineConfig
 from agent_peft.policies.engine.service import Service
 from agent_peft.policies.policy import Policy
+from agent_peft.policies.reply_text import TextStream
 from agent_peft.policies.sampling import SamplingConfig
 from agent_peft.seeding import derive
 from agent_peft.types import AgentPeftError, Message

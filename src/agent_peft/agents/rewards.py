@@ -203,7 +203,7 @@ def as_term(reward: Any) -> Callable[[Trajectory], float]:
     names = {one.name for one in parameters}
 
     def term(trajectory: Trajectory) -> float:
-        replies = [message.content for message in trajectory.messages if message.role == "assistant"]
+        replies = [message.text for message in trajectory.messages if message.role == "assistant"]
         others = [message.content for message in trajectory.messages if message.role != "assistant"]
         answer = trajectory.task.content.get("answer")
         if isinstance(answer, str) and GOLD_MARK in answer:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from agent_peft.runs.reading import EpisodeRecord
 
-STYLES = {"system": "dim", "user": "cyan", "assistant": "green"}
+STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "cyan"}
 ORDERS = {"reward": "reward", "advantage": "advantage", "turns": "turns", "tokens": "num_tokens"}
 OUTCOMES = {"correct": "bold green", "incorrect": "bold red", "unknown": "bold yellow"}
 
@@ -121,7 +121,7 @@ def _sorted(episodes: list[EpisodeRecord], order: str) -> list[EpisodeRecord]:
 
 def _json(episode: EpisodeRecord) -> dict[str, Any]:
     fields = {name: value for name, value in vars(episode).items() if not name.startswith("_")}
-    return {**fields, "messages": [vars(message) for message in episode.messages]}
+    return {**fields, "messages": [message.to_json() for message in episode.messages]}
 
 
 def _list(episodes: list[EpisodeRecord], place: str) -> RenderableType:
@@ -168,7 +168,7 @@ def _drawn(episode: EpisodeRecord, place: str) -> RenderableType:
     for number, message in enumerate(episode.messages):
         style = STYLES.get(message.role, "")
         title = message.role + (_of_turn(episode, turn_of[number]) if number in turn_of else "")
-        content = "\n".join(map(printable, message.content.split("\n")))
+        content = "\n".join(map(printable, message.text.split("\n")))
         parts += [Text(), Text(f"── {title} ──", style=f"bold {style}"), Text(content, style=style)]
     if episode.reference is not None:
         content = "\n".join(map(printable, episode.reference.split("\n")))

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from pydantic import model_validator
 
 from agent_peft.config import Config
+from agent_peft.environments.tool_calls import action_of
 from agent_peft.types import Message, StepResult, Task
 
 OUTCOMES = ("success", "score", "reward")  # the measures of an environment that grades its episodes
@@ -39,7 +40,14 @@ class NoKeys(EnvironmentConfig):
 
 
 class Episode(ABC):
-    """One run of an environment on one task. One thread at a time may use it; many episodes run at once."""
+    """One run of an environment on one task. One thread at a time may use it; many episodes run at once.
+
+    An episode with ``tools`` (functions in OpenAI's form) is acted in by calling them. The model's own chat
+    template writes the tools, the calls and their results. ``step`` then gets one call as `write_call`
+    writes it, or an empty text where the reply is not one call.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
 
     @abstractmethod
     def start(self) -> Sequence[Message]:
@@ -69,6 +77,24 @@ class Mistake(str):
     >>> [Mistake("SELECT prices FROM t"), "SELECT price FROM t"][0]
     'SELECT prices FROM t'
     """
+
+
+class Demonstrated(str):
+    """A reply of a demonstration that is more than a text: ``message`` has its calls and its thought. The
+    text is what `Episode.step` gets.
+    """
+
+    message: Message
+
+    @classmethod
+    def of(cls, message: Message) -> Demonstrated:
+        """
+        >>> Demonstrated.of(Message("assistant", "4", thought="2 + 2"))
+        '4'
+        """
+        demonstrated = cls(action_of(message))
+        demonstrated.message = message
+        return demonstrated
 
 
 @dataclass(frozen=True)

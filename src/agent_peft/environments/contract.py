@@ -91,6 +91,7 @@ RESULT = Expected(
         "outcome": lambda value: isinstance(value, str) and value in list(Outcome),
         "stop_reason": lambda value: value is None or (isinstance(value, str) and value in list(StopReason)),
         "score": lambda value: value is None or (type(value) in (int, float) and 0 <= value <= 1),
+        "messages": lambda value: isinstance(value, tuple) and all(isinstance(one, Message) for one in value),
     },
 )
 
@@ -169,18 +170,35 @@ def opening_of(episode: Episode) -> list[Message]:
     return messages
 
 
-def result_of(episode: Episode, action: str) -> StepResult:
+def tools_of(episode: Episode) -> list[dict[str, Any]]:
+    """The tools that an episode declares."""
+    tools: Any = episode.tools
+    for tool in tools if isinstance(tools, list | tuple) else [tools]:
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            text = 'a list of {"type": "function", "function": {"name", "description", "parameters"}}'
+            raise ContractError(f"{type(episode).__name__}.tools", f"holds {quote(tool)}; give {text}")
+    return [dict(tool) for tool in tools]
+
+
+def result_of(episode: Episode, action: str, fault: str | None = None) -> StepResult:
     """Act in an episode, and return its result. An outcome or a stop reason may be the text of one.
 
     The episode gets the action without its thoughts, so that no environment acts on a thought. It gets an
     empty action where a thought is not closed.
+
+    Args:
+        fault: of an action that was read before: what is wrong with it, or an empty text.
     """
-    reply = read_reply(action)
-    result = episode.step(action if reply.thought is None else reply.text)
+    if fault is None:
+        reply = read_reply(action)
+        action = action if reply.thought is None else reply.text
+        fault = "" if reply.closed else UNCLOSED_THOUGHT
+    result = episode.step(action)
     RESULT.check(result, episode, "step")
-    if not reply.closed:
+    if fault:
         unread = result.stop_reason is None and not result.valid
-        observation = UNCLOSED_THOUGHT if unread else result.observation
+        observation = fault if unread else result.observation
         result = replace(result, valid=False, observation=observation)
     outcome, stop_reason = result.outcome, result.stop_reason
     if type(outcome) is Outcome and (stop_reason is None or type(stop_reason) is StopReason):

@@ -5,22 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from agent_peft.replies import Call, call_of
+from agent_peft.types import Message, ToolCall
+
 TWO_ACTIONS = "Two actions found. Write one action, wait for its result, then write the other."
-
-
-@dataclass(frozen=True)
-class ToolCall:
-    """A call of the tool ``name``.
-
-    >>> ToolCall("bash", {"command": "ls"}).arguments["command"]
-    'ls'
-    """
-
-    name: str
-    arguments: Mapping[str, Any]
 
 
 class NotAToolCall(ValueError):
@@ -33,7 +23,7 @@ def read_tool_call(reply: str, example: str) -> ToolCall:
     shows ``example``, a call that the agent may write.
 
     >>> read_tool_call('<tool_call>{"name": "bash", "arguments": {"command": "ls"}}</tool_call>', "")
-    ToolCall(name='bash', arguments={'command': 'ls'})
+    ToolCall(name='bash', arguments={'command': 'ls'}, id=None)
     """
     calls = reply.count("<tool_call>")
     if calls > 1:
@@ -64,5 +54,41 @@ def write_tool_call(name: str, /, **arguments: object) -> str:
     {"name": "bash", "arguments": {"command": "ls"}}
     </tool_call>
     """
-    call = {"name": name, "arguments": arguments}
-    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False, default=repr)}\n</tool_call>"
+    return f"<tool_call>\n{write_call(name, **arguments)}\n</tool_call>"
+
+
+def write_call(name: str, /, **arguments: object) -> str:
+    """A call as an episode with tools gets it.
+
+    >>> write_call("bash", command="ls")
+    '{"name": "bash", "arguments": {"command": "ls"}}'
+    """
+    return json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False, default=repr)
+
+
+def read_call(action: str) -> ToolCall:
+    """Take back what `write_call` wrote. Raises `NotAToolCall`."""
+    try:
+        call = call_of(json.loads(action))
+    except (ValueError, RecursionError):
+        call = Call(fault="No tool call found.")
+    if call.fault:
+        raise NotAToolCall(call.fault)
+    return ToolCall(call.name, call.arguments)
+
+
+def action_of(message: Message) -> str:
+    """What an episode gets of a reply: its calls, or where it has none, its text."""
+    calls = [write_call(call.name, **call.arguments) for call in message.tool_calls]
+    return "\n".join(calls) or message.content
+
+
+def declare(name: str, description: str, /, **parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool in OpenAI's form, all of whose parameters are needed.
+
+    >>> declare("ls", "Lists files.", path={"type": "string"})["function"]["parameters"]["required"]
+    ['path']
+    """
+    schema = {"type": "object", "properties": parameters, "required": list(parameters)}
+    function = {"name": name, "description": description, "parameters": schema}
+    return {"type": "function", "function": function}

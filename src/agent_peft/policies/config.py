@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from agent_peft.config import ASKED, FREE, Config
+from agent_peft.replies import DIALECTS
 
 ReferenceKind = Literal["stage_start", "base"]
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -90,6 +91,15 @@ class PretrainedConfig(Config):
         default={},
         description="keys of the model's chat template, such as {enable_thinking: false}; one that changes "
         "no text is an error",
+    )
+    chat_template: Literal["chatml_tools"] | Path | None = Field(
+        default=None,
+        description="a file with a chat template (Jinja) in place of the model's own, or chatml_tools: "
+        "ChatML with tools, calls as JSON, results and thoughts",
+    )
+    tools: Literal["auto", *DIALECTS] = Field(  # type: ignore[valid-type]  # the keys of a table
+        default="auto",
+        description="dialect of the calls of tools; auto is the one that reads the chat template's own calls",
     )
     packing: Packing = True
     activation_checkpointing: ActivationCheckpointing = False

@@ -21,9 +21,9 @@ from agent_peft.policies.config import PretrainedConfig, ScratchConfig
 from agent_peft.policies.forward.products import choose_library, use_onednn
 from agent_peft.policies.models.adapter_files import read_adapter_config
 from agent_peft.policies.models.bundled import BUNDLED, resolve_model
-from agent_peft.policies.models.chat_template import with_keys
+from agent_peft.policies.models.chat_template import check_dialect, with_keys
 from agent_peft.policies.models.custom_module import build_custom
-from agent_peft.policies.models.pretrained import build_model, ends_of, load_pretrained
+from agent_peft.policies.models.pretrained import build_model, ends_of, load_pretrained, use_template
 from agent_peft.policies.models.shape import is_custom, scratch_architecture
 from agent_peft.policies.models.start import own_base, portable, start_of, with_adapter
 from agent_peft.policies.models.tokenizer import character_tokenizer
@@ -72,7 +72,9 @@ def load_policy(
         "set policy.dtype=auto, a smaller policy.model or another device",
     ):
         base.to(device)  # type: ignore[arg-type]  # its decorator hides self
-        chat = ChatTokenizer(tokenizer, ends_of(base))
+        chat = ChatTokenizer(tokenizer, ends_of(base), getattr(config, "tools", "auto"))
+        if getattr(config, "chat_template", None) is not None:  # its content belongs to what a run reads
+            chat.template = chat.template or str(tokenizer.chat_template)
         adapted: PreTrainedModel | PeftModel = base
         if config.lora is not None:
             adapted = adapters.attach(base, config.lora, derive(seed, "adapter"))
@@ -134,7 +136,9 @@ def _load(config: PretrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedToken
             f"policy.model: {config.model!r} is no bundled model ({', '.join(BUNDLED)}), no folder and no "
             f"model that the hub gives ({why_not_given(error)}){nearest_path(start.model, BUNDLED)}"
         ) from error
+    use_template(tokenizer, config.chat_template)
     with_keys(tokenizer, config.template)
+    check_dialect(tokenizer, config.tools)
     model.name_or_path = portable(start.model)
     if config.merge_adapter and start.adapter is not None:
         model = adapters.fold_in(model, start.adapter)

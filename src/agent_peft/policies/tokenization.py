@@ -52,6 +52,7 @@ class ChatTokenizer:
 
     Args:
         ends: further token ids that end a turn: those of the model's generation configuration.
+        dialect: of calls of tools, one of `replies`; "auto" is the one that reads the template's own calls.
 
     Attributes:
         end_of_turn: token ids that end an assistant's turn: ``ends``, the tokenizer's eos, and the token that
@@ -59,11 +60,14 @@ class ChatTokenizer:
         marks: the tokens that the tokenizer adds to its vocabulary.
         template: the chat template that is used where it is not the tokenizer's own.
         open_thought: how the generation prompt opens a thought; empty where it opens none.
+        closed_by: token ids that may end an action in place of the one that the template writes.
         append_only: whether one more turn leaves the earlier turns of the template's text unchanged.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int] = ()) -> None:
-        self.tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, ends: Iterable[int] = (), dialect: str = "auto"
+    ) -> None:
+        self.tokenizer, self.dialect = tokenizer, dialect
         # whether special tokens are split is a state of the tokenizer, which calls on other threads change
         self.encoding = threading.Lock()
         self.template = (
@@ -99,7 +103,7 @@ class ChatTokenizer:
             [*self._ending[-1:], *ends, *([] if eos is None else [int(eos)])]
         )
         # Any end may replace the one that the template writes, except where that one begins the next message.
-        self._closed_by = self.end_of_turn if self._closes_the_last() else frozenset(self._closing[-1:])
+        self.closed_by = self.end_of_turn if self._closes_the_last() else frozenset(self._closing[-1:])
         rewriting = self._rewriting()
         self.append_only = rewriting is None
         self._warnings = [] if rewriting is None else [rewriting]
@@ -159,7 +163,7 @@ class ChatTokenizer:
                 "an environment of one turn",
                 self._warnings.pop(),
             )
-        ended = bool(last_action) and last_action[-1] in self._closed_by
+        ended = bool(last_action) and last_action[-1] in self.closed_by
         return ([] if ended else list(self._closing)) + self._encode(
             [self._after_closing, self._generate], [observation]
         )

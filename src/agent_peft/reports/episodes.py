@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from agent_peft.files import MAX_JSONL_BYTES, read_bytes
 from agent_peft.reports.words import Words
 from agent_peft.runs.reading import RunRecord, read_lines
-from agent_peft.types import AgentPeftError
+from agent_peft.types import AgentPeftError, Message
 
 T = TypeVar("T")
 _SHOWN = (
@@ -133,7 +133,12 @@ def chunk(file: EpisodeFile, words: Words | None) -> dict[str, Any]:
 def _line(line: Mapping[str, Any]) -> dict[str, Any]:
     content = {name: line[name] for name in _SHOWN if name in line}
     content["turn_advantages"] = line.get("advantages")
-    content["messages"] = [[str(one["role"]), str(one["content"])] for one in line["messages"]]
+    messages = map(Message.from_json, line["messages"])
+    content["messages"] = [
+        # of a reply with calls or a thought, the tokens are all that was written
+        [str(one.role), one.text, *([1] if one.tool_calls or one.thought is not None else [])]
+        for one in messages
+    ]
     return content
 
 

@@ -349,14 +349,14 @@ def trajectory_to_json(trajectory: Trajectory) -> dict[str, Any]:
     return {
         **{name: value for name, value in vars(trajectory).items() if name != "task"},
         "turns": [vars(turn) for turn in trajectory.turns],
-        "messages": [vars(message) for message in trajectory.messages],
+        "messages": [message.to_json() for message in trajectory.messages],
     }
 
 
 def trajectory_from_json(task: Task, content: Mapping[str, Any]) -> Trajectory:
     """Take back what ``trajectory_to_json`` gave."""
     turns = tuple(Turn(**_tuples(turn)) for turn in content["turns"])
-    messages = tuple(Message(**message) for message in content["messages"])
+    messages = tuple(Message.from_json(message) for message in content["messages"])
     facts = {"outcome": Outcome(content["outcome"]), "stop_reason": StopReason(content["stop_reason"])}
     return Trajectory(**{**_tuples(content), **facts, "task": task, "turns": turns, "messages": messages})
 

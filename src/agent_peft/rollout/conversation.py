@@ -8,11 +8,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from agent_peft.environments.base import Environment, Episode
-from agent_peft.environments.contract import ContractError, open_episode, opening_of, result_of
+from agent_peft.environments.base import Demonstrated, Environment, Episode, Mistake
+from agent_peft.environments.contract import ContractError, open_episode, opening_of, result_of, tools_of
+from agent_peft.environments.tool_calls import TWO_ACTIONS, NotAToolCall, action_of, read_call
 from agent_peft.policies.sampling import StopMatcher
+from agent_peft.printable import printable
+from agent_peft.replies import UNCLOSED_THOUGHT, Call
 from agent_peft.rollout.replays import ReplayWindow
 from agent_peft.seeding import derive
 from agent_peft.types import (
@@ -20,13 +23,16 @@ from agent_peft.types import (
     InfrastructureError,
     Message,
     Outcome,
+    StepResult,
     StopReason,
     Task,
+    ToolCall,
     Trajectory,
     Turn,
 )
 
 if TYPE_CHECKING:
+    from agent_peft.policies.native import NativeFormat
     from agent_peft.policies.tokenization import ChatTokenizer
 
 # these end the program; no other exception of an environment does
@@ -38,6 +44,19 @@ Result = TypeVar("Result")
 
 class EnvironmentTimeout(Exception):
     """An environment took longer than ``engine.environment_seconds``."""
+
+
+class ReadReply(NamedTuple):
+    """A reply of an episode: its message, and what its world gets.
+
+    Attributes:
+        fault: what is wrong with a reply that should have been a call, or an empty text; None where the text
+            may still have thoughts.
+    """
+
+    message: Message
+    text: str
+    fault: str | None = None
 
 
 class EpisodeConversation:
@@ -56,6 +75,10 @@ class EpisodeConversation:
         replays: earlier episodes to show before the task. They take at most half of ``max_tokens``, together
             with the opening.
         seconds: limit of one start or step of the world, which is left behind if it takes longer.
+
+    Attributes:
+        exact: whether the tokens of the whole episode must be the chat template's own text of it. Set it
+            before the beginning.
     """
 
     def __init__(
@@ -81,8 +104,11 @@ class EpisodeConversation:
         self.score: float | None = None
         self.over = False
         self.failure: BaseException | None = None
+        self.exact = False
         self._observation: tuple[int, ...] = ()
         self._room = 0
+        self._replies: list[ReadReply] = []
+        self._native: NativeFormat | None = None
         self._episode: Episode | None = None
 
     @property
@@ -104,7 +130,7 @@ class EpisodeConversation:
         self.seed, self.failure = seed, None
         try:
             opening = self._open()
-            self.messages, self._observation = opening, tuple(self.chat.opening(opening))
+            self.messages, self._observation = opening, tuple(self._tokens_of(opening))
             if self.max_tokens is not None and len(self._observation) >= self.max_tokens:
                 raise AgentPeftError(
                     f"task {self.task.id}: its opening has {len(self._observation)} tokens, so there is no "
@@ -140,24 +166,44 @@ class EpisodeConversation:
         logprobs: Sequence[float],
         room: int,
         mistake: bool = False,
-        text: str | None = None,
+        reply: ReadReply | None = None,
     ) -> Sequence[int] | None:
         """Take the sampled action. Return the tokens of the next observation, or None where there is none.
 
         Args:
             room: the token budget that is left. An observation that would use it up ends the episode, because
                 no further action is possible.
-            text: of a demonstration, which the world receives as it is; by default that of the tokens.
+            reply: of a demonstration; by default that of the tokens.
         """
         cut = self._is_cut(action)
         self.turns.append(Turn(self._observation, tuple(action), tuple(logprobs), cut=cut, mistake=mistake))
         self._room = room
-        if text is None:  # the prompt may have opened the thought that the action begins with
-            text = self.chat.open_thought + self.chat.decode_action(action)
-        following = self._step(text)
+        self._replies.append(reply or self._read(action))
+        following = self._step(self._replies[-1])
         if following is None:
             self.close()
         return following
+
+    def demonstrate(self, action: str) -> Sequence[int] | None:
+        """Take an action of a demonstration, as if the policy had written it."""
+        message, fault = Message("assistant", str(action)), None
+        if isinstance(action, Demonstrated):
+            message, fault = action.message, ""
+        elif self._native is not None and self._native.tools:
+            try:
+                call = read_call(action)
+            except NotAToolCall:
+                raise AgentPeftError(
+                    f"task {self.task.id}: its episodes declare tools, and its demonstration has "
+                    f"{printable(action, 60)!r}; give one call, as write_call writes it"
+                ) from None
+            message, fault = Message("assistant", "", self._with_ids([call])), ""
+        if self._native is None:
+            tokens = self.chat.action_tokens(action)
+        else:
+            tokens = self._native.action_tokens(self.messages, message)
+        zeros, mistake = [0.0] * len(tokens), isinstance(action, Mistake)
+        return self.act(tokens, zeros, 1 << 30, mistake, ReadReply(message, str(action), fault))
 
     def end(self, outcome: Outcome, stop_reason: StopReason) -> None:
         if self.on_end is not None and not self.over:
@@ -219,15 +265,49 @@ class EpisodeConversation:
         self._episode = episode = open_episode(self.environment, self.task, derive(self.seed, "environment"))
         try:
             opening = within(self.seconds, partial(opening_of, episode))
+            tools = tools_of(episode)
         except EnvironmentTimeout as error:
             self._episode = None  # closing it may hang, too
             raise InfrastructureError(f"its start took more than {self.seconds:g} s") from error
+        if tools or self.exact:
+            from agent_peft.policies.native import NativeFormat
+
+            self._native = NativeFormat(self.chat, tools)
         if self.replays is None:
             return opening
         limit = math.inf if self.max_tokens is None else self.max_tokens // 2
         return self.replays.before(
-            self.task, opening, lambda messages: len(self.chat.opening(messages)) <= limit
+            self.task, opening, lambda messages: len(self._tokens_of(messages)) <= limit
         )
+
+    def _tokens_of(self, opening: Sequence[Message]) -> list[int]:
+        return self.chat.opening(opening) if self._native is None else self._native.opening(opening)
+
+    def _read(self, action: Sequence[int]) -> ReadReply:
+        """A sampled reply. What is not one call, where tools are declared, has a fault."""
+        # the prompt may have opened the thought that the action begins with
+        text = self.chat.open_thought + self.chat.decode_action(action)
+        if self._native is None:
+            return ReadReply(Message("assistant", text), text)
+        reply = self._native.read(action)
+        faults = [call.fault for call in reply.calls if call.fault]
+        if not reply.closed:
+            faults = [UNCLOSED_THOUGHT]
+        elif len(reply.calls) != 1:
+            faults = [TWO_ACTIONS] if reply.calls else [f"No tool call found. Call {self._native.names}."]
+        if faults:
+            return ReadReply(Message("assistant", text), "", faults[0])
+        message = Message("assistant", reply.text, self._with_ids(reply.calls), reply.thought)
+        return ReadReply(message, action_of(message), "")
+
+    def _with_ids(self, calls: Sequence[Call | ToolCall]) -> tuple[ToolCall, ...]:
+        """Calls with an id of nine characters, as Mistral's templates want them, where they have none."""
+        number = len(self.messages)
+        return tuple(ToolCall(call.name, call.arguments, call.id or f"call{number:05}") for call in calls)
+
+    def _answer(self, reply: Message, result: StepResult) -> Sequence[Message]:
+        """What the policy reads after ``reply``: the result of its call, or a message of the user."""
+        return result.messages or (Message("tool" if reply.tool_calls else "user", result.observation),)
 
     def _fail(self, error: BaseException) -> None:
         if not isinstance(error, InfrastructureError):
@@ -236,27 +316,23 @@ class EpisodeConversation:
 
     def _replay(self, replayed: list[Message]) -> None:
         assert self._episode is not None
-        actions = [message for message in self.messages if message.role == "assistant"][-len(self.turns) :]
-        for action in actions[:-1]:
+        for reply in self._replies[:-1]:
             if replayed != self.messages[: len(replayed)]:
                 break
-            replayed = [
-                *replayed,
-                action,
-                Message("user", result_of(self._episode, action.content).observation),
-            ]
+            result = result_of(self._episode, reply.text, reply.fault)
+            replayed = [*replayed, reply.message, *self._answer(reply.message, result)]
         if replayed != self.messages[:-1]:
             raise InfrastructureError("its actions were replayed, and the world answered differently")
         self.messages = replayed
-        self._step(actions[-1].content)
+        self._step(self._replies[-1])
 
-    def _step(self, text: str) -> Sequence[int] | None:
-        """Pass the last action of the record, which has this text, to the world."""
+    def _step(self, reply: ReadReply) -> Sequence[int] | None:
+        """Pass the last action of the record to the world."""
         turn = self.turns[-1]
         try:
             assert self._episode is not None
-            self.messages.append(Message("assistant", text))
-            result = within(self.seconds, partial(result_of, self._episode, text))
+            self.messages.append(reply.message)
+            result = within(self.seconds, partial(result_of, self._episode, reply.text, reply.fault))
             outcome = Outcome(result.outcome)
             stop_reason = result.stop_reason and StopReason(result.stop_reason)
             if stop_reason is StopReason.INFRASTRUCTURE:
@@ -266,7 +342,11 @@ class EpisodeConversation:
                 self.end(outcome, stop_reason)
                 self.score = result.score
                 return None
-            observation = tuple(self.chat.following(result.observation, turn.action))
+            new = self._answer(reply.message, result)
+            if self._native is None:
+                observation = tuple(self.chat.following(result.observation, turn.action))
+            else:
+                observation = tuple(self._native.following(self.messages, new, turn.action, exact=self.exact))
         except PASSING:
             raise
         except EnvironmentTimeout:
@@ -280,7 +360,7 @@ class EpisodeConversation:
             self.defect(error)
             self.end(Outcome.INCORRECT, StopReason.DEFECT)
             return None
-        self.messages.append(Message("user", result.observation))
+        self.messages += new
         if len(observation) >= self._room:  # there would be no room for an action
             self.end(Outcome.INCORRECT, StopReason.TOKEN_LIMIT)
             return None

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agent_peft.environments.base import Environment, Mistake
+from agent_peft.environments.base import Demonstrated, Environment
+from agent_peft.environments.contract import ContractError
 from agent_peft.policies.sampling import SamplingConfig, StopMatcher
 from agent_peft.printable import printable
 from agent_peft.rollout.collector import LINE, error_line, origin_of
@@ -129,16 +130,17 @@ def demonstrate(
         )
     defects: list[BaseException] = []
     conversation = EpisodeConversation(environment, task, chat, defects)
+    conversation.exact = any(isinstance(action, Demonstrated) for action in actions)
     try:
         conversation.begin(seed)
         for action in () if conversation.failure else actions:
-            tokens, mistake = chat.action_tokens(action), isinstance(action, Mistake)
-            zeros = [0.0] * len(tokens)
-            if conversation.act(tokens, zeros, room=1 << 30, mistake=mistake, text=str(action)) is None:
+            if conversation.demonstrate(action) is None:
                 break
     finally:
         conversation.close()
     error = defects[0] if conversation.stop_reason is StopReason.DEFECT else conversation.failure
+    if isinstance(error, AgentPeftError) and not isinstance(error, ContractError):
+        raise AgentPeftError(f"task {task.id}: {error}") from error
     if error is not None:
         place = f"{error_line(error)}, at {Path(origin_of(error)).name}"
         raise AgentPeftError(

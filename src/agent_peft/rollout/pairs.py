@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -245,7 +245,7 @@ def read_episode(line: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) ->
     return Trajectory(
         Task(line["task"], tuple(line["skills"])),
         tuple(turns),
-        tuple(Message(**message) for message in line["messages"]),
+        tuple(Message.from_json(message) for message in line["messages"]),
         Outcome(line["outcome"]),
         StopReason(line["stop_reason"]),
         score=line.get("score"),
@@ -254,8 +254,12 @@ def read_episode(line: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) ->
 
 
 def _check_tokens(line: Mapping[str, Any], trajectory: Trajectory, chat: ChatTokenizer, path: Path) -> None:
-    texts = [message.content for message in trajectory.messages if message.role == "assistant"]
-    if texts and chat.decode_action(trajectory.turns[-1].action) != texts[-1]:
+    replies = [message for message in trajectory.messages if message.role == "assistant"]
+    text = chat.open_thought + chat.decode_action(trajectory.turns[-1].action)
+    parts = [
+        (one.thought or "", one.content, *(call.name for call in one.tool_calls)) for one in replies[-1:]
+    ]
+    if not all(part in text for part in chain(*parts)):
         raise AgentPeftError(
             f"{path}: the tokens of row {line['row']} are not those of this policy's tokenizer; give a run "
             "with the same model"

@@ -71,7 +71,7 @@ class Replays:
     def write(self, folder: Path) -> None:
         """Write them into a checkpoint."""
         content = [
-            {"task": replay.task, "messages": [vars(message) for message in replay.messages]}
+            {"task": replay.task, "messages": [message.to_json() for message in replay.messages]}
             for replay in self._episodes
         ]
         write_atomic(folder / FILE, json.dumps(content, indent=1) + "\n")
@@ -102,7 +102,7 @@ def read_replays(folder: Path) -> tuple[Replay, ...]:
         return ()
     try:
         return tuple(
-            Replay(item["task"], tuple(Message(**message) for message in item["messages"]))
+            Replay(item["task"], tuple(Message.from_json(message) for message in item["messages"]))
             for item in parse_json(read_text(path, "a JSON file", 64 * MEGABYTE, unlinked=1))
         )
     except (KeyError, TypeError, ValueError) as error:

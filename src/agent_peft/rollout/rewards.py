@@ -117,7 +117,7 @@ def reasoning_steps(config: ReasoningStepsConfig, trajectory: Trajectory) -> flo
     >>> reasoning_steps(ReasoningStepsConfig(), Trajectory(Task("t"), (), messages=(reply,)))
     2.0
     """
-    replies = [message.content for message in trajectory.messages if message.role == "assistant"]
+    replies = [message.text for message in trajectory.messages if message.role == "assistant"]
     text = "\n".join(replies[-len(trajectory.turns) :])  # earlier ones are examples in the prompt
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return float(min(config.max_steps, len(set(lines[:-1]))))

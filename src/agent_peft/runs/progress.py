@@ -304,7 +304,7 @@ def episode_lines(trajectory: Trajectory) -> list[str]:
     """The lines that show an episode: what became of it, then each of its messages."""
     facts = f"{trajectory.outcome.value}, {trajectory.stop_reason.value}"
     first = f"last episode, {printable(trajectory.task.id, 60)}: {facts}, reward {trajectory.reward:.3f}"
-    return [first, *(f"{message.role}: {message.content[:MESSAGE]}" for message in trajectory.messages)]
+    return [first, *(f"{message.role}: {message.text[:MESSAGE]}" for message in trajectory.messages)]
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -353,7 +353,7 @@ def _record(line: Mapping[str, Any], arrays: _Arrays, place: str) -> EpisodeReco
         if name in names
     }
     try:
-        values["messages"] = tuple(Message(**message) for message in line["messages"])
+        values["messages"] = tuple(Message.from_json(message) for message in line["messages"])
         values["outcome"], values["stop_reason"] = Outcome(line["outcome"]), StopReason(line["stop_reason"])
         return EpisodeRecord(**values, _arrays=arrays)
     except (KeyError, TypeError, ValueError) as error:

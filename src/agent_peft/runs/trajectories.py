@@ -76,7 +76,7 @@ def episode_record(
         "cut_turns": [number for number, turn in enumerate(trajectory.turns) if turn.cut],
         **({"mistake_turns": mistakes} if mistakes else {}),
         **({} if trajectory.reference is None else {"reference": trajectory.reference}),
-        "messages": [{"role": message.role, "content": message.content} for message in trajectory.messages],
+        "messages": [message.to_json() for message in trajectory.messages],
     }
 
 

@@ -7,7 +7,7 @@ reply to all tasks: the divergence is zero there, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 
 import torch
@@ -84,6 +84,12 @@ class Teacher:
             return 0, ()
         actions = [n for n, message in enumerate(trajectory.messages) if message.role == "assistant"]
         *before, last = trajectory.messages[: actions[-len(trajectory.turns)]]
+        with closing(self.environment.episode(trajectory.task, 0)) as episode:
+            if episode.tools:
+                raise AgentPeftError(
+                    "teacher.prompt shows plain messages, and the environment's episodes declare tools; "
+                    "choose another protocol, or set teacher.model, and teacher.prompt: null"
+                )
         solution = self.environment.demonstration(trajectory.task)
         if solution is None:
             raise AgentPeftError(

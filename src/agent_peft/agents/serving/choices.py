@@ -26,15 +26,11 @@ from agent_peft.agents.serving.conversation import Call, CalledFunction
 from agent_peft.agents.serving.prompts import EMPTY, Prompt
 from agent_peft.agents.serving.reading import Parts, ReplyReader
 from agent_peft.agents.serving.requests import ChatRequest, CompletionRequest
-from agent_peft.environments.tool_calls import ToolCall
 from agent_peft.policies.engine.service import Service
+from agent_peft.policies.reply_text import TextStream
 from agent_peft.policies.sampling import SamplingConfig, StopMatcher
 from agent_peft.policies.tokenization import ChatTokenizer
-from agent_peft.replies import held_length
-from agent_peft.types import InfrastructureError
-
-UNFINISHED = "\ufffd"  # what a decoder writes for a part of a character
-MEMORY = 16  # tokens that are decoded again with a new one, since a token's text may depend on its neighbours
+from agent_peft.types import InfrastructureError, ToolCall
 
 
 class Drawn(NamedTuple):
@@ -106,68 +102,6 @@ class Draw:
         """Whether a limit, and not the policy or a stop string, has ended the reply."""
         matcher = StopMatcher([text.encode() for text in self.sampling.stop], chat.token_bytes)
         return not any(matcher.push(token) or token in chat.end_of_turn for token in self.tokens)
-
-
-def reply_text(chat: ChatTokenizer, tokens: Sequence[int], stops: Sequence[str]) -> str:
-    """The text of a whole reply, up to the first stop string."""
-    text = chat.decode_action(tokens)
-    return text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
-
-
-class TextStream:
-    """The parts of a reply's text, each as soon as it is certain: whole characters, and nothing that may be
-    the beginning of a stop string. Together they are ``reply_text``.
-    """
-
-    def __init__(self, chat: ChatTokenizer, stops: Sequence[str]) -> None:
-        self._chat, self._stops = chat, stops
-        self._hidden = chat.end_of_turn.union(chat.tokenizer.all_special_ids)  # at a reply's end
-        self._tokens: list[int] = []
-        self._begin = self._read = 0  # the decoded tokens are those before ``_read``
-        self._pending = ""
-        self._length = 0  # of the decoded text
-        self._stopped = False
-        self.sent = ""
-        self.marks: list[int] = []  # where in the text a token is a mark of the tokenizer
-
-    def push(self, token: int) -> str:
-        """The text that is certain since the last call."""
-        self._tokens.append(token)
-        if self._stopped or token in self._hidden:
-            return ""
-        before = self._decode(self._tokens[self._begin : self._read])
-        now = self._decode(self._tokens[self._begin :])
-        if len(now) <= len(before) or now.endswith(UNFINISHED):
-            return ""
-        new, place = now[len(before) :], 0
-        for mark in filter(None, map(self._chat.marks.text, self._tokens[self._read :])):
-            if (found := new.find(mark, place)) >= 0:
-                self.marks.append(self._length + found)
-                place = found + len(mark)
-        self._begin, self._read = max(self._begin, len(self._tokens) - MEMORY), len(self._tokens)
-        self._pending += new
-        self._length += len(new)
-        if places := [place for stop in self._stops if (place := self._pending.find(stop)) >= 0]:
-            self._stopped = True  # ``finish`` finds the first of them
-            self._pending = self._pending[: min(places)]
-        held = 0 if self._stopped else held_length(self._pending, self._stops)
-        certain = self._pending[: len(self._pending) - held]
-        self._pending = self._pending[len(certain) :]
-        self.sent += certain
-        return certain
-
-    def finish(self) -> str:
-        """The rest."""
-        whole = reply_text(self._chat, self._tokens, self._stops)
-        rest, self.sent = whole[len(self.sent) :], whole
-        return rest
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        text = self._chat.tokenizer.decode(
-            list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
 
 
 class ChoiceStream:

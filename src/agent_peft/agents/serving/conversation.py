@@ -15,9 +15,9 @@ from pydantic import FailFast, Field, JsonValue, StrictBool, StrictInt, model_va
 from torch import Tensor
 
 from agent_peft.config import Config
-from agent_peft.environments.tool_calls import NotAToolCall, ToolCall, read_tool_call, write_tool_call
+from agent_peft.environments.tool_calls import NotAToolCall, read_tool_call, write_tool_call
 from agent_peft.policies.policy import Policy
-from agent_peft.types import AgentPeftError, Message, Role
+from agent_peft.types import AgentPeftError, Message, Role, ToolCall
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 # as Qwen 2.5 and 3 were tuned on it, but for the names of the tools
@@ -203,7 +203,7 @@ def split_calls(text: str, tools: Sequence[Tool]) -> tuple[str, list[ToolCall]]:
     """A reply's text without its calls, and its calls. What looks like a call and is none stays text.
 
     >>> split_calls('Let me see. <tool_call>{"name": "ls", "arguments": {}}</tool_call>', ())
-    ('Let me see. ', [ToolCall(name='ls', arguments={})])
+    ('Let me see. ', [ToolCall(name='ls', arguments={}, id=None)])
     """
     head, *blocks = text.split(OPEN)
     calls: list[ToolCall] = []

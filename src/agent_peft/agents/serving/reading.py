@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from agent_peft.agents.serving.conversation import OPEN, Tool, may_be_call, split_calls
 from agent_peft.agents.serving.prompts import PLAIN
-from agent_peft.environments.tool_calls import ToolCall
 from agent_peft.policies.marks import CUT
+from agent_peft.policies.reply_text import as_token, marked_calls
 from agent_peft.policies.tokenization import ChatTokenizer
-from agent_peft.replies import BARE, CALL_MARKS, ThoughtSplitter, cast, held_length, read_calls
+from agent_peft.replies import BARE, CALL_MARKS, ThoughtSplitter, held_length
+from agent_peft.types import ToolCall
 
 
 class Parts(NamedTuple):
@@ -100,31 +100,12 @@ class ReplyReader:
 
     def _read(self, text: str) -> tuple[str, list[ToolCall]]:
         """The text without its calls, and the calls. If one of them cannot be read, all is text."""
-        first, *others = text.split(CUT)
-        marked = [(self._chat.marks.at_start(other), other) for other in others]
-        reading = self._chat.cut(first) + "".join(
-            mark + self._chat.cut(other[len(mark) :]) for mark, other in marked
-        )
-        before, calls = read_calls(reading, self._dialect)
         schemas = {tool.function.name: tool.function.parameters or {} for tool in self._tools}
+        before, calls = marked_calls(self._chat, text, self._dialect, schemas)
         bare = text[:1] in tuple(BARE.get(self._dialect, ""))
-        if any(call.fault or (bare and call.name not in schemas) for call in calls):
+        if not calls or any(call.fault or (bare and call.name not in schemas) for call in calls):
             return text.replace(CUT, ""), []
-        if self._dialect == "qwen3_coder":
-            calls = tuple(cast(call, schemas.get(call.name, {})) for call in calls)
-        try:
-            read = [ToolCall(_whole(call.name), json.loads(_whole(_json(call.arguments)))) for call in calls]
-        except RecursionError:
-            read = []
-        return _whole(before if read else text), read
+        return before, [ToolCall(call.name, call.arguments) for call in calls]
 
     def _written(self, mark: str) -> str:
-        return CUT + mark if self._chat.marks.at_start(mark) else mark
-
-
-def _whole(text: str) -> str:
-    return text.replace(CUT, "")
-
-
-def _json(content: object) -> str:
-    return json.dumps(content, ensure_ascii=False)
+        return as_token(self._chat, mark)

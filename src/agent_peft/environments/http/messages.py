@@ -29,7 +29,7 @@ from agent_peft.config import Config
 from agent_peft.environments.base import Mistake
 from agent_peft.files import unique_keys
 from agent_peft.printable import printable
-from agent_peft.types import AgentPeftError, Message, Outcome, Role, StepResult, StopReason, Task
+from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason, Task
 
 # above this many tasks (arithmetic has up to 10^17), clients fetch pages when they need them, and send a
 # task's full content instead of its id
@@ -44,6 +44,7 @@ MAX_DEPTH = 100
 LINE = 500  # characters of a refusal
 
 # codes of refusals; a session sends OpenEnv's code for each
+UNSERVED = "an environment whose episodes declare tools is not served; choose another protocol"
 FULL = "full"
 CONFLICT = "conflict"  # a step without an episode, or after its end
 INFRASTRUCTURE = "infrastructure"  # the world under the environment failed
@@ -138,11 +139,13 @@ class DemonstrationRequest(_Message):
 class WireMessage(_Message):
     """One message of a conversation."""
 
-    role: Role
+    role: Literal["system", "user", "assistant"]
     content: Text
 
     @classmethod
     def of(cls, message: Message) -> WireMessage:
+        if message.role == "tool":
+            raise AgentPeftError(UNSERVED)
         return cls(role=message.role, content=message.content)
 
     def message(self) -> Message:

@@ -13,7 +13,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -27,7 +27,7 @@ from agent_peft.environments.http.guard import Limits
 from agent_peft.environments.http.messages import Refusal
 from agent_peft.environments.http.transport import JSON, WebSocket, WebSocketDisconnect
 from agent_peft.seeding import derive
-from agent_peft.types import AgentPeftError, InfrastructureError, Message, StepResult, Task
+from agent_peft.types import AgentPeftError, InfrastructureError, StepResult, Task
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -264,11 +264,14 @@ class Session:
             done=False,
         )
 
-        def begin() -> Sequence[Message]:
+        def begin() -> tuple[messages.WireMessage, ...]:
             self.episode = open_episode(environment, task, seed)
-            return opening_of(self.episode)
+            opening = opening_of(self.episode)
+            if self.episode.tools:
+                raise AgentPeftError(messages.UNSERVED)
+            return tuple(map(messages.WireMessage.of, opening))
 
-        opening = tuple(messages.WireMessage.of(message) for message in await self._run(begin, acting=False))
+        opening = await self._run(begin, acting=False)
         text = opening[-1].content if opening else ""
         return messages.ResetResponse(
             observation=messages.Observation(text=text, messages=opening), metadata=self.state
@@ -284,7 +287,9 @@ class Session:
         self.state = state.model_copy(update={"step_count": state.step_count + 1})
 
         def act() -> StepResult:
-            return result_of(episode, action.text)
+            result = result_of(episode, action.text)
+            _ = tuple(map(messages.WireMessage.of, result.messages))
+            return result
 
         result = await self._run(act, acting=True)
         if result.done:

@@ -4,7 +4,7 @@ conversations. A template ignores a key that it does not read, and may drop a me
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,8 +59,10 @@ class TemplateFacts:
         )
 
 
-def probe_template(tokenizer: PreTrainedTokenizerBase) -> TemplateFacts | None:
-    """The facts of the tokenizer's template; None where it has none, or has several by name."""
+def probe_template(tokenizer: PreTrainedTokenizerBase, dialect: str = "auto") -> TemplateFacts | None:
+    """The facts of the tokenizer's template; None where it has none, or has several by name. ``dialect`` is
+    the only one that is tried, or "auto".
+    """
     if not isinstance(tokenizer.chat_template, str):
         return None
     plain, keys = _texts(tokenizer), []
@@ -75,7 +77,7 @@ def probe_template(tokenizer: PreTrainedTokenizerBase) -> TemplateFacts | None:
         {value: _prompt_end(tokenizer, enable_thinking=value) for value in switches},
         _thoughts(tokenizer),
         _tools(tokenizer),
-        _dialect(tokenizer),
+        _dialect(tokenizer, tuple(DIALECTS) if dialect == "auto" else (dialect,)),
     )
 
 
@@ -110,6 +112,15 @@ def with_keys(tokenizer: PreTrainedTokenizerBase, keys: Mapping[str, TemplateKey
         f"{{% set {key} = {key} | default({value!r}) %}}" for key, value in sorted(keys.items())
     )
     tokenizer.chat_template = f"{defaults}\n{template}"  # Jinja drops a newline after a block
+
+
+def check_dialect(tokenizer: PreTrainedTokenizerBase, dialect: str) -> None:
+    """Refuse a dialect that does not read the calls that the template writes."""
+    if dialect != "auto" and _dialect(tokenizer, (dialect,)) is None:
+        raise AgentPeftError(
+            f"policy.tools: the chat template writes no calls that {dialect} reads; set auto "
+            f"({_dialect(tokenizer, tuple(DIALECTS)) or 'no dialect reads them'})"
+        )
 
 
 def _named(tokenizer: PreTrainedTokenizerBase) -> set[str]:
@@ -180,14 +191,14 @@ def _tools(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     return tuple(name for name, holds in written.items() if holds)
 
 
-def _dialect(tokenizer: PreTrainedTokenizerBase) -> str | None:
+def _dialect(tokenizer: PreTrainedTokenizerBase, dialects: Sequence[str]) -> str | None:
     call, plain = (
         _render(tokenizer, [_user(), reply], False, tools=[_tool(_NAMES[0])]) or ""
         for reply in (_reply("", tool_calls=[_call(_NAMES[0])]), _reply())
     )
     lead, _, end = plain.rpartition(_ANSWER)
     body = call.removeprefix(lead.rstrip()).removesuffix(end)
-    for dialect in DIALECTS:
+    for dialect in dialects:
         calls = read_calls(body, dialect)[1]
         if [(one.name, one.arguments, one.fault) for one in calls] == [(_NAMES[0], _ARGUMENTS, "")]:
             return dialect

@@ -24,10 +24,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from agent_peft.files import check_regular
+from agent_peft.files import check_regular, read_text
 from agent_peft.hub import hub_or_cache
 from agent_peft.policies.models import template_probe
 from agent_peft.policies.models.custom_module import is_custom_module
+from agent_peft.policies.models.tokenizer import TEMPLATES
 from agent_peft.types import AgentPeftError
 
 MAX_REPEATED = 1024  # layers, or experts of a layer
@@ -237,6 +238,16 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
             f"{MAX_RENDERING:,} characters for a conversation of a few words; take another model, or repair "
             "its chat_template"
         ) from error
+
+
+def use_template(tokenizer: PreTrainedTokenizerBase, template: str | Path | None) -> None:
+    """Put ``policy.chat_template`` in place of the tokenizer's own."""
+    if template is None:
+        return
+    tokenizer.chat_template = TEMPLATES.get(str(template)) or read_text(
+        Path(template).expanduser(), "a chat template", MAX_RENDERING
+    )
+    check_chat_template(tokenizer, f"policy.chat_template: {template}")
 
 
 @lru_cache

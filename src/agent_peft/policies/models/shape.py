@@ -27,6 +27,7 @@ from agent_peft.policies.models.pretrained import (
     check_chat_template,
     load_tokenizer,
     read_model_config,
+    use_template,
 )
 from agent_peft.policies.models.start import start_of
 from agent_peft.policies.models.tokenizer import character_tokenizer
@@ -250,8 +251,9 @@ def template_at_hand(config: PretrainedConfig | ScratchConfig) -> TemplateFacts 
     if tokenizer is None:
         return None
     check_chat_template(tokenizer, config.model)
+    use_template(tokenizer, config.chat_template)
     with_keys(tokenizer, config.template)
-    return probe_template(tokenizer)
+    return probe_template(tokenizer, config.tools)
 
 
 def _read_here(name: str, read: Callable[..., Any]) -> Any:

@@ -30,6 +30,34 @@ BARE_TEMPLATE = (
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
 )
 
+# For models that were tuned on ChatML without tools, such as SmolLM2. Calls are written as by Qwen 2.5.
+CHATML_TOOLS = """{%- set first = messages[0].content if messages[0].role == 'system' else '' %}
+{%- if tools %}<|im_start|>system
+{{ first + '\n\n' if first }}Tools:
+{% for tool in tools %}{{ tool.function | tojson }}
+{% endfor %}To call one, write
+<tool_call>
+{"name": <name>, "arguments": <object>}
+</tool_call><|im_end|>
+{% elif first %}<|im_start|>system
+{{ first }}<|im_end|>
+{% endif %}
+{%- for m in messages %}{% if m.role == 'tool' %}<|im_start|>tool
+{{ m.content }}<|im_end|>
+{% elif m.role != 'system' or not loop.first %}<|im_start|>{{ m.role }}
+{% if m.reasoning_content %}<think>
+{{ m.reasoning_content }}
+</think>
+
+{% endif %}{{ m.content }}
+{%- for call in m.tool_calls or [] %}{{ '\n' if m.content or not loop.first }}<tool_call>
+{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}
+</tool_call>{% endfor %}<|im_end|>
+{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+TEMPLATES = {"chatml_tools": CHATML_TOOLS}
+
 DATE = datetime.datetime(2024, 7, 26)  # the date that Llama 3's templates fall back on
 _WRITES_DATE = re.compile(r"""\bstrftime_now\(\s*(?:format\s*=\s*)?(["'])(?P<form>[^"'\\{}]*)\1\s*\)""")
 

@@ -194,7 +194,7 @@ function titleOf(episode, role, turn) {
 function drawMessages(content, episode, first = 0) {
   const box = el("div", {});
   const tokens = tokensOf(content, episode);
-  const message = (role, turn, body) => el("section", { class: `message ${["system", "user", "assistant"].includes(role) ? role : ""}` },
+  const message = (role, turn, body) => el("section", { class: `message ${["system", "user", "assistant", "tool"].includes(role) ? role : ""}` },
     el("h4", {}, titleOf(episode, role, turn)), el("div", { class: "text", dir: "ltr" }, body));
   if (!tokens) {
     episode.messages.forEach(([role, said], n) => { if (n >= first) box.append(message(role, null, drawPlain(said, role === "assistant"))); });
@@ -225,7 +225,7 @@ function drawSiblings(content, one, siblings) {
   const box = el("div", {});
   if (own.length === 1) box.append(el("p", { class: "soft" }, "This group has one episode."));
   if (common) box.append(el("details", {}, el("summary", {}, `the ${common} messages that all have in common`),
-    own[0].messages.slice(0, common).map(([role, said]) => el("section", { class: `message ${role === "system" || role === "user" ? role : "assistant"}` },
+    own[0].messages.slice(0, common).map(([role, said]) => el("section", { class: `message ${["system", "user", "tool"].includes(role) ? role : "assistant"}` },
       el("h4", {}, visible(role)), el("div", { class: "text", dir: "ltr" }, drawPlain(said, false))))));
   box.append(el("div", { class: "siblings", tabindex: 0, role: "region", "aria-label": "episodes of the group, side by side" }, siblings.map((other) => el("article", {
     class: `sibling is-${other.outcome === "correct" || other.outcome === "incorrect" ? other.outcome : "unknown"}`, "aria-current": other === one ? "true" : null },

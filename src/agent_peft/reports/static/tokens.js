@@ -78,12 +78,14 @@ function tokensOf(content, episode) {
 function segmentsOf(tokens, episode) {
   const text = tokens.map((token) => token.text).join("");
   const starts = tokens.filter((token, at) => token.mask && !(at && tokens[at - 1].mask)).map((token) => token.start);
+  const ends = tokens.filter((token, at) => token.mask && !(tokens[at + 1] && tokens[at + 1].mask)).map((token) => token.end);
   const speaking = episode.messages.map(([role], at) => (role === "assistant" ? at : -1)).filter((at) => at >= 0);
   const sampled = new Map(speaking.slice(-starts.length).map((at, n) => [at, starts[n + Math.max(0, starts.length - speaking.length)]]));
   const segments = [];
   let at = 0;
-  episode.messages.forEach(([role, content], n) => {
+  episode.messages.forEach(([role, said, whole], n) => {
     const from = Math.max(at, sampled.get(n) ?? at);
+    const content = whole && sampled.has(n) ? text.slice(from, ends[starts.indexOf(sampled.get(n))]) : said;
     let start = text.indexOf(content, from), length = content.length;
     if (start < 0) { start = text.indexOf(content.trim(), from); length = content.trim().length; }
     if (start < 0) return;

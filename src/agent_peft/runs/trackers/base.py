@@ -256,7 +256,7 @@ def evaluation_metrics(report: EvaluationReport) -> dict[str, float]:
 def row_of(step: int, group: Group) -> Row:
     """The first episode of a group as a row of a table."""
     trajectory = group.trajectories[0]
-    text = "\n\n".join(f"{message.role}: {message.content}" for message in trajectory.messages)
+    text = "\n\n".join(f"{message.role}: {message.text}" for message in trajectory.messages)
     return (
         step,
         printable(trajectory.task.id, 200),

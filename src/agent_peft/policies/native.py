@@ -1,0 +1,285 @@
+"""Conversations with tools, calls, results and thoughts, in the chat template's own text.
+
+A template is given messages in OpenAI's form, with the arguments of a call as an object. All that it leaves
+out is an error, but for the thoughts of earlier replies. Texts that it writes around contents may be control
+tokens, and the contents may not (`ChatTokenizer.cut`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import TemplateError
+
+from agent_peft.policies.marks import CUT
+from agent_peft.policies.models.chat_template import TemplateFacts, TemplateKey, probe_template
+from agent_peft.policies.reply_text import as_token, marked_calls, marked_text
+from agent_peft.policies.tokenization import ChatTokenizer
+from agent_peft.replies import Call, ThoughtSplitter
+from agent_peft.types import AgentPeftError, Message, ToolCall
+
+logger = logging.getLogger(__name__)
+
+WRITTEN = frozenset({"tools", "call", "result"})  # by a template that can use tools
+REFUSED = "messages: the chat template refuses the conversation"
+_NO_KEYS: Mapping[str, TemplateKey] = {}
+_USER = Message("user", "x")
+_SHOWN = 60  # characters of a text in a message
+
+
+@lru_cache(maxsize=16)
+def facts_of(chat: ChatTokenizer) -> TemplateFacts | None:
+    """What the chat template does."""
+    return probe_template(chat.tokenizer, chat.dialect)
+
+
+@dataclass(frozen=True)
+class NativeReply:
+    """A sampled reply in parts. ``closed``: whether its thought is closed; a call may have a fault."""
+
+    thought: str | None
+    text: str
+    calls: tuple[Call, ...]
+    closed: bool
+
+
+class NativeFormat:
+    """How one policy reads and writes the messages of an episode. A template that cannot is refused.
+
+    Args:
+        tools: the functions that may be called, in OpenAI's form.
+    """
+
+    def __init__(self, chat: ChatTokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.chat, self.tools = chat, [dict(tool) for tool in tools] or None
+        functions = [tool["function"] for tool in tools]
+        self._schemas = {one["name"]: one.get("parameters") or {} for one in functions}
+        facts = facts_of(chat)
+        missing = WRITTEN - set(facts.tools if facts else ())
+        self._dialect = (facts and facts.dialect) or ""
+        if tools and (missing or not self._dialect):
+            what = ", ".join(sorted(missing)) or "calls in a dialect that can be read"
+            raise AgentPeftError(
+                f"the environment declares tools, and the model's chat template does not write {what}; set "
+                "policy.chat_template to a file with one that does, or choose another protocol"
+            )
+        if tools:  # a template that always rewrites is refused before anything is sampled
+            call = Message("assistant", "", (ToolCall(next(iter(self._schemas)), {}, "call00000"),), "x")
+            self.following([_USER, call], [Message("tool", "x")], [])
+
+    @property
+    def names(self) -> str:
+        """The tools, for a message to the policy."""
+        return " or ".join(self._schemas)
+
+    def opening(self, messages: Sequence[Message]) -> list[int]:
+        """The tokens of the conversation so far and the generation prompt."""
+        return self.chat.encode_rendered(rendered_prompt(self.chat, as_template(messages), self.tools)[1])
+
+    def action_tokens(self, messages: Sequence[Message], reply: Message) -> list[int]:
+        """The tokens of a demonstrated ``reply`` to ``messages``: what the template writes after the prompt,
+        up to the token that ends the turn.
+        """
+        rendered = as_template([*messages, reply])
+        _check_complete(self.chat, rendered, self.tools, _NO_KEYS, generate=False)
+        prompt, whole = self._render(rendered[:-1], True), self._render(rendered, False)
+        if not whole.startswith(prompt):
+            raise AgentPeftError(_two_texts("a reply does not follow its prompt", prompt, whole))
+        target, mark, _ = self._split_end(whole.removeprefix(prompt))
+        if reply.thought and self.chat.cut(reply.thought.strip(), True) not in target:
+            raise AgentPeftError(
+                f"the chat template leaves out the thought {reply.thought.strip()[:_SHOWN]!r} of a reply; "
+                "remove the thoughts, or set policy.chat_template to a file with one that writes them"
+            )
+        return self.chat.encode_rendered(target + mark)
+
+    def following(
+        self,
+        messages: Sequence[Message],
+        new: Sequence[Message],
+        last_action: Sequence[int],
+        exact: bool = False,
+    ) -> list[int]:
+        """The tokens to append after the sampled ``last_action``, the reply that ends ``messages``, so that
+        the policy can act on the ``new`` messages: what the template writes there.
+
+        Where the template then writes earlier replies differently, they stay as they were sampled; with
+        ``exact`` that is an error.
+        """
+        *before, reply = messages
+        tries = [[*before, reply]]
+        if not exact:
+            if [message.role for message in new] == ["user"]:
+                return self.chat.following(new[0].content, last_action)
+            # what follows a call does not depend on what comes before it
+            replies = [reply, *(replace(reply, content="", thought=thought) for thought in ("x", None))]
+            tries = [[_USER, one] for one in replies]
+        rendered = [as_template([*context, *new]) for context in tries]
+        texts = [(self._render(one[: -len(new)], False), self._render(one, True)) for one in rendered]
+        whole, longer = next((pair for pair in texts if pair[1].startswith(pair[0])), texts[0])
+        if not longer.startswith(whole):
+            raise AgentPeftError(_two_texts("a new message changes the text before it", whole, longer))
+        if (whole, longer) != texts[0]:
+            _warn_of_rewriting(self.chat)
+        _, mark, rest = self._split_end(whole)
+        tokens = self.chat.encode_rendered(mark + rest + longer.removeprefix(whole))
+        return tokens[bool(last_action) and last_action[-1] in self.chat.closed_by :]
+
+    def read(self, action: Sequence[int]) -> NativeReply:
+        """The parts of a sampled reply. Takes time linear in it, and never raises. Where a mark is a token of
+        the tokenizer, only that token is the mark.
+        """
+        splitter = ThoughtSplitter(self.chat.open_thought, lambda mark: as_token(self.chat, mark))
+        parts = zip(splitter.push(marked_text(self.chat, action)), splitter.finish(), strict=True)
+        thought, text = ("".join(part) for part in parts)
+        text, calls = marked_calls(self.chat, text, self._dialect, self._schemas)
+        return NativeReply(
+            thought.replace(CUT, "").strip() if splitter.thinks else None, text, calls, splitter.closed
+        )
+
+    def _render(self, rendered: list[dict[str, Any]], generate: bool) -> str:
+        return _render(self.chat, rendered, self.tools, generate, _NO_KEYS)
+
+    def _split_end(self, text: str) -> tuple[str, str, str]:
+        """A text before its last token that ends a turn, that token's text, and the rest."""
+        marks = self.chat.marks
+        ends = [m for m in marks.pattern.finditer(text) if marks.tokens[m[0]] in self.chat.end_of_turn]
+        if not ends:
+            raise AgentPeftError(
+                "the chat template ends no reply with a token that ends a turn, so calls of tools cannot be "
+                "trained; set policy.chat_template to a file with one that does"
+            )
+        return text[: ends[-1].start()], ends[-1][0], text[ends[-1].end() :]
+
+
+def as_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates read them. A result belongs to the first call that has none yet."""
+    rendered: list[dict[str, Any]] = []
+    waiting: list[ToolCall] = []
+    for message in messages:
+        content: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.thought:
+            content["reasoning_content"] = message.thought
+        if message.role == "assistant":
+            waiting = list(message.tool_calls)
+        if waiting and message.role == "assistant":
+            content["tool_calls"] = [
+                template_call(call.id or "", call.name, dict(call.arguments)) for call in waiting
+            ]
+        if message.role == "tool":
+            call = waiting.pop(0) if waiting else ToolCall("", {})
+            content |= {"tool_call_id": call.id or "", "name": call.name}
+        rendered.append(content)
+    return rendered
+
+
+def template_call(ident: str, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A call as chat templates read it."""
+    return {"type": "function", "id": ident, "function": {"name": name, "arguments": arguments}}
+
+
+def rendered_prompt(
+    chat: ChatTokenizer,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    keys: Mapping[str, TemplateKey] = _NO_KEYS,
+    native: bool = True,
+) -> tuple[str, str]:
+    """The template's text of messages as it reads them, without and with the generation prompt, for
+    `ChatTokenizer.encode_rendered`. With ``native``, no mark of a content is a token, but for the
+    assistant's.
+    """
+    _check_complete(chat, messages, tools, keys)
+    before, text = (_render(chat, messages, tools, generate, keys, native) for generate in (False, True))
+    return before, text
+
+
+def _render(
+    chat: ChatTokenizer,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    generate: bool,
+    keys: Mapping[str, TemplateKey],
+    native: bool = True,
+) -> str:
+    cut = [_cut(chat, message, not native or message["role"] == "assistant") for message in messages]
+    return _refusing(chat, cut, generate, _cut(chat, tools, not native), keys)
+
+
+def _refusing(
+    chat: ChatTokenizer,
+    messages: list[dict[str, Any]],
+    generate: bool,
+    tools: Sequence[Mapping[str, Any]] | None,
+    keys: Mapping[str, TemplateKey],
+) -> str:
+    try:
+        return chat.render(messages, generate, tools=tools, **keys)
+    except TemplateError as error:
+        raise AgentPeftError(f"{REFUSED}: {error}") from error
+
+
+def _check_complete(
+    chat: ChatTokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    keys: Mapping[str, TemplateKey],
+    generate: bool = True,
+) -> None:
+    """Refuse a conversation of which the template leaves out a text or a call. Thoughts may be dropped."""
+    words: list[str] = []  # what each sentinel stands for
+
+    def word(what: str) -> str:
+        words.append(what)
+        return f"xsentinel{len(words) - 1}x"
+
+    marked = []
+    for message in messages:
+        one = dict(message)
+        if one["content"]:
+            one["content"] = word(f"the text of a message of the role {one['role']}")
+        if "tool_calls" in one:
+            called = [call["function"]["name"] for call in one["tool_calls"]]
+            arguments = [{"words": word(f"a call of {name!r:.80}")} for name in called]
+            one["tool_calls"] = [
+                template_call(call["id"], call["function"]["name"], new)
+                for call, new in zip(one["tool_calls"], arguments, strict=True)
+            ]
+        marked.append(one)
+    text = _refusing(chat, marked, generate, tools, keys)
+    for number, what in enumerate(words):
+        if f"xsentinel{number}x" not in text:
+            raise AgentPeftError(f"{REFUSED}: it leaves out {what}")
+
+
+def _cut(chat: ChatTokenizer, value: Any, controls: bool) -> Any:
+    """``value`` with a cut in each mark of its texts."""
+    if isinstance(value, str):
+        return chat.cut(value, controls)
+    if isinstance(value, Mapping):
+        return {_cut(chat, key, controls): _cut(chat, one, controls) for key, one in value.items()}
+    return [_cut(chat, one, controls) for one in value] if isinstance(value, list) else value
+
+
+def _two_texts(fault: str, first: str, second: str) -> str:
+    """One line with both texts from the place where they differ."""
+    pairs = enumerate(zip(first, second, strict=False))
+    place = next((n for n, (one, other) in pairs if one != other), min(len(first), len(second)))
+    start = max(0, place - _SHOWN // 3)
+    shown, other = (text[start : place + _SHOWN] for text in (first, second))
+    return (
+        f"with the model's chat template {fault}: {shown!r} becomes {other!r}; set turns: last, keys of "
+        "policy.template, or policy.chat_template"
+    )
+
+
+@lru_cache(maxsize=16)
+def _warn_of_rewriting(chat: ChatTokenizer) -> None:
+    logger.warning(
+        "with the model's chat template a result changes the thought of the reply before it; an episode "
+        "keeps its replies as they were sampled, and the policy learns to act after those"
+    )
