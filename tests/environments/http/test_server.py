@@ -383,3 +383,14 @@ def test_examples_are_demonstrations_as_the_environment_answers_them(serving):
 def test_no_demonstrations_are_said(api):
     refused = api.get("/examples")
     assert (refused.status_code, refused.json()["code"]) == (404, "no_examples")
+
+
+def test_an_environment_that_declares_tools_is_not_served(serving):
+    native = load_environment("db_bench", generate={"num_tasks": 1}, protocol="native")
+    remote = load_environment({"kind": "remote", "url": serving({"train": native}).url})
+    episode = remote.episode(remote.tasks[0], 0)
+    with pytest.raises(AgentPeftError, match="declare tools is not served; choose another protocol"):
+        episode.start()
+    episode.close()
+    remote.close()
+    native.close()

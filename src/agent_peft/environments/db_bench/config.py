@@ -92,8 +92,9 @@ class DBBenchConfig(EnvironmentConfig):
     limit: Limit = None
     protocol: ProtocolName = Field(
         "action",
-        description="form of the agent's replies: action, or json_tool_calls, calls of the tools execute_sql "
-        "and commit_final_answer",
+        description="form of the agent's replies: action; or calls of the tools execute_sql and "
+        "commit_final_answer, as JSON that the system message shows (json_tool_calls), or in the form of the "
+        "model's chat template (native)",
     )
     system_prompt: Annotated[str, with_placeholders("max_turns")] = Field(
         default_factory=lambda values: PROTOCOLS[values["protocol"]].system_prompt,

@@ -44,6 +44,7 @@ class DBBenchEpisode(Episode):
 
     def __init__(self, problem: SQLProblem, config: DBBenchConfig, seed: int) -> None:
         self._problem, self._config, self._seed = problem, config, seed
+        self.tools = PROTOCOLS[config.protocol].tools
         self._database: Database | None = None
         self._turns = 0
         self._done = False

@@ -9,9 +9,19 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
-from agent_peft.environments.tool_calls import TWO_ACTIONS, NotAToolCall, read_tool_call, write_tool_call
+from agent_peft.environments.tool_calls import (
+    TWO_ACTIONS,
+    NotAToolCall,
+    declare,
+    read_call,
+    read_tool_call,
+    write_call,
+    write_tool_call,
+)
+from agent_peft.types import ToolCall
 
 _ACTION = re.compile(r"\baction\s*+:[\s*`]*+(operation|answer)\b", re.IGNORECASE)
 _FINAL_ANSWER = re.compile(r"\bfinal\s++answer\s*+:", re.IGNORECASE)
@@ -87,15 +97,29 @@ def parse_tool_call(reply: str) -> Reply:
         call = read_tool_call(reply, example=sql_call("<one SQL statement>"))
     except NotAToolCall as error:
         return MalformedReply(str(error))
+    return _parse_call(call, f"Write\n{sql_call('<one SQL statement>')}", f"Write\n{answer_call('<rows>')}")
+
+
+def parse_native(reply: str) -> Reply:
+    """Understand a call that the model has written in its own form."""
+    try:
+        call = read_call(reply)
+    except NotAToolCall as error:
+        return MalformedReply(str(error))
+    return _parse_call(call, "Call execute_sql with query.", "Call commit_final_answer with answers.")
+
+
+def _parse_call(call: ToolCall, run: str, finish: str) -> Reply:
+    """Understand one call. ``run`` and ``finish`` are how to call the tools."""
     if call.name == "execute_sql":
         query = _argument(call.arguments, "query")
         if not isinstance(query, str):
-            return MalformedReply(f"The query is missing. Write\n{sql_call('<one SQL statement>')}")
+            return MalformedReply(f"The query is missing. {run}")
         return SqlOperation(query.strip()) if query.strip() else MalformedReply("The query is empty.")
     if call.name == "commit_final_answer":
         answers = _argument(call.arguments, "answers")
         if answers is None:
-            return MalformedReply(f"The answers are missing. Write\n{answer_call('<rows>')}")
+            return MalformedReply(f"The answers are missing. {finish}")
         try:
             text = answers if isinstance(answers, str) else json.dumps(answers, ensure_ascii=False)
         except RecursionError:  # writing takes a little more of the stack than reading
@@ -120,19 +144,19 @@ def answer(rows: Sequence[Sequence[object]] | str) -> str:
     )
 
 
-def sql_call(sql: str) -> str:
+def sql_call(sql: str, write: Callable[..., str] = write_tool_call) -> str:
     """The tool call that runs ``sql``."""
-    return write_tool_call("execute_sql", query=sql.strip())
+    return write("execute_sql", query=sql.strip())
 
 
-def answer_call(rows: Sequence[Sequence[object]] | str) -> str:
+def answer_call(rows: Sequence[Sequence[object]] | str, write: Callable[..., str] = write_tool_call) -> str:
     """The tool call that finishes with ``rows`` (each a list), or with a text.
 
     >>> answer_call([(1, "a")]).splitlines()[1]
     '{"name": "commit_final_answer", "arguments": {"answers": [[1, "a"]]}}'
     """
     answers = [rows] if isinstance(rows, str) else [list(row) for row in rows]
-    return write_tool_call("commit_final_answer", answers=answers)
+    return write("commit_final_answer", answers=answers)
 
 
 def _argument(arguments: Mapping[str, Any], name: str) -> Any:
@@ -195,19 +219,47 @@ To finish:
 The answers are the rows asked for, each as a list; after a change write ["done"].
 You have {{max_turns}} turns, the answer included."""
 
+# the model's chat template shows the tools
+_NATIVE_PROMPT = """\
+You work on one SQLite table. Each reply is one call of a tool.
+The answers are the rows asked for, each as a list; after a change they are ["done"].
+You have {max_turns} turns, the answer included."""
+_TOOLS = (
+    declare(
+        "execute_sql",
+        "Run one SQL statement and see its result.",
+        query={"type": "string", "description": "one SQL statement"},
+    ),
+    declare(
+        "commit_final_answer",
+        "Finish.",
+        answers={"type": "array", "items": {}, "description": "the rows, each as a list"},
+    ),
+)
+
 
 @dataclass(frozen=True)
 class Protocol:
-    """A way to write actions: how they are read, written and explained."""
+    """A way to write actions: how they are read, written and explained. ``tools`` are those that the model's
+    chat template shows.
+    """
 
     parse: Callable[[str], Reply]
     operation: Callable[[str], str]
     answer: Callable[[Sequence[Sequence[object]] | str], str]
     system_prompt: str
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
-ProtocolName = Literal["action", "json_tool_calls"]
+ProtocolName = Literal["action", "json_tool_calls", "native"]
 PROTOCOLS: dict[ProtocolName, Protocol] = {
     "action": Protocol(parse_reply, operation, answer, SYSTEM_PROMPT),
     "json_tool_calls": Protocol(parse_tool_call, sql_call, answer_call, _JSON_PROMPT),
+    "native": Protocol(
+        parse_native,
+        partial(sql_call, write=write_call),
+        partial(answer_call, write=write_call),
+        _NATIVE_PROMPT,
+        _TOOLS,
+    ),
 }

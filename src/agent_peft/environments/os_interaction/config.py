@@ -71,7 +71,12 @@ class OSInteractionConfig(EnvironmentConfig):
     limits: SandboxLimits = Field(
         default_factory=SandboxLimits, description="limits of one machine: memory, processes, files, output"
     )
-    protocol: ProtocolName = Field("act", description="form in which the agent writes a command")
+    protocol: ProtocolName = Field(
+        "act",
+        description="form of the agent's replies: act; or calls of the tools bash, finish and answer, as "
+        "JSON that the system message shows (json_tool_calls), or in the form of the model's chat template "
+        "(native)",
+    )
     system_prompt: Annotated[str, with_placeholders(*PROMPT_PLACEHOLDERS)] | None = Field(
         None,
         description="system message, with the rules for replies; null takes the protocol's text; its "

@@ -36,6 +36,7 @@ class OSEpisode(Episode):
     def __init__(self, problem: ShellProblem, config: OSInteractionConfig, seed: int) -> None:
         self._problem, self._config, self._seed = problem, config, seed
         self._protocol = PROTOCOLS[config.protocol]
+        self.tools = self._protocol.tools if problem.answers else self._protocol.tools[:-1]
         self._sandbox: Sandbox | None = None
         self._turns = 0
         self._done = False
@@ -76,9 +77,8 @@ class OSEpisode(Episode):
         self._turns += 1
         reply = self._protocol.parse(action)
         if isinstance(reply, Finish) and reply.answer is not None and not self._problem.answers:
-            reply = MalformedCommand(
-                f"This task asks for no answer. When it is done, write\n{self._protocol.write(Finish())}"
-            )
+            how = "call finish." if self.tools else f"write\n{self._protocol.write(Finish())}"
+            reply = MalformedCommand(f"This task asks for no answer. When it is done, {how}")
         if isinstance(reply, Finish):
             done = grade(self._problem, reply.answer, sandbox, self._run_example, self._config.script_timeout)
             return self._end(StopReason.FINISHED, Outcome.CORRECT if done else Outcome.INCORRECT, valid=True)

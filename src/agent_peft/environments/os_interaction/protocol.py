@@ -5,13 +5,22 @@ the same as JSON tool calls.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from agent_peft.environments.os_interaction.problems import is_typable
 from agent_peft.environments.templates import fill
-from agent_peft.environments.tool_calls import TWO_ACTIONS, NotAToolCall, read_tool_call, write_tool_call
+from agent_peft.environments.tool_calls import (
+    TWO_ACTIONS,
+    NotAToolCall,
+    declare,
+    read_call,
+    read_tool_call,
+    write_call,
+    write_tool_call,
+)
 
 MAX_COMMAND = 32_768  # characters
 
@@ -113,7 +122,18 @@ def parse_tool_call(reply: str) -> Reply:
         call = read_tool_call(reply, example=write_tool_call("bash", command="<commands>"))
     except NotAToolCall as error:
         return MalformedCommand(str(error))
-    return _call(call.name, call.arguments)
+    return _call(
+        call.name, call.arguments, lambda *call, **values: f"Write\n{write_tool_call(*call, **values)}"
+    )
+
+
+def parse_native(reply: str) -> Reply:
+    """Understand a call that the model has written in its own form."""
+    try:
+        call = read_call(reply)
+    except NotAToolCall as error:
+        return MalformedCommand(str(error))
+    return _call(call.name, call.arguments, lambda name, **values: f"Call {name} with {', '.join(values)}.")
 
 
 def write_act(action: Command | Finish) -> str:
@@ -127,22 +147,18 @@ def write_act(action: Command | Finish) -> str:
     return FINISH_FORMAT if action.answer is None else ANSWER_FORMAT.format(text=action.answer)
 
 
-def write_json(action: Command | Finish) -> str:
+def write_json(action: Command | Finish, write: Callable[..., str] = write_tool_call) -> str:
     """The reply of the ``json_tool_calls`` protocol that does this."""
     if isinstance(action, Command):
-        return write_tool_call("bash", command=action.text)
-    return (
-        write_tool_call("finish") if action.answer is None else write_tool_call("answer", text=action.answer)
-    )
+        return write("bash", command=action.text)
+    return write("finish") if action.answer is None else write("answer", text=action.answer)
 
 
-def _call(name: str, arguments: Mapping[str, Any]) -> Reply:
+def _call(name: str, arguments: Mapping[str, Any], example: Callable[..., str]) -> Reply:
     if name == "bash":
         command = arguments.get("command")
         if not isinstance(command, str):
-            return MalformedCommand(
-                f"The command is missing. Write\n{write_tool_call('bash', command='<commands>')}"
-            )
+            return MalformedCommand(f"The command is missing. {example('bash', command='<commands>')}")
         return _command(command, "The command is empty.")
     if name == "finish":
         return Finish()
@@ -152,7 +168,7 @@ def _call(name: str, arguments: Mapping[str, Any]) -> Reply:
             text = str(text)
         if not isinstance(text, str):
             return MalformedCommand(
-                f"The answer's text is missing. Write\n{write_tool_call('answer', text='<your answer>')}"
+                f"The answer's text is missing. {example('answer', text='<your answer>')}"
             )
         return _finish(text)
     return MalformedCommand(f"There is no tool {name[:40]!r}; call bash, finish or answer.")
@@ -202,17 +218,30 @@ To end, when the task is done:
 {{answer}}You have {{max_turns}} turns, the last one included."""
 _JSON_ANSWER = f"To end with the answer to a question:\n{write_tool_call('answer', text='42')}\n"
 
+# the model's chat template shows the tools
+_NATIVE_PROMPT = """\
+You work in a bash shell on Linux, as root. Each reply is one call of a tool.
+You have {max_turns} turns, the last one included."""
+_TOOLS = (
+    declare("bash", "Run commands and see their output.", command={"type": "string"}),
+    declare("finish", "End, when the task is done."),
+    declare("answer", "End with the answer to a question.", text={"type": "string"}),
+)
+
 PROMPT_PLACEHOLDERS = ("max_turns", "ways", "answer")
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """A way to write actions: how they are read, written and explained."""
+    """A way to write actions: how they are read, written and explained. ``tools`` are those that the model's
+    chat template shows; the last one is for tasks with an answer.
+    """
 
     parse: Callable[[str], Reply]
     write: Callable[[Command | Finish], str]
     system_prompt: str
-    answer: str  # how to end with an answer
+    answer: str = ""  # how to end with an answer
+    tools: Sequence[Mapping[str, Any]] = ()
 
     def prompt(self, max_turns: int, answers: bool, system_prompt: str | None = None) -> str:
         """The system message. ``system_prompt`` replaces the protocol's text, with its placeholders."""
@@ -224,8 +253,9 @@ class Protocol:
         return fill(self.system_prompt if system_prompt is None else system_prompt, values)
 
 
-ProtocolName = Literal["act", "json_tool_calls"]
+ProtocolName = Literal["act", "json_tool_calls", "native"]
 PROTOCOLS: dict[ProtocolName, Protocol] = {
     "act": Protocol(parse_act, write_act, _ACT_PROMPT, _ACT_ANSWER),
     "json_tool_calls": Protocol(parse_tool_call, write_json, _JSON_PROMPT, _JSON_ANSWER),
+    "native": Protocol(parse_native, partial(write_json, write=write_call), _NATIVE_PROMPT, tools=_TOOLS),
 }
