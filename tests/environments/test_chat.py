@@ -10,8 +10,13 @@ from agent_peft.configuration.load import read_config
 from agent_peft.environments.chat import Chat, ChatConfig
 from agent_peft.environments.preferences import Preferences, PreferencesConfig
 from agent_peft.environments.task_commands import validate_tasks
+from agent_peft.policies.native import as_template
+from agent_peft.rollout.demonstrations import demonstrate
+from agent_peft.rollout.rewards import RewardConfig
 from agent_peft.runs.run import train
-from agent_peft.types import AgentPeftError, Message, Outcome, Task
+from agent_peft.types import AgentPeftError, Message, Outcome, Task, ToolCall
+from tests.agents.serving.templates import HERMES, QWEN
+from tests.policies.test_native import chat_of
 
 
 def said(*contents, system=None):
@@ -98,6 +103,22 @@ def test_other_columns(table, row, keys):
 
 
 CALL = {"role": "assistant", "tool_calls": [{}]}
+LS = {"name": "ls", "description": "Lists.", "parameters": {"type": "object", "properties": {"n": {}}}}
+ANSWERS = [{"role": "tool", "tool_call_id": f"call0000{n}", "content": f"<{n}>"} for n in (1, 2)]
+TOOL_LOOP = [
+    {"role": "user", "content": "How many?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "I look.",
+        "tool_calls": [
+            {"id": f"call0000{n}", "function": {"name": "ls", "arguments": json.dumps({"n": n})}}
+            for n in (1, 2)
+        ],
+    },
+    *ANSWERS,
+    {"role": "assistant", "content": "Two."},
+]
 PAIR = {"prompt": "p", "chosen": "a", "rejected": "b"}
 LABELED = {"prompt": "p", "completion": "a"}
 
@@ -109,9 +130,24 @@ LABELED = {"prompt": "p", "completion": "a"}
         (chat, {}, {"messages": "hello"}, "line 1: messages must be a list of {role, content}, not 'hello'"),
         (chat, {}, {"messages": []}, "line 1: messages is empty"),
         (chat, {}, {"messages": [{"from": "human", "value": "x"}]}, "line 1: messages: message 1 is {'from'"),
-        (chat, {}, {"messages": [*said("x"), {"role": "tool", "content": "3"}]}, "has the role 'tool'"),
-        (chat, {}, {"messages": [*said("x"), {**CALL, "content": None}]}, "message 2 has no text"),
-        (chat, {}, {"messages": [*said("x"), {**CALL, "content": "y"}]}, "message 2 calls tools"),
+        (chat, {}, {"messages": [*said("x"), {"role": "tool", "content": "3"}]}, "a result without a call"),
+        (
+            chat,
+            {},
+            {"messages": [*said("x"), {**CALL, "content": "y"}]},
+            "message 2: A tool call is one",
+        ),
+        (chat, {}, {"messages": [*said("x"), {"role": "assistant"}]}, "message 2 has no text as its content"),
+        (chat, {}, {"messages": [*TOOL_LOOP[:2], *said("x")]}, "message 3 is the user's where the tool's"),
+        (chat, {}, {"messages": [*TOOL_LOOP[:2], ANSWERS[1]]}, "message 3 is a result without a call"),
+        (
+            chat,
+            {},
+            {"messages": LONG, "tools": ["ls"]},
+            "line 1: tools holds 'ls'; give a list of {name, des",
+        ),
+        (chat, {"tools": "f"}, {"messages": LONG}, "there is no column 'f' for tools"),
+        (preferences, {}, {**PAIR, "prompt": TOOL_LOOP[:4]}, "message 2 has no text"),
         (chat, {}, {"messages": said("x", " ")}, "message 2 has no text as its content"),
         (chat, {}, {"messages": said("x", "y", "z")}, "the last message is not the assistant's"),
         (chat, {}, {"messages": said("x", "y")[1:]}, "message 1 is the assistant's where the user's is"),
@@ -140,6 +176,34 @@ def test_a_wrong_row_is_one_line(table, kind, keys, row, message):
         kind(path, **keys)
     assert str(raised.value).startswith(f"{path}: ") and message in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("listed", [[LS], json.dumps([{"type": "function", "function": LS}])])
+def test_calls_results_and_thoughts_are_the_templates_own_text(table, listed):
+    environment = chat(table({"messages": TOOL_LOOP, "tools": listed}))
+    (task,) = environment.tasks
+    tokenizer = chat_of(QWEN.replace("CALL", HERMES))
+    trajectory = demonstrate(environment, task, tokenizer, RewardConfig(), seed=0)
+    assert trajectory.outcome is Outcome.CORRECT and len(trajectory.turns) == 2
+    calls = tuple(ToolCall("ls", {"n": n}, f"call0000{n}") for n in (1, 2))
+    assert trajectory.messages[1] == Message("assistant", "", calls, "I look.")
+    own = tokenizer.render(
+        as_template(trajectory.messages), False, tools=[{"type": "function", "function": LS}]
+    )
+    assert tokenizer.tokenizer.decode(trajectory.tokens) == own.rstrip("\n")
+    assert "I look." in own and own.count("<tool_call>") == 2 and '"description": "Lists."' in own
+
+
+def test_a_conversation_that_the_template_rewrites_shows_both_texts(table):
+    tokenizer = chat_of(QWEN.replace("CALL", HERMES))
+    later = [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "No more."}]
+    path = table({"messages": [*TOOL_LOOP, *later], "tools": [LS]})
+    with pytest.raises(AgentPeftError, match=r"<think>\\nI look.* becomes '.*<tool_call>.*set turns: last"):
+        demonstrate(chat(path), chat(path).tasks[0], tokenizer, RewardConfig(), seed=0)
+    last = chat(path, turns="last")
+    trajectory = demonstrate(last, last.tasks[0], tokenizer, RewardConfig(), seed=0)
+    assert "I look." not in tokenizer.tokenizer.decode(trajectory.tokens)
+    assert tokenizer.tokenizer.decode(trajectory.turns[0].action) == "No more.<|im_end|>"
 
 
 def test_an_empty_table_is_one_line(table):

@@ -1,4 +1,5 @@
-"""Conversations in a table of the user, for supervised stages: each assistant message is an action to learn.
+"""Conversations in a table of the user, for supervised stages: each assistant message is an action to learn,
+its calls of tools and its thought included.
 
 There is no outcome to grade, because a reply may be good in other words. An episode is correct if its replies
 are the recorded ones, and unknown otherwise.
@@ -8,17 +9,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import takewhile
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from agent_peft.environments.base import Episode
+from agent_peft.environments.base import Demonstrated, Episode
 from agent_peft.environments.contract import ROLES
 from agent_peft.environments.tables import TableConfig, TableEnvironment
 from agent_peft.environments.task_files.reading import parse_literal
-from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason, Task
+from agent_peft.environments.tool_calls import action_of
+from agent_peft.replies import call_of
+from agent_peft.types import AgentPeftError, Message, Outcome, StepResult, StopReason, Task, ToolCall
 
-MESSAGES = "messages"
+MESSAGES, TOOLS = "messages", "tools"
+_THOUGHTS = ("thought", "reasoning_content", "reasoning", "thinking")  # keys of a message
 _KEYS = ("role", "content", "from", "value")  # of messages, the last two in a form that is refused
 _SPELLED = re.compile(r"\s*\[\s*\{\s*['\"](role|content|from|value)['\"]\s*:")
 
@@ -29,8 +35,14 @@ class ChatConfig(TableConfig):
     kind: str = "chat"
     messages: str | None = Field(
         default=None,
-        description="column of the conversation, a list of {role, content} with the roles system, user and "
-        "assistant; null takes the column messages, or prompt and completion if they are set",
+        description="column of the conversation, a list of {role, content} with the roles system, user, "
+        "assistant and tool, and in OpenAI's form tool_calls and reasoning_content; null takes the column "
+        "messages, or prompt and completion if they are set",
+    )
+    tools: str | None = Field(
+        default=None,
+        description="column of the tools that a conversation declares, a list of functions in OpenAI's form; "
+        "null takes the column tools where a row has one",
     )
     prompt: str | None = Field(
         default=None, description="column of the prompt, a text or a list of messages; it needs completion"
@@ -53,29 +65,41 @@ class ChatConfig(TableConfig):
 
     @property
     def columns(self) -> dict[str, str]:
+        tools = {} if self.tools is None else {TOOLS: self.tools}
         if self.prompt is None or self.completion is None:
-            return {MESSAGES: self.messages or MESSAGES}
-        return {"prompt": self.prompt, "completion": self.completion}
+            return {MESSAGES: self.messages or MESSAGES, **tools}
+        return {"prompt": self.prompt, "completion": self.completion, **tools}
 
 
 class Chat(TableEnvironment):
-    """The environment. A task's content is ``{"messages": [{"role", "content"}, …]}``."""
+    """The environment. A task's content is ``{"messages": [{"role", "content"}, …]}``, with ``tools`` where
+    it has some. The model's chat template writes a conversation with tools, calls or thoughts.
+    """
 
     config_class = ChatConfig
     measures = ("loss", "token_accuracy")
     config: ChatConfig
 
     def task(self, name: str, row: Mapping[str, Any], place: str) -> Task:
-        return Task(name, content={MESSAGES: as_json(self._messages(place, row))})
+        column = self.config.tools or TOOLS
+        tools = read_tools(place, row.get(column), column)
+        content = {MESSAGES: as_json(self._messages(place, row)), **({TOOLS: tools} if tools else {})}
+        return Task(name, content=content)
 
     def episode(self, task: Task, seed: int) -> ChatEpisode:
-        messages = self._of(task)
+        messages, tools = self._of(task), self._tools(task)
         begin = self._begin(messages)
-        return ChatEpisode(messages[:begin], messages[begin:])
+        return ChatEpisode(messages[:begin], messages[begin:], tools, is_native(messages, tools))
 
     def demonstration(self, task: Task) -> Sequence[str]:
         messages = self._of(task)
-        return [m.content for m in messages[self._begin(messages) :] if m.role == "assistant"]
+        replies = [m for m in messages[self._begin(messages) :] if m.role == "assistant"]
+        if is_native(messages, self._tools(task)):
+            return [Demonstrated.of(reply) for reply in replies]
+        return [reply.content for reply in replies]
+
+    def _tools(self, task: Task) -> list[dict[str, Any]]:
+        return read_tools(f"task {task.id!r:.50}", task.content.get(TOOLS), TOOLS)
 
     def _begin(self, messages: Sequence[Message]) -> int:
         """The place of the first message that is an action."""
@@ -83,23 +107,31 @@ class Chat(TableEnvironment):
         return roles.index("assistant") if self.config.turns == "all" else len(roles) - 1
 
     def _of(self, task: Task) -> list[Message]:
-        return read_conversation(f"task {task.id!r:.50}", task.content.get(MESSAGES), MESSAGES)
+        return read_conversation(f"task {task.id!r:.50}", task.content.get(MESSAGES), MESSAGES, calls=True)
 
     def _messages(self, place: str, row: Mapping[str, Any]) -> list[Message]:
         columns = self.config.columns
         if MESSAGES in columns:
-            return read_conversation(place, row.get(columns[MESSAGES]), columns[MESSAGES])
+            return read_conversation(place, row.get(columns[MESSAGES]), columns[MESSAGES], calls=True)
         prompt, completion = columns["prompt"], columns["completion"]
-        messages = read_messages(place, row.get(prompt), prompt, "user")
-        messages += read_messages(place, row.get(completion), completion, "assistant")
+        messages = read_messages(place, row.get(prompt), prompt, "user", calls=True)
+        messages += read_messages(place, row.get(completion), completion, "assistant", calls=True)
         return check_turns(place, messages, completion)
 
 
 class ChatEpisode(Episode):
-    """A recorded conversation: whatever the reply, the recorded next message follows."""
+    """A recorded conversation: whatever the reply, the recorded next message follows. Of one that is
+    ``native``, results of calls may follow.
+    """
 
-    def __init__(self, opening: Sequence[Message], following: Sequence[Message]) -> None:
-        self._opening, self._following = opening, following
+    def __init__(
+        self,
+        opening: Sequence[Message],
+        following: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        native: bool = False,
+    ) -> None:
+        self._opening, self._following, self.tools, self._native = opening, following, tools, native
         self._place = 0
         self._same = True
         self._over = False
@@ -110,13 +142,15 @@ class ChatEpisode(Episode):
     def step(self, action: str) -> StepResult:
         if self._over:
             raise RuntimeError("the episode is over")
-        self._same = self._same and same_words(action, self._following[self._place].content)
-        self._place += 2
-        if self._place > len(self._following):
+        reply, *later = self._following[self._place :]
+        self._same = self._same and same_words(action, action_of(reply))
+        between = tuple(takewhile(lambda message: message.role != "assistant", later))
+        self._place += 1 + len(between)
+        if not between:
             self._over = True
             outcome = Outcome.CORRECT if self._same else Outcome.UNKNOWN
             return StepResult("", True, outcome, StopReason.FINISHED)
-        return StepResult(self._following[self._place - 1].content)
+        return StepResult(between[-1].content, messages=between if self._native else ())
 
     def close(self) -> None:
         self._over = True
@@ -127,16 +161,37 @@ def same_words(reply: str, recorded: str) -> bool:
     return reply.split() == recorded.split()
 
 
-def as_json(messages: Sequence[Message]) -> list[dict[str, str]]:
+def is_native(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a conversation has more than texts, so that the chat template must write all of it."""
+    return bool(tools) or any(one.tool_calls or one.thought is not None for one in messages)
+
+
+def as_json(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as a task's content holds them."""
-    return [{"role": message.role, "content": message.content} for message in messages]
+    return [message.to_json() for message in messages]
 
 
-def read_conversation(place: str, value: Any, column: str) -> list[Message]:
+def read_tools(place: str, value: Any, column: str) -> list[dict[str, Any]]:
+    """The tools of a row, from a list of functions in OpenAI's form, or its text; none where it is empty."""
+    if isinstance(value, str) and value.strip():
+        with suppress(ValueError):
+            value = parse_literal(value)
+    tools = []
+    for item in value if isinstance(value, list | tuple) else [value] if value else ():
+        function = item.get("function", item) if isinstance(item, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise AgentPeftError(
+                f"{place}: {column} holds {item!r:.60}; give a list of {{name, description, parameters}}"
+            )
+        tools.append({"type": "function", "function": dict(function)})
+    return tools
+
+
+def read_conversation(place: str, value: Any, column: str, calls: bool = False) -> list[Message]:
     """A whole conversation, from a list of objects with role and content."""
     if not isinstance(value, list) and message_list(place, value, column) is None:
         raise AgentPeftError(f"{place}: {column} must be a list of {{role, content}}, not {value!r:.50}")
-    return check_turns(place, read_messages(place, value, column, "user"), column)
+    return check_turns(place, read_messages(place, value, column, "user", calls), column)
 
 
 def read_prompt(place: str, value: Any, column: str) -> list[Message]:
@@ -172,8 +227,14 @@ def message_list(place: str, value: Any, column: str) -> list[Any] | None:
     return value if any(isinstance(item, Mapping) and item.keys() & _KEYS for item in value) else None
 
 
-def read_messages(place: str, value: Any, column: str, role: Literal["user", "assistant"]) -> list[Message]:
-    """Messages, from a list of objects with role and content, or from a text: one message of ``role``."""
+def read_messages(
+    place: str, value: Any, column: str, role: Literal["user", "assistant"], calls: bool = False
+) -> list[Message]:
+    """Messages, from a list of objects with role and content, or from a text: one message of ``role``.
+
+    Args:
+        calls: read calls of tools, their results and thoughts, too; without it calls are an error.
+    """
     listed = message_list(place, value, column)
     if listed is None and isinstance(value, str) and value.strip():
         return [Message(role, value)]
@@ -181,16 +242,20 @@ def read_messages(place: str, value: Any, column: str, role: Literal["user", "as
     if not isinstance(value, list) or not value:
         fault = "is empty" if not value or isinstance(value, str) else f"is {value!r:.50}"
         raise AgentPeftError(f"{place}: {column} {fault}; give a text, or a list of {{role, content}}")
-    messages = []
+    messages: list[Message] = []
     for number, item in enumerate(value, 1):
         where = f"{place}: {column}: message {number}"
         if not isinstance(item, Mapping) or not isinstance(item.get("role"), str):
             raise AgentPeftError(f"{where} is {item!r:.60}; write it as {{role, content}}")
-        if item["role"] not in ROLES:
+        roles = ROLES if calls else ROLES[:3]
+        if item["role"] not in roles:
+            note = "" if calls else " (calls of tools are not trained here)"
             raise AgentPeftError(
-                f"{where} has the role {item['role']!r:.30}; a role is {', '.join(ROLES)} (calls of "
-                "tools are not trained)"
+                f"{where} has the role {item['role']!r:.30}; a role is {', '.join(roles)}{note}"
             )
+        if calls and item["role"] in ("tool", "assistant"):
+            messages.append(_read_native(where, item, messages))
+            continue
         if not isinstance(item.get("content"), str) or not item["content"].strip():
             raise AgentPeftError(f"{where} has no text as its content; give it one, or leave it out")
         if item.get("tool_calls"):
@@ -199,20 +264,52 @@ def read_messages(place: str, value: Any, column: str, role: Literal["user", "as
     return messages
 
 
+def _read_native(where: str, item: Mapping[str, Any], before: Sequence[Message]) -> Message:
+    """A message of the assistant or of a tool, in OpenAI's form. Results are in the order of their calls."""
+    content = item.get("content")
+    if item["role"] == "tool":
+        results = len([*takewhile(lambda message: message.role == "tool", reversed(before))])
+        called = before[-results - 1].tool_calls[results:] if len(before) > results else ()
+        ident = item.get("tool_call_id")
+        if not called or (ident and called[0].id and ident != called[0].id):
+            raise AgentPeftError(
+                f"{where} is a result without a call; write the results after their calls, in their order"
+            )
+        if not isinstance(content, str):
+            raise AgentPeftError(f"{where} has {content!r:.30} as its content; give a text")
+        return Message("tool", content)
+    listed = item.get("tool_calls") or ()
+    found = [
+        call_of({"id": call.get("id"), **call.get("function", call)} if isinstance(call, Mapping) else call)
+        for call in (listed if isinstance(listed, list | tuple) else [listed])
+    ]
+    if faults := [call.fault for call in found if call.fault]:
+        raise AgentPeftError(f"{where}: {faults[0]} Write {{id, function: {{name, arguments}}}}")
+    content = "" if content is None and found else content
+    if not isinstance(content, str) or not (content.strip() or found):
+        raise AgentPeftError(f"{where} has no text as its content; give it one, or leave it out")
+    number = len(before)
+    idents = [call.id or f"call{number:03}{place:02}" for place, call in enumerate(found)]
+    made = [ToolCall(call.name, call.arguments, ident) for call, ident in zip(found, idents, strict=True)]
+    thoughts = [item[key] for key in _THOUGHTS if isinstance(item.get(key), str) and item[key].strip()]
+    return Message("assistant", content, tuple(made), thoughts[0] if thoughts else None)
+
+
 def check_turns(place: str, messages: list[Message], column: str) -> list[Message]:
     """Return a conversation, if it begins with a system or user message, then user and assistant take turns,
     and an assistant message is the last.
     """
-    expected = "user"
+    expected, waiting = "user", 0
     for number, message in enumerate(messages, 1):
         if message.role == "system" and number == 1:
             continue
         if message.role != expected:
             raise AgentPeftError(
                 f"{place}: {column}: message {number} is the {message.role}'s where the {expected}'s is "
-                "expected; after a system message, user and assistant take turns"
+                "expected; after a system message, user and assistant take turns, and results follow calls"
             )
-        expected = "assistant" if expected == "user" else "user"
+        waiting = len(message.tool_calls) if message.role == "assistant" else max(0, waiting - 1)
+        expected = "tool" if waiting else "user" if message.role == "assistant" else "assistant"
     if messages[-1].role != "assistant":
         raise AgentPeftError(f"{place}: {column}: the last message is not the assistant's; end with a reply")
     return messages
