@@ -198,7 +198,7 @@ def test_a_conversation_that_the_template_rewrites_shows_both_texts(table):
     tokenizer = chat_of(QWEN.replace("CALL", HERMES))
     later = [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "No more."}]
     path = table({"messages": [*TOOL_LOOP, *later], "tools": [LS]})
-    with pytest.raises(AgentPeftError, match=r"<think>\\nI look.* becomes '.*<tool_call>.*set turns: last"):
+    with pytest.raises(AgentPeftError, match=r"<think>\\nI look.* becomes '.*<tool_call>.*turns: last of"):
         demonstrate(chat(path), chat(path).tasks[0], tokenizer, RewardConfig(), seed=0)
     last = chat(path, turns="last")
     trajectory = demonstrate(last, last.tasks[0], tokenizer, RewardConfig(), seed=0)

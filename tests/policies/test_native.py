@@ -29,7 +29,7 @@ TOOLS = [declare("ls", "Lists.", path={"type": "string"}, n={"type": "integer"})
 # how one call is written, by dialect; all calls of a reply in one list, where the dialect has that
 CALLS = {
     "hermes": HERMES,
-    "qwen3_coder": CODER,
+    "qwen3_coder": CODER.replace("{{ v }}", "{{ v if v is string else v | tojson }}"),
     "mistral": "[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ call.id }}[ARGS]{{ f.arguments | tojson }}",
     "deepseek_v3": "<｜tool▁call▁begin｜>{{ f.name }}<｜tool▁sep｜>{{ f.arguments | tojson }}<｜tool▁call▁end｜>",
     "llama3_json": "{{ {'name': f.name, 'parameters': f.arguments} | tojson }}",
@@ -127,7 +127,7 @@ def test_a_template_that_drops_a_thought_after_a_result_is_told_of_once(
 def test_a_later_message_of_the_user_rewrites_and_is_refused_where_all_must_be_exact() -> None:
     format = NativeFormat(chat_of(of_dialect("hermes")), TOOLS)
     action = format.action_tokens(LOOP[:4], LOOP[4])
-    with pytest.raises(AgentPeftError, match="set turns: last"):
+    with pytest.raises(AgentPeftError, match="or turns: last of a conv"):
         format.following(LOOP, [Message("user", "And now?")], action, exact=True)
 
 
@@ -149,6 +149,21 @@ def test_a_template_without_tools_is_one_line(template: str, what: str) -> None:
     with pytest.raises(AgentPeftError, match=what) as error:
         NativeFormat(chat_of(template), TOOLS)
     assert "policy.chat_template" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_call_that_is_not_read_back_is_not_demonstrated() -> None:
+    """As LFM2.5's, which quotes no quote."""
+    calls = "<|tool_call_start|>[{{ f.name }}({% for k, v in f.arguments.items() %}{{ k }}='{{ v }}'{% endfor %})]"
+    format = NativeFormat(chat_of(QWEN.replace("CALL", calls)), TOOLS)
+    format.action_tokens(LOOP[:2], Message("assistant", "", (ToolCall("ls", {"path": "a"}),)))
+    with pytest.raises(AgentPeftError, match=r"a call that pythonic does not read back: .*ls.path="):
+        format.action_tokens(LOOP[:2], Message("assistant", "", (ToolCall("ls", {"path": "'a'"}),)))
+
+
+def test_a_recorded_call_needs_no_dialect() -> None:
+    chat = chat_of(QWEN.replace("CALL", "[{{ f.name }}|{{ f.arguments }}]"))
+    text = chat.tokenizer.decode(NativeFormat(chat, TOOLS, acts=False).action_tokens(LOOP[:2], LOOP[2]))
+    assert "[ls|{'path': " in text
 
 
 def test_a_thought_that_the_template_leaves_out_is_refused() -> None:

@@ -52,22 +52,26 @@ class NativeFormat:
 
     Args:
         tools: the functions that may be called, in OpenAI's form.
+        acts: whether the policy's calls are read; False where all replies are recorded ones.
     """
 
-    def __init__(self, chat: ChatTokenizer, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(
+        self, chat: ChatTokenizer, tools: Sequence[Mapping[str, Any]] = (), acts: bool = True
+    ) -> None:
         self.chat, self.tools = chat, [dict(tool) for tool in tools] or None
         functions = [tool["function"] for tool in tools]
         self._schemas = {one["name"]: one.get("parameters") or {} for one in functions}
         facts = facts_of(chat)
-        missing = WRITTEN - set(facts.tools if facts else ())
         self._dialect = (facts and facts.dialect) or ""
-        if tools and (missing or not self._dialect):
+        missing = (WRITTEN if acts else {"tools"}) - set(facts.tools if facts else ())
+        if tools and (missing or (acts and not self._dialect)):
             what = ", ".join(sorted(missing)) or "calls in a dialect that can be read"
             raise AgentPeftError(
                 f"the environment declares tools, and the model's chat template does not write {what}; set "
                 "policy.chat_template to a file with one that does, or choose another protocol"
             )
-        if tools:  # a template that always rewrites is refused before anything is sampled
+        self._acts = bool(tools) and acts
+        if self._acts:  # a template that always rewrites is refused before anything is sampled
             call = Message("assistant", "", (ToolCall(next(iter(self._schemas)), {}, "call00000"),), "x")
             self.following([_USER, call], [Message("tool", "x")], [])
 
@@ -95,7 +99,16 @@ class NativeFormat:
                 f"the chat template leaves out the thought {reply.thought.strip()[:_SHOWN]!r} of a reply; "
                 "remove the thoughts, or set policy.chat_template to a file with one that writes them"
             )
-        return self.chat.encode_rendered(target + mark)
+        tokens = self.chat.encode_rendered(target + mark)
+        if self._acts:
+            read = [(call.name, call.arguments) for call in self.read(tokens).calls]
+            if read != [(call.name, call.arguments) for call in reply.tool_calls]:
+                raise AgentPeftError(
+                    f"the chat template writes a call that {self._dialect} does not read back: "
+                    f"{target.strip()[:200]!r}; set policy.chat_template to a file with one that quotes the "
+                    "arguments, or choose another protocol"
+                )
+        return tokens
 
     def following(
         self,
@@ -272,8 +285,8 @@ def _two_texts(fault: str, first: str, second: str) -> str:
     start = max(0, place - _SHOWN // 3)
     shown, other = (text[start : place + _SHOWN] for text in (first, second))
     return (
-        f"with the model's chat template {fault}: {shown!r} becomes {other!r}; set turns: last, keys of "
-        "policy.template, or policy.chat_template"
+        f"with the model's chat template {fault}: {shown!r} becomes {other!r}; set keys of "
+        "policy.template (enable_thinking: false), policy.chat_template, or turns: last of a conversation"
     )
 
 

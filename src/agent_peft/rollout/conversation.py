@@ -272,7 +272,7 @@ class EpisodeConversation:
         if tools or self.exact:
             from agent_peft.policies.native import NativeFormat
 
-            self._native = NativeFormat(self.chat, tools)
+            self._native = NativeFormat(self.chat, tools, acts=not self.exact)
         if self.replays is None:
             return opening
         limit = math.inf if self.max_tokens is None else self.max_tokens // 2
