@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import ClassVar
 
 import pytest
@@ -318,3 +319,19 @@ sys.exit(1)
 """
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
+
+
+def test_several_servers_share_the_episodes_and_have_the_same_tasks(serving):
+    hosts = [serving({"train": load_environment({**SUMS, "digits": digits})}) for digits in (2, 2, 1)]
+    urls = [host.url for host in hosts]
+    shared = load_environment({"kind": "remote", "url": urls[:2]})
+    try:
+        task = shared.tasks[0]
+        for seed in range(4):
+            with closing(shared.episode(task, seed)) as episode:
+                episode.start()
+                assert episode._connection.url == urls[seed % 2]
+    finally:
+        shared.close()
+    with pytest.raises(AgentPeftError, match=f"{urls[2]}: has other tasks than {urls[0]}; serve one CONFIG"):
+        load_environment({"kind": "remote", "url": [urls[0], urls[2]]})

@@ -121,7 +121,7 @@ def test_cookies_are_not_kept():
 
     with answering(answer) as url:
         elsewhere = remote(url)
-        elsewhere._fetch_tasks()
+        elsewhere._fetch_tasks(elsewhere.connection)
         elsewhere.close()
 
 
