@@ -60,9 +60,18 @@ LOOP = [
 ]
 
 
-@pytest.mark.parametrize("template", [*CALLS, "chatml_tools"])
+TEMPLATES = {dialect: of_dialect(dialect) for dialect in CALLS} | {
+    "chatml_tools": CHATML_TOOLS,
+    "opened": of_dialect("hermes").replace(
+        "{% endif %}{% endif %}", "{% else %}<think>\n{% endif %}{% endif %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
 def test_prompt_and_target_are_the_templates_own_text(template: str) -> None:
-    chat = chat_of(CHATML_TOOLS if template == "chatml_tools" else of_dialect(template))
+    chat = chat_of(TEMPLATES[template])
+    assert chat.open_thought == ("<think>\n" if template == "opened" else "")
     format, tokens = NativeFormat(chat, TOOLS), list[int]()
     for place, reply in enumerate(LOOP):
         if reply.role != "assistant":
@@ -84,7 +93,7 @@ def test_prompt_and_target_are_the_templates_own_text(template: str) -> None:
     assert chat.tokenizer.decode(tokens) == own.rstrip("\n")
     # a mark in a content is text
     assert tokens.count(chat.marks.tokens["<|im_end|>"]) == own.count("<|im_end|>") - 1
-    if template in ("hermes", "chatml_tools"):
+    if template in ("hermes", "chatml_tools", "opened"):
         assert tokens.count(chat.marks.tokens["<tool_call>"]) == own.count("<tool_call>") - 1
 
 
