@@ -7,6 +7,7 @@ tokens, and the contents may not (`ChatTokenizer.cut`).
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -131,12 +132,14 @@ class NativeFormat:
             # what follows a call does not depend on what comes before it
             replies = [reply, *(replace(reply, content="", thought=thought) for thought in ("x", None))]
             tries = [[_USER, one] for one in replies]
-        rendered = [as_template([*context, *new]) for context in tries]
-        texts = [(self._render(one[: -len(new)], False), self._render(one, True)) for one in rendered]
-        whole, longer = next((pair for pair in texts if pair[1].startswith(pair[0])), texts[0])
+        texts: list[tuple[str, str]] = []  # without and with the new messages
+        while not texts or (not texts[-1][1].startswith(texts[-1][0]) and len(texts) < len(tries)):
+            rendered = as_template([*tries[len(texts)], *new])
+            texts.append((self._render(rendered[: -len(new)], False), self._render(rendered, True)))
+        whole, longer = texts[-1]
         if not longer.startswith(whole):
-            raise AgentPeftError(_two_texts("a new message changes the text before it", whole, longer))
-        if (whole, longer) != texts[0]:
+            raise AgentPeftError(_two_texts("a new message changes the text before it", *texts[0]))
+        if len(texts) > 1:
             _warn_of_rewriting(self.chat)
         _, mark, rest = self._split_end(whole)
         tokens = self.chat.encode_rendered(mark + rest + longer.removeprefix(whole))
@@ -167,6 +170,16 @@ class NativeFormat:
                 "trained; set policy.chat_template to a file with one that does"
             )
         return text[: ends[-1].start()], ends[-1][0], text[ends[-1].end() :]
+
+
+def format_of(chat: ChatTokenizer, tools: Sequence[Mapping[str, Any]], acts: bool) -> NativeFormat:
+    """The format of a policy for these tools, made and checked once."""
+    return _format_of(chat, json.dumps(tools), acts)
+
+
+@lru_cache(maxsize=64)
+def _format_of(chat: ChatTokenizer, tools: str, acts: bool) -> NativeFormat:
+    return NativeFormat(chat, json.loads(tools), acts)
 
 
 def as_template(messages: Sequence[Message]) -> list[dict[str, Any]]:

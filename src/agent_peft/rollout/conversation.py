@@ -270,9 +270,9 @@ class EpisodeConversation:
             self._episode = None  # closing it may hang, too
             raise InfrastructureError(f"its start took more than {self.seconds:g} s") from error
         if tools or self.exact:
-            from agent_peft.policies.native import NativeFormat
+            from agent_peft.policies.native import format_of
 
-            self._native = NativeFormat(self.chat, tools, acts=not self.exact)
+            self._native = format_of(self.chat, tools, acts=not self.exact)
         if self.replays is None:
             return opening
         limit = math.inf if self.max_tokens is None else self.max_tokens // 2
