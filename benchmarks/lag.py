@@ -176,7 +176,7 @@ def print_learning(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     given = command_line(
         __doc__,
-        quick={"rounds": 2, "waits": [0.0, 0.02], "episodes": 16, "seeds": [0], "steps": 3, "lags": [0, 1]},
+        quick={"rounds": 1, "waits": [0.02], "episodes": 16, "seeds": [0], "steps": 2, "lags": [1]},
         rounds=8,
         waits=[0.0, 0.02, 0.2, 1.0],
         episodes=64,  # of a step
