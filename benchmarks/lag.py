@@ -4,7 +4,8 @@
 
 The seconds of a step with lag 0 and with lag 1, in turn: GRPO on one-digit sums, 64 episodes of a random
 model with replies of up to 24 tokens, the local engine, one thread of torch. In each case an environment
-waits so long before it answers. Prints the medians and the median of the ratios of the pairs.
+waits so long before it answers. Prints the medians and the median of the ratios of the pairs. With
+``--served``, a process of one thread (``agent-peft serve-policy``) samples.
 
     python benchmarks/lag.py --learn [--lags 0 1 2 4] [--seeds 0 1 2] [--steps 40] [--rate 3e-3]
 
@@ -17,10 +18,15 @@ most, or without a ratio, which no row offers with a lag. Prints the mean over s
 from __future__ import annotations
 
 import json
+import os
+import secrets
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +39,8 @@ from agent_peft.algorithms.surrogates import token_mean, truncated
 from agent_peft.environments.arithmetic import ALPHABET, Arithmetic, ArithmeticConfig
 from agent_peft.environments.base import Episode
 from agent_peft.policies.config import LoraSettings, PretrainedConfig, ScratchConfig
+from agent_peft.policies.engine import load_sampler
+from agent_peft.policies.engine.base import ServerEngineConfig
 from agent_peft.policies.loading import load_policy
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import Task
@@ -48,6 +56,7 @@ LARGER = {
     "tie_word_embeddings": False,
     "initializer_range": 0.1,
 }
+TOKEN = "AGENT_PEFT_LAG_TOKEN"
 STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 8: 2.365}  # 97.5 % quantiles, by the number of seeds
 
 
@@ -86,9 +95,37 @@ class Slow(Arithmetic):
         return episode
 
 
-def stepping(seconds: float, lag: int, steps: int, episodes: int) -> Callable[[], object]:
-    """One step of a trainer at each call."""
+@contextmanager
+def server(folder: Path) -> Iterator[ServerEngineConfig]:
+    """A process of one thread that samples a random model, which it is given in ``folder``."""
     policy = load_policy(ScratchConfig(architecture=LARGER, alphabet=ALPHABET, device="cpu"), 0)
+    policy.model.to(torch.bfloat16).save_pretrained(folder / "model")  # as models are stored
+    policy.chat.tokenizer.save_pretrained(folder / "model")
+    command = [sys.executable, "-m", "agent_peft", "serve-policy", str(folder / "model"), "--port", "0"]
+    command += ["--adapters", str(folder), "--token", TOKEN, "--dtype", "float32", "--max-tokens", "128"]
+    command += ["--rows", "64"]
+    os.environ[TOKEN] = secrets.token_hex(16)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().split(" on ")[1].split("/v1")[0]
+            yield ServerEngineConfig(urls=(url,), token=TOKEN, folder=folder / "adapters")
+        finally:
+            process.terminate()
+
+
+def stepping(
+    seconds: float, lag: int, steps: int, episodes: int, engine: ServerEngineConfig | None
+) -> Callable[[], object]:
+    """One step of a trainer at each call."""
+    if engine is None:
+        policy = load_policy(ScratchConfig(architecture=LARGER, alphabet=ALPHABET, device="cpu"), 0)
+    else:
+        assert engine.folder is not None
+        model = str(engine.folder.parent / "model")
+        config = PretrainedConfig(model=model, dtype="float32", lora=LoraSettings(rank=16), device="cpu")
+        policy = load_policy(config, 0)
     keys = {
         "algorithm": {"kind": "grpo", "entropy_coef": 1e-6},  # so that each episode has a gradient
         "optimizer": {"learning_rate": 1e-7},  # so that the replies stay as long as they are
@@ -97,14 +134,17 @@ def stepping(seconds: float, lag: int, steps: int, episodes: int) -> Callable[[]
         "microbatch_tokens": 4096,
     }
     settings = stage("grpo", steps, lag=lag, rewards={"invalid_action": -0.5}, **keys)
-    trainer = iter(Trainer(policy, Slow(seconds), settings))
+    sampler = None if engine is None else load_sampler(policy, engine)
+    trainer = iter(Trainer(policy, Slow(seconds), settings, sampler))
     return lambda: next(trainer)
 
 
-def measure_steps(waits: list[float], rounds: int, episodes: int) -> list[dict[str, Any]]:
+def measure_steps(
+    waits: list[float], rounds: int, episodes: int, engine: ServerEngineConfig | None = None
+) -> list[dict[str, Any]]:
     rows = []
     for wait in waits:
-        ways = {str(lag): stepping(wait, lag, rounds + 4, episodes) for lag in (0, 1)}
+        ways = {str(lag): stepping(wait, lag, rounds + 4, episodes, engine) for lag in (0, 1)}
         times = alternate(ways, rounds)
         medians = {name: statistics.median(seconds) for name, seconds in times.items()}
         rows.append({"wait": wait, **medians, "ratio": ratio(times["1"], times["0"])})
@@ -181,6 +221,7 @@ def main() -> None:
         waits=[0.0, 0.02, 0.2, 1.0],
         episodes=64,  # of a step
         learn=False,
+        served=False,
         lags=[0, 1, 2, 4],
         seeds=[0, 1, 2],
         steps=40,
@@ -192,11 +233,15 @@ def main() -> None:
     if given.learn or given.quick:
         content["learning"] = measure_learning(given.lags, given.seeds, given.steps, given.rate)
         print_learning(content["learning"])
-    if not given.learn:
+    if given.served:
+        with tempfile.TemporaryDirectory() as temporary, server(Path(temporary)) as engine:
+            content["served"] = measure_steps(given.waits, given.rounds, given.episodes, engine)
+    elif not given.learn:
         content["steps"] = measure_steps(given.waits, given.rounds, given.episodes)
+    if given.served or not given.learn:
         lines = [
             (f"{1000 * row['wait']:.0f} ms", *(f"{row[x]:.3f} s" for x in "01"), f"{row['ratio']:.2f}")
-            for row in content["steps"]
+            for row in content["served" if given.served else "steps"]
         ]
         show(table("an environment waits|lag 0|lag 1|ratio", lines))
     write(file, content)
