@@ -15,6 +15,7 @@ import torch
 import yaml
 
 from agent_peft.cli import run
+from agent_peft.policies.models import positions
 
 CONTENT = yaml.safe_load((Path(__file__).parent / "mistakes.yaml").read_text("utf-8"))
 
@@ -40,6 +41,10 @@ def modules(tmp_path, monkeypatch):
     """Modules of a case are found in its folder, and are forgotten after it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    for case in CONTENT["cases"]:  # a module of another test may have the same name
+        for file in CONTENT["files"] | case.get("files", {}):
+            monkeypatch.delitem(sys.modules, file.removesuffix(".py"), raising=False)
+    positions._check_new_tokens.cache_clear()  # so that it warns again
     before = set(sys.modules)
     yield
     for name in set(sys.modules) - before:

@@ -15,7 +15,7 @@ import yaml
 import agent_peft as ap
 from agent_peft.algorithms import ALGORITHMS
 from agent_peft.cli import COMMANDS
-from agent_peft.configuration.load import load_config, read_config
+from agent_peft.configuration.load import read_config
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -89,14 +89,6 @@ def test_every_key_of_our_side_of_a_table_is_there(page):
         if code.split(".")[-1] not in known
     ]
     assert not missing
-
-
-def test_the_configuration_on_the_page_about_trl_is_valid(tmp_path):
-    (block,) = re.findall(
-        r"^```yaml\n(.*?)^```$", (DOCS / "trl.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    )
-    (tmp_path / "grpo.yaml").write_text(block)
-    assert load_config(tmp_path / "grpo.yaml").stages[0].algorithm.kind == "grpo"
 
 
 def test_the_first_look_runs(tmp_path, warm_process):

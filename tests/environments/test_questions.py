@@ -294,7 +294,7 @@ TALK = [SYSTEM, FIRST, {"role": "assistant", "content": "2"}, SECOND]
 def test_a_list_of_messages_is_a_conversation(table, column, spelled):
     environment = questions(table([{column: spelled(TALK), "answer": "4"}]), question=column)
     opening = environment.episode(environment.tasks[0], seed=0).start()
-    assert [vars(message) for message in opening] == TALK
+    assert [message.to_json() for message in opening] == TALK
     assert step(environment, 0, "4").outcome is Outcome.CORRECT
 
 

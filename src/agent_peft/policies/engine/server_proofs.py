@@ -152,7 +152,7 @@ class Canary:
             template = policy.chat.opening([QUESTION])
         except AgentPeftError:  # of an alphabet that cannot write it
             return
-        if server.opening([vars(QUESTION)]) not in (None, template):
+        if server.opening([QUESTION.to_json()]) not in (None, template):
             raise TrustError(
                 f"{server.url}: its chat template writes a conversation as other tokens than policy.model's: "
                 "start it with the same tokenizer and template (vllm serve --chat-template)"
