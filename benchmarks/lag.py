@@ -21,8 +21,6 @@ import json
 import os
 import secrets
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +30,7 @@ from typing import Any
 
 import torch
 from algorithm_curves import TASKS, begin, stage
-from measuring import alternate, command_line, ratio, show, table, write
+from measuring import alternate, command_line, policy_server, ratio, show, table, write
 
 from agent_peft.algorithms import AlgorithmConfig, PolicyGradient, leave_one_out
 from agent_peft.algorithms.surrogates import token_mean, truncated
@@ -42,6 +40,7 @@ from agent_peft.policies.config import LoraSettings, PretrainedConfig, ScratchCo
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import ServerEngineConfig
 from agent_peft.policies.loading import load_policy
+from agent_peft.rollout.intervals import t95
 from agent_peft.training.trainer import Trainer
 from agent_peft.types import Task
 
@@ -57,7 +56,6 @@ LARGER = {
     "initializer_range": 0.1,
 }
 TOKEN = "AGENT_PEFT_LAG_TOKEN"
-STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 8: 2.365}  # 97.5 % quantiles, by the number of seeds
 
 
 class Corrected(AlgorithmConfig):
@@ -97,22 +95,14 @@ class Slow(Arithmetic):
 
 @contextmanager
 def server(folder: Path) -> Iterator[ServerEngineConfig]:
-    """A process of one thread that samples a random model, which it is given in ``folder``."""
+    """A random model, written to ``folder`` and sampled by a process of one thread."""
     policy = load_policy(ScratchConfig(architecture=LARGER, alphabet=ALPHABET, device="cpu"), 0)
     policy.model.to(torch.bfloat16).save_pretrained(folder / "model")  # as models are stored
     policy.chat.tokenizer.save_pretrained(folder / "model")
-    command = [sys.executable, "-m", "agent_peft", "serve-policy", str(folder / "model"), "--port", "0"]
-    command += ["--adapters", str(folder), "--token", TOKEN, "--dtype", "float32", "--max-tokens", "128"]
-    command += ["--rows", "64"]
     os.environ[TOKEN] = secrets.token_hex(16)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            assert process.stdout is not None
-            url = process.stdout.readline().split(" on ")[1].split("/v1")[0]
-            yield ServerEngineConfig(urls=(url,), token=TOKEN, folder=folder / "adapters")
-        finally:
-            process.terminate()
+    options = ["--adapters", str(folder), "--token", TOKEN, "--dtype", "float32", "--max-tokens", "128"]
+    with policy_server(str(folder / "model"), *options, "--rows", "64", threads=1) as url:
+        yield ServerEngineConfig(urls=(url.removesuffix("/v1"),), token=TOKEN, folder=folder / "adapters")
 
 
 def stepping(
@@ -188,8 +178,8 @@ def measure_learning(lags: list[int], seeds: list[int], steps: int, rate: float)
 def of_seeds(values: list[float]) -> str:
     """Mean and 95 % interval."""
     half = 0.0
-    if len(values) in STUDENT:
-        half = STUDENT[len(values)] * statistics.stdev(values) / len(values) ** 0.5
+    if len(values) > 1:
+        half = t95(len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
     return f"{100 * statistics.mean(values):.1f} ± {100 * half:.1f} %" if half else f"{100 * values[0]:.1f} %"
 
 

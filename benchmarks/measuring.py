@@ -16,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,19 @@ def temporary_folder() -> Path:
     folder = tempfile.TemporaryDirectory(prefix="bench-")
     atexit.register(folder.cleanup)
     return Path(folder.name)
+
+
+@contextmanager
+def policy_server(target: str, *options: str, threads: int) -> Iterator[str]:
+    """The address, with /v1, of ``agent-peft serve-policy TARGET`` in another process."""
+    command = [sys.executable, "-m", "agent_peft", "serve-policy", target, "--port", "0", *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline().split(" on ")[1].split(" ")[0]
+        finally:
+            process.terminate()
 
 
 def tiny_model(folder: Path) -> str:

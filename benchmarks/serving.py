@@ -18,8 +18,6 @@ import json
 import os
 import signal
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +27,7 @@ from typing import Any
 
 import httpx
 import torch
-from measuring import OneTurn, command_line, show, skipped, table, tiny_model, write
+from measuring import OneTurn, command_line, policy_server, show, skipped, table, tiny_model, write
 
 from agent_peft.policies.engine import load_sampler
 from agent_peft.policies.engine.base import EngineConfig, Sampler
@@ -104,21 +102,6 @@ def served(url: str, model: str, texts: Sequence[str], tokens: int, stream: bool
 
 
 @contextmanager
-def server(model: str, clients: int, threads: int) -> Iterator[str]:
-    """The address of a server in its own process."""
-    command = [sys.executable, "-m", "agent_peft", "serve-policy", f"model={model}", "--port", "0"]
-    command += ["--rows", str(clients), "--max-tokens", str(MAX_TOKENS), "--dtype", "float32"]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            yield line.split(" on ")[1].split(" ")[0]
-        finally:
-            process.send_signal(signal.SIGTERM)
-
-
-@contextmanager
 def stopped(group: int | None) -> Iterator[None]:
     """Stop a process group for a while."""
     try:
@@ -150,7 +133,8 @@ def main() -> None:
     sampler = load_sampler(policy, EngineConfig(rows=given.clients))
     ways = {OWN: Way(), WHOLE: Way(), STREAMED: Way(), **({OTHER: Way()} if given.other else {})}
     expected: list[Reply] = []
-    with server(given.model, given.clients, given.threads) as url:
+    options = ("--rows", str(given.clients), "--max-tokens", str(MAX_TOKENS), "--dtype", "float32")
+    with policy_server(f"model={given.model}", *options, threads=given.threads) as url:
         calls: dict[str, Callable[[list[str]], list[Reply]]] = {
             OWN: lambda texts: own(sampler, texts, given.tokens),
             WHOLE: lambda texts: served(url, "model", texts, given.tokens, stream=False),
