@@ -53,8 +53,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm2": (
         "llama",
         {
-            "hidden_size": 576,
-            "intermediate_size": 1536,
+            "hidden_size": 288,
+            "intermediate_size": 768,
             "num_hidden_layers": 3,
             "num_attention_heads": 9,
             "num_key_value_heads": 3,
@@ -211,19 +211,19 @@ def sizes(parts: Any) -> dict[str, int]:
 
 
 def test_the_parts_of_a_stage():
-    """Numbers by hand: SmolLM2's shape with three layers."""
+    """Numbers by hand: SmolLM2's shape at half its width, with three layers."""
     needs = model_of(build("smollm2"), LORA)
     found = stage_memory(
         needs, make_stage(sampling={"max_tokens": 500}, microbatch_tokens=1000), EngineConfig(rows=10)
     )
-    matrices = 3 * (576 * 576 * 2 + 576 * 192 * 2 + 3 * 576 * 1536)
-    adapter = 3 * 8 * ((576 + 576) * 2 + (576 + 192) * 2 + (576 + 1536) * 3)
+    matrices = 3 * (288 * 288 * 2 + 288 * 96 * 2 + 3 * 288 * 768)
+    adapter = 3 * 8 * ((288 + 288) * 2 + (288 + 96) * 2 + (288 + 768) * 3)
     # Transformers ties the embeddings of neither here, so there are two
     assert sizes(found.always) == {
-        "weights": 4 * (2 * 100 * 576 + matrices + 7 * 576),
+        "weights": 4 * (2 * 100 * 288 + matrices + 7 * 288),
         "adapter, gradient, AdamW": 16 * adapter,
     }
-    assert sizes(found.sampling)["keys and values"] == 10 * 500 * (2 * 3 * 3 * 64 * 4)
+    assert sizes(found.sampling)["keys and values"] == 10 * 500 * (2 * 3 * 3 * 32 * 4)
     assert sizes(found.sampling)["weights with the adapter folded in"] == 4 * matrices
     assert sizes(found.training)["activations of a microbatch"] == needs.saved_bytes(1000, 500)
     whole = [sum(sizes(parts).values()) for parts in (found.always, found.sampling, found.training)]
